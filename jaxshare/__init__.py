@@ -1,0 +1,15 @@
+"""jaxshare: inference for groups of language-model streams that share memory.
+
+One engine for Hogwild! Inference (workers), Hydragen (branches) and Hive (agents): rows that see ordered lists of cached
+blocks. The core is pure JAX; `jaxshare.models` has Llama and Qwen, `jaxshare.serving` what people run.
+"""
+
+from jaxshare.attention import block_attention
+from jaxshare.cache import KVCache
+from jaxshare.decode import DecodeState, Reason, decode
+from jaxshare.layout import Layout
+from jaxshare.plan import Plan, make_plan
+from jaxshare.rope import Rope
+from jaxshare.sampling import Sampler, Samplers
+
+__all__ = ["DecodeState", "KVCache", "Layout", "Plan", "Reason", "Rope", "Sampler", "Samplers", "block_attention", "decode", "make_plan"]

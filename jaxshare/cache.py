@@ -1,0 +1,251 @@
+"""KVCache: the keys and values of all blocks, as a frozen pytree whose transitions return new ones.
+
+Physically there is one arena [K, tokens, D] for keys and one for values in every layer. A block is an extent of all
+arenas: offset, length, capacity. Its keys stand as though the block began at position `phase`, which is 0 for a block that
+was written from empty. So rows can list blocks in any order (Hogwild! Inference section 3.4: the query is rotated instead),
+and a block is cut in two without touching a key.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxshare.layout import is_concrete
+from jaxshare.rope import Rope, rotate
+
+if TYPE_CHECKING:
+    from jaxshare.plan import Plan
+
+_MOVE_TILE = 128
+_UNROLLED_ROWS = 8
+
+
+class CacheConfig(Protocol):
+    """What a model's config says about its cache."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rope(self) -> Rope: ...
+
+
+class Fault(enum.IntFlag):
+    """What went wrong inside jit, where nothing can be raised. `KVCache.check` turns it into an error."""
+
+    OVERFLOW = 1
+    UNKNOWN_BLOCK = 2
+    REPEATED_BLOCK = 4
+    TWO_WRITERS = 8
+
+    def describe(self) -> str:
+        """One clear sentence for each fault."""
+        sentences = {
+            Fault.OVERFLOW: "a block was written beyond its capacity; the tokens that did not fit were dropped: create the cache "
+                            "with larger capacities",
+            Fault.UNKNOWN_BLOCK: "a row listed a block that the cache does not have",
+            Fault.REPEATED_BLOCK: "a row listed the same block twice",
+            Fault.TWO_WRITERS: "two rows wrote the same block in one pass; the last block that a row lists must be its own",
+        }
+        return "; ".join(text for fault, text in sentences.items() if fault in self)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Blocks of cached keys and values. B blocks, L layers, K kv heads, D head dim.
+
+    Attributes:
+      keys, values: L arrays [K, tokens, D], one of each for every layer.
+      offsets: int32[B], where each block begins in the arena.
+      lengths: int32[B], tokens in each block.
+      capacities: int32[B], tokens that fit in each block.
+      phases: int32[B], the position to which each block's first key is rotated.
+      faults: int32[], `Fault` flags raised inside jit; sticky.
+      rope: the rotation of the keys (static).
+    """
+
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
+    offsets: Array
+    lengths: Array
+    capacities: Array
+    phases: Array
+    faults: Array
+    rope: Rope = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def create(cls, config: CacheConfig, capacities: Sequence[int], dtype: jax.typing.DTypeLike = jnp.bfloat16) -> "KVCache":
+        """An empty cache.
+
+        Args:
+          config: the model's config.
+          capacities: tokens that fit in each block, one entry a block. A block of capacity 0 is a free slot, for `fork`.
+          dtype: of keys and values.
+
+        Raises:
+          ValueError: no blocks, or a negative capacity.
+        """
+        sizes = np.asarray(capacities, np.int64)
+        if sizes.ndim != 1 or not sizes.size:
+            raise ValueError(f"capacities must list the size of at least one block, in tokens; got {capacities!r}")
+        if (sizes < 0).any():
+            raise ValueError(f"the capacity of block {int(np.argmax(sizes < 0))} is {int(sizes.min())}; it must be at least 0")
+        if sizes.sum() >= 2**31:
+            raise ValueError(f"the blocks hold {int(sizes.sum())} tokens in all; fewer than 2**31 can be addressed")
+        shape = (config.num_kv_heads, max(int(sizes.sum()), 1), config.head_dim)
+        zeros = jnp.zeros(sizes.size, jnp.int32)
+        return cls(
+            keys=tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)),
+            values=tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)),
+            offsets=jnp.asarray(np.cumsum(sizes) - sizes, jnp.int32), lengths=zeros, capacities=jnp.asarray(sizes, jnp.int32),
+            phases=jnp.zeros_like(zeros), faults=jnp.zeros((), jnp.int32), rope=config.rope)
+
+    @property
+    def num_blocks(self) -> int:
+        """B."""
+        return self.lengths.shape[0]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one cached token: keys and values of all layers."""
+        return sum(a.shape[0] * a.shape[2] * a.dtype.itemsize for a in (*self.keys, *self.values))
+
+    def append(self, layer: int, k: Array, v: Array, plan: "Plan") -> "KVCache":
+        """Writes one layer's new keys and values behind the blocks that the rows write. Lengths change in `advance`.
+
+        Args:
+          layer: which.
+          k, v: [R, T, K, D], keys not rotated yet: they are rotated here to their index in their block (Hogwild! appendix B).
+          plan: of this pass.
+        """
+        k = rotate(k, plan.key_cos[:, :, None], plan.key_sin[:, :, None])
+        return dataclasses.replace(self, keys=_replaced(self.keys, layer, _write(self.keys[layer], k, plan)),
+                                   values=_replaced(self.values, layer, _write(self.values[layer], v, plan)))
+
+    def advance(self, plan: "Plan") -> "KVCache":
+        """The cache after a pass: the lengths that `append` has filled, and what the plan found wrong."""
+        return dataclasses.replace(self, lengths=plan.lengths, faults=self.faults | plan.faults)
+
+    def move(self, source: int | Array, target: int | Array) -> "KVCache":
+        """Appends the source block to the target, rotated to its new place, and empties the source. Exact up to rounding.
+
+        The work follows the source's length. Inside jit, a source that does not fit stays where it is and sets a fault.
+
+        Raises:
+          ValueError: unknown block, source and target the same, or not enough room (where that can be known).
+        """
+        self._check_blocks(source=source, target=target)
+        if is_concrete(source, target) and int(source) == int(target):
+            raise ValueError(f"block {int(source)} cannot be moved onto itself")
+        count, start = self.lengths[source], self.lengths[target]
+        fits = (start + count <= self.capacities[target]) & (jnp.asarray(source) != jnp.asarray(target))
+        if is_concrete(fits) and not fits:
+            raise ValueError(f"block {int(source)} has {int(count)} tokens, but block {int(target)} has room for "
+                             f"{int(self.capacities[target] - start)} more; create the cache with larger capacities")
+        count = jnp.where(fits, count, 0)
+        turn = self.phases[target] + start - self.phases[source]
+        cos, sin = self.rope.cos_sin(turn, scaled=False)
+        keys, values = _copy((self.keys, self.values), self.offsets[source], self.offsets[target] + start, count, cos, sin)
+        return dataclasses.replace(
+            self, keys=keys, values=values, lengths=self.lengths.at[source].add(-count).at[target].add(count),
+            faults=self.faults | jnp.where(fits, 0, Fault.OVERFLOW.value))
+
+    def fork(self, block: int | Array, at: int | Array, tail: int | Array) -> "KVCache":
+        """Cuts a block in two and copies nothing: `block` keeps its first `at` tokens, `tail` becomes the rest.
+
+        Rows that listed `block` must list `tail` right after it (`Layout.fork`). Any other row can list `block` alone and go on
+        in a block of its own: that is a fork inside the block. What was free behind the block stays with `tail`.
+
+        Raises:
+          ValueError: unknown block, `tail` not a free slot (capacity 0), or `at` outside the block (where that can be known).
+        """
+        self._check_blocks(block=block, tail=tail)
+        if is_concrete(self.lengths, at, block) and not 0 <= int(at) <= int(self.lengths[block]):
+            raise ValueError(f"block {int(block)} has {int(self.lengths[block])} tokens; it cannot be cut at {int(at)}")
+        if is_concrete(self.capacities, tail) and int(self.capacities[tail]):
+            raise ValueError(f"block {int(tail)} owns {int(self.capacities[tail])} tokens of the cache and cannot become a tail; "
+                             f"give KVCache.create a block of capacity 0 for it")
+        at = jnp.asarray(at, jnp.int32)
+        return dataclasses.replace(
+            self,
+            offsets=self.offsets.at[tail].set(self.offsets[block] + at),
+            lengths=self.lengths.at[tail].set(self.lengths[block] - at).at[block].set(at),
+            capacities=self.capacities.at[tail].set(self.capacities[block] - at).at[block].set(at),
+            phases=self.phases.at[tail].set(self.phases[block] + at))
+
+    def clear(self, block: int | Array) -> "KVCache":
+        """Empties a block; it keeps its capacity."""
+        self._check_blocks(block=block)
+        return dataclasses.replace(self, lengths=self.lengths.at[block].set(0), phases=self.phases.at[block].set(0))
+
+    def check(self) -> None:
+        """Raises ValueError if a pass inside jit wrote beyond a capacity or was given a layout that cannot be."""
+        if fault := Fault(int(self.faults)):
+            raise ValueError(f"the cache is not usable any more: {fault.describe()}")
+
+    def _check_blocks(self, **blocks: int | Array) -> None:
+        for name, block in blocks.items():
+            if is_concrete(block) and not 0 <= int(block) < self.num_blocks:
+                raise ValueError(f"{name} is {int(block)}, but the cache has blocks 0 to {self.num_blocks - 1}")
+
+
+def _replaced(leaves: tuple[Array, ...], layer: int, leaf: Array) -> tuple[Array, ...]:
+    return (*leaves[:layer], leaf, *leaves[layer + 1:])
+
+
+def _write(arena: Array, new: Array, plan: "Plan") -> Array:
+    """arena [K, tokens, D], new [R, T, K, D]: each row's real tokens to their place; all else stays."""
+    new = new.astype(arena.dtype).swapaxes(1, 2)  # [R, K, T, D]
+    width = min(new.shape[2], arena.shape[1])
+
+    def write_row(r, arena: Array) -> Array:
+        # A window of static size is read, the real tokens laid over it and the window written back. Where it would hang
+        # over the arena's end it is shifted left, and the tokens in it right.
+        start = jnp.minimum(plan.write_at[r], arena.shape[1] - width)
+        token = jnp.arange(width) - (plan.write_at[r] - start)
+        window = jax.lax.dynamic_slice_in_dim(arena, start, width, axis=1)
+        shifted = new[r] if new.shape[2] == 1 else jnp.take(new[r], jnp.clip(token, 0, new.shape[2] - 1), axis=1)
+        window = jnp.where(((token >= 0) & (token < plan.count[r]))[:, None], shifted, window)
+        return jax.lax.dynamic_update_slice_in_dim(arena, window, start, axis=1)
+
+    if new.shape[0] <= _UNROLLED_ROWS:
+        for r in range(new.shape[0]):
+            arena = write_row(r, arena)
+        return arena
+    return jax.lax.fori_loop(0, new.shape[0], write_row, arena)
+
+
+def _copy(arenas: tuple[tuple[Array, ...], tuple[Array, ...]], source: Array, target: Array, count: Array, cos: Array,
+          sin: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Copies `count` tokens from `source` to `target`, keys rotated further by one angle a pair."""
+    tokens = arenas[0][0].shape[1]
+    tile = min(_MOVE_TILE, tokens)
+
+    def copy_tile(state):
+        done, (keys, values) = state
+        left = jnp.minimum(count - done, tile)
+        read, write = (jnp.minimum(at + done, tokens - tile) for at in (source, target))
+        # Window index i of the target holds token i - (target + done - write) of this tile.
+        token = jnp.arange(tile) - (target + done - write)
+        real = ((token >= 0) & (token < left))[:, None]
+        pick = jnp.clip(token + (source + done - read), 0, tile - 1)
+
+        def copied(arena: Array, turn: bool) -> Array:
+            piece = jnp.take(jax.lax.dynamic_slice_in_dim(arena, read, tile, axis=1), pick, axis=1)
+            piece = rotate(piece, cos, sin) if turn else piece
+            window = jax.lax.dynamic_slice_in_dim(arena, write, tile, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(arena, jnp.where(real, piece, window), write, axis=1)
+
+        return done + tile, (tuple(copied(k, True) for k in keys), tuple(copied(v, False) for v in values))
+
+    return jax.lax.while_loop(lambda state: state[0] < count, copy_tile, (jnp.zeros((), jnp.int32), arenas))[1]

@@ -1,0 +1,212 @@
+"""The decode loop: one jitted function for workers, branches and agents.
+
+Every row has a queue of pending tokens. While it is not empty the row feeds from it; when it runs empty the row samples, and
+what it samples is the next pending token. So prompts, injected text and decoding are one mechanism.
+"""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxshare.cache import KVCache
+from jaxshare.layout import Layout
+from jaxshare.sampling import Sampler, Samplers, logprob
+
+
+class Model(Protocol):
+    """What decode needs of a model: hashable (it is static under jit), and pure. Flax linen modules are both."""
+
+    def apply(self, variables: Any, tokens: Array, count: Array, cache: KVCache, layout: Layout) -> tuple[Array, KVCache]:
+        """(params, int32[R, T], int32[R], cache, layout) -> (float32[R, V] after each row's last real token, cache)."""
+        ...
+
+
+class Reason(enum.IntEnum):
+    """Why a row is not running."""
+
+    RUNNING = 0
+    STOP = 1
+    BUDGET = 2
+    FULL = 3
+    UNUSED = 4
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Everything the loop carries. R rows, P places in a queue, X places for generated tokens, V vocabulary.
+
+    Attributes:
+      cache, layout, samplers: what is cached, who sees what, how each row samples.
+      logits: float32[R, V] after each row's last fed token; they mean something where `ready`.
+      ready: bool[R].
+      pending: int32[R, P + slack], tokens to feed; waiting: int32[R], how many; head: int32[R], where the first is.
+      seeds: uint32[R], of each row's randomness.
+      drawn: int32[R], tokens sampled so far: the counter of the row's randomness.
+      budgets: int32[R], tokens that a row may sample in all.
+      stops: int32[S], tokens that end a row; -1 for an unused place.
+      reasons: int32[R], `Reason`: why a row ended, or RUNNING.
+      tokens: int32[R, X], what each row sampled, a stop token included.
+      logprobs: float32[R, X] of the sampled tokens, or [R, 0] where not asked for.
+      passes: int32[], forward passes so far.
+    """
+
+    cache: KVCache
+    layout: Layout
+    samplers: Samplers
+    logits: Array
+    ready: Array
+    pending: Array
+    waiting: Array
+    head: Array
+    seeds: Array
+    drawn: Array
+    budgets: Array
+    stops: Array
+    reasons: Array
+    tokens: Array
+    logprobs: Array
+    passes: Array
+
+    @classmethod
+    def create(cls, cache: KVCache, layout: Layout, prompts: Sequence[Sequence[int]], *, vocab_size: int,
+               samplers: Sampler | Sequence[Sampler] = Sampler(), seeds: int | Sequence[int] = 0,
+               budgets: int | Sequence[int] = 64, stops: Sequence[int] = (), logits: Array | None = None,
+               max_width: int = 256, logprobs: bool = False) -> "DecodeState":
+        """A state about to run.
+
+        Args:
+          cache, layout: as for a forward pass.
+          prompts: for each row the tokens to feed before it samples. Rows not in use take an empty one.
+          vocab_size: V.
+          samplers: one for all rows, or one a row.
+          seeds: of each row; one integer gives row r the seed `seeds + r`.
+          budgets: how many tokens a row may sample; one for all, or one a row.
+          stops: tokens that end a row.
+          logits: float32[R, V] or [V] after what each row has cached, for rows that have nothing to feed.
+          max_width: the widest pass that will be asked of `decode`.
+          logprobs: keep the log-probabilities of the sampled tokens.
+
+        Raises:
+          ValueError: counts that do not fit the layout, a token outside the vocabulary, a negative budget, or a row in use
+            with nothing to feed and no logits.
+        """
+        rows = layout.num_rows
+        layout.check(cache.num_blocks)
+        listed = np.asarray(layout.listed)
+        prompts = [*map(list, prompts), *([[]] * (rows - len(prompts)))]
+        samplers = [samplers] * rows if isinstance(samplers, Sampler) else list(samplers)
+        seeds = [seeds + r for r in range(rows)] if isinstance(seeds, int) else list(seeds)
+        budgets = [budgets] * rows if isinstance(budgets, int) else list(budgets)
+        for name, values in (("prompts", prompts), ("samplers", samplers), ("seeds", seeds), ("budgets", budgets)):
+            if len(values) != rows:
+                raise ValueError(f"{name} has {len(values)} entries, but the layout has {rows} rows")
+        for r, prompt in enumerate(prompts):
+            if outside := [t for t in prompt if not 0 <= t < vocab_size]:
+                raise ValueError(f"the prompt of row {r} has token {outside[0]}, outside the vocabulary of {vocab_size}")
+            if listed[r] and not prompt and logits is None:
+                raise ValueError(f"row {r} has an empty prompt and no logits to sample from; give it at least one token")
+            if budgets[r] < 0:
+                raise ValueError(f"the budget of row {r} is {budgets[r]}; it must be at least 0 tokens")
+        queue = np.zeros((rows, max(map(len, prompts)) + max_width), np.int32)
+        for r, prompt in enumerate(prompts):
+            queue[r, :len(prompt)] = prompt
+        waiting = np.asarray([len(p) if n else 0 for p, n in zip(prompts, listed, strict=True)], np.int32)
+        room = max(budgets)
+        given = jnp.zeros((rows, vocab_size)) if logits is None else jnp.broadcast_to(logits, (rows, vocab_size)) + 0.0
+        return cls(
+            cache=cache, layout=layout, samplers=Samplers.stack(samplers), logits=given,
+            ready=jnp.asarray((waiting == 0) & (listed > 0)), pending=jnp.asarray(queue), waiting=jnp.asarray(waiting),
+            head=jnp.zeros(rows, jnp.int32), seeds=jnp.asarray(np.asarray(seeds, np.int64).astype(np.uint32)),
+            drawn=jnp.zeros(rows, jnp.int32), budgets=jnp.asarray(budgets, jnp.int32),
+            stops=jnp.asarray([*stops] or [-1], jnp.int32),
+            reasons=jnp.asarray(np.where(listed > 0, Reason.RUNNING, Reason.UNUSED), jnp.int32),
+            tokens=jnp.zeros((rows, room), jnp.int32), logprobs=jnp.zeros((rows, room if logprobs else 0)),
+            passes=jnp.zeros((), jnp.int32))
+
+    @property
+    def running(self) -> Array:
+        """bool[R]."""
+        return self.reasons == Reason.RUNNING
+
+    def outputs(self) -> list[list[int]]:
+        """What each row has sampled so far, on the host."""
+        return [row[:n].tolist() for row, n in zip(np.asarray(self.tokens), np.asarray(self.drawn), strict=True)]
+
+
+def decode(model: Model, params: Any, state: DecodeState, *, passes: int, width: int = 1) -> DecodeState:
+    """Runs up to `passes` forward passes in one dispatch; fewer if every row ends.
+
+    While a row has more than one pending token, passes take up to `width` of them; then one token a row. Rows whose block
+    has no room for what they must write end with `Reason.FULL` before anything is lost.
+
+    Args:
+      model, params: the model and its variables.
+      state: its cache and logits are donated: use the returned state from here on.
+      passes: data, not shape: any number runs the same program.
+      width: of passes that feed prompts; at most the state's `max_width`. Static.
+    """
+    rest = dataclasses.replace(state, cache=None, logits=None)  # pyright: ignore[reportArgumentType]
+    return _decode(model, params, state.cache, state.logits, rest, jnp.asarray(passes, jnp.int32), width)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "width"), donate_argnames=("cache", "logits"))
+def _decode(model: Model, params: Any, cache: KVCache, logits: Array, rest: DecodeState, passes: Array, width: int) -> DecodeState:
+    state = _sample(dataclasses.replace(rest, cache=cache, logits=logits))
+    last = state.passes + passes
+
+    def step(state: DecodeState, width: int) -> DecodeState:
+        return _sample(_feed(model, params, state, width))
+
+    if width > 1:
+        state = jax.lax.while_loop(lambda s: (s.passes < last) & jnp.any(s.running & (s.waiting > 1)),
+                                   lambda s: step(s, width), state)
+    return jax.lax.while_loop(lambda s: (s.passes < last) & jnp.any(s.running), lambda s: step(s, 1), state)
+
+
+def _feed(model: Model, params: Any, state: DecodeState, width: int) -> DecodeState:
+    """One forward pass over the next pending tokens of every running row."""
+    count = jnp.where(state.running, jnp.minimum(state.waiting, width), 0)
+    target = jnp.maximum(state.layout.written, 0)
+    full = state.cache.lengths[target] + count > state.cache.capacities[target]
+    reasons = jnp.where(state.running & full, Reason.FULL.value, state.reasons)
+    count = jnp.where(full, 0, count)
+    tokens = jax.vmap(lambda queue, head: jax.lax.dynamic_slice_in_dim(queue, head, width))(state.pending, state.head)
+    logits, cache = model.apply(params, tokens, count, state.cache, state.layout)
+    fed = count > 0
+    return dataclasses.replace(
+        state, cache=cache, logits=jnp.where(fed[:, None], logits, state.logits), ready=state.ready | fed, reasons=reasons,
+        waiting=state.waiting - count, head=state.head + count, passes=state.passes + 1)
+
+
+def _sample(state: DecodeState) -> DecodeState:
+    """Rows with an empty queue sample; the token goes to the output and, unless it ends the row, into the queue."""
+    due = state.running & (state.waiting == 0) & state.ready
+    spent = due & (state.drawn >= state.budgets)
+    due = due & ~spent
+
+    def sampled() -> tuple[Array, Array]:
+        token = state.samplers.sample(state.logits, state.seeds, state.drawn)
+        return token, logprob(state.logits, token) if state.logprobs.shape[1] else jnp.zeros(token.shape)
+
+    nothing = jnp.zeros(due.shape, jnp.int32), jnp.zeros(due.shape)
+    token, chance = jax.lax.cond(jnp.any(due), sampled, lambda: nothing)
+    drawn = state.drawn + due
+    stopped = due & jnp.any(token[:, None] == state.stops, axis=1)
+    spent = spent | (due & ~stopped & (drawn >= state.budgets))
+    reasons = jnp.where(stopped, Reason.STOP.value, jnp.where(spent, Reason.BUDGET.value, state.reasons))
+    goes_on = due & ~stopped & ~spent
+    place = jnp.where(due, state.drawn, state.tokens.shape[1])
+    row = jnp.arange(due.shape[0])
+    return dataclasses.replace(
+        state, reasons=reasons, drawn=drawn, waiting=jnp.where(goes_on, 1, state.waiting), head=jnp.where(due, 0, state.head),
+        pending=state.pending.at[:, 0].set(jnp.where(goes_on, token, state.pending[:, 0])),
+        tokens=state.tokens.at[row, place].set(token, mode="drop"),
+        logprobs=state.logprobs.at[row, place].set(chance, mode="drop") if state.logprobs.shape[1] else state.logprobs)

@@ -1,0 +1,107 @@
+"""Layout: which rows see which blocks, in which order, and where they write."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The blocks that each row sees, in that row's order. Data, not shape: changing it never recompiles.
+
+    A row writes its new tokens to the last block it lists. A row that lists none is not in use.
+
+    Attributes:
+      blocks: int32[R, N] block numbers, each row's from the left, -1 after its last.
+    """
+
+    blocks: Array
+
+    @classmethod
+    def from_blocks(cls, rows: Sequence[Sequence[int]], *, num_rows: int | None = None, width: int | None = None) -> "Layout":
+        """A layout from lists of block numbers, one list a row.
+
+        Args:
+          rows: for each row the blocks it sees, in order; an empty list is a row not in use.
+          num_rows: R, to leave room for rows that come later; default len(rows).
+          width: N, to leave room for longer rows; default the longest row.
+
+        Raises:
+          ValueError: a row lists a block twice or a negative one, or two rows write the same block.
+        """
+        num_rows = len(rows) if num_rows is None else num_rows
+        width = max([1, *(len(row) for row in rows)]) if width is None else width
+        if not 1 <= num_rows or num_rows < len(rows):
+            raise ValueError(f"num_rows is {num_rows}, but {len(rows)} rows are given; ask for at least that many, and at least 1")
+        blocks = np.full((num_rows, width), -1, np.int32)
+        for r, row in enumerate(rows):
+            if len(row) > width:
+                raise ValueError(f"row {r} lists {len(row)} blocks, but width is {width}; make the layout wider")
+            if negative := [b for b in row if b < 0]:
+                raise ValueError(f"row {r} lists block {negative[0]}; blocks are numbered from 0")
+            blocks[r, :len(row)] = row
+        layout = cls(jnp.asarray(blocks))
+        layout.check()
+        return layout
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.blocks.shape[0]
+
+    @property
+    def listed(self) -> Array:
+        """int32[R]: how many blocks each row lists."""
+        return jnp.sum(self.blocks >= 0, axis=1, dtype=jnp.int32)
+
+    @property
+    def written(self) -> Array:
+        """int32[R]: the block each row writes, -1 for a row not in use."""
+        last = jnp.maximum(self.listed - 1, 0)
+        return jnp.take_along_axis(self.blocks, last[:, None], axis=1)[:, 0]
+
+    def fork(self, block: int | Array, tail: int | Array) -> "Layout":
+        """The layout after `KVCache.fork(block, at, tail)`: every row that lists `block` lists `tail` right after it.
+
+        Raises:
+          ValueError: a row that lists `block` has no room for one more; make the layout wider.
+        """
+        blocks, width = self.blocks, self.blocks.shape[1]
+        here = blocks == block
+        found = jnp.any(here, axis=1)
+        if is_concrete(blocks, block) and bool(jnp.any(found & (self.listed == width))):
+            raise ValueError(f"a row that lists block {int(block)} lists {width} blocks and has no room for its tail; "
+                             f"make the layout wider (Layout.from_blocks(..., width={width + 1}))")
+        after = jnp.where(found, jnp.argmax(here, axis=1), width)[:, None]
+        column = jnp.arange(width)[None]
+        shifted = jnp.concatenate([blocks[:, :1], blocks[:, :-1]], axis=1)
+        tail = jnp.asarray(tail, jnp.int32)
+        return Layout(jnp.where(column <= after, blocks, jnp.where(column == after + 1, tail, shifted)))
+
+    def check(self, num_blocks: int | None = None) -> None:
+        """Raises ValueError for what `from_blocks` refuses, and for blocks beyond `num_blocks`; does nothing while tracing."""
+        if not is_concrete(self.blocks):
+            return
+        blocks = np.asarray(self.blocks)
+        writer: dict[int, int] = {}
+        for r, row in enumerate(blocks):
+            seen = [int(b) for b in row if b >= 0]
+            if repeated := [b for b in seen if seen.count(b) > 1]:
+                raise ValueError(f"row {r} lists block {repeated[0]} twice: {seen}; list every block once")
+            if num_blocks is not None and (unknown := [b for b in seen if b >= num_blocks]):
+                raise ValueError(f"row {r} lists block {unknown[0]}, but the cache has blocks 0 to {num_blocks - 1}")
+            if seen and seen[-1] in writer:
+                raise ValueError(f"rows {writer[seen[-1]]} and {r} both write block {seen[-1]}, the last block each lists; "
+                                 f"give every row a last block of its own")
+            if seen:
+                writer[seen[-1]] = r
+
+
+def is_concrete(*arrays: int | Array) -> bool:
+    """Whether all values can be looked at now, that is, none is being traced."""
+    return not any(isinstance(a, jax.core.Tracer) for a in arrays)

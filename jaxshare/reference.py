@@ -1,0 +1,74 @@
+"""The oracle: attention written down as its definition says, without a thought for speed.
+
+Every row gathers the keys it sees, rotates each to its position in the row's order, and takes a plain softmax in float32.
+It shares no helper with the fast paths: starts and masks are worked out from the layout again, angles in another way.
+Memory grows with rows x arena tokens: it is for tests and for small models.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxshare.plan import Plan
+from jaxshare.rope import Rope
+
+_FINE = 1024
+
+
+def reference_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
+    """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> float32[R, T, H, D]."""
+    kv_heads, tokens, _ = keys.shape
+    rows, width, heads, dim = q.shape
+    entry = jnp.arange(tokens)
+    out = []
+    for r in range(rows):
+        sees = jnp.zeros((width, tokens), bool)
+        turn = jnp.zeros(tokens, jnp.int32)
+        start, new_at = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        listed = [plan.blocks[r, n] for n in range(plan.blocks.shape[1])]
+        last = sum((b >= 0).astype(jnp.int32) for b in listed) - 1
+        for n, b in enumerate(listed):
+            writes = n == last
+            length = plan.before[b] + jnp.sum(jnp.where(_written(plan) == b, plan.count, 0))
+            inside = (b >= 0) & (entry >= plan.offsets[b]) & (entry < plan.offsets[b] + length)
+            index = entry - plan.offsets[b]
+            causal = index[None] <= plan.before[b] + jnp.arange(width)[:, None]
+            sees |= inside[None] & (causal | ~writes)
+            turn = jnp.where(inside, start - plan.phases[b], turn)
+            new_at = jnp.where(writes, start + plan.before[b], new_at)
+            start = start + jnp.where(b >= 0, length, 0)
+        k = _turned(keys.astype(jnp.float32), *_table(plan.rope, turn))
+        cos, sin = _table(plan.rope, new_at + jnp.arange(width))
+        factor = np.float32(plan.rope.attention_factor)
+        query = _turned(q[r].astype(jnp.float32).swapaxes(0, 1), cos * factor, sin * factor)  # [H, T, D]
+        scores = jnp.einsum("kgtd,ksd->kgts", query.reshape(kv_heads, heads // kv_heads, width, dim), k, precision="highest") * scale
+        scores = jnp.where(sees, scores, -jnp.inf)
+        weights = jnp.exp(scores - jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), -1e30))
+        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
+        mixed = jnp.einsum("kgts,ksd->kgtd", weights, values.astype(jnp.float32), precision="highest")
+        out.append(mixed.reshape(heads, width, dim).swapaxes(0, 1))
+    return jnp.stack(out)
+
+
+def _written(plan: Plan) -> Array:
+    written = [-1] * plan.blocks.shape[0]
+    for r in range(plan.blocks.shape[0]):
+        for n in range(plan.blocks.shape[1]):
+            written[r] = jnp.where(plan.blocks[r, n] >= 0, plan.blocks[r, n], written[r])
+    return jnp.stack([jnp.asarray(w, jnp.int32) for w in written])
+
+
+def _table(rope: Rope, positions: Array) -> tuple[Array, Array]:
+    """cos and sin by the addition theorem from two float64 tables: multiples of 1024, and what is left."""
+    fine = np.arange(_FINE)[:, None] * np.asarray(rope.frequencies)
+    coarse = np.arange(-_FINE, _FINE)[:, None] * np.asarray(rope.frequencies) * _FINE
+    low, high = positions % _FINE, positions // _FINE + _FINE
+    cos_a, sin_a = (jnp.asarray(f(fine), jnp.float32)[low] for f in (np.cos, np.sin))
+    cos_b, sin_b = (jnp.asarray(f(coarse), jnp.float32)[high] for f in (np.cos, np.sin))
+    return cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b
+
+
+def _turned(x: Array, cos: Array, sin: Array) -> Array:
+    pairs = cos.shape[-1]
+    a, b = x[..., :pairs], x[..., pairs:2 * pairs]
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos, x[..., 2 * pairs:]], axis=-1)

@@ -1,0 +1,213 @@
+"""The layers that all models share, as Flax linen modules.
+
+Axis letters: R rows, T new tokens of a row, H query heads, K kv heads, D head dim, M model dim, F mlp dim, V vocabulary.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxshare.attention import block_attention
+from jaxshare.cache import KVCache
+from jaxshare.layout import Layout, is_concrete
+from jaxshare.models.config import ModelConfig
+from jaxshare.plan import make_plan
+from jaxshare.rope import rotate
+
+Params = Mapping[str, Any]
+"""Flax variables: {"params": {...}}."""
+
+Attend = Callable[[int, Array, Array, Array], Array]
+"""(layer, q [R, T, H, D], k [R, T, K, D], v [R, T, K, D]) -> [R, T, H, D]; q and k are not rotated yet."""
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * scale over the last axis, computed in float32, rounded before the scale as the checkpoints expect."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return scale.astype(x.dtype) * wide.astype(x.dtype)
+
+
+class Linear(nn.Module):
+    """x @ kernel + bias; kernel [in, out]. The result has x's dtype unless `dtype` asks for another."""
+
+    features: int
+    bias: bool = False
+    dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
+        y = product(x, kernel).astype(self.dtype or x.dtype)
+        if self.bias:
+            y += self.param("bias", nn.initializers.zeros, (self.features,)).astype(y.dtype)
+        return y
+
+
+def product(x: Array, kernel: Array) -> Array:
+    """x [..., in] @ kernel [in, out] with float32 accumulation and a float32 result."""
+    return jax.lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+class Attention(nn.Module):
+    """Projections around `attend`, which owns positions, masks and the cache."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Array, attend: Callable[[Array, Array, Array], Array]) -> Array:
+        c = self.config
+        q = Linear(c.num_heads * c.head_dim, c.qkv_bias, name="q")(x).reshape(*x.shape[:-1], c.num_heads, c.head_dim)
+        k = Linear(c.num_kv_heads * c.head_dim, c.qkv_bias, name="k")(x).reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim)
+        v = Linear(c.num_kv_heads * c.head_dim, c.qkv_bias, name="v")(x).reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim)
+        if c.qk_norm:
+            q, k = RMSNorm(c.norm_eps, name="q_norm")(q), RMSNorm(c.norm_eps, name="k_norm")(k)
+        out = attend(q, k, v)
+        return Linear(c.hidden_size, c.out_bias, name="o")(out.reshape(*x.shape[:-1], c.num_heads * c.head_dim))
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        c = self.config
+        gate = Linear(c.intermediate_size, c.mlp_bias, name="gate")(x)
+        up = Linear(c.intermediate_size, c.mlp_bias, name="up")(x)
+        return Linear(c.hidden_size, c.mlp_bias, name="down")(nn.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    """One pre-norm decoder layer."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Array, attend: Callable[[Array, Array, Array], Array]) -> Array:
+        eps = self.config.norm_eps
+        x = x + Attention(self.config, name="attention")(RMSNorm(eps, name="attention_norm")(x), attend)
+        return x + MLP(self.config, name="mlp")(RMSNorm(eps, name="mlp_norm")(x))
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer. Parameters: embed, layers_0 .. layers_{L-1}, norm, and head where it is not tied."""
+
+    config: ModelConfig
+    implementation: str | tuple[str, ...] | None = None
+
+    def setup(self):
+        c = self.config
+        self.embed = nn.Embed(c.vocab_size, c.hidden_size)
+        self.layers = [Layer(c) for _ in range(c.num_layers)]
+        self.norm = RMSNorm(c.norm_eps)
+        if not c.tie_embeddings:
+            self.head = Linear(c.vocab_size, dtype=jnp.float32)
+
+    def __call__(self, tokens: Array, count: Array, cache: KVCache, layout: Layout, *,
+                 every: bool = False) -> tuple[Array, KVCache]:
+        """One forward pass over a shared cache.
+
+        Args:
+          tokens: int32[R, T] new tokens of each row, padded on the right.
+          count: int32[R], how many of them are real; a row with 0 takes no part.
+          cache, layout: what is cached, and who sees what.
+          every: return the logits of every new token, not of each row's last alone.
+
+        Returns:
+          logits float32[R, V] of each row's last real token (float32[R, T, V] with `every`), and the cache with the new
+          tokens in it. Logits of rows with count 0, and of padding, mean nothing.
+        """
+        plan = make_plan(cache, layout, count, tokens.shape[1])
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            nonlocal cache
+            cache = cache.append(layer, k, v, plan)
+            return block_attention(q, cache.keys[layer], cache.values[layer], plan, implementation=self.implementation)
+
+        x = self._trunk(tokens, attend)
+        if not every:
+            last = jnp.maximum(plan.count - 1, 0)
+            x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+        return self._logits(x), cache.advance(plan)
+
+    def causal(self, tokens: Array) -> Array:
+        """Logits of whole sequences with plain causal attention and no cache: for training and as a check.
+
+        Args:
+          tokens: int32[R, T]; token t stands at position t.
+
+        Returns:
+          float32[R, T, V].
+        """
+        cos, sin = self.config.rope.cos_sin(jnp.arange(tokens.shape[1])[:, None])
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            return jax.nn.dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+
+        return self._logits(self._trunk(tokens, attend))
+
+    def _trunk(self, tokens: Array, attend: Attend) -> Array:
+        x = self.embed.embedding[tokens]
+        for i, layer in enumerate(self.layers):
+            x = layer(x, lambda q, k, v, i=i: attend(i, q, k, v))
+        return self.norm(x)
+
+    def _logits(self, x: Array) -> Array:
+        return product(x, self.embed.embedding.T) if self.config.tie_embeddings else self.head(x)
+
+
+def forward(config: ModelConfig, params: Params, tokens: Array, count: Array, cache: KVCache, layout: Layout, *,
+            every: bool = False, implementation: str | tuple[str, ...] | None = None) -> tuple[Array, KVCache]:
+    """One jitted pass with everything checked that can be known before it. The cache is donated: use the returned one.
+
+    Arguments and results as in `Decoder.__call__`.
+
+    Raises:
+      ValueError: shapes or counts that do not fit the layout, a token outside the vocabulary, an unknown or repeated block, two
+        rows writing one block, or a block that would be written beyond its capacity.
+    """
+    tokens, count = jnp.asarray(tokens, jnp.int32), jnp.asarray(count, jnp.int32)
+    _check(config, tokens, count, cache, layout)
+    return _forward(Decoder(config, implementation), params, tokens, count, cache, layout, every)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "every"), donate_argnames=("cache",))
+def _forward(model: Decoder, params: Params, tokens: Array, count: Array, cache: KVCache, layout: Layout,
+             every: bool) -> tuple[Array, KVCache]:
+    return model.apply(params, tokens, count, cache, layout, every=every)
+
+
+def _check(config: ModelConfig, tokens: Array, count: Array, cache: KVCache, layout: Layout) -> None:
+    if tokens.ndim != 2 or tokens.shape[0] != layout.num_rows or count.shape != tokens.shape[:1]:
+        raise ValueError(f"tokens must be int32[R, T] and count int32[R] with R = {layout.num_rows}, the layout's rows; "
+                         f"got {tokens.shape} and {count.shape}")
+    layout.check(cache.num_blocks)
+    if not is_concrete(tokens, count, cache.lengths, layout.blocks):
+        return
+    cache.check()
+    real = np.arange(tokens.shape[1]) < np.asarray(count)[:, None]
+    if (np.asarray(count) < 0).any() or (np.asarray(count) > tokens.shape[1]).any():
+        raise ValueError(f"count must lie between 0 and the {tokens.shape[1]} tokens given; got {np.asarray(count).tolist()}")
+    if ((np.asarray(tokens) < 0) | (np.asarray(tokens) >= config.vocab_size))[real].any():
+        raise ValueError(f"tokens must lie between 0 and {config.vocab_size - 1}, the model's vocabulary")
+    written, lengths, capacities = np.asarray(layout.written), np.asarray(cache.lengths), np.asarray(cache.capacities)
+    for r in np.flatnonzero(np.asarray(count)):
+        if written[r] < 0:
+            raise ValueError(f"row {r} brings {int(count[r])} tokens but lists no block to write them to")
+        if lengths[written[r]] + int(count[r]) > capacities[written[r]]:
+            raise ValueError(f"row {r} brings {int(count[r])} tokens, but block {written[r]} holds {lengths[written[r]]} of at most "
+                             f"{capacities[written[r]]}; create the cache with larger capacities")
