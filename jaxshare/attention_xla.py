@@ -12,19 +12,45 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxshare.merge import Partial, merge
-from jaxshare.plan import Plan
-from jaxshare.rope import rotate
+from jaxshare.plan import Plan, Tiles
 
 
 def xla_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
     """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R, T, H, D] in q's dtype."""
     rows, width, heads, dim = q.shape
     kv_heads = keys.shape[0]
-    grouped = (q.astype(jnp.float32) * scale).reshape(rows, width, kv_heads, heads // kv_heads, dim)
-    shared = _shared(grouped.transpose(2, 0, 1, 3, 4), keys, values, plan)
-    private = _private(grouped.transpose(0, 2, 1, 3, 4), keys, values, plan)
-    out, _ = merge(shared, private)  # [R, K, T, G, D]
-    return out.transpose(0, 2, 1, 3, 4).reshape(q.shape).astype(q.dtype)
+    q = (q.astype(jnp.float32) * scale).reshape(rows, width, kv_heads, heads // kv_heads, dim).transpose(2, 0, 1, 3, 4)
+    turn = _Turn.of(plan, q)
+    shared = _shared(turn, keys, values, plan.shared)
+    private = _private(turn, keys, values, plan.private)
+    out, _ = merge(shared, private)  # [K, R, T, G, D]
+    return out.transpose(1, 2, 0, 3, 4).reshape(rows, width, heads, dim).astype(keys.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    """Queries [K, R, T, G, D], and what rotates them in one expression: q * cos + swapped * sin, cos and sin [R, N, T, D]."""
+
+    q: Array
+    swapped: Array
+    cos: Array
+    sin: Array
+
+    @classmethod
+    def of(cls, plan: Plan, q: Array) -> "_Turn":
+        half = plan.query_cos.shape[-1]
+        rest = q.shape[-1] - 2 * half
+        swapped = jnp.concatenate([-q[..., half:2 * half], q[..., :half], jnp.zeros_like(q[..., 2 * half:])], axis=-1)
+        one = jnp.ones((*plan.query_cos.shape[:-1], rest))
+        cos = jnp.concatenate([plan.query_cos, plan.query_cos, one], axis=-1)
+        sin = jnp.concatenate([plan.query_sin, plan.query_sin, 0 * one], axis=-1)
+        return cls(q, swapped, cos, sin)
+
+    def queries(self, row: Array | slice, at_row: Array, at_slot: Array, dtype: jnp.dtype) -> Array:
+        """Queries of `row` towards the block that row `at_row` lists at `at_slot`: [K, *at_row.shape, T, G, D]."""
+        cos, sin = self.cos[at_row, at_slot][..., None, :], self.sin[at_row, at_slot][..., None, :]
+        return (self.q[:, row] * cos + self.swapped[:, row] * sin).astype(dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -46,83 +72,73 @@ class _Running:
         return out, jnp.where(empty, -jnp.inf, self.top + jnp.log(jnp.where(empty, 1.0, self.total)))
 
 
-def _shared(q: Array, keys: Array, values: Array, plan: Plan) -> Partial:
-    """q [K, R, T, G, D] -> (out [R, K, T, G, D], lse [R, K, T, G]) over the blocks that several rows see."""
-    kv_heads, rows, width, group, dim = q.shape
-    tile = min(plan.shared.size, keys.shape[1])
-    step = jnp.arange(width)
-
-    def body(item: Array, running: _Running) -> _Running:
-        block, first = plan.shared.find(item)
-        at = plan.offsets[block] + first
-        start = jnp.minimum(at, keys.shape[1] - tile)
-        match = plan.blocks == block
-        slot = jnp.argmax(match, axis=1)[:, None]
-        cos, sin = (jnp.take_along_axis(t, slot[..., None, None], axis=1)[:, 0] for t in (plan.query_cos, plan.query_sin))
-        visible = jnp.take_along_axis(jnp.where(match, plan.visible, 0), slot, axis=1)
-        visible = visible + jnp.take_along_axis(plan.own & match, slot, axis=1) * step  # [R, T]
-        token = jnp.arange(tile) + (start - plan.offsets[block])
-        sees = (token >= first) & (token < visible[..., None])  # [R, T, tile]
-        query = rotate(q, cos[:, :, None], sin[:, :, None]).astype(keys.dtype).reshape(kv_heads, -1, dim)
-        k, v = (jax.lax.dynamic_slice_in_dim(a, start, tile, axis=1) for a in (keys, values))
-        scores = _product(query, k, 2).reshape(kv_heads, rows, width, group, tile)
-        scores = jnp.where(sees[None, :, :, None], scores, -jnp.inf).reshape(kv_heads, -1, tile)
-        top = jnp.maximum(running.top, jnp.max(scores, axis=-1))
-        weights = jnp.exp(scores - _finite(top)[..., None])
-        keep = jnp.exp(running.top - _finite(top))
-        mixed = running.mixed * keep[..., None] + _product(weights.astype(v.dtype), v, 1)
-        return _Running(top, running.total * keep + jnp.sum(weights, axis=-1), mixed)
-
-    start = _Running.start((kv_heads, rows * width * group), dim)
-    out, lse = jax.lax.fori_loop(0, plan.shared.count, body, start).finish()
-    return out.reshape(q.shape).swapaxes(0, 1), lse.reshape(q.shape[:-1]).swapaxes(0, 1)
-
-
-def _private(q: Array, keys: Array, values: Array, plan: Plan) -> Partial:
-    """q [R, K, T, G, D] -> (out [R, K, T, G, D], lse [R, K, T, G]) over the blocks that one row sees."""
-    rows, kv_heads, width, group, dim = q.shape
-    tile = min(plan.private.size, keys.shape[1])
-    items = _tiles_at_once(rows, width)
-    slots = plan.blocks.shape[1]
-    step = jnp.arange(width)
+def _shared(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
+    """(out [K, R, T, G, D], lse [K, R, T, G]) over the tiles that all rows read together."""
+    kv_heads, rows, width, group, dim = turn.q.shape
+    at_once, queries = tiles.at_once, rows * width * group
 
     def body(i: Array, running: _Running) -> _Running:
-        item = i * items + jnp.arange(items)
-        run, first = plan.private.find(item)
-        row, slot = run // slots, run % slots
-        block = plan.blocks[row, slot]
-        base = plan.offsets[block]
-        start = jnp.minimum(base + first, keys.shape[1] - tile)
-        visible = plan.visible[row, slot][:, None] + plan.own[row, slot][:, None] * step  # [W, T]
-        token = jnp.arange(tile) + (start - base)[:, None]
-        sees = (token >= first[:, None])[:, None] & (token[:, None] < visible[..., None])  # [W, T, tile]
-        sees &= (item < plan.private.count)[:, None, None]
-        cos, sin = plan.query_cos[row, slot], plan.query_sin[row, slot]  # [W, T, P]
-        query = rotate(q[row], cos[:, None, :, None], sin[:, None, :, None]).astype(keys.dtype)
-        k, v = (jnp.stack([jax.lax.dynamic_slice_in_dim(a, start[w], tile, axis=1) for w in range(items)]) for a in (keys, values))
-        scores = _product(query.reshape(items * kv_heads, -1, dim), k.reshape(items * kv_heads, tile, dim), 2)
-        scores = jnp.where(sees[:, None, :, None], scores.reshape(items, kv_heads, width, group, tile), -jnp.inf)
-        scores = scores.reshape(items, kv_heads, -1, tile)
-        # Tiles of a group may belong to any rows, several to the same: one-hot products sum them into their rows.
+        item = i * at_once + jnp.arange(at_once)
+        k, v = _windows(keys, tiles, item), _windows(values, tiles, item)  # [W * K, size, D]
+        query = jax.vmap(lambda slot: turn.queries(slice(None), jnp.arange(rows), slot, keys.dtype))(tiles.slot[item])
+        scores = _product(query.reshape(at_once * kv_heads, queries, dim), k, 2).reshape(at_once, kv_heads, queries, -1)
+        last = jnp.broadcast_to(tiles.last[item][..., None], (at_once, rows, width, group)).reshape(at_once, queries)
+        scores = _masked(scores, tiles.first[item], last)
+        top = jnp.maximum(running.top, jnp.max(scores, axis=(0, 3)))
+        weights = jnp.exp(scores - _finite(top)[..., None]).astype(v.dtype)
+        keep = jnp.exp(running.top - _finite(top))
+        mixed = _product(weights.reshape(at_once * kv_heads, queries, -1), v, 1)
+        mixed = jnp.sum(mixed.reshape(at_once, kv_heads, queries, dim), axis=0)
+        return _Running(top, running.total * keep + jnp.sum(weights, axis=(0, 3), dtype=jnp.float32), running.mixed * keep[..., None] + mixed)
+
+    start = _Running.start((kv_heads, queries), dim)
+    out, lse = jax.lax.fori_loop(0, -(-tiles.count // at_once), body, start).finish()
+    return out.reshape(turn.q.shape), lse.reshape(turn.q.shape[:-1])
+
+
+def _private(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
+    """(out [K, R, T, G, D], lse [K, R, T, G]) over the tiles that one row each reads."""
+    kv_heads, rows, width, group, dim = turn.q.shape
+    at_once, queries = tiles.at_once, width * group
+
+    def body(i: Array, running: _Running) -> _Running:
+        item = i * at_once + jnp.arange(at_once)
+        row, slot = tiles.row[item, 0], tiles.slot[item, 0]
+        k, v = _windows(keys, tiles, item), _windows(values, tiles, item)  # [W * K, size, D]
+        query = turn.queries(row, row, slot, keys.dtype).swapaxes(0, 1)  # [W, K, T, G, D]
+        scores = _product(query.reshape(at_once * kv_heads, queries, dim), k, 2).reshape(at_once, kv_heads, queries, -1)
+        last = jnp.broadcast_to(tiles.last[item, 0][..., None], (at_once, width, group)).reshape(at_once, queries)
+        scores = _masked(scores, tiles.first[item], last)
+        # The tiles may belong to any rows, several to the same: one-hot products sum them into their rows.
         belongs = row == jnp.arange(rows)[:, None]  # [R, W]
         highest = jnp.max(scores, axis=-1)
-        top = jnp.max(jnp.where(belongs[..., None, None], highest, -jnp.inf), axis=1)
-        top = jnp.maximum(running.top, top)  # [R, K, T*G]
-        weights = jnp.exp(scores - _finite(top)[row][..., None])
-        mixed = _product(weights.astype(v.dtype).reshape(items * kv_heads, -1, tile), v.reshape(items * kv_heads, tile, dim), 1)
+        highest = jnp.max(jnp.where(belongs[..., None, None], highest, -jnp.inf), axis=1)
+        top = jnp.maximum(running.top, highest)  # [R, K, T * G]
+        weights = jnp.exp(scores - _finite(top)[row][..., None]).astype(v.dtype)
         keep = jnp.exp(running.top - _finite(top))
-        total = _into_rows(belongs, jnp.sum(weights, axis=-1))
-        return _Running(top, running.total * keep + total,
-                        running.mixed * keep[..., None] + _into_rows(belongs, mixed.reshape(items, kv_heads, -1, dim)))
+        mixed = _product(weights.reshape(at_once * kv_heads, queries, -1), v, 1)
+        return _Running(top, running.total * keep + _into_rows(belongs, jnp.sum(weights, axis=-1, dtype=jnp.float32)),
+                        running.mixed * keep[..., None] + _into_rows(belongs, mixed.reshape(at_once, kv_heads, queries, dim)))
 
-    start = _Running.start((rows, kv_heads, width * group), dim)
-    out, lse = jax.lax.fori_loop(0, -(-plan.private.count // items), body, start).finish()
-    return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+    start = _Running.start((rows, kv_heads, queries), dim)
+    out, lse = jax.lax.fori_loop(0, -(-tiles.count // at_once), body, start).finish()
+    shape = (rows, kv_heads, width, group)
+    return out.reshape(*shape, dim).swapaxes(0, 1), lse.reshape(shape).swapaxes(0, 1)
 
 
-def _tiles_at_once(rows: int, width: int) -> int:
-    """How many private tiles one product takes: enough to fill it, few enough to waste little."""
-    return max(1, min(4 * rows, 16) // width)
+def _windows(arena: Array, tiles: Tiles, item: Array) -> Array:
+    """The windows of W items, [W * K, size, D]."""
+    window = jax.vmap(lambda start: jax.lax.dynamic_slice_in_dim(arena, start, tiles.size, axis=1))
+    return window(tiles.start[item]).reshape(-1, tiles.size, arena.shape[2])
+
+
+def _masked(scores: Array, first: Array, last: Array) -> Array:
+    """scores [W, K, Q, size] where first [W] <= token < last [W, Q], else -inf."""
+    # One unsigned comparison for both ends. The barrier keeps the gathers that made `last` out of the wide loop.
+    first, last = jax.lax.optimization_barrier((first, last))
+    token = (jnp.arange(scores.shape[-1]) - first[:, None]).astype(jnp.uint32)
+    seen = jnp.maximum(last - first[:, None], 0).astype(jnp.uint32)
+    return jnp.where((token[:, None] < seen[..., None])[:, None], scores, -jnp.inf)
 
 
 def _into_rows(belongs: Array, x: Array) -> Array:

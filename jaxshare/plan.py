@@ -5,6 +5,7 @@ new tokens each row brings (design: Hogwild! sections 3.4 and appendix B, Hydrag
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,30 +66,40 @@ class Plan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Work items: lists of tiles, cut from a list of runs, each tile from a single run.
+    """Work items: pieces of blocks, each read as a window of `size` arena tokens. I items at most, Q rows that read an item.
+
+    Where a window would hang over the arena's end it begins earlier, so `first` is not always 0.
 
     Attributes:
-      ends: int32[X], running count of tiles after each run; run x is the tiles ends[x-1] to ends[x] - 1.
-      size: tokens of a tile (static).
+      count: int32[], how many items there are; those behind it are seen by nobody.
+      start: int32[I], arena index of each window.
+      first: int32[I], the first token of the window that belongs to the item.
+      row: int32[I, Q], rows that read the item.
+      slot: int32[I, Q], where each of them lists the item's block.
+      last: int32[I, Q, T], one behind the last token of the window that each of their new tokens sees; 0 where it sees none.
+      size: tokens of a window (static).
+      at_once: how many items one product should take; it divides I (static).
     """
 
-    ends: Array
+    count: Array
+    start: Array
+    first: Array
+    row: Array
+    slot: Array
+    last: Array
     size: int = dataclasses.field(metadata={"static": True})
-
-    @property
-    def count(self) -> Array:
-        """int32[]: how many tiles there are."""
-        return self.ends[-1]
-
-    def find(self, item: Array) -> tuple[Array, Array]:
-        """The run of each tile and its first token within the run. `item` may be any int32 array; past the end it clips."""
-        run = jnp.minimum(jnp.searchsorted(self.ends, item, side="right", method="compare_all"), self.ends.shape[0] - 1)
-        run = run.astype(jnp.int32)
-        first = jnp.where(run > 0, self.ends[run - 1], 0)
-        return run, (item - first) * self.size
+    at_once: int = dataclasses.field(metadata={"static": True})
 
 
-def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, shared_tile: int = 256, private_tile: int = 64) -> Plan:
+class Tiling(NamedTuple):
+    """Tokens of a tile, and tiles of a product."""
+
+    size: int
+    at_once: int
+
+
+def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, shared_tiling: Tiling | None = None,
+              private_tiling: Tiling | None = None) -> Plan:
     """Plans a pass of `width` tokens a row.
 
     Args:
@@ -96,9 +107,9 @@ def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, share
       layout: what each row sees and writes.
       count: int32[R], real tokens of each row, the rest of `width` being padding on the right.
       width: T.
-      shared_tile, private_tile: tokens of a tile of shared and of private blocks.
+      shared_tiling, private_tiling: how to cut blocks that several rows and that one row sees; default by the shape.
     """
-    rows = layout.num_rows
+    rows, slots = layout.blocks.shape
     blocks, listed = layout.blocks, layout.blocks >= 0
     block = jnp.clip(blocks, 0, cache.num_blocks - 1)
     written = layout.written
@@ -111,12 +122,12 @@ def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, share
 
     # A row that brings nothing sees nothing, so finished rows cost no attention.
     sees = listed & (count > 0)[:, None]
-    own = sees & (jnp.arange(blocks.shape[1])[None] == layout.listed[:, None] - 1)
+    own = sees & (jnp.arange(slots)[None] == layout.listed[:, None] - 1)
     after = jnp.where(listed, lengths[block], 0)
     starts = jnp.cumsum(after, axis=1) - after
     before = cache.lengths[target]
     own_start = jnp.take_along_axis(starts, jnp.maximum(layout.listed - 1, 0)[:, None], axis=1)[:, 0]
-    step = jnp.arange(width)[None]
+    step = jnp.arange(width)
     positions = (own_start + before)[:, None] + step
     visible = jnp.where(own, before[:, None] + 1, after) * sees
 
@@ -125,15 +136,53 @@ def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, share
     query_cos, query_sin = cache.rope.cos_sin(turn)
 
     fan_in = jnp.zeros(cache.num_blocks, jnp.int32).at[block].add((sees & (after > 0)).astype(jnp.int32))
-    shared = jnp.where(fan_in > 1, -(-lengths // shared_tile), 0)
-    private = jnp.where(sees & (fan_in[block] == 1), -(-after // private_tile), 0)
+    seen = visible[..., None] + own[..., None] * step  # [R, N, T]
+    arena = cache.keys[0].shape[1]
+
+    size, at_once = shared_tiling or _tiling(rows * width)
+    run, at, items = _cut(jnp.where(fan_in > 1, lengths, 0), min(size, arena), at_once, arena)
+    match = blocks == run[:, None, None]  # [I, R, N]
+    slot = jnp.argmax(match, axis=2)
+    row = jnp.broadcast_to(jnp.arange(rows), slot.shape)
+    reads = jnp.any(match, axis=2)[..., None] & (jnp.arange(run.shape[0]) < items)[:, None, None]
+    shared = _tiles(items, cache.offsets[run], at, row, slot, seen[row, slot] * reads, min(size, arena), at_once, arena)
+
+    size, at_once = private_tiling or _tiling(width)
+    length = jnp.where(sees & (fan_in[block] == 1), after, 0)
+    run, at, items = _cut(length.reshape(-1), min(size, arena), at_once, arena)
+    row, slot = run[:, None] // slots, run[:, None] % slots
+    reads = (jnp.arange(run.shape[0]) < items)[:, None, None]
+    private = _tiles(items, cache.offsets[block[row[:, 0], slot[:, 0]]], at, row, slot, seen[row, slot] * reads, min(size, arena),
+                     at_once, arena)
 
     return Plan(
         blocks=blocks, count=count, positions=positions, starts=starts, visible=visible, own=own,
         offsets=cache.offsets, phases=cache.phases, before=cache.lengths, lengths=lengths,
         write_at=cache.offsets[target] + before, key_cos=key_cos, key_sin=key_sin, query_cos=query_cos, query_sin=query_sin,
-        shared=Tiles(jnp.cumsum(shared), shared_tile), private=Tiles(jnp.cumsum(private.reshape(-1)), private_tile),
-        faults=_faults(cache, blocks, written, wanted, count, rows), rope=cache.rope)
+        shared=shared, private=private, faults=_faults(cache, blocks, written, wanted, count, rows), rope=cache.rope)
+
+
+def _tiling(queries: int) -> Tiling:
+    """Few queries: several small tiles in one batched product. Many: one large tile, whose product is big enough alone."""
+    return Tiling(128, 4) if queries <= 8 else Tiling(256, 2) if queries <= 32 else Tiling(512, 1)
+
+
+def _cut(lengths: Array, size: int, at_once: int, arena: int) -> tuple[Array, Array, Array]:
+    """Cuts runs of `lengths` tokens into tiles: each tile's run and first token in it, int32[I], and how many there are."""
+    ends = jnp.cumsum(-(-lengths // size))
+    most = arena // size + lengths.shape[0]
+    item = jnp.arange(-(-most // at_once) * at_once)
+    run = jnp.searchsorted(ends, item, side="right", method="sort").astype(jnp.int32)
+    run = jnp.minimum(run, lengths.shape[0] - 1)
+    return run, (item - jnp.where(run > 0, ends[run - 1], 0)) * size, ends[-1]
+
+
+def _tiles(count: Array, offset: Array, at: Array, row: Array, slot: Array, seen: Array, size: int, at_once: int,
+           arena: int) -> Tiles:
+    """Windows over the tokens `at` and on of blocks at `offset`; seen [I, Q, T] counts from the block's begin."""
+    start = jnp.clip(offset + at, 0, arena - size)
+    return Tiles(count, start, first=offset + at - start, row=row, slot=slot,
+                 last=jnp.maximum(seen - (start - offset)[:, None, None], 0), size=size, at_once=at_once)
 
 
 def _faults(cache: KVCache, blocks: Array, written: Array, wanted: Array, count: Array, rows: int) -> Array:

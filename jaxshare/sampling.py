@@ -99,7 +99,7 @@ class Samplers:
           int32[R].
         """
         logits = self._biased(logits)
-        likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        likeliest = _argmax(logits)
 
         def drawn() -> Array:
             scaled = logits / jnp.where(self.temperature > 0, self.temperature, 1.0)[:, None]
@@ -140,6 +140,13 @@ def uniforms(seeds: Array, positions: Array) -> Array:
     """float32[R] in [0, 1), each from its own (seed, position) alone."""
     draw = jax.vmap(lambda seed, position: jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position)))
     return draw(seeds, positions)
+
+
+def _argmax(logits: Array) -> Array:
+    """The first of the largest, as jnp.argmax; two plain reductions, which XLA vectorises on the CPU, where it does not argmax."""
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    place = jnp.where(logits == top, jnp.arange(logits.shape[-1]), logits.shape[-1] - 1)
+    return jnp.min(place, axis=-1).astype(jnp.int32)
 
 
 def _draw(weights: Array, uniform: Array) -> Array:

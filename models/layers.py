@@ -58,7 +58,15 @@ class Linear(nn.Module):
 
 def product(x: Array, kernel: Array) -> Array:
     """x [..., in] @ kernel [in, out] with float32 accumulation and a float32 result."""
-    return jax.lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return _product(x, kernel, 0)
+
+
+def _product(x: Array, kernel: Array, contract: int) -> Array:
+    flat = x.reshape(-1, x.shape[-1])
+    # For a single row XLA on the CPU converts the whole kernel to float32; two rows take the fast path.
+    padded = jnp.concatenate([flat, flat]) if flat.shape[0] == 1 else flat
+    y = jax.lax.dot_general(padded, kernel.astype(x.dtype), (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
+    return y[:flat.shape[0]].reshape(*x.shape[:-1], -1)
 
 
 class Attention(nn.Module):
@@ -167,7 +175,7 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def _logits(self, x: Array) -> Array:
-        return product(x, self.embed.embedding.T) if self.config.tie_embeddings else self.head(x)
+        return _product(x, self.embed.embedding, 1) if self.config.tie_embeddings else self.head(x)
 
 
 def forward(config: ModelConfig, params: Params, tokens: Array, count: Array, cache: KVCache, layout: Layout, *,
