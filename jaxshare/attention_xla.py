@@ -2,7 +2,8 @@
 
 Two loops whose trip counts follow the real lengths. Blocks that several rows see are read tile by tile, the queries of all
 rows in one product (Hydragen section 3.2). Blocks that one row sees are read a group of tiles at a time, one batched product
-a group, whatever row each tile belongs to. Both keep a running softmax; the two results are merged by log-sum-exp.
+a group, whatever row each tile belongs to; where such tiles fill most of the arena, it is read as it lies, in one product.
+Both keep a running softmax; the two results are merged by log-sum-exp.
 """
 
 import dataclasses
@@ -79,17 +80,17 @@ def _shared(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
 
     def body(i: Array, running: _Running) -> _Running:
         item = i * at_once + jnp.arange(at_once)
-        k, v = _windows(keys, tiles, item), _windows(values, tiles, item)  # [W * K, size, D]
-        query = jax.vmap(lambda slot: turn.queries(slice(None), jnp.arange(rows), slot, keys.dtype))(tiles.slot[item])
-        scores = _product(query.reshape(at_once * kv_heads, queries, dim), k, 2).reshape(at_once, kv_heads, queries, -1)
+        k, v = _windows(keys, tiles, item), _windows(values, tiles, item)  # [K * W, size, D]
+        query = jax.vmap(lambda slot: turn.queries(slice(None), jnp.arange(rows), slot, keys.dtype), out_axes=1)(tiles.slot[item])
+        scores = _product(query.reshape(-1, queries, dim), k, 2).reshape(kv_heads, at_once, queries, -1)
         last = jnp.broadcast_to(tiles.last[item][..., None], (at_once, rows, width, group)).reshape(at_once, queries)
         scores = _masked(scores, tiles.first[item], last)
-        top = jnp.maximum(running.top, jnp.max(scores, axis=(0, 3)))
-        weights = jnp.exp(scores - _finite(top)[..., None]).astype(v.dtype)
+        top = jnp.maximum(running.top, jnp.max(scores, axis=(1, 3)))
+        weights = jnp.exp(scores - _finite(top)[:, None, :, None]).astype(v.dtype)
         keep = jnp.exp(running.top - _finite(top))
-        mixed = _product(weights.reshape(at_once * kv_heads, queries, -1), v, 1)
-        mixed = jnp.sum(mixed.reshape(at_once, kv_heads, queries, dim), axis=0)
-        return _Running(top, running.total * keep + jnp.sum(weights, axis=(0, 3), dtype=jnp.float32), running.mixed * keep[..., None] + mixed)
+        mixed = _product(weights.reshape(-1, *scores.shape[2:]), v, 1)
+        mixed = jnp.sum(mixed.reshape(kv_heads, at_once, queries, dim), axis=1)
+        return _Running(top, running.total * keep + jnp.sum(weights, axis=(1, 3), dtype=jnp.float32), running.mixed * keep[..., None] + mixed)
 
     start = _Running.start((kv_heads, queries), dim)
     out, lse = jax.lax.fori_loop(0, -(-tiles.count // at_once), body, start).finish()
@@ -99,53 +100,65 @@ def _shared(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
 def _private(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
     """(out [K, R, T, G, D], lse [K, R, T, G]) over the tiles that one row each reads."""
     kv_heads, rows, width, group, dim = turn.q.shape
-    at_once, queries = tiles.at_once, width * group
+    at_once, arena = tiles.at_once, keys.shape[1]
 
-    def body(i: Array, running: _Running) -> _Running:
-        item = i * at_once + jnp.arange(at_once)
+    def add(running: _Running, item: Array, k: Array, v: Array) -> _Running:
+        """Takes W items with their windows k, v [K * W, size, D] into the rows that read them."""
         row, slot = tiles.row[item, 0], tiles.slot[item, 0]
-        k, v = _windows(keys, tiles, item), _windows(values, tiles, item)  # [W * K, size, D]
-        query = turn.queries(row, row, slot, keys.dtype).swapaxes(0, 1)  # [W, K, T, G, D]
-        scores = _product(query.reshape(at_once * kv_heads, queries, dim), k, 2).reshape(at_once, kv_heads, queries, -1)
-        last = jnp.broadcast_to(tiles.last[item, 0][..., None], (at_once, width, group)).reshape(at_once, queries)
+        shape = (kv_heads, item.shape[0], width * group)
+        query = turn.queries(row, row, slot, keys.dtype)  # [K, W, T, G, D]
+        scores = _product(query.reshape(-1, shape[2], dim), k, 2).reshape(*shape, -1)
+        last = jnp.broadcast_to(tiles.last[item, 0][..., None], (shape[1], width, group)).reshape(shape[1], -1)
         scores = _masked(scores, tiles.first[item], last)
-        # The tiles may belong to any rows, several to the same: one-hot products sum them into their rows.
-        belongs = row == jnp.arange(rows)[:, None]  # [R, W]
-        highest = jnp.max(scores, axis=-1)
-        highest = jnp.max(jnp.where(belongs[..., None, None], highest, -jnp.inf), axis=1)
+        highest = jax.ops.segment_max(jnp.max(scores, axis=-1).swapaxes(0, 1), row, rows)
         top = jnp.maximum(running.top, highest)  # [R, K, T * G]
-        weights = jnp.exp(scores - _finite(top)[row][..., None]).astype(v.dtype)
+        weights = jnp.exp(scores - _finite(top)[row].swapaxes(0, 1)[..., None]).astype(v.dtype)
         keep = jnp.exp(running.top - _finite(top))
-        mixed = _product(weights.reshape(at_once * kv_heads, queries, -1), v, 1)
-        return _Running(top, running.total * keep + _into_rows(belongs, jnp.sum(weights, axis=-1, dtype=jnp.float32)),
-                        running.mixed * keep[..., None] + _into_rows(belongs, mixed.reshape(at_once, kv_heads, queries, dim)))
+        mixed = _product(weights.reshape(-1, *scores.shape[2:]), v, 1).reshape(*shape, dim).swapaxes(0, 1)
+        total = jnp.sum(weights, axis=-1, dtype=jnp.float32).swapaxes(0, 1)
+        return _Running(top, running.total * keep + jax.ops.segment_sum(total, row, rows),
+                        running.mixed * keep[..., None] + jax.ops.segment_sum(mixed, row, rows))
 
-    start = _Running.start((rows, kv_heads, queries), dim)
-    out, lse = jax.lax.fori_loop(0, -(-tiles.count // at_once), body, start).finish()
+    def gathered(running: _Running) -> _Running:
+        def body(i: Array, running: _Running) -> _Running:
+            item = i * at_once + jnp.arange(at_once)
+            return add(running, item, _windows(keys, tiles, item), _windows(values, tiles, item))
+
+        return jax.lax.fori_loop(0, -(-tiles.count // at_once), body, running)
+
+    def whole(running: _Running) -> _Running:
+        # The arena as it lies is a list of windows: nothing is gathered. Which item each window is comes from where items start.
+        windows = arena // tiles.size
+        item = jnp.full(windows, tiles.start.shape[0] - 1).at[jnp.where(real, tiles.start // tiles.size, windows)].set(
+            jnp.arange(real.shape[0]), mode="drop")
+        k, v = (a.reshape(-1, tiles.size, dim) for a in (keys, values))
+        return add(running, item, k, v)
+
+    running = _Running.start((rows, kv_heads, width * group), dim)
+    if at_once == 1 or arena % tiles.size or arena == tiles.size:
+        out, lse = gathered(running).finish()
+    else:
+        real = jnp.arange(tiles.start.shape[0]) < tiles.count
+        aligned = jnp.all(~real | ((tiles.start % tiles.size == 0) & (tiles.first == 0)))
+        fills = 2 * tiles.count * tiles.size >= arena
+        out, lse = jax.lax.cond(aligned & fills, whole, gathered, running).finish()
     shape = (rows, kv_heads, width, group)
     return out.reshape(*shape, dim).swapaxes(0, 1), lse.reshape(shape).swapaxes(0, 1)
 
 
 def _windows(arena: Array, tiles: Tiles, item: Array) -> Array:
-    """The windows of W items, [W * K, size, D]."""
-    window = jax.vmap(lambda start: jax.lax.dynamic_slice_in_dim(arena, start, tiles.size, axis=1))
+    """The windows of W items, [K * W, size, D]."""
+    window = jax.vmap(lambda start: jax.lax.dynamic_slice_in_dim(arena, start, tiles.size, axis=1), out_axes=1)
     return window(tiles.start[item]).reshape(-1, tiles.size, arena.shape[2])
 
 
 def _masked(scores: Array, first: Array, last: Array) -> Array:
-    """scores [W, K, Q, size] where first [W] <= token < last [W, Q], else -inf."""
+    """scores [K, W, Q, size] where first [W] <= token < last [W, Q], else -inf."""
     # One unsigned comparison for both ends. The barrier keeps the gathers that made `last` out of the wide loop.
     first, last = jax.lax.optimization_barrier((first, last))
     token = (jnp.arange(scores.shape[-1]) - first[:, None]).astype(jnp.uint32)
     seen = jnp.maximum(last - first[:, None], 0).astype(jnp.uint32)
-    return jnp.where((token[:, None] < seen[..., None])[:, None], scores, -jnp.inf)
-
-
-def _into_rows(belongs: Array, x: Array) -> Array:
-    """belongs [R, W], x [W, ...] -> [R, ...], exact sums in float32."""
-    flat = x.reshape(x.shape[0], -1)
-    summed = jax.lax.dot(belongs.astype(jnp.float32), flat, precision=jax.lax.Precision.HIGHEST)
-    return summed.reshape(belongs.shape[0], *x.shape[1:])
+    return jnp.where(token[:, None] < seen[..., None], scores, -jnp.inf)
 
 
 def _product(a: Array, b: Array, contract: int) -> Array:

@@ -22,6 +22,7 @@ from jaxshare.rope import Rope, rotate
 if TYPE_CHECKING:
     from jaxshare.plan import Plan
 
+_ALIGNMENT = 128
 _MOVE_TILE = 128
 _UNROLLED_ROWS = 8
 
@@ -102,12 +103,13 @@ class KVCache:
             raise ValueError(f"the capacity of block {int(np.argmax(sizes < 0))} is {int(sizes.min())}; it must be at least 0")
         if sizes.sum() >= 2**31:
             raise ValueError(f"the blocks hold {int(sizes.sum())} tokens in all; fewer than 2**31 can be addressed")
-        shape = (config.num_kv_heads, max(int(sizes.sum()), 1), config.head_dim)
+        offsets, tokens = _extents(sizes)
+        shape = (config.num_kv_heads, tokens, config.head_dim)
         zeros = jnp.zeros(sizes.size, jnp.int32)
         return cls(
             keys=tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)),
             values=tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)),
-            offsets=jnp.asarray(np.cumsum(sizes) - sizes, jnp.int32), lengths=zeros, capacities=jnp.asarray(sizes, jnp.int32),
+            offsets=jnp.asarray(offsets, jnp.int32), lengths=zeros, capacities=jnp.asarray(sizes, jnp.int32),
             phases=jnp.zeros_like(zeros), faults=jnp.zeros((), jnp.int32), rope=config.rope)
 
     @property
@@ -197,6 +199,18 @@ class KVCache:
         for name, block in blocks.items():
             if is_concrete(block) and not 0 <= int(block) < self.num_blocks:
                 raise ValueError(f"{name} is {int(block)}, but the cache has blocks 0 to {self.num_blocks - 1}")
+
+
+def _extents(capacities: np.ndarray) -> tuple[np.ndarray, int]:
+    """Offsets of the blocks, and tokens in all. Blocks of a tile or more begin on a tile, so that backends can read the arena as it
+    lies; smaller ones are packed, so that many small blocks stay small."""
+    offsets, end = np.zeros_like(capacities), 0
+    for b, capacity in enumerate(capacities):
+        if capacity >= _ALIGNMENT:
+            end += -end % _ALIGNMENT
+        offsets[b] = end
+        end += capacity
+    return offsets, int(end + (-end % _ALIGNMENT if end >= _ALIGNMENT else end == 0))
 
 
 def _replaced(leaves: tuple[Array, ...], layer: int, leaf: Array) -> tuple[Array, ...]:
