@@ -90,7 +90,8 @@ def _shared(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
         keep = jnp.exp(running.top - _finite(top))
         mixed = _product(weights.reshape(-1, *scores.shape[2:]), v, 1)
         mixed = jnp.sum(mixed.reshape(kv_heads, at_once, queries, dim), axis=1)
-        return _Running(top, running.total * keep + jnp.sum(weights, axis=(1, 3), dtype=jnp.float32), running.mixed * keep[..., None] + mixed)
+        total = running.total * keep + jnp.sum(weights, axis=(1, 3), dtype=jnp.float32)
+        return _Running(top, total, running.mixed * keep[..., None] + mixed)
 
     start = _Running.start((kv_heads, queries), dim)
     out, lse = jax.lax.fori_loop(0, -(-tiles.count // at_once), body, start).finish()

@@ -149,18 +149,12 @@ class KVCache:
         self._check_blocks(source=source, target=target)
         if is_concrete(source, target) and int(source) == int(target):
             raise ValueError(f"block {int(source)} cannot be moved onto itself")
-        count, start = self.lengths[source], self.lengths[target]
-        fits = (start + count <= self.capacities[target]) & (jnp.asarray(source) != jnp.asarray(target))
-        if is_concrete(fits) and not fits:
-            raise ValueError(f"block {int(source)} has {int(count)} tokens, but block {int(target)} has room for "
-                             f"{int(self.capacities[target] - start)} more; create the cache with larger capacities")
-        count = jnp.where(fits, count, 0)
-        turn = self.phases[target] + start - self.phases[source]
-        cos, sin = self.rope.cos_sin(turn, scaled=False)
-        keys, values = _copy((self.keys, self.values), self.offsets[source], self.offsets[target] + start, count, cos, sin)
-        return dataclasses.replace(
-            self, keys=keys, values=values, lengths=self.lengths.at[source].add(-count).at[target].add(count),
-            faults=self.faults | jnp.where(fits, 0, Fault.OVERFLOW.value))
+        if is_concrete(self.lengths, source, target):
+            count, room = int(self.lengths[source]), int(self.capacities[target] - self.lengths[target])
+            if count > room:
+                raise ValueError(f"block {int(source)} has {count} tokens, but block {int(target)} has room for {room} more; create the "
+                                 f"cache with larger capacities")
+        return _moved(self, jnp.asarray(source, jnp.int32), jnp.asarray(target, jnp.int32))
 
     def fork(self, block: int | Array, at: int | Array, tail: int | Array) -> "KVCache":
         """Cuts a block in two and copies nothing: `block` keeps its first `at` tokens, `tail` becomes the rest.
@@ -199,6 +193,18 @@ class KVCache:
         for name, block in blocks.items():
             if is_concrete(block) and not 0 <= int(block) < self.num_blocks:
                 raise ValueError(f"{name} is {int(block)}, but the cache has blocks 0 to {self.num_blocks - 1}")
+
+
+@jax.jit
+def _moved(cache: KVCache, source: Array, target: Array) -> KVCache:
+    count, start = cache.lengths[source], cache.lengths[target]
+    fits = (start + count <= cache.capacities[target]) & (source != target)
+    count = jnp.where(fits, count, 0)
+    cos, sin = cache.rope.cos_sin(cache.phases[target] + start - cache.phases[source], scaled=False)
+    keys, values = _copy((cache.keys, cache.values), cache.offsets[source], cache.offsets[target] + start, count, cos, sin)
+    return dataclasses.replace(
+        cache, keys=keys, values=values, lengths=cache.lengths.at[source].add(-count).at[target].add(count),
+        faults=cache.faults | jnp.where(fits, 0, Fault.OVERFLOW.value))
 
 
 def _extents(capacities: np.ndarray) -> tuple[np.ndarray, int]:

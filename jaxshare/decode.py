@@ -23,7 +23,7 @@ from jaxshare.sampling import Sampler, Samplers, logprob
 class Model(Protocol):
     """What decode needs of a model: hashable (it is static under jit), and pure. Flax linen modules are both."""
 
-    def apply(self, variables: Any, tokens: Array, count: Array, cache: KVCache, layout: Layout) -> tuple[Array, KVCache]:
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """(params, int32[R, T], int32[R], cache, layout) -> (float32[R, V] after each row's last real token, cache)."""
         ...
 
@@ -56,6 +56,7 @@ class DecodeState:
       tokens: int32[R, X], what each row sampled, a stop token included.
       logprobs: float32[R, X] of the sampled tokens, or [R, 0] where not asked for.
       passes: int32[], forward passes so far.
+      max_width: the widest pass that this state can take (static).
     """
 
     cache: KVCache
@@ -74,12 +75,13 @@ class DecodeState:
     tokens: Array
     logprobs: Array
     passes: Array
+    max_width: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def create(cls, cache: KVCache, layout: Layout, prompts: Sequence[Sequence[int]], *, vocab_size: int,
                samplers: Sampler | Sequence[Sampler] = Sampler(), seeds: int | Sequence[int] = 0,
                budgets: int | Sequence[int] = 64, stops: Sequence[int] = (), logits: Array | None = None,
-               max_width: int = 256, logprobs: bool = False) -> "DecodeState":
+               queue: int = 0, max_width: int = 256, logprobs: bool = False) -> "DecodeState":
         """A state about to run.
 
         Args:
@@ -91,6 +93,7 @@ class DecodeState:
           budgets: how many tokens a row may sample; one for all, or one a row.
           stops: tokens that end a row.
           logits: float32[R, V] or [V] after what each row has cached, for rows that have nothing to feed.
+          queue: places of a row's queue, for what `feed` brings later; at least the longest prompt.
           max_width: the widest pass that will be asked of `decode`.
           logprobs: keep the log-probabilities of the sampled tokens.
 
@@ -115,21 +118,42 @@ class DecodeState:
                 raise ValueError(f"row {r} has an empty prompt and no logits to sample from; give it at least one token")
             if budgets[r] < 0:
                 raise ValueError(f"the budget of row {r} is {budgets[r]}; it must be at least 0 tokens")
-        queue = np.zeros((rows, max(map(len, prompts)) + max_width), np.int32)
+        pending = np.zeros((rows, max(queue, 1, *map(len, prompts)) + max_width), np.int32)
         for r, prompt in enumerate(prompts):
-            queue[r, :len(prompt)] = prompt
+            pending[r, :len(prompt)] = prompt
         waiting = np.asarray([len(p) if n else 0 for p, n in zip(prompts, listed, strict=True)], np.int32)
         room = max(budgets)
         given = jnp.zeros((rows, vocab_size)) if logits is None else jnp.broadcast_to(logits, (rows, vocab_size)) + 0.0
         return cls(
             cache=cache, layout=layout, samplers=Samplers.stack(samplers), logits=given,
-            ready=jnp.asarray((waiting == 0) & (listed > 0)), pending=jnp.asarray(queue), waiting=jnp.asarray(waiting),
+            ready=jnp.asarray((waiting == 0) & (listed > 0)), pending=jnp.asarray(pending), waiting=jnp.asarray(waiting),
             head=jnp.zeros(rows, jnp.int32), seeds=jnp.asarray(np.asarray(seeds, np.int64).astype(np.uint32)),
             drawn=jnp.zeros(rows, jnp.int32), budgets=jnp.asarray(budgets, jnp.int32),
             stops=jnp.asarray([*stops] or [-1], jnp.int32),
             reasons=jnp.asarray(np.where(listed > 0, Reason.RUNNING, Reason.UNUSED), jnp.int32),
             tokens=jnp.zeros((rows, room), jnp.int32), logprobs=jnp.zeros((rows, room if logprobs else 0)),
-            passes=jnp.zeros((), jnp.int32))
+            passes=jnp.zeros((), jnp.int32), max_width=max_width)
+
+    def feed(self, row: int, tokens: Sequence[int]) -> "DecodeState":
+        """Puts tokens behind what a row has pending, and lets a row that had stopped run on.
+
+        Raises:
+          ValueError: no tokens, a row that is not in use, or more tokens than the queue holds.
+        """
+        if not tokens or int(self.reasons[row]) == Reason.UNUSED:
+            raise ValueError(f"row {row} is not in use" if tokens else f"there are no tokens to feed to row {row}")
+        head, waiting = int(self.head[row]), int(self.waiting[row])
+        queue = [*np.asarray(self.pending[row, head:head + waiting]).tolist(), *tokens]
+        if len(queue) > (most := self.pending.shape[1] - self.max_width):
+            raise ValueError(f"row {row} would have {len(queue)} tokens pending, but its queue holds {most}; create the state with a "
+                             f"longer queue")
+        return dataclasses.replace(
+            self, pending=self.pending.at[row, :len(queue)].set(jnp.asarray(queue, jnp.int32)), head=self.head.at[row].set(0),
+            waiting=self.waiting.at[row].set(len(queue)), reasons=self.reasons.at[row].set(Reason.RUNNING.value))
+
+    def end(self, row: int, reason: Reason = Reason.STOP) -> "DecodeState":
+        """Ends a row from outside."""
+        return dataclasses.replace(self, reasons=self.reasons.at[row].set(reason.value))
 
     @property
     def running(self) -> Array:
@@ -141,8 +165,8 @@ class DecodeState:
         return [row[:n].tolist() for row, n in zip(np.asarray(self.tokens), np.asarray(self.drawn), strict=True)]
 
 
-def decode(model: Model, params: Any, state: DecodeState, *, passes: int, width: int = 1) -> DecodeState:
-    """Runs up to `passes` forward passes in one dispatch; fewer if every row ends.
+def decode(model: Model, params: Any, state: DecodeState, *, passes: int, width: int = 1, until_any: bool = False) -> DecodeState:
+    """Runs up to `passes` forward passes in one dispatch; fewer if every row ends, or with `until_any` if one does.
 
     While a row has more than one pending token, passes take up to `width` of them; then one token a row. Rows whose block
     has no room for what they must write end with `Reason.FULL` before anything is lost.
@@ -152,23 +176,35 @@ def decode(model: Model, params: Any, state: DecodeState, *, passes: int, width:
       state: its cache and logits are donated: use the returned state from here on.
       passes: data, not shape: any number runs the same program.
       width: of passes that feed prompts; at most the state's `max_width`. Static.
+      until_any: come back as soon as a row ends, so that the host can give it more to do. Data.
+
+    Raises:
+      ValueError: a negative number of passes, or a width that the state cannot take.
     """
+    if passes < 0 or not 1 <= width <= state.max_width:
+        raise ValueError(f"passes is {passes} and width {width}; passes must be at least 0, and width from 1 to the state's "
+                         f"max_width, {state.max_width}")
     rest = dataclasses.replace(state, cache=None, logits=None)  # pyright: ignore[reportArgumentType]
-    return _decode(model, params, state.cache, state.logits, rest, jnp.asarray(passes, jnp.int32), width)
+    return _decode(model, params, state.cache, state.logits, rest, jnp.asarray(passes, jnp.int32), jnp.asarray(until_any), width)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "width"), donate_argnames=("cache", "logits"))
-def _decode(model: Model, params: Any, cache: KVCache, logits: Array, rest: DecodeState, passes: Array, width: int) -> DecodeState:
-    state = _sample(dataclasses.replace(rest, cache=cache, logits=logits))
-    last = state.passes + passes
+def _decode(model: Model, params: Any, cache: KVCache, logits: Array, rest: DecodeState, passes: Array, until_any: Array,
+            width: int) -> DecodeState:
+    state = dataclasses.replace(rest, cache=cache, logits=logits)
+    began, last = state.running, state.passes + passes
+    state = _sample(state)
+
+    def goes_on(state: DecodeState) -> Array:
+        ended = until_any & jnp.any(began & ~state.running)
+        return (state.passes < last) & ~ended
 
     def step(state: DecodeState, width: int) -> DecodeState:
         return _sample(_feed(model, params, state, width))
 
     if width > 1:
-        state = jax.lax.while_loop(lambda s: (s.passes < last) & jnp.any(s.running & (s.waiting > 1)),
-                                   lambda s: step(s, width), state)
-    return jax.lax.while_loop(lambda s: (s.passes < last) & jnp.any(s.running), lambda s: step(s, 1), state)
+        state = jax.lax.while_loop(lambda s: goes_on(s) & jnp.any(s.running & (s.waiting > 1)), lambda s: step(s, width), state)
+    return jax.lax.while_loop(lambda s: goes_on(s) & jnp.any(s.running), lambda s: step(s, 1), state)
 
 
 def _feed(model: Model, params: Any, state: DecodeState, width: int) -> DecodeState:
@@ -198,7 +234,7 @@ def _sample(state: DecodeState) -> DecodeState:
 
     nothing = jnp.zeros(due.shape, jnp.int32), jnp.zeros(due.shape)
     token, chance = jax.lax.cond(jnp.any(due), sampled, lambda: nothing)
-    drawn = state.drawn + due
+    drawn = state.drawn + due.astype(jnp.int32)
     stopped = due & jnp.any(token[:, None] == state.stops, axis=1)
     spent = spent | (due & ~stopped & (drawn >= state.budgets))
     reasons = jnp.where(stopped, Reason.STOP.value, jnp.where(spent, Reason.BUDGET.value, state.reasons))

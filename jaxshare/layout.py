@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +37,7 @@ class Layout:
         """
         num_rows = len(rows) if num_rows is None else num_rows
         width = max([1, *(len(row) for row in rows)]) if width is None else width
-        if not 1 <= num_rows or num_rows < len(rows):
+        if num_rows < max(1, len(rows)):
             raise ValueError(f"num_rows is {num_rows}, but {len(rows)} rows are given; ask for at least that many, and at least 1")
         blocks = np.full((num_rows, width), -1, np.int32)
         for r, row in enumerate(rows):
@@ -104,4 +105,4 @@ class Layout:
 
 def is_concrete(*arrays: int | Array) -> bool:
     """Whether all values can be looked at now, that is, none is being traced."""
-    return not any(isinstance(a, jax.core.Tracer) for a in arrays)
+    return not any(isinstance(a, Tracer) for a in arrays)

@@ -129,14 +129,14 @@ def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, share
     own_start = jnp.take_along_axis(starts, jnp.maximum(layout.listed - 1, 0)[:, None], axis=1)[:, 0]
     step = jnp.arange(width)
     positions = (own_start + before)[:, None] + step
-    visible = jnp.where(own, before[:, None] + 1, after) * sees
+    visible = jnp.where(sees, jnp.where(own, before[:, None] + 1, after), 0)
 
     key_cos, key_sin = cache.rope.cos_sin((cache.phases[target] + before)[:, None] + step)
     turn = positions[:, None] - starts[:, :, None] + cache.phases[block][:, :, None]
     query_cos, query_sin = cache.rope.cos_sin(turn)
 
     fan_in = jnp.zeros(cache.num_blocks, jnp.int32).at[block].add((sees & (after > 0)).astype(jnp.int32))
-    seen = visible[..., None] + own[..., None] * step  # [R, N, T]
+    seen = visible[..., None] + jnp.where(own[..., None], step, 0)  # [R, N, T]
     arena = cache.keys[0].shape[1]
 
     size, at_once = shared_tiling or _tiling(rows * width)
@@ -145,15 +145,16 @@ def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, share
     slot = jnp.argmax(match, axis=2)
     row = jnp.broadcast_to(jnp.arange(rows), slot.shape)
     reads = jnp.any(match, axis=2)[..., None] & (jnp.arange(run.shape[0]) < items)[:, None, None]
-    shared = _tiles(items, cache.offsets[run], at, row, slot, seen[row, slot] * reads, min(size, arena), at_once, arena)
+    shared = _tiles(items, cache.offsets[run], at, row, slot, jnp.where(reads, seen[row, slot], 0),
+                    min(size, arena), at_once, arena)
 
     size, at_once = private_tiling or _tiling(width)
     length = jnp.where(sees & (fan_in[block] == 1), after, 0)
     run, at, items = _cut(length.reshape(-1), min(size, arena), at_once, arena)
     row, slot = run[:, None] // slots, run[:, None] % slots
     reads = (jnp.arange(run.shape[0]) < items)[:, None, None]
-    private = _tiles(items, cache.offsets[block[row[:, 0], slot[:, 0]]], at, row, slot, seen[row, slot] * reads, min(size, arena),
-                     at_once, arena)
+    private = _tiles(items, cache.offsets[block[row[:, 0], slot[:, 0]]], at, row, slot,
+                     jnp.where(reads, seen[row, slot], 0), min(size, arena), at_once, arena)
 
     return Plan(
         blocks=blocks, count=count, positions=positions, starts=starts, visible=visible, own=own,

@@ -51,11 +51,14 @@ def reference_attention(q: Array, keys: Array, values: Array, plan: Plan, scale:
 
 
 def _written(plan: Plan) -> Array:
-    written = [-1] * plan.blocks.shape[0]
-    for r in range(plan.blocks.shape[0]):
-        for n in range(plan.blocks.shape[1]):
-            written[r] = jnp.where(plan.blocks[r, n] >= 0, plan.blocks[r, n], written[r])
-    return jnp.stack([jnp.asarray(w, jnp.int32) for w in written])
+    rows, slots = plan.blocks.shape
+    written = []
+    for r in range(rows):
+        last = jnp.asarray(-1, jnp.int32)
+        for n in range(slots):
+            last = jnp.where(plan.blocks[r, n] >= 0, plan.blocks[r, n], last)
+        written.append(last)
+    return jnp.stack(written)
 
 
 def _table(rope: Rope, positions: Array) -> tuple[Array, Array]:

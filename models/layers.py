@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from jaxshare.attention import block_attention
 from jaxshare.cache import KVCache
@@ -45,7 +46,7 @@ class Linear(nn.Module):
 
     features: int
     bias: bool = False
-    dtype: jnp.dtype | None = None
+    dtype: jax.typing.DTypeLike | None = None
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -178,7 +179,7 @@ class Decoder(nn.Module):
         return _product(x, self.embed.embedding, 1) if self.config.tie_embeddings else self.head(x)
 
 
-def forward(config: ModelConfig, params: Params, tokens: Array, count: Array, cache: KVCache, layout: Layout, *,
+def forward(config: ModelConfig, params: Params, tokens: ArrayLike, count: ArrayLike, cache: KVCache, layout: Layout, *,
             every: bool = False, implementation: str | tuple[str, ...] | None = None) -> tuple[Array, KVCache]:
     """One jitted pass with everything checked that can be known before it. The cache is donated: use the returned one.
 
@@ -195,7 +196,7 @@ def forward(config: ModelConfig, params: Params, tokens: Array, count: Array, ca
 
 @functools.partial(jax.jit, static_argnames=("model", "every"), donate_argnames=("cache",))
 def _forward(model: Decoder, params: Params, tokens: Array, count: Array, cache: KVCache, layout: Layout,
-             every: bool) -> tuple[Array, KVCache]:
+             every: bool) -> Any:
     return model.apply(params, tokens, count, cache, layout, every=every)
 
 

@@ -1,0 +1,75 @@
+# Everything here works on a fresh machine with make, a POSIX shell and one of Python 3.12, Python 3.13, pyenv or uv.
+#
+# Environments are made once and again only when pyproject.toml changes: a stamp file in each says that it is up to date.
+#   .venv         jaxshare itself; `make demo` installs what it runs on, the other targets add the tools
+#   .venv-torch   PyTorch and transformers' models, which jaxshare is measured against and never imports
+
+PYTHON ?=
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?= -n 2
+DEMO_ARGS ?=
+BENCH_ARGS ?= --quick
+
+BIN := .venv/bin
+RUNTIME := .venv/.installed
+DEV := .venv/.installed-dev
+TORCH_ENV := .venv-torch/.installed
+TORCH_PYTHON := .venv-torch/bin/python
+
+# A tool that looks at these would otherwise work on the environment that the caller has active.
+unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint bench parity clean
+# A recipe that fails must not leave a stamp behind.
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r target words; do printf '  make %-10s %s\n' "$$target" "$$words"; done
+
+demo: $(RUNTIME) ## one model as two workers and as sixteen branches over one shared cache (DEMO_ARGS='--seed 3')
+	@$(BIN)/jaxshare demo $(DEMO_ARGS)
+
+test: $(DEV) ## ruff and the quick tests (PYTEST_ARGS='-k rope')
+	$(BIN)/ruff check
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+test-all: $(DEV) ## ruff and all tests, the slow ones too
+	$(BIN)/ruff check
+	$(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS)
+
+lint: $(DEV) ## ruff and pyright
+	$(BIN)/ruff check
+	@rm -rf build/pyright && mkdir -p build/pyright/jaxshare
+	@ln -s "$(CURDIR)"/jaxshare/* "$(CURDIR)/models" "$(CURDIR)/serving" build/pyright/jaxshare/
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(DEV) $(TORCH_ENV) ## decode speed against transformers on this machine (BENCH_ARGS= for the full run)
+	$(BIN)/python scripts/bench_decode.py --torch-python $(TORCH_PYTHON) $(BENCH_ARGS)
+
+parity: $(DEV) $(TORCH_ENV) ## logits and greedy text against transformers, computed now, not read from the committed fixtures
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT TERM && \
+	$(TORCH_PYTHON) scripts/make_parity_fixtures.py --out "$$folder" && \
+	JAXSHARE_PARITY_FIXTURES="$$folder" $(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS) tests/test_parity.py
+
+clean: ## remove what make has made: environments, caches, builds
+	rm -rf .venv .venv-torch build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
+	find jaxshare models serving tests scripts -type d -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \
+	echo "making .venv with $$python" && "$$python" -m venv --clear .venv
+
+$(RUNTIME): pyproject.toml .venv/bin/python
+	@echo "installing jaxshare into .venv"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(DEV): pyproject.toml .venv/bin/python
+	@echo "installing jaxshare and its tools into .venv"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@ $(RUNTIME)
+
+$(TORCH_ENV): scripts/make_torch_env.sh
+	@scripts/make_torch_env.sh .venv-torch '$(TORCH)' 'transformers>=5,<6' safetensors sentencepiece protobuf
+	@touch $@

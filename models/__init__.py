@@ -1,0 +1,13 @@
+"""Llama and Qwen models in Flax, and the files they come from.
+
+    model = jaxshare.models.load("Qwen/Qwen3-0.6B")
+"""
+
+from jaxshare.models.config import ModelConfig
+from jaxshare.models.fields import ConfigError
+from jaxshare.models.generation import Generation
+from jaxshare.models.hf import CheckpointError
+from jaxshare.models.layers import Decoder
+from jaxshare.models.loading import LoadedModel, load
+
+__all__ = ["CheckpointError", "ConfigError", "Decoder", "Generation", "LoadedModel", "ModelConfig", "load"]

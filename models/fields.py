@@ -1,0 +1,119 @@
+"""Reading JSON settings field by field: what is taken is understood, and what is left over is an error that names it."""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+REQUIRED: Any = object()
+
+
+class ConfigError(ValueError):
+    """A setting that is missing, wrong or not understood; the message names it."""
+
+
+class Fields:
+    """The fields of one JSON object. A field that is null counts as absent.
+
+    Attributes:
+      values: the object as it was read.
+      source: how messages name it, for example the path of the file.
+      prefix: stands before a field's name in messages, for objects inside the file.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str, prefix: str = ""):
+        self.values, self.source, self.prefix = values, source, prefix
+        self._taken: set[str] = set()
+
+    def take(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
+        """The value of a field of type `kind` (bool, int, float, str, list or dict; an int is a float, a bool is neither).
+
+        Raises:
+          ConfigError: the field is absent and has no default, or has another type, or is not finite.
+        """
+        self._taken.add(name)
+        value = self.values.get(name)
+        if value is None:
+            if default is REQUIRED:
+                raise ConfigError(f"{self.source} lacks {self.prefix}{name}, which the model cannot be built without: add it")
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind or (kind is float and not math.isfinite(value)):
+            raise self.error(name, f"must be {_KINDS[kind]}")
+        return value
+
+    def positive(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
+        """As `take`, for a number that must be greater than zero."""
+        value = self.take(name, kind, default)
+        if value is not None and value <= 0:
+            raise self.error(name, "must be greater than 0")
+        return value
+
+    def inside(self, name: str) -> "Fields | None":
+        """The object that a field holds, or None when it is absent or empty."""
+        value = self.take(name, dict, None)
+        return Fields(value, self.source, f"{self.prefix}{name}.") if value else None
+
+    def error(self, name: str, problem: str) -> ConfigError:
+        """The error that says what is wrong with a field."""
+        return ConfigError(f"{self.source}: {self.prefix}{name} is {_short(self.values.get(name))}, but {problem}")
+
+    def finish(self, ignored: Collection[str] = ()) -> None:
+        """Raises ConfigError naming every field that is switched on, was not taken and is not in `ignored`.
+
+        Null, false, zero and empty values are how these files say that something is switched off; they pass.
+        """
+        left = [f"{self.prefix}{k} = {_short(v)}" for k, v in self.values.items() if v and k not in self._taken and k not in ignored]
+        if left:
+            raise ConfigError(f"{self.source} has settings that are not understood and may change the model's numbers: {', '.join(left)}; "
+                              "such a model would be computed wrongly, so remove a field only if it is known to have no effect")
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What config.json means for one architecture, where families differ.
+
+    Attributes:
+      model_type: the `model_type` that goes with the architecture.
+      read: (fields, hidden_size, num_heads, num_layers) -> num_kv_heads, head_dim, qkv_bias, out_bias, mlp_bias, qk_norm.
+      default_theta: the rope theta of files that have none; None where every file must have one.
+    """
+
+    model_type: str
+    read: Callable[[Fields, int, int, int], dict[str, Any]]
+    default_theta: float | None
+
+
+def read_head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
+    """head_dim, which is hidden_size / num_heads in files that do not give it."""
+    head_dim = fields.positive("head_dim", int, None)
+    if head_dim is None and hidden_size % num_heads:
+        raise fields.error("head_dim", f"it must be given, as {num_heads} heads do not divide hidden_size, {hidden_size}")
+    return head_dim or hidden_size // num_heads
+
+
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
+    """A JSON file that holds one object.
+
+    Raises:
+      ConfigError: the file does not hold a JSON object.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:  # both a malformed document and malformed UTF-8
+        raise ConfigError(f"{path} is not valid JSON ({error}); fetch the file again") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold one JSON object; it holds {_short(values)}")
+    return values
+
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a string", list: "a list", dict: "an object"}
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,174 @@
+"""load: a model, its tokenizer and its generation settings from a folder or from the Hugging Face hub.
+
+Weights come from safetensors alone: nothing pickled is loaded, and code that a checkpoint brings is never run.
+"""
+
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from jaxshare.cache import KVCache
+from jaxshare.layout import Layout
+from jaxshare.models import layers
+from jaxshare.models.config import ModelConfig
+from jaxshare.models.fields import Fields, read_json
+from jaxshare.models.generation import Generation
+from jaxshare.models.hf import DTYPES, match_tensors, read_params, stored_tensors
+from jaxshare.models.layers import Decoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt", "*.model"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model that is ready to run.
+
+    Attributes:
+      config: its shape and variant.
+      params: {"params": ...}, what `Decoder.apply` takes.
+      tokenizer: with the chat template, or None if the folder has none.
+      generation: stop tokens and sampling defaults.
+    """
+
+    config: ModelConfig
+    params: dict[str, Any]
+    tokenizer: "PreTrainedTokenizerBase | None"
+    generation: Generation
+
+    @property
+    def module(self) -> Decoder:
+        """The Flax module that `params` belong to."""
+        return Decoder(self.config)
+
+    def for_context(self, positions: int) -> "LoadedModel":
+        """The model for runs of at most `positions` tokens; see `ModelConfig.for_context`."""
+        return dataclasses.replace(self, config=self.config.for_context(positions))
+
+    def forward(self, tokens: ArrayLike, count: ArrayLike, cache: KVCache, layout: Layout, *, every: bool = False) -> tuple[Array, KVCache]:
+        """One forward pass over a shared cache, which is donated; see `jaxshare.models.layers.forward`.
+
+        Args:
+          tokens: int32[R, T], new tokens of each row, padded on the right.
+          count: int32[R], how many of them are real.
+          every: return the logits of every new token.
+
+        Returns:
+          logits float32[R, V] of each row's last real token (float32[R, T, V] with `every`), and the cache with the new tokens in it.
+        """
+        return layers.forward(self.config, self.params, tokens, count, cache, layout, every=every)
+
+
+def load(path: str | os.PathLike, dtype: Any = None, revision: str | None = None) -> LoadedModel:
+    """Loads a checkpoint in Hugging Face form.
+
+    Args:
+      path: a folder, or a hub id such as "Qwen/Qwen3-0.6B".
+      dtype: of the parameters: bfloat16, float16 or float32, by name or as a dtype. None is the checkpoint's own: what config.json
+        says, or else the dtype of its tensors.
+      revision: a branch, tag or commit on the hub.
+
+    Raises:
+      FileNotFoundError: no such folder, or a file that it must have is not there.
+      ConfigError: config.json describes a model that is not supported.
+      CheckpointError: weights that are truncated, corrupt or not those of the model.
+      ValueError: an unknown dtype, or a tokenizer that cannot be read.
+    """
+    wanted_dtype = None if dtype is None else _dtype(dtype)
+    folder = _folder(path, revision)
+    config = ModelConfig.from_json(folder)
+    settings = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    stored = stored_tensors(folder)
+    wanted = match_tensors(config, stored, folder)
+    generation, tokenizer = _generation(folder, settings), _tokenizer(folder)
+    if wanted_dtype is None:
+        wanted_dtype = _own_dtype(settings, {stored[name].dtype for name in wanted})
+    return LoadedModel(config, read_params(stored, wanted, wanted_dtype), tokenizer, generation)
+
+
+def _folder(path: str | os.PathLike, revision: str | None) -> Path:
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(f"{folder} has no config.json: a model folder holds config.json and model.safetensors, as in "
+                                    "Hugging Face checkpoints")
+        return folder
+    if folder.exists():
+        raise FileNotFoundError(f"{folder} is a file: give the folder that holds config.json and the weights")
+    name = os.fspath(path)
+    if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", name):
+        raise FileNotFoundError(f"there is no model folder {name}: give a folder with config.json and model.safetensors, or a hub id such "
+                                "as Qwen/Qwen3-0.6B")
+    import huggingface_hub  # here, because most programs never ask the hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_FILES))
+    except Exception as error:  # the kinds differ between versions: no network, no such repository or revision, not allowed
+        at = f" at revision {revision}" if revision else ""
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FileNotFoundError(f"there is no model folder {name}, and the hub did not give a model of this name{at} ({reason}): give an "
+                                "existing folder, or check the name, the network and the access rights") from error
+
+
+def _dtype(value: Any) -> jnp.dtype:
+    with contextlib.suppress(TypeError):
+        if jnp.dtype(value) in [jnp.dtype(known) for known in DTYPES.values()]:
+            return jnp.dtype(value)
+    raise ValueError(f"dtype is {value}, but parameters are kept in bfloat16, float16 or float32")
+
+
+def _own_dtype(settings: Fields, stored: set[str]) -> jnp.dtype:
+    for name in ("dtype", "torch_dtype"):
+        value = settings.take(name, str, None)
+        if value is not None and value != "auto":
+            try:
+                return _dtype(value.removeprefix("torch."))
+            except ValueError as error:
+                raise settings.error(name, "it must be bfloat16, float16 or float32: pass dtype to load") from error
+    return jnp.dtype(DTYPES[stored.pop()] if len(stored) == 1 else jnp.float32)  # which holds both of the others
+
+
+def _generation(folder: Path, settings: Fields) -> Generation:
+    file = folder / "generation_config.json"
+    return Generation.from_json(read_json(file) if file.is_file() else {}, settings.values, str(file))
+
+
+def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    with _without_advice():
+        from transformers import AutoTokenizer  # here, because it takes seconds
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # many kinds, from a malformed file to a library that is not installed
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"the tokenizer in {folder} cannot be read ({reason}); a tokenizer.json as the tokenizers library writes it would "
+                         "do, and so would a folder without tokenizer files") from error
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """transformers advises to install PyTorch when it is first imported; it is not needed here."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+

@@ -1,0 +1,104 @@
+"""transformers' side of bench_decode.py, run by a Python that has PyTorch. One JSON object a line, in on stdin, out on stdout.
+
+    (at the start)                                 -> versions
+    {"do": "load", "folder": PATH, "threads": N}   -> threads
+    {"do": "prefill", "tokens": [[...], ...]}      -> seconds; tokens and near, as for trace, of the prompts' ends
+    {"do": "trace", "steps": N}                    -> tokens [N][R] and near [N][R]: by how many spacings of the logits' dtype each token
+                                                      beat the second best
+    {"do": "step", "steps": N}                     -> seconds
+
+Every answer has `idle_seconds`, between the answer before and the request, and the CPU time that this process took in them,
+`idle_cpu_seconds`. What cannot be done is answered with {"error": SENTENCE}.
+"""
+
+import json
+import os
+import platform
+import sys
+import time
+from typing import Any
+
+
+class Session:
+    """The model, and the batch that is being decoded."""
+
+    def load(self, folder: str, threads: int) -> dict[str, Any]:
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+        self.prefill([[0] * 64])  # what is set up at the first use is not to be measured
+        self.step(2)
+        return {"threads": torch.get_num_threads()}
+
+    def prefill(self, tokens: list[list[int]]) -> dict[str, Any]:
+        import torch
+        from transformers import DynamicCache
+
+        self.cache = None  # the last batch's memory is free before this one's is asked for
+        ids = torch.tensor(tokens)
+        begin = time.perf_counter()
+        self.cache = DynamicCache(config=self.model.config)
+        logits = self.feed(ids)
+        self.token = logits.argmax(-1, keepdim=True)
+        seconds = time.perf_counter() - begin
+        return {"seconds": seconds, "tokens": self.token[:, 0].tolist(), "near": _near(logits)}
+
+    def step(self, steps: int) -> dict[str, Any]:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self.token = self.feed(self.token).argmax(-1, keepdim=True)
+        return {"seconds": time.perf_counter() - begin}
+
+    def trace(self, steps: int) -> dict[str, Any]:
+        tokens, near = [], []
+        for _ in range(steps):
+            logits = self.feed(self.token)
+            self.token = logits.argmax(-1, keepdim=True)
+            tokens.append(self.token[:, 0].tolist())
+            near.append(_near(logits))
+        return {"tokens": tokens, "near": near}
+
+    def feed(self, ids: Any) -> Any:
+        """int64[R, T] -> the logits [R, V] after each row's last token."""
+        return self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+
+def _near(logits: Any) -> list[float]:
+    import torch
+
+    best, second = logits.float().topk(2, dim=-1).values.unbind(-1)
+    spacing = torch.finfo(logits.dtype).eps * torch.exp2(best.abs().log2().floor())
+    return ((best - second) / spacing).tolist()
+
+
+def main() -> None:
+    # A library that prints must not print into the conversation.
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        print(json.dumps({"error": str(error)}), file=out)
+        return
+    found = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+    print(json.dumps({"versions": found}), file=out, flush=True)
+    session = Session()
+    idle, idle_cpu = time.perf_counter(), time.process_time()
+    with torch.inference_mode():
+        for line in sys.stdin:
+            request = json.loads(line)
+            idle, idle_cpu = time.perf_counter() - idle, time.process_time() - idle_cpu
+            try:
+                answer = getattr(session, request.pop("do"))(**request)
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            idle_times = {"idle_seconds": idle, "idle_cpu_seconds": idle_cpu}
+            idle, idle_cpu = time.perf_counter(), time.process_time()
+            print(json.dumps({**answer, **idle_times}), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

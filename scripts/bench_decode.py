@@ -1,0 +1,312 @@
+"""Decode speed of a Llama of 125 M parameters in bfloat16 against transformers: same weights, same cores, same run, in turn.
+
+    python scripts/bench_decode.py                                # the full measurement
+    python scripts/bench_decode.py --quick                        # all of it within three minutes on two cores
+    python scripts/bench_decode.py --json --output FILE           # one JSON object
+
+transformers runs under a Python of its own that has PyTorch (--torch-python). While one side works the other waits on a pipe. Every row
+has a prompt of its own, so that nothing can be shared; what sharing one prompt would give is measured beside it, without a goal.
+How to read the result is in benchmarks/README.md.
+"""
+
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from benchlib import TORCH_PYTHON, Goal, Parser, Worker, alternate, command, cores, finish, machine, table, torch_python, versions
+from safetensors.numpy import save_file
+from tqdm import tqdm
+
+from jaxshare import DecodeState, KVCache, Layout, decode
+from jaxshare.models import LoadedModel, load
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_size": 768, "intermediate_size": 2048,
+    "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32000,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": False, "bos_token_id": 1,
+    "eos_token_id": None,
+}
+GOALS = {1: 1.5, 8: 2.0, 64: 3.0}
+GOAL_PROMPT = 512
+# Sides, as they are called in results.
+OURS, THEIRS, SHARED = "jaxshare", "transformers", "jaxshare, one prompt"
+# Prompts are fed by this many rows, and this many tokens of all of them, a pass: more is no faster and takes more memory.
+PREFILL_ROWS, PREFILL_TOKENS = 8, 2048
+WORKER = Path(__file__).with_name("_torch_decode_worker.py")
+
+def write_checkpoint(folder: Path, seed: int) -> int:
+    """Writes MODEL with random weights as a Hugging Face folder; returns the number of parameters."""
+    rng = np.random.default_rng(seed)
+    m = MODEL
+    hidden, mlp, vocab = m["hidden_size"], m["intermediate_size"], m["vocab_size"]
+    q, kv = m["num_attention_heads"] * m["head_dim"], m["num_key_value_heads"] * m["head_dim"]
+    shapes = {"model.embed_tokens": (vocab, hidden), "model.norm": (hidden,), "lm_head": (vocab, hidden)}
+    for i in range(m["num_hidden_layers"]):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in {
+            "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "self_attn.q_proj": (q, hidden),
+            "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, q),
+            "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden), "mlp.down_proj": (hidden, mlp)}.items()}
+    tensors = {f"{name}.weight": (np.ones(shape) if len(shape) == 1 else rng.standard_normal(shape, np.float32) * 0.02)
+               .astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    return sum(t.size for t in tensors.values())
+
+
+class Run:
+    """jaxshare's side of a batch: its state, and the decode loop compiled for it.
+
+    The loop is `jaxshare.decode` compiled ahead of its use, so that the program whose memory is reported is the one that is timed.
+    """
+
+    def __init__(self, model: LoadedModel, state: DecodeState, steps: int):
+        self.params, self.state = model.params, state
+        begin = time.perf_counter()
+        loop = jax.jit(lambda params, state: decode(model.module, params, state, passes=steps), donate_argnums=1)
+        self.loop = loop.lower(self.params, self.state).compile()
+        self.compile_seconds = time.perf_counter() - begin
+
+    def step(self) -> float:
+        """Runs `steps` passes and returns their seconds."""
+        begin = time.perf_counter()
+        self.state = jax.block_until_ready(self.loop(self.params, self.state))
+        return time.perf_counter() - begin
+
+    def check(self, passes: int) -> None:
+        """Raises RuntimeError where less was done than was to be measured."""
+        self.state.cache.check()
+        if int(self.state.passes) != passes or not bool(jnp.all(self.state.running)):
+            raise RuntimeError(f"rows ended before their {passes} steps were done: {np.asarray(self.state.reasons).tolist()}")
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: what one pass needs besides its arguments, and what it is to be held against."""
+        cache = self.state.cache
+        layer = cache.keys[0].nbytes + cache.values[0].nbytes
+        return {"step_temp_bytes": self.loop.memory_analysis().temp_size_in_bytes, "one_layer_cache_bytes": layer,
+                "cache_bytes": layer * len(cache.keys), "parameter_bytes": sum(p.nbytes for p in jax.tree.leaves(self.params))}
+
+
+def prefill(model: LoadedModel, cache: KVCache, blocks: Sequence[int], prompts: np.ndarray) -> tuple[KVCache, jax.Array, float]:
+    """Feeds each prompt, int[R, S], into a block of its own: the cache, logits [R, V] after the prompts, seconds without compilation."""
+    length = prompts.shape[1]
+    rows = min(len(blocks), PREFILL_ROWS)
+    width = min(length, PREFILL_TOKENS // rows)
+    groups = [Layout.from_blocks([[b] for b in blocks[i:i + rows]], num_rows=rows) for i in range(0, len(blocks), rows)]
+    padded = np.zeros((len(groups) * rows, -(-length // width) * width), np.int32)
+    padded[:len(blocks), :length] = prompts
+    forward = jax.jit(model.module.apply, donate_argnums=3)
+    forward = forward.lower(model.params, padded[:rows, :width], np.zeros(rows, np.int32), cache, groups[0]).compile()
+    jax.block_until_ready(cache)
+    begin, logits = time.perf_counter(), []
+    for g, layout in enumerate(groups):
+        used = np.asarray(layout.listed) > 0
+        for at in range(0, length, width):
+            count = np.where(used, min(width, length - at), 0).astype(np.int32)
+            last, cache = forward(model.params, padded[g * rows:(g + 1) * rows, at:at + width], count, cache, layout)
+        logits.append(last)
+    logits = jnp.concatenate(logits)[:len(blocks)]
+    jax.block_until_ready((cache, logits))
+    return cache, logits, time.perf_counter() - begin
+
+
+def own_prompts(model: LoadedModel, prompts: np.ndarray, steps: int, growth: int) -> tuple[Run, float]:
+    """Every row with its own prompt in its own block, and the seconds of the prefill. `growth` tokens can follow."""
+    rows, length = prompts.shape
+    cache = KVCache.create(model.config, (length + growth,) * rows)
+    cache, logits, seconds = prefill(model, cache, range(rows), prompts)
+    state = DecodeState.create(cache, Layout.from_blocks([[r] for r in range(rows)]), [[]] * rows, logits=logits,
+                               vocab_size=model.config.vocab_size, budgets=growth + 2, max_width=1)
+    return Run(model, state, steps), seconds
+
+
+def one_prompt(model: LoadedModel, prompts: np.ndarray, steps: int, growth: int) -> tuple[Run, float]:
+    """The first row's prompt in one block that all rows see; each goes on from a token of its own."""
+    rows, length = prompts.shape
+    cache = KVCache.create(model.config, (length, *[growth] * rows))
+    cache, _, seconds = prefill(model, cache, [0], prompts[:1])
+    state = DecodeState.create(cache, Layout.from_blocks([[0, r + 1] for r in range(rows)]), prompts[:, :1].tolist(),
+                               vocab_size=model.config.vocab_size, budgets=growth + 2, max_width=1)
+    return Run(model, state, steps), seconds
+
+
+def measure(model: LoadedModel, worker: Worker, prompts: np.ndarray, steps: int, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """One batch, prompts int[R, S]. The first `steps` steps of each side warm it up; they are compared and not timed."""
+    rows, growth = len(prompts), steps * (rounds + 1)
+    say("jaxshare: compile, prefill")
+    ours, prefill_ours = own_prompts(model, prompts, steps, growth)
+    shared, prefill_shared = one_prompt(model, prompts, steps, growth) if rows > 1 else (None, None)
+    say("transformers: prefill")
+    begun = worker.ask("prefill", tokens=prompts.tolist())
+    say("warm up")
+    trace = worker.ask("trace", steps=steps)
+    for run in (ours, shared):
+        if run:
+            run.step()
+    agreement = compare(ours.state.outputs(), [begun["tokens"], *trace["tokens"]], [begun["near"], *trace["near"]])
+
+    say("decode in turn")
+    worker.reset_idle()
+    sides = {OURS: ours.step, THEIRS: lambda: worker.ask("step", steps=steps)["seconds"]} | ({SHARED: shared.step} if shared else {})
+    times = alternate(sides, rounds)
+    for run in (ours, shared):
+        if run:
+            run.check(growth)
+    return {
+        **summarise(rows, steps, times),
+        "prefill_seconds": {OURS: prefill_ours, THEIRS: begun["seconds"]} | ({SHARED: prefill_shared} if shared else {}),
+        "compile_seconds": ours.compile_seconds,
+        "memory": {OURS: ours.memory()} | ({SHARED: shared.memory()} if shared else {}),
+        "agreement": agreement,
+        "cores_busy_while_waiting": {OURS: worker.idle_here.cores, THEIRS: worker.idle_there.cores},
+    }
+
+
+def compare(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], near: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Greedy tokens of both sides, each row up to its first difference: behind that the sides read different texts.
+
+    Args:
+      ours: [R][N]; theirs: [N][R].
+      near: [N][R], by how many spacings of its logits the other side's token beat its second best.
+    """
+    compared, differences = 0, []
+    for r, tokens in enumerate(ours):
+        for n, token in enumerate(tokens[:len(theirs)]):
+            compared += 1
+            if token != theirs[n][r]:
+                differences.append(near[n][r])
+                break
+    return {"tokens": compared, "equal": compared - len(differences), "spacings_at_differences": sorted(differences)}
+
+
+def summarise(rows: int, steps: int, times: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians over rounds of a step's time on each side, and of each round's ratio to transformers."""
+    sides, ratios = {}, {}
+    for name, seconds in times.items():
+        step = statistics.median(seconds) / steps
+        sides[name] = {"step_milliseconds": step * 1e3, "tokens_per_second": rows / step, "round_seconds": seconds}
+        if name != THEIRS:
+            of_rounds = [other / own for own, other in zip(seconds, times[THEIRS], strict=True)]
+            ratios[name] = {"median": statistics.median(of_rounds), "lowest": min(of_rounds), "highest": max(of_rounds)}
+    return {"batch": rows, "sides": sides, "ratios": ratios}
+
+
+def goals(results: Sequence[dict[str, Any]], prompt: int) -> list[Goal]:
+    """The goals that these results can be held against: they are set for one length of prompt."""
+    return [Goal(f"decode tokens per second, batch {r['batch']}: times transformers", r["ratios"][OURS]["median"], GOALS[r["batch"]])
+            for r in results if r["batch"] in GOALS and prompt == GOAL_PROMPT]
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """The report without its goals."""
+    settings, where, found = report["settings"], report["machine"], report["versions"]
+    lines = [f"Llama, {settings['parameters'] / 1e6:.1f} M parameters, bfloat16, prompt {settings['prompt']}; medians of "
+             f"{settings['rounds']} rounds of {settings['steps']} steps",
+             f"{where['cpu']}, {where['cores']} cores, load {where['load_average']} at the start; jax {found[OURS]['jax']}; transformers "
+             f"{found[THEIRS]['transformers']} on torch {found[THEIRS]['torch']}", ""]
+    speed, rest = [], []
+    for r in report["results"]:
+        for name, side in r["sides"].items():
+            ratio, memory = r["ratios"].get(name), r["memory"].get(name)
+            speed.append((f"{r['batch']}  {name}", f"{side['step_milliseconds']:.1f}", f"{side['tokens_per_second']:.1f}",
+                          f"{ratio['median']:.2f}" if ratio else "", f"{ratio['lowest']:.2f} to {ratio['highest']:.2f}" if ratio else "",
+                          f"{r['prefill_seconds'][name]:.2f}", f"{memory['step_temp_bytes'] / 2**20:.1f}" if memory else "",
+                          f"{memory['cache_bytes'] / 2**20:.0f}" if memory else ""))
+        agreement, busy = r["agreement"], r["cores_busy_while_waiting"]
+        close = agreement["spacings_at_differences"]
+        others = f", the others where transformers' two best logits are at most {close[-1]:.0f} bfloat16 spacings apart" if close else ""
+        rest.append(f"batch {r['batch']}: {agreement['equal']} of {agreement['tokens']} greedy tokens equal{others}; cores busy while "
+                    f"waiting: {OURS} {busy[OURS]:.2f}, {THEIRS} {busy[THEIRS]:.2f}")
+    header = ("batch", "ms a step", "tokens/s", "ratio", "of rounds", "prefill s", "temp MiB", "cache MiB")
+    return "\n".join([*lines, table(header, speed), "", *rest])
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What was asked for; rounds and steps as `--quick` has them where they were not given."""
+
+    batches: tuple[int, ...]
+    prompt: int
+    rounds: int
+    steps: int
+    quick: bool
+    seed: int
+    torch_python: str
+    json: bool
+    output: Path | None
+
+
+def parse(arguments: Sequence[str] | None) -> Options:
+    parser = Parser(prog="bench_decode.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--batches", default="1,8,64", metavar="N,N", help="rows decoded at once (default %(default)s)")
+    parser.add_argument("--prompt", type=int, default=GOAL_PROMPT, help="tokens of each row's prompt (default %(default)s)")
+    parser.add_argument("--rounds", type=int, help="turns of each side (default 5; quick 3)")
+    parser.add_argument("--steps", type=int, help="decode steps a turn (default 16; quick 4)")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter turns: under three minutes on two cores")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and prompts")
+    parser.add_argument("--torch-python", metavar="PATH", help=f"a Python with PyTorch and transformers (default {TORCH_PYTHON})")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON object to this file too")
+    given = parser.parse_args(arguments)
+    batches = given.batches.split(",")
+    if not all(b.isascii() and b.isdigit() and int(b) for b in batches) or len({int(b) for b in batches}) < len(batches):
+        parser.error(f"--batches is {given.batches!r}, but it must be different numbers from 1 up with commas between, such as 1,8,64")
+    rounds = given.rounds if given.rounds is not None else 3 if given.quick else 5
+    steps = given.steps if given.steps is not None else 4 if given.quick else 16
+    if rounds < 1 or steps < 1 or given.seed < 0:
+        parser.error(f"--rounds is {rounds}, --steps {steps} and --seed {given.seed}, but the first two must be at least 1 and the last 0")
+    most = MODEL["max_position_embeddings"] - steps * (rounds + 1)
+    if not 1 <= given.prompt <= most:
+        parser.error(f"--prompt is {given.prompt}, but with {rounds} rounds of {steps} steps it must be from 1 to {most} tokens")
+    if given.output and (given.output.is_dir() or not given.output.absolute().parent.is_dir()):
+        parser.error(f"--output is {given.output}, but it must name a file in a folder that exists")
+    return Options(tuple(map(int, batches)), given.prompt, rounds, steps, given.quick, given.seed, torch_python(parser, given.torch_python),
+                   given.json, given.output)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    asked = command([str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)])
+    where, threads = machine(), cores()
+    try:
+        worker = Worker(options.torch_python, WORKER)
+    except RuntimeError as error:
+        print(f"bench_decode.py: {options.torch_python} cannot run transformers ({error}): --torch-python takes a Python that has PyTorch "
+              "and transformers, such as the one that `make parity` makes in .venv-torch", file=sys.stderr)
+        return 2
+    rng, results = np.random.default_rng(options.seed + 1), []
+    with worker, tempfile.TemporaryDirectory() as folder, tqdm(total=len(options.batches) * 4 + 1, leave=False, file=sys.stderr) as bar:
+
+        def say(what: str, batch: int | None = None) -> None:
+            bar.set_description(what if batch is None else f"batch {batch}, {what}")
+            bar.update(0 if batch is None else 1)
+
+        say("weights")
+        parameters = write_checkpoint(Path(folder), options.seed)
+        model = load(folder)
+        threads = worker.ask("load", folder=folder, threads=threads)["threads"]
+        for batch in options.batches:
+            prompts = rng.integers(0, MODEL["vocab_size"], (batch, options.prompt))
+            results.append(measure(model, worker, prompts, options.steps, options.rounds, lambda what, batch=batch: say(what, batch)))
+    found = versions(("jax", "jaxlib", "flax", "numpy"))
+    settings = {"parameters": parameters, "dtype": "bfloat16", "prompt": options.prompt, "rounds": options.rounds, "steps": options.steps,
+                "warm_up_steps": options.steps, "quick": options.quick, "seed": options.seed, "torch_threads": threads, "model": MODEL,
+                "prefill_rows": PREFILL_ROWS, "prefill_tokens": PREFILL_TOKENS}
+    report = {"benchmark": "decode", "command": asked, "machine": where, "versions": {OURS: found, THEIRS: worker.versions},
+              "settings": settings, "results": results}
+    finish(report, as_text(report), goals(results, options.prompt), as_json=options.json, output=options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

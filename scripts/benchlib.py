@@ -1,0 +1,237 @@
+"""What the benchmarks share: measuring sides in turn, goals, tables, and what a result says about the machine it comes from."""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TORCH_PYTHON = ".venv-torch/bin/python"
+
+# A thread that spins while its side waits would take the other side's time. What libraries print is no part of a result.
+_QUIET = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0", "HF_HUB_OFFLINE": "1",
+          "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+# Instructions that decide how fast low-precision products are, as /proc/cpuinfo names them.
+_CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one sentence what is wrong with the arguments, and exits with code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """`measured` is to be at least `goal`."""
+
+    name: str
+    measured: float
+    goal: float
+
+    @property
+    def met(self) -> bool:
+        return self.measured >= self.goal
+
+    def as_json(self) -> dict[str, Any]:
+        return {"name": self.name, "measured": self.measured, "goal": self.goal, "met": self.met}
+
+
+def goal_table(goals: Sequence[Goal]) -> str:
+    """The goals as text, one a line."""
+    return table(("goal", "measured", "at least", "met"),
+                 [(g.name, f"{g.measured:.2f}", f"{g.goal:.2f}", "yes" if g.met else "NO") for g in goals])
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text: the first set to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join("  ".join([cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]).rstrip()
+                     for cells in (header, ["-" * w for w in widths], *rows))
+
+
+def alternate(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Measures every side once a round, one after the other, each round beginning with another side.
+
+    What slows the machine down for a while then slows down all sides, and none is always the one that comes after a certain other.
+
+    Args:
+      sides: for each side what runs it once and returns its seconds.
+      rounds: how many.
+
+    Returns:
+      For each side its seconds in every round.
+    """
+    names = list(sides)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for r in range(rounds):
+        first = r % len(names)
+        for name in names[first:] + names[:first]:
+            times[name].append(sides[name]())
+    return times
+
+
+class Worker:
+    """A side that runs under another interpreter, and only while it answers a request.
+
+    Its script speaks one JSON object a line on stdin and stdout. It begins with {"versions": ...}; each answer to a request has what
+    the script did between the answer before and the request, `idle_seconds` and `idle_cpu_seconds`, or is {"error": SENTENCE}.
+
+    Attributes:
+      versions: as the script said.
+      idle_here, idle_there: what each process did while the other was at work, since `reset_idle`.
+
+    Raises:
+      RuntimeError: the script said that something failed, or ended.
+    """
+
+    def __init__(self, python: str, script: Path):
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115, closed by __exit__
+        self._process = subprocess.Popen([python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+                                         encoding="utf-8", env={**os.environ, **_QUIET})
+        self.reset_idle()
+        self.versions: dict[str, str] = self._answer()["versions"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._log.close()
+
+    def ask(self, do: str, **more: Any) -> dict[str, Any]:
+        """Sends a request and waits for its answer."""
+        begin, cpu = time.perf_counter(), time.process_time()
+        self._process.stdin.write(json.dumps({"do": do, **more}) + "\n")
+        self._process.stdin.flush()
+        answer = self._answer()
+        self.idle_here.add(time.perf_counter() - begin, time.process_time() - cpu)
+        self.idle_there.add(answer["idle_seconds"], answer["idle_cpu_seconds"])
+        return answer
+
+    def reset_idle(self) -> None:
+        self.idle_here, self.idle_there = Idle(), Idle()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            said = self._log.read().strip().splitlines()
+            raise RuntimeError(f"it ended with code {self._process.wait()}: {said[-1] if said else 'it said nothing'}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
+
+
+@dataclasses.dataclass
+class Idle:
+    """The time that a process waited, and the CPU time that it took meanwhile, in seconds."""
+
+    seconds: float = 0.0
+    cpu: float = 0.0
+
+    def add(self, seconds: float, cpu: float) -> None:
+        self.seconds += seconds
+        self.cpu += cpu
+
+    @property
+    def cores(self) -> float:
+        """Cores that were kept busy by waiting; more than a few hundredths would spoil the other side's times."""
+        return round(self.cpu / self.seconds, 3) if self.seconds else 0.0
+
+
+def torch_python(parser: argparse.ArgumentParser, given: str | None) -> str:
+    """The Python that --torch-python names, or the one that make has made; ends the program where there is neither."""
+    if given is None and not (ROOT / TORCH_PYTHON).exists():
+        parser.error(f"there is no {TORCH_PYTHON} to run transformers with: `make parity` makes it, or name a Python that has PyTorch and "
+                     "transformers with --torch-python")
+    python = shutil.which(given or ROOT / TORCH_PYTHON)
+    if python is None:
+        parser.error(f"--torch-python is {given}, but there is no such program")
+    return python
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine() -> dict[str, Any]:
+    """The machine, and how busy it was when it was asked: a load near 0 is what a measurement wants."""
+    info = _cpu_info()
+    flags = info.get("flags", info.get("Features", "")).split()
+    return {
+        "cpu": info.get("model name") or platform.processor() or platform.machine(),
+        "architecture": platform.machine(),
+        "features": [name for name in _CPU_FEATURES if name in flags],
+        "cores": cores(),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "os": _system(),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Of Python and the named packages, as they run here."""
+    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}}
+
+
+def command(arguments: Sequence[str]) -> str:
+    """The command line of a run, with `arguments` = sys.argv, fit to be published.
+
+    A path that is not inside this repository tells about somebody's machine, not about the run: its last component stays.
+    """
+    return shlex.join(["python", *map(_published, arguments)])
+
+
+def finish(report: Mapping[str, Any], text: str, goals: Sequence[Goal], *, as_json: bool, output: Path | None) -> None:
+    """Prints a report, its goals last, as text or as one JSON object; writes the JSON object to `output` too."""
+    report = {**report, "goals": [goal.as_json() for goal in goals]}
+    encoded = json.dumps(report, indent=2)
+    if output:
+        output.write_text(encoded + "\n", encoding="utf-8")
+    closing = goal_table(goals) if goals else "No goal is set for what was measured."
+    print(encoded if as_json else f"{text}\n\n{closing}")
+    sys.stdout.flush()
+
+
+def _published(argument: str) -> str:
+    option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    path = Path(value)
+    if path.is_absolute():
+        # Not resolved: an environment's python is a link to a place outside.
+        value = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+    return option + equals + value
+
+
+def _cpu_info() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo; nothing where there is no such file."""
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+
+
+def _system() -> str:
+    kernel = f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}"
+    try:
+        return f"{platform.freedesktop_os_release()['PRETTY_NAME']}, {kernel}"
+    except (OSError, KeyError):
+        return kernel

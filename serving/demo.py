@@ -1,0 +1,230 @@
+"""The demo: one model as one worker, as two workers and as sixteen branches over one shared cache, in front of your eyes."""
+
+import collections
+import dataclasses
+import random
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+
+import jaxshare.models
+from jaxshare import DecodeState, Sampler
+from jaxshare.models import LoadedModel, problems
+from jaxshare.serving.branches import Completions, completions, generate
+from jaxshare.serving.workers import Written, write_together
+
+EMBEDDED = Path(jaxshare.models.__file__).parent / "embedded"
+_BRANCHES = 16
+_EXAMPLES = 4
+_BUDGET = 320
+_CLOSING = " \\boxed{"
+_TEMPERATURE = 0.7
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One line of the table: what ran, with sharing and without. Speeds are tokens per second, sizes bytes."""
+
+    name: str
+    passes: int
+    passes_unshared: int | None
+    speed: float
+    speed_unshared: float | None
+    kv_bytes: int
+    kv_bytes_unshared: int | None
+    identical: bool | None
+
+
+def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
+    """Runs all three parts on one problem and prints as it goes.
+
+    Args:
+      model: the embedded one, or any with a tokenizer and a chat template.
+      seed: of the problem and of the samples.
+      console: where to print.
+
+    Returns:
+      What was printed, as plain data for `--json`.
+
+    Raises:
+      ValueError: a model without a tokenizer or chat template.
+    """
+    tokenizer: Any = model.tokenizer
+    if tokenizer is None or not tokenizer.chat_template:
+        raise ValueError("the demo asks its problem as a chat, and this model has no tokenizer with a chat template; use one that has")
+    problem = problems.make_problem(random.Random(seed))
+    console.print(Panel(problem.prompt(), title="the problem", title_align="left"))
+
+    def asked(messages: Sequence[dict[str, str]]) -> str:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    def together(names: Sequence[str], on_text: Callable[[list[str]], None] | None = None, implementation: str | None = None) -> Written:
+        return write_together(model, asked(problem.messages(names)), names, problems.header, budget=_BUDGET, rows=2,
+                              enough=lambda text: len(problems.results(text)) == problems.QUESTIONS, closing=_CLOSING,
+                              implementation=implementation, on_text=on_text)
+
+    console.print("\n[bold]One worker[/] (compiling takes a few seconds)")
+    with _Streams(problems.NAMES[:1], console) as streams:
+        alone = together(problems.NAMES[:1], streams.show)
+    console.print("\n[bold]Two workers[/], each reads what the other writes as it is written")
+    with _Streams(problems.NAMES, console) as streams:
+        both = together(problems.NAMES, streams.show)
+    copies = together(problems.NAMES, implementation="reference")
+    console.print(f"Right answers: {_right(alone.history, problem)} of 5 alone in {alone.passes} passes, "
+                  f"{_right(both.history, problem)} of 5 together in {both.passes}.")
+
+    rng = random.Random(seed + 1)
+    examples = [problems.make_problem(rng) for _ in range(_EXAMPLES)]
+    prompt = asked(problems.few_shot_messages(examples, problem))
+    console.print(f"\n[bold]{_BRANCHES} branches[/] of one prompt of {_EXAMPLES} worked examples, at temperature {_TEMPERATURE}")
+    branch: dict[str, Any] = dict(n=_BRANCHES, max_new_tokens=_BUDGET, seed=seed, warm_up=True)
+    with _Answers(model, problem, console) as answers:
+        sampled = generate(model, prompt, sampler=Sampler(temperature=_TEMPERATURE), on_tokens=answers.show, **branch)
+        answers.finish(sampled)
+    vote = _vote([c.text for c in sampled.completions])
+    voted = f"\\boxed{{{', '.join(vote)}}}"
+    single = np.mean([_right(c.text, problem) for c in sampled.completions])
+    console.print(f"The vote: {voted}, {_right(voted, problem)} of 5 right; single branches have {single:.1f}.", highlight=False)
+    shared = generate(model, prompt, sampler=Sampler(), **branch)
+    unshared = generate(model, prompt, sampler=Sampler(), share=False, **branch)
+
+    lines = [
+        Line("1 worker", alone.passes, None, alone.tokens / alone.seconds, None, alone.kv_bytes, None, None),
+        Line("2 workers", both.passes, copies.passes, both.tokens / both.seconds, copies.tokens / copies.seconds, both.kv_bytes,
+             both.seen_bytes, both.texts == copies.texts),
+        Line(f"{_BRANCHES} branches", shared.passes, unshared.passes, shared.tokens_per_second, unshared.tokens_per_second,
+             shared.kv_bytes, unshared.kv_bytes, _texts(shared) == _texts(unshared)),
+    ]
+    console.print()
+    console.print(_table(lines))
+    console.print("Without sharing, each of two workers gathers a copy of all it sees and rotates its keys anew in every pass;\n"
+                  "each branch reads the prompt itself and keeps a copy. Identical: both ways wrote the same text, token for token.",
+                  style="dim", highlight=False)
+    return {
+        "problem": problem.prompt(), "answers": list(problem.answers), "one_worker": alone.texts[0], "two_workers": both.texts,
+        "branches": _texts(sampled), "vote": vote,
+        "right": {"one_worker": _right(alone.history, problem), "two_workers": _right(both.history, problem),
+                  "vote": _right(voted, problem)},
+        "table": [dataclasses.asdict(line) for line in lines],
+    }
+
+
+class _Streams:
+    """The workers' texts side by side, growing where the output is a terminal, printed once where it is not."""
+
+    def __init__(self, names: Sequence[str], console: Console):
+        self.names, self.console, self.texts = names, console, [""] * len(names)
+        self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+
+    def __enter__(self) -> "_Streams":
+        if self.live:
+            self.live.start()
+        return self
+
+    def show(self, texts: list[str]) -> None:
+        self.texts = texts
+        if self.live:
+            self.live.update(self._view(), refresh=True)
+
+    def _view(self) -> Table:
+        grid = Table.grid(expand=True)
+        for _ in self.names:
+            grid.add_column(ratio=1)
+        grid.add_row(*(Panel(text.strip(), title=name, title_align="left") for name, text in zip(self.names, self.texts, strict=True)))
+        return grid
+
+    def __exit__(self, *_) -> None:
+        if self.live:
+            self.live.stop()
+        else:
+            self.console.print(self._view())
+
+
+class _Answers:
+    """One line for each branch: what it has boxed so far, and how many of the five are right."""
+
+    def __init__(self, model: LoadedModel, problem: problems.Problem, console: Console):
+        self.model, self.problem, self.console = model, problem, console
+        self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+
+    def __enter__(self) -> "_Answers":
+        if self.live:
+            self.live.start()
+        return self
+
+    def show(self, state: DecodeState) -> None:
+        if self.live:
+            self.live.update(self._view([c.text for c in completions(self.model, state)]), refresh=True)
+
+    def finish(self, done: Completions) -> None:
+        view = self._view([c.text for c in done.completions])
+        if self.live:
+            self.live.update(view, refresh=True)
+        else:
+            self.console.print(view)
+
+    def _view(self, texts: list[str]) -> Group:
+        cells = []
+        for i, text in enumerate(texts):
+            boxed = problems.boxed(text)
+            cells.append(f"{i + 1:>2}  {', '.join(boxed)}  {'✓' * _right(text, self.problem)}" if boxed else
+                         f"{i + 1:>2}  {text.strip()[-32:]}".replace("\n", " "))
+        return Group(Columns([cell.ljust(38) for cell in cells], expand=False))
+
+    def __exit__(self, *_) -> None:
+        if self.live:
+            self.live.stop()
+
+
+def _right(text: str, problem: problems.Problem) -> int:
+    return sum(problems.check(text, problem))
+
+
+def _vote(texts: list[str]) -> list[str]:
+    """The most frequent answer to each question, over the branches that boxed one for each."""
+    boxes = [b for text in texts if (b := problems.boxed(text)) and len(b) == problems.QUESTIONS]
+    return [collections.Counter(column).most_common(1)[0][0] for column in zip(*boxes, strict=True)]
+
+
+def _texts(done: Completions) -> list[str]:
+    return [c.text for c in done.completions]
+
+
+def _table(lines: list[Line]) -> Table:
+    table = Table(title="this run, with sharing | without", title_justify="left")
+    for heading in ("", "forward passes", "tokens per second", "KV cache", "same greedy text"):
+        table.add_column(heading, justify="left" if not heading else "right")
+
+    def pair(shared: str, unshared: str | None) -> str:
+        return f"{shared} | {unshared if unshared is not None else '-':>8}"
+
+    for line in lines:
+        table.add_row(
+            line.name, pair(str(line.passes), None if line.passes_unshared is None else str(line.passes_unshared)),
+            pair(f"{line.speed:,.0f}", None if line.speed_unshared is None else f"{line.speed_unshared:,.0f}"),
+            pair(_size(line.kv_bytes), None if line.kv_bytes_unshared is None else _size(line.kv_bytes_unshared)),
+            "-" if line.identical is None else "identical" if line.identical else "DIFFERENT")
+    return table
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.2f} MB"
+
+
+def load_embedded() -> LoadedModel:
+    """The model that comes with the package, in float32."""
+    return jaxshare.models.load(EMBEDDED, dtype=jnp.float32)
+
+
+def console_for(json: bool) -> Console:
+    """Pictures go to stdout, or to stderr where stdout is for JSON."""
+    return Console(file=sys.stderr if json else sys.stdout, width=None if sys.stdout.isatty() else 110)

@@ -1,0 +1,19 @@
+"""Settings that every test runs under."""
+
+import os
+
+# Before JAX is imported. Tests run on the CPU unless the caller names another platform, and never touch the network.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import hypothesis
+import jax
+
+# A bfloat16 that silently becomes a float32 costs memory and hides mistakes: every promotion has to be written out.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# The first example of a shape compiles, which takes longer than any deadline that would catch a slow one. Examples are the same
+# in every run, so that a failure seen once is seen again; `--hypothesis-profile=explore` draws new ones.
+hypothesis.settings.register_profile("jaxshare", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None, derandomize=False, max_examples=1000)
+hypothesis.settings.load_profile("jaxshare")

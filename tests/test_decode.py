@@ -1,0 +1,330 @@
+"""The decode loop against a plain loop over whole sequences, and against itself cut up in other ways."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler
+from jaxshare.models.layers import forward
+from tests.helpers import (
+    CAPACITIES,
+    LISTED,
+    MODEL,
+    MOST,
+    QUEUE,
+    ROWS,
+    TINY,
+    VOCAB,
+    WIDEST,
+    pad_rows,
+    reasons,
+    run,
+    tiny_cache,
+    tiny_params,
+    tiny_state,
+)
+
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(0, VOCAB, n).tolist() for n in (5, 13, 1, 16)]
+ROWS_ALONE = [[1], [2], [3], [4]]
+
+
+@functools.cache
+def _causal():
+    return jax.jit(lambda p, tokens: MODEL.apply(p, tokens, method="causal"))
+
+
+def logits_after(tokens: list[int]) -> np.ndarray:
+    """float[V] after a whole sequence, by plain causal attention."""
+    padded = np.zeros((1, 64), np.int32)
+    padded[0, :len(tokens)] = tokens
+    return np.asarray(_causal()(tiny_params(), jnp.asarray(padded)))[0, len(tokens) - 1]
+
+
+@functools.cache
+def _greedy(prompt: tuple[int, ...], n: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(n):
+        tokens.append(int(np.argmax(logits_after(tokens))))
+    return tokens[len(prompt):]
+
+
+def greedy(prompt: list[int], n: int = MOST) -> list[int]:
+    return list(_greedy(tuple(prompt), n))
+
+
+def test_greedy_equals_a_plain_loop():
+    done = run(tiny_state(PROMPTS))
+    assert done.outputs() == [greedy(p) for p in PROMPTS]
+    assert len({tuple(o) for o in done.outputs()}) == ROWS and all(len(set(o)) > 3 for o in done.outputs())
+    assert reasons(done) == [Reason.BUDGET] * 4
+    # What was sampled last has not been fed.
+    assert np.asarray(done.cache.lengths).tolist() == [0, *(len(p) + MOST - 1 for p in PROMPTS), 0]
+    done.cache.check()
+
+
+@pytest.mark.parametrize("width", [1, 64])
+def test_the_width_changes_nothing_but_the_number_of_passes(width):
+    narrow, wide = run(tiny_state(PROMPTS), width=width), run(tiny_state(PROMPTS))
+    assert narrow.outputs() == wide.outputs() == [greedy(p) for p in PROMPTS]
+    np.testing.assert_allclose(narrow.logprobs, wide.logprobs, atol=2e-5)
+    longest = max(map(len, PROMPTS))
+    assert int(wide.passes) == MOST  # one feeds all prompts; the short ones start at once
+    assert int(narrow.passes) == (longest + MOST - 1 if width == 1 else MOST)
+
+
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(1.3, top_k=30)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("cut", [1, 7])
+def test_several_dispatches_equal_one(cut, sampler):
+    whole = run(tiny_state(PROMPTS, samplers=sampler, seeds=[3, 1, 4, 1]))
+    part = tiny_state(PROMPTS, samplers=sampler, seeds=[3, 1, 4, 1])
+    for dispatch in range(1, 100):
+        part = run(part, passes=cut)
+        assert int(part.passes) <= dispatch * cut
+        if not np.asarray(part.running).any():
+            break
+    for name in ("tokens", "drawn", "reasons", "passes", "waiting"):
+        np.testing.assert_array_equal(getattr(part, name), getattr(whole, name))
+    np.testing.assert_array_equal(part.cache.lengths, whole.cache.lengths)
+    np.testing.assert_allclose(part.logprobs, whole.logprobs, atol=1e-6)
+
+
+def test_no_passes_still_samples_what_is_ready_and_no_more():
+    done = run(tiny_state([[], [], [], PROMPTS[3]], logits=jnp.asarray(logits_after(PROMPTS[0]))), passes=0)
+    assert [len(o) for o in done.outputs()] == [1, 1, 1, 0] and int(done.passes) == 0
+    assert not np.asarray(done.cache.lengths).any()
+    again = run(done, passes=0)
+    assert [len(o) for o in again.outputs()] == [1, 1, 1, 0]
+
+
+def test_an_ended_state_stays_as_it_is():
+    done = run(tiny_state(PROMPTS))
+    tokens, passes, lengths = np.asarray(done.tokens), int(done.passes), np.asarray(done.cache.lengths)
+    again = run(done)
+    np.testing.assert_array_equal(again.tokens, tokens)
+    np.testing.assert_array_equal(again.cache.lengths, lengths)
+    assert int(again.passes) == passes
+
+
+def test_stop_tokens_end_a_row_and_are_kept():
+    free = [greedy(p) for p in PROMPTS]
+    stop = free[1][4]
+    cut = [row[:row.index(stop) + 1] if stop in row else row for row in free]
+    done = run(tiny_state(PROMPTS, stops=[stop]))
+    assert done.outputs() == cut and len(cut[1]) <= 5
+    assert reasons(done) == [Reason.STOP if stop in row else Reason.BUDGET for row in free]
+    assert int(done.cache.lengths[2]) == len(PROMPTS[1]) + len(cut[1]) - 1  # the stop token is not fed
+    # One of several; a stop with the last token of a budget is a stop.
+    several = run(tiny_state(PROMPTS, stops=[stop, free[0][2]]))
+    assert reasons(several)[:2] == [Reason.STOP] * 2
+    last = run(tiny_state(PROMPTS, stops=[stop], budgets=[MOST, len(cut[1]), MOST, MOST]))
+    assert reasons(last)[1] == Reason.STOP and last.outputs()[1] == cut[1]
+
+
+def test_budgets_of_none_one_and_many():
+    done = run(tiny_state(PROMPTS, budgets=[0, 1, MOST, 3]))
+    assert done.outputs() == [[], greedy(PROMPTS[1], 1), greedy(PROMPTS[2]), greedy(PROMPTS[3], 3)]
+    assert reasons(done) == [Reason.BUDGET] * 4
+    # A prompt is fed even where nothing may be sampled.
+    assert int(done.cache.lengths[1]) == len(PROMPTS[0]) and int(done.cache.lengths[2]) == len(PROMPTS[1])
+
+
+def test_only_budgets_of_none():
+    cache, layout = tiny_cache(), pad_rows(ROWS_ALONE, ROWS, LISTED)
+    made = DecodeState.create(cache, layout, PROMPTS, vocab_size=VOCAB, budgets=0, queue=QUEUE, max_width=WIDEST)
+    assert made.tokens.shape == (ROWS, 0)
+    assert tiny_state(PROMPTS, budgets=0).tokens.shape == (ROWS, MOST)
+    done = run(tiny_state(PROMPTS, budgets=0))
+    assert done.outputs() == [[]] * 4 and reasons(done) == [Reason.BUDGET] * 4
+
+
+def test_a_block_that_fills_ends_its_row_before_anything_is_lost():
+    room = [len(PROMPTS[0]) + 4, 48, 1, 16]
+    cache = tiny_cache([64, *room, 0])
+    done = run(tiny_state(PROMPTS, cache=cache))
+    free = [greedy(p) for p in PROMPTS]
+    assert reasons(done) == [Reason.FULL, Reason.BUDGET, Reason.FULL, Reason.FULL]
+    # What was sampled is kept, the token that found no room included.
+    assert done.outputs() == [free[0][:5], free[1], free[2][:1], free[3][:1]]
+    assert np.asarray(done.cache.lengths).tolist() == [0, room[0], len(PROMPTS[1]) + MOST - 1, 1, 16, 0]
+    done.cache.check()
+    # The rows' caches are whole: with more room they go on where they stopped.
+    roomy = dataclasses.replace(done.cache, capacities=jnp.asarray(CAPACITIES, jnp.int32))
+    more = run(tiny_state([[row[-1]] for row in done.outputs()], cache=roomy, budgets=[MOST - 5, 0, MOST - 1, MOST - 1]))
+    assert [a + b for a, b in zip(done.outputs(), more.outputs(), strict=True)] == free
+
+
+def test_a_prompt_that_does_not_fit_ends_its_row_with_nothing():
+    cache = tiny_cache([64, 48, 12, 48, 48, 0])
+    done = run(tiny_state(PROMPTS, cache=cache))
+    assert reasons(done) == [Reason.BUDGET, Reason.FULL, Reason.BUDGET, Reason.BUDGET]
+    assert done.outputs() == [greedy(PROMPTS[0]), [], greedy(PROMPTS[2]), greedy(PROMPTS[3])]
+    done.cache.check()
+
+
+def test_logprobs_are_those_of_the_model():
+    samplers = [Sampler(), Sampler(1.5), Sampler(0.7, top_k=3), Sampler(1.0, bias={5: 4.0}, forbidden=(6,))]
+    done = run(tiny_state(PROMPTS, samplers=samplers, seeds=11))
+    for r, (prompt, output) in enumerate(zip(PROMPTS, done.outputs(), strict=True)):
+        for i, token in enumerate(output):
+            logits = logits_after(prompt + output[:i]).astype(np.float64)
+            expected = logits[token] - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+            assert float(done.logprobs[r, i]) == pytest.approx(expected, abs=2e-4)
+
+
+def test_rows_not_in_use_do_nothing():
+    done = run(tiny_state([PROMPTS[0], [], PROMPTS[2]], [[1], [], [3]]))
+    assert done.outputs() == [greedy(PROMPTS[0]), [], greedy(PROMPTS[2]), []]
+    assert reasons(done) == [Reason.BUDGET, Reason.UNUSED, Reason.BUDGET, Reason.UNUSED]
+    assert np.asarray(done.cache.lengths).tolist() == [0, len(PROMPTS[0]) + MOST - 1, 0, 1 + MOST - 1, 0, 0]
+
+
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(1.2)], ids=["greedy", "sampled"])
+def test_a_prefix_prefilled_once_and_sampled_at_once(sampler):
+    """Rows with nothing to feed start from the prefix's logits, as if each had been given the whole prompt."""
+    prefix = PROMPTS[1]
+    tokens = np.zeros((ROWS, 16), np.int32)
+    tokens[0, :len(prefix)] = prefix
+    logits, cache = forward(TINY, tiny_params(), tokens, [len(prefix), 0, 0, 0], tiny_cache(),
+                            pad_rows([[0]], ROWS, LISTED))
+    shared = run(tiny_state([[]] * 4, [[0, 1], [0, 2], [0, 3], [0, 4]], cache=cache, logits=logits[0], samplers=sampler))
+    alone = run(tiny_state([prefix] * 4, samplers=sampler))
+    assert shared.outputs() == alone.outputs()
+    assert int(shared.cache.lengths[0]) == len(prefix) and int(shared.cache.lengths[1]) == MOST - 1
+    if sampler.temperature == 0:
+        assert shared.outputs() == [greedy(prefix)] * 4
+    else:
+        assert len({tuple(o) for o in shared.outputs()}) == 4
+
+
+def test_each_row_may_start_from_its_own_logits():
+    own = jnp.asarray(np.stack([logits_after(p) for p in PROMPTS]))
+    done = run(tiny_state([[]] * 4, logits=own), passes=0)
+    assert [o[0] for o in done.outputs()] == [greedy(p, 1)[0] for p in PROMPTS]
+
+
+def test_one_seed_for_all_counts_up_by_row():
+    a = run(tiny_state(PROMPTS, samplers=Sampler(1.5), seeds=20))
+    b = run(tiny_state(PROMPTS, samplers=Sampler(1.5), seeds=[20, 21, 22, 23]))
+    c = run(tiny_state(PROMPTS, samplers=Sampler(1.5), seeds=[20, 21, 22, 24]))
+    assert a.outputs() == b.outputs()
+    assert c.outputs()[:3] == a.outputs()[:3] and c.outputs()[3] != a.outputs()[3]
+
+
+def test_feeding_goes_on_where_a_row_stopped():
+    """More text for rows that ended, while others run; what was sampled stays, and what follows is as if it had all been one prompt."""
+    extra = RNG.integers(0, VOCAB, 9).tolist()
+    done = run(tiny_state(PROMPTS, budgets=[3, MOST, MOST, MOST]), passes=6)
+    first = done.outputs()
+    assert [len(o) for o in first] == [3, 6, 6, 6] and reasons(done)[0] == Reason.BUDGET
+    fed = dataclasses.replace(done, budgets=done.budgets.at[0].set(8)).feed(0, [first[0][-1], *extra])
+    assert reasons(fed) == [Reason.RUNNING] * 4
+    after = run(fed)
+    assert after.outputs()[0] == first[0] + greedy(PROMPTS[0] + first[0] + extra, 5)
+    assert after.outputs()[1:] == [greedy(p) for p in PROMPTS[1:]]
+
+
+def test_feeding_stands_behind_what_is_pending():
+    waiting = tiny_state([PROMPTS[0], *PROMPTS[1:]]).feed(0, [7, 8]).feed(0, [9])
+    assert run(waiting).outputs() == [greedy([*PROMPTS[0], 7, 8, 9]), *(greedy(p) for p in PROMPTS[1:])]
+    # In the middle of a prompt fed one token a pass, too.
+    part = run(tiny_state(PROMPTS), passes=4, width=1).feed(3, [7, 8])
+    assert run(part).outputs()[3] == greedy([*PROMPTS[3], 7, 8])
+
+
+@pytest.mark.parametrize(("row", "tokens", "words"), [
+    (0, [], "there are no tokens to feed to row 0"), (3, [1], "row 3 is not in use"),
+    (1, [1] * (QUEUE - 12), f"row 1 would have {QUEUE + 1} tokens pending, but its queue holds {QUEUE}"),
+])
+def test_feeding_refuses(row, tokens, words):
+    with pytest.raises(ValueError, match=words):
+        tiny_state(PROMPTS[:3], [[1], [2], [3]]).feed(row, tokens)
+
+
+def test_a_row_ended_from_outside_stops():
+    done = run(tiny_state(PROMPTS), passes=4).end(1)
+    assert reasons(done)[1] == Reason.STOP
+    after = run(done)
+    assert after.outputs() == [greedy(p, 4 if r == 1 else MOST) for r, p in enumerate(PROMPTS)]
+
+
+def test_until_any_comes_back_when_a_row_ends():
+    """Rows that had ended before do not count."""
+    state = tiny_state(PROMPTS, budgets=[3, 5, 5, 9])
+    seen = []
+    for _ in range(3):
+        state = run(state, until_any=True)
+        seen.append([len(o) for o in state.outputs()])
+    assert seen == [[3, 3, 3, 3], [3, 5, 5, 5], [3, 5, 5, 9]]
+    assert state.outputs() == [greedy(p, n) for p, n in zip(PROMPTS, (3, 5, 5, 9), strict=True)]
+
+
+@pytest.mark.parametrize("more", [{"passes": -1}, {"width": 0}, {"width": WIDEST + 1}])
+def test_decode_refuses(more):
+    with pytest.raises(ValueError, match=f"passes must be at least 0, and width from 1 to the state's max_width, {WIDEST}"):
+        run(tiny_state(PROMPTS), **more)
+
+
+def test_the_state_is_frozen():
+    made = tiny_state(PROMPTS)
+    for field in dataclasses.fields(made):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(made, field.name, None)
+
+
+def test_the_cache_is_given_away():
+    """Donated: what stays usable is the returned state alone."""
+    cache = tiny_cache()
+    run(tiny_state(PROMPTS, cache=cache), passes=1)
+    assert all(a.is_deleted() for a in (*cache.keys, *cache.values))
+
+
+@pytest.mark.parametrize(("prompts", "more", "words"), [
+    ([[1], [2], [3], [4], [5]], {}, "prompts has 5 entries, but the layout has 4 rows"),
+    (PROMPTS, {"samplers": [Sampler()]}, "samplers has 1 entries, but the layout has 4 rows"),
+    (PROMPTS, {"seeds": [1, 2]}, "seeds has 2 entries"), (PROMPTS, {"budgets": [1]}, "budgets has 1 entries"),
+    ([[1], [VOCAB], [3], [4]], {}, f"prompt of row 1 has token {VOCAB}, outside the vocabulary of {VOCAB}"),
+    ([[1], [2], [3, -1], [4]], {}, "prompt of row 2 has token -1"),
+    ([[1], [2], [], [4]], {}, "row 2 has an empty prompt and no logits to sample from"),
+    ([[1], [2], [3]], {}, "row 3 has an empty prompt"),
+    (PROMPTS, {"budgets": [1, 2, -3, 4]}, "the budget of row 2 is -3; it must be at least 0"),
+    (PROMPTS, {"budgets": -1}, "the budget of row 0 is -1"),
+])
+def test_bad_input_is_refused(prompts, more, words):
+    cache, layout = tiny_cache(), pad_rows(ROWS_ALONE, ROWS, LISTED)
+    with pytest.raises(ValueError, match=words):
+        DecodeState.create(cache, layout, prompts, vocab_size=VOCAB, **more)
+
+
+def test_a_layout_that_cannot_be_is_refused():
+    cache = tiny_cache()
+    for blocks, words in (([[9]], "row 0 lists block 9, but the cache has blocks 0 to 5"), ([[1, 1]], "row 0 lists block 1 twice"),
+                          ([[0, 1], [2, 1]], "rows 0 and 1 both write block 1")):
+        with pytest.raises(ValueError, match=words):
+            DecodeState.create(cache, Layout(jnp.asarray(blocks, jnp.int32)), [[1]] * len(blocks), vocab_size=VOCAB)
+
+
+def test_forward_refuses_what_can_be_known_before():
+    layout = pad_rows(ROWS_ALONE[:3], ROWS, LISTED)
+
+    def go(tokens=((1, 2),) * 4, count=(1, 1, 1, 0), cache=None, layout=layout):
+        forward(TINY, tiny_params(), tokens, count, KVCache.create(TINY, (4, 1, 4, 4), jnp.float32) if cache is None else cache, layout)
+
+    for arguments, words in (
+            ({"tokens": ((1, 2),) * 3}, r"R = 4, the layout's rows"), ({"count": (1, 1)}, r"R = 4, the layout's rows"),
+            ({"count": (3, 0, 0, 0)}, r"count must lie between 0 and the 2 tokens given; got \[3, 0, 0, 0\]"),
+            ({"count": (-1, 0, 0, 0)}, "count must lie between 0"), ({"count": (0, 0, 0, 1)}, "row 3 brings 1 tokens but lists no block"),
+            ({"tokens": ((1, VOCAB),) * 4, "count": (0, 2, 0, 0)}, f"tokens must lie between 0 and {VOCAB - 1}"),
+            ({"count": (2, 0, 0, 0)}, "row 0 brings 2 tokens, but block 1 holds 0 of at most 1"),
+            ({"layout": Layout(jnp.asarray([[0], [0], [1], [2]], jnp.int32))}, "rows 0 and 1 both write block 0"),
+            ({"layout": Layout(jnp.asarray([[0], [4], [1], [2]], jnp.int32))}, "row 1 lists block 4, but the cache has blocks 0 to 3"),
+            ({"layout": Layout(jnp.asarray([[0, 0], [3, 2], [1, -1], [-1, -1]], jnp.int32))}, "row 0 lists block 0 twice")):
+        with pytest.raises(ValueError, match=words):
+            go(**arguments)
+    faulty = KVCache.create(TINY, (4, 4, 4, 4), jnp.float32)
+    with pytest.raises(ValueError, match="the cache is not usable any more"):
+        go(cache=dataclasses.replace(faulty, faults=jnp.int32(1)))
