@@ -20,12 +20,12 @@ def xla_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float
     """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R, T, H, D] in q's dtype."""
     rows, width, heads, dim = q.shape
     kv_heads = keys.shape[0]
-    q = (q.astype(jnp.float32) * scale).reshape(rows, width, kv_heads, heads // kv_heads, dim).transpose(2, 0, 1, 3, 4)
-    turn = _Turn.of(plan, q)
+    grouped = (q.astype(jnp.float32) * scale).reshape(rows, width, kv_heads, heads // kv_heads, dim)
+    turn = _Turn.of(plan, grouped.transpose(2, 0, 1, 3, 4))
     shared = _shared(turn, keys, values, plan.shared)
     private = _private(turn, keys, values, plan.private)
     out, _ = merge(shared, private)  # [K, R, T, G, D]
-    return out.transpose(1, 2, 0, 3, 4).reshape(rows, width, heads, dim).astype(keys.dtype)
+    return out.transpose(1, 2, 0, 3, 4).reshape(q.shape).astype(q.dtype)
 
 
 @jax.tree_util.register_dataclass

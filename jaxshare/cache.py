@@ -47,15 +47,17 @@ class Fault(enum.IntFlag):
     UNKNOWN_BLOCK = 2
     REPEATED_BLOCK = 4
     TWO_WRITERS = 8
+    BAD_CUT = 16
 
     def describe(self) -> str:
         """One clear sentence for each fault."""
         sentences = {
             Fault.OVERFLOW: "a block was written beyond its capacity; the tokens that did not fit were dropped: create the cache "
                             "with larger capacities",
-            Fault.UNKNOWN_BLOCK: "a row listed a block that the cache does not have",
+            Fault.UNKNOWN_BLOCK: "a row listed a block that the cache does not have, or a transition named one",
             Fault.REPEATED_BLOCK: "a row listed the same block twice",
             Fault.TWO_WRITERS: "two rows wrote the same block in one pass; the last block that a row lists must be its own",
+            Fault.BAD_CUT: "a block was cut outside its tokens, or into a tail that owns a part of the cache",
         }
         return "; ".join(text for fault, text in sentences.items() if fault in self)
 
@@ -100,7 +102,8 @@ class KVCache:
         if sizes.ndim != 1 or not sizes.size:
             raise ValueError(f"capacities must list the size of at least one block, in tokens; got {capacities!r}")
         if (sizes < 0).any():
-            raise ValueError(f"the capacity of block {int(np.argmax(sizes < 0))} is {int(sizes.min())}; it must be at least 0")
+            first = int(np.argmax(sizes < 0))
+            raise ValueError(f"the capacity of block {first} is {int(sizes[first])}; it must be at least 0")
         if sizes.sum() >= 2**31:
             raise ValueError(f"the blocks hold {int(sizes.sum())} tokens in all; fewer than 2**31 can be addressed")
         offsets, tokens = _extents(sizes)
@@ -141,7 +144,8 @@ class KVCache:
     def move(self, source: int | Array, target: int | Array) -> "KVCache":
         """Appends the source block to the target, rotated to its new place, and empties the source. Exact up to rounding.
 
-        The work follows the source's length. Inside jit, a source that does not fit stays where it is and sets a fault.
+        Outside jit the old cache stays valid, so both are held for a moment; inside a jitted function that donates it, one. The
+        work follows the source's length. Inside jit, a source that does not fit stays where it is and sets a fault.
 
         Raises:
           ValueError: unknown block, source and target the same, or not enough room (where that can be known).
@@ -172,17 +176,28 @@ class KVCache:
             raise ValueError(f"block {int(tail)} owns {int(self.capacities[tail])} tokens of the cache and cannot become a tail; "
                              f"give KVCache.create a block of capacity 0 for it")
         at = jnp.asarray(at, jnp.int32)
+        known = self._known(block, tail)
+        fits = (at >= 0) & (at <= self.lengths[block]) & (self.capacities[tail] == 0) & (jnp.asarray(block) != jnp.asarray(tail))
+        fault = jnp.where(known, jnp.where(fits, 0, Fault.BAD_CUT.value), Fault.UNKNOWN_BLOCK.value)
+
+        def cut(whole: Array, head: Array, rest: Array) -> Array:
+            return jnp.where(fault == 0, whole.at[tail].set(rest).at[block].set(head), whole)
+
         return dataclasses.replace(
             self,
-            offsets=self.offsets.at[tail].set(self.offsets[block] + at),
-            lengths=self.lengths.at[tail].set(self.lengths[block] - at).at[block].set(at),
-            capacities=self.capacities.at[tail].set(self.capacities[block] - at).at[block].set(at),
-            phases=self.phases.at[tail].set(self.phases[block] + at))
+            offsets=cut(self.offsets, self.offsets[block], self.offsets[block] + at),
+            lengths=cut(self.lengths, at, self.lengths[block] - at),
+            capacities=cut(self.capacities, at, self.capacities[block] - at),
+            phases=cut(self.phases, self.phases[block], self.phases[block] + at), faults=self.faults | fault)
 
     def clear(self, block: int | Array) -> "KVCache":
         """Empties a block; it keeps its capacity."""
         self._check_blocks(block=block)
-        return dataclasses.replace(self, lengths=self.lengths.at[block].set(0), phases=self.phases.at[block].set(0))
+        known = self._known(block)
+        return dataclasses.replace(
+            self, lengths=jnp.where(known, self.lengths.at[block].set(0), self.lengths),
+            phases=jnp.where(known, self.phases.at[block].set(0), self.phases),
+            faults=self.faults | jnp.where(known, 0, Fault.UNKNOWN_BLOCK.value))
 
     def check(self) -> None:
         """Raises ValueError if a pass inside jit wrote beyond a capacity or was given a layout that cannot be."""
@@ -194,17 +209,23 @@ class KVCache:
             if is_concrete(block) and not 0 <= int(block) < self.num_blocks:
                 raise ValueError(f"{name} is {int(block)}, but the cache has blocks 0 to {self.num_blocks - 1}")
 
+    def _known(self, *blocks: int | Array) -> Array:
+        """bool[]: whether the cache has all these blocks."""
+        numbers = jnp.asarray(blocks, jnp.int32)
+        return jnp.all((numbers >= 0) & (numbers < self.num_blocks))
+
 
 @jax.jit
 def _moved(cache: KVCache, source: Array, target: Array) -> KVCache:
     count, start = cache.lengths[source], cache.lengths[target]
+    known = cache._known(source, target)
     fits = (start + count <= cache.capacities[target]) & (source != target)
-    count = jnp.where(fits, count, 0)
+    count = jnp.where(known & fits, count, 0)
     cos, sin = cache.rope.cos_sin(cache.phases[target] + start - cache.phases[source], scaled=False)
     keys, values = _copy((cache.keys, cache.values), cache.offsets[source], cache.offsets[target] + start, count, cos, sin)
     return dataclasses.replace(
         cache, keys=keys, values=values, lengths=cache.lengths.at[source].add(-count).at[target].add(count),
-        faults=cache.faults | jnp.where(fits, 0, Fault.OVERFLOW.value))
+        faults=cache.faults | jnp.where(known, jnp.where(fits, 0, Fault.OVERFLOW.value), Fault.UNKNOWN_BLOCK.value))
 
 
 def _extents(capacities: np.ndarray) -> tuple[np.ndarray, int]:

@@ -19,6 +19,9 @@ from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
 from jaxshare.sampling import Sampler, Samplers, logprob
 
+_STOPS = 8
+"""Stop tokens are kept in a multiple of this many places, so that a few more or less share a program."""
+
 
 class Model(Protocol):
     """What decode needs of a model: hashable (it is static under jit), and pure. Flax linen modules are both."""
@@ -81,7 +84,8 @@ class DecodeState:
     def create(cls, cache: KVCache, layout: Layout, prompts: Sequence[Sequence[int]], *, vocab_size: int,
                samplers: Sampler | Sequence[Sampler] = Sampler(), seeds: int | Sequence[int] = 0,
                budgets: int | Sequence[int] = 64, stops: Sequence[int] = (), logits: Array | None = None,
-               queue: int = 0, max_width: int = 256, logprobs: bool = False) -> "DecodeState":
+               queue: int = 0, room: int = 0, bias_slots: int | None = None, max_width: int = 256,
+               logprobs: bool = False) -> "DecodeState":
         """A state about to run.
 
         Args:
@@ -94,12 +98,14 @@ class DecodeState:
           stops: tokens that end a row.
           logits: float32[R, V] or [V] after what each row has cached, for rows that have nothing to feed.
           queue: places of a row's queue, for what `feed` brings later; at least the longest prompt.
+          room: places for the tokens that a row samples; at least the largest budget. States of the same room share a program.
+          bias_slots: places for biased and forbidden tokens of a row, likewise; default what the samplers need.
           max_width: the widest pass that will be asked of `decode`.
           logprobs: keep the log-probabilities of the sampled tokens.
 
         Raises:
-          ValueError: counts that do not fit the layout, a token outside the vocabulary, a negative budget, or a row in use
-            with nothing to feed and no logits.
+          ValueError: counts that do not fit the layout, a token outside the vocabulary in a prompt, a bias or a ban, a negative
+            budget, or a row in use with nothing to feed and no logits.
         """
         rows = layout.num_rows
         layout.check(cache.num_blocks)
@@ -116,20 +122,23 @@ class DecodeState:
                 raise ValueError(f"the prompt of row {r} has token {outside[0]}, outside the vocabulary of {vocab_size}")
             if listed[r] and not prompt and logits is None:
                 raise ValueError(f"row {r} has an empty prompt and no logits to sample from; give it at least one token")
+            if outside := [t for t in (*samplers[r].bias, *samplers[r].forbidden) if t >= vocab_size]:
+                raise ValueError(f"the sampler of row {r} names token {outside[0]}, outside the vocabulary of {vocab_size}")
             if budgets[r] < 0:
                 raise ValueError(f"the budget of row {r} is {budgets[r]}; it must be at least 0 tokens")
         pending = np.zeros((rows, max(queue, 1, *map(len, prompts)) + max_width), np.int32)
         for r, prompt in enumerate(prompts):
             pending[r, :len(prompt)] = prompt
         waiting = np.asarray([len(p) if n else 0 for p, n in zip(prompts, listed, strict=True)], np.int32)
-        room = max(budgets)
+        room = max(room, *budgets)
+        stops = [*stops, *[-1] * (-len(stops) % _STOPS if stops else _STOPS)]
         given = jnp.zeros((rows, vocab_size)) if logits is None else jnp.broadcast_to(logits, (rows, vocab_size)) + 0.0
         return cls(
-            cache=cache, layout=layout, samplers=Samplers.stack(samplers), logits=given,
+            cache=cache, layout=layout, samplers=Samplers.stack(samplers, bias_slots=bias_slots), logits=given,
             ready=jnp.asarray((waiting == 0) & (listed > 0)), pending=jnp.asarray(pending), waiting=jnp.asarray(waiting),
             head=jnp.zeros(rows, jnp.int32), seeds=jnp.asarray(np.asarray(seeds, np.int64).astype(np.uint32)),
             drawn=jnp.zeros(rows, jnp.int32), budgets=jnp.asarray(budgets, jnp.int32),
-            stops=jnp.asarray([*stops] or [-1], jnp.int32),
+            stops=jnp.asarray(stops, jnp.int32),
             reasons=jnp.asarray(np.where(listed > 0, Reason.RUNNING, Reason.UNUSED), jnp.int32),
             tokens=jnp.zeros((rows, room), jnp.int32), logprobs=jnp.zeros((rows, room if logprobs else 0)),
             passes=jnp.zeros((), jnp.int32), max_width=max_width)

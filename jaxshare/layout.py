@@ -82,7 +82,10 @@ class Layout:
         column = jnp.arange(width)[None]
         shifted = jnp.concatenate([blocks[:, :1], blocks[:, :-1]], axis=1)
         tail = jnp.asarray(tail, jnp.int32)
-        return Layout(jnp.where(column <= after, blocks, jnp.where(column == after + 1, tail, shifted)))
+        forked = jnp.where(column <= after, blocks, jnp.where(column == after + 1, tail, shifted))
+        # Inside jit nothing can be raised: a row without room is given a block that no cache has, and the next pass sets a fault.
+        full = (found & (self.listed == width))[:, None]
+        return Layout(jnp.where(full & (column == width - 1), jnp.iinfo(jnp.int32).max, forked))
 
     def check(self, num_blocks: int | None = None) -> None:
         """Raises ValueError for what `from_blocks` refuses, and for blocks beyond `num_blocks`; does nothing while tracing."""

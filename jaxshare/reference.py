@@ -16,7 +16,7 @@ _FINE = 1024
 
 
 def reference_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
-    """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> float32[R, T, H, D]."""
+    """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R, T, H, D] in q's dtype."""
     kv_heads, tokens, _ = keys.shape
     rows, width, heads, dim = q.shape
     entry = jnp.arange(tokens)
@@ -47,7 +47,7 @@ def reference_attention(q: Array, keys: Array, values: Array, plan: Plan, scale:
         weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
         mixed = jnp.einsum("kgts,ksd->kgtd", weights, values.astype(jnp.float32), precision="highest")
         out.append(mixed.reshape(heads, width, dim).swapaxes(0, 1))
-    return jnp.stack(out)
+    return jnp.stack(out).astype(q.dtype)
 
 
 def _written(plan: Plan) -> Array:

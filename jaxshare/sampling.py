@@ -50,6 +50,8 @@ class Sampler:
             raise ValueError(f"min_p is {self.min_p}; it must be between 0 and 1 (0 keeps all tokens)")
         if negative := [t for t in (*self.bias, *self.forbidden) if t < 0]:
             raise ValueError(f"a bias or a ban names token {negative[0]}; tokens are numbered from 0")
+        if odd := [t for t, value in self.bias.items() if not math.isfinite(value)]:
+            raise ValueError(f"the bias of token {odd[0]} is {self.bias[odd[0]]}; it must be finite (forbidden tokens are listed apart)")
 
 
 @jax.tree_util.register_dataclass
@@ -105,11 +107,12 @@ class Samplers:
         likeliest = _argmax(logits)
 
         def drawn() -> Array:
-            scaled = logits / jnp.where(self.temperature > 0, self.temperature, 1.0)[:, None]
+            # The largest becomes 0 before the division, so that no temperature overflows it.
+            below = logits - jnp.max(logits, axis=-1, keepdims=True)
+            scaled = below / jnp.where(self.temperature > 0, self.temperature, 1.0)[:, None]
             cuts = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
             floor = jax.lax.cond(jnp.any(cuts), self._floor, lambda x: jnp.full((x.shape[0], 1), -jnp.inf), scaled)
-            top = jnp.max(scaled, axis=-1, keepdims=True)
-            weights = jnp.where(scaled >= floor, jnp.exp(scaled - top), 0.0)
+            weights = jnp.where(scaled >= floor, jnp.exp(scaled), 0.0)
             return jnp.where(self.temperature > 0, _draw(weights, uniforms(seeds, positions)), likeliest)
 
         return jax.lax.cond(jnp.any(self.temperature > 0), drawn, lambda: likeliest)
@@ -156,20 +159,25 @@ def _draw(weights: Array, uniform: Array) -> Array:
     """Inverts the cumulative sum of weights [R, V] at uniform [R], in two levels: a chunk of tokens, then one of them."""
     rows, vocab = weights.shape
     padded = jnp.pad(weights, ((0, 0), (0, -vocab % _CHUNK))).reshape(rows, -1, _CHUNK)
-    chunks = jnp.cumsum(jnp.sum(padded, axis=-1), axis=-1)
-    chunk, rest = _invert(chunks, uniform * chunks[:, -1])
-    inside = jnp.cumsum(jnp.take_along_axis(padded, chunk[:, None, None], axis=1)[:, 0], axis=-1)
-    token, _ = _invert(inside, rest)
+    sums = jnp.sum(padded, axis=-1)
+    cumulative = jnp.cumsum(sums, axis=-1)
+    chunk, rest = _invert(sums, cumulative, uniform * cumulative[:, -1])
+    inside = jnp.take_along_axis(padded, chunk[:, None, None], axis=1)[:, 0]
+    token, _ = _invert(inside, jnp.cumsum(inside, axis=-1), rest)
     return chunk * _CHUNK + token
 
 
-def _invert(cumulative: Array, target: Array) -> tuple[Array, Array]:
-    """The first place where the cumulative sum exceeds the target, and what of the target lies within it.
+def _invert(weights: Array, cumulative: Array, target: Array) -> tuple[Array, Array]:
+    """The first place of positive weight where the cumulative sum exceeds the target, and what of the target lies within it.
 
-    Where rounding lets the target reach the whole sum, the last place that adds to it: never one of weight 0.
+    Sums are rounded, and on some devices not even monotone: where the target reaches the whole sum, it is the last place of
+    positive weight, and a place of weight 0 is never taken.
     """
-    last = jnp.sum(cumulative < cumulative[:, -1:], axis=-1)
-    place = jnp.minimum(jnp.sum(cumulative <= target[:, None], axis=-1), last).astype(jnp.int32)
+    places = jnp.arange(weights.shape[1])
+    reached = (weights > 0) & (cumulative > target[:, None])
+    first = jnp.min(jnp.where(reached, places, weights.shape[1]), axis=-1)
+    last = jnp.max(jnp.where(weights > 0, places, 0), axis=-1)
+    place = jnp.minimum(first, last).astype(jnp.int32)
     below = jnp.where(place > 0, jnp.take_along_axis(cumulative, jnp.maximum(place - 1, 0)[:, None], axis=1)[:, 0], 0.0)
     return place, target - below
 

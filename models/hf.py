@@ -1,7 +1,7 @@
 """Weights in Hugging Face form: safetensors files, single or sharded, to the parameters of a `Decoder`.
 
 Every tensor is accounted for before the first is read, and then read one at a time, the largest first: what is held besides the
-parameters, one tensor and its transposed copy, is small by the time the parameters are many. Files are opened anew for every tensor,
+parameters, one tensor and its converted copy, is small by the time the parameters are many. Files are opened anew for every tensor,
 since the pages of an open mapping count as memory.
 """
 
@@ -48,11 +48,10 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A parameter: its path under "params", and its shape in a checkpoint, [out, in] where the parameter is [in, out]."""
+    """A parameter: its path under "params", and its shape."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
-    transposed: bool
 
 
 def wanted_tensors(config: ModelConfig) -> dict[str, Wanted]:
@@ -62,8 +61,7 @@ def wanted_tensors(config: ModelConfig) -> dict[str, Wanted]:
     wanted = {}
     for keys, leaf in jax.tree.leaves_with_path(tree["params"]):
         path = tuple(key.key for key in keys)
-        transposed = path[-1] == "kernel"
-        wanted[tensor_name(path)] = Wanted(path, leaf.shape[::-1] if transposed else leaf.shape, transposed)
+        wanted[tensor_name(path)] = Wanted(path, leaf.shape)
     return wanted
 
 
@@ -190,7 +188,7 @@ def read_params(stored: dict[str, Stored], wanted: dict[str, Wanted], dtype: jnp
         for name in sorted(wanted, key=lambda name: -stored[name].size):
             with _opened(stored[name].file) as tensors:
                 value = tensors.get_tensor(name)
-            value = jnp.asarray(value.T if wanted[name].transposed else value).astype(dtype)
+            value = jnp.asarray(value).astype(dtype)
             value.block_until_ready()
             node = params
             for key in wanted[name].path[:-1]:

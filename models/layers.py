@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x @ kernel + bias; kernel [in, out]. The result has x's dtype unless `dtype` asks for another."""
+    """x @ kernel.T + bias; kernel [out, in], as checkpoints store it. The result has x's dtype unless `dtype` asks for another."""
 
     features: int
     bias: bool = False
@@ -50,7 +50,8 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
+        init = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
+        kernel = self.param("kernel", init, (self.features, x.shape[-1]))
         y = product(x, kernel).astype(self.dtype or x.dtype)
         if self.bias:
             y += self.param("bias", nn.initializers.zeros, (self.features,)).astype(y.dtype)
@@ -58,15 +59,15 @@ class Linear(nn.Module):
 
 
 def product(x: Array, kernel: Array) -> Array:
-    """x [..., in] @ kernel [in, out] with float32 accumulation and a float32 result."""
-    return _product(x, kernel, 0)
+    """x [..., in] @ kernel [out, in].T with float32 accumulation and a float32 result.
 
-
-def _product(x: Array, kernel: Array, contract: int) -> Array:
+    Rows of the kernel are read as they lie, which is fastest for few rows of x, and an embedding serves as a head unchanged.
+    """
     flat = x.reshape(-1, x.shape[-1])
     # For a single row XLA on the CPU converts the whole kernel to float32; two rows take the fast path.
-    padded = jnp.concatenate([flat, flat]) if flat.shape[0] == 1 else flat
-    y = jax.lax.dot_general(padded, kernel.astype(x.dtype), (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
+    lone = flat.shape[0] == 1 and x.dtype != jnp.float32
+    rows = jnp.concatenate([flat, flat]) if lone else flat
+    y = jax.lax.dot_general(rows, kernel.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return y[:flat.shape[0]].reshape(*x.shape[:-1], -1)
 
 
@@ -176,7 +177,7 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def _logits(self, x: Array) -> Array:
-        return _product(x, self.embed.embedding, 1) if self.config.tie_embeddings else self.head(x)
+        return product(x, self.embed.embedding) if self.config.tie_embeddings else self.head(x)
 
 
 def forward(config: ModelConfig, params: Params, tokens: ArrayLike, count: ArrayLike, cache: KVCache, layout: Layout, *,

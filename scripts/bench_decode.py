@@ -4,11 +4,12 @@
     python scripts/bench_decode.py --quick                        # all of it within three minutes on two cores
     python scripts/bench_decode.py --json --output FILE           # one JSON object
 
-transformers runs under a Python of its own that has PyTorch (--torch-python). While one side works the other waits on a pipe. Every row
-has a prompt of its own, so that nothing can be shared; what sharing one prompt would give is measured beside it, without a goal.
+transformers runs under a Python of its own that has PyTorch (--torch-python). While one side works the other waits. Every row has a
+prompt of its own, so that nothing can be shared; what sharing one prompt gives is measured beside it, without a goal.
 How to read the result is in benchmarks/README.md.
 """
 
+import contextlib
 import dataclasses
 import json
 import statistics
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,21 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from benchlib import TORCH_PYTHON, Goal, Parser, Worker, alternate, command, cores, finish, machine, table, torch_python, versions
+from benchlib import (
+    TORCH_PYTHON,
+    Goal,
+    Parser,
+    Worker,
+    WorkerError,
+    alternate,
+    command,
+    cores,
+    finish,
+    machine,
+    table,
+    torch_python,
+    versions,
+)
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
@@ -44,6 +60,9 @@ OURS, THEIRS, SHARED = "jaxshare", "transformers", "jaxshare, one prompt"
 # Prompts are fed by this many rows, and this many tokens of all of them, a pass: more is no faster and takes more memory.
 PREFILL_ROWS, PREFILL_TOKENS = 8, 2048
 WORKER = Path(__file__).with_name("_torch_decode_worker.py")
+# How PyTorch's threads may wait for their next piece of work. Spinning is often faster where nothing else runs, and far slower where
+# something does, so both are tried.
+WAITING = {"passive": {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}, "default": {}}
 
 def write_checkpoint(folder: Path, seed: int) -> int:
     """Writes MODEL with random weights as a Hugging Face folder; returns the number of parameters."""
@@ -64,18 +83,63 @@ def write_checkpoint(folder: Path, seed: int) -> int:
     return sum(t.size for t in tensors.values())
 
 
+def fastest(workers: dict[str, Worker], folder: str) -> tuple[Worker, dict[str, Any]]:
+    """transformers with the weights in `folder`, its threads waiting in the way that is faster here; how it was set up."""
+    threads = {worker.ask("load", folder=folder, threads=cores())["threads"] for worker in workers.values()}
+    seconds = alternate({name: lambda worker=worker: worker.ask("step", steps=4)["seconds"] for name, worker in workers.items()}, 3)
+    step = {name: statistics.median(times) / 4 * 1e3 for name, times in seconds.items()}
+    best = min(step, key=step.__getitem__)
+    for name in workers.keys() - {best}:
+        workers[name].close()
+    return workers[best], {"threads": threads.pop(), "waiting": best, "step_milliseconds_waiting": step}
+
+
 class Run:
-    """jaxshare's side of a batch: its state, and the decode loop compiled for it.
+    """jaxshare's side of a batch: prompts in the first blocks of a cache, one each, and the decode loop over them.
 
     The loop is `jaxshare.decode` compiled ahead of its use, so that the program whose memory is reported is the one that is timed.
     """
 
-    def __init__(self, model: LoadedModel, state: DecodeState, steps: int):
-        self.params, self.state = model.params, state
-        begin = time.perf_counter()
-        loop = jax.jit(lambda params, state: decode(model.module, params, state, passes=steps), donate_argnums=1)
+    def __init__(self, model: LoadedModel, prompts: np.ndarray, rows: Sequence[Sequence[int]], capacities: Sequence[int], steps: int,
+                 budget: int, first: Sequence[Sequence[int]] | None = None):
+        """prompts int[P, S]; `rows` list their blocks; `first` is what each row feeds before it samples, if not its prompt alone."""
+        self.model, self.params, self.steps = model, model.params, steps
+        self.count, self.length = prompts.shape
+        vocab = model.config.vocab_size
+        logits = jnp.zeros((len(rows), vocab)) if first is None else None  # the prompts' own come with `prefill`
+        self.state = DecodeState.create(KVCache.create(model.config, capacities), Layout.from_blocks(rows), first or [[]] * len(rows),
+                                        vocab_size=vocab, logits=logits, budgets=budget, max_width=1)
+        self.rows = min(self.count, PREFILL_ROWS)
+        self.width = min(self.length, PREFILL_TOKENS // self.rows)
+        self.groups = [Layout.from_blocks([[b] for b in range(i, min(i + self.rows, self.count))], num_rows=self.rows)
+                       for i in range(0, self.count, self.rows)]
+        self.prompts = np.zeros((len(self.groups) * self.rows, -(-self.length // self.width) * self.width), np.int32)
+        self.prompts[:self.count, :self.length] = prompts
+
+    def compile_forward(self) -> None:
+        forward = jax.jit(self.model.module.apply, donate_argnums=3)
+        tokens, count = self.prompts[:self.rows, :self.width], np.zeros(self.rows, np.int32)
+        self.forward = forward.lower(self.params, tokens, count, self.state.cache, self.groups[0]).compile()
+
+    def compile_loop(self) -> None:
+        loop = jax.jit(lambda params, state: decode(self.model.module, params, state, passes=self.steps), donate_argnums=1)
         self.loop = loop.lower(self.params, self.state).compile()
-        self.compile_seconds = time.perf_counter() - begin
+
+    def prefill(self) -> float:
+        """Fills the blocks with their prompts and returns the seconds."""
+        cache, ends = jax.block_until_ready(self.state.cache), []
+        begin = time.perf_counter()
+        for g, layout in enumerate(self.groups):
+            tokens, used = self.prompts[g * self.rows:(g + 1) * self.rows], np.asarray(layout.listed) > 0
+            for at in range(0, self.length, self.width):
+                count = np.where(used, min(self.width, self.length - at), 0).astype(np.int32)
+                logits, cache = self.forward(self.params, tokens[:, at:at + self.width], count, cache, layout)
+            ends.append(logits)
+        logits = jnp.concatenate(ends)[:self.count]
+        if self.count == len(self.state.logits):
+            self.state = dataclasses.replace(self.state, logits=logits)
+        self.state = jax.block_until_ready(dataclasses.replace(self.state, cache=cache))
+        return time.perf_counter() - begin
 
     def step(self) -> float:
         """Runs `steps` passes and returns their seconds."""
@@ -97,76 +161,47 @@ class Run:
                 "cache_bytes": layer * len(cache.keys), "parameter_bytes": sum(p.nbytes for p in jax.tree.leaves(self.params))}
 
 
-def prefill(model: LoadedModel, cache: KVCache, blocks: Sequence[int], prompts: np.ndarray) -> tuple[KVCache, jax.Array, float]:
-    """Feeds each prompt, int[R, S], into a block of its own: the cache, logits [R, V] after the prompts, seconds without compilation."""
-    length = prompts.shape[1]
-    rows = min(len(blocks), PREFILL_ROWS)
-    width = min(length, PREFILL_TOKENS // rows)
-    groups = [Layout.from_blocks([[b] for b in blocks[i:i + rows]], num_rows=rows) for i in range(0, len(blocks), rows)]
-    padded = np.zeros((len(groups) * rows, -(-length // width) * width), np.int32)
-    padded[:len(blocks), :length] = prompts
-    forward = jax.jit(model.module.apply, donate_argnums=3)
-    forward = forward.lower(model.params, padded[:rows, :width], np.zeros(rows, np.int32), cache, groups[0]).compile()
-    jax.block_until_ready(cache)
-    begin, logits = time.perf_counter(), []
-    for g, layout in enumerate(groups):
-        used = np.asarray(layout.listed) > 0
-        for at in range(0, length, width):
-            count = np.where(used, min(width, length - at), 0).astype(np.int32)
-            last, cache = forward(model.params, padded[g * rows:(g + 1) * rows, at:at + width], count, cache, layout)
-        logits.append(last)
-    logits = jnp.concatenate(logits)[:len(blocks)]
-    jax.block_until_ready((cache, logits))
-    return cache, logits, time.perf_counter() - begin
-
-
-def own_prompts(model: LoadedModel, prompts: np.ndarray, steps: int, growth: int) -> tuple[Run, float]:
-    """Every row with its own prompt in its own block, and the seconds of the prefill. `growth` tokens can follow."""
+def prepare(model: LoadedModel, prompts: np.ndarray, steps: int, growth: int) -> dict[str, Run]:
+    """jaxshare's sides for prompts int[R, S], compiled, with room for `growth` tokens a row: every row with its own prompt in a block
+    of its own; and all with the first prompt in one block, each going on from a token of its own."""
     rows, length = prompts.shape
-    cache = KVCache.create(model.config, (length + growth,) * rows)
-    cache, logits, seconds = prefill(model, cache, range(rows), prompts)
-    state = DecodeState.create(cache, Layout.from_blocks([[r] for r in range(rows)]), [[]] * rows, logits=logits,
-                               vocab_size=model.config.vocab_size, budgets=growth + 2, max_width=1)
-    return Run(model, state, steps), seconds
-
-
-def one_prompt(model: LoadedModel, prompts: np.ndarray, steps: int, growth: int) -> tuple[Run, float]:
-    """The first row's prompt in one block that all rows see; each goes on from a token of its own."""
-    rows, length = prompts.shape
-    cache = KVCache.create(model.config, (length, *[growth] * rows))
-    cache, _, seconds = prefill(model, cache, [0], prompts[:1])
-    state = DecodeState.create(cache, Layout.from_blocks([[0, r + 1] for r in range(rows)]), prompts[:, :1].tolist(),
-                               vocab_size=model.config.vocab_size, budgets=growth + 2, max_width=1)
-    return Run(model, state, steps), seconds
+    budget = growth + 2  # so that no row ends while it is measured
+    runs = {OURS: Run(model, prompts, [[r] for r in range(rows)], (length + growth,) * rows, steps, budget)}
+    if rows > 1:
+        runs[SHARED] = Run(model, prompts[:1], [[0, r + 1] for r in range(rows)], (length, *[growth] * rows), steps, budget,
+                           prompts[:, :1].tolist())
+    with ThreadPoolExecutor(cores()) as pool:
+        for done in [pool.submit(job) for run in runs.values() for job in (run.compile_loop, run.compile_forward)]:
+            done.result()
+    return runs
 
 
 def measure(model: LoadedModel, worker: Worker, prompts: np.ndarray, steps: int, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
     """One batch, prompts int[R, S]. The first `steps` steps of each side warm it up; they are compared and not timed."""
     rows, growth = len(prompts), steps * (rounds + 1)
-    say("jaxshare: compile, prefill")
-    ours, prefill_ours = own_prompts(model, prompts, steps, growth)
-    shared, prefill_shared = one_prompt(model, prompts, steps, growth) if rows > 1 else (None, None)
-    say("transformers: prefill")
-    begun = worker.ask("prefill", tokens=prompts.tolist())
+    say("compile")
+    begin = time.perf_counter()
+    runs = prepare(model, prompts, steps, growth)
+    compiled = time.perf_counter() - begin
+    say("prefill")
+    prefill = {name: run.prefill() for name, run in runs.items()}
+    start = worker.ask("prefill", tokens=prompts.tolist())
     say("warm up")
     trace = worker.ask("trace", steps=steps)
-    for run in (ours, shared):
-        if run:
-            run.step()
-    agreement = compare(ours.state.outputs(), [begun["tokens"], *trace["tokens"]], [begun["near"], *trace["near"]])
-
+    for run in runs.values():
+        run.step()
+    agreement = compare(runs[OURS].state.outputs(), [start["tokens"], *trace["tokens"]], [start["near"], *trace["near"]])
     say("decode in turn")
     worker.reset_idle()
-    sides = {OURS: ours.step, THEIRS: lambda: worker.ask("step", steps=steps)["seconds"]} | ({SHARED: shared.step} if shared else {})
-    times = alternate(sides, rounds)
-    for run in (ours, shared):
-        if run:
-            run.check(growth)
+    sides = {name: run.step for name, run in runs.items()}
+    times = alternate({OURS: sides.pop(OURS), THEIRS: lambda: worker.ask("step", steps=steps)["seconds"], **sides}, rounds)
+    for run in runs.values():
+        run.check(growth)
     return {
         **summarise(rows, steps, times),
-        "prefill_seconds": {OURS: prefill_ours, THEIRS: begun["seconds"]} | ({SHARED: prefill_shared} if shared else {}),
-        "compile_seconds": ours.compile_seconds,
-        "memory": {OURS: ours.memory()} | ({SHARED: shared.memory()} if shared else {}),
+        "prefill_seconds": prefill | {THEIRS: start["seconds"]},
+        "compile_seconds": compiled,
+        "memory": {name: run.memory() for name, run in runs.items()},
         "agreement": agreement,
         "cores_busy_while_waiting": {OURS: worker.idle_here.cores, THEIRS: worker.idle_there.cores},
     }
@@ -277,35 +312,48 @@ def parse(arguments: Sequence[str] | None) -> Options:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     asked = command([str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)])
-    where, threads = machine(), cores()
-    try:
-        worker = Worker(options.torch_python, WORKER)
-    except RuntimeError as error:
-        print(f"bench_decode.py: {options.torch_python} cannot run transformers ({error}): --torch-python takes a Python that has PyTorch "
-              "and transformers, such as the one that `make parity` makes in .venv-torch", file=sys.stderr)
-        return 2
-    rng, results = np.random.default_rng(options.seed + 1), []
-    with worker, tempfile.TemporaryDirectory() as folder, tqdm(total=len(options.batches) * 4 + 1, leave=False, file=sys.stderr) as bar:
+    where = machine()
+    with contextlib.ExitStack() as stack:
+        try:
+            workers = {name: stack.enter_context(Worker(options.torch_python, WORKER, env)) for name, env in WAITING.items()}
+            begun = [worker.begin() for worker in workers.values()]
+        except WorkerError as error:
+            print(f"bench_decode.py: {options.torch_python} cannot run transformers ({error}): --torch-python takes a Python that has "
+                  "PyTorch and transformers, such as the one that `make parity` makes in .venv-torch", file=sys.stderr)
+            return 2
+        try:
+            settings, results = measure_all(options, workers)
+        except WorkerError as error:
+            print(f"bench_decode.py: transformers could not go on: {error}", file=sys.stderr)
+            return 1
+    found = {OURS: versions(("jax", "jaxlib", "flax", "numpy")), THEIRS: begun[0]}
+    report = {"benchmark": "decode", "command": asked, "machine": where, "versions": found, "settings": settings, "results": results}
+    finish(report, as_text(report), goals(results, options.prompt), as_json=options.json, output=options.output)
+    return 0
 
-        def say(what: str, batch: int | None = None) -> None:
-            bar.set_description(what if batch is None else f"batch {batch}, {what}")
-            bar.update(0 if batch is None else 1)
+
+def measure_all(options: Options, workers: dict[str, Worker]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What was measured with, and the results, one a batch."""
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=len(options.batches) * 4 + 2, leave=False, file=sys.stderr) as bar:
+
+        def say(what: str) -> None:
+            bar.update(bool(bar.desc))  # what was said before is done
+            bar.set_description(what)
 
         say("weights")
         parameters = write_checkpoint(Path(folder), options.seed)
         model = load(folder)
-        threads = worker.ask("load", folder=folder, threads=threads)["threads"]
+        say("transformers: load")
+        worker, torch = fastest(workers, folder)
+        rng, results = np.random.default_rng([options.seed, 1]), []
         for batch in options.batches:
             prompts = rng.integers(0, MODEL["vocab_size"], (batch, options.prompt))
-            results.append(measure(model, worker, prompts, options.steps, options.rounds, lambda what, batch=batch: say(what, batch)))
-    found = versions(("jax", "jaxlib", "flax", "numpy"))
+            results.append(measure(model, worker, prompts, options.steps, options.rounds,
+                                   lambda what, batch=batch: say(f"batch {batch}, {what}")))
     settings = {"parameters": parameters, "dtype": "bfloat16", "prompt": options.prompt, "rounds": options.rounds, "steps": options.steps,
-                "warm_up_steps": options.steps, "quick": options.quick, "seed": options.seed, "torch_threads": threads, "model": MODEL,
-                "prefill_rows": PREFILL_ROWS, "prefill_tokens": PREFILL_TOKENS}
-    report = {"benchmark": "decode", "command": asked, "machine": where, "versions": {OURS: found, THEIRS: worker.versions},
-              "settings": settings, "results": results}
-    finish(report, as_text(report), goals(results, options.prompt), as_json=options.json, output=options.output)
-    return 0
+                "warm_up_steps": options.steps, "quick": options.quick, "seed": options.seed, "prefill_rows": PREFILL_ROWS,
+                "prefill_tokens": PREFILL_TOKENS, "torch": torch, "model": MODEL}
+    return settings, results
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the benchmarks share: measuring sides in turn, goals, tables, and what a result says about the machine it comes from."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -20,9 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TORCH_PYTHON = ".venv-torch/bin/python"
 
-# A thread that spins while its side waits would take the other side's time. What libraries print is no part of a result.
-_QUIET = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0", "HF_HUB_OFFLINE": "1",
-          "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+# Workers neither ask the network nor write what their reader would have to skip.
+_QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 # Instructions that decide how fast low-precision products are, as /proc/cpuinfo names them.
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
 
@@ -84,6 +84,10 @@ def alternate(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str
     return times
 
 
+class WorkerError(RuntimeError):
+    """The other interpreter could not do what it was asked; the message is what it said."""
+
+
 class Worker:
     """A side that runs under another interpreter, and only while it answers a request.
 
@@ -91,34 +95,42 @@ class Worker:
     the script did between the answer before and the request, `idle_seconds` and `idle_cpu_seconds`, or is {"error": SENTENCE}.
 
     Attributes:
-      versions: as the script said.
       idle_here, idle_there: what each process did while the other was at work, since `reset_idle`.
 
     Raises:
-      RuntimeError: the script said that something failed, or ended.
+      WorkerError: the script said that something failed, or ended.
     """
 
-    def __init__(self, python: str, script: Path):
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115, closed by __exit__
+    def __init__(self, python: str, script: Path, environment: Mapping[str, str]):
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115, `close` closes it
         self._process = subprocess.Popen([python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-                                         encoding="utf-8", env={**os.environ, **_QUIET})
+                                         encoding="utf-8", env={**os.environ, **_QUIET, **environment})
         self.reset_idle()
-        self.versions: dict[str, str] = self._answer()["versions"]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.stdin.close()
+        self.close()
+
+    def close(self) -> None:
+        """Ends the other process; may be called again."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
         self._log.close()
 
+    def begin(self) -> dict[str, str]:
+        """Waits until the script is ready for requests; its versions. To be called once, first."""
+        return self._answer()["versions"]
+
     def ask(self, do: str, **more: Any) -> dict[str, Any]:
         """Sends a request and waits for its answer."""
         begin, cpu = time.perf_counter(), time.process_time()
-        self._process.stdin.write(json.dumps({"do": do, **more}) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended: `_answer` finds out why
+            self._process.stdin.write(json.dumps({"do": do, **more}) + "\n")
+            self._process.stdin.flush()
         answer = self._answer()
         self.idle_here.add(time.perf_counter() - begin, time.process_time() - cpu)
         self.idle_there.add(answer["idle_seconds"], answer["idle_cpu_seconds"])
@@ -132,10 +144,10 @@ class Worker:
         if not line:
             self._log.seek(0)
             said = self._log.read().strip().splitlines()
-            raise RuntimeError(f"it ended with code {self._process.wait()}: {said[-1] if said else 'it said nothing'}")
+            raise WorkerError(f"it ended with code {self._process.wait()}: {said[-1] if said else 'it said nothing'}")
         answer = json.loads(line)
         if "error" in answer:
-            raise RuntimeError(answer["error"])
+            raise WorkerError(answer["error"])
         return answer
 
 

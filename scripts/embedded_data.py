@@ -27,6 +27,8 @@ from jaxshare.models.problems import (
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 OWN = 3
 """The weight of a viewer's own paragraph, of which a sample has but one, against the paragraphs it sees in the history."""
+MIDDLE = 0.03
+"""How often a simulated worker is looked at before a token in the middle of a paragraph."""
 PAD, END = SPECIAL[0], SPECIAL[2]
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -113,10 +115,10 @@ def lone_turns(codec: Codec, problems: list[Problem]) -> Sample:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """What a worker sees when it decides on a paragraph, in the order of the combined layout, and the paragraph it then writes.
+    """What a worker sees at one moment, in the order of the combined layout, and the paragraph that it is writing then.
 
-    Token lists; `kind_fixed` is False where the paragraph began with " Question" before the view came to be as it is (the other
-    worker claimed the last question meanwhile), so that the view does not explain it.
+    Lists of tokens. `written` is how many tokens of `body` stood already: 0 where it begins, more where the other worker's block
+    has grown, moved or begun anew meanwhile.
     """
 
     name: str
@@ -125,33 +127,44 @@ class View:
     foreign: list[int]
     opening: list[int]
     body: list[int]
-    kind_fixed: bool
+    written: int
 
     @property
     def context(self) -> list[int]:
-        return [*self.prompt, *(t for paragraph in self.history for t in paragraph), *self.foreign, *self.opening]
+        """All that is visible, up to the next token to write."""
+        return [*self.prompt, *(t for p in self.history for t in p), *self.foreign, *self.opening, *self.body[:self.written]]
 
 
+@dataclasses.dataclass
 class _Worker:
-    def __init__(self, name: str, pace: float, delay: int):
-        self.name, self.pace, self.delay, self.step = name, pace, delay, 0
-        self.block: list[int] = []
-        self.queue: list[int] = []
-        self.started = 0
-        self.asking = False
+    name: str
+    pace: float
+    delay: int
+    step: int = 0
+    block: list[int] = dataclasses.field(default_factory=list)
+    queue: list[int] = dataclasses.field(default_factory=list)
+    opening: list[int] = dataclasses.field(default_factory=list)
+    body: list[int] = dataclasses.field(default_factory=list)
+    asking: bool = False
 
 
 def simulate(codec: Codec, problem: Problem, rng: random.Random) -> list[View]:
-    """Two workers that keep to `next_move`, a token at a time, at uneven pace: the view of every paragraph that was begun."""
+    """Two workers that keep to `next_move`, a token at a time, at uneven pace, until one has boxed the answers: a view of every
+    paragraph as it is begun, and of some in their middle."""
     workers = [_Worker(name, rng.uniform(0.5, 1.0), rng.randint(0, 30) if rng.random() < 0.5 else 0) for name in NAMES]
     prompt, history, views = codec.chat(problem.messages(NAMES)), [], []
-    question = codec.encode(" Question 1")[:1]
+    [question, _] = codec.encode(" Question 1")
     at_once = rng.random() < 0.5
 
     def begin(worker: _Worker) -> None:
         worker.step += 1
-        opening = [codec.separator, *codec.encode(header(worker.name, worker.step))]
-        worker.block, worker.queue, worker.started = ([*opening], [], len(opening)) if at_once else ([], opening, len(opening))
+        worker.opening = [codec.separator, *codec.encode(header(worker.name, worker.step))]
+        worker.body, worker.block, worker.queue = [], [], [*worker.opening]
+        if at_once:
+            worker.block, worker.queue = worker.queue, []
+
+    def look(worker: _Worker, other: _Worker, written: int) -> None:
+        views.append(View(worker.name, prompt, [*history], [*other.block], worker.opening, worker.body, written))
 
     for worker in workers:
         begin(worker)
@@ -159,33 +172,37 @@ def simulate(codec: Codec, problem: Problem, rng: random.Random) -> list[View]:
         for worker, other in rng.sample([workers, workers[::-1]], 2):
             if worker.delay:
                 worker.delay -= 1
+            elif rng.random() > worker.pace:
                 continue
-            if rng.random() > worker.pace:
-                continue
-            if worker.queue:
+            elif worker.queue:
+                if worker.body and rng.random() < MIDDLE:
+                    look(worker, other, len(worker.body) - len(worker.queue))
                 worker.block.append(worker.queue.pop(0))
-            elif len(worker.block) == worker.started or worker.asking:
+            elif not worker.body:
                 seen = codec.text([t for p in history for t in p] + other.block)
                 move = next_move(worker.name, seen)
                 if move > 0 and not worker.asking:
                     worker.asking = True
-                    worker.block += question
+                    worker.block.append(question)
                     continue
-                kind_fixed = move > 0 or not worker.asking
-                if worker.asking and move <= 0:
+                overtaken = worker.asking and move <= 0  # the other took the last question since this one wrote " Question"
+                if overtaken:
                     unsolved = sorted(claimed(seen) - set(results(seen))) or sorted(claimed(seen))
                     move = unsolved[0] if worker.name == NAMES[0] else unsolved[-1]
-                body = codec.encode(wait_body(other.name) if move == WAIT else problem.body(move))
-                opening = worker.block[:worker.started]
-                views.append(View(worker.name, prompt, [*history], [*other.block], opening, body, kind_fixed))
-                if move == BOX:
-                    return views
-                already = len(worker.block) - worker.started
-                worker.queue, worker.asking = body[already:], False
+                worker.body = codec.encode(wait_body(other.name) if move == WAIT else problem.body(move))
+                look(worker, other, int(overtaken))
+                worker.queue = worker.body[int(worker.asking):]
+                worker.asking = False
                 worker.block.append(worker.queue.pop(0))
+            elif is_box(codec, worker.body):
+                return views
             else:
                 history.append(worker.block)
                 begin(worker)
+
+
+def is_box(codec: Codec, body: list[int]) -> bool:
+    return codec.text(body).startswith(" \\boxed")
 
 
 def view_sample(codec: Codec, rng: random.Random) -> Sample:
@@ -197,10 +214,9 @@ def view_sample(codec: Codec, rng: random.Random) -> Sample:
         tokens += paragraph
         learned = len(view.opening) + 2  # the separator and the header, then two tokens that say what is taken up
         weights += [0] * learned + [1] * (len(paragraph) - learned)
-    end = codec.end if codec.text(view.body).startswith(" \\boxed") else codec.separator
-    tokens += [*view.foreign, *view.opening, *view.body, end]
-    weights += [0] * (len(view.foreign) + len(view.opening)) + [OWN * int(view.kind_fixed), *[OWN] * len(view.body)]
-    return tokens, weights
+    coming = [*view.body[view.written:], codec.end if is_box(codec, view.body) else codec.separator]
+    weights += [0] * (len(view.context) - len(weights)) + [OWN] * len(coming)
+    return [*view.context, *coming], weights
 
 
 def batch(codec: Codec, samples: list[Sample], length: int) -> tuple[np.ndarray, np.ndarray]:

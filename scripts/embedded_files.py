@@ -68,7 +68,7 @@ def load(folder: Path) -> tuple[dict, ModelConfig, Tokenizer]:
         layer = params[f"layers_{i}"] = {}
         for name, path in (_LINEAR | _SCALE).items():
             tensor = tensors[f"model.layers.{i}.{name}.weight"]
-            leaf = {"kernel": tensor.T} if name in _LINEAR else {"scale": tensor}
+            leaf = {"kernel": tensor} if name in _LINEAR else {"scale": tensor}
             if len(path) == 2:
                 layer.setdefault(path[0], {})[path[1]] = leaf
             else:
@@ -83,7 +83,7 @@ def _to_tensors(params: dict, num_layers: int) -> dict[str, np.ndarray]:
             leaf = params[f"layers_{i}"]
             for key in path:
                 leaf = leaf[key]
-            tensors[f"model.layers.{i}.{name}.weight"] = leaf["kernel"].T if name in _LINEAR else leaf["scale"]
+            tensors[f"model.layers.{i}.{name}.weight"] = leaf["kernel"] if name in _LINEAR else leaf["scale"]
     return {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
 
 

@@ -137,3 +137,7 @@ def _answer(options: argparse.Namespace, model: Any, given: dict, prompt: str | 
                 print(f"{'' if i == 0 else chr(10)}--- {i + 1} of {options.n} ({completion.reason}, logprob {completion.logprob:.2f})")
             print(completion.text, flush=True)
     return done.completions[0].text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -24,7 +24,7 @@ from jaxshare.serving.workers import Written, write_together
 
 EMBEDDED = Path(jaxshare.models.__file__).parent / "embedded"
 _BRANCHES = 16
-_EXAMPLES = 4
+_EXAMPLES = 3
 _BUDGET = 320
 _CLOSING = " \\boxed{"
 _TEMPERATURE = 0.7

@@ -32,7 +32,7 @@ def init(config: ModelConfig, seed: int = 0, spread: float = 1.5):
         name, noise = path[-1].key, rng.normal(size=leaf.shape)
         if name == "scale":
             return jnp.asarray(1 + 0.2 * noise, jnp.float32)
-        return jnp.asarray(noise * (spread * leaf.shape[0]**-0.5 if name == "kernel" else 1.0 if name == "embedding" else 0.3), jnp.float32)
+        return jnp.asarray(noise * (spread * leaf.shape[1]**-0.5 if name == "kernel" else 1.0 if name == "embedding" else 0.3), jnp.float32)
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
 
@@ -112,7 +112,7 @@ class DenseModel:
             return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + c.norm_eps) * scale
 
         def linear(x: np.ndarray, w) -> np.ndarray:
-            return x @ w["kernel"] + w.get("bias", 0.0)
+            return x @ w["kernel"].T + w.get("bias", 0.0)
 
         for i, shelf in enumerate(self.shelves):
             layer = p[f"layers_{i}"]
@@ -126,7 +126,7 @@ class DenseModel:
             h, mlp = norm(x, layer["mlp_norm"]["scale"]), layer["mlp"]
             gate = linear(h, mlp["gate"])
             x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, mlp["up"]), mlp["down"])
-        logits = norm(x, p["norm"]["scale"]) @ (p["embed"]["embedding"].T if c.tie_embeddings else p["head"]["kernel"])
+        logits = norm(x, p["norm"]["scale"]) @ (p["embed"]["embedding"] if c.tie_embeddings else p["head"]["kernel"]).T
         return [logits[r, :n] for r, n in enumerate(count)]
 
 

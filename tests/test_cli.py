@@ -1,0 +1,103 @@
+"""The command line: what it prints, and one clear sentence and a non-zero exit for each mistake."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxshare.serving import cli, demo
+
+QUESTION = "Solve these problems and return comma-separated answers \\boxed{answer1, ..., answer5}:\n1. 47 + 38"
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(arguments)
+    return code, *capsys.readouterr()
+
+
+def test_generate_prints_completions(capsys):
+    code, out, _ = run(capsys, "generate", "embedded", "--prompt", QUESTION, "--chat", "--n", "2", "--max-new-tokens", "30", "--temperature",
+                       "0.7", "--seed", "3")
+    assert code == 0
+    assert "--- 1 of 2" in out and "--- 2 of 2" in out and "47+38" in out
+
+
+def test_generate_json_is_one_object_and_repeats(capsys, tmp_path):
+    (tmp_path / "prompt.txt").write_text(QUESTION, encoding="utf-8")
+    arguments = ("generate", "embedded", "--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "12", "--json", "--temperature",
+                 "0.9", "--n", "3")
+    first, second = (json.loads(run(capsys, *arguments)[1]) for _ in range(2))
+    assert [c["text"] for c in first["completions"]] == [c["text"] for c in second["completions"]]
+    assert len(first["completions"]) == 3 and all(len(c["tokens"]) <= 12 for c in first["completions"])
+    assert first["kv_bytes"] > 0 and first["tokens_per_second"] > 0
+
+
+def test_chat_reads_messages_from_stdin(capsys, monkeypatch):
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("1. 47 + 38\n\n2. 12 + 5\n"))
+    code, out, _ = run(capsys, "generate", "embedded", "--chat", "--max-new-tokens", "8", "--json")
+    first, second = map(json.loads, out.splitlines())
+    assert code == 0 and second["prompt_tokens"] > first["prompt_tokens"] + 8  # the first turn is part of the second's prompt
+
+
+@pytest.fixture
+def broken(tmp_path) -> Path:
+    """Copies of the embedded model with one thing wrong in each."""
+    for name in ("no_weights", "truncated", "architecture", "dynamic"):
+        shutil.copytree(demo.EMBEDDED, tmp_path / name)
+    (tmp_path / "no_weights" / "model.safetensors").unlink()
+    weights = tmp_path / "truncated" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    for name, change in (("architecture", {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}),
+                         ("dynamic", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}})):
+        file = tmp_path / name / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | change), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("no/such/folder", "--prompt", "x"), "there is no model folder no/such/folder"),
+    (("{broken}/no_weights", "--prompt", "x"), "safetensors"),
+    (("{broken}/truncated", "--prompt", "x"), "model.safetensors"),
+    (("{broken}/architecture", "--prompt", "x"), "MambaForCausalLM"),
+    (("{broken}/dynamic", "--prompt", "x"), "dynamic"),
+    (("embedded", "--prompt", ""), "the prompt is empty"),
+    (("embedded", "--prompt", "  \n"), "the prompt is empty"),
+    (("embedded",), "there is no prompt"),
+    (("embedded", "--prompt-file", "{broken}/nothing.txt"), "nothing.txt cannot be read"),
+    (("embedded", "--prompt", "9 " * 6000), "the model's context holds"),
+    (("embedded", "--prompt", "x", "--max-new-tokens", "-1"), "--max-new-tokens is -1"),
+    (("embedded", "--prompt", "x", "--n", "0"), "--n is 0"),
+    (("embedded", "--prompt", "x", "--temperature", "-0.5"), "temperature is -0.5"),
+    (("embedded", "--prompt", "x", "--top-p", "0"), "top_p is 0"),
+    (("embedded", "--prompt", "x", "--top-p", "1.5"), "top_p is 1.5"),
+    (("embedded", "--prompt", "x", "--dtype", "int8"), "int8"),
+])
+def test_mistakes_get_one_sentence(capsys, broken, arguments, words):
+    code, out, err = run(capsys, "generate", *(a.format(broken=broken) for a in arguments))
+    assert code != 0 and out == ""
+    assert err.startswith("jaxshare: error: ") and words in err and len(err.strip().splitlines()) == 1
+
+
+def test_unknown_commands_and_options_exit_2():
+    for arguments in (["fly"], [], ["generate", "embedded", "--prompt", "x", "--n", "many"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(arguments)
+        assert stop.value.code == 2
+
+
+@pytest.mark.slow
+def test_demo_json(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "jaxshare.serving.cli", "demo", "--json"], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=600)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["right"]["one_worker"] == result["right"]["two_workers"] == 5
+    one, two, branches = result["table"]
+    assert two["passes"] < one["passes"] and two["identical"] and branches["identical"]
+    assert branches["kv_bytes"] < branches["kv_bytes_unshared"] and two["kv_bytes"] < two["kv_bytes_unshared"]
