@@ -161,13 +161,13 @@ class Run:
                 "cache_bytes": layer * len(cache.keys), "parameter_bytes": sum(p.nbytes for p in jax.tree.leaves(self.params))}
 
 
-def prepare(model: LoadedModel, prompts: np.ndarray, steps: int, growth: int) -> dict[str, Run]:
+def prepare(model: LoadedModel, prompts: np.ndarray, steps: int, growth: int, share: bool) -> dict[str, Run]:
     """jaxshare's sides for prompts int[R, S], compiled, with room for `growth` tokens a row: every row with its own prompt in a block
-    of its own; and all with the first prompt in one block, each going on from a token of its own."""
+    of its own; and with `share` all with the first prompt in one block, each going on from a token of its own."""
     rows, length = prompts.shape
     budget = growth + 2  # so that no row ends while it is measured
     runs = {OURS: Run(model, prompts, [[r] for r in range(rows)], (length + growth,) * rows, steps, budget)}
-    if rows > 1:
+    if share:
         runs[SHARED] = Run(model, prompts[:1], [[0, r + 1] for r in range(rows)], (length, *[growth] * rows), steps, budget,
                            prompts[:, :1].tolist())
     with ThreadPoolExecutor(cores()) as pool:
@@ -176,12 +176,16 @@ def prepare(model: LoadedModel, prompts: np.ndarray, steps: int, growth: int) ->
     return runs
 
 
-def measure(model: LoadedModel, worker: Worker, prompts: np.ndarray, steps: int, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """One batch, prompts int[R, S]. The first `steps` steps of each side warm it up; they are compared and not timed."""
+def measure(model: LoadedModel, worker: Worker, prompts: np.ndarray, steps: int, rounds: int, share: bool,
+            say: Callable[[str], None]) -> dict[str, Any]:
+    """One batch, prompts int[R, S]; with `share` what one prompt for all rows gives, too.
+
+    The first `steps` steps of each side warm it up; they are compared and not timed.
+    """
     rows, growth = len(prompts), steps * (rounds + 1)
     say("compile")
     begin = time.perf_counter()
-    runs = prepare(model, prompts, steps, growth)
+    runs = prepare(model, prompts, steps, growth, share)
     compiled = time.perf_counter() - begin
     say("prefill")
     prefill = {name: run.prefill() for name, run in runs.items()}
@@ -287,7 +291,8 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--prompt", type=int, default=GOAL_PROMPT, help="tokens of each row's prompt (default %(default)s)")
     parser.add_argument("--rounds", type=int, help="turns of each side (default 5; quick 3)")
     parser.add_argument("--steps", type=int, help="decode steps a turn (default 16; quick 4)")
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter turns: under three minutes on two cores")
+    parser.add_argument("--quick", action="store_true",
+                        help="fewer and shorter turns, one prompt for all in the largest batch alone: within three minutes on two cores")
     parser.add_argument("--seed", type=int, default=0, help="of weights and prompts")
     parser.add_argument("--torch-python", metavar="PATH", help=f"a Python with PyTorch and transformers (default {TORCH_PYTHON})")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -348,7 +353,8 @@ def measure_all(options: Options, workers: dict[str, Worker]) -> tuple[dict[str,
         rng, results = np.random.default_rng([options.seed, 1]), []
         for batch in options.batches:
             prompts = rng.integers(0, MODEL["vocab_size"], (batch, options.prompt))
-            results.append(measure(model, worker, prompts, options.steps, options.rounds,
+            share = batch > 1 and (not options.quick or batch == max(options.batches))  # it costs half a minute of compilation
+            results.append(measure(model, worker, prompts, options.steps, options.rounds, share,
                                    lambda what, batch=batch: say(f"batch {batch}, {what}")))
     settings = {"parameters": parameters, "dtype": "bfloat16", "prompt": options.prompt, "rounds": options.rounds, "steps": options.steps,
                 "warm_up_steps": options.steps, "quick": options.quick, "seed": options.seed, "prefill_rows": PREFILL_ROWS,

@@ -26,7 +26,6 @@ EMBEDDED = Path(jaxshare.models.__file__).parent / "embedded"
 _BRANCHES = 16
 _EXAMPLES = 3
 _BUDGET = 320
-_CLOSING = " \\boxed{"
 _TEMPERATURE = 0.7
 
 
@@ -69,7 +68,6 @@ def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
 
     def together(names: Sequence[str], on_text: Callable[[list[str]], None] | None = None, implementation: str | None = None) -> Written:
         return write_together(model, asked(problem.messages(names)), names, problems.header, budget=_BUDGET, rows=2,
-                              enough=lambda text: len(problems.results(text)) == problems.QUESTIONS, closing=_CLOSING,
                               implementation=implementation, on_text=on_text)
 
     console.print("\n[bold]One worker[/] (compiling takes a few seconds)")

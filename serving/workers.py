@@ -75,13 +75,10 @@ def combined_layout(workers: int, *, rows: int | None = None) -> Layout:
 
 def write_together(model: LoadedModel, prompt: str, names: Sequence[str], header: Callable[[str, int], str], *, separator: str = "\n\n",
                    budget: int = 512, rows: int | None = None, step_tokens: int = 128, sampler: Sampler = Sampler(), seed: int = 0,
-                   enough: Callable[[str], bool] | None = None, closing: str = "", implementation: str | None = None,
-                   on_text: Callable[[list[str]], None] | None = None) -> Written:
-    """Lets workers write until one of them brings a stop token, or the budget of tokens a worker is used up.
+                   implementation: str | None = None, on_text: Callable[[list[str]], None] | None = None) -> Written:
+    """Lets workers write until one of them brings a stop token, the budget of tokens a worker is used up, or the history is full.
 
     A step ends with a token that ends in the separator. The token itself opens the worker's next step, before the header.
-    Once there is `enough` in the history, the first worker is made to begin its last step with `closing` and finishes it
-    alone: the early stop of Hogwild! section 4.1, as soon as it can succeed.
 
     Args:
       model: with a tokenizer.
@@ -90,11 +87,9 @@ def write_together(model: LoadedModel, prompt: str, names: Sequence[str], header
       header: (name, number of its step from 1) -> text that opens the step.
       separator: what ends a step.
       budget: tokens that each worker may sample.
-      rows: rows of the program; more than there are workers lets runs of different sizes share one.
-      step_tokens: room for a single step.
+      rows: rows of the program, at least one for each worker; more let runs of different sizes share one program.
+      step_tokens: room for a single step; a worker whose step does not fit writes no more.
       sampler, seed: as in decoding; worker w draws from seed + w.
-      enough: given everything finished so far, whether the first worker should now answer; default never.
-      closing: what then follows its header.
       implementation: attention backend.
       on_text: called with each worker's text so far between dispatches.
 
@@ -114,17 +109,17 @@ def write_together(model: LoadedModel, prompt: str, names: Sequence[str], header
     voices = [_Voice(name) for name in names]
     finished_steps: list[int] = []
 
-    def opening(voice: _Voice, separated_by: list[int], more: str = "") -> list[int]:
+    def opening(voice: _Voice, separated_by: list[int]) -> list[int]:
         """Turns a voice to its next step; the tokens that open it."""
         voice.step += 1
-        text = header(voice.name, voice.step)
-        voice.current = [*separated_by, *tokenizer.encode(text + more, add_special_tokens=False)]
+        voice.current = [*separated_by, *tokenizer.encode(header(voice.name, voice.step), add_special_tokens=False)]
         voice.words += voice.current[len(separated_by) if voice.step == 1 else 0:]
         return voice.current
 
     rows = rows or len(names)
-    room = len(prompt_tokens) + rows * (budget + step_tokens)
+    room = len(prompt_tokens) + 2 * rows * (budget + step_tokens)  # headers are not in the budget
     room += -room % _ROUND  # so that prompts of nearly the same length share one program
+    room = max(len(prompt_tokens), min(room, model.config.max_positions - rows * step_tokens))
     cache = KVCache.create(model.config, (room, *[step_tokens] * rows), cache_dtype(model))
     settings: dict[str, Any] = dict(vocab_size=model.config.vocab_size, samplers=sampler, seeds=seed, budgets=budget, queue=room,
                                     stops=[*stops, *separators], max_width=_WIDTH)
@@ -140,35 +135,23 @@ def write_together(model: LoadedModel, prompt: str, names: Sequence[str], header
     state = DecodeState.create(state.cache, combined_layout(len(names), rows=rows), [opening(v, separated) for v in voices], **settings)
     state = dataclasses.replace(state, passes=passes)
 
-    done = closed = False
+    done = False
     while not done and bool(jnp.any(state.running)):
         state = decode(module, model.params, state, passes=_PASSES_AT_ONCE, width=_WIDTH, until_any=True)
         outputs, reasons = state.outputs(), np.asarray(state.reasons)
         for w, voice in enumerate(voices):
             new = outputs[w][voice.sampled:]
             voice.sampled += len(new)
-            ended = bool(new) and reasons[w] == Reason.STOP and not (closed and w)
+            ended = bool(new) and reasons[w] == Reason.STOP
             kept = new[:-1] if ended else new
             voice.words += kept
             voice.current += kept
-            if ended and (closed or new[-1] in stops):
+            if ended and (new[-1] in stops or int(state.cache.lengths[HISTORY] + state.cache.lengths[1 + w]) > room):
                 done = True
             elif ended:
                 finished_steps += voice.current
                 state = dataclasses.replace(state, cache=_move(state.cache, 1 + w, HISTORY))
                 state = state.feed(w, opening(voice, new[-1:]))
-        if enough and not closed and not done and enough(tokenizer.decode(finished_steps)):
-            closed = True
-            for w in range(1, len(names)):
-                state = state.end(w)
-            first = voices[0]
-            if len(first.current) == len(separated) + len(tokenizer.encode(header(first.name, first.step), add_special_tokens=False)):
-                follows = tokenizer.encode(closing, add_special_tokens=False)  # it has only just begun a step
-                first.words, first.current = first.words + follows, first.current + follows
-            else:
-                finished_steps += first.current
-                follows = opening(first, separated, closing)
-            state = state.feed(0, follows)
         if on_text:
             on_text([tokenizer.decode(v.words) for v in voices])
     jax.block_until_ready(state.cache.lengths)

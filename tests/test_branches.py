@@ -11,7 +11,7 @@ from jaxshare.serving import demo
 from jaxshare.serving.branches import generate
 
 PROMPT = "<|im_start|>user\nSolve: 47 + 38<|im_end|>\n<|im_start|>assistant\n"
-WARM = Sampler(temperature=0.8, top_p=0.95)
+WARM = Sampler(temperature=1.6, top_p=0.98)
 
 
 @functools.cache

@@ -20,8 +20,8 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_generate_prints_completions(capsys):
-    code, out, _ = run(capsys, "generate", "embedded", "--prompt", QUESTION, "--chat", "--n", "2", "--max-new-tokens", "30", "--temperature",
-                       "0.7", "--seed", "3")
+    code, out, _ = run(capsys, "generate", "embedded", "--prompt", QUESTION, "--chat", "--n", "2", "--max-new-tokens", "30",
+                       "--temperature", "0.7", "--seed", "3")
     assert code == 0
     assert "--- 1 of 2" in out and "--- 2 of 2" in out and "47+38" in out
 

@@ -38,7 +38,7 @@ def test_a_lone_worker_writes_what_a_plain_loop_writes():
 
 def test_two_workers_share_the_work():
     problem = problems.make_problem(random.Random(0))
-    options = dict(budget=320, rows=2, enough=lambda text: len(problems.results(text)) == problems.QUESTIONS, closing=" \\boxed{")
+    options = dict(budget=320, rows=2)
     seen: list[list[str]] = []
     alone = write_together(model(), asked(problem, ("Alice",)), ("Alice",), problems.header, **options)
     both = write_together(model(), asked(problem, ("Alice", "Bob")), ("Alice", "Bob"), problems.header, on_text=seen.append, **options)
