@@ -126,7 +126,7 @@ def encode(model: LoadedModel, prompt: str | Sequence[int]) -> list[int]:
         return list(prompt)
     if model.tokenizer is None:
         raise ValueError("the model folder has no tokenizer, so a prompt must be given as tokens; add the tokenizer's files to the folder")
-    return model.tokenizer.encode(prompt)
+    return model.tokenizer.encode(prompt, verbose=False)  # `check_context` says it if the prompt is too long
 
 
 def check_context(model: LoadedModel, prompt_tokens: int, max_new_tokens: int) -> None:

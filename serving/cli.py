@@ -89,7 +89,8 @@ def _generate(options: argparse.Namespace) -> int:
             continue
         messages.append({"role": "user", "content": message})
         # As tokens, because the template has the special tokens in it already.
-        tokens = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        tokens = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False,
+                                                     tokenizer_kwargs={"verbose": False})
         messages.append({"role": "assistant", "content": _answer(options, model, given, tokens)})
     return 0
 

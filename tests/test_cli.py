@@ -71,6 +71,7 @@ def broken(tmp_path) -> Path:
     (("embedded",), "there is no prompt"),
     (("embedded", "--prompt-file", "{broken}/nothing.txt"), "nothing.txt cannot be read"),
     (("embedded", "--prompt", "9 " * 6000), "the model's context holds"),
+    (("embedded", "--chat", "--prompt", "9 " * 6000), "the model's context holds"),
     (("embedded", "--prompt", "x", "--max-new-tokens", "-1"), "--max-new-tokens is -1"),
     (("embedded", "--prompt", "x", "--n", "0"), "--n is 0"),
     (("embedded", "--prompt", "x", "--temperature", "-0.5"), "temperature is -0.5"),
