@@ -140,21 +140,22 @@ def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, share
     arena = cache.keys[0].shape[1]
 
     size, at_once = shared_tiling or _tiling(rows * width)
-    run, at, items = _cut(jnp.where(fan_in > 1, lengths, 0), min(size, arena), at_once, arena)
+    size = min(size, arena)
+    run, at, items = _cut(jnp.where(fan_in > 1, lengths, 0), size, at_once, arena)
     match = blocks == run[:, None, None]  # [I, R, N]
     slot = jnp.argmax(match, axis=2)
     row = jnp.broadcast_to(jnp.arange(rows), slot.shape)
     reads = jnp.any(match, axis=2)[..., None] & (jnp.arange(run.shape[0]) < items)[:, None, None]
-    shared = _tiles(items, cache.offsets[run], at, row, slot, jnp.where(reads, seen[row, slot], 0),
-                    min(size, arena), at_once, arena)
+    shared = _tiles(items, cache.offsets[run], at, row, slot, jnp.where(reads, seen[row, slot], 0), size, at_once, arena)
 
     size, at_once = private_tiling or _tiling(width)
+    size = min(size, arena)
     length = jnp.where(sees & (fan_in[block] == 1), after, 0)
-    run, at, items = _cut(length.reshape(-1), min(size, arena), at_once, arena)
+    run, at, items = _cut(length.reshape(-1), size, at_once, arena)
     row, slot = run[:, None] // slots, run[:, None] % slots
     reads = (jnp.arange(run.shape[0]) < items)[:, None, None]
     private = _tiles(items, cache.offsets[block[row[:, 0], slot[:, 0]]], at, row, slot,
-                     jnp.where(reads, seen[row, slot], 0), min(size, arena), at_once, arena)
+                     jnp.where(reads, seen[row, slot], 0), size, at_once, arena)
 
     return Plan(
         blocks=blocks, count=count, positions=positions, starts=starts, visible=visible, own=own,

@@ -3,6 +3,8 @@
     model = jaxshare.models.load("Qwen/Qwen3-0.6B")
 """
 
+from pathlib import Path
+
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.fields import ConfigError
 from jaxshare.models.generation import Generation
@@ -10,4 +12,7 @@ from jaxshare.models.hf import CheckpointError
 from jaxshare.models.layers import Decoder
 from jaxshare.models.loading import LoadedModel, load
 
-__all__ = ["CheckpointError", "ConfigError", "Decoder", "Generation", "LoadedModel", "ModelConfig", "load"]
+EMBEDDED = Path(__file__).parent / "embedded"
+"""The folder of the small model that comes with the package."""
+
+__all__ = ["EMBEDDED", "CheckpointError", "ConfigError", "Decoder", "Generation", "LoadedModel", "ModelConfig", "load"]

@@ -1,24 +1,19 @@
-"""The embedded model's files in Hugging Face form: written after training, read back for its evaluation."""
+"""The embedded model's files in Hugging Face form, written after training."""
 
 import json
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from embedded_data import CHAT_TEMPLATE, END, PAD
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from jaxshare.models.config import ModelConfig
+from jaxshare.models.hf import tensor_name
 from jaxshare.rope import Rope
 
 THETA = 10000.0
-_LINEAR = {"self_attn.q_proj": ("attention", "q"), "self_attn.k_proj": ("attention", "k"), "self_attn.v_proj": ("attention", "v"),
-           "self_attn.o_proj": ("attention", "o"), "mlp.gate_proj": ("mlp", "gate"), "mlp.up_proj": ("mlp", "up"),
-           "mlp.down_proj": ("mlp", "down")}
-_SCALE = {"self_attn.q_norm": ("attention", "q_norm"), "self_attn.k_norm": ("attention", "k_norm"),
-          "input_layernorm": ("attention_norm",), "post_attention_layernorm": ("mlp_norm",)}
 
 
 def architecture(vocab_size: int) -> ModelConfig:
@@ -32,7 +27,9 @@ def architecture(vocab_size: int) -> ModelConfig:
 def export(params: dict, config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes the float32 weights and all files beside them that transformers asks for; replaces what stands in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_to_tensors(params["params"], config.num_layers), folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {tensor_name(tuple(key.key for key in path)): np.ascontiguousarray(leaf, np.float32)
+               for path, leaf in jax.tree.leaves_with_path(params["params"])}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     end, pad = tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)
@@ -50,41 +47,6 @@ def export(params: dict, config: ModelConfig, tokenizer: Tokenizer, folder: Path
     _write_json(folder / "tokenizer_config.json", {
         "clean_up_tokenization_spaces": False, "eos_token": END, "model_max_length": config.max_positions, "pad_token": PAD,
         "tokenizer_class": "PreTrainedTokenizerFast"})
-
-
-def load(folder: Path) -> tuple[dict, ModelConfig, Tokenizer]:
-    """What `export` wrote.
-
-    Raises:
-      FileNotFoundError: where the folder lacks the weights or the tokenizer.
-    """
-    for name in ("model.safetensors", "tokenizer.json"):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} has no {name}; train a model into it first, without --evaluate")
-    tensors = load_file(folder / "model.safetensors")
-    config = architecture(tensors["model.embed_tokens.weight"].shape[0])
-    params = {"embed": {"embedding": tensors["model.embed_tokens.weight"]}, "norm": {"scale": tensors["model.norm.weight"]}}
-    for i in range(config.num_layers):
-        layer = params[f"layers_{i}"] = {}
-        for name, path in (_LINEAR | _SCALE).items():
-            tensor = tensors[f"model.layers.{i}.{name}.weight"]
-            leaf = {"kernel": tensor} if name in _LINEAR else {"scale": tensor}
-            if len(path) == 2:
-                layer.setdefault(path[0], {})[path[1]] = leaf
-            else:
-                layer[path[0]] = leaf
-    return jax.tree.map(jnp.asarray, {"params": params}), config, Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-
-def _to_tensors(params: dict, num_layers: int) -> dict[str, np.ndarray]:
-    tensors = {"model.embed_tokens.weight": params["embed"]["embedding"], "model.norm.weight": params["norm"]["scale"]}
-    for i in range(num_layers):
-        for name, path in (_LINEAR | _SCALE).items():
-            leaf = params[f"layers_{i}"]
-            for key in path:
-                leaf = leaf[key]
-            tensors[f"model.layers.{i}.{name}.weight"] = leaf["kernel"] if name in _LINEAR else leaf["scale"]
-    return {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
 
 
 def _write_json(path: Path, value: dict) -> None:

@@ -21,10 +21,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from embedded_data import Codec, batch, few_shot_sample, lone_sample, simulate, train_tokenizer, view_sample
-from embedded_files import architecture, export, load
+from embedded_files import architecture, export
 from jax import Array
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from jaxshare import DecodeState, KVCache, Layout, decode
+from jaxshare.models import load
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder
 from jaxshare.models.problems import check, few_shot_messages, make_problem
@@ -32,6 +35,7 @@ from jaxshare.rope import rotate
 
 VOCAB_SIZE = 402
 LENGTH, ROWS, CHUNK = 384, 8, 64
+WIDTH = 64
 LONG_LENGTH, LONG_ROWS, LONG_EVERY = 1024, 2, 6
 EXAMPLES = 2
 VIEWS, LATE_VIEWS, LATE_FROM = 0.4, 0.6, 0.5
@@ -61,10 +65,11 @@ def make_optimizer(steps: int, peak: float) -> optax.GradientTransformation:
     def schedule(rate: float) -> optax.Schedule:
         return lambda step: rate * jnp.minimum(jnp.minimum(1.0, (step + 1) / WARMUP), (1 - step / steps) / (1 - DECAY_FROM))
 
+    kernel = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)  # [out, in]
+
     def dimensions(params: dict) -> dict:
         return jax.tree_util.tree_map_with_path(
-            lambda path, p: optax.contrib.MuonDimensionNumbers() if p.ndim == 2 and "embed" not in jax.tree_util.keystr(path) else None,
-            params)
+            lambda path, p: kernel if p.ndim == 2 and "embed" not in jax.tree_util.keystr(path) else None, params)
 
     muon = optax.contrib.muon(schedule(peak), adam_learning_rate=schedule(ADAM_SHARE * peak), adam_b2=0.98,
                               muon_weight_dimension_numbers=dimensions)
@@ -111,59 +116,18 @@ def train_step(state: dict, tokens: Array, weights: Array, *, config: ModelConfi
     return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def greedy(params: dict, tokens: Array, lengths: Array, *, config: ModelConfig) -> Array:
-    """Continues every row greedily to the full width, one token a pass over a dense cache of its own.
-
-    Args:
-      tokens: int32[R, S], right-padded prompts.
-      lengths: int32[R], the lengths of the prompts.
-
-    Returns:
-      int32[R, S]: prompts and continuations; nothing stops at an end token.
-    """
-    rows, size = tokens.shape
-    shape = (rows, size, config.num_kv_heads, config.head_dim)
-    caches = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(config.num_layers)]
-
-    def one(module: Decoder, token: Array, position: Array, caches: list) -> tuple[Array, list]:
-        cos, sin = config.rope.cos_sin(position[None, None])
-        caches = [*caches]
-
-        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            keys, values = (jax.lax.dynamic_update_slice_in_dim(c, new, position, 1)
-                            for c, new in zip(caches[layer], (rotate(k, cos, sin), v), strict=True))
-            caches[layer] = keys, values
-            return jax.nn.dot_product_attention(rotate(q, cos, sin), keys, values,
-                                                key_value_seq_lengths=jnp.full(rows, position + 1))
-
-        return module._logits(module._trunk(token[:, None], attend))[:, 0], caches
-
-    def body(position: Array, carry: tuple) -> tuple:
-        tokens, caches = carry
-        logits, caches = Decoder(config).apply(params, tokens[:, position], position, caches, method=one)
-        following = jnp.where(position + 1 < lengths, tokens[:, position + 1], jnp.argmax(logits, -1).astype(jnp.int32))
-        return tokens.at[:, position + 1].set(following), caches
-
-    return jax.lax.fori_loop(0, size - 1, body, (tokens, caches))[0]
-
-
 def complete(params: dict, config: ModelConfig, codec: Codec, prompts: list[list[int]], stops: set[int], size: int,
              rows: int = 64) -> list[list[int]]:
     """What the model greedily writes after each prompt, up to and with the first of `stops`, or to a total of `size` tokens."""
-    written = []
+    written, layout = [], Layout.from_blocks([[row] for row in range(rows)])
     for start in tqdm(range(0, len(prompts), rows), "generating", file=sys.stderr, leave=False):
         group = prompts[start:start + rows]
-        tokens = np.full((rows, size), codec.pad, np.int32)
-        for row, prompt in enumerate(group):
-            tokens[row, :len(prompt)] = prompt
-        lengths = np.array([*map(len, group), *[1] * (rows - len(group))], np.int32)
-        out = np.asarray(greedy(params, tokens, lengths, config=config))
-        for row, prompt in enumerate(group):
-            new = out[row, len(prompt):].tolist()
-            ends = [i for i, token in enumerate(new) if token in stops]
-            written.append(new[:ends[0] + 1] if ends else new)
-    return written
+        group += [group[0]] * (rows - len(group))  # so that all groups share one program
+        cache = KVCache.create(config, [size] * rows, jnp.float32)
+        state = DecodeState.create(cache, layout, group, vocab_size=config.vocab_size, budgets=[size - len(prompt) for prompt in group],
+                                   room=size, queue=size, stops=sorted(stops), max_width=WIDTH)
+        written += decode(Decoder(config), params, state, passes=size, width=WIDTH).outputs()
+    return written[:len(prompts)]
 
 
 def evaluate(params: dict, config: ModelConfig, codec: Codec, problems: int, seed: int = 0) -> dict[str, float]:
@@ -252,10 +216,10 @@ def main() -> None:
     if not args.evaluate:
         train(args)
     try:
-        params, config, tokenizer = load(args.out)
-    except FileNotFoundError as error:
-        parser.error(str(error))
-    scores = evaluate(params, config, Codec(tokenizer), args.problems)
+        model, tokenizer = load(args.out), Tokenizer.from_file(str(args.out / "tokenizer.json"))
+    except (FileNotFoundError, ValueError) as error:
+        parser.error(f"{error}; train a model into {args.out} first, without --evaluate")
+    scores = evaluate(model.params, model.config, Codec(tokenizer), args.problems)
     print(json.dumps(scores) if args.json else "\n".join(f"{key}: {value:.4g}" for key, value in scores.items()))
 
 

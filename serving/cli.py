@@ -75,9 +75,8 @@ def _generate(options: argparse.Namespace) -> int:
     text = _prompt(options)
 
     from jaxshare import models
-    from jaxshare.serving import demo
 
-    model: Any = models.load(demo.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype)
+    model: Any = models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype)
     if options.chat and (model.tokenizer is None or not model.tokenizer.chat_template):
         raise ValueError(f"{options.model} has no chat template; leave out --chat and write the prompt as the model wants it")
     if text is not None and not options.chat:

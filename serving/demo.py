@@ -5,7 +5,6 @@ import dataclasses
 import random
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +21,6 @@ from jaxshare.models import LoadedModel, problems
 from jaxshare.serving.branches import Completions, completions, generate
 from jaxshare.serving.workers import Written, write_together
 
-EMBEDDED = Path(jaxshare.models.__file__).parent / "embedded"
 _BRANCHES = 16
 _EXAMPLES = 3
 _BUDGET = 320
@@ -220,7 +218,7 @@ def _size(count: int) -> str:
 
 def load_embedded() -> LoadedModel:
     """The model that comes with the package, in float32."""
-    return jaxshare.models.load(EMBEDDED, dtype=jnp.float32)
+    return jaxshare.models.load(jaxshare.models.EMBEDDED, dtype=jnp.float32)
 
 
 def console_for(json: bool) -> Console:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxshare.serving import cli, demo
+from jaxshare import models
+from jaxshare.serving import cli
 
 QUESTION = "Solve these problems and return comma-separated answers \\boxed{answer1, ..., answer5}:\n1. 47 + 38"
 
@@ -49,7 +50,7 @@ def test_chat_reads_messages_from_stdin(capsys, monkeypatch):
 def broken(tmp_path) -> Path:
     """Copies of the embedded model with one thing wrong in each."""
     for name in ("no_weights", "truncated", "architecture", "dynamic"):
-        shutil.copytree(demo.EMBEDDED, tmp_path / name)
+        shutil.copytree(models.EMBEDDED, tmp_path / name)
     (tmp_path / "no_weights" / "model.safetensors").unlink()
     weights = tmp_path / "truncated" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
