@@ -7,6 +7,8 @@ Both keep a running softmax; the two results are merged by log-sum-exp.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -76,32 +78,29 @@ class _Running:
 def _shared(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
     """(out [K, R, T, G, D], lse [K, R, T, G]) over the tiles that all rows read together."""
     kv_heads, rows, width, group, dim = turn.q.shape
-    at_once, queries = tiles.at_once, rows * width * group
+    queries = rows * width * group
 
-    def body(i: Array, running: _Running) -> _Running:
-        item = i * at_once + jnp.arange(at_once)
-        k, v = _windows(keys, tiles, item), _windows(values, tiles, item)  # [K * W, size, D]
+    def add(running: _Running, item: Array, k: Array, v: Array) -> _Running:
+        """Takes W items with their windows k, v [K * W, size, D] into all rows."""
+        shape = (kv_heads, item.shape[0], queries)
         query = jax.vmap(lambda slot: turn.queries(slice(None), jnp.arange(rows), slot, keys.dtype), out_axes=1)(tiles.slot[item])
-        scores = _product(query.reshape(-1, queries, dim), k, 2).reshape(kv_heads, at_once, queries, -1)
-        last = jnp.broadcast_to(tiles.last[item][..., None], (at_once, rows, width, group)).reshape(at_once, queries)
+        scores = _product(query.reshape(-1, queries, dim), k, 2).reshape(*shape, -1)
+        last = jnp.broadcast_to(tiles.last[item][..., None], (shape[1], rows, width, group)).reshape(shape[1], -1)
         scores = _masked(scores, tiles.first[item], last)
-        top = jnp.maximum(running.top, jnp.max(scores, axis=(1, 3)))
-        weights = jnp.exp(scores - _finite(top)[:, None, :, None]).astype(v.dtype)
+        top = jnp.maximum(running.top, _over_items(scores, jnp.max))
+        weights = jax.lax.optimization_barrier(jnp.exp(scores - _finite(top)[:, None, :, None]).astype(v.dtype))
         keep = jnp.exp(running.top - _finite(top))
-        mixed = _product(weights.reshape(-1, *scores.shape[2:]), v, 1)
-        mixed = jnp.sum(mixed.reshape(kv_heads, at_once, queries, dim), axis=1)
-        total = running.total * keep + jnp.sum(weights, axis=(1, 3), dtype=jnp.float32)
-        return _Running(top, total, running.mixed * keep[..., None] + mixed)
+        mixed = jnp.sum(_product(weights.reshape(-1, *scores.shape[2:]), v, 1).reshape(*shape, dim), axis=1)
+        total = _over_items(weights, functools.partial(jnp.sum, dtype=jnp.float32))
+        return _Running(top, running.total * keep + total, running.mixed * keep[..., None] + mixed)
 
-    start = _Running.start((kv_heads, queries), dim)
-    out, lse = jax.lax.fori_loop(0, -(-tiles.count // at_once), body, start).finish()
+    out, lse = _take_all(add, _Running.start((kv_heads, queries), dim), keys, values, tiles).finish()
     return out.reshape(turn.q.shape), lse.reshape(turn.q.shape[:-1])
 
 
 def _private(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
     """(out [K, R, T, G, D], lse [K, R, T, G]) over the tiles that one row each reads."""
     kv_heads, rows, width, group, dim = turn.q.shape
-    at_once, arena = tiles.at_once, keys.shape[1]
 
     def add(running: _Running, item: Array, k: Array, v: Array) -> _Running:
         """Takes W items with their windows k, v [K * W, size, D] into the rows that read them."""
@@ -120,6 +119,16 @@ def _private(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
         return _Running(top, running.total * keep + jax.ops.segment_sum(total, row, rows),
                         running.mixed * keep[..., None] + jax.ops.segment_sum(mixed, row, rows))
 
+    out, lse = _take_all(add, _Running.start((rows, kv_heads, width * group), dim), keys, values, tiles).finish()
+    shape = (rows, kv_heads, width, group)
+    return out.reshape(*shape, dim).swapaxes(0, 1), lse.reshape(shape).swapaxes(0, 1)
+
+
+def _take_all(add: Callable[[_Running, Array, Array, Array], _Running], running: _Running, keys: Array, values: Array,
+              tiles: Tiles) -> _Running:
+    """Takes all items in: a few at a time, gathered; or, where they fill much of the arena, all in one product over it as it lies."""
+    at_once, arena, dim = tiles.at_once, keys.shape[1], keys.shape[2]
+
     def gathered(running: _Running) -> _Running:
         def body(i: Array, running: _Running) -> _Running:
             item = i * at_once + jnp.arange(at_once)
@@ -135,16 +144,17 @@ def _private(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
         k, v = (a.reshape(-1, tiles.size, dim) for a in (keys, values))
         return add(running, item, k, v)
 
-    running = _Running.start((rows, kv_heads, width * group), dim)
     if at_once == 1 or arena % tiles.size or arena == tiles.size:
-        out, lse = gathered(running).finish()
-    else:
-        real = jnp.arange(tiles.start.shape[0]) < tiles.count
-        aligned = jnp.all(~real | ((tiles.start % tiles.size == 0) & (tiles.first == 0)))
-        fills = 2 * tiles.count * tiles.size >= arena
-        out, lse = jax.lax.cond(aligned & fills, whole, gathered, running).finish()
-    shape = (rows, kv_heads, width, group)
-    return out.reshape(*shape, dim).swapaxes(0, 1), lse.reshape(shape).swapaxes(0, 1)
+        return gathered(running)
+    real = jnp.arange(tiles.start.shape[0]) < tiles.count
+    aligned = jnp.all(~real | ((tiles.start % tiles.size == 0) & (tiles.first == 0)))
+    fills = 2 * tiles.count * tiles.size >= arena
+    return jax.lax.cond(aligned & fills, whole, gathered, running)
+
+
+def _over_items(x: Array, reduce: Callable[..., Array]) -> Array:
+    """[K, W, Q, size] -> [K, Q]. In two steps, because XLA vectorises a reduction on the CPU if it leaves the last axis."""
+    return reduce(jax.lax.optimization_barrier(reduce(x, axis=1)), axis=-1)
 
 
 def _windows(arena: Array, tiles: Tiles, item: Array) -> Array:

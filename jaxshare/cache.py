@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jaxshare.plan import Plan
 
 _ALIGNMENT = 128
+_LARGE_TILE = 512
 _MOVE_TILE = 128
 _UNROLLED_ROWS = 8
 
@@ -230,14 +231,15 @@ def _moved(cache: KVCache, source: Array, target: Array) -> KVCache:
 
 def _extents(capacities: np.ndarray) -> tuple[np.ndarray, int]:
     """Offsets of the blocks, and tokens in all. Blocks of a tile or more begin on a tile, so that backends can read the arena as it
-    lies; smaller ones are packed, so that many small blocks stay small."""
+    lies; smaller ones are packed, so that many small blocks stay small. The arena ends with a tile, and with a large one if it is long."""
     offsets, end = np.zeros_like(capacities), 0
     for b, capacity in enumerate(capacities):
         if capacity >= _ALIGNMENT:
             end += -end % _ALIGNMENT
         offsets[b] = end
         end += capacity
-    return offsets, int(end + (-end % _ALIGNMENT if end >= _ALIGNMENT else end == 0))
+    tile = _LARGE_TILE if end >= 4 * _LARGE_TILE else _ALIGNMENT if end >= _ALIGNMENT else 1
+    return offsets, max(1, int(end + -end % tile))
 
 
 def _replaced(leaves: tuple[Array, ...], layer: int, leaf: Array) -> tuple[Array, ...]:

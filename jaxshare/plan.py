@@ -98,6 +98,10 @@ class Tiling(NamedTuple):
     at_once: int
 
 
+_LARGE = Tiling(512, 2)
+"""For few queries and an arena in such windows, which is read as it lies where it is full enough."""
+
+
 def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, shared_tiling: Tiling | None = None,
               private_tiling: Tiling | None = None) -> Plan:
     """Plans a pass of `width` tokens a row.
@@ -139,7 +143,8 @@ def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, share
     seen = visible[..., None] + jnp.where(own[..., None], step, 0)  # [R, N, T]
     arena = cache.keys[0].shape[1]
 
-    size, at_once = shared_tiling or _tiling(rows * width)
+    size, at_once = shared_tiling or (_LARGE if rows * width <= 8 and arena >= 4 * _LARGE.size and not arena % _LARGE.size else
+                                      _tiling(rows * width))
     size = min(size, arena)
     run, at, items = _cut(jnp.where(fan_in > 1, lengths, 0), size, at_once, arena)
     match = blocks == run[:, None, None]  # [I, R, N]

@@ -48,6 +48,7 @@ MANY_BLOCKS = Shape(rows=2, width=3, listed=40, blocks=41, heads=4, kv_heads=1, 
 ONE_ROW = Shape(rows=1, width=1, listed=4, blocks=4, heads=2, kv_heads=1, dim=64, arena=2000, rotary=64)
 MANY_ROWS = Shape(rows=70, width=1, listed=3, blocks=73, heads=4, kv_heads=2, dim=8, arena=3000, rotary=8)
 ALIGNED = Shape(rows=3, width=1, listed=6, blocks=6, heads=4, kv_heads=2, dim=8, arena=1024, rotary=8)
+LARGE = dataclasses.replace(ALIGNED, arena=4096)
 PROMPT = Shape(rows=2, width=70, listed=3, blocks=4, heads=4, kv_heads=2, dim=16, arena=1500, rotary=16)
 SMALL_ARENA = Shape(rows=3, width=4, listed=3, blocks=4, heads=2, kv_heads=2, dim=8, arena=40, rotary=8)
 
@@ -192,6 +193,21 @@ def test_blocks_of_one_row_each_that_fill_the_arena(data):
     count = [data.draw(st.integers(0, 1)) if row else 0 for row in rows]
     align = data.draw(st.sampled_from([128, 128, 1]))
     check(ALIGNED, Case(rows, count, lengths, list(order), [0] * ALIGNED.blocks, [0] * ALIGNED.blocks, 3, align), implementations=("xla",))
+
+
+@pytest.mark.parametrize(("shape", "tile"), [(ALIGNED, 128), (LARGE, 512)])
+@pytest.mark.parametrize("part", [1.0, 0.55, 0.1])
+@pytest.mark.parametrize("on_tiles", [True, False])
+def test_workers_over_blocks_that_all_of_them_see(shape, tile, part, on_tiles):
+    """An arena that is full, half full or nearly empty, large blocks on its tiles or beside them: read as it lies, or gathered."""
+    own, room = [1, 2, 3], [shape.arena // 2, *[shape.arena // 8] * 3, 0, 0]
+    rows = [[0, *(b for b in own if b != r), r] for r in own]
+    lengths = [int(part * n) - (not on_tiles) for n in room[:4]] + [0, 0]
+    lengths = [n - 1 if b in own and part == 1 else max(n, 0) for b, n in enumerate(lengths)]
+    case = Case(rows, [1, 1, 0 if part == 0.55 else 1], lengths, [0, 3, 1, 2, 4, 5], [0] * 6, [0, 5, 0, 0, 0, 0], 1, 128 if on_tiles else 1)
+    (cache, layout, count, *_), _ = place(shape, case)
+    assert make_plan(cache, layout, count, 1).shared.size == tile
+    check(shape, case, implementations=("xla",))
 
 
 @settings(max_examples=15)
