@@ -3,29 +3,34 @@
 # Environments are made once and again only when pyproject.toml changes: a stamp file in each says that it is up to date.
 #   .venv         jaxshare itself; `make demo` installs what it runs on, the other targets add the tools
 #   .venv-torch   PyTorch and transformers' models, which jaxshare is measured against and never imports
+#   .venv-hogwild PyTorch and the older transformers that the authors' implementation of Hogwild! Inference needs
 
 PYTHON ?=
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?= -n 2
 DEMO_ARGS ?=
 BENCH_ARGS ?= --quick
+# A checkout of the authors' implementation of Hogwild! Inference, which has no package and is not kept here.
+HOGWILD ?=
 
 BIN := .venv/bin
 RUNTIME := .venv/.installed
 DEV := .venv/.installed-dev
 TORCH_ENV := .venv-torch/.installed
 TORCH_PYTHON := .venv-torch/bin/python
+HOGWILD_ENV := .venv-hogwild/.installed
+HOGWILD_PYTHON := .venv-hogwild/bin/python
 
 # A tool that looks at these would otherwise work on the environment that the caller has active.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench parity clean
+.PHONY: help demo test test-all lint bench bench-workers parity parity-transformers parity-hogwild clean
 # A recipe that fails must not leave a stamp behind.
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r target words; do printf '  make %-10s %s\n' "$$target" "$$words"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r target words; do printf '  make %-14s %s\n' "$$target" "$$words"; done
 
 demo: $(RUNTIME) ## one model as two workers and as sixteen branches over one shared cache (DEMO_ARGS='--seed 3')
 	@$(BIN)/jaxshare demo $(DEMO_ARGS)
@@ -47,13 +52,29 @@ lint: $(DEV) ## ruff and pyright
 bench: $(DEV) $(TORCH_ENV) ## decode speed against transformers on this machine (BENCH_ARGS= for the full run)
 	$(BIN)/python scripts/bench_decode.py --torch-python $(TORCH_PYTHON) $(BENCH_ARGS)
 
-parity: $(DEV) $(TORCH_ENV) ## logits and greedy text against transformers, computed now, not read from the committed fixtures
+bench-workers: $(DEV) $(if $(HOGWILD),$(HOGWILD_ENV)) ## speed of workers, and against the authors' implementation with HOGWILD=DIR (see parity)
+	$(BIN)/python scripts/bench_workers.py $(if $(HOGWILD),--hogwild '$(HOGWILD)' --hogwild-python $(HOGWILD_PYTHON)) $(BENCH_ARGS)
+
+parity: parity-transformers parity-hogwild ## logits and greedy text against transformers and, with HOGWILD=DIR, the authors' code for workers, run now
+
+parity-transformers: $(DEV) $(TORCH_ENV)
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT TERM && \
 	$(TORCH_PYTHON) scripts/make_parity_fixtures.py --out "$$folder" && \
 	JAXSHARE_PARITY_FIXTURES="$$folder" $(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS) tests/test_parity.py
 
+ifeq ($(HOGWILD),)
+parity-hogwild:
+	@echo "Workers were not compared with the authors' implementation, which takes a checkout of it:"
+	@echo "    git clone https://github.com/eqimp/hogwild_llm && make parity HOGWILD=hogwild_llm"
+else
+parity-hogwild: $(DEV) $(HOGWILD_ENV)
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT TERM && \
+	$(HOGWILD_PYTHON) scripts/make_hogwild_fixtures.py --hogwild '$(HOGWILD)' --out "$$folder" && \
+	JAXSHARE_HOGWILD_FIXTURES="$$folder" $(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS) tests/test_hogwild_parity.py
+endif
+
 clean: ## remove what make has made: environments, caches, builds
-	rm -rf .venv .venv-torch build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch .venv-hogwild build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
 	find jaxshare models serving tests scripts -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/bin/python:
@@ -72,4 +93,8 @@ $(DEV): pyproject.toml .venv/bin/python
 
 $(TORCH_ENV): scripts/make_torch_env.sh
 	@scripts/make_torch_env.sh .venv-torch '$(TORCH)' 'transformers>=5,<6' safetensors sentencepiece protobuf
+	@touch $@
+
+$(HOGWILD_ENV): scripts/make_torch_env.sh
+	@scripts/make_torch_env.sh .venv-hogwild '$(TORCH)' 'transformers==4.50.3'
 	@touch $@

@@ -18,6 +18,7 @@ from jax import Array
 from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
 from jaxshare.sampling import Sampler, Samplers, logprob
+from jaxshare.steps import Steps, after_sampling, spill
 
 _STOPS = 8
 """Stop tokens are kept in a multiple of this many places, so that a few more or less share a program."""
@@ -36,9 +37,18 @@ class Reason(enum.IntEnum):
 
     RUNNING = 0
     STOP = 1
+    """It sampled a stop token."""
     BUDGET = 2
+    """It has sampled as many tokens as it may."""
     FULL = 3
+    """Its block is full, or the one that its steps move to."""
     UNUSED = 4
+    PAUSED = 5
+    """From outside."""
+    STEP = 6
+    """Its step has ended and nothing is prepared to open the next one."""
+    ANSWER = 7
+    """An answer stands."""
 
 
 @jax.tree_util.register_dataclass
@@ -59,6 +69,7 @@ class DecodeState:
       tokens: int32[R, X], what each row sampled, a stop token included.
       logprobs: float32[R, X] of the sampled tokens, or [R, 0] where not asked for.
       passes: int32[], forward passes so far.
+      steps: how rows end their steps, or None where they just write.
       max_width: the widest pass that this state can take (static).
     """
 
@@ -78,6 +89,7 @@ class DecodeState:
     tokens: Array
     logprobs: Array
     passes: Array
+    steps: Steps | None
     max_width: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -85,7 +97,7 @@ class DecodeState:
                samplers: Sampler | Sequence[Sampler] = Sampler(), seeds: int | Sequence[int] = 0,
                budgets: int | Sequence[int] = 64, stops: Sequence[int] = (), logits: Array | None = None,
                queue: int = 0, room: int = 0, bias_slots: int | None = None, max_width: int = 256,
-               logprobs: bool = False) -> "DecodeState":
+               logprobs: bool = False, steps: Steps | None = None) -> "DecodeState":
         """A state about to run.
 
         Args:
@@ -102,6 +114,7 @@ class DecodeState:
           bias_slots: places for biased and forbidden tokens of a row, likewise; default what the samplers need.
           max_width: the widest pass that will be asked of `decode`.
           logprobs: keep the log-probabilities of the sampled tokens.
+          steps: for rows that write in steps, with room for what a row samples.
 
         Raises:
           ValueError: counts that do not fit the layout, a token outside the vocabulary in a prompt, a bias or a ban, a negative
@@ -126,7 +139,8 @@ class DecodeState:
                 raise ValueError(f"the sampler of row {r} names token {outside[0]}, outside the vocabulary of {vocab_size}")
             if budgets[r] < 0:
                 raise ValueError(f"the budget of row {r} is {budgets[r]}; it must be at least 0 tokens")
-        pending = np.zeros((rows, max(queue, 1, *map(len, prompts)) + max_width), np.int32)
+        queue = max(queue, 1 + (steps.openings.shape[-1] if steps else 0), *map(len, prompts))
+        pending = np.zeros((rows, queue + max_width), np.int32)
         for r, prompt in enumerate(prompts):
             pending[r, :len(prompt)] = prompt
         waiting = np.asarray([len(p) if n else 0 for p, n in zip(prompts, listed, strict=True)], np.int32)
@@ -141,7 +155,7 @@ class DecodeState:
             stops=jnp.asarray(stops, jnp.int32),
             reasons=jnp.asarray(np.where(listed > 0, Reason.RUNNING, Reason.UNUSED), jnp.int32),
             tokens=jnp.zeros((rows, room), jnp.int32), logprobs=jnp.zeros((rows, room if logprobs else 0)),
-            passes=jnp.zeros((), jnp.int32), max_width=max_width)
+            passes=jnp.zeros((), jnp.int32), steps=steps, max_width=max_width)
 
     def feed(self, row: int, tokens: Sequence[int]) -> "DecodeState":
         """Puts tokens behind what a row has pending, and lets a row that had stopped run on.
@@ -208,12 +222,22 @@ def _decode(model: Model, params: Any, cache: KVCache, logits: Array, rest: Deco
         ended = until_any & jnp.any(began & ~state.running)
         return (state.passes < last) & ~ended
 
-    def step(state: DecodeState, width: int) -> DecodeState:
-        return _sample(_feed(model, params, state, width))
+    def feed(state: DecodeState, width: int, whether: Array) -> DecodeState:
+        # A loop of one turn or none, because a conditional would copy the cache.
+        return jax.lax.while_loop(lambda s: s[1], lambda s: (_feed(model, params, s[0], width), jnp.zeros((), bool)), (state, whether))[0]
 
-    if width > 1:
-        state = jax.lax.while_loop(lambda s: goes_on(s) & jnp.any(s.running & (s.waiting > 1)), lambda s: step(s, width), state)
-    return jax.lax.while_loop(lambda s: goes_on(s) & jnp.any(s.running), lambda s: step(s, 1), state)
+    def step(state: DecodeState) -> DecodeState:
+        if width == 1:
+            return _sample(_feed(model, params, state, 1))
+        behind = _behind(state)
+        return _sample(feed(feed(state, width, behind), 1, ~behind))
+
+    return jax.lax.while_loop(lambda s: goes_on(s) & jnp.any(s.running), step, state)
+
+
+def _behind(state: DecodeState) -> Array:
+    """bool[]: whether a row has more to feed than one token."""
+    return jnp.any(state.running & (state.waiting > 1))
 
 
 def _feed(model: Model, params: Any, state: DecodeState, width: int) -> DecodeState:
@@ -221,8 +245,13 @@ def _feed(model: Model, params: Any, state: DecodeState, width: int) -> DecodeSt
     count = jnp.where(state.running, jnp.minimum(state.waiting, width), 0)
     target = jnp.maximum(state.layout.written, 0)
     full = state.cache.lengths[target] + count > state.cache.capacities[target]
-    reasons = jnp.where(state.running & full, Reason.FULL.value, state.reasons)
-    count = jnp.where(full, 0, count)
+    stuck = jnp.zeros((), bool)
+    if state.steps is not None:
+        cache, stuck = spill(state.steps, state.cache, state.layout, state.running & full)
+        state = dataclasses.replace(state, cache=cache)
+        full = cache.lengths[target] + count > cache.capacities[target]
+    reasons = jnp.where(state.running & (full | stuck), Reason.FULL.value, state.reasons)
+    count = jnp.where(full | stuck, 0, count)
     tokens = jax.vmap(lambda queue, head: jax.lax.dynamic_slice_in_dim(queue, head, width))(state.pending, state.head)
     logits, cache = model.apply(params, tokens, count, state.cache, state.layout)
     fed = count > 0
@@ -250,8 +279,24 @@ def _sample(state: DecodeState) -> DecodeState:
     goes_on = due & ~stopped & ~spent
     place = jnp.where(due, state.drawn, state.tokens.shape[1])
     row = jnp.arange(due.shape[0])
-    return dataclasses.replace(
+    state = dataclasses.replace(
         state, reasons=reasons, drawn=drawn, waiting=jnp.where(goes_on, 1, state.waiting), head=jnp.where(due, 0, state.head),
         pending=state.pending.at[:, 0].set(jnp.where(goes_on, token, state.pending[:, 0])),
         tokens=state.tokens.at[row, place].set(token, mode="drop"),
         logprobs=state.logprobs.at[row, place].set(chance, mode="drop") if state.logprobs.shape[1] else state.logprobs)
+    return state if state.steps is None else _step(state, token, due, stopped)
+
+
+def _step(state: DecodeState, token: Array, due: Array, stopped: Array) -> DecodeState:
+    """Ends the steps that the sampled tokens end, opens the next ones, and ends all rows where an answer stands or nothing can move."""
+    assert state.steps is not None
+    steps, cache, found = after_sampling(state.steps, state.cache, state.layout, token, state.drawn - 1, due, stopped, state.running,
+                                         state.passes)
+    reasons = jnp.where(found.held, Reason.STEP.value, state.reasons)
+    reasons = jnp.where(found.full & state.running, Reason.FULL.value, reasons)
+    reasons = jnp.where(found.over & (state.running | stopped), Reason.ANSWER.value, reasons)
+    opening = jnp.concatenate([token[:, None], found.opening], axis=1)
+    size = opening.shape[1]
+    return dataclasses.replace(
+        state, steps=steps, cache=cache, reasons=reasons, waiting=jnp.where(found.opens, 1 + found.opening_size, state.waiting),
+        pending=state.pending.at[:, :size].set(jnp.where(found.opens[:, None], opening, state.pending[:, :size])))

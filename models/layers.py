@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from jaxshare.attention import block_attention
 from jaxshare.cache import KVCache
 from jaxshare.layout import Layout, is_concrete
+from jaxshare.mass import block_mass, last_tokens
 from jaxshare.models.config import ModelConfig
 from jaxshare.plan import make_plan
 from jaxshare.rope import rotate
@@ -169,6 +170,28 @@ class Decoder(nn.Module):
             return jax.nn.dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
 
         return self._logits(self._trunk(tokens, attend))
+
+    def attention_mass(self, tokens: Array, count: Array, cache: KVCache, layout: Layout) -> Array:
+        """How much of its attention each row's last real token gives to each block, in a pass whose cache is thrown away.
+
+        Arguments as in `__call__`.
+
+        Returns:
+          float32[L, R, N], the mean over heads, in the order in which each row lists its blocks. It sums to 1 over N, and is all 0 for
+          a row that brings no token.
+        """
+        plan = make_plan(cache, layout, count, tokens.shape[1])
+        masses = []
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            nonlocal cache
+            cache = cache.append(layer, k, v, plan)
+            last, last_plan = last_tokens(q, plan)
+            masses.append(jnp.mean(block_mass(last, cache.keys[layer], last_plan, self.config.head_dim**-0.5)[:, 0], axis=1))
+            return block_attention(q, cache.keys[layer], cache.values[layer], plan, implementation=self.implementation)
+
+        self._trunk(tokens, attend)
+        return jnp.stack(masses)
 
     def _trunk(self, tokens: Array, attend: Attend) -> Array:
         x = self.embed.embedding[tokens]

@@ -40,12 +40,14 @@ class LoadedModel:
       params: {"params": ...}, what `Decoder.apply` takes.
       tokenizer: with the chat template, or None if the folder has none.
       generation: stop tokens and sampling defaults.
+      workers: what the folder's workers.json says of the texts that workers need, or None if it has no such file.
     """
 
     config: ModelConfig
     params: dict[str, Any]
     tokenizer: "PreTrainedTokenizerBase | None"
     generation: Generation
+    workers: dict[str, Any] | None = None
 
     @property
     def module(self) -> Decoder:
@@ -81,7 +83,7 @@ def load(path: str | os.PathLike, dtype: Any = None, revision: str | None = None
 
     Raises:
       FileNotFoundError: no such folder, or a file that it must have is not there.
-      ConfigError: config.json describes a model that is not supported.
+      ConfigError: config.json describes a model that is not supported, or a settings file is not a JSON object.
       CheckpointError: weights that are truncated, corrupt or not those of the model.
       ValueError: an unknown dtype, or a tokenizer that cannot be read.
     """
@@ -94,7 +96,7 @@ def load(path: str | os.PathLike, dtype: Any = None, revision: str | None = None
     generation, tokenizer = _generation(folder, settings), _tokenizer(folder)
     if wanted_dtype is None:
         wanted_dtype = _own_dtype(settings, {stored[name].dtype for name in wanted})
-    return LoadedModel(config, read_params(stored, wanted, wanted_dtype), tokenizer, generation)
+    return LoadedModel(config, read_params(stored, wanted, wanted_dtype), tokenizer, generation, _workers(folder))
 
 
 def _folder(path: str | os.PathLike, revision: str | None) -> Path:
@@ -142,6 +144,11 @@ def _own_dtype(settings: Fields, stored: set[str]) -> jnp.dtype:
 def _generation(folder: Path, settings: Fields) -> Generation:
     file = folder / "generation_config.json"
     return Generation.from_json(read_json(file) if file.is_file() else {}, settings.values, str(file))
+
+
+def _workers(folder: Path) -> dict[str, Any] | None:
+    file = folder / "workers.json"
+    return read_json(file) if file.is_file() else None
 
 
 def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":

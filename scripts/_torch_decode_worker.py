@@ -73,7 +73,8 @@ def _near(logits: Any) -> list[float]:
     return ((best - second) / spacing).tolist()
 
 
-def main() -> None:
+def main(session: Any) -> None:
+    """Answers requests by the methods of `session` that have their names."""
     # A library that prints must not print into the conversation.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -85,7 +86,6 @@ def main() -> None:
         return
     found = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
     print(json.dumps({"versions": found}), file=out, flush=True)
-    session = Session()
     idle, idle_cpu = time.perf_counter(), time.process_time()
     with torch.inference_mode():
         for line in sys.stdin:
@@ -101,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Session())

@@ -36,24 +36,28 @@ class Parser(argparse.ArgumentParser):
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """`measured` is to be at least `goal`."""
+    """`measured` is to be at least `goal`, or with `at_most` at most; None is what was not measured, and neither met nor missed."""
 
     name: str
-    measured: float
+    measured: float | None
     goal: float
+    at_most: bool = False
 
     @property
-    def met(self) -> bool:
-        return self.measured >= self.goal
+    def met(self) -> bool | None:
+        if self.measured is None:
+            return None
+        return self.measured <= self.goal if self.at_most else self.measured >= self.goal
 
     def as_json(self) -> dict[str, Any]:
-        return {"name": self.name, "measured": self.measured, "goal": self.goal, "met": self.met}
+        return {"name": self.name, "measured": self.measured, "goal": self.goal, "at_most": self.at_most, "met": self.met}
 
 
 def goal_table(goals: Sequence[Goal]) -> str:
     """The goals as text, one a line."""
-    return table(("goal", "measured", "at least", "met"),
-                 [(g.name, f"{g.measured:.2f}", f"{g.goal:.2f}", "yes" if g.met else "NO") for g in goals])
+    return table(("goal", "measured", "wanted", "met"),
+                 [(g.name, "" if g.measured is None else f"{g.measured:.2f}", f"{'at most' if g.at_most else 'at least'} {g.goal:.2f}",
+                   {True: "yes", False: "NO", None: "not measured"}[g.met]) for g in goals])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -168,14 +172,15 @@ class Idle:
         return round(self.cpu / self.seconds, 3) if self.seconds else 0.0
 
 
-def torch_python(parser: argparse.ArgumentParser, given: str | None) -> str:
-    """The Python that --torch-python names, or the one that make has made; ends the program where there is neither."""
-    if given is None and not (ROOT / TORCH_PYTHON).exists():
-        parser.error(f"there is no {TORCH_PYTHON} to run transformers with: `make parity` makes it, or name a Python that has PyTorch and "
-                     "transformers with --torch-python")
-    python = shutil.which(given or ROOT / TORCH_PYTHON)
+def torch_python(parser: argparse.ArgumentParser, given: str | None, *, option: str = "--torch-python", made: str = TORCH_PYTHON,
+                 made_by: str = "make parity") -> str:
+    """The Python that `option` names, or the one that make has made; ends the program where there is neither."""
+    if given is None and not (ROOT / made).exists():
+        parser.error(f"there is no {made} to run transformers with: `{made_by}` makes it, or name a Python that has PyTorch and "
+                     f"transformers with {option}")
+    python = shutil.which(given or ROOT / made)
     if python is None:
-        parser.error(f"--torch-python is {given}, but there is no such program")
+        parser.error(f"{option} is {given}, but there is no such program")
     return python
 
 

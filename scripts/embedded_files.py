@@ -9,6 +9,7 @@ from embedded_data import CHAT_TEMPLATE, END, PAD
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
+from jaxshare.models import EMBEDDED
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.hf import tensor_name
 from jaxshare.rope import Rope
@@ -32,6 +33,7 @@ def export(params: dict, config: ModelConfig, tokenizer: Tokenizer, folder: Path
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (folder / "workers.json").write_text((EMBEDDED / "workers.json").read_text())
     end, pad = tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)
     _write_json(folder / "config.json", {
         "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None, "dtype": "float32",

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxshare.sampling import Sampler
+from jaxshare.serving import inspection
+
+_NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,15 +45,52 @@ def _parser() -> argparse.ArgumentParser:
                           "a prompt, every line of stdin is one, and answers are remembered")
     generate.add_argument("--n", type=int, default=1, help="completions (default 1)")
     generate.add_argument("--max-new-tokens", type=int, default=64, help="most tokens of a completion (default 64)")
-    generate.add_argument("--temperature", type=float, help="0 takes the likeliest token (default: the checkpoint's own)")
-    generate.add_argument("--top-k", type=int, help="keep the k likeliest tokens; 0 keeps all (default: the checkpoint's own)")
-    generate.add_argument("--top-p", type=float, help="keep the likeliest tokens of this probability (default: the checkpoint's own)")
-    generate.add_argument("--min-p", type=float, help="keep tokens this likely, as a part of the likeliest (default: the checkpoint's)")
+    _sampling_arguments(generate)
     generate.add_argument("--seed", type=int, default=0, help="of the first completion; number i has seed + i (default 0)")
-    generate.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's own)")
     generate.add_argument("--json", action="store_true", help="one JSON object on stdout; with --chat and no prompt, one a line")
     generate.set_defaults(run=_generate)
+
+    workers = commands.add_parser("workers", help="solve a problem with several workers that read each other's words as they are written")
+    workers.add_argument("model", metavar="MODEL", help="folder or hub id, or `embedded` for the model that comes with jaxshare")
+    problem = workers.add_mutually_exclusive_group()
+    problem.add_argument("--problem", metavar="TEXT")
+    problem.add_argument("--problem-file", metavar="FILE", help="`-` reads stdin")
+    who = workers.add_mutually_exclusive_group()
+    who.add_argument("--workers", type=int, metavar="N", help="how many (default 2)")
+    who.add_argument("--names", metavar="A,B,...", help="of the workers (default Alice,Bob,...)")
+    workers.add_argument("--layout", default="combined", help="contiguous, interleaved or combined (default)")
+    workers.add_argument("--budget", type=int, default=1024, help="forward passes (default 1024)")
+    workers.add_argument("--finish-at", metavar="P,P,...", help="answer after these many forward passes (default: the budget)")
+    workers.add_argument("--answer", choices=("box", "code"), default="box", help="what stands in \\boxed{...}, or a program")
+    workers.add_argument("--answer-tokens", type=int, default=16, help="most tokens of an answer that is asked for early (default 16)")
+    workers.add_argument("--ask-every", type=int, default=1024, help="tokens, all workers together, after which one of them is asked "
+                         "whether its work is redundant; 0 asks nobody (default 1024)")
+    workers.add_argument("--move", choices=("rotate", "reencode"), default="rotate", help="how finished steps get to the history")
+    _sampling_arguments(workers)
+    workers.add_argument("--seed", type=int, default=0, help="of the first worker; worker i has seed + i (default 0)")
+    workers.add_argument("--save", metavar="FILE", help="write a snapshot for `jaxshare inspect`, attention over time included")
+    workers.add_argument("--json", action="store_true", help="one JSON object on stdout, everything else on stderr")
+    workers.set_defaults(run=_workers)
+
+    inspect = commands.add_parser("inspect", help="tables and pictures of what a session of workers had cached and attended to")
+    inspection.add_arguments(inspect)
+    inspect.set_defaults(run=inspection.run)
     return parser
+
+
+def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--temperature", type=float, help="0 takes the likeliest token (default: the checkpoint's own)")
+    parser.add_argument("--top-k", type=int, help="keep the k likeliest tokens; 0 keeps all (default: the checkpoint's own)")
+    parser.add_argument("--top-p", type=float, help="keep the likeliest tokens of this probability (default: the checkpoint's own)")
+    parser.add_argument("--min-p", type=float, help="keep tokens this likely, as a part of the likeliest (default: the checkpoint's)")
+    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's own)")
+
+
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings that were given, checked."""
+    given = {name: value for name in ("temperature", "top_k", "top_p", "min_p") if (value := getattr(options, name)) is not None}
+    Sampler(**given)
+    return given
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -66,13 +106,13 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _generate(options: argparse.Namespace) -> int:
     # What can be wrong without the model is found before it is loaded.
-    given = {name: value for name in ("temperature", "top_k", "top_p", "min_p") if (value := getattr(options, name)) is not None}
-    Sampler(**given)
+    given = _sampling(options)
     if options.n < 1:
         raise ValueError(f"--n is {options.n}; ask for at least 1 completion")
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {options.max_new_tokens}; ask for at least 1 token")
-    text = _prompt(options)
+    text = None if options.chat and options.prompt is None and options.prompt_file is None else \
+        _text("prompt", options.prompt, options.prompt_file, " or --chat")
 
     from jaxshare import models
 
@@ -94,20 +134,83 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _prompt(options: argparse.Namespace) -> str | None:
-    if options.prompt is not None:
-        text = options.prompt
-    elif options.prompt_file is not None:
-        try:
-            text = sys.stdin.read() if options.prompt_file == "-" else Path(options.prompt_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"the prompt file {options.prompt_file} cannot be read ({error}); give a file of UTF-8 text") from error
-    elif options.chat:
-        return None
-    else:
-        raise ValueError("there is no prompt; give --prompt TEXT, --prompt-file FILE or --chat")
+def _workers(options: argparse.Namespace) -> int:
+    # What can be wrong without the model is found before it is loaded.
+    given = _sampling(options)
+    if options.workers is not None and options.workers < 1:
+        raise ValueError(f"--workers is {options.workers}; ask for at least 1")
+    count = 2 if options.workers is None else options.workers
+    names = [*_NAMES, *(f"Worker{i}" for i in range(len(_NAMES) + 1, count + 1))][:count] if options.names is None else \
+        [name.strip() for name in options.names.split(",")]
+    finish_at = _numbers("--finish-at", options.finish_at)
+    problem = _text("problem", options.problem, options.problem_file)
+
+    import dataclasses
+
+    from tqdm import tqdm
+
+    from jaxshare import models
+    from jaxshare.serving import Workers
+    from jaxshare.serving.branches import default_sampler
+    from jaxshare.serving.demo import console_for
+    from jaxshare.serving.display import Streams
+
+    model = models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype)
+    session = Workers(
+        model, problem, names=names, layout=options.layout, budget=options.budget, ask_every=options.ask_every, seed=options.seed,
+        move=options.move, kind=options.answer, finisher_tokens=options.answer_tokens,
+        sampler=dataclasses.replace(default_sampler(model), **given))
+    session.check_budgets(finish_at)
+    recorder = inspection.Recorder(session) if options.save else None
+    console = console_for(options.json)
+    with Streams(session.names, console) as streams, \
+            tqdm(total=options.budget, unit=" passes", leave=False, disable=console.is_terminal or not sys.stderr.isatty()) as bar:
+        def show(event: Any) -> None:
+            streams.show(event)
+            bar.update(session.passes - bar.n)
+            if recorder:
+                recorder(event)
+
+        result = session.run(finish_at, on_event=show)
+    for budget, answer in result.answers.items():
+        how = "written by the workers" if not answer.extra_passes else f"asked for, {answer.extra_passes} more passes"
+        console.print(f"answer after {answer.passes} passes (budget {budget}): {answer.value or 'none'} ({how})", markup=False,
+                      highlight=False)
+    why = {"answer": "an answer stands", "stopped": "all workers have stopped", "budget": "the budget is used up",
+           "full": "the cache is full; everything written so far is above: give a smaller budget, or a model with a longer context"}
+    console.print(f"{result.passes} passes, {result.tokens} tokens, {result.tokens / max(result.seconds, 1e-9):,.0f} tokens/s, "
+                  f"{result.kv_bytes / 1e6:.2f} MB of keys and values; {why[result.ended]}.", markup=False, highlight=False)
+    if recorder:
+        _save(recorder.snapshot(), options.save)
+    if options.json:
+        print(json.dumps(result.as_json()))
+    return 0
+
+
+def _save(snapshot: "inspection.Snapshot", file: str) -> None:
+    try:
+        snapshot.save(file)
+    except OSError as error:
+        raise ValueError(f"the snapshot cannot be written to {file} ({error}); give another place to --save") from error
+
+
+def _numbers(name: str, text: str | None) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")] if text else []
+    except ValueError as error:
+        raise ValueError(f"{name} is {text!r}; it must be whole numbers with commas between them, such as 256,512,1024") from error
+
+
+def _text(what: str, given: str | None, file: str | None, instead: str = "") -> str:
+    """What --WHAT or --WHAT-file give."""
+    if given is None and file is None:
+        raise ValueError(f"there is no {what}; give --{what} TEXT{',' if instead else ' or'} --{what}-file FILE{instead}")
+    try:
+        text = given if given is not None else sys.stdin.read() if file == "-" else Path(str(file)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the {what} file {file} cannot be read ({error}); give a file of UTF-8 text") from error
     if not text.strip():
-        raise ValueError("the prompt is empty; give at least one word")
+        raise ValueError(f"the {what} is empty; give at least one word")
     return text
 
 

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,7 +19,9 @@ import jaxshare.models
 from jaxshare import DecodeState, Sampler
 from jaxshare.models import LoadedModel, problems
 from jaxshare.serving.branches import Completions, completions, generate
-from jaxshare.serving.workers import Written, write_together
+from jaxshare.serving.display import Streams
+from jaxshare.serving.results import Result
+from jaxshare.serving.workers import Workers
 
 _BRANCHES = 16
 _EXAMPLES = 3
@@ -64,19 +66,20 @@ def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
     def asked(messages: Sequence[dict[str, str]]) -> str:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
-    def together(names: Sequence[str], on_text: Callable[[list[str]], None] | None = None, implementation: str | None = None) -> Written:
-        return write_together(model, asked(problem.messages(names)), names, problems.header, budget=_BUDGET, rows=2,
-                              implementation=implementation, on_text=on_text)
+    def together(names: Sequence[str], implementation: str | None = None, streams: Streams | None = None) -> Result:
+        session = Workers(model, problem.prompt(), names=names, budget=_BUDGET, max_workers=2, sampler=Sampler(),
+                          implementation=implementation)
+        return session.run(on_event=streams.show if streams else None)
 
     console.print("\n[bold]One worker[/] (compiling takes a few seconds)")
-    with _Streams(problems.NAMES[:1], console) as streams:
-        alone = together(problems.NAMES[:1], streams.show)
+    with Streams(problems.NAMES[:1], console) as streams:
+        alone = together(problems.NAMES[:1], streams=streams)
     console.print("\n[bold]Two workers[/], each reads what the other writes as it is written")
-    with _Streams(problems.NAMES, console) as streams:
-        both = together(problems.NAMES, streams.show)
+    with Streams(problems.NAMES, console) as streams:
+        both = together(problems.NAMES, streams=streams)
     copies = together(problems.NAMES, implementation="reference")
-    console.print(f"Right answers: {_right(alone.history, problem)} of 5 alone in {alone.passes} passes, "
-                  f"{_right(both.history, problem)} of 5 together in {both.passes}.")
+    console.print(f"Right answers: {_right(_words(alone), problem)} of 5 alone in {alone.passes} passes, "
+                  f"{_right(_words(both), problem)} of 5 together in {both.passes}.")
 
     rng = random.Random(seed + 1)
     examples = [problems.make_problem(rng) for _ in range(_EXAMPLES)]
@@ -96,7 +99,7 @@ def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
     lines = [
         Line("1 worker", alone.passes, None, alone.tokens / alone.seconds, None, alone.kv_bytes, None, None),
         Line("2 workers", both.passes, copies.passes, both.tokens / both.seconds, copies.tokens / copies.seconds, both.kv_bytes,
-             both.seen_bytes, both.texts == copies.texts),
+             len(both.names) * both.kv_bytes, both.texts == copies.texts),
         Line(f"{_BRANCHES} branches", shared.passes, unshared.passes, shared.tokens_per_second, unshared.tokens_per_second,
              shared.kv_bytes, unshared.kv_bytes, _texts(shared) == _texts(unshared)),
     ]
@@ -106,43 +109,13 @@ def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
                   "each branch reads the prompt itself and keeps a copy. Identical: both ways wrote the same text, token for token.",
                   style="dim", highlight=False)
     return {
-        "problem": problem.prompt(), "answers": list(problem.answers), "one_worker": alone.texts[0], "two_workers": both.texts,
+        "problem": problem.prompt(), "answers": list(problem.answers),
+        "one_worker": _words(alone), "two_workers": list(both.texts.values()),
         "branches": _texts(sampled), "vote": vote,
-        "right": {"one_worker": _right(alone.history, problem), "two_workers": _right(both.history, problem),
+        "right": {"one_worker": _right(_words(alone), problem), "two_workers": _right(_words(both), problem),
                   "vote": _right(voted, problem)},
         "table": [dataclasses.asdict(line) for line in lines],
     }
-
-
-class _Streams:
-    """The workers' texts side by side, growing where the output is a terminal, printed once where it is not."""
-
-    def __init__(self, names: Sequence[str], console: Console):
-        self.names, self.console, self.texts = names, console, [""] * len(names)
-        self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-
-    def __enter__(self) -> "_Streams":
-        if self.live:
-            self.live.start()
-        return self
-
-    def show(self, texts: list[str]) -> None:
-        self.texts = texts
-        if self.live:
-            self.live.update(self._view(), refresh=True)
-
-    def _view(self) -> Table:
-        grid = Table.grid(expand=True)
-        for _ in self.names:
-            grid.add_column(ratio=1)
-        grid.add_row(*(Panel(text.strip(), title=name, title_align="left") for name, text in zip(self.names, self.texts, strict=True)))
-        return grid
-
-    def __exit__(self, *_) -> None:
-        if self.live:
-            self.live.stop()
-        else:
-            self.console.print(self._view())
 
 
 class _Answers:
@@ -183,6 +156,10 @@ class _Answers:
 
 def _right(text: str, problem: problems.Problem) -> int:
     return sum(problems.check(text, problem))
+
+
+def _words(result: Result) -> str:
+    return "".join(step.text for step in result.steps)
 
 
 def _vote(texts: list[str]) -> list[str]:

@@ -1,12 +1,19 @@
 """Workers: a few streams that write at once over one shared cache and read each other's tokens as they appear.
 
-The combined layout of Hogwild! Inference (section 3.2): a history of the prompt and all finished steps, which every worker
-sees first, then the other workers' unfinished steps, then its own. A finished step moves to the end of the history.
+    session = Workers(model, "Solve: ...", names=("Alice", "Bob"))
+    for event in session.stream():
+        print(event.worker, event.step, event.text)
+    print(session.finish().value)
+
+Hogwild! Inference (sections 3 and 4.1, appendices A, C and E): the loop runs on the device and ends steps there; the host looks in
+once in a few passes, to hand on the text.
 """
 
+import collections
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,160 +21,518 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, decode
+from jaxshare.automaton import ByteAutomaton, TokenAutomaton
 from jaxshare.models import LoadedModel
-from jaxshare.serving.branches import cache_dtype, check_context, encode
+from jaxshare.serving import answers
+from jaxshare.serving.branches import cache_dtype, default_sampler, prefill
+from jaxshare.serving.capacities import capacities, rounded_budget
+from jaxshare.serving.layouts import LAYOUTS, MakeLayout, WorkersLayout
+from jaxshare.serving.prompts import Format
+from jaxshare.serving.results import Answer, Result
+from jaxshare.serving.steps import box_automaton, check_separator, code_automaton, step_automaton
+from jaxshare.serving.transcript import Codec, Event, Step, Transcript
+from jaxshare.steps import Steps
 
-HISTORY = 0
-_WIDTH = 64
-_PASSES_AT_ONCE = 8
-_ROUND = 256
+FINISHER = "finisher"
+PERSON = "User"
+KINDS: Mapping[str, tuple[Callable[[str], str | None], Callable[[], ByteAutomaton]]] = {
+    "box": (answers.boxed, box_automaton), "code": (answers.code, code_automaton)}
+"""Of answers: what takes one out of a text, and what finds its end."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Written:
-    """What the workers wrote, and what it cost.
-
-    Attributes:
-      texts: each worker's own words, its steps one after the other.
-      history: everything in the order in which it was finished, unfinished steps last.
-      passes: forward passes.
-      tokens: tokens sampled, all workers together.
-      seconds: of wall time, compilation not counted.
-      kv_bytes: keys and values cached at the end, over all layers.
-      seen_bytes: what they would take if every worker kept its own copy of what it sees.
-    """
-
-    texts: list[str]
-    history: str
-    passes: int
-    tokens: int
-    seconds: float
-    kv_bytes: int
-    seen_bytes: int
+_WIDTH = 16
+_OPENINGS = 64
+_BLOCKS = 8
 
 
-@dataclasses.dataclass
-class _Voice:
-    """One worker as the host sees it.
+class Workers:
+    """A session of workers over one problem.
 
     Attributes:
-      name: of the worker.
-      step: number of the step that it writes.
-      words: tokens of all its steps, headers included.
-      current: tokens of its unfinished step, the separator that opens it included.
-      sampled: tokens that it has sampled.
+      model: the model.
+      format: prompts and headers.
+      names: of the workers that take part.
+      layout: which blocks each sees.
+      blocks: names of the cache's blocks; the index is the block's number.
+      rows: the same layout as the device has it.
+      budget: forward passes in all; passes: those so far.
+      kind: of answer, "box" or "code".
+      waits: how often the host has waited for the device.
+      ended: why the session is over, or None: see `Result`.
+      seconds, prefill_seconds: see `Result`.
     """
 
-    name: str
-    step: int = 0
-    words: list[int] = dataclasses.field(default_factory=list)
-    current: list[int] = dataclasses.field(default_factory=list)
-    sampled: int = 0
+    def __init__(self, model: LoadedModel, problem: str, *, names: Sequence[str] = ("Alice", "Bob"),
+                 layout: str | WorkersLayout | MakeLayout = "combined", budget: int = 1024,
+                 format: Format | None = None, sampler: Sampler | None = None, seed: int = 0, ask_every: int = 1024,
+                 move: str = "rotate", max_workers: int | None = None, step_tokens: int = 512, history_tokens: int | None = None,
+                 kind: str = "box", finisher_tokens: int = 16, passes_at_once: int = 16, together: bool = True,
+                 implementation: str | None = None):
+        """Encodes the prompt; nothing is written yet.
+
+        Args:
+          model: with a tokenizer.
+          problem: the user's words.
+          names: of the workers.
+          layout: "contiguous", "interleaved" or "combined", a function that makes one for any names, or a layout of your own.
+          budget: forward passes, which is also how many tokens a worker may sample.
+          format: prompts and headers; default the model's own, or else the collaborative prompt.
+          sampler: how to sample; default the checkpoint's own settings. The format's forbidden tokens are added.
+          seed: worker i draws from seed + i.
+          ask_every: sampled tokens, all workers together, after which one of them is asked whether its work is redundant; 0 never asks.
+          move: "rotate" moves a finished step as it is; "reencode" encodes it anew behind the history (the ablation of appendix E.1).
+          max_workers: room for workers that join later; default len(names).
+          step_tokens: room for a step that moves. A longer one moves in pieces.
+          history_tokens: room for the prompt and all that moves behind it; default what the budget can need, within the context.
+          kind: of answer: "box" is what stands in `\\boxed{...}`, "code" a program in a fenced block. A step that has one ends the session.
+          finisher_tokens: most tokens of an answer that `finish` asks for.
+          passes_at_once: forward passes between two looks of the host. It never changes what is written.
+          together: one worker's answer ends the session for all; False lets the others write on.
+          implementation: attention backend.
+
+        Raises:
+          ValueError: no workers, empty or repeated names, numbers out of range, a layout that cannot be, a prompt that does not fit the
+            context, or a tokenizer that cannot write the separator.
+        """
+        self.names = tuple(names)
+        _check_names(self.names)
+        room = len(names) if max_workers is None else max_workers
+        _check_numbers(budget=budget, step_tokens=step_tokens, finisher_tokens=finisher_tokens, passes_at_once=passes_at_once)
+        if ask_every < 0:
+            raise ValueError(f"ask_every is {ask_every}; it must be at least 1 token, or 0 to ask nobody")
+        if room < len(names):
+            raise ValueError(f"max_workers is {max_workers}, but there are {len(names)} workers")
+        if move not in ("rotate", "reencode"):
+            raise ValueError(f"move is {move!r}; it must be 'rotate' or 'reencode'")
+        if kind not in KINDS:
+            raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
+        tokenizer: Any = model.tokenizer
+        if tokenizer is None:
+            raise ValueError("workers need a model with a tokenizer; add the tokenizer's files to the model's folder")
+        if not problem.strip():
+            raise ValueError("the problem is empty; give at least one word")
+        self.format = format or Format.of(model)
+        self._make_layout = _maker(layout)
+        self.layout = self._make_layout(self.names, self.format)
+        self.layout.check(self.names)
+        self.budget, self.kind, self.passes, self.waits = budget, kind, 0, 0
+        self.ended: str | None = None
+        self.seconds = 0.0
+        self._seed, self._reencodes, self._passes_at_once, self._finisher_tokens = seed, move == "reencode", passes_at_once, finisher_tokens
+        self._most = rounded_budget(budget) + 1  # tokens of a row
+        self._events: collections.deque[Event] = collections.deque()
+        self._reasons = dict.fromkeys(self.names, Reason.RUNNING)
+        self._compiled = False
+
+        self._codec = codec = _codec(tokenizer, model.config.vocab_size)
+        ends, closes = _tables(codec, self.format.separator, kind)
+        self._transcript = Transcript(codec.decode, model.generation.stop_tokens, self._opening)
+        self._separator = codec.encode(self.format.separator)
+        prompt = self._prompt(tokenizer, problem)
+        # Without a header a worker begins with the prompt's last token.
+        self._bare = prompt[-1:] if not self._opening(self.names[0], 1) else []
+        prompt = prompt[:-1] if self._bare else prompt
+        texts = {block: codec.encode(text) for block, text in self.layout.texts.items()}
+        self._rows: list[str | None] = [*self.names, *[None] * (room - len(names))]
+        # Large blocks come first, so that they lie on large tiles. Sessions of a few blocks more or less share programs.
+        blocks = [*self.layout.blocks, *(f"spare {i + 1}" for i in range(room - len(names))), FINISHER]
+        blocks.sort(key=lambda block: block in texts or block == FINISHER)
+        self.blocks = (*blocks, *(f"unused {i + 1}" for i in range(-len(blocks) % _BLOCKS)))
+        finisher = max(len(codec.encode(text)) for text in (self.format.finisher, self.format.code_finisher)) + finisher_tokens
+        sizes = capacities(
+            self.layout, [block for block in blocks if block.startswith("spare ")], context=model.config.max_positions, prompt=len(prompt),
+            problem=len(codec.encode(problem)), texts={b: len(t) for b, t in texts.items()} | {FINISHER: finisher}, opening=self._longest(),
+            budget=budget, ask_every=ask_every, step_tokens=step_tokens, history_tokens=history_tokens)
+        self.model = model = model.for_context(max(sum(sizes[b] for b in (*row, FINISHER)) for row in self.layout.sees.values()))
+        self._module = dataclasses.replace(model.module, implementation=implementation)
+
+        cache = KVCache.create(model.config, [sizes.get(block, 0) for block in self.blocks], cache_dtype(model))
+        _, cache = prefill(model, [], cache, block=0)  # compiles
+        clock = time.perf_counter()
+        for block, tokens in {self.layout.prompt: prompt, **texts}.items():
+            if tokens:
+                _, cache = prefill(model, tokens, cache, self.blocks.index(block))
+        jax.block_until_ready(cache.keys)
+        self.prefill_seconds = time.perf_counter() - clock
+
+        sampler = sampler or default_sampler(model)
+        self._sampler = dataclasses.replace(sampler, forbidden=(*sampler.forbidden, *self.format.forbidden_tokens(tokenizer)))
+        self._prepared = dict.fromkeys(self.names, 0)
+        for row, name in enumerate(self.names):
+            self._transcript.join(name, row, 0, self._lead(name))
+        steps = Steps.create(
+            ends, closes, self._targets(), room=self._most, openings=max(_OPENINGS, 2 * passes_at_once), longest=self._longest(),
+            together=together, ask_every=ask_every if self.format.question else 0, seed=seed)
+        self.rows = self._device_layout()
+        self._state = DecodeState.create(
+            cache, self.rows, [self._lead(name) if name else [] for name in self._rows], vocab_size=model.config.vocab_size,
+            samplers=self._sampler, seeds=seed, budgets=self._most, stops=model.generation.stop_tokens, max_width=_WIDTH, steps=steps)
+        self._prepare()
+
+    @property
+    def cache(self) -> KVCache:
+        """The blocks as they stand. The next passes take them over: look at them, do not keep them."""
+        return self._state.cache
+
+    @property
+    def steps(self) -> list[Step]:
+        """All steps in the order in which they were finished, unfinished ones last."""
+        return self._transcript.steps
+
+    @property
+    def drawn(self) -> dict[str, int]:
+        """Tokens that each worker has sampled, one that stops it included."""
+        return {name: voice.read for name, voice in self._transcript.voices.items()}
+
+    def stream(self, until: int | None = None) -> Iterator[Event]:
+        """Lets the workers write, and yields their text as it appears.
+
+        Between two events workers may be paused, resumed, added and removed, and a person may speak; it takes effect with the next
+        passes.
+
+        Args:
+          until: stop at this many forward passes in all; default the session's budget.
+        """
+        last = self.budget if until is None else min(until, self.budget)
+        while self._events or self._runs(last):
+            if not self._events:
+                self._run(min(self._passes_at_once, last - self.passes))
+            while self._events:
+                yield self._events.popleft()
+
+    def run(self, finish_at: Sequence[int] = (), *, on_event: Callable[[Event], None] | None = None) -> Result:
+        """Runs to the end, and answers at several budgets on the way, which changes nothing of what the workers write.
+
+        Args:
+          finish_at: budgets of forward passes at which to take the answer; default the session's budget.
+          on_event: called with the text as it appears.
+
+        Raises:
+          ValueError: a budget to finish at that is below 1 or beyond the session's.
+        """
+        self.check_budgets(finish_at)
+        found = {}
+        for budget in [*sorted(set(finish_at or [self.budget])), None]:
+            for event in self.stream(budget):
+                if on_event:
+                    on_event(event)
+            if budget is not None:
+                found[budget] = self.finish()
+        return self.result(found)
+
+    def check_budgets(self, finish_at: Sequence[int]) -> None:
+        """Raises ValueError for a budget to finish at that is below 1 or beyond the session's."""
+        if odd := [b for b in finish_at if not 1 <= b <= self.budget]:
+            raise ValueError(f"finish_at has {odd[0]}; it must lie between 1 and the session's budget of {self.budget} forward passes")
+
+    def result(self, found: Mapping[int, Answer] | None = None) -> Result:
+        """What there is so far; `found` are the answers by budget."""
+        ended = self.ended or ("budget" if self.passes >= self.budget else "paused")
+        kv_bytes = int(np.sum(np.asarray(self.cache.lengths))) * self.cache.token_bytes
+        return Result(self.names, self.steps, dict(found or {}), self.passes, ended, self.seconds, self.prefill_seconds, kv_bytes)
+
+    def finish(self, *, sees: Sequence[str] | None = None) -> Answer:
+        r"""The answer that the workers have given, or else their best guess now (section 4.1, appendix C).
+
+        For a guess the early-stop prompt is fed to a block of its own, behind all that the last worker sees, and a bounded number of
+        tokens is sampled greedily. The session goes on afterwards as though nothing had been asked.
+
+        Args:
+          sees: the blocks to guess from, in order; default those of the last worker. Given, no answer is taken from the workers' words.
+
+        Raises:
+          ValueError: a block that there is not.
+        """
+        extract, automaton = KINDS[self.kind]
+        written = "".join(step.text for step in self.steps if step.worker != PERSON)
+        if sees is None and automaton().read(written.encode())[1]:
+            return Answer(extract(written), written, self.passes, 0)
+        sees = self.layout.sees[self.names[-1]] if sees is None else sees
+        if unknown := [b for b in sees if b not in self.blocks]:
+            raise ValueError(f"there is no block {unknown[0]!r}; the blocks are {', '.join(self.blocks)}")
+        prompt = self.format.finisher if self.kind == "box" else self.format.code_finisher
+        never, closes, start = _finisher_tables(self._codec, prompt, automaton)
+        steps = Steps.create(never, closes, [-1], room=self._finisher_tokens, at_once=True)
+        lengths = self.cache.lengths + 0
+        state = DecodeState.create(
+            self._flushed(), Layout.from_blocks([[*map(self.blocks.index, sees), self.blocks.index(FINISHER)]], width=len(self.blocks)),
+            [self._codec.encode(prompt)], vocab_size=self.model.config.vocab_size, budgets=self._finisher_tokens, max_width=_WIDTH,
+            samplers=dataclasses.replace(self._sampler, temperature=0.0), stops=self.model.generation.stop_tokens,
+            steps=dataclasses.replace(steps, answer_state=steps.answer_state + start))
+        state = decode(self._module, self.model.params, state, passes=state.pending.shape[1] + self._finisher_tokens, width=_WIDTH)
+        stops = self.model.generation.stop_tokens
+        text = prompt + self._codec.decode([token for token in state.outputs()[0] if token not in stops])
+        self._keep(dataclasses.replace(state.cache, lengths=lengths))
+        return Answer(extract(text), text, self.passes, int(state.passes))
+
+    def _flushed(self) -> KVCache:
+        """The cache with what each worker has sampled last, which otherwise the next pass would feed, and will, to the same place."""
+        state = self._state
+        waiting, head, drawn = (np.asarray(a) for a in (state.waiting, state.head, state.drawn))
+        room = np.asarray(state.cache.lengths < state.cache.capacities)[self._writes()]
+        count = (waiting > 0) & (head == 0) & (drawn > 0) & room
+        return self.model.forward(np.asarray(state.pending)[:, :1], count.astype(np.int32), state.cache, self.rows)[1]
+
+    def say(self, text: str, name: str = PERSON) -> None:
+        """A person speaks: the text lands behind the history as a step of its own, which all workers read from the next pass on.
+
+        Raises:
+          ValueError: no text, or more than the history has room for.
+        """
+        if not text.strip():
+            raise ValueError("there is nothing to say; give at least one word")
+        number = 1 + sum(step.worker == name for step in self.steps)
+        step = Step(name, number, self.format.opening(name, number, names=()) + text, self.passes, self.passes)
+        tokens, block = [*self._separator, *self._codec.encode(step.text)], self.layout.prompt
+        if len(tokens) > (room := self._room(block)):
+            raise ValueError(f"what {name} says has {len(tokens)} tokens, but the block {block!r} has room for {room} more; say less, or "
+                             f"create the session with more history_tokens")
+        _, cache = prefill(self.model, tokens, self.cache, self.blocks.index(block))
+        self._keep(cache)
+        self._transcript.finished.append(step)
+
+    def pause(self, name: str) -> None:
+        """A worker stops where it is; the others see what it has written so far. Does nothing to one that has ended."""
+        self._turn(name, Reason.RUNNING, Reason.PAUSED)
+
+    def resume(self, name: str) -> None:
+        """A paused worker goes on."""
+        self._turn(name, Reason.PAUSED, Reason.RUNNING)
+
+    def add(self, name: str, layout: WorkersLayout | None = None) -> None:
+        """A worker joins and begins its first step with the next pass.
+
+        Args:
+          name: of the worker.
+          layout: of all workers from now on; needed where the session has a layout of your own. The one block that may be new in it is
+            that which the worker writes.
+
+        Raises:
+          ValueError: a name that is taken or empty, no room for one more worker, or a layout that does not fit.
+        """
+        _check_names((*self.names, name))
+        if None not in self._rows:
+            raise ValueError(f"the session has room for {len(self._rows)} workers; create it with a larger max_workers to add {name}")
+        names = (*self.names, name)
+        layout = layout or self._make_layout(names, self.format)
+        layout.check(names)
+        spare = next(b for b in self.blocks if b.startswith("spare "))
+        blocks = tuple(layout.written(name) if b == spare else b for b in self.blocks)
+        if new := [b for b in layout.blocks if b not in blocks]:
+            raise ValueError(f"the layout has a new block {new[0]!r}; a worker that joins brings the block that it writes and no other")
+        row = self._rows.index(None)
+        self.names, self.layout, self.blocks, self._rows[row], self._reasons[name] = names, layout, blocks, name, Reason.RUNNING
+        self._transcript.join(name, row, self.passes, self._lead(name))
+        self._prepared[name] = 0
+        self._relayout()
+        state = self._state
+        assert state.steps is not None
+        self._state = dataclasses.replace(
+            state, reasons=state.reasons.at[row].set(Reason.RUNNING.value), ready=state.ready.at[row].set(False),
+            drawn=state.drawn.at[row].set(0), waiting=state.waiting.at[row].set(0), steps=state.steps.begin(row, 1),
+            ).feed(row, self._lead(name))
+        self._prepare()
+
+    def remove(self, name: str) -> None:
+        """A worker leaves. What its block holds moves to the end of the history (of the prompt, where there is none).
+
+        Raises:
+          ValueError: no such worker, the last one, or no room for what it has written.
+        """
+        row = self.row(name)
+        if len(self.names) == 1:
+            raise ValueError(f"{name} is the only worker; a session needs at least one")
+        block, target = self.layout.written(name), self.layout.moves.get(name, self.layout.prompt)
+        self._keep(self.cache.move(self.blocks.index(block), self.blocks.index(target)))
+        self._transcript.leave(name, self.passes)
+        spare = next(f"spare {i}" for i in range(1, len(self.blocks)) if f"spare {i}" not in self.blocks)
+        del self._reasons[name]
+        self.names, self.layout = tuple(n for n in self.names if n != name), self.layout.without(name)
+        self.blocks, self._rows[row] = tuple(spare if b == block else b for b in self.blocks), None
+        self._state = self._state.end(row, Reason.UNUSED)
+        self._relayout()
+
+    def row(self, name: str) -> int:
+        """The row of a worker.
+
+        Raises:
+          ValueError: no such worker.
+        """
+        if name not in self.names:
+            raise ValueError(f"there is no worker {name!r}; the workers are {', '.join(self.names)}")
+        return self._rows.index(name)
+
+    def pending(self) -> tuple[np.ndarray, np.ndarray]:
+        """What the next pass will feed: tokens int32[R, T], padded on the right, and count int32[R]."""
+        state = self._state
+        queues, heads, waiting, running = (np.asarray(a) for a in (state.pending, state.head, state.waiting, state.running))
+        count = np.where(running, np.minimum(waiting, _WIDTH), 0).astype(np.int32)
+        width = max(1, count.max())
+        return np.stack([queue[head:head + width] for queue, head in zip(queues, heads, strict=True)]), count
+
+    # What the device runs, and what comes back.
+
+    def _runs(self, last: int) -> bool:
+        return self.ended is None and self.passes < last and Reason.RUNNING in self._reasons.values()
+
+    def _run(self, passes: int) -> None:
+        """Some passes in one dispatch, then one look at what they wrote."""
+        settings: dict[str, Any] = dict(width=_WIDTH, until_any=self._reencodes)
+        if not self._compiled:
+            self._state = jax.block_until_ready(decode(self._module, self.model.params, self._state, passes=0, **settings))
+            self._compiled = True
+        clock = time.perf_counter()
+        self._state = state = decode(self._module, self.model.params, self._state, passes=passes, **settings)
+        steps = state.steps
+        assert steps is not None
+        seen = jax.device_get({"passes": state.passes, "drawn": state.drawn, "reasons": state.reasons, "tokens": state.tokens,
+                               "marks": steps.marks, "at": steps.at, "due": steps.due, "faults": state.cache.faults})
+        self.waits += 1
+        if seen["faults"]:
+            self.cache.check()
+        self.passes = int(seen["passes"])
+        self._events.extend(self._transcript.read(seen))
+        self._reasons = {name: Reason(int(seen["reasons"][self.row(name)])) for name in self.names}
+        self.ended = _ended(self._reasons.values())
+        for name in [name for name, reason in self._reasons.items() if reason is Reason.STEP]:
+            if self.ended is None:
+                self._reencode(name, bool(seen["due"][self.row(name)]))
+                self._reasons[name] = Reason.RUNNING
+        self._prepare()
+        self.seconds += time.perf_counter() - clock
+
+    def _reencode(self, name: str, asks: bool) -> None:
+        """What the device does at the end of a step, but the step is encoded anew behind what it moves to, seeing that alone."""
+        row, tokens = self.row(name), self._transcript.voices[name].block[:-1]
+        if target := self.layout.moves.get(name):
+            if len(tokens) > self._room(target):
+                self.ended = "full"
+                return
+            cache = _clear(self.cache, self.blocks.index(self.layout.written(name)))
+            self._keep(prefill(self.model, tokens, cache, self.blocks.index(target))[1])
+        opening = self._transcript.turn(name, self.passes, asked=asks)
+        assert self._state.steps is not None
+        self._state = dataclasses.replace(self._state, steps=self._state.steps.begin(row, self._transcript.voices[name].step.number))
+        self._state = self._state.feed(row, opening) if opening else self._state.end(row, Reason.RUNNING)
+
+    def _prepare(self) -> None:
+        """Sees to it that the device has openings for all steps that can end before the host looks in again."""
+        for name, voice in self._transcript.voices.items():
+            number, steps = voice.step.number, self._state.steps
+            assert steps is not None
+            if not self._reencodes and number + self._passes_at_once >= self._prepared[name]:
+                count = steps.openings.shape[1]
+                pairs = [(self._opening(name, n), self._opening(name, n, True)) for n in range(number + 1, number + 1 + count)]
+                self._state = dataclasses.replace(self._state, steps=steps.prepare(voice.row, number + 1, pairs))
+                self._prepared[name] = number + 1 + count
+
+    def _turn(self, name: str, old: Reason, new: Reason) -> None:
+        row = self.row(name)
+        if self._reasons[name] is old:
+            self._state, self._reasons[name] = self._state.end(row, new), new
+
+    def _keep(self, cache: KVCache) -> None:
+        self._state = dataclasses.replace(self._state, cache=cache)
+
+    def _room(self, block: str) -> int:
+        number = self.blocks.index(block)
+        return int(self.cache.capacities[number] - self.cache.lengths[number])
+
+    def _relayout(self) -> None:
+        steps = self._state.steps
+        assert steps is not None
+        self.rows = self._device_layout()
+        steps = dataclasses.replace(steps, targets=jnp.asarray(self._targets(), jnp.int32))
+        self._state = dataclasses.replace(self._state, layout=self.rows, steps=steps)
+
+    def _device_layout(self) -> Layout:
+        rows = [[self.blocks.index(b) for b in self.layout.sees[name]] if name else [] for name in self._rows]
+        return Layout.from_blocks(rows, width=len(self.blocks))
+
+    def _writes(self) -> list[int]:
+        """The block of each row; the first for a row without a worker."""
+        return [self.blocks.index(self.layout.written(name)) if name else 0 for name in self._rows]
+
+    def _targets(self) -> list[int]:
+        moves = [self.layout.moves.get(name) if name else None for name in self._rows]
+        return [self.blocks.index(block) if block else -1 for block in moves]
+
+    # Texts as tokens.
+
+    def _prompt(self, tokenizer: Any, problem: str) -> list[int]:
+        format = self.format if self.layout.moves else dataclasses.replace(self.format, history_header="")
+        text = format.prompt(tokenizer, problem, self.names)
+        return tokenizer.encode(text, add_special_tokens=not tokenizer.chat_template, verbose=False)
+
+    def _opening(self, name: str, number: int, ask: bool = False) -> list[int]:
+        """Tokens that open a step, behind the separator. Where steps stay in their block there is one header, at its begin."""
+        if number > 1 and name not in self.layout.moves:
+            text = self.format.question if ask else ""
+        else:
+            text = self.format.opening(name, number, names=self.names, ask=ask)
+        return self._codec.encode(text.rstrip(" "))  # a space belongs to the token that comes next
+
+    def _lead(self, name: str) -> list[int]:
+        """Tokens that open a worker's first step."""
+        return self._bare or [*self._separator, *self._opening(name, 1)]
+
+    def _longest(self) -> int:
+        """Most tokens of an opening, in a multiple, so that sessions share programs."""
+        longest = max(len(self._opening(name, number, True)) for name in self.names for number in (1, 10**6))
+        return longest + -longest % 32
 
 
-def combined_layout(workers: int, *, rows: int | None = None) -> Layout:
-    """Block 0 is the history, block 1 + w the current step of worker w; row w lists the others in ascending order, itself last."""
-    steps = range(1, workers + 1)
-    lists = [[HISTORY, *(b for b in steps if b != own), own] for own in steps]
-    rows = rows or workers
-    return Layout.from_blocks(lists, num_rows=rows, width=rows + 1)
+def _check_names(names: Sequence[str]) -> None:
+    if not names or not all(isinstance(name, str) and name.strip() for name in names) or len(set(names)) < len(names):
+        raise ValueError(f"workers need names, each its own; got {list(names)}")
 
 
-def write_together(model: LoadedModel, prompt: str, names: Sequence[str], header: Callable[[str, int], str], *, separator: str = "\n\n",
-                   budget: int = 512, rows: int | None = None, step_tokens: int = 128, sampler: Sampler = Sampler(), seed: int = 0,
-                   implementation: str | None = None, on_text: Callable[[list[str]], None] | None = None) -> Written:
-    """Lets workers write until one of them brings a stop token, the budget of tokens a worker is used up, or the history is full.
+def _check_numbers(**numbers: int) -> None:
+    if low := [name for name, value in numbers.items() if value < 1]:
+        raise ValueError(f"{low[0]} is {numbers[low[0]]}; it must be at least 1")
 
-    A step ends with a token that ends in the separator. The token itself opens the worker's next step, before the header.
 
-    Args:
-      model: with a tokenizer.
-      prompt: what every worker reads first, templates already applied.
-      names: of the workers.
-      header: (name, number of its step from 1) -> text that opens the step.
-      separator: what ends a step.
-      budget: tokens that each worker may sample.
-      rows: rows of the program, at least one for each worker; more let runs of different sizes share one program.
-      step_tokens: room for a single step; a worker whose step does not fit writes no more.
-      sampler, seed: as in decoding; worker w draws from seed + w.
-      implementation: attention backend.
-      on_text: called with each worker's text so far between dispatches.
+def _maker(layout: str | WorkersLayout | MakeLayout) -> MakeLayout:
+    if isinstance(layout, WorkersLayout):
+        return lambda names, format: layout
+    if not isinstance(layout, str):
+        return layout
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}, a function of names and format, or a "
+                         f"WorkersLayout")
+    return LAYOUTS[layout]
+
+
+def _ended(reasons: Collection[Reason]) -> str | None:
+    """Why a session is over whose workers have stopped for these reasons, or None while one of them may go on."""
+    if Reason.ANSWER in reasons and not {Reason.RUNNING, Reason.PAUSED} & set(reasons):
+        return "answer"
+    if {Reason.RUNNING, Reason.PAUSED, Reason.STEP} & set(reasons):
+        return None
+    return "full" if Reason.FULL in reasons else "budget" if Reason.BUDGET in reasons else "stopped"
+
+
+@functools.lru_cache(maxsize=8)
+def _codec(tokenizer: Any, vocab_size: int) -> Codec:
+    return Codec(tokenizer, vocab_size)
+
+
+@functools.lru_cache(maxsize=8)
+def _tables(codec: Codec, separator: str, kind: str) -> tuple[TokenAutomaton, TokenAutomaton]:
+    """What finds the ends of steps and of answers.
 
     Raises:
-      ValueError: no workers, empty or repeated names, a budget below 1, a prompt that does not fit the context, or a tokenizer
-        that has no token for the separator.
+      ValueError: a tokenizer that cannot write the separator.
     """
-    if not names or len(set(names)) < len(names) or not all(names):
-        raise ValueError(f"workers need names, each its own; got {list(names)}")
-    if budget < 1:
-        raise ValueError(f"the budget is {budget} tokens a worker; it must be at least 1")
-    prompt_tokens = encode(model, prompt)
-    check_context(model, len(prompt_tokens), budget * len(names))
-    tokenizer: Any = model.tokenizer
-    stops = set(model.generation.stop_tokens)
-    separators = _tokens_ending_in(tokenizer, separator, model.config.vocab_size)
-    voices = [_Voice(name) for name in names]
-    finished_steps: list[int] = []
-
-    def opening(voice: _Voice, separated_by: list[int]) -> list[int]:
-        """Turns a voice to its next step; the tokens that open it."""
-        voice.step += 1
-        voice.current = [*separated_by, *tokenizer.encode(header(voice.name, voice.step), add_special_tokens=False)]
-        voice.words += voice.current[len(separated_by) if voice.step == 1 else 0:]
-        return voice.current
-
-    rows = rows or len(names)
-    room = len(prompt_tokens) + 2 * rows * (budget + step_tokens)  # headers are not in the budget
-    room += -room % _ROUND  # so that prompts of nearly the same length share one program
-    room = max(len(prompt_tokens), min(room, model.config.max_positions - rows * step_tokens))
-    cache = KVCache.create(model.config, (room, *[step_tokens] * rows), cache_dtype(model))
-    settings: dict[str, Any] = dict(vocab_size=model.config.vocab_size, samplers=sampler, seeds=seed, budgets=budget, queue=room,
-                                    stops=[*stops, *separators], max_width=_WIDTH)
-    module = dataclasses.replace(model.module, implementation=implementation)
-
-    # The first row writes the prompt into the history; then the workers' layout takes over.
-    state = DecodeState.create(cache, Layout.from_blocks([[HISTORY]], num_rows=rows, width=rows + 1), [prompt_tokens], **settings)
-    state = decode(module, model.params, state, passes=0, width=_WIDTH)  # compiles, runs nothing; so does moving an empty block
-    state = dataclasses.replace(state, cache=_move(state.cache, 1, HISTORY))
-    clock = time.perf_counter()
-    state = decode(module, model.params, state, passes=-(-len(prompt_tokens) // _WIDTH), width=_WIDTH)
-    passes, separated = state.passes, tokenizer.encode(separator, add_special_tokens=False)
-    state = DecodeState.create(state.cache, combined_layout(len(names), rows=rows), [opening(v, separated) for v in voices], **settings)
-    state = dataclasses.replace(state, passes=passes)
-
-    done = False
-    while not done and bool(jnp.any(state.running)):
-        state = decode(module, model.params, state, passes=_PASSES_AT_ONCE, width=_WIDTH, until_any=True)
-        outputs, reasons = state.outputs(), np.asarray(state.reasons)
-        for w, voice in enumerate(voices):
-            new = outputs[w][voice.sampled:]
-            voice.sampled += len(new)
-            ended = bool(new) and reasons[w] == Reason.STOP
-            kept = new[:-1] if ended else new
-            voice.words += kept
-            voice.current += kept
-            if ended and (new[-1] in stops or int(state.cache.lengths[HISTORY] + state.cache.lengths[1 + w]) > room):
-                done = True
-            elif ended:
-                finished_steps += voice.current
-                state = dataclasses.replace(state, cache=_move(state.cache, 1 + w, HISTORY))
-                state = state.feed(w, opening(voice, new[-1:]))
-        if on_text:
-            on_text([tokenizer.decode(v.words) for v in voices])
-    jax.block_until_ready(state.cache.lengths)
-    seconds = time.perf_counter() - clock
-    state.cache.check()
-    cached = int(np.asarray(state.cache.lengths).sum()) * state.cache.token_bytes
-    unfinished = [token for v in voices for token in v.current]
-    return Written([tokenizer.decode(v.words) for v in voices], tokenizer.decode(finished_steps + unfinished), int(state.passes),
-                   sum(v.sampled for v in voices), seconds, cached, cached * len(names))
+    automaton = step_automaton(separator)
+    check_separator(separator, codec.tokenizer, codec.vocabulary)
+    return automaton.lift(codec.vocabulary), KINDS[kind][1]().lift(codec.vocabulary)
 
 
-def _tokens_ending_in(tokenizer: Any, separator: str, vocab_size: int) -> list[int]:
-    texts = tokenizer.batch_decode([[token] for token in range(vocab_size)])
-    if found := [token for token, text in enumerate(texts) if text.endswith(separator)]:
-        return found
-    raise ValueError(f"no token of the model's vocabulary ends in the separator {separator!r}; choose another separator")
+@functools.lru_cache(maxsize=8)
+def _finisher_tables(codec: Codec, prompt: str, automaton: Callable[[], ByteAutomaton]) -> tuple[TokenAutomaton, TokenAutomaton, int]:
+    """What never ends a step, what finds the end of the answer, and how far that is after the prompt."""
+    never, closes = ByteAutomaton.build(0, lambda state, byte: (0, False)), automaton()
+    return never.lift(codec.vocabulary), closes.lift(codec.vocabulary), closes.read(prompt.encode())[0]
 
 
-_move = jax.jit(KVCache.move, donate_argnums=0)
+_clear = jax.jit(KVCache.clear, donate_argnums=0)

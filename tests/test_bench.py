@@ -60,16 +60,21 @@ def test_tokens_are_compared_up_to_each_rows_first_difference(theirs, near, foun
 
 
 def test_report_ends_with_its_goals(capsys, tmp_path):
-    goals = [benchlib.Goal("first", 1.0, 2.0), benchlib.Goal("second", 3.0, 2.0)]
+    goals = [benchlib.Goal("first", 1.0, 2.0), benchlib.Goal("second", 3.0, 2.0), benchlib.Goal("third", 1.0, 2.0, at_most=True),
+             benchlib.Goal("fourth", 3.0, 2.0, at_most=True), benchlib.Goal("fifth", None, 2.0)]
     output = tmp_path / "result.json"
     benchlib.finish({"benchmark": "x"}, "the text", goals, as_json=False, output=output)
     text = capsys.readouterr().out.rstrip().splitlines()
     assert text[0] == "the text"
-    assert [line.split() for line in text[-2:]] == [["first", "1.00", "2.00", "NO"], ["second", "3.00", "2.00", "yes"]]
+    assert [line.split() for line in text[-5:]] == [
+        ["first", "1.00", "at", "least", "2.00", "NO"], ["second", "3.00", "at", "least", "2.00", "yes"],
+        ["third", "1.00", "at", "most", "2.00", "yes"], ["fourth", "3.00", "at", "most", "2.00", "NO"],
+        ["fifth", "at", "least", "2.00", "not", "measured"]]
     benchlib.finish({"benchmark": "x"}, "the text", goals, as_json=True, output=None)
     written = json.loads(capsys.readouterr().out)
     assert written == json.loads(output.read_text()) and list(written) == ["benchmark", "goals"]
-    assert written["goals"][0] == {"name": "first", "measured": 1.0, "goal": 2.0, "met": False}
+    assert written["goals"][0] == {"name": "first", "measured": 1.0, "goal": 2.0, "at_most": False, "met": False}
+    assert [goal["met"] for goal in written["goals"]] == [False, True, True, False, None]
 
 
 def test_a_published_command_names_no_place_on_somebodys_machine():

@@ -103,3 +103,43 @@ def test_demo_json(tmp_path):
     one, two, branches = result["table"]
     assert two["passes"] < one["passes"] and two["identical"] and branches["identical"]
     assert branches["kv_bytes"] < branches["kv_bytes_unshared"] and two["kv_bytes"] < two["kv_bytes_unshared"]
+
+
+PROBLEM = QUESTION + "\n2. 12 * 7\n3. 90 - 17\n4. 23 red and 44 blue cups\n5. 81 - 36"
+
+
+def test_workers_and_inspect(capsys, tmp_path):
+    (tmp_path / "problem.txt").write_text(PROBLEM, encoding="utf-8")
+    snapshot = tmp_path / "run.json"
+    code, out, err = run(capsys, "workers", "embedded", "--problem-file", str(tmp_path / "problem.txt"), "--budget", "320", "--finish-at",
+                         "32,320", "--json", "--save", str(snapshot))
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["answers"]["320"]["value"] == "85, 84, 73, 67, 45" and result["ended"] == "answer"
+    assert result["answers"]["32"]["passes"] == 32 and result["answers"]["32"]["extra_passes"] > 0
+    first = result["workers"]["Alice"][0]
+    assert first["text"].startswith("Alice 1: Question 1: 47+38.") and first["began"] == 0 and 20 < first["ended"] < 40
+    assert result["passes"] < 160 and result["kv_bytes"] > 0 and result["seconds"] > 0
+    assert "85, 84, 73, 67, 45 (written by the workers)" in err and "an answer stands" in err
+    code, out, _ = run(capsys, "inspect", str(snapshot), "--out", str(tmp_path / "pictures"), "--json")
+    assert code == 0 and set(json.loads(out)["rows"]) == {"Alice", "Bob"}
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"cache.png", "mass.png"}
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("--problem", "x", "--workers", "0"), "--workers is 0"),
+    (("--problem", "x", "--names", "Alice,Alice"), "each its own"),
+    (("--problem", "x", "--names", "Alice,,Bob"), "workers need names"),
+    (("--problem", "x", "--budget", "0"), "budget is 0"),
+    (("--problem", "x", "--layout", "ring"), "layout is 'ring'"),
+    (("--problem", "x", "--finish-at", "2000"), "finish_at has 2000"),
+    (("--problem", "x", "--finish-at", "1;2"), "--finish-at is '1;2'"),
+    (("--problem", "x", "--temperature", "-1"), "temperature is -1.0"),
+    (("--problem", " "), "the problem is empty"),
+    ((), "there is no problem; give --problem TEXT or --problem-file FILE"),
+    (("--problem-file", "nowhere.txt"), "the problem file nowhere.txt cannot be read"),
+    (("--problem", "1 + " * 3000), "the problem is the longer part: shorten it"),
+])
+def test_mistakes_with_workers(capsys, arguments, words):
+    code, out, err = run(capsys, "workers", "embedded", *arguments)
+    assert code == 1 and out == "" and words in err and err.count("\n") == 1

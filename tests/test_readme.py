@@ -12,11 +12,23 @@ from jaxshare.models import problems
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_the_library_example_runs_and_writes_two_branches():
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+def printed(example: int) -> str:
+    """What a Python example of README.md prints."""
+    block = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[example]
     done = subprocess.run([sys.executable, "-c", block], cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True,
-                          text=True, timeout=300)
+                          text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    first, second = done.stdout.split("\n---\n")
+    return done.stdout
+
+
+def test_the_library_example_runs_and_writes_two_branches():
+    first, second = printed(0).split("\n---\n")
     answer = problems.make_problem(random.Random(0)).answers[0]
     assert f"Answer 1: {answer}." in first and f"Answer 1: {answer}." in second
+
+
+def test_the_workers_example_runs():
+    out = printed(1)
+    assert out.startswith("Alice 1:") and "Bob 1:" in out
+    text, passes, kv_bytes = out.rstrip().rsplit(" ", 2)
+    assert "Alice 2:" in text and 32 < int(passes) <= 64 and int(kv_bytes) > 10**5

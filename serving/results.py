@@ -1,0 +1,68 @@
+"""What a session of workers, or one of the baselines, comes to."""
+
+import dataclasses
+from typing import Any
+
+from jaxshare.serving.transcript import Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What the early finisher found.
+
+    Attributes:
+      value: the answer, or None if there is none.
+      text: what it was found in: the workers' own words, or the early-stop prompt and what was written after it.
+      passes: forward passes of the workers before it.
+      extra_passes: those of the finisher; 0 where the workers had answered.
+    """
+
+    value: str | None
+    text: str
+    passes: int
+    extra_passes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run came to.
+
+    Attributes:
+      names: of the workers.
+      steps: all steps in the order in which they were finished, unfinished ones last.
+      answers: by budget of forward passes, for each that was asked for.
+      passes: forward passes of the workers; those over the prompt and the finisher's are not counted.
+      ended: why the run is over: "answer", "stopped" (all workers have), "full" (the cache is) or "budget"; "paused" if it is not.
+      seconds: of wall time in the workers' passes; prefill_seconds: in those over the prompt. Compilation is not counted.
+      kv_bytes: keys and values cached at the end, over all layers.
+    """
+
+    names: tuple[str, ...]
+    steps: list[Step]
+    answers: dict[int, Answer]
+    passes: int
+    ended: str
+    seconds: float
+    prefill_seconds: float
+    kv_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens sampled, all workers together."""
+        return sum(len(step.tokens) for step in self.steps)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Each worker's own words, its steps one after the other."""
+        return {name: "".join(step.text for step in self.steps if step.worker == name) for name in self.names}
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, as `jaxshare workers --json` prints it."""
+        writers = dict.fromkeys((*self.names, *(step.worker for step in self.steps)))
+        return {
+            "workers": {name: [dataclasses.asdict(step) for step in self.steps if step.worker == name] for name in writers},
+            "history": [[step.worker, step.number] for step in self.steps],
+            "answers": {str(budget): dataclasses.asdict(answer) for budget, answer in self.answers.items()},
+            "passes": self.passes, "tokens": self.tokens, "ended": self.ended, "seconds": self.seconds,
+            "prefill_seconds": self.prefill_seconds, "kv_bytes": self.kv_bytes,
+        }
