@@ -117,7 +117,8 @@ class Workers:
         self.budget, self.kind, self.passes, self.waits = budget, kind, 0, 0
         self.ended: str | None = None
         self.seconds = 0.0
-        self._seed, self._reencodes, self._passes_at_once, self._finisher_tokens = seed, move == "reencode", passes_at_once, finisher_tokens
+        self._reencodes, self._passes_at_once, self._finisher_tokens = move == "reencode", passes_at_once, finisher_tokens
+        self._people: set[str] = set()
         self._most = rounded_budget(budget) + 1  # tokens of a row
         self._events: collections.deque[Event] = collections.deque()
         self._reasons = dict.fromkeys(self.names, Reason.RUNNING)
@@ -131,17 +132,20 @@ class Workers:
         # Without a header a worker begins with the prompt's last token.
         self._bare = prompt[-1:] if not self._opening(self.names[0], 1) else []
         prompt = prompt[:-1] if self._bare else prompt
-        texts = {block: codec.encode(text) for block, text in self.layout.texts.items()}
         self._rows: list[str | None] = [*self.names, *[None] * (room - len(names))]
+        spare = [f"spare {i + 1}" for i in range(room - len(names))]
+        # Workers that join may bring headers with them that one worker alone does without.
+        texts = {**self._make_layout((*self.names, *spare), self.format).texts, **self.layout.texts} if spare else self.layout.texts
+        texts = {block: codec.encode(text) for block, text in texts.items()}
         # Large blocks come first, so that they lie on large tiles. Sessions of a few blocks more or less share programs.
-        blocks = [*self.layout.blocks, *(f"spare {i + 1}" for i in range(room - len(names))), FINISHER]
+        blocks = [*dict.fromkeys((*self.layout.blocks, *spare, *texts, FINISHER))]
         blocks.sort(key=lambda block: block in texts or block == FINISHER)
         self.blocks = (*blocks, *(f"unused {i + 1}" for i in range(-len(blocks) % _BLOCKS)))
         finisher = max(len(codec.encode(text)) for text in (self.format.finisher, self.format.code_finisher)) + finisher_tokens
         sizes = capacities(
-            self.layout, [block for block in blocks if block.startswith("spare ")], context=model.config.max_positions, prompt=len(prompt),
-            problem=len(codec.encode(problem)), texts={b: len(t) for b, t in texts.items()} | {FINISHER: finisher}, opening=self._longest(),
-            budget=budget, ask_every=ask_every, step_tokens=step_tokens, history_tokens=history_tokens)
+            self.layout, spare, context=model.config.max_positions, prompt=len(prompt), problem=len(codec.encode(problem)),
+            texts={b: len(t) for b, t in texts.items()} | {FINISHER: finisher}, opening=self._longest(), budget=budget,
+            ask_every=ask_every, step_tokens=step_tokens, history_tokens=history_tokens)
         self.model = model = model.for_context(max(sum(sizes[b] for b in (*row, FINISHER)) for row in self.layout.sees.values()))
         self._module = dataclasses.replace(model.module, implementation=implementation)
 
@@ -165,7 +169,8 @@ class Workers:
         self.rows = self._device_layout()
         self._state = DecodeState.create(
             cache, self.rows, [self._lead(name) if name else [] for name in self._rows], vocab_size=model.config.vocab_size,
-            samplers=self._sampler, seeds=seed, budgets=self._most, stops=model.generation.stop_tokens, max_width=_WIDTH, steps=steps)
+            samplers=self._sampler, seeds=seed, budgets=self._most, stops=model.generation.stop_tokens, max_width=_WIDTH, steps=steps,
+            queue=len(self._separator) + self._longest())
         self._prepare()
 
     @property
@@ -243,7 +248,7 @@ class Workers:
           ValueError: a block that there is not.
         """
         extract, automaton = KINDS[self.kind]
-        written = "".join(step.text for step in self.steps if step.worker != PERSON)
+        written = "".join(step.text for step in self.steps if step.worker not in self._people)
         if sees is None and automaton().read(written.encode())[1]:
             return Answer(extract(written), written, self.passes, 0)
         sees = self.layout.sees[self.names[-1]] if sees is None else sees
@@ -252,10 +257,11 @@ class Workers:
         prompt = self.format.finisher if self.kind == "box" else self.format.code_finisher
         never, closes, start = _finisher_tables(self._codec, prompt, automaton)
         steps = Steps.create(never, closes, [-1], room=self._finisher_tokens, at_once=True)
+        layout = Layout.from_blocks([[*map(self.blocks.index, sees), self.blocks.index(FINISHER)]], width=len(self.blocks))
         lengths = self.cache.lengths + 0
         state = DecodeState.create(
-            self._flushed(), Layout.from_blocks([[*map(self.blocks.index, sees), self.blocks.index(FINISHER)]], width=len(self.blocks)),
-            [self._codec.encode(prompt)], vocab_size=self.model.config.vocab_size, budgets=self._finisher_tokens, max_width=_WIDTH,
+            self._flushed(), layout, [self._codec.encode(prompt)], vocab_size=self.model.config.vocab_size,
+            budgets=self._finisher_tokens, max_width=_WIDTH,
             samplers=dataclasses.replace(self._sampler, temperature=0.0), stops=self.model.generation.stop_tokens,
             steps=dataclasses.replace(steps, answer_state=steps.answer_state + start))
         state = decode(self._module, self.model.params, state, passes=state.pending.shape[1] + self._finisher_tokens, width=_WIDTH)
@@ -276,10 +282,12 @@ class Workers:
         """A person speaks: the text lands behind the history as a step of its own, which all workers read from the next pass on.
 
         Raises:
-          ValueError: no text, or more than the history has room for.
+          ValueError: no text, more than the history has room for, or the name of a worker.
         """
         if not text.strip():
             raise ValueError("there is nothing to say; give at least one word")
+        if name in self.names:
+            raise ValueError(f"{name} is a worker of this session; a person speaks under another name")
         number = 1 + sum(step.worker == name for step in self.steps)
         step = Step(name, number, self.format.opening(name, number, names=()) + text, self.passes, self.passes)
         tokens, block = [*self._separator, *self._codec.encode(step.text)], self.layout.prompt
@@ -288,6 +296,7 @@ class Workers:
                              f"create the session with more history_tokens")
         _, cache = prefill(self.model, tokens, self.cache, self.blocks.index(block))
         self._keep(cache)
+        self._people.add(name)
         self._transcript.finished.append(step)
 
     def pause(self, name: str) -> None:
@@ -312,6 +321,13 @@ class Workers:
         _check_names((*self.names, name))
         if None not in self._rows:
             raise ValueError(f"the session has room for {len(self._rows)} workers; create it with a larger max_workers to add {name}")
+        if self.ended:
+            raise ValueError(f"the session is over ({self.ended}), so {name} cannot join it; begin another one")
+        assert self._state.steps is not None
+        longest, opening = self._state.steps.openings.shape[-1], self._codec.encode(self.format.opening(name, 10**6, ask=True))
+        if len(opening) > longest:
+            raise ValueError(f"a step of {name} would open with {len(opening)} tokens, but the session has room for {longest}; choose a "
+                             f"shorter name")
         names = (*self.names, name)
         layout = layout or self._make_layout(names, self.format)
         layout.check(names)
@@ -342,7 +358,13 @@ class Workers:
         if len(self.names) == 1:
             raise ValueError(f"{name} is the only worker; a session needs at least one")
         block, target = self.layout.written(name), self.layout.moves.get(name, self.layout.prompt)
-        self._keep(self.cache.move(self.blocks.index(block), self.blocks.index(target)))
+        number, lengths = self.blocks.index(block), self.cache.lengths + 0
+        if int(lengths[number]) >= (room := self._room(target)):
+            raise ValueError(f"{name} has {int(lengths[number])} tokens in its block, but the block {target!r} has room for {room} more; "
+                             f"create the session with more history_tokens")
+        cache = self._flushed()
+        cache = dataclasses.replace(cache, lengths=lengths.at[number].set(cache.lengths[number]))
+        self._keep(cache.move(number, self.blocks.index(target)))
         self._transcript.leave(name, self.passes)
         spare = next(f"spare {i}" for i in range(1, len(self.blocks)) if f"spare {i}" not in self.blocks)
         del self._reasons[name]
@@ -402,12 +424,14 @@ class Workers:
 
     def _reencode(self, name: str, asks: bool) -> None:
         """What the device does at the end of a step, but the step is encoded anew behind what it moves to, seeing that alone."""
-        row, tokens = self.row(name), self._transcript.voices[name].block[:-1]
+        row, source = self.row(name), self.blocks.index(self.layout.written(name))
         if target := self.layout.moves.get(name):
-            if len(tokens) > self._room(target):
+            count = int(self.cache.lengths[source])  # a long step has moved in pieces: what is left of it
+            if count > self._room(target):
                 self.ended = "full"
                 return
-            cache = _clear(self.cache, self.blocks.index(self.layout.written(name)))
+            tokens = self._transcript.voices[name].block[-count - 1:-1]
+            cache = _clear(self.cache, source)
             self._keep(prefill(self.model, tokens, cache, self.blocks.index(target))[1])
         opening = self._transcript.turn(name, self.passes, asked=asks)
         assert self._state.steps is not None

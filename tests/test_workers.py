@@ -232,6 +232,7 @@ def test_two_workers_share_the_work():
 def test_a_step_longer_than_its_block_moves_in_pieces():
     """For one worker the order of tokens does not change by that, so neither does what it writes."""
     assert run(start(NAMES[:1], step_tokens=24)) == run(start(NAMES[:1]))
+    assert run(start(NAMES[:1], step_tokens=24, move="reencode")) == run(start(NAMES[:1]))
     pieces = start(step_tokens=24)
     assert run(pieces) and pieces.passes == BUDGET
 
@@ -335,6 +336,9 @@ def test_a_worker_that_joins_at_once_was_there_from_the_start():
     session.add("Bob")
     assert session.names == ("Alice", "Bob") and session.layout == combined(NAMES[:2], apart)
     assert run(session) == run(start(NAMES[:2], format=apart))
+    headed = start(NAMES[:1], format=fixed)
+    headed.add("Bob")
+    assert run(headed) == run(start(NAMES[:2], format=fixed))
 
 
 def test_workers_leave_and_others_take_their_place():
@@ -345,7 +349,9 @@ def test_workers_leave_and_others_take_their_place():
     step = next(s for s in session.steps if s.worker == "Bob" and s.ended is None)
     session.remove("Bob")
     after = np.asarray(session.cache.lengths)
-    assert after[0] == lengths[0] + lengths[bob] and after[bob] == 0 and session.names == ("Alice",)
+    # What Bob has sampled last goes with the rest, though no pass has fed it yet.
+    assert after[0] == lengths[0] + lengths[bob] + 1 and after[bob] == 0 and session.names == ("Alice",)
+    assert after[session.blocks.index("Alice")] == lengths[session.blocks.index("Alice")]
     assert session.steps[-2] is step and step.ended == 20
     for _ in session.stream(30):
         pass
@@ -359,6 +365,10 @@ def test_workers_leave_and_others_take_their_place():
         session.add("Dan")
     with pytest.raises(ValueError, match="each its own"):
         session.add("Carol")
+    session.remove("Alice")
+    with pytest.raises(ValueError, match="choose a shorter name"):
+        session.add("Alexander " * 20)
+    session.add("Alice")
     session.remove("Carol")
     with pytest.raises(ValueError, match="Alice is the only worker"):
         session.remove("Alice")
@@ -375,6 +385,8 @@ def test_what_a_person_says_is_read_like_a_part_of_the_prompt():
     assert [s.text for s in later.steps if s.worker == "Teacher"] == ["Teacher 1: 47 + 38 = 85."]
     with pytest.raises(ValueError, match="there is nothing to say"):
         session.say("  ")
+    with pytest.raises(ValueError, match="Bob is a worker of this session"):
+        session.say("Hello.", "Bob")
     with pytest.raises(ValueError, match=r"what User says has \d+ tokens, but the block 'history' has room for \d+ more"):
         session.say("1 " * 3000)
 
