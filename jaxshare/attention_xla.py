@@ -88,7 +88,8 @@ def _shared(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
         last = jnp.broadcast_to(tiles.last[item][..., None], (shape[1], rows, width, group)).reshape(shape[1], -1)
         scores = _masked(scores, tiles.first[item], last)
         top = jnp.maximum(running.top, _over_items(scores, jnp.max))
-        weights = jax.lax.optimization_barrier(jnp.exp(scores - _finite(top)[:, None, :, None]).astype(v.dtype))
+        weights = jnp.exp(scores - _finite(top)[:, None, :, None]).astype(v.dtype)
+        weights = jax.lax.optimization_barrier(weights) if shape[1] > 1 else weights
         keep = jnp.exp(running.top - _finite(top))
         mixed = jnp.sum(_product(weights.reshape(-1, *scores.shape[2:]), v, 1).reshape(*shape, dim), axis=1)
         total = _over_items(weights, functools.partial(jnp.sum, dtype=jnp.float32))
@@ -154,6 +155,8 @@ def _take_all(add: Callable[[_Running, Array, Array, Array], _Running], running:
 
 def _over_items(x: Array, reduce: Callable[..., Array]) -> Array:
     """[K, W, Q, size] -> [K, Q]. In two steps, because XLA vectorises a reduction on the CPU if it leaves the last axis."""
+    if x.shape[1] == 1:
+        return reduce(x, axis=(1, 3))
     return reduce(jax.lax.optimization_barrier(reduce(x, axis=1)), axis=-1)
 
 
