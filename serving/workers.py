@@ -40,8 +40,11 @@ KINDS: Mapping[str, tuple[Callable[[str], str | None], Callable[[], ByteAutomato
 """Of answers: what takes one out of a text, and what finds its end."""
 
 _WIDTH = 16
+"""Tokens of a row that a pass feeds while any row has more than one: what opens steps, and what asks for an answer."""
 _OPENINGS = 64
+"""How many steps of a worker the device has openings for, at least."""
 _BLOCKS = 8
+"""The cache has a multiple of so many blocks."""
 
 
 class Workers:
@@ -81,7 +84,7 @@ class Workers:
           ask_every: sampled tokens, all workers together, after which one of them is asked whether its work is redundant; 0 never asks.
           move: "rotate" moves a finished step as it is; "reencode" encodes it anew behind the history (the ablation of appendix E.1).
           max_workers: room for workers that join later; default len(names).
-          step_tokens: room for a step that moves. A longer one moves in pieces.
+          step_tokens: room for a step that moves, at least 16. A longer one moves in pieces.
           history_tokens: room for the prompt and all that moves behind it; default what the budget can need, within the context.
           kind: of answer: "box" is what stands in `\\boxed{...}`, "code" a program in a fenced block. A step that has one ends the session.
           finisher_tokens: most tokens of an answer that `finish` asks for.
@@ -96,7 +99,8 @@ class Workers:
         self.names = tuple(names)
         _check_names(self.names)
         room = len(names) if max_workers is None else max_workers
-        _check_numbers(budget=budget, step_tokens=step_tokens, finisher_tokens=finisher_tokens, passes_at_once=passes_at_once)
+        _check_numbers(1, budget=budget, finisher_tokens=finisher_tokens, passes_at_once=passes_at_once)
+        _check_numbers(_WIDTH, step_tokens=step_tokens)
         if ask_every < 0:
             raise ValueError(f"ask_every is {ask_every}; it must be at least 1 token, or 0 to ask nobody")
         if room < len(names):
@@ -275,7 +279,8 @@ class Workers:
         state = self._state
         waiting, head, drawn = (np.asarray(a) for a in (state.waiting, state.head, state.drawn))
         room = np.asarray(state.cache.lengths < state.cache.capacities)[self._writes()]
-        count = (waiting > 0) & (head == 0) & (drawn > 0) & room
+        taken = np.asarray([name is not None for name in self._rows])
+        count = taken & (waiting > 0) & (head == 0) & (drawn > 0) & room
         return self.model.forward(np.asarray(state.pending)[:, :1], count.astype(np.int32), state.cache, self.rows)[1]
 
     def say(self, text: str, name: str = PERSON) -> None:
@@ -510,9 +515,9 @@ def _check_names(names: Sequence[str]) -> None:
         raise ValueError(f"workers need names, each its own; got {list(names)}")
 
 
-def _check_numbers(**numbers: int) -> None:
-    if low := [name for name, value in numbers.items() if value < 1]:
-        raise ValueError(f"{low[0]} is {numbers[low[0]]}; it must be at least 1")
+def _check_numbers(least: int, **numbers: int) -> None:
+    if low := [name for name, value in numbers.items() if value < least]:
+        raise ValueError(f"{low[0]} is {numbers[low[0]]}; it must be at least {least}")
 
 
 def _maker(layout: str | WorkersLayout | MakeLayout) -> MakeLayout:

@@ -353,6 +353,7 @@ def test_workers_leave_and_others_take_their_place():
     assert after[0] == lengths[0] + lengths[bob] + 1 and after[bob] == 0 and session.names == ("Alice",)
     assert after[session.blocks.index("Alice")] == lengths[session.blocks.index("Alice")]
     assert session.steps[-2] is step and step.ended == 20
+    assert session.finish().passes == 20
     for _ in session.stream(30):
         pass
     session.add("Carol")
@@ -399,7 +400,7 @@ def test_what_a_person_says_is_read_like_a_part_of_the_prompt():
     ({"names": ("Alice", " ")}, "workers need names"),
     ({"text": " "}, "the problem is empty"),
     ({"budget": 0}, "budget is 0; it must be at least 1"),
-    ({"step_tokens": 0}, "step_tokens is 0"),
+    ({"step_tokens": 15}, "step_tokens is 15; it must be at least 16"),
     ({"passes_at_once": 0}, "passes_at_once is 0"),
     ({"ask_every": -1}, "ask_every is -1"),
     ({"move": "copy"}, "move is 'copy'"),
