@@ -1,9 +1,9 @@
 """Block attention in plain XLA: for CPUs, TPUs and any GPU.
 
-Two loops whose trip counts follow the real lengths. Blocks that several rows see are read tile by tile, the queries of all
-rows in one product (Hydragen section 3.2). Blocks that one row sees are read a group of tiles at a time, one batched product
-a group, whatever row each tile belongs to; where such tiles fill most of the arena, it is read as it lies, in one product.
-Both keep a running softmax; the two results are merged by log-sum-exp.
+Two loops whose trip counts follow the real lengths, each over groups of tiles, one batched product a group: for blocks that several
+rows see, with the queries of all rows (Hydragen section 3.2); for blocks that one row sees, whatever row each tile belongs to. Where
+tiles of a kind fill much of the arena, it is read as it lies, in one product. Both keep a running softmax; the two results are
+merged by log-sum-exp.
 """
 
 import dataclasses

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from jaxshare.plan import Plan
 
 _ALIGNMENT = 128
-_LARGE_TILE = 512
+LARGE_TILE = 512
+"""Tokens of a large tile: long arenas are whole numbers of them, and are read so where few rows share long blocks."""
 _MOVE_TILE = 128
 _UNROLLED_ROWS = 8
 
@@ -238,7 +239,7 @@ def _extents(capacities: np.ndarray) -> tuple[np.ndarray, int]:
             end += -end % _ALIGNMENT
         offsets[b] = end
         end += capacity
-    tile = _LARGE_TILE if end >= 4 * _LARGE_TILE else _ALIGNMENT if end >= _ALIGNMENT else 1
+    tile = LARGE_TILE if end >= 4 * LARGE_TILE else _ALIGNMENT if end >= _ALIGNMENT else 1
     return offsets, max(1, int(end + -end % tile))
 
 

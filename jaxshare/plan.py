@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxshare.cache import Fault, KVCache
+from jaxshare.cache import LARGE_TILE, Fault, KVCache
 from jaxshare.layout import Layout
 from jaxshare.rope import Rope
 
@@ -98,10 +98,6 @@ class Tiling(NamedTuple):
     at_once: int
 
 
-_LARGE = Tiling(512, 2)
-"""For few queries and an arena in such windows, which is read as it lies where it is full enough."""
-
-
 def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, shared_tiling: Tiling | None = None,
               private_tiling: Tiling | None = None) -> Plan:
     """Plans a pass of `width` tokens a row.
@@ -143,8 +139,7 @@ def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, share
     seen = visible[..., None] + jnp.where(own[..., None], step, 0)  # [R, N, T]
     arena = cache.keys[0].shape[1]
 
-    size, at_once = shared_tiling or (_LARGE if rows * width <= 8 and arena >= 4 * _LARGE.size and not arena % _LARGE.size else
-                                      _tiling(rows * width))
+    size, at_once = shared_tiling or _shared_tiling(rows * width, arena)
     size = min(size, arena)
     run, at, items = _cut(jnp.where(fan_in > 1, lengths, 0), size, at_once, arena)
     match = blocks == run[:, None, None]  # [I, R, N]
@@ -167,6 +162,12 @@ def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, share
         offsets=cache.offsets, phases=cache.phases, before=cache.lengths, lengths=lengths,
         write_at=cache.offsets[target] + before, key_cos=key_cos, key_sin=key_sin, query_cos=query_cos, query_sin=query_sin,
         shared=shared, private=private, faults=_faults(cache, blocks, written, wanted, count, rows), rope=cache.rope)
+
+
+def _shared_tiling(queries: int, arena: int) -> Tiling:
+    """Few queries over an arena of large tiles: those, which are read as they lie where they fill it."""
+    large = queries <= 8 and arena >= 4 * LARGE_TILE and arena % LARGE_TILE == 0
+    return Tiling(LARGE_TILE, 2) if large else _tiling(queries)
 
 
 def _tiling(queries: int) -> Tiling:

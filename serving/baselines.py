@@ -15,14 +15,13 @@ from typing import Any, Protocol
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving import answers
-from jaxshare.serving.layouts import PROMPT, WorkersLayout
+from jaxshare.serving.layouts import PROMPT, WorkersLayout, worker_names
 from jaxshare.serving.prompts import PLAIN, Format
-from jaxshare.serving.results import Answer, Result
-from jaxshare.serving.transcript import Codec, Event, Step
+from jaxshare.serving.results import Answer, Result, check_finish_at
+from jaxshare.serving.transcript import Event, Step, codec_of
 from jaxshare.serving.workers import FINISHER, KINDS, Workers
 
-_ALONE = "Alice"
-_NAMES = (_ALONE, "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
+(_ALONE,) = worker_names(1)
 _OUTLINE, _MAIN = "outline", "main"
 _OUTLINE_TOKENS = 256
 _MOST_POINTS = 10
@@ -182,8 +181,7 @@ def _together(model: LoadedModel, problem: str, *, workers: int = 2, budget: int
     """Workers in the combined layout, the method that the others are compared with."""
     _check_workers(workers)
     finish_at = _checked(budget, finish_at, kind)
-    names = [*_NAMES, *(f"Worker {i}" for i in range(len(_NAMES) + 1, workers + 1))][:workers]
-    return Workers(model, problem, names=names, budget=budget, kind=kind, **more).run(finish_at, on_event=on_event)
+    return Workers(model, problem, names=worker_names(workers), budget=budget, kind=kind, **more).run(finish_at, on_event=on_event)
 
 
 def _unlimited(model: LoadedModel, problem: str, *, workers: int = 2, **more: Any) -> Result:
@@ -210,8 +208,7 @@ def _checked(budget: int, finish_at: Sequence[int], kind: str) -> list[int]:
     """The budgets to finish at, in ascending order."""
     if budget < 1:
         raise ValueError(f"budget is {budget}; it must be at least 1 forward pass")
-    if odd := [at for at in finish_at if not 1 <= at <= budget]:
-        raise ValueError(f"finish_at has {odd[0]}; it must lie between 1 and the budget of {budget} forward passes")
+    check_finish_at(finish_at, budget)
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
     return sorted(set(finish_at or [budget]))
@@ -358,7 +355,7 @@ def _threads(model: LoadedModel, rows: Callable[..., Workers], problem: str, out
     names = [f"{i}. {point}" for i, point in enumerate(_points(outline), 1)]
     if not names or not budget:
         return None
-    codec = Codec(model.tokenizer, model.config.vocab_size)  # pyright: ignore[reportArgumentType] (the outline needed one too)
+    codec = codec_of(model.tokenizer, model.config.vocab_size)
     room = (model.config.max_positions - len(codec.encode(_main_request(problem, names)))) // 2
     most = min(budget, max(1, room // len(names)))
     # Titles are of different lengths, and the longest may take some passes before its thread begins.

@@ -9,8 +9,8 @@ from typing import Any
 
 from jaxshare.sampling import Sampler
 from jaxshare.serving import inspection
-
-_NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
+from jaxshare.serving.layouts import worker_names
+from jaxshare.serving.results import check_finish_at
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -139,10 +139,9 @@ def _workers(options: argparse.Namespace) -> int:
     given = _sampling(options)
     if options.workers is not None and options.workers < 1:
         raise ValueError(f"--workers is {options.workers}; ask for at least 1")
-    count = 2 if options.workers is None else options.workers
-    names = [*_NAMES, *(f"Worker{i}" for i in range(len(_NAMES) + 1, count + 1))][:count] if options.names is None else \
-        [name.strip() for name in options.names.split(",")]
+    names = [name.strip() for name in options.names.split(",")] if options.names is not None else worker_names(options.workers or 2)
     finish_at = _numbers("--finish-at", options.finish_at)
+    check_finish_at(finish_at, options.budget)
     problem = _text("problem", options.problem, options.problem_file)
 
     import dataclasses
@@ -160,7 +159,6 @@ def _workers(options: argparse.Namespace) -> int:
         model, problem, names=names, layout=options.layout, budget=options.budget, ask_every=options.ask_every, seed=options.seed,
         move=options.move, kind=options.answer, finisher_tokens=options.answer_tokens,
         sampler=dataclasses.replace(default_sampler(model), **given))
-    session.check_budgets(finish_at)
     recorder = inspection.Recorder(session) if options.save else None
     console = console_for(options.json)
     with Streams(session.names, console) as streams, \

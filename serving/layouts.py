@@ -94,6 +94,14 @@ def combined(names: Sequence[str], format: Format = COLLABORATIVE) -> WorkersLay
 MakeLayout = Callable[[Sequence[str], Format], WorkersLayout]
 """Of names and a format."""
 
+_NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
+
+
+def worker_names(count: int) -> tuple[str, ...]:
+    """Names for workers that nobody has named."""
+    return (*_NAMES, *(f"Worker {i}" for i in range(len(_NAMES) + 1, count + 1)))[:count]
+
+
 LAYOUTS: Mapping[str, MakeLayout] = {
     "contiguous": contiguous, "interleaved": interleaved, "combined": combined}
 

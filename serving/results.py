@@ -1,6 +1,7 @@
 """What a session of workers, or one of the baselines, comes to."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from jaxshare.serving.transcript import Step
@@ -66,3 +67,9 @@ class Result:
             "passes": self.passes, "tokens": self.tokens, "ended": self.ended, "seconds": self.seconds,
             "prefill_seconds": self.prefill_seconds, "kv_bytes": self.kv_bytes,
         }
+
+
+def check_finish_at(finish_at: Sequence[int], budget: int) -> None:
+    """Raises ValueError for a number of forward passes to answer after that is below 1 or beyond the budget."""
+    if odd := [at for at in finish_at if not 1 <= at <= budget]:
+        raise ValueError(f"finish_at has {odd[0]}; it must lie between 1 and the budget of {budget} forward passes")

@@ -4,6 +4,7 @@ A step is text that ends with a complete sentence and then the separator, outsid
 The automata are exact for any tokenizer once lifted: `step_automaton().lift(token_bytes(tokenizer, vocab_size))`.
 """
 
+import functools
 import json
 import re
 from collections.abc import Hashable, Sequence
@@ -82,6 +83,7 @@ def step_automaton(separator: str = "\n\n") -> ByteAutomaton:
     return ByteAutomaton.build(((False, _START), False, b"", 0), step)
 
 
+@functools.cache
 def code_automaton() -> ByteAutomaton:
     r"""Marks the third backtick of the line that closes a fenced code block; see `step_automaton` for what that is.
 
@@ -90,6 +92,7 @@ def code_automaton() -> ByteAutomaton:
     return ByteAutomaton.build((False, _START), _read_line)
 
 
+@functools.cache
 def box_automaton() -> ByteAutomaton:
     r"""Marks the brace that closes a `\boxed{...}` with something in it.
 

@@ -1,8 +1,9 @@
 """What workers have written, as the host sees it: steps made of the tokens that the device has sampled."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +30,12 @@ class Codec:
     def decode(self, tokens: Sequence[int]) -> str:
         """What tokens say; special tokens say nothing."""
         return b"".join(self.vocabulary[token] for token in tokens).decode(errors="replace")
+
+
+@functools.lru_cache(maxsize=8)
+def codec_of(tokenizer: Any, vocab_size: int) -> Codec:
+    """The codec of a tokenizer, made once: it looks at every token."""
+    return Codec(tokenizer, vocab_size)
 
 
 @dataclasses.dataclass

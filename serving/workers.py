@@ -28,9 +28,9 @@ from jaxshare.serving.branches import cache_dtype, default_sampler, prefill
 from jaxshare.serving.capacities import capacities, rounded_budget
 from jaxshare.serving.layouts import LAYOUTS, MakeLayout, WorkersLayout
 from jaxshare.serving.prompts import Format
-from jaxshare.serving.results import Answer, Result
+from jaxshare.serving.results import Answer, Result, check_finish_at
 from jaxshare.serving.steps import box_automaton, check_separator, code_automaton, step_automaton
-from jaxshare.serving.transcript import Codec, Event, Step, Transcript
+from jaxshare.serving.transcript import Codec, Event, Step, Transcript, codec_of
 from jaxshare.steps import Steps
 
 FINISHER = "finisher"
@@ -128,7 +128,7 @@ class Workers:
         self._reasons = dict.fromkeys(self.names, Reason.RUNNING)
         self._compiled = False
 
-        self._codec = codec = _codec(tokenizer, model.config.vocab_size)
+        self._codec = codec = codec_of(tokenizer, model.config.vocab_size)
         ends, closes = _tables(codec, self.format.separator, kind)
         self._transcript = Transcript(codec.decode, model.generation.stop_tokens, self._opening)
         self._separator = codec.encode(self.format.separator)
@@ -218,7 +218,7 @@ class Workers:
         Raises:
           ValueError: a budget to finish at that is below 1 or beyond the session's.
         """
-        self.check_budgets(finish_at)
+        check_finish_at(finish_at, self.budget)
         found = {}
         for budget in [*sorted(set(finish_at or [self.budget])), None]:
             for event in self.stream(budget):
@@ -227,11 +227,6 @@ class Workers:
             if budget is not None:
                 found[budget] = self.finish()
         return self.result(found)
-
-    def check_budgets(self, finish_at: Sequence[int]) -> None:
-        """Raises ValueError for a budget to finish at that is below 1 or beyond the session's."""
-        if odd := [b for b in finish_at if not 1 <= b <= self.budget]:
-            raise ValueError(f"finish_at has {odd[0]}; it must lie between 1 and the session's budget of {self.budget} forward passes")
 
     def result(self, found: Mapping[int, Answer] | None = None) -> Result:
         """What there is so far; `found` are the answers by budget."""
@@ -279,7 +274,7 @@ class Workers:
         state = self._state
         waiting, head, drawn = (np.asarray(a) for a in (state.waiting, state.head, state.drawn))
         room = np.asarray(state.cache.lengths < state.cache.capacities)[self._writes()]
-        taken = np.asarray([name is not None for name in self._rows])
+        taken = np.asarray([name is not None for name in self._rows], bool)
         count = taken & (waiting > 0) & (head == 0) & (drawn > 0) & room
         return self.model.forward(np.asarray(state.pending)[:, :1], count.astype(np.int32), state.cache, self.rows)[1]
 
@@ -538,11 +533,6 @@ def _ended(reasons: Collection[Reason]) -> str | None:
     if {Reason.RUNNING, Reason.PAUSED, Reason.STEP} & set(reasons):
         return None
     return "full" if Reason.FULL in reasons else "budget" if Reason.BUDGET in reasons else "stopped"
-
-
-@functools.lru_cache(maxsize=8)
-def _codec(tokenizer: Any, vocab_size: int) -> Codec:
-    return Codec(tokenizer, vocab_size)
 
 
 @functools.lru_cache(maxsize=8)

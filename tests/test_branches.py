@@ -1,12 +1,14 @@
 """Completions of one prompt: shared against unshared, against single runs, and what is refused."""
 
 import functools
+import random
 
 import jax
 import numpy as np
 import pytest
 
 from jaxshare import Sampler
+from jaxshare.models import LoadedModel, problems
 from jaxshare.serving import demo
 from jaxshare.serving.branches import generate
 
@@ -15,8 +17,13 @@ WARM = Sampler(temperature=1.6, top_p=0.98)
 
 
 @functools.cache
-def model():
+def model() -> LoadedModel:
     return demo.load_embedded()
+
+
+@functools.cache
+def problem(seed: int = 0) -> problems.Problem:
+    return problems.make_problem(random.Random(seed))
 
 
 def plain_greedy(tokens: list[int], count: int) -> tuple[list[int], float]:

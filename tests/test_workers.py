@@ -1,8 +1,6 @@
 """Workers over one cache, against a plain host loop that feeds, detects steps by a regular expression and moves them outside jit."""
 
 import dataclasses
-import functools
-import random
 import re
 from collections.abc import Sequence
 
@@ -14,9 +12,9 @@ import tokenizers
 import transformers
 
 from jaxshare import KVCache, Layout, Sampler, Samplers
-from jaxshare.models import LoadedModel, layers, problems
-from jaxshare.serving import Format, Workers, WorkersLayout, answers, combined, contiguous, demo, interleaved
-from tests.test_branches import plain_greedy
+from jaxshare.models import layers, problems
+from jaxshare.serving import Format, Workers, WorkersLayout, answers, combined, contiguous, interleaved
+from tests.test_branches import model, plain_greedy, problem
 
 # The embedded model has not learned these texts, but its vocabulary can write them, and what it writes has sentences and blank lines.
 CHAT = Format(system="{names} work together.", system_alone="{names} works alone.", history_header="Steps:", others_header="\n\nOthers:",
@@ -26,16 +24,6 @@ WARM = Sampler(temperature=0.8)
 draw = jax.jit(Samplers.sample)
 NAMES = ("Alice", "Bob", "Carol")
 BUDGET = 70
-
-
-@functools.cache
-def model() -> LoadedModel:
-    return demo.load_embedded()
-
-
-@functools.cache
-def problem(seed: int = 0) -> problems.Problem:
-    return problems.make_problem(random.Random(seed))
 
 
 def start(names=NAMES[:2], **options) -> Workers:
