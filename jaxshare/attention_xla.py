@@ -17,6 +17,10 @@ from jax import Array
 from jaxshare.merge import Partial, merge
 from jaxshare.plan import Plan, Tiles
 
+_LOG2_E = 1.4426950408889634
+_MOST_QUERIES_AT_ONCE = 32
+"""Queries of an item up to which all of an arena may be read in one product: the scores of more would take too much memory."""
+
 
 def xla_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
     """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R, T, H, D] in q's dtype."""
@@ -25,8 +29,8 @@ def xla_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float
     grouped = (q.astype(jnp.float32) * scale).reshape(rows, width, kv_heads, heads // kv_heads, dim)
     turn = _Turn.of(plan, grouped.transpose(2, 0, 1, 3, 4))
     shared = _shared(turn, keys, values, plan.shared)
-    private = _private(turn, keys, values, plan.private)
-    out, _ = merge(shared, private)  # [K, R, T, G, D]
+    grouped = [_grouped(turn, keys, values, tiles) for tiles in (*plan.grouped, plan.private)]
+    out, _ = merge(shared, *grouped)  # [K, R, T, G, D]
     return out.transpose(1, 2, 0, 3, 4).reshape(q.shape).astype(q.dtype)
 
 
@@ -86,9 +90,17 @@ def _shared(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
         query = jax.vmap(lambda slot: turn.queries(slice(None), jnp.arange(rows), slot, keys.dtype), out_axes=1)(tiles.slot[item])
         scores = _product(query.reshape(-1, queries, dim), k, 2).reshape(*shape, -1)
         last = jnp.broadcast_to(tiles.last[item][..., None], (shape[1], rows, width, group)).reshape(shape[1], -1)
-        scores = _masked(scores, tiles.first[item], last)
-        top = jnp.maximum(running.top, _over_items(scores, jnp.max))
-        weights = jnp.exp(scores - _finite(top)[:, None, :, None]).astype(v.dtype)
+        if width == 1 and shape[1] == 1:
+            # All rows that see the item see the same tokens of it, so one bias serves all of them, and the others weigh nothing.
+            sees = (last > tiles.first[item][:, None])[0]
+            scores = scores + _bias(tiles.first[item], jnp.max(last, axis=1), scores.shape[-1])[:, None]
+            top = jnp.maximum(running.top, jnp.where(sees, _over_items(scores, jnp.max), -jnp.inf))
+            under = jnp.where(sees, _finite(top), jnp.inf)
+        else:
+            scores = _masked(scores, tiles.first[item], last)
+            top = jnp.maximum(running.top, _over_items(scores, jnp.max))
+            under = _finite(top)
+        weights = _weights(scores - under[:, None, :, None], v.dtype)
         weights = jax.lax.optimization_barrier(weights) if shape[1] > 1 else weights
         keep = jnp.exp(running.top - _finite(top))
         mixed = jnp.sum(_product(weights.reshape(-1, *scores.shape[2:]), v, 1).reshape(*shape, dim), axis=1)
@@ -99,24 +111,32 @@ def _shared(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
     return out.reshape(turn.q.shape), lse.reshape(turn.q.shape[:-1])
 
 
-def _private(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
-    """(out [K, R, T, G, D], lse [K, R, T, G]) over the tiles that one row each reads."""
+def _grouped(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
+    """(out [K, R, T, G, D], lse [K, R, T, G]) over the tiles that a few rows each, or one, read."""
     kv_heads, rows, width, group, dim = turn.q.shape
+    readers = tiles.row.shape[1]
 
     def add(running: _Running, item: Array, k: Array, v: Array) -> _Running:
         """Takes W items with their windows k, v [K * W, size, D] into the rows that read them."""
-        row, slot = tiles.row[item, 0], tiles.slot[item, 0]
-        shape = (kv_heads, item.shape[0], width * group)
-        query = turn.queries(row, row, slot, keys.dtype)  # [K, W, T, G, D]
+        row, slot = tiles.row[item], tiles.slot[item]  # [W, Q]
+        shape = (kv_heads, item.shape[0], readers * width * group)
+        query = turn.queries(row, row, slot, keys.dtype)  # [K, W, Q, T, G, D]
         scores = _product(query.reshape(-1, shape[2], dim), k, 2).reshape(*shape, -1)
-        last = jnp.broadcast_to(tiles.last[item, 0][..., None], (shape[1], width, group)).reshape(shape[1], -1)
+        last = jnp.broadcast_to(tiles.last[item][..., None], (shape[1], readers, width, group)).reshape(shape[1], -1)
         scores = _masked(scores, tiles.first[item], last)
-        highest = jax.ops.segment_max(jnp.max(scores, axis=-1).swapaxes(0, 1), row, rows)
+        row = row.reshape(-1)
+
+        def by_reader(x: Array) -> Array:
+            """[K, W, Q * T * G, ...] -> [W * Q, K, T * G, ...]."""
+            return jnp.moveaxis(x.reshape(kv_heads, row.shape[0], width * group, *x.shape[3:]), 0, 1)
+
+        highest = jax.ops.segment_max(by_reader(jnp.max(scores, axis=-1)), row, rows)
         top = jnp.maximum(running.top, highest)  # [R, K, T * G]
-        weights = jnp.exp(scores - _finite(top)[row].swapaxes(0, 1)[..., None]).astype(v.dtype)
+        under = _finite(top)[row].swapaxes(0, 1).reshape(shape)
+        weights = _weights(scores - under[..., None], v.dtype)
         keep = jnp.exp(running.top - _finite(top))
-        mixed = _product(weights.reshape(-1, *scores.shape[2:]), v, 1).reshape(*shape, dim).swapaxes(0, 1)
-        total = jnp.sum(weights, axis=-1, dtype=jnp.float32).swapaxes(0, 1)
+        mixed = by_reader(_product(weights.reshape(-1, *scores.shape[2:]), v, 1).reshape(*shape, dim))
+        total = by_reader(jnp.sum(weights, axis=-1, dtype=jnp.float32))
         return _Running(top, running.total * keep + jax.ops.segment_sum(total, row, rows),
                         running.mixed * keep[..., None] + jax.ops.segment_sum(mixed, row, rows))
 
@@ -145,7 +165,8 @@ def _take_all(add: Callable[[_Running, Array, Array, Array], _Running], running:
         k, v = (a.reshape(-1, tiles.size, dim) for a in (keys, values))
         return add(running, item, k, v)
 
-    if at_once == 1 or arena % tiles.size or arena == tiles.size:
+    many = tiles.last.shape[1] * tiles.last.shape[2] > _MOST_QUERIES_AT_ONCE
+    if at_once == 1 or many or arena % tiles.size or arena == tiles.size:
         return gathered(running)
     real = jnp.arange(tiles.start.shape[0]) < tiles.count
     aligned = jnp.all(~real | ((tiles.start % tiles.size == 0) & (tiles.first == 0)))
@@ -166,6 +187,12 @@ def _windows(arena: Array, tiles: Tiles, item: Array) -> Array:
     return window(tiles.start[item]).reshape(-1, tiles.size, arena.shape[2])
 
 
+def _bias(first: Array, last: Array, size: int) -> Array:
+    """[W, size]: 0 where first [W] <= token < last [W], else -inf."""
+    token = jnp.arange(size)
+    return jnp.where((token >= first[:, None]) & (token < last[:, None]), 0.0, -jnp.inf)
+
+
 def _masked(scores: Array, first: Array, last: Array) -> Array:
     """scores [K, W, Q, size] where first [W] <= token < last [W, Q], else -inf."""
     # One unsigned comparison for both ends. The barrier keeps the gathers that made `last` out of the wide loop.
@@ -173,6 +200,22 @@ def _masked(scores: Array, first: Array, last: Array) -> Array:
     token = (jnp.arange(scores.shape[-1]) - first[:, None]).astype(jnp.uint32)
     seen = jnp.maximum(last - first[:, None], 0).astype(jnp.uint32)
     return jnp.where(token[:, None] < seen[..., None], scores, -jnp.inf)
+
+
+def _weights(x: Array, dtype: jnp.dtype) -> Array:
+    """exp(x) for x <= 0, rounded to the dtype of the values; 0 for -inf."""
+    def short(x: Array) -> Array:
+        # On a CPU the exponential costs as much as a product. What is rounded to 11 bits or fewer needs no more than a cubic: 2**n goes
+        # into the exponent's bits, 2**r with 0 <= r < 1 is off by 1e-4 of itself at most. Below 2**-126 it is 0.
+        x = jnp.maximum(x * _LOG2_E, -127.0)
+        n = jnp.floor(x)
+        r = x - n
+        part = 1.0 + r * (0.69555686 + r * (0.22617357 + r * 0.07814557))
+        return jax.lax.bitcast_convert_type((n.astype(jnp.int32) + 127) << 23, jnp.float32) * part
+
+    if dtype == jnp.float32:
+        return jnp.exp(x)
+    return jax.lax.platform_dependent(x, cpu=short, default=jnp.exp).astype(dtype)
 
 
 def _product(a: Array, b: Array, contract: int) -> Array:

@@ -22,7 +22,8 @@ from jaxshare.rope import Rope, rotate
 if TYPE_CHECKING:
     from jaxshare.plan import Plan
 
-_ALIGNMENT = 128
+ALIGNMENT = 128
+"""Tokens of a tile."""
 LARGE_TILE = 512
 """Tokens of a large tile: long arenas are whole numbers of them, and are read so where few rows share long blocks."""
 _MOVE_TILE = 128
@@ -106,16 +107,27 @@ class KVCache:
         if (sizes < 0).any():
             first = int(np.argmax(sizes < 0))
             raise ValueError(f"the capacity of block {first} is {int(sizes[first])}; it must be at least 0")
-        if sizes.sum() >= 2**31:
-            raise ValueError(f"the blocks hold {int(sizes.sum())} tokens in all; fewer than 2**31 can be addressed")
         offsets, tokens = _extents(sizes)
-        shape = (config.num_kv_heads, tokens, config.head_dim)
-        zeros = jnp.zeros(sizes.size, jnp.int32)
+        cache = cls.empty(config, tokens, sizes.size, dtype)
+        return dataclasses.replace(cache, offsets=jnp.asarray(offsets, jnp.int32), capacities=jnp.asarray(sizes, jnp.int32))
+
+    @classmethod
+    def empty(cls, config: CacheConfig, tokens: int, num_blocks: int, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> "KVCache":
+        """An arena of `tokens` with nothing but free slots (capacity 0), which `place` gives their extents.
+
+        Raises:
+          ValueError: fewer than one token or slot, or more tokens than can be addressed.
+        """
+        if tokens < 1 or num_blocks < 1:
+            raise ValueError(f"a cache has at least 1 token and 1 block; got {tokens} and {num_blocks}")
+        if tokens >= 2**31:
+            raise ValueError(f"the blocks hold {tokens} tokens in all; fewer than 2**31 can be addressed")
+        shape, zeros = (config.num_kv_heads, tokens, config.head_dim), np.zeros(num_blocks, np.int32)
         return cls(
             keys=tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)),
             values=tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)),
-            offsets=jnp.asarray(offsets, jnp.int32), lengths=zeros, capacities=jnp.asarray(sizes, jnp.int32),
-            phases=jnp.zeros_like(zeros), faults=jnp.zeros((), jnp.int32), rope=config.rope)
+            offsets=jnp.asarray(zeros), lengths=jnp.asarray(zeros), capacities=jnp.asarray(zeros),
+            phases=jnp.asarray(zeros), faults=jnp.zeros((), jnp.int32), rope=config.rope)
 
     @property
     def num_blocks(self) -> int:
@@ -201,6 +213,40 @@ class KVCache:
             phases=jnp.where(known, self.phases.at[block].set(0), self.phases),
             faults=self.faults | jnp.where(known, 0, Fault.UNKNOWN_BLOCK.value))
 
+    def place(self, blocks: Sequence[int], offsets: Sequence[int], capacities: Sequence[int]) -> "KVCache":
+        """Gives blocks new extents of the arena and empties them: how a host that hands out memory takes and frees blocks.
+
+        Nothing is copied, and keys and values stay where they are. A block of capacity 0 is a free slot again. Not for use inside jit.
+
+        Args:
+          blocks: which, each once.
+          offsets, capacities: of each of them, in tokens.
+
+        Raises:
+          ValueError: an unknown or repeated block, or an extent that leaves the arena or lies over another block's.
+        """
+        found, begins, sizes = (np.array(x) for x in (self.lengths, self.offsets, self.capacities))
+        if not len(blocks) == len(offsets) == len(capacities):
+            raise ValueError(f"{len(blocks)} blocks, {len(offsets)} offsets and {len(capacities)} capacities are given; "
+                             f"give one of each a block")
+        if len(set(blocks)) < len(blocks):
+            raise ValueError(f"blocks must name each block once; got {list(blocks)}")
+        self._check_blocks(**{f"blocks[{i}]": block for i, block in enumerate(blocks)})
+        phases, arena = np.array(self.phases), self.keys[0].shape[1]
+        for block, offset, capacity in zip(blocks, offsets, capacities, strict=True):
+            if offset < 0 or capacity < 0 or offset + capacity > arena:
+                raise ValueError(f"block {block} would lie at {offset} to {offset + capacity}, but the arena has {arena} tokens")
+            begins[block], sizes[block], found[block], phases[block] = offset, capacity, 0, 0
+        order = np.argsort(begins, kind="stable")
+        order = order[sizes[order] > 0]
+        ends = begins[order] + sizes[order]
+        if (over := np.flatnonzero(begins[order][1:] < ends[:-1])).size:
+            low, high = order[over[0]], order[over[0] + 1]
+            raise ValueError(f"blocks {low} and {high} would lie over each other, at {begins[low]} to {begins[low] + sizes[low]} and from "
+                             f"{begins[high]}")
+        return dataclasses.replace(self, lengths=jnp.asarray(found), offsets=jnp.asarray(begins), capacities=jnp.asarray(sizes),
+                                   phases=jnp.asarray(phases))
+
     def check(self) -> None:
         """Raises ValueError if a pass inside jit wrote beyond a capacity or was given a layout that cannot be."""
         if fault := Fault(int(self.faults)):
@@ -230,17 +276,26 @@ def _moved(cache: KVCache, source: Array, target: Array) -> KVCache:
         faults=cache.faults | jnp.where(known, jnp.where(fits, 0, Fault.OVERFLOW.value), Fault.UNKNOWN_BLOCK.value))
 
 
+def alignment(capacity: int) -> int:
+    """Of a block's offset. Blocks of a tile or more begin on a tile, so that backends can read the arena as it lies; smaller ones are
+    packed, so that many small blocks stay small."""
+    return ALIGNMENT if capacity >= ALIGNMENT else 1
+
+
+def arena_size(tokens: int) -> int:
+    """The size of an arena that holds so many: it ends with a tile, and with a large one if it is long."""
+    tile = LARGE_TILE if tokens >= 4 * LARGE_TILE else ALIGNMENT if tokens >= ALIGNMENT else 1
+    return max(1, tokens + -tokens % tile)
+
+
 def _extents(capacities: np.ndarray) -> tuple[np.ndarray, int]:
-    """Offsets of the blocks, and tokens in all. Blocks of a tile or more begin on a tile, so that backends can read the arena as it
-    lies; smaller ones are packed, so that many small blocks stay small. The arena ends with a tile, and with a large one if it is long."""
+    """Offsets of the blocks, and the size of the arena."""
     offsets, end = np.zeros_like(capacities), 0
     for b, capacity in enumerate(capacities):
-        if capacity >= _ALIGNMENT:
-            end += -end % _ALIGNMENT
+        end += -end % alignment(capacity)
         offsets[b] = end
         end += capacity
-    tile = LARGE_TILE if end >= 4 * LARGE_TILE else _ALIGNMENT if end >= _ALIGNMENT else 1
-    return offsets, max(1, int(end + -end % tile))
+    return offsets, arena_size(int(end))
 
 
 def _replaced(leaves: tuple[Array, ...], layer: int, leaf: Array) -> tuple[Array, ...]:

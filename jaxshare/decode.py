@@ -174,6 +174,60 @@ class DecodeState:
             self, pending=self.pending.at[row, :len(queue)].set(jnp.asarray(queue, jnp.int32)), head=self.head.at[row].set(0),
             waiting=self.waiting.at[row].set(len(queue)), reasons=self.reasons.at[row].set(Reason.RUNNING.value))
 
+    def admit(self, rows: Sequence[int], blocks: Sequence[Sequence[int]], logits: Array, *, seeds: Sequence[int],
+              budgets: Sequence[int]) -> "DecodeState":
+        """Gives rows that are not running something new to write; each samples at once from the logits after what it sees.
+
+        The logits of this state are donated: use the returned one. Rows keep their samplers.
+
+        Args:
+          rows: which, each once.
+          blocks: for each of them the blocks it sees, in order; it writes the last.
+          logits: float32[A, V], for each of them.
+          seeds, budgets: for each of them.
+
+        Raises:
+          ValueError: rows that write in steps, a row that is named twice, still running or not there, more blocks than the layout is wide,
+            blocks that make no layout, a budget that is negative or beyond the state's room, or counts that do not agree.
+        """
+        if self.steps is not None:
+            raise ValueError("rows of this state write in steps, and nothing can be admitted between them; create the state without")
+        for name, count in (("blocks", len(blocks)), ("logits", logits.shape[0]), ("seeds", len(seeds)), ("budgets", len(budgets))):
+            if count != len(rows):
+                raise ValueError(f"{name} has {count} entries, but {len(rows)} rows are to be admitted")
+        if len(set(rows)) < len(rows):
+            raise ValueError(f"rows must name each row once; got {list(rows)}")
+        listed, reasons = np.array(self.layout.blocks), np.asarray(self.reasons)
+        for row, seen, budget in zip(rows, blocks, budgets, strict=True):
+            if negative := [block for block in seen if block < 0]:
+                raise ValueError(f"row {row} lists block {negative[0]}; blocks are numbered from 0")
+            if not 0 <= row < len(listed):
+                raise ValueError(f"there is no row {row}; the state has rows 0 to {len(listed) - 1}")
+            if reasons[row] == Reason.RUNNING:
+                raise ValueError(f"row {row} is running; end it before it is given something new")
+            if not 1 <= len(seen) <= listed.shape[1]:
+                raise ValueError(f"row {row} would list {len(seen)} blocks, but the layout has room for 1 to {listed.shape[1]}")
+            if not 0 <= budget <= self.tokens.shape[1]:
+                raise ValueError(f"the budget of row {row} is {budget}; the state has room for 0 to {self.tokens.shape[1]} tokens a row")
+            listed[row] = [*seen, *[-1] * (listed.shape[1] - len(seen))]
+        layout = dataclasses.replace(self.layout, blocks=jnp.asarray(listed))
+        layout.check(self.cache.num_blocks)
+        # A power of two, so that few programs serve any number; what is too many falls behind the last row.
+        spare = (1 << max(0, len(rows) - 1).bit_length()) - len(rows)
+        row = np.asarray([*rows, *[len(listed)] * spare], np.int32)
+        given = jnp.concatenate([logits, jnp.zeros((spare, logits.shape[1]))]) if spare else logits
+        drawn = np.asarray([*seeds, *[0] * spare], np.int64).astype(np.uint32), np.asarray([*budgets, *[0] * spare], np.int32)
+        rest = dataclasses.replace(self, cache=None, logits=None, layout=layout)  # pyright: ignore[reportArgumentType]
+        admitted = _admit(self.logits, rest, row, given, *drawn)
+        return dataclasses.replace(admitted, cache=self.cache)
+
+    def retire(self, rows: Sequence[int]) -> "DecodeState":
+        """Takes rows out of use: they list no block any more, so that others may write those, and can be admitted again."""
+        row = np.asarray(rows, np.int32)
+        return dataclasses.replace(
+            self, layout=dataclasses.replace(self.layout, blocks=self.layout.blocks.at[row].set(-1)),
+            reasons=self.reasons.at[row].set(Reason.UNUSED.value), waiting=self.waiting.at[row].set(0))
+
     def end(self, row: int, reason: Reason = Reason.STOP) -> "DecodeState":
         """Ends a row from outside."""
         return dataclasses.replace(self, reasons=self.reasons.at[row].set(reason.value))
@@ -186,6 +240,17 @@ class DecodeState:
     def outputs(self) -> list[list[int]]:
         """What each row has sampled so far, on the host."""
         return [row[:n].tolist() for row, n in zip(np.asarray(self.tokens), np.asarray(self.drawn), strict=True)]
+
+
+@functools.partial(jax.jit, donate_argnames=("logits",))
+def _admit(logits: Array, rest: DecodeState, row: Array, given: Array, seeds: Array, budgets: Array) -> DecodeState:
+    def put(whole: Array, value: Any) -> Array:
+        return whole.at[row].set(value, mode="drop")
+
+    return dataclasses.replace(
+        rest, logits=put(logits, given), ready=put(rest.ready, True), waiting=put(rest.waiting, 0),
+        seeds=put(rest.seeds, seeds), drawn=put(rest.drawn, 0), budgets=put(rest.budgets, budgets),
+        reasons=put(rest.reasons, Reason.RUNNING.value))
 
 
 def decode(model: Model, params: Any, state: DecodeState, *, passes: int, width: int = 1, until_any: bool = False) -> DecodeState:

@@ -36,7 +36,8 @@ class Plan:
       write_at: int32[R], arena index of each row's first new token.
       key_cos, key_sin: float32[R, T, P], rotation of new keys to their index in their block.
       query_cos, query_sin: float32[R, N, T, P], rotation of new queries towards each listed block.
-      shared: blocks that two rows or more see, as tiles that all rows read together.
+      shared: blocks that more rows see than the largest group has, as tiles that all rows read together.
+      grouped: for each group of the layout, the other blocks that two rows or more see, as tiles that those rows read together.
       private: blocks that one row sees, as tiles that it reads alone.
       faults: int32[], `Fault` flags.
       rope: of the cache (static).
@@ -58,9 +59,15 @@ class Plan:
     query_cos: Array
     query_sin: Array
     shared: "Tiles"
+    grouped: tuple["Tiles", ...]
     private: "Tiles"
     faults: Array
     rope: Rope = dataclasses.field(metadata={"static": True})
+
+    @property
+    def read_tokens(self) -> Array:
+        """int32[]: cached tokens that this pass reads in each layer; a block that several rows read together counts once."""
+        return sum((tiles.tokens for tiles in (*self.grouped, self.private)), self.shared.tokens)
 
 
 @jax.tree_util.register_dataclass
@@ -90,6 +97,12 @@ class Tiles:
     size: int = dataclasses.field(metadata={"static": True})
     at_once: int = dataclasses.field(metadata={"static": True})
 
+    @property
+    def tokens(self) -> Array:
+        """int32[]: tokens in the items, each item's once."""
+        last = jnp.minimum(jnp.max(self.last, axis=(1, 2), initial=0), self.size)
+        return jnp.sum(jnp.maximum(last - self.first, 0))
+
 
 class Tiling(NamedTuple):
     """Tokens of a tile, and tiles of a product."""
@@ -99,7 +112,7 @@ class Tiling(NamedTuple):
 
 
 def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, shared_tiling: Tiling | None = None,
-              private_tiling: Tiling | None = None) -> Plan:
+              group_tiling: Tiling | None = None, private_tiling: Tiling | None = None) -> Plan:
     """Plans a pass of `width` tokens a row.
 
     Args:
@@ -107,7 +120,7 @@ def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, share
       layout: what each row sees and writes.
       count: int32[R], real tokens of each row, the rest of `width` being padding on the right.
       width: T.
-      shared_tiling, private_tiling: how to cut blocks that several rows and that one row sees; default by the shape.
+      shared_tiling, group_tiling, private_tiling: how to cut blocks that all rows, a group and one row read; default by the shape.
     """
     rows, slots = layout.blocks.shape
     blocks, listed = layout.blocks, layout.blocks >= 0
@@ -136,19 +149,29 @@ def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, share
     query_cos, query_sin = cache.rope.cos_sin(turn)
 
     fan_in = jnp.zeros(cache.num_blocks, jnp.int32).at[block].add((sees & (after > 0)).astype(jnp.int32))
-    seen = visible[..., None] + jnp.where(own[..., None], step, 0)  # [R, N, T]
+    seen = jnp.minimum(visible[..., None] + jnp.where(own[..., None], step, 0), after[..., None])  # [R, N, T]; padding sees no further
     arena = cache.keys[0].shape[1]
 
+    largest = layout.groups[-1] if layout.groups else 1
     size, at_once = shared_tiling or _shared_tiling(rows * width, arena)
     size = min(size, arena)
-    run, at, items = _cut(jnp.where(fan_in > 1, lengths, 0), size, at_once, arena)
+    run, at, items = _cut(jnp.where(fan_in > largest, lengths, 0), size, at_once, arena)
     match = blocks == run[:, None, None]  # [I, R, N]
     slot = jnp.argmax(match, axis=2)
     row = jnp.broadcast_to(jnp.arange(rows), slot.shape)
     reads = jnp.any(match, axis=2)[..., None] & (jnp.arange(run.shape[0]) < items)[:, None, None]
     shared = _tiles(items, cache.offsets[run], at, row, slot, jnp.where(reads, seen[row, slot], 0), size, at_once, arena)
 
-    size, at_once = private_tiling or _tiling(width)
+    grouped = []
+    for smaller, group in zip((1, *layout.groups), layout.groups, strict=False):
+        size, at_once = group_tiling or _GROUP_TILING
+        size = min(size, arena)
+        run, at, items = _cut(jnp.where((fan_in > smaller) & (fan_in <= group), lengths, 0), size, at_once, arena)
+        row, slot = (x[run] for x in _readers(block, sees & (after > 0), cache.num_blocks, group))  # [I, group]
+        reads = (jnp.arange(group) < fan_in[run][:, None])[..., None] & (jnp.arange(run.shape[0]) < items)[:, None, None]
+        grouped.append(_tiles(items, cache.offsets[run], at, row, slot, jnp.where(reads, seen[row, slot], 0), size, at_once, arena))
+
+    size, at_once = private_tiling or _private_tiling(width)
     size = min(size, arena)
     length = jnp.where(sees & (fan_in[block] == 1), after, 0)
     run, at, items = _cut(length.reshape(-1), size, at_once, arena)
@@ -161,18 +184,38 @@ def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, share
         blocks=blocks, count=count, positions=positions, starts=starts, visible=visible, own=own,
         offsets=cache.offsets, phases=cache.phases, before=cache.lengths, lengths=lengths,
         write_at=cache.offsets[target] + before, key_cos=key_cos, key_sin=key_sin, query_cos=query_cos, query_sin=query_sin,
-        shared=shared, private=private, faults=_faults(cache, blocks, written, wanted, count, rows), rope=cache.rope)
+        shared=shared, grouped=tuple(grouped), private=private, faults=_faults(cache, blocks, written, wanted, count, rows),
+        rope=cache.rope)
 
 
 def _shared_tiling(queries: int, arena: int) -> Tiling:
-    """Few queries over an arena of large tiles: those, which are read as they lie where they fill it."""
-    large = queries <= 8 and arena >= 4 * LARGE_TILE and arena % LARGE_TILE == 0
-    return Tiling(LARGE_TILE, 2) if large else _tiling(queries)
+    """Few queries: several tiles in one batched product, large ones, read as they lie, where they fill the arena. Many: one large tile,
+    whose product is big enough alone."""
+    if queries > 8:
+        return Tiling(LARGE_TILE, 1)
+    return Tiling(LARGE_TILE, 2) if arena >= 4 * LARGE_TILE and arena % LARGE_TILE == 0 else Tiling(128, 4)
 
 
-def _tiling(queries: int) -> Tiling:
-    """Few queries: several small tiles in one batched product. Many: one large tile, whose product is big enough alone."""
-    return Tiling(128, 4) if queries <= 8 else Tiling(256, 2) if queries <= 32 else Tiling(512, 1)
+def _private_tiling(queries: int) -> Tiling:
+    """The more queries a row brings, the larger its tiles, and the fewer of them in one product."""
+    return Tiling(128, 4) if queries <= 8 else Tiling(256, 2) if queries <= 32 else Tiling(LARGE_TILE, 1)
+
+
+_GROUP_TILING = Tiling(128, 4)
+"""Blocks that a group reads are often short."""
+
+
+def _readers(block: Array, sees: Array, num_blocks: int, most: int) -> tuple[Array, Array]:
+    """The first `most` rows that see each block, and where they list it: int32[B, most] both, 0 behind the last. block, sees [R, N]."""
+    rows, slots = block.shape
+    row = jnp.broadcast_to(jnp.arange(rows)[:, None], block.shape)
+    listed = jnp.full((num_blocks, rows), -1).at[jnp.where(sees, block, num_blocks), row].set(
+        jnp.broadcast_to(jnp.arange(slots), block.shape), mode="drop")
+    place = jnp.where(listed >= 0, jnp.cumsum(listed >= 0, axis=1) - 1, most)
+    at = jnp.arange(num_blocks)[:, None]
+    empty = jnp.zeros((num_blocks, most), jnp.int32)
+    return (empty.at[at, place].set(jnp.broadcast_to(jnp.arange(rows), listed.shape), mode="drop"),
+            empty.at[at, place].set(listed, mode="drop"))
 
 
 def _cut(lengths: Array, size: int, at_once: int, arena: int) -> tuple[Array, Array, Array]:
@@ -190,7 +233,7 @@ def _tiles(count: Array, offset: Array, at: Array, row: Array, slot: Array, seen
     """Windows over the tokens `at` and on of blocks at `offset`; seen [I, Q, T] counts from the block's begin."""
     start = jnp.clip(offset + at, 0, arena - size)
     return Tiles(count, start, first=offset + at - start, row=row, slot=slot,
-                 last=jnp.maximum(seen - (start - offset)[:, None, None], 0), size=size, at_once=at_once)
+                 last=jnp.where(seen > 0, jnp.maximum(seen - (start - offset)[:, None, None], 0), 0), size=size, at_once=at_once)
 
 
 def _faults(cache: KVCache, blocks: Array, written: Array, wanted: Array, count: Array, rows: int) -> Array:

@@ -36,6 +36,7 @@ class Shape:
     rotary: int
     dtype: type = jnp.float32
     factor: float = 1.0
+    groups: tuple[int, ...] = ()
 
     @property
     def rope(self) -> Rope:
@@ -102,7 +103,7 @@ def place(shape: Shape, case: Case):
     shelf.append(case.rows, case.count, k, v)
     expected = shelf.attend(case.rows, case.count, q, shape.rope, shape.dim**-0.5)
     count = jnp.asarray(case.count + [0] * (shape.rows - len(case.rows)), jnp.int32)
-    layout = pad_rows(case.rows, shape.rows, shape.listed)
+    layout = dataclasses.replace(pad_rows(case.rows, shape.rows, shape.listed), groups=shape.groups)
     return (cache, layout, count, *(jnp.asarray(x, shape.dtype) for x in (q, k, v))), expected
 
 
@@ -153,6 +154,23 @@ def test_one_token_a_row(case):
 @given(cases(WIDE))
 def test_ragged_tokens_partial_rotary_and_an_attention_factor(case):
     check(WIDE, case)
+
+
+GROUPED = dataclasses.replace(GQA, groups=(2, 3))
+GROUPED_WIDE = dataclasses.replace(WIDE, groups=(2,))
+
+
+@settings(max_examples=40)
+@given(cases(GROUPED))
+def test_groups_of_rows(case):
+    """Blocks that two rows see, that three see, that all four see."""
+    check(GROUPED, case, implementations=("xla",))
+
+
+@settings(max_examples=25)
+@given(cases(GROUPED_WIDE))
+def test_groups_of_rows_with_ragged_tokens(case):
+    check(GROUPED_WIDE, case, implementations=("xla",))
 
 
 SOME_LENGTHS = st.sampled_from([0, 0, 1, 2, 5, 17, 64, 65, 300])
@@ -248,6 +266,28 @@ def test_seventy_rows(data):
     lengths = [600, 65, data.draw(st.sampled_from([0, 256])), *fitting(private, 1900)]
     case = Case(rows, count, lengths, list(range(73)), [0] * 73, [0] * 73, 5)
     check(MANY_ROWS, case, implementations=("xla",))
+
+
+def test_a_short_prefix_at_the_end_of_the_arena_that_half_of_the_rows_see():
+    """Its tile begins before it does; for rows that do not see it there must be nothing in it."""
+    rows = [[2, r + 3] if r % 2 else [2, 1, r + 3] for r in range(70)]
+    case = Case(rows, [1] * 70, [0, 65, 100, *[3] * 70], [0, *range(2, 73), 1], [0] * 73, [0] * 73, 5)
+    check(dataclasses.replace(MANY_ROWS, arena=65 + 100 + 4 * 70), case, implementations=("xla",))
+
+
+@settings(max_examples=6)
+@given(st.data())
+def test_a_tree_of_seventy_rows_in_groups(data):
+    """A root that all see, branches of uneven fan-in below it, and a block of each row's own, rows in any order."""
+    order = data.draw(st.permutations(range(70)))
+    first = data.draw(st.integers(1, 69))
+    rows: list[list[int]] = [[] for _ in range(70)]
+    for i, r in enumerate(order):
+        rows[r] = [0, 1 if i < first else 2, r + 3]
+    count = data.draw(st.lists(st.integers(0, 1), min_size=70, max_size=70))
+    lengths = [600, data.draw(st.sampled_from([1, 129, 400])), 300, *[data.draw(st.integers(0, 9))] * 70]
+    case = Case(rows, count, lengths, list(range(73)), [0] * 73, [0] * 73, 5)
+    check(dataclasses.replace(MANY_ROWS, groups=(4, 40)), case, implementations=("xla",))
 
 
 @pytest.mark.parametrize("length", BORDERS)

@@ -89,6 +89,26 @@ def test_a_cache_is_a_frozen_pytree():
     assert jax.tree.unflatten(tree, leaves).rope == TINY.rope
 
 
+# empty
+
+def test_an_empty_cache_has_nothing_but_free_slots():
+    cache = KVCache.empty(TINY, 43, 3, jnp.float32)
+    assert numbers(cache) == [[0, 0, 0]] * 4 and cache.num_blocks == 3 and cache.rope == TINY.rope and int(cache.faults) == 0
+    assert len(cache.keys) == len(cache.values) == TINY.num_layers
+    assert all(a.shape == (TINY.num_kv_heads, 43, TINY.head_dim) and a.dtype == jnp.float32 for a in (*cache.keys, *cache.values))
+    assert KVCache.empty(TINY, 1, 1).keys[0].dtype == jnp.bfloat16
+    cache.check()
+
+
+@pytest.mark.parametrize(("tokens", "blocks", "words"), [
+    (0, 3, "at least 1 token and 1 block; got 0 and 3"), (5, 0, "got 5 and 0"), (-1, 1, "got -1 and 1"),
+    (2**31, 1, "the blocks hold 2147483648 tokens in all"),
+])
+def test_empty_refuses(tokens, blocks, words):
+    with pytest.raises(ValueError, match=words):
+        KVCache.empty(TINY, tokens, blocks)
+
+
 # append
 
 CAPACITIES, ARENA = (50, 30, 4, 0, 60), 144
@@ -357,3 +377,93 @@ def test_clear_empties_one_block():
     assert all(new is old for old, new in zip((*cache.keys, *cache.values), (*after.keys, *after.values), strict=True))
     with pytest.raises(ValueError, match="block is 3, but the cache has blocks 0 to 2"):
         cache.clear(3)
+
+
+# place
+
+PLACED_ARENA = 24
+
+
+def placeable() -> KVCache:
+    """Two blocks that touch, a free slot in the middle of one, and one at the arena's end."""
+    cache, _, _ = filled((3, 5, 0, 2), (8, 5, 0, 4), tokens=PLACED_ARENA)
+    return dataclasses.replace(cache, offsets=jnp.asarray([0, 8, 4, 20], jnp.int32), phases=jnp.asarray([0, 7, 0, 9], jnp.int32))
+
+
+def placed(state: list[list[int]], requests: list[tuple[int, int, int]]) -> list[list[int]] | None:
+    """What `place` should make of offsets, lengths, capacities and phases, or None where it should refuse."""
+    state = [[*column] for column in state]
+    offsets, _, capacities, _ = state
+    for block, at, size in requests:
+        if not 0 <= block < len(offsets) or [b for b, _, _ in requests].count(block) > 1 or at < 0 or size < 0 or at + size > PLACED_ARENA:
+            return None
+        for column, value in zip(state, (at, 0, size, 0), strict=True):
+            column[block] = value
+    tokens = [t for at, size in zip(offsets, capacities, strict=True) for t in range(at, at + size)]
+    return state if len(tokens) == len(set(tokens)) else None
+
+
+REQUEST = st.tuples(st.integers(0, 3), st.sampled_from([0, 4, 8, 12, 13, 16, 20, 23, 24]), st.sampled_from([0, 0, 1, 4, 4, 5, 8]))
+WRONG = st.tuples(st.integers(-1, 4), st.integers(-1, PLACED_ARENA + 1), st.integers(-1, PLACED_ARENA + 1))
+
+
+@settings(max_examples=150)
+@given(st.lists(st.lists(st.one_of(REQUEST, REQUEST, REQUEST, WRONG), max_size=4), min_size=1, max_size=5))
+def test_place_against_a_list_of_tokens(calls):
+    """Blocks that are placed are empty, others keep everything, and keys and values stay as they are."""
+    cache = placeable()
+    for requests in calls:
+        before, expected = numbers(cache), placed(numbers(cache), requests)
+        blocks, offsets, sizes = ([*column] for column in zip(*requests, strict=True)) if requests else ([], [], [])
+        if expected is None:
+            with pytest.raises(ValueError):
+                cache.place(blocks, offsets, sizes)
+            assert numbers(cache) == before
+            continue
+        after = cache.place(blocks, offsets, sizes)
+        assert numbers(after) == expected and numbers(cache) == before and after.rope == cache.rope
+        assert all(new is old for old, new in zip((*cache.keys, *cache.values), (*after.keys, *after.values), strict=True))
+        assert all(a.dtype == jnp.int32 for a in (after.offsets, after.lengths, after.capacities, after.phases))
+        # As passes and forks would leave it, so that the next call has something to empty.
+        cache = dataclasses.replace(after, lengths=after.capacities, phases=jnp.arange(4, dtype=jnp.int32))
+
+
+@pytest.mark.parametrize(("requests", "expected"), [
+    ([(2, 13, 7)], [[0, 8, 13, 20], [3, 5, 0, 2], [8, 5, 7, 4], [0, 7, 0, 9]]),  # between two others, touching both
+    ([(1, 0, 0)], [[0, 0, 4, 20], [3, 0, 0, 2], [8, 0, 0, 4], [0, 0, 0, 9]]),  # a free slot again
+    ([(0, 8, 5), (1, 0, 8)], [[8, 0, 4, 20], [0, 0, 0, 2], [5, 8, 0, 4], [0, 0, 0, 9]]),  # two change places
+    ([(2, 24, 0)], [[0, 8, 24, 20], [3, 5, 0, 2], [8, 5, 0, 4], [0, 7, 0, 9]]),
+    ([], [[0, 8, 4, 20], [3, 5, 0, 2], [8, 5, 0, 4], [0, 7, 0, 9]]),
+])
+def test_place_by_hand(requests, expected):
+    blocks, offsets, sizes = ([*column] for column in zip(*requests, strict=True)) if requests else ([], [], [])
+    assert numbers(placeable().place(blocks, offsets, sizes)) == expected
+
+
+def test_a_block_placed_where_it_lay_has_its_tokens_again_once_it_has_its_length():
+    cache = placeable()
+    after = cache.place([1], [8], [5])
+    assert numbers(after)[1] == [3, 0, 0, 2]
+    again = dataclasses.replace(after, lengths=cache.lengths, phases=cache.phases)
+    for old, new in zip(arenas(cache.move(1, 0)), arenas(again.move(1, 0)), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_a_fault_stays_when_blocks_are_placed():
+    faulty = dataclasses.replace(placeable(), faults=jnp.int32(Fault.OVERFLOW.value))
+    with pytest.raises(ValueError, match="not usable any more"):
+        faulty.place([0], [0], [8]).check()
+
+
+@pytest.mark.parametrize(("blocks", "offsets", "sizes", "words"), [
+    ([0, 2, 0], [0, 13, 0], [8, 1, 8], r"blocks must name each block once; got \[0, 2, 0\]"),
+    ([0, 4], [0, 13], [8, 1], r"blocks\[1\] is 4, but the cache has blocks 0 to 3"), ([-1], [0], [0], r"blocks\[0\] is -1"),
+    ([2], [23], [2], "block 2 would lie at 23 to 25, but the arena has 24 tokens"), ([2], [-1], [3], "block 2 would lie at -1 to 2"),
+    ([2], [13], [-3], "block 2 would lie at 13 to 10"), ([2], [25], [0], "block 2 would lie at 25 to 25"),
+    ([2], [15], [6], "blocks 2 and 3 would lie over each other, at 15 to 21 and from 20"),
+    ([2], [7], [1], "blocks 0 and 2 would lie over each other, at 0 to 8 and from 7"),  # inside another block
+    ([0, 2], [13, 13], [4, 4], "blocks 0 and 2 would lie over each other"),
+])
+def test_place_refuses(blocks, offsets, sizes, words):
+    with pytest.raises(ValueError, match=words):
+        placeable().place(blocks, offsets, sizes)

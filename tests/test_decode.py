@@ -263,6 +263,127 @@ def test_until_any_comes_back_when_a_row_ends():
     assert state.outputs() == [greedy(p, n) for p, n in zip(PROMPTS, (3, 5, 5, 9), strict=True)]
 
 
+def prefilled(cache: KVCache, prompts: dict[int, list[int]]) -> tuple[jnp.ndarray, KVCache]:
+    """Feeds prompts of up to 16 tokens to blocks: the logits after each, in their order, and the cache."""
+    tokens, count = np.zeros((ROWS, 16), np.int32), [0] * ROWS
+    for r, prompt in enumerate(prompts.values()):
+        tokens[r, :len(prompt)], count[r] = prompt, len(prompt)
+    logits, cache = forward(TINY, tiny_params(), tokens, count, cache, pad_rows([[b] for b in prompts], ROWS, LISTED))
+    return logits[:len(prompts)], cache
+
+
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(1.2, top_k=30)], ids=["greedy", "sampled"])
+def test_a_row_that_has_ended_is_given_something_new(sampler):
+    """Below a shared prefix, with a seed and a budget of its own: what it writes is what a fresh state would, and so is what others do."""
+    first, later = PROMPTS[1], [PROMPTS[0], PROMPTS[2], PROMPTS[3], PROMPTS[1]]
+    settings = {"samplers": sampler, "seeds": [3, 1, 4, 1], "budgets": [5, MOST, MOST, MOST]}
+    undisturbed = run(tiny_state(later, **settings)).outputs()
+    prefix, cache = prefilled(tiny_cache(), {0: first})
+    state = run(tiny_state(later, cache=cache, **settings), until_any=True)
+    assert reasons(state) == [Reason.BUDGET, *[Reason.RUNNING] * 3] and state.outputs()[0] == undisturbed[0]
+    state = dataclasses.replace(state, cache=state.cache.clear(1))
+    before = int(state.passes)
+    state = state.admit([0], [[0, 1]], prefix, seeds=[2**32 - 5], budgets=[10])
+    assert reasons(state)[0] == Reason.RUNNING and state.outputs()[0] == []
+    done = run(state)
+    fresh = run(tiny_state([first], [[1]], samplers=sampler, seeds=[2**32 - 5, 0, 0, 0], budgets=10))
+    assert done.outputs() == [fresh.outputs()[0], *undisturbed[1:]] and len(done.outputs()[0]) == 10
+    np.testing.assert_allclose(done.logprobs[0, :10], fresh.logprobs[0, :10], atol=2e-5)
+    assert reasons(done) == [Reason.BUDGET] * 4
+    assert int(done.passes) - before == 10 - 1  # it samples at once, and its last token is not fed
+    assert np.asarray(done.cache.lengths).tolist() == [len(first), 10 - 1, *(len(p) + MOST - 1 for p in later[1:]), 0]
+    done.cache.check()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_rows_that_were_not_in_use_are_given_something(count):
+    """Any number at once, a power of two or not; the rest stays unused."""
+    logits, cache = prefilled(tiny_cache(), {b: p for b, p in enumerate(PROMPTS[:count], 1)})
+    state = tiny_state([], [], cache=cache)
+    rows, blocks = [3, 0, 2, 1][:count], [[b + 1] for b in range(count)]
+    state = state.admit(rows, blocks, logits, seeds=[0] * count, budgets=[MOST, 1, 7, 0][:count])
+    expected = [[]] * ROWS
+    for r, prompt, budget in zip(rows, PROMPTS[:count], [MOST, 1, 7, 0], strict=False):
+        expected[r] = greedy(prompt, budget)
+    done = run(state)
+    assert done.outputs() == expected
+    assert reasons(done) == [Reason.BUDGET if r in rows else Reason.UNUSED for r in range(ROWS)]
+
+
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(1.2)], ids=["greedy", "sampled"])
+def test_several_rows_change_places(sampler):
+    """Three of four rows are given each other's blocks, in an order of their own, while the fourth writes on."""
+    settings = {"samplers": sampler, "seeds": [7, 8, 9, 10]}
+    undisturbed = run(tiny_state(PROMPTS, **settings)).outputs()
+    state = run(tiny_state(PROMPTS, **settings), passes=4)
+    for row, reason in ((0, Reason.STOP), (2, Reason.PAUSED), (3, Reason.FULL)):
+        state = state.end(row, reason)
+    cache = state.cache
+    for block in (1, 3, 4):
+        cache = cache.clear(block)
+    new = {4: PROMPTS[2], 1: PROMPTS[3], 3: PROMPTS[1]}
+    logits, cache = prefilled(cache, new)
+    state = dataclasses.replace(state, cache=cache)
+    state = state.admit([3, 0, 2], [[1], [3], [4]], logits[jnp.asarray([1, 2, 0])], seeds=[1, 2, 3], budgets=[MOST, 4, 9])
+    done = run(state)
+    alone = run(tiny_state([PROMPTS[1], [], PROMPTS[2], PROMPTS[3]], [[1], [], [2], [3]], samplers=sampler, seeds=[2, 0, 3, 1],
+                           budgets=[4, 0, 9, MOST])).outputs()
+    assert done.outputs() == [alone[0], undisturbed[1], alone[2], alone[3]] and [len(o) for o in alone] == [4, 0, 9, MOST]
+
+
+def test_admission_ends_at_a_stop_and_can_be_repeated():
+    """The same row three times over; what it sampled before leaves no trace."""
+    stop = greedy(PROMPTS[1])[3]
+    expected = greedy(PROMPTS[1])[:greedy(PROMPTS[1]).index(stop) + 1]
+    state = tiny_state([], [], stops=[stop])
+    for budget in (MOST, 1, MOST):
+        logits, cache = prefilled(state.cache.clear(2), {2: PROMPTS[1]})
+        state = dataclasses.replace(state, cache=cache).admit([1], [[2]], logits, seeds=[0], budgets=[budget])
+        state = run(state)
+        assert state.outputs() == [[], expected[:budget], [], []]
+        assert reasons(state)[1] == (Reason.STOP if budget > 1 else Reason.BUDGET)
+
+
+@pytest.mark.parametrize(("row", "blocks", "more", "words"), [
+    (1, [2], {}, "row 1 is running; end it before it is given something new"),
+    (4, [1], {}, "there is no row 4; the state has rows 0 to 3"), (-1, [1], {}, "there is no row -1"),
+    (0, [], {}, "row 0 would list 0 blocks, but the layout has room for 1 to 3"),
+    (0, [0, 3, 4, 1], {}, "row 0 would list 4 blocks, but the layout has room for 1 to 3"),
+    (0, [1], {"budgets": [-1]}, f"the budget of row 0 is -1; the state has room for 0 to {MOST} tokens a row"),
+    (0, [1], {"budgets": [MOST + 1]}, f"the budget of row 0 is {MOST + 1}; the state has room for 0 to {MOST}"),
+    (0, [0, 2], {}, "rows 0 and 1 both write block 2"), (0, [0, 0], {}, "row 0 lists block 0 twice"),
+    (0, [6], {}, "row 0 lists block 6, but the cache has blocks 0 to 5"), (0, [0, -1, 1], {}, "row 0 lists block -1; blocks are numbered"),
+    (0, [1], {"seeds": []}, "seeds has 0 entries, but 1 rows are to be admitted"),
+    (0, [1], {"budgets": [1, 2]}, "budgets has 2 entries, but 1 rows"),
+])
+def test_admission_refuses(row, blocks, more, words):
+    """And leaves the state usable."""
+    state = run(tiny_state(PROMPTS, budgets=[1, MOST, MOST, MOST]), until_any=True)
+    with pytest.raises(ValueError, match=words):
+        state.admit([row], [blocks], jnp.zeros((1, VOCAB)), **{"seeds": [0], "budgets": [4], **more})
+    assert run(state).outputs() == [greedy(PROMPTS[0], 1), *map(greedy, PROMPTS[1:])]
+
+
+def test_admission_counts():
+    state = run(tiny_state(PROMPTS, budgets=[1, 1, 1, 1]))
+    with pytest.raises(ValueError, match="logits has 1 entries, but 2 rows are to be admitted"):
+        state.admit([0, 1], [[1], [2]], jnp.zeros((1, VOCAB)), seeds=[0, 0], budgets=[1, 1])
+    with pytest.raises(ValueError, match=r"rows must name each row once; got \[0, 0\]"):
+        state.admit([0, 0], [[1], [2]], jnp.zeros((2, VOCAB)), seeds=[0, 0], budgets=[1, 1])
+
+
+def test_a_row_that_is_retired_lists_nothing_and_another_may_write_its_block():
+    state = run(tiny_state(PROMPTS, budgets=[1, 1, MOST, MOST]))
+    block = int(state.layout.written[0])
+    logits, cache = prefilled(state.cache.clear(block), {block: PROMPTS[0]})
+    state = dataclasses.replace(state, cache=cache)
+    with pytest.raises(ValueError, match=f"rows 0 and 1 both write block {block}"):
+        state.admit([1], [[block]], logits, seeds=[0], budgets=[3])
+    state = state.retire([0]).admit([1], [[block]], logits, seeds=[0], budgets=[3])
+    assert reasons(state) == [Reason.UNUSED, Reason.RUNNING, Reason.BUDGET, Reason.BUDGET] and int(state.layout.written[0]) == -1
+    assert run(state).outputs()[1] == greedy(PROMPTS[0], 3)
+
+
 @pytest.mark.parametrize("more", [{"passes": -1}, {"width": 0}, {"width": WIDEST + 1}])
 def test_decode_refuses(more):
     with pytest.raises(ValueError, match=f"passes must be at least 0, and width from 1 to the state's max_width, {WIDEST}"):

@@ -1,4 +1,4 @@
-"""Layouts: what is listed, what is written, forks, and every refusal."""
+"""Layouts: what is listed, what is written, forks, groups, and every refusal."""
 
 import dataclasses
 
@@ -38,7 +38,33 @@ def test_a_layout_is_a_frozen_pytree():
     np.testing.assert_array_equal(jax.jit(lambda x: x.written)(layout), [1])
 
 
+def test_groups_are_static_and_sorted():
+    """They choose a program, and are no leaf: what is data stays the blocks alone."""
+    plain, grouped = Layout.from_blocks([[0, 1]]), Layout.from_blocks([[0, 1]], groups=[8, 2, 8])
+    assert plain.groups == () and grouped.groups == (2, 8)
+    leaves, tree = jax.tree.flatten(grouped)
+    assert len(leaves) == 1 and jax.tree.unflatten(tree, leaves).groups == (2, 8) and tree != jax.tree.structure(plain)
+    seen = []
+
+    @jax.jit
+    def traced(layout):
+        seen.append(layout.groups)
+        return layout.written
+
+    for layout in (plain, grouped, Layout.from_blocks([[1, 0]], groups=[2, 8]), Layout.from_blocks([[0, 1]], groups=[2])):
+        traced(layout)
+    assert seen == [(), (2, 8), (2,)]
+
+
+def test_a_fork_keeps_the_groups():
+    layout = Layout.from_blocks([[0, 1], [0, 2]], width=3, groups=[2, 4])
+    assert layout.fork(0, 3).groups == (2, 4) and rows_of(layout.fork(0, 3)) == [[0, 3, 1], [0, 3, 2]]
+    assert jax.jit(Layout.fork)(layout, jnp.int32(0), jnp.int32(3)).groups == (2, 4)
+
+
 @pytest.mark.parametrize(("rows", "more", "words"), [
+    ([[0], [1]], {"groups": [4, 1]}, r"groups has 1; a group that reads a block together has at least 2 rows"),
+    ([[0], [1]], {"groups": [0]}, r"groups has 0"), ([[0], [1]], {"groups": [-2, 2]}, r"groups has -2"),
     ([[0, 1, 0]], {}, r"row 0 lists block 0 twice: \[0, 1, 0\]"),
     ([[5], [2, 2]], {}, r"row 1 lists block 2 twice"),
     ([[0, -1]], {}, r"row 0 lists block -1; blocks are numbered from 0"),

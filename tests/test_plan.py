@@ -1,5 +1,6 @@
 """Plans against the semantics written out in plain Python: starts, positions, what is visible, fan-in, and the tiles to read."""
 
+import dataclasses
 import functools
 import math
 
@@ -17,12 +18,12 @@ from tests.helpers import cache_with, pad_rows
 
 ROWS, LISTED, BLOCKS, ARENA = 5, 4, 7, 400
 ROPE = Rope.yarn(8, 10_000.0, 4.0, 128)
-SHARED, PRIVATE = Tiling(8, 2), Tiling(3, 4)
+SHARED, GROUP, PRIVATE = Tiling(8, 2), Tiling(5, 3), Tiling(3, 4)
 
 
 @functools.partial(jax.jit, static_argnames=("width", "tiles"))
 def planned(cache, layout, count, width, tiles=True):
-    sizes = {"shared_tiling": SHARED, "private_tiling": PRIVATE} if tiles else {}
+    sizes = {"shared_tiling": SHARED, "group_tiling": GROUP, "private_tiling": PRIVATE} if tiles else {}
     return make_plan(cache, layout, count, width, **sizes)
 
 
@@ -61,10 +62,11 @@ def lengths_after(rows, count, lengths):
     return after
 
 
-def run(case, **more):
+def run(case, groups=(), **more):
     rows, count, lengths, capacities, phases, width = case
     cache = build(lengths, capacities, phases)
-    plan = planned(cache, pad_rows(rows, ROWS, LISTED), jnp.asarray(count + [0] * (ROWS - len(rows)), jnp.int32), width, **more)
+    layout = dataclasses.replace(pad_rows(rows, ROWS, LISTED), groups=groups)
+    plan = planned(cache, layout, jnp.asarray(count + [0] * (ROWS - len(rows)), jnp.int32), width, **more)
     return cache, jax.tree.map(np.asarray, plan)
 
 
@@ -115,7 +117,7 @@ def test_rotations(case):
 def arena_tokens_read(plan, rows, count) -> dict[tuple[int, int, int], int]:
     """(row, new token, arena index) -> how many items show it; items behind the last must show nothing."""
     read: dict[tuple[int, int, int], int] = {}
-    for tiles in (plan.shared, plan.private):
+    for tiles in (plan.shared, *plan.grouped, plan.private):
         assert tiles.start.shape[0] % tiles.at_once == 0
         assert not tiles.last[int(tiles.count):].any()
         for i in range(int(tiles.count)):
@@ -130,12 +132,13 @@ def arena_tokens_read(plan, rows, count) -> dict[tuple[int, int, int], int]:
     return read
 
 
-@pytest.mark.parametrize("tiles", [True, False], ids=["small tiles", "default tiles"])
+@pytest.mark.parametrize(("tiles", "groups"), [(True, ()), (False, ()), (True, (2, 4)), (False, (3,))],
+                         ids=["small tiles", "default tiles", "small tiles in groups", "default tiles in groups"])
 @settings(max_examples=60)
 @given(cases())
-def test_tiles_show_everything_visible_exactly_once(tiles, case):
+def test_tiles_show_everything_visible_exactly_once(tiles, groups, case):
     rows, count, lengths, _, _, _ = case
-    _, plan = run(case, tiles=tiles)
+    _, plan = run(case, tiles=tiles, groups=groups)
     after = lengths_after(rows, count, lengths)
     expected = {}
     for r, n, b in listed_pairs(rows):
@@ -152,6 +155,29 @@ def seen_by(rows, count, after):
         if count[r] and after[b]:
             readers[b].append((r, n))
     return readers
+
+
+@pytest.mark.parametrize("groups", [(), (2, 4)], ids=["no groups", "groups"])
+@settings(max_examples=60)
+@given(cases())
+def test_what_a_pass_reads_is_what_is_seen_each_block_once(groups, case):
+    rows, count, lengths, _, _, _ = case
+    _, plan = run(case, groups=groups)
+    after = lengths_after(rows, count, lengths)
+    assert int(plan.read_tokens) == sum(after[b] for b, pairs in seen_by(rows, count, after).items() if pairs)
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_a_block_goes_to_the_smallest_group_that_holds_its_readers(case):
+    rows, count, lengths, _, _, _ = case
+    _, plan = run(case, groups=(2, 4))
+    after = lengths_after(rows, count, lengths)
+    tiles = {size: [math.ceil(after[b] / size.size) for b, pairs in seen_by(rows, count, after).items() if low < len(pairs) <= high]
+             for size, low, high in ((PRIVATE, 0, 1), (SHARED, 4, ROWS))}
+    assert int(plan.private.count) == sum(tiles[PRIVATE]) and int(plan.shared.count) == sum(tiles[SHARED])
+    readers = [len(pairs) for b, pairs in seen_by(rows, count, after).items() for _ in range(math.ceil(after[b] / GROUP.size))]
+    assert [int(t.count) for t in plan.grouped] == [sum(n == 2 for n in readers), sum(2 < n <= 4 for n in readers)]
 
 
 @settings(max_examples=60)
@@ -189,6 +215,7 @@ def test_many_rows_over_one_prefix_read_it_once():
     plan = planned(cache, pad_rows(rows, ROWS, LISTED), jnp.ones(5, jnp.int32), 1, tiles=False)
     assert int(plan.shared.count) == math.ceil(200 / plan.shared.size)
     assert int(plan.private.count) == 5
+    assert int(plan.read_tokens) == 200 + 5 * 2
 
 
 def test_rows_that_bring_nothing_see_nothing_but_their_blocks_still_count():
