@@ -25,7 +25,7 @@ HOGWILD_PYTHON := .venv-hogwild/bin/python
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench bench-workers parity parity-transformers parity-hogwild clean
+.PHONY: help demo test test-all lint bench bench-workers bench-sharing parity parity-transformers parity-hogwild clean
 # A recipe that fails must not leave a stamp behind.
 .DELETE_ON_ERROR:
 
@@ -54,6 +54,9 @@ bench: $(DEV) $(TORCH_ENV) ## decode speed against transformers on this machine 
 
 bench-workers: $(DEV) $(if $(HOGWILD),$(HOGWILD_ENV)) ## speed of workers, and against the authors' implementation with HOGWILD=DIR (see parity)
 	$(BIN)/python scripts/bench_workers.py $(if $(HOGWILD),--hogwild '$(HOGWILD)' --hogwild-python $(HOGWILD_PYTHON)) $(BENCH_ARGS)
+
+bench-sharing: $(DEV) $(TORCH_ENV) ## what sharing prefixes is worth, against copies, transformers and PyTorch's attention
+	$(BIN)/python scripts/bench_sharing.py --torch-python $(TORCH_PYTHON) $(BENCH_ARGS)
 
 parity: parity-transformers parity-hogwild ## logits and greedy text against transformers and, with HOGWILD=DIR, the authors' code for workers, run now
 

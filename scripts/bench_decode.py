@@ -11,7 +11,6 @@ How to read the result is in benchmarks/README.md.
 
 import contextlib
 import dataclasses
-import json
 import statistics
 import sys
 import tempfile
@@ -23,10 +22,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from benchlib import (
     TORCH_PYTHON,
+    WAITING,
     Goal,
     Parser,
     Worker,
@@ -34,13 +33,15 @@ from benchlib import (
     alternate,
     command,
     cores,
+    fastest,
     finish,
     machine,
+    ratios,
     table,
     torch_python,
     versions,
+    write_checkpoint,
 )
-from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from jaxshare import DecodeState, KVCache, Layout, decode
@@ -60,38 +61,6 @@ OURS, THEIRS, SHARED = "jaxshare", "transformers", "jaxshare, one prompt"
 # Prompts are fed by this many rows, and this many tokens of all of them, a pass: more is no faster and takes more memory.
 PREFILL_ROWS, PREFILL_TOKENS = 8, 2048
 WORKER = Path(__file__).with_name("_torch_decode_worker.py")
-# How PyTorch's threads may wait for their next piece of work. Spinning is often faster where nothing else runs, and far slower where
-# something does, so both are tried.
-WAITING = {"passive": {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}, "default": {}}
-
-def write_checkpoint(folder: Path, seed: int) -> int:
-    """Writes MODEL with random weights as a Hugging Face folder; returns the number of parameters."""
-    rng = np.random.default_rng(seed)
-    m = MODEL
-    hidden, mlp, vocab = m["hidden_size"], m["intermediate_size"], m["vocab_size"]
-    q, kv = m["num_attention_heads"] * m["head_dim"], m["num_key_value_heads"] * m["head_dim"]
-    shapes = {"model.embed_tokens": (vocab, hidden), "model.norm": (hidden,), "lm_head": (vocab, hidden)}
-    for i in range(m["num_hidden_layers"]):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in {
-            "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "self_attn.q_proj": (q, hidden),
-            "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, q),
-            "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden), "mlp.down_proj": (hidden, mlp)}.items()}
-    tensors = {f"{name}.weight": (np.ones(shape) if len(shape) == 1 else rng.standard_normal(shape, np.float32) * 0.02)
-               .astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-    return sum(t.size for t in tensors.values())
-
-
-def fastest(workers: dict[str, Worker], folder: str) -> tuple[Worker, dict[str, Any]]:
-    """transformers with the weights in `folder`, its threads waiting in the way that is faster here; how it was set up."""
-    threads = {worker.ask("load", folder=folder, threads=cores())["threads"] for worker in workers.values()}
-    seconds = alternate({name: lambda worker=worker: worker.ask("step", steps=4)["seconds"] for name, worker in workers.items()}, 3)
-    step = {name: statistics.median(times) / 4 * 1e3 for name, times in seconds.items()}
-    best = min(step, key=step.__getitem__)
-    for name in workers.keys() - {best}:
-        workers[name].close()
-    return workers[best], {"threads": threads.pop(), "waiting": best, "step_milliseconds_waiting": step}
 
 
 class Run:
@@ -230,14 +199,13 @@ def compare(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], near
 
 def summarise(rows: int, steps: int, times: dict[str, list[float]]) -> dict[str, Any]:
     """Medians over rounds of a step's time on each side, and of each round's ratio to transformers."""
-    sides, ratios = {}, {}
+    sides, to_theirs = {}, {}
     for name, seconds in times.items():
         step = statistics.median(seconds) / steps
         sides[name] = {"step_milliseconds": step * 1e3, "tokens_per_second": rows / step, "round_seconds": seconds}
         if name != THEIRS:
-            of_rounds = [other / own for own, other in zip(seconds, times[THEIRS], strict=True)]
-            ratios[name] = {"median": statistics.median(of_rounds), "lowest": min(of_rounds), "highest": max(of_rounds)}
-    return {"batch": rows, "sides": sides, "ratios": ratios}
+            to_theirs[name] = ratios(times[THEIRS], seconds)
+    return {"batch": rows, "sides": sides, "ratios": to_theirs}
 
 
 def goals(results: Sequence[dict[str, Any]], prompt: int) -> list[Goal]:
@@ -298,9 +266,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON object to this file too")
     given = parser.parse_args(arguments)
-    batches = given.batches.split(",")
-    if not all(b.isascii() and b.isdigit() and int(b) for b in batches) or len({int(b) for b in batches}) < len(batches):
-        parser.error(f"--batches is {given.batches!r}, but it must be different numbers from 1 up with commas between, such as 1,8,64")
+    batches = parser.numbers("--batches", given.batches, "1,8,64")
     rounds = given.rounds if given.rounds is not None else 3 if given.quick else 5
     steps = given.steps if given.steps is not None else 4 if given.quick else 16
     if rounds < 1 or steps < 1 or given.seed < 0:
@@ -308,9 +274,8 @@ def parse(arguments: Sequence[str] | None) -> Options:
     most = MODEL["max_position_embeddings"] - steps * (rounds + 1)
     if not 1 <= given.prompt <= most:
         parser.error(f"--prompt is {given.prompt}, but with {rounds} rounds of {steps} steps it must be from 1 to {most} tokens")
-    if given.output and (given.output.is_dir() or not given.output.absolute().parent.is_dir()):
-        parser.error(f"--output is {given.output}, but it must name a file in a folder that exists")
-    return Options(tuple(map(int, batches)), given.prompt, rounds, steps, given.quick, given.seed, torch_python(parser, given.torch_python),
+    parser.check_output(given.output)
+    return Options(batches, given.prompt, rounds, steps, given.quick, given.seed, torch_python(parser, given.torch_python),
                    given.json, given.output)
 
 
@@ -346,7 +311,7 @@ def measure_all(options: Options, workers: dict[str, Worker]) -> tuple[dict[str,
             bar.set_description(what)
 
         say("weights")
-        parameters = write_checkpoint(Path(folder), options.seed)
+        parameters = write_checkpoint(Path(folder), MODEL, options.seed)
         model = load(folder)
         say("transformers: load")
         worker, torch = fastest(workers, folder)

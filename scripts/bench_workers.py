@@ -12,7 +12,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import json
 import random
 import statistics
 import sys
@@ -27,7 +26,23 @@ import bench_decode
 import jax
 import jax.numpy as jnp
 import numpy as np
-from benchlib import Goal, Parser, Worker, WorkerError, alternate, command, cores, finish, machine, table, torch_python, versions
+from benchlib import (
+    WAITING,
+    Goal,
+    Parser,
+    Worker,
+    WorkerError,
+    alternate,
+    command,
+    cores,
+    finish,
+    machine,
+    ratios,
+    table,
+    torch_python,
+    versions,
+    write_checkpoint,
+)
 from jax import Array
 from tqdm import tqdm
 
@@ -201,10 +216,6 @@ def summarise(history: int, layers: int, times: Mapping[tuple[int, str], list[fl
     Args:
       times: seconds for one pass in every round, by number of workers and side; PASS, PLAN and ATTENTION of all, PASS of 1 among them.
     """
-    def ratios(above: list[float], below: list[float]) -> dict[str, float]:
-        of_rounds = [a / b for a, b in zip(above, below, strict=True)]
-        return {"median": statistics.median(of_rounds), "lowest": min(of_rounds), "highest": max(of_rounds)}
-
     found = {}
     for n in sorted({n for n, _ in times}):
         own = times[n, PASS]
@@ -301,17 +312,11 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON object to this file too")
     given = parser.parse_args(arguments)
 
-    def numbers(option: str, text: str) -> tuple[int, ...]:
-        found = text.split(",")
-        if not all(n.isascii() and n.isdigit() and int(n) for n in found) or len({int(n) for n in found}) < len(found):
-            parser.error(f"{option} is {text!r}, but it must be different numbers from 1 up with commas between, such as 1,2,4")
-        return tuple(map(int, found))
-
     def default(full: Sequence[int], quick: Sequence[int]) -> str:
         return ",".join(map(str, quick if given.quick else full))
 
-    workers = numbers("--workers", given.workers or default(WORKERS, (1, 2, 4)))
-    histories = numbers("--histories", given.histories or default(HISTORIES, (4096,)))
+    workers = parser.numbers("--workers", given.workers or default(WORKERS, (1, 2, 4)), "1,2,4")
+    histories = parser.numbers("--histories", given.histories or default(HISTORIES, (4096,)), "1024,4096")
     rounds = given.rounds if given.rounds is not None else 3 if given.quick else 7
     if 1 not in workers:
         parser.error(f"--workers is {given.workers}, but 1 must be among them: the others are held against one worker")
@@ -320,8 +325,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     if rounds < 1 or not 1 <= given.steps <= STEP_ROOM - CURRENT or given.seed < 0:
         parser.error(f"--rounds is {rounds}, --steps {given.steps} and --seed {given.seed}, but rounds must be at least 1, steps from 1 to "
                      f"{STEP_ROOM - CURRENT} and the seed at least 0")
-    if given.output and (given.output.is_dir() or not given.output.absolute().parent.is_dir()):
-        parser.error(f"--output is {given.output}, but it must name a file in a folder that exists")
+    parser.check_output(given.output)
     if given.hogwild and not (Path(given.hogwild) / "shared_cache").is_dir():
         parser.error(f"--hogwild is {given.hogwild}, but it must be a checkout of https://github.com/eqimp/hogwild_llm")
     python = torch_python(parser, given.hogwild_python, option="--hogwild-python", made=HOGWILD_PYTHON,
@@ -338,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.hogwild:
             try:
                 others = {name: stack.enter_context(Worker(options.hogwild_python, WORKER, environment))
-                          for name, environment in bench_decode.WAITING.items()}
+                          for name, environment in WAITING.items()}
                 found[THEIRS] = [other.begin() for other in others.values()][-1]
             except WorkerError as error:
                 print(f"bench_workers.py: {options.hogwild_python} cannot run {HOGWILD} ({error}): --hogwild-python takes a Python that "
@@ -366,8 +370,7 @@ def measure_all(options: Options, others: dict[str, Worker]) -> tuple[dict[str, 
             bar.set_description(what)
 
         say("weights")
-        parameters = bench_decode.write_checkpoint(Path(folder), options.seed)
-        Path(folder, "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+        parameters = write_checkpoint(Path(folder), MODEL, options.seed)
         model, other, hogwild = load(folder), None, None
         if others:
             say("the authors' implementation: load")

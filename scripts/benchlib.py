@@ -9,6 +9,7 @@ import os
 import platform
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,10 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
 ROOT = Path(__file__).resolve().parent.parent
 
 TORCH_PYTHON = ".venv-torch/bin/python"
 
+# How PyTorch's threads may wait for their next piece of work. Spinning is often faster where nothing else runs, and far slower where
+# something does, so both are tried.
+WAITING = {"passive": {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}, "default": {}}
 # Workers neither ask the network nor write what their reader would have to skip.
 _QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 # Instructions that decide how fast low-precision products are, as /proc/cpuinfo names them.
@@ -32,6 +40,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
+
+    def numbers(self, option: str, text: str, such_as: str) -> tuple[int, ...]:
+        """Different numbers from 1 up with commas between them; ends the program where `text`, which `option` was given, is not that."""
+        found = text.split(",")
+        if not all(n.isascii() and n.isdigit() and int(n) for n in found) or len({int(n) for n in found}) < len(found):
+            self.error(f"{option} is {text!r}, but it must be different numbers from 1 up with commas between, such as {such_as}")
+        return tuple(map(int, found))
+
+    def check_output(self, output: Path | None) -> None:
+        """Ends the program where --output, if it was given, names nothing that can be written."""
+        if output and (output.is_dir() or not output.absolute().parent.is_dir()):
+            self.error(f"--output is {output}, but it must name a file in a folder that exists")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +87,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
                      for cells in (header, ["-" * w for w in widths], *rows))
 
 
-def alternate(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def alternate[T](sides: Mapping[T, Callable[[], float]], rounds: int) -> dict[T, list[float]]:
     """Measures every side once a round, one after the other, each round beginning with another side.
 
     What slows the machine down for a while then slows down all sides, and none is always the one that comes after a certain other.
@@ -80,12 +100,37 @@ def alternate(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str
       For each side its seconds in every round.
     """
     names = list(sides)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[T, list[float]] = {name: [] for name in names}
     for r in range(rounds):
         first = r % len(names)
         for name in names[first:] + names[:first]:
             times[name].append(sides[name]())
     return times
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
+    """One side's times divided by another's, round by round: the median, the lowest and the highest."""
+    of_rounds = [a / b for a, b in zip(above, below, strict=True)]
+    return {"median": statistics.median(of_rounds), "lowest": min(of_rounds), "highest": max(of_rounds)}
+
+
+def write_checkpoint(folder: Path, model: Mapping[str, Any], seed: int) -> int:
+    """Writes a Llama whose config.json is `model`, in bfloat16 and with a head of its own, with random weights as a Hugging Face folder;
+    returns the number of parameters."""
+    rng = np.random.default_rng(seed)
+    hidden, mlp, vocab = model["hidden_size"], model["intermediate_size"], model["vocab_size"]
+    q, kv = model["num_attention_heads"] * model["head_dim"], model["num_key_value_heads"] * model["head_dim"]
+    shapes = {"model.embed_tokens": (vocab, hidden), "model.norm": (hidden,), "lm_head": (vocab, hidden)}
+    for i in range(model["num_hidden_layers"]):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in {
+            "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "self_attn.q_proj": (q, hidden),
+            "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, q),
+            "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden), "mlp.down_proj": (hidden, mlp)}.items()}
+    tensors = {f"{name}.weight": (np.ones(shape) if len(shape) == 1 else rng.standard_normal(shape, np.float32) * 0.02)
+               .astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(model), encoding="utf-8")
+    return sum(t.size for t in tensors.values())
 
 
 class WorkerError(RuntimeError):
@@ -170,6 +215,17 @@ class Idle:
     def cores(self) -> float:
         """Cores that were kept busy by waiting; more than a few hundredths would spoil the other side's times."""
         return round(self.cpu / self.seconds, 3) if self.seconds else 0.0
+
+
+def fastest(workers: Mapping[str, Worker], folder: str) -> tuple[Worker, dict[str, Any]]:
+    """transformers with the weights in `folder`, its threads waiting in the way (of WAITING) that is faster here; how it was set up."""
+    threads = {worker.ask("load", folder=folder, threads=cores())["threads"] for worker in workers.values()}
+    seconds = alternate({name: lambda worker=worker: worker.ask("step", steps=4)["seconds"] for name, worker in workers.items()}, 3)
+    step = {name: statistics.median(times) / 4 * 1e3 for name, times in seconds.items()}
+    best = min(step, key=step.__getitem__)
+    for name in workers.keys() - {best}:
+        workers[name].close()
+    return workers[best], {"threads": threads.pop(), "waiting": best, "step_milliseconds_waiting": step}
 
 
 def torch_python(parser: argparse.ArgumentParser, given: str | None, *, option: str = "--torch-python", made: str = TORCH_PYTHON,

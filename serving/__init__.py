@@ -1,11 +1,16 @@
-"""What people run: completions of a prompt, workers over one cache, the command line."""
+"""What people run: completions of trees of prompts, workers over one cache, the command line."""
 
-from jaxshare.serving.branches import Completion, Completions, generate
+from jaxshare.serving.branches import Branches, Completion, Completions, generate
+from jaxshare.serving.costs import Costs
 from jaxshare.serving.layouts import WorkersLayout, combined, contiguous, interleaved
+from jaxshare.serving.prefixes import Prefix, Prefixes
 from jaxshare.serving.prompts import COLLABORATIVE, PLAIN, Format, collaborative
 from jaxshare.serving.results import Answer, Result
+from jaxshare.serving.selection import best_of_n, by_prompt, majority_vote, pass_at, pass_at_k
 from jaxshare.serving.transcript import Event, Step
+from jaxshare.serving.trees import Branch
 from jaxshare.serving.workers import Workers
 
-__all__ = ["COLLABORATIVE", "PLAIN", "Answer", "Completion", "Completions", "Event", "Format", "Result", "Step", "Workers", "WorkersLayout",
-           "collaborative", "combined", "contiguous", "generate", "interleaved"]
+__all__ = ["COLLABORATIVE", "PLAIN", "Answer", "Branch", "Branches", "Completion", "Completions", "Costs", "Event", "Format", "Prefix",
+           "Prefixes", "Result", "Step", "Workers", "WorkersLayout", "best_of_n", "by_prompt", "collaborative", "combined", "contiguous",
+           "generate", "interleaved", "majority_vote", "pass_at", "pass_at_k"]

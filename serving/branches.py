@@ -1,21 +1,31 @@
-"""Branches: many completions of one prompt, which is stored once and read once a pass for all of them (Hydragen section 3)."""
+"""Branches: completions of trees of prompts. Every node is stored once and read once a pass for all rows below it (Hydragen section 3)."""
 
+import collections
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
-from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, decode
+from jaxshare import DecodeState, Layout, Reason, Sampler, decode
+from jaxshare.cache import ALIGNMENT, arena_size
 from jaxshare.models import LoadedModel
+from jaxshare.serving import calibration, prefill
+from jaxshare.serving.arena import Arena, whole_tiles
+from jaxshare.serving.costs import Costs
+from jaxshare.serving.folding import Arrangement, Stream, arrange, fold, unique_tokens
+from jaxshare.serving.inputs import check_context, default_sampler, encode, token_bytes
+from jaxshare.serving.prefixes import Prefix, at_work
+from jaxshare.serving.trees import Prompt, Prompts, read_prompts
+from jaxshare.serving.waves import Residents, Wave, groups, power_of_two, widest_wave
 
-_PREFILL_WIDTH = 256
-_UNSHARED_WIDTH = 64
 _PASSES_AT_ONCE = 16
+_MAX_ROWS = 256
+_SEED_STEP = 0x9E3779B1
+"""Between the seeds of two prompts: odd, so that no two of 2**32 are equal, and large, so that few completions of two prompts are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +37,16 @@ class Completion:
       tokens: with it.
       reason: "stop" or "budget".
       logprob: of all its tokens together, under the model itself (temperature 1, nothing cut).
+      prompt: number of the prompt that it continues: its place in the list, or among the ends of a tree, depth first.
+      index: which of the prompt's n completions it is.
     """
 
     text: str
     tokens: list[int]
     reason: str
     logprob: float
+    prompt: int = 0
+    index: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +54,17 @@ class Completions:
     """What `generate` returns: the completions, and what they cost.
 
     Attributes:
-      completions: n of them.
-      prompt_tokens: tokens of the prompt.
-      passes: forward passes, those over the prompt included.
+      completions: in the order of the prompts, n of each.
+      prompt_tokens: tokens of all prompts together.
+      unique_tokens: of these, what is left when every common prefix counts once.
+      passes: forward passes, those over the prompts included.
       seconds: of wall time in them; compilation of the decode loop is not counted.
-      kv_bytes: keys and values cached at the end, over all layers.
+      kv_bytes: the most keys and values that were cached at a time, over all layers.
     """
 
     completions: list[Completion]
     prompt_tokens: int
+    unique_tokens: int
     passes: int
     seconds: float
     kv_bytes: int
@@ -59,112 +75,237 @@ class Completions:
         return sum(len(c.tokens) for c in self.completions) / self.seconds
 
 
-def generate(model: LoadedModel, prompt: str | Sequence[int], *, n: int = 1, max_new_tokens: int = 64,
-             sampler: Sampler | None = None, seed: int = 0, share: bool = True, warm_up: bool = False,
-             on_tokens: Callable[[DecodeState], None] | None = None) -> Completions:
-    """Samples n completions of one prompt.
+def generate(model: LoadedModel, prompts: Prompts | None, *, n: int = 1, max_new_tokens: int = 64, sampler: Sampler | None = None,
+             seed: int = 0, share: bool | None = None, prefix: Prefix | None = None, max_rows: int | None = None,
+             max_kv_bytes: int | None = None, costs: Costs | None = None, warm_up: bool = False,
+             on_tokens: Callable[["Branches"], None] | None = None) -> Completions:
+    """Samples n completions of each prompt, and shares what the prompts have in common.
+
+    Arguments and errors as in `Branches`, and:
 
     Args:
-      model: from `jaxshare.models.load`.
-      prompt: text, or tokens.
-      n: completions; number i draws from seed + i, so its text does not depend on n.
-      max_new_tokens: the most tokens of a completion; a stop token ends it earlier.
-      sampler: how to sample; default the checkpoint's own settings.
-      seed: of the first completion.
-      share: keep the prompt once for all; False gives each completion a copy of its own, for comparison.
       warm_up: compile everything before the clock starts.
-      on_tokens: called between dispatches with the state so far.
-
-    Raises:
-      ValueError: an empty prompt, n or max_new_tokens below 1, or a prompt that leaves too little of the model's context.
+      on_tokens: called between dispatches with the run so far.
     """
-    tokens = encode(model, prompt)
-    if n < 1:
-        raise ValueError(f"n is {n}; ask for at least 1 completion")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1 token")
-    check_context(model, len(tokens), max_new_tokens)
-    model = model.for_context(len(tokens) + max_new_tokens)
-    sampler = sampler or default_sampler(model)
-    settings: dict[str, Any] = dict(vocab_size=model.config.vocab_size, samplers=sampler, seeds=seed, budgets=max_new_tokens,
-                    stops=model.generation.stop_tokens, logprobs=True)
-    if share:
-        cache = KVCache.create(model.config, (len(tokens), *[max_new_tokens] * n), cache_dtype(model))
+    run = Branches(model, prompts, n=n, max_new_tokens=max_new_tokens, sampler=sampler, seed=seed, share=share, prefix=prefix,
+                   max_rows=max_rows, max_kv_bytes=max_kv_bytes, costs=costs)
+    found = sorted(run.stream(on_tokens, warm_up=warm_up), key=lambda c: (c.prompt, c.index))
+    return Completions(found, run.prompt_tokens, run.unique_tokens, run.passes, run.seconds, run.kv_bytes)
+
+
+class Branches:
+    """A run over a tree of prompts, of which `stream` yields the completions as they end.
+
+    Rows run in waves: a row that ends is replaced at once by the next completion, in the depth-first order of the tree, and a prefix is
+    kept as long as rows below it are to come.
+
+    Attributes:
+      model: for the context that the run needs.
+      prompts: what is completed.
+      arrangement: which common prefixes are blocks, and what stands in each row's own.
+      rows: how many completions run at a time.
+      prompt_tokens, unique_tokens: see `Completions`.
+      passes, seconds, kv_bytes: see `Completions`; so far.
+      sampled_tokens: so far.
+    """
+
+    def __init__(self, model: LoadedModel, prompts: Prompts | None, *, n: int = 1, max_new_tokens: int = 64,
+                 sampler: Sampler | None = None, seed: int = 0, share: bool | None = None, prefix: Prefix | None = None,
+                 max_rows: int | None = None, max_kv_bytes: int | None = None, costs: Costs | None = None,
+                 skip: Collection[tuple[int, int]] = ()):
+        """Reads the prompts and decides where everything goes. Nothing is computed yet.
+
+        Args:
+          model: from `jaxshare.models.load`.
+          prompts: text, tokens, a tree (`Branch`), or a list of these, which is folded into the tree of its common prefixes. None samples
+            from the end of `prefix`.
+          n: completions of each prompt. Number i of prompt p draws from a seed made of `seed`, p and i, so its text depends neither on n
+            nor on what else there is; for the first prompt that is seed + i.
+          max_new_tokens: the most tokens of a completion; a stop token ends it earlier.
+          sampler: how to sample; default the checkpoint's own settings.
+          seed: of the first completion.
+          share: True keeps every common prefix once; False gives every completion a copy of its prompt; None decides for each prefix by
+            `costs`.
+          prefix: what stands before all prompts, prefilled already. Its store is where the rows run.
+          max_rows: the most completions at a time; default 256.
+          max_kv_bytes: bound on the memory for keys and values; default 80 % of what the device has free, where it can tell.
+          costs: of a pass on this device; default what `jaxshare calibrate` has measured (`calibration.load`).
+          skip: (prompt, index) of completions not to sample.
+
+        Raises:
+          ValueError: no prompts, an empty one, n, max_new_tokens or max_rows below 1, a prompt that leaves too little of the model's
+            context, or one that does not fit the memory.
+        """
+        for name, value in (("max_new_tokens", max_new_tokens), ("max_rows", max_rows), ("max_kv_bytes", max_kv_bytes)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if prefix is not None:
+            prefix.check()
+            if max_kv_bytes is not None:
+                raise ValueError("max_kv_bytes and prefix are both given; with a prefix its store's size is the bound")
+            prefix.store.check()
+            if prefix.store.model.params is not model.params:
+                raise ValueError("the prefix was prefilled by another model; give the model that its store was made with")
+        elif prompts is None:
+            raise ValueError("there are no prompts; give at least one, or a prefix to sample from the end of")
+        before = prefix.tokens if prefix else 0
+        if prompts is None:
+            if n < 1:
+                raise ValueError(f"n is {n}; ask for at least 1 completion")
+            self.prompts = [Prompt(0, (), n)]
+        else:
+            self.prompts = read_prompts(prompts, n, lambda text, first: encode(model, text, first=first and prefix is None))
+        many = len(self.prompts) > 1
+        for prompt in self.prompts:
+            check_context(model, before + len(prompt.tokens), max_new_tokens, f"prompt {prompt.number}" if many else "the prompt")
+        longest = max(len(prompt.tokens) for prompt in self.prompts)
+        # Below a prefix keys must be rotated as the prefix's are; everything else is as this call's model says.
+        self.model = dataclasses.replace(model, config=prefix.store.model.config) if prefix else model.for_context(longest + max_new_tokens)
+        self.max_new_tokens, self.seed, self.sampler = max_new_tokens, seed, sampler or default_sampler(model)
+        self.passes, self.seconds, self.sampled_tokens = 0, 0.0, 0
+        self._prefix, self._peak = prefix, 0
+
+        tree = fold(self.prompts)
+        self.prompt_tokens = sum(before + len(prompt.tokens) for prompt in self.prompts)
+        self.unique_tokens = before + unique_tokens(tree)
+        skipped = set(skip)
+        max_rows = min(_MAX_ROWS if max_rows is None else max_rows, prefix.store.arena.slots // 2 if prefix else 2**31)
+        bound = prefix.store.arena.free if prefix else _bound(max_kv_bytes, token_bytes(model))
+
+        def arranged(share: bool | None) -> tuple[Arrangement, list[Stream], Wave]:
+            known = costs or calibration.load(model) if share is None else None
+            arrangement = arrange(tree, known, share, grow=max_new_tokens // 2)
+            streams = [s for s in arrangement.streams if (s.prompt, s.index) not in skipped]
+            return arrangement, streams, widest_wave(arrangement, streams, max_new_tokens, max_rows, bound)
+
+        self.arrangement, self._streams, wave = arranged(share)
+        if share is None and wave.rows < min(max_rows, len(self._streams)):  # memory is short: what saves it comes first
+            self.arrangement, self._streams, wave = arranged(True)
+        if wave.most > bound:
+            worst = f" for prompt {wave.worst}" if many else ""
+            needed = f"{wave.most} tokens{worst}, {wave.most * token_bytes(model):,} bytes"
+            raise ValueError(f"one completion and its prompt need room for {needed} of keys and values, but there is room for {bound} "
+                             f"tokens, {bound * token_bytes(model):,} bytes; " + (
+                                 "drop a prefix or give the store more room" if prefix else
+                                 "raise max_kv_bytes, shorten the prompts or lower max_new_tokens"))
+        self.rows = wave.rows
+        # Somewhat larger than needed, so that runs of nearly the same size and depth share programs.
+        self._arena_tokens = _arena_tokens(wave.tokens, bound) if prefix is None else 0
+        self._slots = wave.rows + wave.blocks
+        self._depth = power_of_two(len(prefix.path if prefix else ()) + self.arrangement.depth + 1)
+        self._groups = groups([min(block.rows, self.rows) for block in self.arrangement.blocks], self.rows)
+        self._live: dict[int, tuple[Stream, int]] = {}
+        self._state: DecodeState | None = None
+        self._written: tuple[np.ndarray, ...] | None = None  # of the state, on the host
+
+    @property
+    def kv_bytes(self) -> int:
+        """The most bytes of keys and values that were cached at a time, so far."""
+        return self._peak * token_bytes(self.model)
+
+    def running(self) -> list[Completion]:
+        """What the rows that are at work have written so far."""
+        return [self._completion(row, "running") for row in sorted(self._live)]
+
+    def stream(self, on_pass: Callable[["Branches"], None] | None = None, *, warm_up: bool = False) -> Iterator[Completion]:
+        """Runs, and yields every completion as it ends. To be called once.
+
+        Args:
+          on_pass: called between dispatches with this run.
+          warm_up: compile everything before the clock starts.
+
+        Raises:
+          ValueError: another call is at work with the store of the prefix.
+        """
+        if not self._streams:
+            return
+        arena = self._prefix.store.arena if self._prefix else Arena(self.model, self._arena_tokens, self._slots)
+        with at_work(arena):
+            residents = Residents(arena, model=self.model, arrangement=self.arrangement, streams=self._streams, prefix=self._prefix,
+                                  width=self._depth, max_new_tokens=self.max_new_tokens)
+            try:
+                yield from self._stream(arena, residents, on_pass, warm_up)
+            finally:
+                residents.clear()
+                self._live.clear()
+                self._state = None
+
+    def _stream(self, arena: Arena, residents: Residents, on_pass: Callable[["Branches"], None] | None,
+                warm_up: bool) -> Iterator[Completion]:
+        model, waiting = self.model, collections.deque(self._streams)
+        empty = Layout.from_blocks([], num_rows=self.rows, width=self._depth, groups=self._groups)
+        state = DecodeState.create(
+            arena.settle(), empty, [], vocab_size=model.config.vocab_size, samplers=self.sampler, budgets=self.max_new_tokens,
+            stops=model.generation.stop_tokens, max_width=1, logprobs=True)
+        if warm_up:  # as when all rows are admitted; none of them may sample
+            state = state.admit(range(self.rows), [[row] for row in range(self.rows)], jnp.zeros((self.rows, model.config.vocab_size)),
+                                seeds=[0] * self.rows, budgets=[0] * self.rows)
+        state = decode(model.module, model.params, state, passes=0).retire(range(self.rows))  # compiles, runs nothing
+        arena.cache = state.cache
         if warm_up:
-            _, cache = prefill(model, [], cache, block=0)
+            lengths = {len(tokens) for tokens in (*(b.tokens for b in self.arrangement.blocks), *(s.own for s in self._streams))} - {0}
+            arena.cache = prefill.warm_up(model, arena.cache, sorted(lengths), self._depth)
         clock = time.perf_counter()
-        logits, cache = prefill(model, tokens, cache, block=0)
-        jax.block_until_ready(logits)
-        seconds, passes, width = time.perf_counter() - clock, -(-len(tokens) // _PREFILL_WIDTH), 1
-        state = DecodeState.create(cache, Layout.from_blocks([[0, 1 + i] for i in range(n)]), [[]] * n, logits=logits[0], max_width=1,
-                                   **settings)
-    else:
-        cache = KVCache.create(model.config, [len(tokens) + max_new_tokens] * n, cache_dtype(model))
-        seconds, passes, width = 0.0, 0, min(_UNSHARED_WIDTH, len(tokens))
-        state = DecodeState.create(cache, Layout.from_blocks([[i] for i in range(n)]), [tokens] * n, max_width=width, **settings)
-    state = decode(model.module, model.params, state, passes=0, width=width)  # compiles, runs nothing
-    clock = time.perf_counter()
-    while bool(jnp.any(state.running)):
-        state = decode(model.module, model.params, state, passes=_PASSES_AT_ONCE, width=width)
-        if on_tokens:
-            on_tokens(state)
-    state.cache.check()
-    seconds += time.perf_counter() - clock
-    return Completions(completions(model, state), len(tokens), passes + int(state.passes), seconds,
-                       int(jnp.sum(state.cache.lengths)) * state.cache.token_bytes)
+        while waiting or self._live:
+            admitted = residents.admit(waiting, [row for row in range(self.rows) if row not in self._live], idle=not self._live)
+            cache, logits, passes = residents.feed()
+            state = dataclasses.replace(state, cache=cache)
+            self.passes += passes
+            if admitted:
+                rows, streams, blocks = zip(*admitted, strict=True)
+                # A row that stays empty may not go on listing a block that another one writes now.
+                state = state.retire([row for row in range(self.rows) if row not in self._live and row not in rows])
+                seeds = [(self.seed + s.prompt * _SEED_STEP + s.index) % 2**32 for s in streams]
+                state = state.admit(
+                    rows, [residents.path(s, block) for s, block in zip(streams, blocks, strict=True)],
+                    residents.logits(streams, blocks, logits), seeds=seeds, budgets=[self.max_new_tokens] * len(rows))
+                self._live |= {row: (stream, block) for row, stream, block in admitted}
+            begun = state.passes
+            state = decode(model.module, model.params, state, passes=_PASSES_AT_ONCE, until_any=bool(waiting))
+            self._state, self._written, arena.cache = state, None, state.cache
+            reasons, drawn, lengths = (np.asarray(x) for x in (state.reasons, state.drawn, state.cache.lengths))
+            state.cache.check()
+            self.seconds += time.perf_counter() - clock
+            self.passes += int(state.passes) - int(begun)
+            self._peak = max(self._peak, residents.cached(lengths))
+            ended = [row for row in self._live if reasons[row] != Reason.RUNNING]
+            self.sampled_tokens = residents.sampled + sum(int(drawn[row]) for row in self._live)
+            if on_pass:
+                on_pass(self)
+            for row in ended:
+                reason = Reason(int(reasons[row]))
+                if reason is Reason.FULL:
+                    raise RuntimeError(f"row {row} ran out of room that was made for it; this is a mistake in jaxshare")
+                found = self._completion(row, reason.name.lower())
+                residents.end(*self._live.pop(row), len(found.tokens))
+                yield found
+            clock = time.perf_counter()
+
+    def _completion(self, row: int, reason: str) -> Completion:
+        assert self._state is not None
+        if self._written is None:
+            self._written = tuple(np.asarray(x) for x in (self._state.drawn, self._state.tokens, self._state.logprobs))
+        drawn, written, logprobs = self._written
+        stream, count = self._live[row][0], int(drawn[row])
+        tokens = written[row, :count].tolist()
+        shown = tokens[:-1] if reason == "stop" else tokens
+        tokenizer: Any = self.model.tokenizer
+        return Completion(tokenizer.decode(shown) if tokenizer else "", tokens, reason,
+                          float(np.sum(logprobs[row, :count], dtype=np.float64)), stream.prompt, stream.index)
 
 
-def encode(model: LoadedModel, prompt: str | Sequence[int]) -> list[int]:
-    """The prompt's tokens.
-
-    Raises:
-      ValueError: an empty prompt, or text for a model without a tokenizer.
-    """
-    if not prompt:
-        raise ValueError("the prompt is empty; give at least one token of text")
-    if not isinstance(prompt, str):
-        return list(prompt)
-    if model.tokenizer is None:
-        raise ValueError("the model folder has no tokenizer, so a prompt must be given as tokens; add the tokenizer's files to the folder")
-    return model.tokenizer.encode(prompt, verbose=False)  # `check_context` says it if the prompt is too long
+def _arena_tokens(needed: int, bound: int) -> int:
+    """Room for so many tokens, and a little more, so that runs of nearly the same size share programs; within the bound."""
+    step = max(ALIGNMENT, power_of_two(needed) // 16)
+    rounded = arena_size(needed + -needed % step)
+    return next((size for size in (rounded, arena_size(needed), whole_tiles(bound)) if needed <= size <= bound), bound)
 
 
-def check_context(model: LoadedModel, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Raises ValueError if the prompt and what may follow it do not fit the model's context."""
-    if prompt_tokens + max_new_tokens > model.config.max_positions:
-        raise ValueError(f"the prompt has {prompt_tokens} tokens and {max_new_tokens} more may follow, but the model's context holds "
-                         f"{model.config.max_positions}; shorten the prompt or lower max_new_tokens")
-
-
-def default_sampler(model: LoadedModel) -> Sampler:
-    """The checkpoint's own sampling settings."""
-    g = model.generation
-    return Sampler(temperature=g.temperature, top_k=g.top_k, top_p=g.top_p, min_p=g.min_p)
-
-
-def cache_dtype(model: LoadedModel) -> jnp.dtype:
-    """Keys and values are cached in the dtype of the parameters."""
-    return jax.tree.leaves(model.params)[0].dtype
-
-
-def prefill(model: LoadedModel, tokens: Sequence[int], cache: KVCache, block: int) -> tuple[Array, KVCache]:
-    """Feeds tokens to a block in wide passes; float32[1, V] logits after the last. With no tokens one pass runs that writes nothing."""
-    layout = Layout.from_blocks([[block]])
-    for first in range(0, max(len(tokens), 1), _PREFILL_WIDTH):
-        piece = list(tokens[first:first + _PREFILL_WIDTH])
-        padded = np.zeros((1, _PREFILL_WIDTH), np.int32)
-        padded[0, :len(piece)] = piece
-        logits, cache = model.forward(padded, np.asarray([len(piece)]), cache, layout)
-    return logits, cache
-
-
-def completions(model: LoadedModel, state: DecodeState) -> list[Completion]:
-    """The rows' samples so far, as completions."""
-    found = []
-    for r, tokens in enumerate(state.outputs()):
-        reason = Reason(int(state.reasons[r]))
-        shown = tokens[:-1] if reason is Reason.STOP else tokens
-        tokenizer: Any = model.tokenizer
-        text = tokenizer.decode(shown) if tokenizer else ""
-        found.append(Completion(text, tokens, reason.name.lower(), float(np.sum(np.asarray(state.logprobs)[r, :len(tokens)]))))
-    return found
+def _bound(max_kv_bytes: int | None, token_bytes: int) -> int:
+    """Tokens that the memory has room for."""
+    if max_kv_bytes is None:
+        found = jax.devices()[0].memory_stats() or {}
+        if "bytes_limit" not in found:
+            return 2**31 - 1
+        max_kv_bytes = int(0.8 * (found["bytes_limit"] - found.get("bytes_in_use", 0)))
+    return max_kv_bytes // token_bytes

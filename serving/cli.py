@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxshare.sampling import Sampler
-from jaxshare.serving import inspection
+from jaxshare.serving import batch, inspection
 from jaxshare.serving.layouts import worker_names
 from jaxshare.serving.results import check_finish_at
 
@@ -71,6 +71,17 @@ def _parser() -> argparse.ArgumentParser:
     workers.add_argument("--save", metavar="FILE", help="write a snapshot for `jaxshare inspect`, attention over time included")
     workers.add_argument("--json", action="store_true", help="one JSON object on stdout, everything else on stderr")
     workers.set_defaults(run=_workers)
+
+    jobs = commands.add_parser("batch", help="complete the prompts of a file, each n times, and share what they have in common")
+    batch.add_arguments(jobs)
+    _sampling_arguments(jobs)
+    jobs.set_defaults(run=lambda options: batch.run(options, _sampling(options)))
+
+    calibrate = commands.add_parser("calibrate", help="measure what attention costs on this device, so that runs share where it pays")
+    calibrate.add_argument("model", metavar="MODEL", help="folder or hub id, or `embedded`: its heads and dtype are what is measured")
+    calibrate.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's own)")
+    calibrate.add_argument("--json", action="store_true", help="one JSON object on stdout, everything else on stderr")
+    calibrate.set_defaults(run=_calibrate)
 
     inspect = commands.add_parser("inspect", help="tables and pictures of what a session of workers had cached and attended to")
     inspection.add_arguments(inspect)
@@ -150,9 +161,9 @@ def _workers(options: argparse.Namespace) -> int:
 
     from jaxshare import models
     from jaxshare.serving import Workers
-    from jaxshare.serving.branches import default_sampler
     from jaxshare.serving.demo import console_for
     from jaxshare.serving.display import Streams
+    from jaxshare.serving.inputs import default_sampler
 
     model = models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype)
     session = Workers(
@@ -182,6 +193,29 @@ def _workers(options: argparse.Namespace) -> int:
         _save(recorder.snapshot(), options.save)
     if options.json:
         print(json.dumps(result.as_json()))
+    return 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    import dataclasses
+
+    from jaxshare import models
+    from jaxshare.serving import calibration
+
+    model = models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype)
+    costs, points = calibration.calibrate(model)
+    try:
+        file = calibration.save(model, costs)
+    except OSError as error:
+        raise ValueError(f"the costs cannot be kept in {calibration.costs_file()} ({error}); set JAXSHARE_CACHE to a folder that can be "
+                         f"written") from error
+    if options.json:
+        print(json.dumps({"costs": costs.as_json(), "points": [dataclasses.asdict(point) for point in points], "file": str(file)}))
+        return 0
+    print("microseconds of one attention layer\n   rows  prefix   shared   copies")
+    for shared, copies in zip(points[::2], points[1::2], strict=True):
+        print(f"{shared.rows:7} {shared.prefix:7} {shared.time:8.0f} {copies.time:8.0f}")
+    print(f"kept in {file}")
     return 0
 
 
@@ -218,12 +252,13 @@ def _answer(options: argparse.Namespace, model: Any, given: dict, prompt: str | 
 
     from tqdm import tqdm
 
-    from jaxshare.serving.branches import default_sampler, generate
+    from jaxshare.serving.branches import generate
+    from jaxshare.serving.inputs import default_sampler
 
     sampler = dataclasses.replace(default_sampler(model), **given)
     with tqdm(total=options.n * options.max_new_tokens, unit=" tokens", leave=False, disable=not sys.stderr.isatty()) as bar:
-        def show(state) -> None:
-            bar.n = int(state.drawn.sum())
+        def show(run: Any) -> None:
+            bar.n = run.sampled_tokens
             bar.refresh()
 
         done = generate(model, prompt, n=options.n, max_new_tokens=options.max_new_tokens, sampler=sampler, seed=options.seed,

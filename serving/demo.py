@@ -16,9 +16,9 @@ from rich.panel import Panel
 from rich.table import Table
 
 import jaxshare.models
-from jaxshare import DecodeState, Sampler
+from jaxshare import Sampler
 from jaxshare.models import LoadedModel, problems
-from jaxshare.serving.branches import Completions, completions, generate
+from jaxshare.serving.branches import Branches, Completions, generate
 from jaxshare.serving.display import Streams
 from jaxshare.serving.results import Result
 from jaxshare.serving.workers import Workers
@@ -86,7 +86,7 @@ def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
     prompt = asked(problems.few_shot_messages(examples, problem))
     console.print(f"\n[bold]{_BRANCHES} branches[/] of one prompt of {_EXAMPLES} worked examples, at temperature {_TEMPERATURE}")
     branch: dict[str, Any] = dict(n=_BRANCHES, max_new_tokens=_BUDGET, seed=seed, warm_up=True)
-    with _Answers(model, problem, console) as answers:
+    with _Answers(problem, console) as answers:
         sampled = generate(model, prompt, sampler=Sampler(temperature=_TEMPERATURE), on_tokens=answers.show, **branch)
         answers.finish(sampled)
     vote = _vote([c.text for c in sampled.completions])
@@ -121,8 +121,9 @@ def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
 class _Answers:
     """One line for each branch: what it has boxed so far, and how many of the five are right."""
 
-    def __init__(self, model: LoadedModel, problem: problems.Problem, console: Console):
-        self.model, self.problem, self.console = model, problem, console
+    def __init__(self, problem: problems.Problem, console: Console):
+        self.problem, self.console = problem, console
+        self.texts: dict[int, str] = {}
         self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
     def __enter__(self) -> "_Answers":
@@ -130,9 +131,10 @@ class _Answers:
             self.live.start()
         return self
 
-    def show(self, state: DecodeState) -> None:
+    def show(self, run: Branches) -> None:
         if self.live:
-            self.live.update(self._view([c.text for c in completions(self.model, state)]), refresh=True)
+            self.texts |= {c.index: c.text for c in run.running()}
+            self.live.update(self._view([*self.texts.values()]), refresh=True)
 
     def finish(self, done: Completions) -> None:
         view = self._view([c.text for c in done.completions])

@@ -24,9 +24,10 @@ from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, decode
 from jaxshare.automaton import ByteAutomaton, TokenAutomaton
 from jaxshare.models import LoadedModel
 from jaxshare.serving import answers
-from jaxshare.serving.branches import cache_dtype, default_sampler, prefill
 from jaxshare.serving.capacities import capacities, rounded_budget
+from jaxshare.serving.inputs import cache_dtype, default_sampler
 from jaxshare.serving.layouts import LAYOUTS, MakeLayout, WorkersLayout
+from jaxshare.serving.prefill import prefill
 from jaxshare.serving.prompts import Format
 from jaxshare.serving.results import Answer, Result, check_finish_at
 from jaxshare.serving.steps import box_automaton, check_separator, code_automaton, step_automaton

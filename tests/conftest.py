@@ -5,6 +5,8 @@ import os
 # Before JAX is imported. Tests run on the CPU unless the caller names another platform, and never touch the network.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What somebody has calibrated on this machine must not decide what a test sees.
+os.environ["JAXSHARE_CACHE"] = os.path.join(os.path.dirname(__file__), "fixtures", "no-calibration")
 
 import hypothesis
 import jax

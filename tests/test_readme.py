@@ -32,3 +32,12 @@ def test_the_workers_example_runs():
     assert out.startswith("Alice 1:") and "Bob 1:" in out
     text, passes, kv_bytes = out.rstrip().rsplit(" ", 2)
     assert "Alice 2:" in text and 32 < int(passes) <= 64 and int(kv_bytes) > 10**5
+
+
+def test_the_branches_example_runs():
+    summary, best, *streamed, passes = printed(2).rstrip().splitlines()
+    order, prompt_tokens, unique_tokens, _ = re.fullmatch(r"(\[.*\]) (\d+) (\d+) (\d+)", summary).groups()
+    assert order == str([(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]) and int(unique_tokens) < int(prompt_tokens)
+    assert float(best.split()[-1]) < 0
+    assert sorted(line.split()[:2] for line in streamed) == [[str(p), str(i)] for p in range(2) for i in range(4)]
+    assert 1 <= int(passes) <= 8

@@ -1,0 +1,92 @@
+"""Arena: one cache whose blocks come and go. The host hands out extents; the cache itself stays where it is."""
+
+import bisect
+from collections.abc import Sequence
+
+from jaxshare import KVCache
+from jaxshare.cache import ALIGNMENT, LARGE_TILE, alignment
+from jaxshare.models import LoadedModel
+from jaxshare.serving.inputs import cache_dtype
+
+
+def footprints(capacities: Sequence[int]) -> list[int]:
+    """The most tokens of an arena that blocks of these capacities take when they are put side by side, in any order."""
+    # Before a large block that comes after a small one, up to a tile is lost.
+    gap = ALIGNMENT - 1 if capacities and min(capacities) < ALIGNMENT <= max(capacities) else 0
+    return [size + (-size % ALIGNMENT + gap if size >= ALIGNMENT else 0) for size in capacities]
+
+
+def whole_tiles(tokens: int) -> int:
+    """The largest arena of so many tokens at most that backends read well."""
+    tile = LARGE_TILE if tokens >= 4 * LARGE_TILE else ALIGNMENT if tokens >= ALIGNMENT else 1
+    return tokens - tokens % tile
+
+
+class Arena:
+    """Blocks of one cache, taken and given back on the host.
+
+    Attributes:
+      cache: the cache. Whoever runs passes puts the new one back here. `settle` first: it carries out what was taken and given back.
+      tokens: the size of the arena.
+      slots: how many blocks there can be at a time.
+      busy: whether somebody is at work with the cache.
+    """
+
+    def __init__(self, model: LoadedModel, tokens: int, slots: int):
+        self.tokens, self.slots, self.busy = tokens, slots, False
+        self.cache = KVCache.empty(model.config, tokens, slots, cache_dtype(model))
+        self._holes = [(0, tokens)]
+        self._taken: dict[int, tuple[int, int]] = {}
+        self._changed: set[int] = set()
+
+    @property
+    def free(self) -> int:
+        """Tokens that no block has."""
+        return sum(end - begin for begin, end in self._holes)
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest hole."""
+        return max((end - begin for begin, end in self._holes), default=0)
+
+    def take(self, capacity: int, *, high: bool = False) -> int | None:
+        """A new empty block, or None where no hole or no slot is left for it.
+
+        Args:
+          capacity: of the block, in tokens.
+          high: put it as far up as it goes. What stays long and what comes and goes are best kept apart.
+        """
+        if len(self._taken) == self.slots:
+            return None
+        step = alignment(capacity)
+        for i in reversed(range(len(self._holes))) if high else range(len(self._holes)):
+            begin, end = self._holes[i]
+            at = (end - capacity) // step * step if high else begin + -begin % step
+            if begin <= at and at + capacity <= end:
+                self._holes[i:i + 1] = [hole for hole in ((begin, at), (at + capacity, end)) if hole[0] < hole[1]]
+                block = next(b for b in range(self.slots) if b not in self._taken)
+                self._taken[block] = at, capacity
+                self._changed.add(block)
+                return block
+        return None
+
+    def give_back(self, block: int) -> None:
+        """Frees a block."""
+        begin, capacity = self._taken.pop(block)
+        end = begin + capacity
+        self._changed.add(block)
+        i = bisect.bisect(self._holes, (begin, end))
+        if i < len(self._holes) and self._holes[i][0] == end:
+            end = self._holes.pop(i)[1]
+        if i and self._holes[i - 1][1] == begin:
+            i -= 1
+            begin = self._holes.pop(i)[0]
+        self._holes.insert(i, (begin, end))
+
+    def settle(self) -> KVCache:
+        """The cache with every block where it is now; those that are new are empty."""
+        if self._changed:
+            blocks = sorted(self._changed)
+            self.cache = self.cache.place(blocks, *zip(*(self._taken.get(b, (0, 0)) for b in blocks), strict=True))
+            self._changed.clear()
+        return self.cache

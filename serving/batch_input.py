@@ -1,0 +1,162 @@
+"""The input of batch jobs: JSON lines, read into prompts; lines that cannot be read are named."""
+
+import argparse
+import codecs
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jinja2
+
+from jaxshare.models import LoadedModel
+from jaxshare.serving.inputs import check_context, encode
+from jaxshare.serving.trees import Branch, read_prompts
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One thing to complete. The engine knows it by its place in the list.
+
+    Attributes:
+      line: of the input, from 1.
+      id: that the line gives, or else its number.
+      branch: the numbers of the children that lead to it from the root of the line's tree; () where the line is no tree.
+      tokens: of the whole prompt.
+      n: completions.
+    """
+
+    line: int
+    id: str | float
+    branch: tuple[int, ...]
+    tokens: tuple[int, ...]
+    n: int
+
+
+def read_input(data: bytes, model: LoadedModel, options: argparse.Namespace) -> tuple[list[Item], list[dict[str, Any]]]:
+    """What is to be completed, in the order of the input, and the lines that are bad: [{"line": number, "error": what is wrong}]."""
+    items: list[Item] = []
+    bad_lines: list[dict[str, Any]] = []
+    lines: dict[str | float, int] = {}
+    for number, raw in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+        if not raw.strip():
+            continue
+        try:
+            found = _read_line(raw, number, model, options)
+            first = lines.setdefault(found[0].id, number)
+            if first != number:
+                raise ValueError(f"has the id {json.dumps(found[0].id)} of line {first}; give each line its own")
+            items += found
+        except ValueError as error:
+            bad_lines.append({"line": number, "error": str(error)})
+        except RecursionError:
+            bad_lines.append({"line": number, "error": "is nested too deeply; give a tree of fewer levels"})
+    return items, bad_lines
+
+
+def _read_line(raw: bytes, number: int, model: LoadedModel, options: argparse.Namespace) -> list[Item]:
+    try:
+        value = json.loads(raw.decode())
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair can be escaped in JSON, and is no text
+    except ValueError as error:
+        raise ValueError(f"is not JSON in UTF-8 ({error}); it would be an object or a string") from error
+    if isinstance(value, str):
+        value = {"text" if options.tree else "prompt": value}
+    if not isinstance(value, dict):
+        raise ValueError(f"is {json.dumps(value)[:40]}; it must be a JSON object or a string")
+    name = value.pop("id", number)
+    if type(name) not in (str, int, float) or (type(name) is float and not math.isfinite(name)):
+        raise ValueError(f"has the id {json.dumps(name)[:40]}; it must be a string or a number")
+    tree = _node(value, ()) if options.tree else Branch(_prompt(value, model, options.chat), n=_count(value))
+    prompts = read_prompts(tree, options.n, lambda text, first: encode(model, text, first=first))
+    items = [Item(number, name, path, tuple(prompt.tokens), prompt.n) for path, prompt in zip(_paths(tree, ()), prompts, strict=True)]
+    for item in items:
+        if odd := [token for token in item.tokens if not 0 <= token < model.config.vocab_size]:
+            raise ValueError(f"has the token {odd[0]}; tokens of this model lie between 0 and {model.config.vocab_size - 1}")
+        what = f"the prompt of {_place(item.branch)}" if options.tree else "the prompt"
+        check_context(model, len(item.tokens), options.max_new_tokens, what)
+    return items
+
+
+def _prompt(value: dict[str, Any], model: LoadedModel, chat: bool) -> str | list[int]:
+    """The prompt of a line that is no tree: text, or tokens."""
+    kinds = {"prompt", "messages", "tokens"}
+    _check_fields(value, {*kinds, "n"}, ' ("text" and "children" are of a tree, which --tree reads)' if "text" in value else "")
+    if len(kinds & {*value}) != 1:
+        raise ValueError('must have one of "prompt", "messages" and "tokens"')
+    if "tokens" in value:
+        return _tokens(value["tokens"])
+    if "messages" in value:
+        return _apply_template(value["messages"], model)
+    text = _text("prompt", value["prompt"])
+    return _apply_template([{"role": "user", "content": text}], model) if chat else text
+
+
+def _node(value: Any, path: tuple[int, ...]) -> Branch:
+    """A node of a line's tree, with all below it."""
+    where = _place(path)
+    value = {"text": value} if isinstance(value, str) else value
+    if not isinstance(value, dict):
+        raise ValueError(f'{where} is {json.dumps(value)[:40]}; it must be an object such as {{"text": "...", "children": [...]}}')
+    try:
+        _check_fields(value, {"text", "tokens", "children", "n"})
+        if len({"text", "tokens"} & {*value}) != 1:
+            raise ValueError('must have one of "text" and "tokens"')
+        text, n = _tokens(value["tokens"]) if "tokens" in value else _text("text", value["text"]), _count(value)
+        if not isinstance(children := value.get("children", []), list):
+            raise ValueError('has "children" that are no list; give a list of nodes')
+    except ValueError as error:
+        raise ValueError(f"{where} {error}") from error
+    return Branch(text, tuple(_node(child, (*path, i)) for i, child in enumerate(children)), n)
+
+
+def _place(path: tuple[int, ...]) -> str:
+    return f"branch {'.'.join(map(str, path))}" if path else "the root"
+
+
+def _paths(tree: Branch, path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Of the nodes that are sampled from, depth first, as `read_prompts` counts them."""
+    if tree.n is not None or not tree.children:
+        yield path
+    for i, child in enumerate(tree.children):
+        yield from _paths(child, (*path, i))
+
+
+def _check_fields(value: dict[str, Any], known: set[str], hint: str = "") -> None:
+    if unknown := sorted({*value} - known):
+        raise ValueError(f"has the unknown field {json.dumps(unknown[0])}{hint}; known are id, {', '.join(sorted(known))}")
+
+
+def _text(name: str, text: Any) -> str:
+    if not isinstance(text, str) or not text:
+        raise ValueError(f'has {"an empty" if text == "" else "no text as its"} "{name}"; give at least one token of text')
+    return text
+
+
+def _tokens(tokens: Any) -> list[int]:
+    if not isinstance(tokens, list) or not tokens or any(type(token) is not int or token < 0 for token in tokens):
+        raise ValueError('has "tokens" that are no list of whole numbers from 0 on; give at least one token')
+    return tokens
+
+
+def _count(value: dict[str, Any]) -> int | None:
+    n = value.get("n")
+    if "n" in value and (type(n) is not int or n < 1):
+        raise ValueError(f"has {json.dumps(n)[:40]} as its n; ask for at least 1 completion")
+    return n
+
+
+def _apply_template(messages: Any, model: LoadedModel) -> list[int]:
+    tokenizer: Any = model.tokenizer
+    if tokenizer is None or not tokenizer.chat_template:
+        raise ValueError("needs a chat template, and the model has none; write the prompt as the model wants it")
+    if not isinstance(messages, list) or not messages or not all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
+        raise ValueError('has "messages" that are no list of {"role": "...", "content": "..."}; give at least one')
+    try:
+        # As tokens, because the template has the special tokens in it already.
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False,
+                                             tokenizer_kwargs={"verbose": False})
+    except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates refuse what they cannot put into words
+        raise ValueError(f"has messages that the chat template refuses ({error}); give others") from error

@@ -1,0 +1,160 @@
+"""Calibration: what attention costs on this device, measured, kept in the user's cache folder, and used when runs decide what to share."""
+
+import dataclasses
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import platformdirs
+from jax import Array
+from tqdm import tqdm
+
+from jaxshare import KVCache, Layout, Plan, block_attention, make_plan
+from jaxshare.models import LoadedModel
+from jaxshare.models.config import ModelConfig
+from jaxshare.serving import costs as defaults
+from jaxshare.serving.costs import PRIVATE_TILE, SHARED_TILE, Costs
+from jaxshare.serving.inputs import cache_dtype
+
+ROWS = (2, 8, 64)
+PREFIXES = (64, 256, 1024, 4096)
+SUFFIX = 128
+_ROUNDS, _CALLS = 7, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One measurement: `rows` rows over a prefix of so many tokens, kept once or in copies, with a suffix each; and its microseconds."""
+
+    rows: int
+    prefix: int
+    suffix: int
+    shared: bool
+    time: float
+
+
+def calibrate(model: LoadedModel, rows: Sequence[int] = ROWS, prefixes: Sequence[int] = PREFIXES,
+              progress: Callable[[Iterable], Iterable] = tqdm) -> tuple[Costs, list[Point]]:
+    """Measures one attention layer of the model's shape over shared prefixes and over copies of them, and fits the cost model.
+
+    Both sides of a point are measured in turn. About a minute on two cores.
+
+    Returns:
+      The costs, and what they were fitted to.
+    """
+    points = []
+    for count, prefix in progress([*itertools.product(rows, prefixes)]):
+        sides = {shared: _attention(model, count, prefix, shared) for shared in (True, False)}
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(_ROUNDS):
+            for shared, call in sides.items():
+                begin = time.perf_counter()
+                for _ in range(_CALLS):
+                    call()
+                times[shared].append((time.perf_counter() - begin) / _CALLS)
+        points += [Point(count, prefix, SUFFIX, shared, statistics.median(t) * 1e6) for shared, t in times.items()]
+    return fit(points), points
+
+
+def fit(points: Sequence[Point]) -> Costs:
+    """The costs, none negative, that come closest to what was measured, every point's error counted relative to its time."""
+    def features(point: Point) -> list[float]:
+        own = point.suffix if point.shared else point.prefix + point.suffix
+        tiles = -(-point.prefix // SHARED_TILE) if point.shared else 0
+        # In the order of the fields of Costs; the last is what every call costs, whatever it reads.
+        return [float(point.shared), tiles, tiles * SHARED_TILE * point.rows, point.rows, point.rows * -(-own // PRIVATE_TILE), 1.0]
+
+    matrix = np.asarray([features(point) for point in points]) / np.asarray([[point.time] for point in points])
+    scale = np.linalg.norm(matrix, axis=0)
+    used = [*np.flatnonzero(scale)]
+    found = np.zeros(matrix.shape[1])
+    while used:
+        solved = np.linalg.lstsq(matrix[:, used] / scale[used], np.ones(len(points)), rcond=None)[0] / scale[used]
+        if (solved >= 0).all():
+            found[used] = solved
+            break
+        used.pop(int(np.argmin(solved * scale[used])))
+    return Costs(*map(float, found[:-1]))
+
+
+def load(model: LoadedModel, file: Path | None = None) -> Costs:
+    """What was measured for this device and the model's shape; or for this device at all; or else `costs.DEFAULT`."""
+    file = file or costs_file()
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        shapes = found.get(_device(), {})
+        data = shapes.get(_shape(model.config, model)) or next(iter(shapes.values()), None)
+        return Costs.from_json(data) if data else defaults.DEFAULT
+    except FileNotFoundError:
+        return defaults.DEFAULT
+    except (OSError, ValueError, AttributeError) as error:
+        warnings.warn(f"the costs in {file} cannot be read ({error}); defaults are used until `jaxshare calibrate` writes it anew",
+                      stacklevel=2)
+        return defaults.DEFAULT
+
+
+def save(model: LoadedModel, costs: Costs, file: Path | None = None) -> Path:
+    """Keeps the costs for this device and the model's shape; returns where.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    file = file or costs_file()
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    known = known if isinstance(known, dict) else {}
+    shapes = known.get(_device())
+    known[_device()] = {**(shapes if isinstance(shapes, dict) else {}), _shape(model.config, model): costs.as_json()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as whole:
+        json.dump(known, whole, indent=2)
+    os.replace(whole.name, file)
+    return file
+
+
+def costs_file() -> Path:
+    """Where costs are kept: the user's cache folder, or $JAXSHARE_CACHE."""
+    return Path(os.environ.get("JAXSHARE_CACHE") or platformdirs.user_cache_dir("jaxshare")) / "costs.json"
+
+
+def _device() -> str:
+    return jax.devices()[0].device_kind
+
+
+def _shape(config: ModelConfig, model: LoadedModel) -> str:
+    return f"{config.num_heads} heads, {config.num_kv_heads} kv heads, dim {config.head_dim}, {cache_dtype(model).name}"
+
+
+def _attention(model: LoadedModel, rows: int, prefix: int, shared: bool) -> Callable[[], Array]:
+    """One layer's attention of a decode pass in which every row has filled half of its suffix's room."""
+    config, dtype = dataclasses.replace(model.config, num_layers=1), cache_dtype(model)
+    blocks = (prefix, *[SUFFIX] * rows) if shared else [prefix + SUFFIX] * rows
+    lengths = (prefix, *[SUFFIX // 2] * rows) if shared else [prefix + SUFFIX // 2] * rows
+    cache = KVCache.create(config, blocks, dtype)
+    key = jax.random.key(0)
+    keys, values = (jax.random.normal(k, cache.keys[0].shape).astype(dtype) for k in jax.random.split(key))
+    cache = dataclasses.replace(cache, lengths=jnp.asarray(lengths, jnp.int32))
+    layout = Layout.from_blocks([[0, 1 + r] for r in range(rows)] if shared else [[r] for r in range(rows)])
+    plan = jax.jit(lambda cache, layout: make_plan(cache, layout, jnp.ones(rows, jnp.int32), 1))(cache, layout)
+    q = jax.random.normal(key, (rows, 1, config.num_heads, config.head_dim)).astype(dtype)
+
+    @jax.jit
+    def attend(q: Array, keys: Array, values: Array, plan: Plan) -> Array:
+        return block_attention(q, keys, values, plan)
+
+    def call() -> Array:
+        return jax.block_until_ready(attend(q, keys, values, plan))
+
+    call()
+    return call

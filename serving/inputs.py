@@ -1,0 +1,53 @@
+"""What every way of running a model asks first: the prompt's tokens, whether they fit, and the checkpoint's own settings."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxshare import Sampler
+from jaxshare.models import LoadedModel
+
+
+def encode(model: LoadedModel, prompt: str | Sequence[int], *, first: bool = True) -> list[int]:
+    """The prompt's tokens.
+
+    Args:
+      model: whose tokenizer it is.
+      prompt: text, or tokens as they are.
+      first: whether the text stands at the very beginning, where some tokenizers put a special token.
+
+    Raises:
+      ValueError: an empty prompt, or text for a model without a tokenizer.
+    """
+    if not prompt:
+        raise ValueError("the prompt is empty; give at least one token of text")
+    if not isinstance(prompt, str):
+        return list(prompt)
+    if model.tokenizer is None:
+        raise ValueError("the model folder has no tokenizer, so a prompt must be given as tokens; add the tokenizer's files to the folder")
+    return model.tokenizer.encode(prompt, add_special_tokens=first, verbose=False)  # `check_context` says it if the prompt is too long
+
+
+def check_context(model: LoadedModel, prompt_tokens: int, max_new_tokens: int, what: str = "the prompt") -> None:
+    """Raises ValueError if the prompt and what may follow it do not fit the model's context."""
+    if prompt_tokens + max_new_tokens > model.config.max_positions:
+        raise ValueError(f"{what} has {prompt_tokens} tokens and {max_new_tokens} more may follow, but the model's context holds "
+                         f"{model.config.max_positions}; shorten the prompt or lower max_new_tokens")
+
+
+def default_sampler(model: LoadedModel) -> Sampler:
+    """The checkpoint's own sampling settings."""
+    g = model.generation
+    return Sampler(temperature=g.temperature, top_k=g.top_k, top_p=g.top_p, min_p=g.min_p)
+
+
+def cache_dtype(model: LoadedModel) -> jnp.dtype:
+    """Keys and values are cached in the dtype of the parameters."""
+    return jax.tree.leaves(model.params)[0].dtype
+
+
+def token_bytes(model: LoadedModel) -> int:
+    """Bytes that one cached token takes: keys and values of all layers."""
+    c = model.config
+    return 2 * c.num_layers * c.num_kv_heads * c.head_dim * cache_dtype(model).itemsize
