@@ -182,6 +182,7 @@ def skeleton(workers: int | None, budget: int = 200, finish_at: tuple[int, ...] 
     return skeleton_of_thought(script(), "Solve it.", workers=workers, budget=budget, finish_at=finish_at, seed=6)
 
 
+@pytest.mark.slow
 def test_threads_and_what_comes_before_and_after():
     result, outline = skeleton(None), len(OUTLINE) - 1
     assert result.names == ("outline", *TITLES, "main")

@@ -127,6 +127,7 @@ def test_a_shared_prompt_is_cached_once():
         assert done.prompt_tokens == len(tokens)
 
 
+@pytest.mark.slow
 def test_budgets_and_stops():
     done = generate(model(), PROMPT, n=4, max_new_tokens=1)
     assert [len(c.tokens) for c in done.completions] == [1] * 4 and done.completions[0].reason == "budget"

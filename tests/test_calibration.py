@@ -77,6 +77,7 @@ def test_a_file_that_cannot_be_read_is_a_warning(text, tmp_path, monkeypatch):
     assert calibration.load(model()) == KNOWN
 
 
+@pytest.mark.slow
 def test_the_command_measures_keeps_and_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAXSHARE_CACHE", str(tmp_path))
     monkeypatch.setattr(calibration.calibrate, "__defaults__", ((2,), (64, 256), iter))

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from jaxshare.models import problems
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +29,7 @@ def test_the_library_example_runs_and_writes_two_branches():
     assert f"Answer 1: {answer}." in first and f"Answer 1: {answer}." in second
 
 
+@pytest.mark.slow
 def test_the_workers_example_runs():
     out = printed(1)
     assert out.startswith("Alice 1:") and "Bob 1:" in out

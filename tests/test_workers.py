@@ -115,8 +115,10 @@ def asked(session: Workers) -> dict[str, set[int]]:
     return {name: {s.number for s in session.steps if s.worker == name and s.asked} for name in session.names}
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("make", [contiguous, interleaved, combined])
+@pytest.mark.parametrize(("make", "number"), [
+    (contiguous, 2), (interleaved, 1), (combined, 3),
+    *(pytest.param(make, number, marks=pytest.mark.slow) for make, number in (
+        (contiguous, 1), (contiguous, 3), (interleaved, 2), (interleaved, 3), (combined, 1), (combined, 2)))])
 def test_the_loop_equals_a_plain_one(make, number):
     names = NAMES[:number]
     session = start(names, layout=make, ask_every=25)
@@ -151,7 +153,7 @@ def test_moving_by_encoding_anew():
     assert run(start(NAMES[:1], move="reencode")) == run(start(NAMES[:1])), "for one worker they are the same"
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "interleaved", "combined"])
+@pytest.mark.parametrize("layout", ["combined", *(pytest.param(name, marks=pytest.mark.slow) for name in ("contiguous", "interleaved"))])
 def test_the_same_seed_gives_the_same_run_whatever_the_dispatch_and_the_streaming(layout):
     options = dict(layout=layout, ask_every=20)
     sessions = [start(**options), *(start(passes_at_once=n, **options) for n in (1, 5, 32))]
@@ -217,6 +219,7 @@ def test_two_workers_share_the_work():
     assert both.texts == start(**options, implementation="reference").run().texts
 
 
+@pytest.mark.slow
 def test_a_step_longer_than_its_block_moves_in_pieces():
     """For one worker the order of tokens does not change by that, so neither does what it writes."""
     assert run(start(NAMES[:1], step_tokens=24)) == run(start(NAMES[:1]))
@@ -238,6 +241,7 @@ def test_a_full_history_ends_the_session_with_all_that_was_written():
     assert tight.result().as_json()["ended"] == "full"
 
 
+@pytest.mark.slow
 # finishing early
 
 def test_a_guess_is_what_a_plain_loop_would_write():
