@@ -87,13 +87,13 @@ def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
     console.print(f"\n[bold]{_BRANCHES} branches[/] of one prompt of {_EXAMPLES} worked examples, at temperature {_TEMPERATURE}")
     branch: dict[str, Any] = dict(n=_BRANCHES, max_new_tokens=_BUDGET, seed=seed, warm_up=True)
     with _Answers(problem, console) as answers:
-        sampled = generate(model, prompt, sampler=Sampler(temperature=_TEMPERATURE), on_tokens=answers.show, **branch)
+        sampled = generate(model, prompt, sampler=Sampler(temperature=_TEMPERATURE), share=True, on_tokens=answers.show, **branch)
         answers.finish(sampled)
     vote = _vote([c.text for c in sampled.completions])
     voted = f"\\boxed{{{', '.join(vote)}}}"
     single = np.mean([_right(c.text, problem) for c in sampled.completions])
     console.print(f"The vote: {voted}, {_right(voted, problem)} of 5 right; single branches have {single:.1f}.", highlight=False)
-    shared = generate(model, prompt, sampler=Sampler(), **branch)
+    shared = generate(model, prompt, sampler=Sampler(), share=True, **branch)
     unshared = generate(model, prompt, sampler=Sampler(), share=False, **branch)
 
     lines = [
