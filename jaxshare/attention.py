@@ -1,19 +1,42 @@
 """block_attention: attention of new tokens over the blocks of a cache, by whichever backend can do it."""
 
+import importlib
 from collections.abc import Callable, Sequence
 
 from jax import Array
 
 from jaxshare.attention_xla import xla_attention
+from jaxshare.pallas.device import current_device
 from jaxshare.plan import Plan
 from jaxshare.reference import reference_attention
 
 Backend = Callable[[Array, Array, Array, Plan, float], Array]
 
-BACKENDS: dict[str, Backend] = {"xla": xla_attention, "reference": reference_attention}
+
+def _imported(find: Callable[[], Backend]) -> Backend:
+    """A backend that is imported when it is called, and whose absence is no error but a reason to take another."""
+    def backend(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
+        try:
+            found = find()
+        except ImportError as error:
+            raise NotImplementedError(f"it cannot be imported ({error})") from error
+        return found(q, keys, values, plan, scale)
+
+    return backend
+
+
+BACKENDS: dict[str, Backend] = {
+    "mosaic_gpu": _imported(lambda: importlib.import_module("jaxshare.pallas.block_attention_mosaic_gpu").mosaic_gpu_attention),
+    "triton": _imported(lambda: importlib.import_module("jaxshare.pallas.block_attention_triton").triton_attention),
+    "xla": xla_attention,
+    "reference": reference_attention,
+}
 """By name: (q, keys, values, plan, scale) -> out. A backend that cannot serve a call raises NotImplementedError, saying why."""
 
-_PREFERRED = ("xla",)
+
+def preferred() -> tuple[str, ...]:
+    """The backends that are tried where none is named, for the device that is being traced for."""
+    return ("xla",) if current_device() is None else ("mosaic_gpu", "triton", "xla")
 
 
 def block_attention(q: Array, keys: Array, values: Array, plan: Plan, *, scale: float | None = None,
@@ -28,7 +51,8 @@ def block_attention(q: Array, keys: Array, values: Array, plan: Plan, *, scale: 
       keys, values: one layer's arenas [K, tokens, D], this pass's keys and values already in them (`KVCache.append`).
       plan: of this pass.
       scale: of the scores; default 1 / sqrt(D).
-      implementation: a backend's name, several to try in order, or None for the best on this device. The next is tried only
+      implementation: a backend's name, several to try in order, or None for the best on this device: on an NVIDIA GPU mosaic_gpu, then
+        triton, then xla; elsewhere xla. The device is JAX's default one, so name "xla" for what is placed elsewhere. The next is tried only
         where one says that it cannot do the job.
 
     Returns:
@@ -44,7 +68,7 @@ def block_attention(q: Array, keys: Array, values: Array, plan: Plan, *, scale: 
     if keys.ndim != 3 or keys.shape != values.shape or keys.shape[2] != q.shape[3] or q.shape[2] % keys.shape[0]:
         raise ValueError(f"keys and values must be arenas [K, tokens, {q.shape[3]}] of one shape, with K dividing {q.shape[2]} heads; "
                          f"got {keys.shape} and {values.shape}")
-    names = _PREFERRED if implementation is None else (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    names = preferred() if implementation is None else (implementation,) if isinstance(implementation, str) else tuple(implementation)
     if unknown := [name for name in names if name not in BACKENDS]:
         raise ValueError(f"there is no attention backend {unknown[0]!r}; there are {', '.join(BACKENDS)}")
     reasons = []

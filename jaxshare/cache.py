@@ -305,16 +305,28 @@ def _replaced(leaves: tuple[Array, ...], layer: int, leaf: Array) -> tuple[Array
 def _write(arena: Array, new: Array, plan: "Plan") -> Array:
     """arena [K, tokens, D], new [R, T, K, D]: each row's real tokens to their place; all else stays."""
     new = new.astype(arena.dtype).swapaxes(1, 2)  # [R, K, T, D]
+    # On a GPU one kernel places all rows at once; on a CPU XLA's scatter goes element by element, and windows are copied faster.
+    return jax.lax.platform_dependent(arena, new, plan.write_at, plan.count, cuda=_scatter, default=_write_windows)
+
+
+def _scatter(arena: Array, new: Array, write_at: Array, count: Array) -> Array:
+    rows, kv_heads, width, dim = new.shape
+    step = jnp.arange(width)
+    to = jnp.where(step < count[:, None], write_at[:, None] + step, arena.shape[1]).reshape(-1)
+    return arena.at[:, to].set(new.swapaxes(0, 1).reshape(kv_heads, rows * width, dim), mode="drop", unique_indices=True)
+
+
+def _write_windows(arena: Array, new: Array, write_at: Array, count: Array) -> Array:
     width = min(new.shape[2], arena.shape[1])
 
     def write_row(r, arena: Array) -> Array:
         # A window of static size is read, the real tokens laid over it and the window written back. Where it would hang
         # over the arena's end it is shifted left, and the tokens in it right.
-        start = jnp.minimum(plan.write_at[r], arena.shape[1] - width)
-        token = jnp.arange(width) - (plan.write_at[r] - start)
+        start = jnp.minimum(write_at[r], arena.shape[1] - width)
+        token = jnp.arange(width) - (write_at[r] - start)
         window = jax.lax.dynamic_slice_in_dim(arena, start, width, axis=1)
         shifted = new[r] if new.shape[2] == 1 else jnp.take(new[r], jnp.clip(token, 0, new.shape[2] - 1), axis=1)
-        window = jnp.where(((token >= 0) & (token < plan.count[r]))[:, None], shifted, window)
+        window = jnp.where(((token >= 0) & (token < count[r]))[:, None], shifted, window)
         return jax.lax.dynamic_update_slice_in_dim(arena, window, start, axis=1)
 
     if new.shape[0] <= _UNROLLED_ROWS:

@@ -3,9 +3,7 @@
 import dataclasses
 import itertools
 import json
-import os
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -14,11 +12,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import platformdirs
 from jax import Array
 from tqdm import tqdm
 
 from jaxshare import KVCache, Layout, Plan, block_attention, make_plan
+from jaxshare.cache_folder import cache_folder, write_json
 from jaxshare.models import LoadedModel
 from jaxshare.models.config import ModelConfig
 from jaxshare.serving import costs as defaults
@@ -116,16 +114,13 @@ def save(model: LoadedModel, costs: Costs, file: Path | None = None) -> Path:
     known = known if isinstance(known, dict) else {}
     shapes = known.get(_device())
     known[_device()] = {**(shapes if isinstance(shapes, dict) else {}), _shape(model.config, model): costs.as_json()}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as whole:
-        json.dump(known, whole, indent=2)
-    os.replace(whole.name, file)
+    write_json(file, known)
     return file
 
 
 def costs_file() -> Path:
     """Where costs are kept: the user's cache folder, or $JAXSHARE_CACHE."""
-    return Path(os.environ.get("JAXSHARE_CACHE") or platformdirs.user_cache_dir("jaxshare")) / "costs.json"
+    return cache_folder() / "costs.json"
 
 
 def _device() -> str:

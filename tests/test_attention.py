@@ -40,7 +40,8 @@ class Shape:
 
     @property
     def rope(self) -> Rope:
-        return dataclasses.replace(Rope.default(self.rotary, 10_000.0), attention_factor=self.factor)
+        rope = Rope.default(self.rotary, 10_000.0) if self.rotary else Rope(())
+        return dataclasses.replace(rope, attention_factor=self.factor)
 
 
 GQA = Shape(rows=4, width=1, listed=4, blocks=6, heads=4, kv_heads=2, dim=16, arena=2400, rotary=16)
@@ -411,8 +412,7 @@ def test_the_named_backend_is_used(small, backends):
 
 
 def test_without_a_name_the_preferred_backend_is_used(small, backends):
-    backends.setitem(BACKENDS, "xla", BACKENDS["one"])
-    backends.setattr(attention, "_PREFERRED", ("xla",))
+    backends.setattr(attention, "preferred", lambda: ("no_gpu", "one"))
     assert (block_attention(*small) == 1).all()
 
 

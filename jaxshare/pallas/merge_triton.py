@@ -1,0 +1,108 @@
+"""Merging what the items of the Triton backend computed of each query: see `jaxshare.pallas.block_attention_triton`.
+
+Partial results lie in rows of `Work.partial_rows`, and only those of real pieces hold anything. So each query looks up, for every block
+that it sees, which pieces its segment has, and takes those rows alone into a softmax over their log-sum-exps (Hydragen section 3.1).
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxshare.work import Work, partial_row
+
+_SLOTS_AT_ONCE = 32
+_LANES = 16
+"""Partial results that a program takes at once, of all its queries."""
+
+
+def merge_pieces(mixed: Array, lse: Array, work: Work, shape: tuple[int, int, int, int], dtype: jnp.dtype, *, multiprocessors: int,
+                 interpret: bool) -> Array:
+    """Attention of each query over all it sees, from its pieces.
+
+    Args:
+      mixed: float32[partial_rows, D], attention over the keys of a piece.
+      lse: float32[partial_rows], to base 2; -inf where a piece has no key that the query sees.
+      work: the pass's, by which the rows were written.
+      shape: R, T, H, D.
+      dtype: of the result.
+      multiprocessors: of the GPU, so that few queries are spread over all of them.
+
+    Returns:
+      [R, T, H, D]; 0 for a query that sees nothing.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plt
+
+    rows, width, heads, dim = shape
+    total = rows * width * heads
+    queries = 1
+    while queries < 8 and total >= 2 * queries * 8 * multiprocessors:
+        queries *= 2
+    kernel = functools.partial(_kernel, work, shape=shape, queries=queries, lanes=_LANES // queries)
+    merged = pl.pallas_call(
+        kernel, out_shape=jax.ShapeDtypeStruct((total, dim), dtype), grid=(-(-total // queries),),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1), interpret=interpret, name="merge_pieces",
+    )(mixed, lse, work.query, work.segment, work.member, work.pieces)
+    return merged.reshape(shape)
+
+
+def _kernel(work: Work, mixed_ref: Any, lse_ref: Any, query_ref: Any, segment_ref: Any, member_ref: Any, pieces_ref: Any, out_ref: Any, *,
+            shape: tuple[int, int, int, int], queries: int, lanes: int) -> None:
+    """Merges M = `queries` neighbouring queries, L = `lanes` pieces of each at once.
+
+    Refs: mixed float32[partial_rows, D]; lse float32[partial_rows]; query, segment, member int32[R, N]; pieces int32[K, S, 2];
+    out [R * T * H, D]. Of `work` only what is static is used.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plt
+
+    rows, width, heads, dim = shape
+    listed = query_ref.shape[1]
+    group = heads // pieces_ref.shape[0]
+    index = pl.program_id(0) * queries + jnp.arange(queries)
+    real = index < rows * width * heads
+    row, head = index // (width * heads), index % heads
+    kv_head, member = head // group, index // heads % width * group + head % group
+    column = jnp.arange(pl.next_power_of_2(dim))
+    slots = min(pl.next_power_of_2(listed), _SLOTS_AT_ONCE)
+
+    def blocks(chunk: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """Takes in the pieces of the next few listed blocks, laid end to end, each query's own."""
+        slot = (chunk * slots + jnp.arange(slots))[None]  # [1, N']
+        listing = real[:, None] & (slot < listed)  # [M, N']
+        query = plt.load(query_ref.at[row[:, None], slot], mask=listing, other=-1)
+        sees = listing & (query >= 0)
+        before = plt.load(member_ref.at[row[:, None], slot], mask=sees, other=0)
+        segment = plt.load(segment_ref.at[row[:, None], slot], mask=sees, other=0) + (before + member[:, None]) // work.span
+        first = plt.load(pieces_ref.at[kv_head[:, None], segment, 0], mask=sees, other=0)
+        number = plt.load(pieces_ref.at[kv_head[:, None], segment, 1], mask=sees, other=0) - first
+        ends = jnp.cumsum(number, axis=1)
+        begins = ends - number
+        count = jnp.sum(number, axis=1)  # [M]
+        # Neighbouring pieces of a segment are `span` rows apart. Where each block's row would be if its pieces began at lane 0.
+        at = partial_row(work, first, kv_head[:, None], query + member[:, None]) - begins * work.span
+
+        def pieces(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            top, total, out = carry
+            lane = (step * lanes + jnp.arange(lanes))[None]  # [1, L]
+            there = lane < count[:, None]  # [M, L]
+            mine = (begins[:, None] <= lane[..., None]) & (lane[..., None] < ends[:, None])  # [M, L, N']
+            line = jnp.sum(jnp.where(mine, at[:, None], 0), axis=2) + lane * work.span
+            lse = plt.load(lse_ref.at[line], mask=there, other=-jnp.inf)
+            inside = there[..., None] & (column < dim)[None, None]
+            part = plt.load(mixed_ref.at[line[..., None], column[None, None]], mask=inside, other=0.0)
+            higher = jnp.maximum(top, jnp.max(lse, axis=1))
+            under = jnp.where(higher == -jnp.inf, 0.0, higher)
+            weight, keep = jnp.exp2(lse - under[:, None]), jnp.exp2(top - under)
+            return (higher, total * keep + jnp.sum(weight, axis=1),
+                    out * keep[:, None] + jnp.sum(part * weight[..., None], axis=1))
+
+        return lax.fori_loop(0, (jnp.max(count) + lanes - 1) // lanes, pieces, carry)
+
+    start = jnp.full(queries, -jnp.inf), jnp.zeros(queries), jnp.zeros((queries, column.size))
+    _, total, out = lax.fori_loop(0, -(-listed // slots), blocks, start)
+    out = out / jnp.where(total == 0, 1.0, total)[:, None]
+    plt.store(out_ref.at[index[:, None], column[None]], out.astype(out_ref.dtype), mask=real[:, None] & (column < dim)[None])

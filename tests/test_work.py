@@ -1,0 +1,195 @@
+"""The work plan of the GPU backends, alone: what its items say is counted out, token by token."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxshare import KVCache, Rope, make_plan
+from jaxshare.work import make_work, partial_row
+from tests.helpers import pad_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What is static: R rows, T tokens, N listed, B blocks, G query heads of each of K kv heads; how the work is cut."""
+
+    rows: int
+    width: int
+    listed: int
+    blocks: int
+    group: int
+    kv_heads: int
+    span: int
+    tile: int
+    items: int
+    alignment: int = 1
+
+    num_layers = 1
+    head_dim = 8
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads
+
+    @property
+    def rope(self) -> Rope:
+        return Rope.default(8, 10_000.0)
+
+
+SHAPES = {
+    "decode": Shape(5, 1, 3, 9, 4, 2, span=128, tile=64, items=7, alignment=8),
+    "many items": Shape(5, 1, 3, 9, 4, 2, span=16, tile=16, items=132),
+    "pending": Shape(4, 7, 3, 6, 5, 2, span=16, tile=8, items=13, alignment=8),
+    "prompt": Shape(3, 40, 2, 5, 4, 1, span=64, tile=64, items=5),
+    "many rows": Shape(40, 1, 3, 45, 8, 2, span=128, tile=64, items=13, alignment=8),
+    "one row": Shape(1, 1, 2, 2, 1, 1, span=128, tile=64, items=3),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    rows: list[list[int]]
+    count: list[int]
+    lengths: list[int]
+
+
+@st.composite
+def cases(draw, shape: Shape):
+    writers = iter(draw(st.permutations(range(shape.blocks))))
+    rows = []
+    for _ in range(min(shape.rows, shape.blocks)):
+        own = next(writers)
+        others = draw(st.lists(st.sampled_from(range(shape.blocks)), unique=True, max_size=shape.listed - 1))
+        rows.append([*(b for b in others if b != own), own] if draw(st.integers(0, 6)) else [])
+    count = [draw(st.integers(0, shape.width)) if row else 0 for row in rows]
+    return Case(rows, count, draw(st.lists(st.sampled_from([0, 0, 1, 5, 15, 16, 63, 64, 65, 130, 200]), min_size=shape.blocks,
+                                           max_size=shape.blocks)))
+
+
+jitted_plan = jax.jit(make_plan, static_argnames="width")
+
+
+def planned(shape: Shape, case: Case):
+    """(work as numpy, offset of each block, its length after the pass)."""
+    grown = list(case.lengths)
+    for row, count in zip(case.rows, case.count, strict=True):
+        if row:
+            grown[row[-1]] += count
+    cache = KVCache.create(shape, grown)
+    cache = dataclasses.replace(cache, lengths=jnp.asarray(case.lengths, jnp.int32))
+    count = jnp.asarray(case.count + [0] * (shape.rows - len(case.rows)), jnp.int32)
+    plan = jitted_plan(cache, pad_rows(case.rows, shape.rows, shape.listed), count, width=shape.width)
+    work = make_work(plan, group=shape.group, kv_heads=shape.kv_heads, span=shape.span, tile=shape.tile, num_items=shape.items,
+                     alignment=shape.alignment)
+    return jax.tree.map(np.asarray, work), np.asarray(cache.offsets), grown
+
+
+def segment(work, number: int):
+    """(kv head, fields of the segment) of a segment counted over the kv heads."""
+    head, at = divmod(number, int(work.count))
+    return head, {name: int(getattr(work.segments, name)[at]) for name in ("query", "queries", "start", "lead", "tiles", "begin", "full")}
+
+
+def tokens(shape: Shape, fields: dict[str, int], i: int, limit: int) -> range:
+    """Arena tokens of the i-th tile that a segment reads, for a query that sees `limit` tokens of the block."""
+    nth = (i + (fields["lead"] > 0)) % fields["tiles"]
+    low = max(nth * shape.tile, fields["lead"])
+    return range(fields["start"] + low, fields["start"] + max(low, min((nth + 1) * shape.tile, fields["lead"] + limit)))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@settings(max_examples=15)
+@given(st.data())
+def test_every_token_of_every_query_is_read_once(name, data):
+    shape = SHAPES[name]
+    case = data.draw(cases(shape))
+    work, offsets, grown = planned(shape, case)
+    expected = {}
+    for r, (row, count) in enumerate(zip(case.rows, case.count, strict=True)):
+        for n, block in enumerate(row):
+            for t in range(count):
+                sees = grown[block] if n < len(row) - 1 else case.lengths[block] + t + 1
+                for g in range(shape.group if sees else 0):
+                    for k in range(shape.kv_heads):
+                        expected[k, r, n, t, g] = list(range(offsets[block], offsets[block] + sees))
+    found, counts = {}, case.count + [0] * shape.rows
+    for begin, end, first, behind in work.items:
+        for number in range(first, behind):
+            k, fields = segment(work, number)
+            at = k * int(work.total) + fields["begin"]
+            for i in range(max(begin - at, 0), min(end - at, fields["tiles"])):
+                for query in range(fields["query"], fields["query"] + fields["queries"]):
+                    r, n, t, g = np.unravel_index(work.source[query], (shape.rows, shape.listed, shape.width, shape.group))
+                    if t < counts[r]:
+                        read = tokens(shape, fields, i, int(work.limits[query]))
+                        assert i >= fields["full"] or len(read) == shape.tile
+                        found.setdefault((k, int(r), int(n), int(t), int(g)), []).extend(read)
+    assert {who: sorted(read) for who, read in found.items() if read} == expected
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@settings(max_examples=15)
+@given(st.data())
+def test_items_are_of_one_size_and_follow_each_other(name, data):
+    shape = SHAPES[name]
+    work, _, _ = planned(shape, data.draw(cases(shape)))
+    begin, end = work.items[:, 0], work.items[:, 1]
+    assert begin[0] == 0 and (begin[1:] == end[:-1]).all() and end[-1] == work.total * shape.kv_heads
+    assert np.ptp(end - begin) <= 1
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@settings(max_examples=15)
+@given(st.data())
+def test_partial_results_are_found_where_they_were_left(name, data):
+    """No two pieces share a row of partial results, and the merge's way to a query's pieces leads to all of them and no others."""
+    shape = SHAPES[name]
+    case = data.draw(cases(shape))
+    work, _, _ = planned(shape, case)
+    left, taken = {}, set()
+    for item, (begin, end, first, behind) in enumerate(work.items):
+        for number in range(first, behind):
+            k, fields = segment(work, number)
+            at = k * int(work.total) + fields["begin"]
+            reads = max(begin - at, 0) < min(end - at, fields["tiles"])
+            rows = {query: int(partial_row(work, item, k, query)) for query in range(fields["query"], fields["query"] + fields["queries"])}
+            # Stored in eights: what hangs over must belong to nobody either.
+            eights = range(min(rows.values()), min(rows.values()) + -(-fields["queries"] // 8) * 8)
+            assert taken.isdisjoint(eights) and eights[-1] < work.partial_rows and eights[0] % 8 == 0
+            taken.update(eights)
+            for query, row in rows.items():
+                if reads:
+                    left.setdefault((k, int(work.source[query])), set()).add(row)
+    followed = {}
+    for r, n in zip(*np.nonzero(work.query >= 0), strict=True):
+        for nth in range(shape.width * shape.group):
+            for k in range(shape.kv_heads):
+                number = work.segment[r, n] + (work.member[r, n] + nth) // shape.span
+                first, behind = work.pieces[k, number]
+                source = int(np.ravel_multi_index((r, n, 0, nth), (shape.rows, shape.listed, 1, shape.width * shape.group)))
+                if behind > first:
+                    followed[k, source] = {int(partial_row(work, item, k, work.query[r, n] + nth)) for item in range(first, behind)}
+    assert followed == left
+
+
+def test_a_block_that_all_rows_see_is_read_once_for_all_of_them():
+    shape = Shape(32, 1, 2, 33, 4, 1, span=128, tile=64, items=132, alignment=8)
+    work, _, _ = planned(shape, Case([[0, r + 1] for r in range(32)], [1] * 32, [4096] + [0] * 32))
+    # 32 rows x 4 heads fill one segment: 64 tiles, and one for each row's own token.
+    assert int(work.count) == 33 and int(work.total) == 64 + 32
+
+
+def test_a_long_block_is_shared_by_all_items():
+    shape = Shape(1, 1, 1, 1, 4, 2, span=128, tile=64, items=132, alignment=8)
+    work, _, _ = planned(shape, Case([[0]], [1], [132 * 64 - 1]))
+    assert (work.items[:, 1] - work.items[:, 0] == 2).all()
+
+
+def test_nothing_to_read():
+    work, _, _ = planned(SHAPES["decode"], Case([], [], [0] * 9))
+    assert int(work.total) == 0 and not work.items.any() and (work.source == -1).all()
