@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxshare.sampling import Sampler
-from jaxshare.serving import batch, inspection
+from jaxshare.serving import batch, inspection, tune_command
 from jaxshare.serving.layouts import worker_names
 from jaxshare.serving.results import check_finish_at
 
@@ -82,6 +82,10 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's own)")
     calibrate.add_argument("--json", action="store_true", help="one JSON object on stdout, everything else on stderr")
     calibrate.set_defaults(run=_calibrate)
+
+    tune = commands.add_parser("tune", help="measure which tiles of the GPU kernels are fastest on this GPU for a model's shape")
+    tune_command.add_arguments(tune)
+    tune.set_defaults(run=lambda options: tune_command.run(options, _numbers("--rows", options.rows)))
 
     inspect = commands.add_parser("inspect", help="tables and pictures of what a session of workers had cached and attended to")
     inspection.add_arguments(inspect)
