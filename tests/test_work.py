@@ -74,19 +74,22 @@ def cases(draw, shape: Shape):
 jitted_plan = jax.jit(make_plan, static_argnames="width")
 
 
-def planned(shape: Shape, case: Case):
+def planned(shape: Shape, case: Case, begin: int = 3):
     """(work as numpy, offset of each block, its length after the pass)."""
     grown = list(case.lengths)
     for row, count in zip(case.rows, case.count, strict=True):
         if row:
             grown[row[-1]] += count
-    cache = KVCache.create(shape, grown)
-    cache = dataclasses.replace(cache, lengths=jnp.asarray(case.lengths, jnp.int32))
+    # One arena for all cases, so that one program plans them; blocks lie in it without gaps, at any offset.
+    cache = KVCache.create(shape, [max(256, *case.lengths) + shape.width] * shape.blocks)
+    offsets = np.cumsum([begin, *grown])[:-1]
+    cache = dataclasses.replace(cache, lengths=jnp.asarray(case.lengths, jnp.int32), capacities=jnp.asarray(grown, jnp.int32),
+                                offsets=jnp.asarray(offsets, jnp.int32))
     count = jnp.asarray(case.count + [0] * (shape.rows - len(case.rows)), jnp.int32)
     plan = jitted_plan(cache, pad_rows(case.rows, shape.rows, shape.listed), count, width=shape.width)
     work = make_work(plan, group=shape.group, kv_heads=shape.kv_heads, span=shape.span, tile=shape.tile, num_items=shape.items,
                      alignment=shape.alignment)
-    return jax.tree.map(np.asarray, work), np.asarray(cache.offsets), grown
+    return jax.tree.map(np.asarray, work), offsets, grown
 
 
 def segment(work, number: int):
@@ -179,14 +182,14 @@ def test_partial_results_are_found_where_they_were_left(name, data):
 
 def test_a_block_that_all_rows_see_is_read_once_for_all_of_them():
     shape = Shape(32, 1, 2, 33, 4, 1, span=128, tile=64, items=132, alignment=8)
-    work, _, _ = planned(shape, Case([[0, r + 1] for r in range(32)], [1] * 32, [4096] + [0] * 32))
+    work, _, _ = planned(shape, Case([[0, r + 1] for r in range(32)], [1] * 32, [4096] + [0] * 32), begin=0)
     # 32 rows x 4 heads fill one segment: 64 tiles, and one for each row's own token.
     assert int(work.count) == 33 and int(work.total) == 64 + 32
 
 
 def test_a_long_block_is_shared_by_all_items():
     shape = Shape(1, 1, 1, 1, 4, 2, span=128, tile=64, items=132, alignment=8)
-    work, _, _ = planned(shape, Case([[0]], [1], [132 * 64 - 1]))
+    work, _, _ = planned(shape, Case([[0]], [1], [132 * 64 - 1]), begin=0)
     assert (work.items[:, 1] - work.items[:, 0] == 2).all()
 
 

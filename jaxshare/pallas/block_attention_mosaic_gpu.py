@@ -226,7 +226,13 @@ def _kernel(plgpu: Any, work: Work, tiles: MosaicTiles, arena: int, part: int, i
 
             return pieces + 1, lax.fori_loop(now.begin, now.end, fetch_tile, fetched)
 
-        lax.fori_loop(first_segment, end_segment, fetch_piece, (jnp.int32(0), jnp.int32(0)))
+        pieces, fetched = lax.fori_loop(first_segment, end_segment, fetch_piece, (jnp.int32(0), jnp.int32(0)))
+        # Whoever waits at a barrier sees each of its turns, the last ones too.
+        for used, free in ((pieces, barriers.query_free), (fetched, barriers.key_free), (fetched, barriers.value_free)):
+            for slot in range(free.shape[0]):
+                @pl.when(used > slot)
+                def _(free: Any = free.at[slot]) -> None:
+                    plgpu.barrier_wait(free)
 
     @pl.when(warpgroup < 2)
     def _compute() -> None:
