@@ -19,3 +19,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 hypothesis.settings.register_profile("jaxshare", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, derandomize=False, max_examples=1000)
 hypothesis.settings.load_profile("jaxshare")
+
+
+def pytest_configure(config):
+    """`-m gpu` is for the best device there is."""
+    if config.option.markexpr == "gpu" and jax.config.jax_platforms == "cpu":
+        jax.config.update("jax_platforms", None)

@@ -127,7 +127,7 @@ def _pieces(queries: Array, keys: Array, values: Array, work: Work, tiles: Mosai
             plgpu.SMEM((2, _WARPGROUP, part), jnp.float32, transforms=stored),
             plgpu.SMEM((2, 2, _WARPGROUP), jnp.float32),
             _Barriers(
-                query_full=plgpu.Barrier(num_arrivals=2, num_barriers=query_stages),
+                query_full=plgpu.Barrier(num_barriers=2 * query_stages),
                 query_free=plgpu.Barrier(num_arrivals=2, num_barriers=query_stages),
                 key_full=plgpu.Barrier(num_barriers=stages), value_full=plgpu.Barrier(num_barriers=stages),
                 key_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
@@ -208,9 +208,12 @@ def _kernel(plgpu: Any, work: Work, tiles: MosaicTiles, arena: int, part: int, i
             def _() -> None:
                 plgpu.barrier_wait(barriers.query_free.at[slot])
 
-            for i in range(2):
+            def fetch_half(i: int) -> None:
                 plgpu.copy_gmem_to_smem(q_ref.at[now.head, pl.ds(now.query + i * _WARPGROUP, _WARPGROUP)], q_smem.at[slot, i],
-                                        barriers.query_full.at[slot])
+                                        barriers.query_full.at[2 * slot + i])
+
+            fetch_half(0)
+            pl.when(now.queries > _WARPGROUP)(lambda: fetch_half(1))
 
             def fetch_tile(i: Array, fetched: Array) -> Array:
                 slot = lax.rem(fetched, tiles.stages)
@@ -252,7 +255,9 @@ def _kernel(plgpu: Any, work: Work, tiles: MosaicTiles, arena: int, part: int, i
             half = jnp.where(narrow, 0, warpgroup)
             limit = now.lead + plgpu.load(limit_ref.at[pl.ds(now.query + half * _WARPGROUP, _WARPGROUP)], layout=wgmma.reduce(1),
                                           optimized=False)
-            plgpu.barrier_wait(barriers.query_full.at[query_slot])
+            plgpu.barrier_wait(barriers.query_full.at[2 * query_slot])
+            # Both wait for both halves: whoever left out a turn of a barrier would take the next for it.
+            pl.when(~narrow)(lambda: plgpu.barrier_wait(barriers.query_full.at[2 * query_slot + 1]))
 
             def take(masked: bool, i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
                 used, *softmax = state
