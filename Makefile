@@ -2,6 +2,7 @@
 #
 # Environments are made once and again only when pyproject.toml changes: a stamp file in each says that it is up to date.
 #   .venv         jaxshare itself; `make demo` installs what it runs on, the other targets add the tools
+#   .venv-gpu     jaxshare with what compiles for a GPU, which no other target needs
 #   .venv-torch   PyTorch and transformers' models, which jaxshare is measured against and never imports
 #   .venv-hogwild PyTorch and the older transformers that the authors' implementation of Hogwild! Inference needs
 
@@ -10,12 +11,15 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?= -n 2
 DEMO_ARGS ?=
 BENCH_ARGS ?= --quick
+GPU_ARGS ?=
 # A checkout of the authors' implementation of Hogwild! Inference, which has no package and is not kept here.
 HOGWILD ?=
 
 BIN := .venv/bin
 RUNTIME := .venv/.installed
 DEV := .venv/.installed-dev
+CUDA := .venv/.installed-cuda
+GPU_ENV := .venv-gpu/.installed
 TORCH_ENV := .venv-torch/.installed
 TORCH_PYTHON := .venv-torch/bin/python
 HOGWILD_ENV := .venv-hogwild/.installed
@@ -25,7 +29,7 @@ HOGWILD_PYTHON := .venv-hogwild/bin/python
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench bench-workers bench-sharing parity parity-transformers parity-hogwild clean
+.PHONY: help demo test test-all lint bench bench-workers bench-sharing bench-attention gpu-compile parity parity-transformers parity-hogwild clean
 # A recipe that fails must not leave a stamp behind.
 .DELETE_ON_ERROR:
 
@@ -58,6 +62,13 @@ bench-workers: $(DEV) $(if $(HOGWILD),$(HOGWILD_ENV)) ## speed of workers, and a
 bench-sharing: $(DEV) $(TORCH_ENV) ## what sharing prefixes is worth, against copies, transformers and PyTorch's attention
 	$(BIN)/python scripts/bench_sharing.py --torch-python $(TORCH_PYTHON) $(BENCH_ARGS)
 
+bench-attention: $(CUDA) ## on a GPU: the kernels' tests, then their speed against the device's ceilings and others' attention
+	$(BIN)/python -m pytest -q -m gpu
+	$(BIN)/python scripts/bench_attention.py $(BENCH_ARGS)
+
+gpu-compile: $(GPU_ENV) ## the GPU kernels and whole decode steps compiled for an H200, without one (GPU_ARGS='--parts steps')
+	@.venv-gpu/bin/python scripts/gpu_compile.py $(GPU_ARGS)
+
 parity: parity-transformers parity-hogwild ## logits and greedy text against transformers and, with HOGWILD=DIR, the authors' code for workers, run now
 
 parity-transformers: $(DEV) $(TORCH_ENV)
@@ -77,7 +88,7 @@ parity-hogwild: $(DEV) $(HOGWILD_ENV)
 endif
 
 clean: ## remove what make has made: environments, caches, builds
-	rm -rf .venv .venv-torch .venv-hogwild build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-gpu .venv-torch .venv-hogwild build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
 	find jaxshare models serving tests scripts -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/bin/python:
@@ -93,6 +104,20 @@ $(DEV): pyproject.toml .venv/bin/python
 	@echo "installing jaxshare and its tools into .venv"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@ $(RUNTIME)
+
+.venv-gpu/bin/python:
+	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \
+	echo "making .venv-gpu with $$python" && "$$python" -m venv --clear .venv-gpu
+
+$(GPU_ENV): pyproject.toml .venv-gpu/bin/python
+	@echo "installing jaxshare and what compiles for a GPU into .venv-gpu"
+	@.venv-gpu/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,gpu-compile]'
+	@touch $@
+
+$(CUDA): $(DEV)
+	@echo "installing JAX's plugin for NVIDIA GPUs into .venv"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,cuda13]'
+	@touch $@
 
 $(TORCH_ENV): scripts/make_torch_env.sh
 	@scripts/make_torch_env.sh .venv-torch '$(TORCH)' 'transformers>=5,<6' safetensors sentencepiece protobuf

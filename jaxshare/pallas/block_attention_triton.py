@@ -85,23 +85,22 @@ def _pieces(q: Array, keys: Array, values: Array, plan: Plan, work: Work, scale:
     pairs = plan.query_cos.shape[-1]
     # A kernel takes no empty arrays: without rotation it is given two that it does not look at.
     tables = [x.reshape(-1, pairs) if pairs else jnp.zeros((1, 1)) for x in (plan.query_cos, plan.query_sin)]
-    s = work.segments
     return pl.pallas_call(
         functools.partial(_kernel, work, width=width, listed=plan.blocks.shape[1], pairs=pairs, scale=scale * _LOG2_E),
         out_shape=(jax.ShapeDtypeStruct((work.partial_rows, dim), jnp.float32), jax.ShapeDtypeStruct((work.partial_rows,), jnp.float32)),
         grid=(work.items.shape[0],), compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret, name="block_attention",
     )(q.reshape(rows * width, heads, dim), *tables, keys, values, work.items, work.count.reshape(1), work.total.reshape(1),
-      s.query, s.queries, s.start, s.tiles, s.begin, s.full, work.source, work.limits)
+      work.segments.table, work.source, work.limits)
 
 
 def _kernel(work: Work, q_ref: Any, cos_ref: Any, sin_ref: Any, keys_ref: Any, values_ref: Any, items_ref: Any, count_ref: Any,
-            total_ref: Any, query_ref: Any, queries_ref: Any, start_ref: Any, tiles_ref: Any, begin_ref: Any, full_ref: Any,
-            source_ref: Any, limits_ref: Any, mixed_ref: Any, lse_ref: Any, *, width: int, listed: int, pairs: int, scale: float) -> None:
+            total_ref: Any, segments_ref: Any, source_ref: Any, limits_ref: Any, mixed_ref: Any, lse_ref: Any, *, width: int, listed: int,
+            pairs: int, scale: float) -> None:
     """Works off one item.
 
     Refs: q [R * T, H, D]; cos, sin float32[R * N * T, P]; keys, values [K, tokens, D]; items int32[items, 4]; count, total int32[1];
-    then the segments' fields int32[S] each; source, limits int32[Q + span]; mixed float32[partial_rows, D]; lse float32[partial_rows].
+    segments int32[S, 8]; source, limits int32[Q + span]; mixed float32[partial_rows, D]; lse float32[partial_rows].
     Of `work` only what is static is used. `scale` is for scores to base 2.
 
     Heads whose D is no power of two are taken in pieces that are: Triton knows no other shapes. Everything is loaded through arrays of
@@ -121,9 +120,9 @@ def _kernel(work: Work, q_ref: Any, cos_ref: Any, sin_ref: Any, keys_ref: Any, v
     def segment(number: Array, _: None) -> None:
         head = number // count
         at = number - head * count
-        begin = head * total + begin_ref[at]
-        first, behind = jnp.maximum(first_tile - begin, 0), jnp.minimum(behind_tile - begin, tiles_ref[at])
-        query, queries, start = query_ref[at], queries_ref[at], start_ref[at]
+        query, queries, start, _, tiles, full, before = (segments_ref[at, i] for i in range(7))
+        begin = head * total + before
+        first, behind = jnp.maximum(first_tile - begin, 0), jnp.minimum(behind_tile - begin, tiles)
 
         lane = jnp.arange(span)
         source = plt.load(source_ref.at[query + lane])
@@ -177,7 +176,7 @@ def _kernel(work: Work, q_ref: Any, cos_ref: Any, sin_ref: Any, keys_ref: Any, v
             return higher, weight * keep + jnp.sum(weights, axis=1), *mixed
 
         state = (jnp.full(span, -jnp.inf), jnp.zeros(span), *(jnp.zeros((span, run.column.size)) for run in runs))
-        middle = jnp.clip(full_ref[at], first, jnp.maximum(first, behind))
+        middle = jnp.clip(full, first, jnp.maximum(first, behind))
         state = lax.fori_loop(first, middle, functools.partial(take, False), state)
         top, weight, *mixed = lax.fori_loop(middle, behind, functools.partial(take, True), state)
 

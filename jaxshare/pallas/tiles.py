@@ -158,7 +158,7 @@ MOSAIC_TABLE = {
 to hide its memory's latency; not measured on one yet. G and the dtype decide nothing here: G is in the number of queries, and both dtypes
 have two bytes."""
 
-TRITON_TABLE = {64: ((128, 2), (64, 3), (64, 2)), 80: ((64, 3), (64, 2), (32, 2)), 96: ((64, 3), (64, 2), (32, 2)),
+TRITON_TABLE = {64: ((64, 3), (64, 2)), 80: ((64, 3), (64, 2), (32, 2)), 96: ((64, 3), (64, 2), (32, 2)),
                 128: ((64, 3), (64, 2), (32, 2)), 192: ((64, 2), (32, 3), (32, 2)), 256: ((64, 2), (32, 3), (32, 2))}
 """By head dim, tile and stages, the first that fits the device. Not measured yet either."""
 
@@ -180,7 +180,9 @@ def built_in_triton(device: Device, head_dim: int, queries: int) -> TritonTiles:
     # What is wider than a block's queries is padding, and up to 64 a kernel that waits for memory has time for it. Registers hold the
     # results of 128 queries for heads of at most 128.
     span = 128 if queries >= MANY_QUERIES and head_dim <= 128 else min(max(16, bucket(queries)), 64)
-    options = [TritonTiles(span, tile, 8 if span == 128 else 4, stages) for tile, stages in TRITON_TABLE[head_dim]]
+    # Results of 64 queries of wider heads take eight warps' registers too.
+    warps = 8 if span == 128 or (span == 64 and head_dim > 128) else 4
+    options = [TritonTiles(span, tile, warps, stages) for tile, stages in TRITON_TABLE[head_dim]]
     return _filled(next(tiles for tiles in options if _fits(tiles, device, head_dim)), device, head_dim)
 
 

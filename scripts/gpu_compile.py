@@ -1,0 +1,221 @@
+"""Compiles block attention's GPU kernels and whole decode steps for an NVIDIA H200, on a machine that needs no GPU.
+
+    python scripts/gpu_compile.py                          # every head dim, every G, both dtypes, but not each with each
+    python scripts/gpu_compile.py --all                    # each with each: about an hour for each backend
+    python scripts/gpu_compile.py --backends mosaic_gpu --parts kernels
+    python scripts/gpu_compile.py --json --output FILE     # one JSON object
+
+Ends with code 1 where something does not compile, a kernel spills registers or wants more shared memory than a block can have, or a
+decode step copies the cache; with code 2 where the packages that this takes are missing (`make gpu-compile` installs them). What is
+NOT checked is what takes a GPU: results and speed. Autotuning is off, so XLA may choose other products on a device.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from _gpu_compiler import Compiler, MissingError, Toolchain, computations, executed, large_results, launches, opcode
+from benchlib import Goal, Parser, command, finish, machine, table, versions
+from tqdm import tqdm
+
+BACKENDS = ("mosaic_gpu", "triton", "xla")
+"""XLA's kernels are its own affair, so its backend is looked at in decode steps alone."""
+PARTS = ("kernels", "steps", "plan")
+SHARED_BYTES = 232_448
+"""The most shared memory that a block of an H200 can have (CUDA C Programming Guide, compute capability 9.0: 227 KB)."""
+LARGE = 4
+"""A decode step is to write no array as large as a LARGE-th of one layer's keys, but for the updates in place."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    backends: tuple[str, ...]
+    parts: tuple[str, ...]
+    whole: bool
+    json: bool
+    output: Path | None
+
+
+def parse(arguments: Sequence[str] | None) -> Options:
+    parser = Parser(prog="gpu_compile.py", description=__doc__.splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every head dim with every G, dtype and kind of pass")
+    parser.add_argument("--backends", default=",".join(BACKENDS), metavar="B,B", help="of block attention (default %(default)s)")
+    parser.add_argument("--parts", default=",".join(PARTS), metavar="P,P", help="what to compile (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON object to this file too")
+    given = parser.parse_args(arguments)
+    lists = {}
+    for name, known in (("backends", BACKENDS), ("parts", PARTS)):
+        lists[name] = tuple(dict.fromkeys(getattr(given, name).split(",")))
+        if wrong := [word for word in lists[name] if word not in known]:
+            parser.error(f"--{name} has {wrong[0]!r}, but there are {', '.join(known)}")
+    parser.check_output(given.output)
+    return Options(**lists, whole=given.all, json=given.json, output=given.output)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        toolchain = Toolchain.find()
+    except MissingError as error:
+        print(f"gpu_compile.py: {error}", file=sys.stderr)
+        return 2
+    asked = command([str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)])
+    with tempfile.TemporaryDirectory(prefix="gpu_compile_") as folder:
+        toolchain.prepare(Path(folder))
+        compiler = Compiler(toolchain, Path(folder))
+        results = compile_all(compiler, options)
+    goals = all_goals(results)
+    report = {
+        "check": "gpu-compile", "command": asked, "target": compiler.device, "machine": machine(),
+        "versions": {**versions(("jax", "jaxlib", "flax", "numpy")), **toolchain.packages, "ptxas": toolchain.release},
+        **results, "ok": all(goal.met is not False for goal in goals)}
+    finish(report, as_text(report), goals, as_json=options.json, output=options.output)
+    return 0 if report["ok"] else 1
+
+
+def compile_all(compiler: Compiler, options: Options) -> dict[str, list[dict[str, Any]]]:
+    """The results of each part that was asked for; what does not compile has an `error` in place of its numbers."""
+    # These import JAX, which has to wait until the environment is set.
+    import _gpu_programs as programs
+
+    from jaxshare.pallas.device import H200, assume_device
+
+    tasks: list[tuple[str, dict[str, Any], Callable[[], dict[str, Any]]]] = []
+    cases = programs.whole_grid() if options.whole else programs.QUICK
+    steps = programs.ALL_STEPS if options.whole else programs.QUICK_STEPS
+    if "kernels" in options.parts:
+        for backend, case in itertools.product([b for b in options.backends if b != "xla"], cases):
+            tasks.append(("kernels", {"backend": backend, "case": case._asdict(), "name": str(case)},
+                          lambda backend=backend, case=case: kernels_of(compiler, *programs.attention(case, backend))))
+    if "steps" in options.parts:
+        for backend, step in itertools.product(options.backends, steps):
+            tasks.append(("steps", {"backend": backend, "name": step.name, "rows": step.rows, "width": step.width},
+                          lambda backend=backend, step=step: step_numbers(compiler, programs.decoding(step, backend))))
+    if "plan" in options.parts:
+        alones = {"plan": programs.plan_alone, "plan and work": programs.work_alone}
+        for step, (what, alone) in itertools.product(programs.QUICK_STEPS, alones.items()):
+            tasks.append(("plan", {"name": step.name, "what": what, "rows": step.rows},
+                          lambda step=step, alone=alone: plan_numbers(compiler, *alone(step))))
+
+    results: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS if part in options.parts}
+    with assume_device(H200), tqdm(tasks, leave=False, file=sys.stderr) as bar:
+        for part, about, task in bar:
+            bar.set_description_str(f"{about.get('backend', 'plan')}: {about['name']}")
+            begin = time.perf_counter()
+            try:
+                found = {"error": None, **task()}
+            except Exception as error:  # whatever a compiler says, and however: the other programs are still worth compiling
+                found = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            results[part].append({**about, "seconds": round(time.perf_counter() - begin, 2), **found})
+    return results
+
+
+def kernels_of(compiler: Compiler, function: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, Any]:
+    kernels = compiler.compile(function, *arguments).kernels
+    if not kernels:
+        raise ValueError("the program holds no kernel that the backend has written")
+    return {"kernels": [dataclasses.asdict(kernel) for kernel in kernels]}
+
+
+def step_numbers(compiler: Compiler, decoding: Any) -> dict[str, Any]:
+    """What a decode step does to the cache, and how many launches a pass is; bytes."""
+    program = compiler.compile(decoding.function, *decoding.arguments, donate_argnums=(1,))
+    return {
+        "whole_cache": dict(large_results(program.text, decoding.arena_elements // LARGE)),
+        "temp_bytes": program.temp_bytes, "layer_bytes": decoding.layer_bytes,
+        "aliased_bytes": program.alias_bytes, "cache_bytes": decoding.cache_bytes,
+        "launches": pass_launches(program.text, decoding.layers),
+        "spill_bytes": sum(kernel.spill_bytes for kernel in program.kernels)}
+
+
+def plan_numbers(compiler: Compiler, function: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, Any]:
+    program = compiler.compile(function, *arguments)
+    lines = list(executed(computations(program.text)))
+    return {"launches": len(launches(lines)), "loops": sum(opcode(line) == "while" for line in lines)}
+
+
+def pass_launches(text: str, layers: int) -> dict[str, int | float]:
+    """Launches of one turn of the loop that holds the layers, those of loops inside it counted once: of one layer, the middle one, and of
+    all that belongs to no layer, the plan's among them. What layers share is laid to the first of them, and so counts as outside."""
+    found = computations(text)
+    loops = (body for line in found["ENTRY"] if opcode(line) == "while" for body in [line.partition("body=%")[2].split(",")[0].strip()])
+    turns = [list(executed(found, body)) for body in loops]
+    of_layers = [[sum(f"layers_{i}/" in line for line in launches(turn)) for i in range(layers)] for turn in turns]
+    turn, counts = max(zip(turns, of_layers, strict=True), key=lambda pair: sum(pair[1]))
+    layer = statistics.median(counts[1:] or counts)
+    return {"layer": layer, "outside": len(launches(turn)) - layer * layers, "loops": sum(opcode(line) == "while" for line in turn)}
+
+
+def all_goals(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Goal]:
+    """What these results are held against. What did not compile has no numbers of its own."""
+    goals = []
+    kernels, steps = results.get("kernels", []), results.get("steps", [])
+    for backend in dict.fromkeys(program["backend"] for program in (*kernels, *steps)):
+        failed = sum(program["error"] is not None for program in (*kernels, *steps) if program["backend"] == backend)
+        goals.append(Goal(f"{backend}: programs that do not compile", failed, 0, at_most=True))
+    for backend in dict.fromkeys(program["backend"] for program in kernels):
+        own = [kernel for program in kernels if program["backend"] == backend for kernel in program.get("kernels", [])]
+        spilled, shared = max((k["spill_bytes"] for k in own), default=None), max(map(shared_bytes, own), default=None)
+        goals += [Goal(f"{backend}: bytes that a kernel spills, most", spilled, 0, at_most=True),
+                  Goal(f"{backend}: bytes of shared memory of a block, most", shared, SHARED_BYTES, at_most=True)]
+    if plans := results.get("plan"):
+        goals.append(Goal("plan: programs that do not compile", sum(plan["error"] is not None for plan in plans), 0, at_most=True))
+    for step in steps:
+        if step["error"] is None:
+            what = f"{step['backend']}, {step['name']}"
+            goals += [
+                Goal(f"{what}: copies of the cache", sum(step["whole_cache"].values()), 0, at_most=True),
+                Goal(f"{what}: temporary memory, of one layer's cache", step["temp_bytes"] / step["layer_bytes"], 1, at_most=True),
+                Goal(f"{what}: updated in place, of the cache", step["aliased_bytes"] / step["cache_bytes"], 1),
+                Goal(f"{what}: bytes that kernels of ours spill", step["spill_bytes"], 0, at_most=True)]
+    return goals
+
+
+def shared_bytes(kernel: Mapping[str, Any]) -> int:
+    return kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"]
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """The report without its goals."""
+    found = report["versions"]
+    lines = [f"compiled for {report['target']} with jax {found['jax']}, ptxas {found['ptxas']}; results and speed take a GPU"]
+    tables = {"kernels": _kernels_text, "steps": _steps_text, "plan": _plan_text}
+    lines += [text(report[part]) for part, text in tables.items() if report.get(part)]
+    if failed := [result for part in tables for result in report.get(part, []) if result["error"]]:
+        lines.append("\n".join(["does not compile:", *(f"  {r.get('backend', 'plan')}, {r['name']}: {r['error']}" for r in failed)]))
+    return "\n\n".join(lines)
+
+
+def _kernels_text(results: Sequence[Mapping[str, Any]]) -> str:
+    rows = [(f"{r['backend']}: {r['name']}", k["name"], str(k["registers"]), str(k["spill_bytes"]), str(k["static_shared_bytes"]),
+             str(k["dynamic_shared_bytes"])) for r in results for k in r.get("kernels", [])]
+    return table(("block attention", "kernel", "registers", "spilled", "static shared", "dynamic"), rows)
+
+
+def _steps_text(results: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for r in results:
+        if r["error"] is None:
+            copies = ", ".join(f"{count} {kind}" for kind, count in r["whole_cache"].items())
+            rows.append((f"{r['backend']}: {r['name']}", copies or "none", *(f"{r[name] / 2**20:.1f}" for name in (
+                "temp_bytes", "layer_bytes", "aliased_bytes", "cache_bytes")), *(f"{r['launches'][name]:g}" for name in (
+                    "layer", "outside", "loops"))))
+    return table(("decode step", "whole-cache writes", "temp MiB", "a layer's", "in place", "cache", "launches a layer", "outside",
+                  "loops"), rows)
+
+
+def _plan_text(results: Sequence[Mapping[str, Any]]) -> str:
+    rows = [(f"{r['name']}: {r['what']}", str(r["launches"]), str(r["loops"])) for r in results if r["error"] is None]
+    return table(("alone", "launches", "loops"), rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
