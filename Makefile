@@ -115,6 +115,7 @@ $(GPU_ENV): pyproject.toml .venv-gpu/bin/python
 	@touch $@
 
 $(CUDA): $(DEV)
+	@command -v nvidia-smi >/dev/null || { echo "this takes an NVIDIA GPU with its driver: nvidia-smi is not there" >&2; exit 2; }
 	@echo "installing JAX's plugin for NVIDIA GPUs into .venv"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,cuda13]'
 	@touch $@
