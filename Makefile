@@ -29,7 +29,7 @@ HOGWILD_PYTHON := .venv-hogwild/bin/python
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench bench-workers bench-sharing bench-attention gpu-compile parity parity-transformers parity-hogwild clean
+.PHONY: help demo test test-all lint bench bench-workers bench-sharing bench-agents bench-attention gpu-compile parity parity-transformers parity-hogwild clean
 # A recipe that fails must not leave a stamp behind.
 .DELETE_ON_ERROR:
 
@@ -62,6 +62,9 @@ bench-workers: $(DEV) $(if $(HOGWILD),$(HOGWILD_ENV)) ## speed of workers, and a
 bench-sharing: $(DEV) $(TORCH_ENV) ## what sharing prefixes is worth, against copies, transformers and PyTorch's attention
 	$(BIN)/python scripts/bench_sharing.py --torch-python $(TORCH_PYTHON) $(BENCH_ARGS)
 
+bench-agents: $(DEV) ## what the runtime of agents costs by itself
+	$(BIN)/python scripts/bench_agents.py $(BENCH_ARGS)
+
 bench-attention: $(CUDA) ## on a GPU: the kernels' tests, then their speed against the device's ceilings and others' attention
 	$(BIN)/python -m pytest -q -m gpu
 	$(BIN)/python scripts/bench_attention.py $(BENCH_ARGS)
@@ -89,7 +92,7 @@ endif
 
 clean: ## remove what make has made: environments, caches, builds
 	rm -rf .venv .venv-gpu .venv-torch .venv-hogwild build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
-	find jaxshare models serving tests scripts -type d -name __pycache__ -prune -exec rm -rf {} +
+	find jaxshare models serving tests scripts examples -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/bin/python:
 	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \

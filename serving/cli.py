@@ -9,13 +9,15 @@ from typing import Any
 
 from jaxshare.sampling import Sampler
 from jaxshare.serving import batch, inspection, tune_command
+from jaxshare.serving.agents import command as agents_command
 from jaxshare.serving.layouts import worker_names
 from jaxshare.serving.results import check_finish_at
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. Errors of the user's making are one sentence on stderr and exit code 1."""
-    options = _parser().parse_args(arguments)
+    given, args = agents_command.split(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(given, argparse.Namespace(args=args))
     try:
         return options.run(options)
     except (ValueError, FileNotFoundError, NotImplementedError) as error:
@@ -76,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     batch.add_arguments(jobs)
     _sampling_arguments(jobs)
     jobs.set_defaults(run=lambda options: batch.run(options, _sampling(options)))
+
+    agents = commands.add_parser("agents", help="run agents: coroutines that ask a model, under supervisors that search what they may say")
+    agents_command.add_arguments(agents)
 
     calibrate = commands.add_parser("calibrate", help="measure what attention costs on this device, so that runs share where it pays")
     calibrate.add_argument("model", metavar="MODEL", help="folder or hub id, or `embedded`: its heads and dtype are what is measured")

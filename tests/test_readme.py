@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 def printed(example: int) -> str:
     """What a Python example of README.md prints."""
     block = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[example]
-    done = subprocess.run([sys.executable, "-c", block], cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True,
-                          text=True, timeout=600)
+    with tempfile.TemporaryDirectory() as folder:  # in a file, because an agent is compiled from its source
+        (Path(folder) / "example.py").write_text(block, encoding="utf-8")
+        done = subprocess.run([sys.executable, str(Path(folder) / "example.py")], cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                              capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -44,3 +47,8 @@ def test_the_branches_example_runs():
     assert float(best.split()[-1]) < 0
     assert sorted(line.split()[:2] for line in streamed) == [[str(p), str(i)] for p in range(2) for i in range(4)]
     assert 1 <= int(passes) <= 8
+
+
+@pytest.mark.slow
+def test_the_agents_example_runs():
+    assert printed(3) == "['85, 84, 77, 83, 45', '55, 78, 18, 99, 196'] 1\n"

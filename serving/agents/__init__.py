@@ -1,0 +1,66 @@
+"""Agents: ordinary coroutines, compiled to flow graphs, under supervisors that search them (Hive, section 5)."""
+
+from jaxshare.serving.agents.agent import Agent, agent
+from jaxshare.serving.agents.calls import Message, Model, ModelCall, Options, ParseError, Reply, llm, tool
+from jaxshare.serving.agents.names import RefusedError
+from jaxshare.serving.agents.program import UncopyableError
+from jaxshare.serving.agents.react import react
+from jaxshare.serving.agents.runtime import (
+    AgentError,
+    AgentRun,
+    BudgetError,
+    DeadlockError,
+    EndedError,
+    Handle,
+    Judged,
+    Runtime,
+    run,
+    spawn,
+)
+from jaxshare.serving.agents.search import (
+    BeamSearch,
+    BestOfN,
+    ForestOfThoughts,
+    MonteCarloTreeSearch,
+    SelfConsistency,
+    SelfRefine,
+    TreeOfThoughts,
+)
+from jaxshare.serving.agents.states import Budget, Single, State, Supervisor
+
+__all__ = [
+    "Agent",
+    "AgentError",
+    "AgentRun",
+    "BeamSearch",
+    "BestOfN",
+    "Budget",
+    "BudgetError",
+    "DeadlockError",
+    "EndedError",
+    "ForestOfThoughts",
+    "Handle",
+    "Judged",
+    "Message",
+    "Model",
+    "ModelCall",
+    "MonteCarloTreeSearch",
+    "Options",
+    "ParseError",
+    "RefusedError",
+    "Reply",
+    "Runtime",
+    "SelfConsistency",
+    "SelfRefine",
+    "Single",
+    "State",
+    "Supervisor",
+    "TreeOfThoughts",
+    "UncopyableError",
+    "agent",
+    "llm",
+    "react",
+    "run",
+    "spawn",
+    "tool",
+]

@@ -1,0 +1,169 @@
+"""How the runtime asks a model and calls a tool: attempts, timeouts, and threads that may hang."""
+
+import asyncio
+import contextlib
+import copy
+import hashlib
+import inspect
+import itertools
+import threading
+import types
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxshare.serving.agents.calls import Llm, Message, ModelCall, ParseError, Reply, Tool
+from jaxshare.serving.agents.runs import AgentRun
+from jaxshare.serving.agents.states import State
+
+if TYPE_CHECKING:
+    from jaxshare.serving.agents.runtime import Runtime
+
+
+class UsedUpError(Exception):
+    """A budget does not allow another call of the model."""
+
+
+async def ask(runtime: "Runtime", run: AgentRun, state: State, request: Llm, path: tuple[int, ...]) -> tuple[Any, tuple[Message, ...]]:
+    """(the answer of the model, or the list of n, and the messages that the dialogue is continued by).
+
+    Raises what the last attempt has raised, of several answers the first that has; and
+      UsedUpError: the run's budget has no call left for it.
+    """
+    messages = (*state.dialogue, *request.messages)
+    if not messages:
+        raise ValueError(f"agent {run.agent.name} asks the model in line {state.line}, but there is nothing in its dialogue")
+    count = request.n or 1
+    check_budget(run, count)
+    run.calls += count
+    if request.n is None:
+        value, text = await _attempts(runtime, run, state, request, path, messages, 0)
+        return value, (*request.messages, Message("assistant", text))
+    asked = [_attempts(runtime, run, state, request, path, messages, number) for number in range(count)]
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    if errors := [answer for answer in answers if isinstance(answer, BaseException)]:
+        raise next((error for error in errors if isinstance(error, UsedUpError)), errors[0])
+    return [answer[0] for answer in answers if isinstance(answer, tuple)], request.messages
+
+
+async def _attempts(runtime: "Runtime", run: AgentRun, state: State, request: Llm, path: tuple[int, ...], messages: tuple[Message, ...],
+                    number: int) -> tuple[Any, str]:
+    """(one answer of the model, its text), asked for until it can be parsed."""
+    text, reason = "", ""
+    for attempt in range(request.retries + 1):
+        if attempt:
+            check_budget(run, 1)
+            run.calls += 1
+        call = ModelCall(messages, request.options, _seed(runtime.seed, run.id, path, number, attempt), run.agent.name, run.id, path)
+        try:
+            if runtime.slots is None and request.timeout is None:
+                reply = await runtime.model.answer(call)
+            elif runtime.slots is None:
+                reply = await _within(request.timeout, runtime.model.answer(call))
+            else:
+                async with runtime.slots:
+                    reply = await _within(request.timeout, runtime.model.answer(call))
+        except Exception as error:
+            if attempt < request.retries:
+                continue
+            if isinstance(error, TimeoutError) and not str(error) and request.timeout is not None:
+                raise _late(f"the model has not answered agent {run.agent.name} in line {state.line}", request.timeout) from None
+            raise
+        if not isinstance(reply, Reply):
+            raise TypeError(f"the model's answer has to be a Reply, but {type(runtime.model).__name__} gave {reply!r}")
+        run.new_tokens += reply.new_tokens
+        run.prompt_tokens += reply.prompt_tokens
+        text = reply.text
+        if request.parse is None:
+            return text, text
+        try:
+            return request.parse(text), text
+        except ValueError as error:
+            reason = str(error)
+    raise ParseError(run.agent.name, request.retries + 1, text, reason)
+
+
+def check_budget(run: AgentRun, count: int) -> None:
+    """Raises UsedUpError if a run's budget has not so many calls of the model left."""
+    budget = run.supervisor.budget
+    if budget.calls is not None and run.calls + count > budget.calls:
+        raise UsedUpError(f"{budget.calls} calls")
+    if budget.tokens is not None and run.new_tokens >= budget.tokens:
+        raise UsedUpError(f"{budget.tokens} tokens")
+
+
+def _seed(seed: int, run: str, path: tuple[int, ...], number: int, attempt: int) -> int:
+    """Of what is random in one call of the model: from where it stands alone."""
+    place = f"{seed} {run} {path} {number} {attempt}".encode()
+    return int.from_bytes(hashlib.blake2b(place, digest_size=4).digest()) >> 1
+
+
+async def use(request: Tool) -> Any:
+    """Calls a tool."""
+    function, plain = request.function, ATOMS.issuperset(map(type, (*request.args, *request.kwargs.values())))
+    for attempt in itertools.count():
+        args, kwargs = (request.args, request.kwargs) if plain else own((request.args, request.kwargs))
+        try:
+            if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+                return await _within(request.timeout, function(*args, **kwargs))
+            return await _within(request.timeout, _in_thread(lambda args=args, kwargs=kwargs: function(*args, **kwargs)))
+        except Exception as error:
+            if attempt < request.retries:
+                continue
+            if isinstance(error, TimeoutError) and not str(error) and request.timeout is not None:
+                raise _late(f"the tool {getattr(function, '__name__', repr(function))} has not ended", request.timeout) from None
+            raise
+
+
+async def _within[T](timeout: float | None, awaitable: Awaitable[T]) -> T:
+    if timeout is None:
+        return await awaitable
+    async with asyncio.timeout(timeout):
+        return await awaitable
+
+
+def _late(what: str, timeout: float) -> TimeoutError:
+    return TimeoutError(f"{what} within {timeout} second{'s' * (timeout != 1)}")
+
+
+def _in_thread(function: Callable[[], Any]) -> Awaitable[Any]:
+    """Runs a function in a thread that nobody waits for at the program's end, since it may hang."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if not future.done():
+            future.set_exception(error) if error else future.set_result(value)
+
+    def target() -> None:
+        try:
+            outcome: tuple[Any, BaseException | None] = function(), None
+        except BaseException as error:
+            # A future cannot hold a StopIteration.
+            outcome = None, RuntimeError(f"a tool raised {error!r}") if isinstance(error, StopIteration) else error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=target, daemon=True, name="jaxshare-tool").start()
+    return future
+
+
+ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, range, Message))
+_SHARED = (type, types.FunctionType, types.ModuleType, BaseException, jax.Array)
+
+
+def constant(value: Any) -> bool:
+    """Whether a value, as far as can be seen at once, is one that all copies of a state, and all agents, share."""
+    kind = type(value)
+    return kind in ATOMS or (kind is tuple and ATOMS.issuperset(map(type, value))) or issubclass(kind, _SHARED)
+
+
+def own(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """A copy that nobody else changes, or, of what cannot be copied, the thing itself."""
+    if constant(value):
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        return value

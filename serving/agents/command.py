@@ -1,0 +1,195 @@
+"""The command `jaxshare agents run FILE`: runs the agent of a Python file, and says what it cost.
+
+A file defines
+
+    AGENT                  the agent that is run
+    MODEL                  the model it is run with where --model names none: "embedded" (the default), "scripted", a folder or a hub id
+    arguments(args)        the agent's arguments, of what stands behind `--` on the command line; without it, these texts are the arguments
+    scripted()             what answers under --model scripted: a `ScriptedModel`, whose dictionary of answers is no language model
+    shown(value)           a text that says what the agent has returned; without it, str
+
+of which only AGENT has to be there.
+"""
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import re
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxshare.serving.agents.agent import Agent
+from jaxshare.serving.agents.calls import Model
+from jaxshare.serving.agents.models import Batch, EngineModel
+from jaxshare.serving.agents.runtime import AgentRun, Runtime
+from jaxshare.serving.agents.trace import Trace, timeline_picture, tree_picture
+
+_TREES = 16
+"""Trees that are drawn, at most."""
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What is for the command, and what stands behind a `--` after `agents run` and is for the agent's file."""
+    given = [*arguments]
+    if given[:2] == ["agents", "run"] and "--" in given:
+        at = given.index("--")
+        return given[:at], given[at + 1:]
+    return given, []
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `jaxshare agents`."""
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    run_parser = commands.add_parser("run", help="run the agent of a Python file", usage="%(prog)s [options] FILE [-- ARGS]")
+    run_parser.add_argument("file", metavar="FILE", help="with an AGENT in it, such as examples/pipeline.py")
+    run_parser.add_argument("--model", metavar="PATH", help="folder or hub id, `embedded` for the model that comes with jaxshare, or "
+                            "`scripted` for the answers that the file brings (default: what the file says, or else embedded)")
+    run_parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's own)")
+    run_parser.add_argument("--seed", type=int, default=0, help="of all that is random (default 0)")
+    run_parser.add_argument("--trace", metavar="FILE", help="write states, scores and times as JSON")
+    run_parser.add_argument("--plots", metavar="DIR", help="draw the search trees and a timeline into this folder")
+    run_parser.add_argument("--json", action="store_true", help="one JSON object on stdout, everything else on stderr")
+    run_parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """`jaxshare agents run`; options.args is what stood behind `--`. Exit code 1 where the agent raises: its error is on stderr.
+
+    Raises:
+      ValueError: a file that cannot be loaded or has no agent, no scripted model where one is asked for, or what cannot be written.
+      FileNotFoundError: no such file, or no such model.
+    """
+    module = _load(options.file)
+    args = _arguments(module, options)
+    if options.plots:
+        _check_matplotlib()
+    model, which, batches = _model(module, options)
+    out = sys.stderr if options.json else sys.stdout
+    print(f"model: {which}", file=out, flush=True)
+    runtime = Runtime(model, seed=options.seed)
+    error: Exception | None = None
+    try:
+        done: AgentRun | None = asyncio.run(runtime.run(module.AGENT, *args))
+    except Exception as raised:
+        done, error = None, raised
+    if isinstance(model, EngineModel):
+        model.join()
+    written = _write(Trace.of(runtime), options)
+    value = done.accepted.value if done and done.accepted else None
+    runs = runtime.runs
+    report = {
+        "file": str(options.file), "agent": module.AGENT.name, "model": which, "seed": options.seed,
+        "value": _plain(value), "error": None if error is None else _told(error),
+        "agents": len(runs), "states": sum(len(one.states) for one in runs), "calls": sum(one.calls for one in runs),
+        "new_tokens": sum(one.new_tokens for one in runs), "prompt_tokens": sum(one.prompt_tokens for one in runs),
+        "seconds": runs[0].ended - runs[0].began if runs else 0.0,
+        "batches": len(batches), "passes": sum(batch.passes for batch in batches),
+        "unique_tokens": sum(batch.unique_tokens for batch in batches), "written": written}
+    if options.json:
+        print(json.dumps(report))
+    elif error is None:
+        print(module.shown(value) if hasattr(module, "shown") else value)
+    if error is not None:
+        print(f"jaxshare: error: agent {module.AGENT.name} raised {report['error']}", file=sys.stderr)
+    print(_summary(report), file=out)
+    return 0 if error is None else 1
+
+
+def _load(file: str) -> types.ModuleType:
+    path = Path(file)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {file}; give a Python file with an AGENT in it, such as examples/pipeline.py")
+    name = "jaxshare_agents_run_" + re.sub(r"\W", "_", path.stem)
+    found = importlib.util.spec_from_file_location(name, path)
+    if found is None or found.loader is None:
+        raise ValueError(f"{file} is not a Python file; give one that ends in .py")
+    module = importlib.util.module_from_spec(found)
+    # Dataclasses and pickles of the file's own classes look for their module by its name.
+    sys.modules[name] = module
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:  # whatever the file's own code raises
+        raise ValueError(f"{file} cannot be loaded: {_told(error)}") from error
+    if not isinstance(getattr(module, "AGENT", None), Agent):
+        raise ValueError(f"{file} has no AGENT; name the agent that is to be run, as in `AGENT = solve` behind an agent `solve`")
+    return module
+
+
+def _arguments(module: types.ModuleType, options: argparse.Namespace) -> Sequence[Any]:
+    args = module.arguments(options.args) if hasattr(module, "arguments") else options.args
+    try:
+        module.AGENT.program.signature.bind(*args)
+    except TypeError as error:
+        raise ValueError(f"the agent {module.AGENT.name} of {options.file} does not take these arguments ({error}); give them behind "
+                         "`--`") from None
+    return args
+
+
+def _model(module: types.ModuleType, options: argparse.Namespace) -> tuple[Model, str, list[Batch]]:
+    """The model, what it is called, and a list that gets its batches."""
+    batches: list[Batch] = []
+    name = options.model or getattr(module, "MODEL", "embedded")
+    if name == "scripted":
+        if not hasattr(module, "scripted"):
+            raise ValueError(f"{options.file} brings no scripted model; give --model embedded, a folder or a hub id")
+        return module.scripted(), "scripted, a dictionary of answers that comes with the file; no language model runs", batches
+    from jaxshare import models  # here, so that --help and wrong arguments answer at once
+
+    loaded = models.load(models.EMBEDDED if name == "embedded" else name, dtype=options.dtype)
+    which = "embedded, the small model that comes with jaxshare" if name == "embedded" else name
+    return EngineModel(loaded, on_batch=batches.append), which, batches
+
+
+def _check_matplotlib() -> None:
+    """Before anything runs."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("pictures are drawn with matplotlib, which is not installed: pip install 'jaxshare[plot]'")
+
+
+def _write(trace: Trace, options: argparse.Namespace) -> list[str]:
+    """The files written."""
+    written: list[str] = []
+    try:
+        if options.trace:
+            trace.save(options.trace)
+            written.append(options.trace)
+        if options.plots and trace.runs:
+            folder = Path(options.plots)
+            folder.mkdir(parents=True, exist_ok=True)
+            pictures = {"timeline.png": timeline_picture(trace)}
+            searched = [one for one in trace.runs if len({state.parent for state in one.states}) < len(one.states) - 1]
+            for number, one in enumerate((searched or [*trace.runs[:1]])[:_TREES]):
+                pictures[f"tree-{number}-{one.agent}.png"] = tree_picture(one)
+            for name, picture in pictures.items():
+                picture.savefig(folder / name)
+                written.append(str(folder / name))
+    except OSError as error:
+        raise ValueError(f"what the agents did cannot be written ({error}); give another place to --trace or --plots") from error
+    return written
+
+
+def _plain(value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError):
+        return repr(value)
+
+
+def _told(error: Exception) -> str:
+    """An error, and the agents that led to it."""
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}{notes}"
+
+
+def _summary(report: dict[str, Any]) -> str:
+    engine = ""
+    if report["batches"]:
+        engine = (f" in {report['batches']} batches and {report['passes']} passes; prompts of {report['prompt_tokens']:,} tokens, "
+                  f"{report['unique_tokens']:,} of them stored")
+    lines = [f"{report['agents']} agents, {report['states']} states, {report['calls']} model calls{engine}; {report['new_tokens']:,} "
+             f"tokens written, {report['seconds']:.2f} s"]
+    return "\n".join([*lines, *([f"written: {', '.join(report['written'])}"] if report["written"] else [])])
