@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxshare.serving.agents import Message, ParseError, Runtime, agent, llm, spawn, tool
+from jaxshare.serving.agents import BestOfN, Budget, Message, ParseError, Runtime, agent, llm, spawn, tool
 from jaxshare.serving.agents.journal import Journal, ReplayError
 from jaxshare.serving.agents.models import ScriptedModel
 from jaxshare.serving.agents.search import SelfRefine, TreeOfThoughts
@@ -46,7 +46,25 @@ def test_a_search_is_repeated_without_its_model(tmp_path):
     again = Runtime(None, journal=Journal.load(tmp_path / "journal.json", strict=True))
     assert finished(again, game.solve, [4, 9, 10, 13]) == value
     assert shape(again) == shape(first)
+    assert [spent(one) for one in again.runs] == [spent(one) for one in first.runs]
     assert 24 < len(journal) == len(Journal.load(tmp_path / "journal.json"))
+
+
+def spent(one):
+    return one.calls, one.new_tokens, one.prompt_tokens
+
+
+def test_budgets_are_used_up_where_they_were():
+    """Retries are calls too, failed ones included, and tokens count as they were written."""
+    @agent(supervisor=BestOfN(9, value=lambda state: state.path[0], budget=Budget(calls=12, tokens=40)))
+    async def guesses():
+        return await llm("a number", parse=int, retries=2)
+
+    journal, model = Journal(), ScriptedModel({"a number": lambda call: "many words and none" if call.seed % 3 else str(call.seed)})
+    first, again = Runtime(model, journal=journal, seed=5), Runtime(None, journal=journal, seed=5)
+    assert finished(first, guesses) == finished(again, guesses)
+    assert spent(first.runs[0]) == spent(again.runs[0]) and first.runs[0].new_tokens > 0
+    assert first.runs[0].calls > len(journal)
 
 
 class OwnError(Exception):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import copy
 import hashlib
 import inspect
@@ -36,7 +37,7 @@ async def ask(runtime: "Runtime", run: AgentRun, state: State, request: Llm, pat
         raise ValueError(f"agent {run.agent.name} asks the model in line {state.line}, but there is nothing in its dialogue")
     count = request.n or 1
     check_budget(run, count)
-    run.calls += count
+    spend(run, count)
     if request.n is None:
         value, text = await _attempts(runtime, run, state, request, path, messages, 0)
         return value, (*request.messages, Message("assistant", text))
@@ -54,7 +55,7 @@ async def _attempts(runtime: "Runtime", run: AgentRun, state: State, request: Ll
     for attempt in range(request.retries + 1):
         if attempt:
             check_budget(run, 1)
-            run.calls += 1
+            spend(run, 1)
         call = ModelCall(messages, request.options, _seed(runtime.seed, run.id, path, number, attempt), run.agent.name, run.id, path)
         try:
             if runtime.slots is None and request.timeout is None:
@@ -72,8 +73,7 @@ async def _attempts(runtime: "Runtime", run: AgentRun, state: State, request: Ll
             raise
         if not isinstance(reply, Reply):
             raise TypeError(f"the model's answer has to be a Reply, but {type(runtime.model).__name__} gave {reply!r}")
-        run.new_tokens += reply.new_tokens
-        run.prompt_tokens += reply.prompt_tokens
+        spend(run, 0, reply.new_tokens, reply.prompt_tokens)
         text = reply.text
         if request.parse is None:
             return text, text
@@ -82,6 +82,19 @@ async def _attempts(runtime: "Runtime", run: AgentRun, state: State, request: Ll
         except ValueError as error:
             reason = str(error)
     raise ParseError(run.agent.name, request.retries + 1, text, reason)
+
+
+recording: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("jaxshare_agents_recording", default=None)
+"""What the firing that is under way has spent, where that is recorded."""
+
+
+def spend(run: AgentRun, calls: int, new_tokens: int = 0, prompt_tokens: int = 0) -> None:
+    """Counts calls of the model, and tokens, of a run."""
+    run.calls += calls
+    run.new_tokens += new_tokens
+    run.prompt_tokens += prompt_tokens
+    if recorded := recording.get():
+        recorded[:] = recorded[0] + calls, recorded[1] + new_tokens, recorded[2] + prompt_tokens
 
 
 def check_budget(run: AgentRun, count: int) -> None:

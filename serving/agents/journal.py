@@ -19,11 +19,12 @@ import json
 import math
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxshare.serving.agents import calls, runtime
+from jaxshare.serving.agents.asking import UsedUpError
 from jaxshare.serving.agents.calls import Llm, Message, Tool
 
 _FORMAT = "jaxshare agents journal 1"
@@ -40,12 +41,13 @@ class ReplayError(LookupError):
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """What was asked, in short, and what came, in the form in which it is saved: {"json": value}, {"pickle": base64}, {"error": ...}, or
-    what can only be kept here."""
+    """What was asked, in short, and what came, in the form in which it is saved: {"json": value}, {"pickle": base64}, {"error": ...},
+    {"used up": of the budget}, or what can only be kept here. `spent` are calls of the model, tokens written and tokens read."""
 
     asked: str
     form: dict[str, Any]
     said: tuple[Message, ...] = ()
+    spent: tuple[int, int, int] = (0, 0, 0)
     here: Any = None
 
 
@@ -93,17 +95,26 @@ class Journal:
         self._asked[key] = asked
         return None
 
-    def done(self, key: Key, value: Any, said: tuple[Message, ...]) -> None:
-        """A firing was given this. It is kept as it is now, whatever the agent makes of it."""
-        if _is_plain(value):
-            self._entries[key] = _Entry(self._asked.pop(key, ""), {"json": json.loads(json.dumps(value))}, said)
-        else:
-            self._entries[key] = _pickled(self._asked.pop(key, ""), value, "pickle", said)
+    def spent(self, key: Key) -> tuple[int, int, int]:
+        """Calls of the model, tokens written and tokens read by a firing that is known: budgets count them again."""
+        return self._entries[key].spent
 
-    def failed(self, key: Key, error: BaseException) -> None:
-        """A firing has failed."""
-        asked, named = self._asked.pop(key, ""), _named(error)
-        self._entries[key] = _Entry(asked, {"error": named}) if named else _pickled(asked, error, "error pickle")
+    def done(self, key: Key, value: Any, said: tuple[Message, ...], spent: Sequence[int] = (0, 0, 0)) -> None:
+        """A firing was given this, and has spent so much. It is kept as it is now, whatever the agent makes of it."""
+        asked, (calls, written, read) = self._asked.pop(key, ""), spent
+        entry = _Entry(asked, {"json": json.loads(json.dumps(value))}) if _is_plain(value) else _pickled(asked, value, "pickle")
+        self._entries[key] = dataclasses.replace(entry, said=said, spent=(calls, written, read))
+
+    def failed(self, key: Key, error: BaseException, spent: Sequence[int] = (0, 0, 0)) -> None:
+        """A firing has failed, and has spent so much."""
+        asked, named, (calls, written, read) = self._asked.pop(key, ""), _named(error), spent
+        entry = _Entry(asked, {"error": named}) if named else _pickled(asked, error, "error pickle")
+        self._entries[key] = dataclasses.replace(entry, spent=(calls, written, read))
+
+    def given_up(self, key: Key, used_up: str, spent: Sequence[int]) -> None:
+        """In a firing the budget was used up, between two attempts."""
+        calls, written, read = spent
+        self._entries[key] = _Entry(self._asked.pop(key, ""), {"used up": used_up}, spent=(calls, written, read))
 
     def _given(self, key: Key, entry: _Entry) -> tuple[Any, tuple[Message, ...]]:
         match entry.form:
@@ -111,6 +122,8 @@ class Journal:
                 return copy.deepcopy(value), entry.said
             case {"error": named}:
                 raise _error(named)
+            case {"used up": used_up}:
+                raise UsedUpError(used_up)
             case {"pickle": data} | {"error pickle": data}:
                 if not self._pickles:
                     raise ValueError(f"what firing {list(key[1])} of {key[0]} was given is kept as a pickle, which can run any program "
@@ -138,7 +151,7 @@ class Journal:
                                  f"which neither JSON nor pickle can hold ({next(iter(entry.form.values()))}); have the tool return plain "
                                  "data")
             said = [[message.role, message.content] for message in entry.said]
-            entries.append({"run": run, "path": path, "asked": entry.asked, "said": said, **entry.form})
+            entries.append({"run": run, "path": path, "asked": entry.asked, "said": said, "spent": entry.spent, **entry.form})
         Path(file).write_text(json.dumps({"format": _FORMAT, "entries": entries}), encoding="utf-8")
 
     @classmethod
@@ -162,9 +175,10 @@ class Journal:
             for entry in data["entries"]:
                 key, asked = (entry.pop("run"), tuple(entry.pop("path"))), entry.pop("asked")
                 said = tuple(Message(*message) for message in entry.pop("said"))
-                if len(entry) != 1 or not entry.keys() <= {"json", "pickle", "error", "error pickle"}:
+                calls, written, read = map(int, entry.pop("spent"))
+                if len(entry) != 1 or not entry.keys() <= {"json", "pickle", "error", "error pickle", "used up"}:
                     raise ValueError(f"an entry has {', '.join(entry) or 'nothing'}")
-                journal._entries[key] = _Entry(asked, entry, said)
+                journal._entries[key] = _Entry(asked, entry, said, (calls, written, read))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} is no journal of agents ({error}); give a file that Journal.save has written") from error
         return journal
@@ -191,13 +205,13 @@ def _is_plain(value: Any) -> bool:
     return type(value) is dict and all(type(key) is str for key in value) and all(map(_is_plain, value.values()))
 
 
-def _pickled(asked: str, value: Any, how: str, said: tuple[Message, ...] = ()) -> _Entry:
+def _pickled(asked: str, value: Any, how: str) -> _Entry:
     try:
         data = pickle.dumps(value)
         pickle.loads(data)  # some can be written and not read
     except Exception as error:
-        return _Entry(asked, {how.replace("pickle", "here"): str(error)}, said, value)
-    return _Entry(asked, {how: base64.b64encode(data).decode()}, said)
+        return _Entry(asked, {how.replace("pickle", "here"): str(error)}, here=value)
+    return _Entry(asked, {how: base64.b64encode(data).decode()})
 
 
 def _named(error: BaseException) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from jaxshare.serving.agents.agent import Agent
-from jaxshare.serving.agents.asking import ATOMS, UsedUpError, ask, check_budget, use
+from jaxshare.serving.agents.asking import ATOMS, UsedUpError, ask, check_budget, recording, spend, use
 from jaxshare.serving.agents.calls import Llm, Message, Model, Tool, Yielded
 from jaxshare.serving.agents.exchange import ended, passed, resume, wait_for, who_waits
 from jaxshare.serving.agents.program import Returned, snapshot
@@ -314,17 +314,19 @@ class Runtime:
         if isinstance(request, Llm):
             check_budget(run, request.n or 1)  # what is known was a call, too
         if known := self.journal.known(key, request):
-            if isinstance(request, Llm):
-                run.calls += request.n or 1
+            spend(run, *self.journal.spent(key))
             return known()
+        spent = [0, 0, 0]
+        recording.set(spent)  # in the firing's own task
         try:
             value, said = await self._outcome(run, state, path)
-        except UsedUpError:
+        except UsedUpError as error:
+            self.journal.given_up(key, str(error), spent)
             raise
         except Exception as error:
-            self.journal.failed(key, error)
+            self.journal.failed(key, error, spent)
             raise
-        self.journal.done(key, value, said)
+        self.journal.done(key, value, said, spent)
         return value, said
 
     def _step(self, run: AgentRun, state: State, new: State, value: Any, failed: BaseException | None) -> None:
