@@ -42,7 +42,7 @@ class Frame(dict[str, Any]):
         self.handlers: list[tuple[int, int]] = []
         self.handling: list[BaseException] = []
         self.thrown: BaseException | None = None
-        self.tracebacks: list[tuple[BaseException, types.TracebackType | None, BaseException | None]] = []
+        self.tracebacks: Sequence[tuple[BaseException, types.TracebackType | None, BaseException | None]] = ()
 
     def __missing__(self, name: str) -> Any:
         # A comprehension's variables carry a number.
@@ -122,7 +122,7 @@ class Frame(dict[str, Any]):
     def pause(self) -> None:
         """Notes how exceptions are when it waits."""
         exceptions = [*self.handling, *[value for value in self.values() if isinstance(value, BaseException)]]
-        self.tracebacks = [(e, e.__traceback__, e.__context__) for e in exceptions]
+        self.tracebacks = [(e, e.__traceback__, e.__context__) for e in exceptions] if exceptions else ()
 
     def resume(self) -> None:
         """Exceptions are again as this run has left them."""

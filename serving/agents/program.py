@@ -173,10 +173,10 @@ def snapshot(frame: Frame, program: Program) -> Frame:
       UncopyableError: a variable cannot be copied; the message names it.
     """
     wait = program.instructions[frame.at]
-    copied = frame.empty()
+    copied, live = frame.empty(), wait.live
     memo: dict[int, Any] = {id(frame): copied}
     for name, value in frame.items():
-        if "." in name and name not in wait.live:
+        if "." in name and name not in live:
             continue
         if type(value) in CONSTANT:
             copied[name] = value
