@@ -118,7 +118,8 @@ def asked(session: Workers) -> dict[str, set[int]]:
 @pytest.mark.parametrize(("make", "number"), [
     (combined, 3),
     *(pytest.param(make, number, marks=pytest.mark.slow) for make, number in (
-        (interleaved, 1), (contiguous, 1), (contiguous, 2), (contiguous, 3), (interleaved, 2), (interleaved, 3), (combined, 1), (combined, 2)))])
+        (contiguous, 1), (contiguous, 2), (contiguous, 3), (interleaved, 1), (interleaved, 2), (interleaved, 3), (combined, 1),
+        (combined, 2)))])
 def test_the_loop_equals_a_plain_one(make, number):
     names = NAMES[:number]
     session = start(names, layout=make, ask_every=25)
