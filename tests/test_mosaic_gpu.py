@@ -8,23 +8,19 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxshare import block_attention, make_plan
 from jaxshare.attention import preferred
-from jaxshare.pallas.block_attention_mosaic_gpu import HEAD_DIMS, INTERPRETER_LACKS
+from jaxshare.pallas.block_attention_mosaic_gpu import INTERPRETER_LACKS
 from jaxshare.pallas.device import H200, Device, assume_device
-from jaxshare.pallas.tiles import MosaicTiles, use_tiles
-from tests.test_attention import Case, Shape, attended, cases, place
+from jaxshare.pallas.tiles import HEAD_DIMS, MosaicTiles, use_tiles
+from tests.interpreted import SOME_LENGTHS, case, compare
+from tests.test_attention import Case, Shape, cases, place
 
 INTERPRETED = Device("interpreted", 90, multiprocessors=2, interpret=True)
 """Two work items, so that most cuts fall inside blocks."""
-
-TOLERANCE = {jnp.bfloat16: 4e-2, jnp.float16: 6e-3}
-"""Absolute, for values of unit variance: keys, queries and weights are rounded to 2**-9 and 2**-12, and scores reach 4."""
 
 DECODE = Shape(rows=3, width=1, listed=3, blocks=4, heads=4, kv_heads=2, dim=64, arena=1536, rotary=64, dtype=jnp.bfloat16)
 """Narrow segments only: 6 queries at most."""
@@ -33,22 +29,9 @@ WIDE = Shape(rows=5, width=1, listed=2, blocks=6, heads=16, kv_heads=1, dim=64, 
 PENDING = Shape(rows=1, width=33, listed=3, blocks=4, heads=4, kv_heads=1, dim=64, arena=1024, rotary=32, factor=1.2, dtype=jnp.float16)
 """132 queries a row: its own block is read in two segments, causally; half of each head is rotated."""
 
-SOME_LENGTHS = st.sampled_from([0, 1, 7, 63, 64, 65, 128, 200])
-
 
 def check(shape: Shape, case: Case, device: Device = INTERPRETED) -> None:
-    arguments, expected = place(shape, case)
-    with assume_device(device):
-        out, faults = attended(*arguments, implementation="mosaic_gpu")
-    out = np.asarray(out, np.float64)
-    real = ~np.isnan(expected[..., 0])
-    assert out.shape == expected.shape and int(faults) == 0 and np.isfinite(out).all()
-    assert np.abs(out - expected)[real].max(initial=0.0) < TOLERANCE[shape.dtype]
-
-
-def case(rows, count, lengths, *, seed=0, gaps=None, phases=None):
-    blocks = len(lengths)
-    return Case(rows, count, lengths, list(range(blocks))[::-1], gaps or [0] * blocks, phases or [0] * blocks, seed)
+    compare("mosaic_gpu", device, shape, case)
 
 
 def test_shared_and_private_blocks_that_begin_anywhere():
@@ -114,7 +97,7 @@ def test_every_number_of_query_heads(group):
 
 @pytest.mark.slow
 def test_more_items_than_work():
-    """What is left of 264 kernels' worth of programs has nothing to do and does nothing."""
+    """Programs without an item's worth of tiles do nothing."""
     check(dataclasses.replace(DECODE, rows=1, listed=1, blocks=1), case([[0]], [1], [100]), Device("interpreted", 90, 9, interpret=True))
 
 

@@ -9,16 +9,14 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxshare import block_attention, make_plan
-from jaxshare.pallas.block_attention_triton import HEAD_DIMS
 from jaxshare.pallas.device import H200, Device, assume_device
-from jaxshare.pallas.tiles import TritonTiles, use_tiles
-from tests.test_attention import Case, Shape, attended, cases, place
+from jaxshare.pallas.tiles import HEAD_DIMS, TritonTiles, use_tiles
+from tests.interpreted import SOME_LENGTHS, case, compare
+from tests.test_attention import Case, Shape, cases, place
 
 # JAX says so wherever the backend lowers; that it will leave is known, and why its files stand alone.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -26,31 +24,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is dep
 INTERPRETED = Device("interpreted", 90, multiprocessors=3, interpret=True)
 """Few work items, so that most cuts fall inside blocks."""
 
-TOLERANCE = {jnp.bfloat16: 4e-2, jnp.float16: 6e-3}
-"""Absolute, for values of unit variance: keys, queries and weights are rounded to 2**-9 and 2**-12, and scores reach 4."""
-
 DECODE = Shape(rows=4, width=1, listed=4, blocks=6, heads=6, kv_heads=2, dim=64, arena=2400, rotary=64, dtype=jnp.bfloat16)
 WIDE = Shape(rows=3, width=5, listed=4, blocks=6, heads=8, kv_heads=1, dim=80, arena=2400, rotary=40, factor=1.2, dtype=jnp.float16)
 """Pending tokens, causal in their own block; half of each head is rotated, and a head is no power of two."""
 MANY_ROWS = Shape(rows=70, width=1, listed=3, blocks=73, heads=4, kv_heads=2, dim=64, arena=3000, rotary=64, dtype=jnp.bfloat16)
 PROMPT = Shape(rows=2, width=70, listed=3, blocks=4, heads=2, kv_heads=2, dim=64, arena=1500, rotary=64, dtype=jnp.bfloat16)
 
-SOME_LENGTHS = st.sampled_from([0, 1, 7, 63, 64, 65, 128, 200])
-
 
 def check(shape: Shape, case: Case, device: Device = INTERPRETED) -> None:
-    arguments, expected = place(shape, case)
-    with assume_device(device):
-        out, faults = attended(*arguments, implementation="triton")
-    out = np.asarray(out, np.float64)
-    real = ~np.isnan(expected[..., 0])
-    assert out.shape == expected.shape and int(faults) == 0 and np.isfinite(out).all()
-    assert np.abs(out - expected)[real].max(initial=0.0) < TOLERANCE[shape.dtype]
-
-
-def case(rows, count, lengths, *, seed=0, gaps=None, phases=None):
-    blocks = len(lengths)
-    return Case(rows, count, lengths, list(range(blocks))[::-1], gaps or [0] * blocks, phases or [0] * blocks, seed)
+    compare("triton", device, shape, case)
 
 
 @settings(max_examples=12)

@@ -25,14 +25,10 @@ from jax.experimental import pallas as pl
 
 from jaxshare.pallas.device import Device, current_device
 from jaxshare.pallas.merge_mosaic_gpu import merge_pieces, padded_dim
-from jaxshare.pallas.tiles import MosaicTiles, choose_mosaic
+from jaxshare.pallas.tiles import HEAD_DIMS, MOST_QUERY_HEADS, MosaicTiles, choose_mosaic
 from jaxshare.plan import Plan
 from jaxshare.rope import rotate
 from jaxshare.work import ROW_ALIGNMENT, Work, make_work, partial_row
-
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-MOST_QUERY_HEADS = 16
-"""Query heads of a kv head."""
 
 _WARPGROUP = 64
 """Queries of a warpgroup: the rows of a wgmma product."""

@@ -17,13 +17,10 @@ from jax import Array, lax
 
 from jaxshare.pallas.device import Device, current_device
 from jaxshare.pallas.merge_triton import merge_pieces
-from jaxshare.pallas.tiles import TritonTiles, choose_triton
+from jaxshare.pallas.tiles import HEAD_DIMS, MOST_QUERY_HEADS, TritonTiles, choose_triton
 from jaxshare.plan import Plan
 from jaxshare.work import Work, make_work, partial_row
 
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-MOST_GROUP = 16
-"""G, query heads of a kv head, at most."""
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _LEAST_CAPABILITY = 80
 _LOG2_E = 1.4426950408889634
@@ -65,8 +62,8 @@ def _able(q: Array, keys: Array, values: Array) -> Device:
         raise NotImplementedError(f"keys and values must be of one dtype; these are {keys.dtype} and {values.dtype}")
     if q.shape[3] not in HEAD_DIMS:
         raise NotImplementedError(f"its head dims are {', '.join(map(str, HEAD_DIMS))}; this one is {q.shape[3]}")
-    if (group := q.shape[2] // keys.shape[0]) > MOST_GROUP:
-        raise NotImplementedError(f"it takes up to {MOST_GROUP} query heads for each kv head; here are {group}")
+    if (group := q.shape[2] // keys.shape[0]) > MOST_QUERY_HEADS:
+        raise NotImplementedError(f"it takes up to {MOST_QUERY_HEADS} query heads for each kv head; here are {group}")
     try:
         importlib.import_module("jax.experimental.pallas.triton")
     except ImportError as error:

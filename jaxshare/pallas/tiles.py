@@ -15,6 +15,10 @@ import jax.numpy as jnp
 from jaxshare.cache_folder import cache_folder
 from jaxshare.pallas.device import Device
 
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+MOST_QUERY_HEADS = 16
+"""Query heads of a kv head. Of both, what the kernels of either backend are for."""
+
 VERSION = 1
 """Of the file of measured tiles. To be raised when kernels change so much that what was measured means nothing."""
 
