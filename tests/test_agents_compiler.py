@@ -137,6 +137,36 @@ def test_firing_one_state_again_and_again_leaves_it_as_it_is():
     assert start["log"] == []
 
 
+def test_what_a_list_comes_to_hold_is_no_other_firings():
+    async def agent(log):
+        log.append([])
+        x = await ask("first")
+        log[-1].append(x)
+        log.append([x])
+        y = await ask("second")
+        for each in log[1:]:
+            each.append(y)
+            z = await ask(each)
+        return log, z
+
+    program = compiled(agent)
+    begin = program.begin(([0],), {})
+    program.send(running := snapshot(begin, program), None)
+    first = snapshot(running, program)
+    running["log"][1].append("by somebody else")
+    for x in "ab":
+        program.send(running := snapshot(first, program), x)
+        second = snapshot(running, program)
+        for y in "cd":
+            program.send(running := snapshot(second, program), y)
+            third = snapshot(running, program)
+            for z in "ef":
+                program.send(running := snapshot(third, program), "not used")
+                fourth = snapshot(running, program)
+                assert program.send(snapshot(fourth, program), z) == Returned(([0, [x, y], [x, y]], z))
+    assert begin["log"] == [0] and first["log"] == [0, []]
+
+
 def test_a_run_begins_with_arguments_that_fit():
     async def agent(a, /, b=2, *, c):
         await ask(a)

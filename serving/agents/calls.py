@@ -48,12 +48,14 @@ _options = functools.lru_cache(Options)
 class _Request:
     """Something to wait for that only an agent can, whose waits are the runtime's."""
 
+    __slots__ = ()
+
     def __await__(self) -> Generator[Any, None, Any]:
         raise RuntimeError(f"a {type(self).__name__.lower()} is waited for outside an agent: decorate the function with @agent and run it, "
                            "since what an agent calls cannot wait for it")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Llm(_Request):
     """An answer of the model: see `llm`."""
 
@@ -65,7 +67,7 @@ class Llm(_Request):
     timeout: float | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Tool(_Request):
     """A function's result: see `tool`."""
 
@@ -76,21 +78,21 @@ class Tool(_Request):
     retries: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Next(_Request):
     """The value that a child yields next."""
 
     child: "Handle"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Result(_Request):
     """What a child returns."""
 
     child: "Handle"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Yielded:
     """What an agent has yielded; it waits to be resumed."""
 

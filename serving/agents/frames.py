@@ -30,19 +30,21 @@ class Frame(dict[str, Any]):
       thrown: what the instruction that was waited for raises.
       tracebacks: exceptions in it, with what they had when it began to wait. Copies share exceptions, and Python writes to them when they
         are raised again; a run puts back what it knew.
+      flat: of a snapshot, lists in it that hold nothing that changes.
     """
 
-    __slots__ = ("at", "cells", "handlers", "handling", "thrown", "tracebacks")
+    __slots__ = ("at", "cells", "flat", "handlers", "handling", "thrown", "tracebacks")
     builtins = builtins
 
     def __init__(self, variables: dict[str, Any], cells: "Cells"):
         super().__init__(variables)
         self.cells = cells
         self.at = 0
-        self.handlers: list[tuple[int, int]] = []
-        self.handling: list[BaseException] = []
+        self.handlers: tuple[tuple[int, int], ...] = ()
+        self.handling: tuple[BaseException, ...] = ()
         self.thrown: BaseException | None = None
         self.tracebacks: Sequence[tuple[BaseException, types.TracebackType | None, BaseException | None]] = ()
+        self.flat: Sequence[list[Any]] = ()
 
     def __missing__(self, name: str) -> Any:
         # A comprehension's variables carry a number.
@@ -113,19 +115,22 @@ class Frame(dict[str, Any]):
 
     def empty(self) -> Self:
         """Where this frame is, without variables."""
-        made = type(self)({}, self.cells)
-        made.at, made.thrown = self.at, self.thrown
-        made.handlers, made.handling = self.handlers[:], self.handling[:]
-        made.tracebacks = self.tracebacks
+        made = type(self).__new__(type(self))
+        made.cells, made.at, made.thrown = self.cells, self.at, self.thrown
+        made.handlers, made.handling, made.tracebacks, made.flat = self.handlers, self.handling, self.tracebacks, ()
         return made
 
     def pause(self) -> None:
         """Notes how exceptions are when it waits."""
-        exceptions = [*self.handling, *[value for value in self.values() if isinstance(value, BaseException)]]
+        exceptions = self.handling
+        for value in self.values():
+            if isinstance(value, BaseException):
+                exceptions = (*exceptions, value)
         self.tracebacks = [(e, e.__traceback__, e.__context__) for e in exceptions] if exceptions else ()
 
     def resume(self) -> None:
-        """Exceptions are again as this run has left them."""
+        """It runs on: its lists may change, and exceptions are again as this run has left them."""
+        self.flat = ()
         for exception, traceback, context in self.tracebacks:
             exception.__traceback__, exception.__context__ = traceback, context
 
@@ -213,9 +218,13 @@ class Cells:
 
 
 CONSTANT = {type(None), bool, int, float, complex, str, bytes, range, type, types.FunctionType, types.ModuleType}
-_FLAT = frozenset({type(iter(range(0))), type(iter(""))})
+_ITERATORS = frozenset(type(iter(source)) for source in (range(0), "", [], ()))
 _SHARED = (type, types.ModuleType, BaseException, jax.Array)
 """What never changes, and what is shared by all copies of a state."""
+
+
+FLAT = "flat"
+"""Under this the memo of a copy may have a list, in which the flat lists that were made are put."""
 
 
 def shared[T](kind: type[T]) -> type[T]:
@@ -224,7 +233,7 @@ def shared[T](kind: type[T]) -> type[T]:
     return kind
 
 
-def duplicate(value: Any, memo: dict[int, Any]) -> Any:
+def duplicate(value: Any, memo: dict[Any, Any]) -> Any:
     """copy.deepcopy that shares what copies of an agent share, in lists and dictionaries too, and moves methods with what they are of."""
     kind = type(value)
     if kind in CONSTANT:
@@ -233,8 +242,11 @@ def duplicate(value: Any, memo: dict[int, Any]) -> Any:
         return memo[id(value)]
     if kind is list:
         memo[id(value)] = made = []
-        # An agent can have thousands of children.
-        made.extend(value if CONSTANT.issuperset(map(type, value)) else [duplicate(each, memo) for each in value])
+        if CONSTANT.issuperset(map(type, value)):  # an agent can have thousands of children
+            made.extend(value)
+            memo.get(FLAT, []).append(made)
+        else:
+            made.extend([duplicate(each, memo) for each in value])
     elif kind is dict:
         memo[id(value)] = made = {}
         made.update([(duplicate(key, memo), duplicate(each, memo)) for key, each in value.items()])
@@ -242,9 +254,10 @@ def duplicate(value: Any, memo: dict[int, Any]) -> Any:
         made = tuple([duplicate(each, memo) for each in value])
         # A tuple inside itself was made on the way.
         made = memo.setdefault(id(value), made)
-    elif kind in _FLAT:
-        _, source, *at = value.__reduce__()
-        memo[id(value)] = made = iter(*source)
+    elif kind in _ITERATORS:
+        _, (source,), *at = value.__reduce__()
+        # One in what it goes through was made on the way.
+        made = memo.setdefault(id(value), iter(duplicate(source, memo)))
         if at and at[0]:
             made.__setstate__(at[0])
     elif isinstance(value, _SHARED):

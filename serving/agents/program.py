@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxshare.serving.agents.emitting import Do, Instruction, at, call_frame
-from jaxshare.serving.agents.frames import CONSTANT, FRAME, Cells, Closure, Frame, duplicate
+from jaxshare.serving.agents.frames import CONSTANT, FLAT, FRAME, Cells, Closure, Frame, duplicate
 from jaxshare.serving.agents.lowering import Lowering
 from jaxshare.serving.agents.names import RefusedError, refused
 
 _MADE = ".made"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Waiting:
     """A run has come to a wait: the index of its instruction, and what is waited for, or yielded."""
 
@@ -26,7 +26,7 @@ class Waiting:
     value: Any
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Returned:
     """A run has come to its end, with this value."""
 
@@ -111,23 +111,25 @@ class Program:
                 elif do is Do.JUMP:
                     frame.at = instruction.to
                 elif do is Do.ENTER:
-                    frame.handlers.append((instruction.to, len(frame.handling)))
+                    frame.handlers = (*frame.handlers, (instruction.to, len(frame.handling)))
                     frame.at += 1
                 elif do is Do.LEAVE:
-                    frame.handlers.pop()
+                    frame.handlers = frame.handlers[:-1]
                     frame.at += 1
                 elif do is Do.HANDLED:
-                    frame.handling.pop()
+                    frame.handling = frame.handling[:-1]
                     frame.at += 1
                 else:
-                    raise frame.handling.pop()
+                    *kept, raised = frame.handling
+                    frame.handling = tuple(kept)
+                    raise raised
             except BaseException as error:
                 error.__traceback__ = _agents_own(error.__traceback__)
                 if not frame.handlers:
                     failed = error
                     break
-                frame.at, depth = frame.handlers.pop()
-                frame.handling[depth:] = [error]
+                *kept, (frame.at, depth) = frame.handlers
+                frame.handlers, frame.handling = tuple(kept), (*frame.handling[:depth], error)
         raise _as_python_would(failed, self.yields)
 
 
@@ -174,7 +176,9 @@ def snapshot(frame: Frame, program: Program) -> Frame:
     """
     wait = program.instructions[frame.at]
     copied, live = frame.empty(), wait.live
-    memo: dict[int, Any] = {id(frame): copied}
+    # Nobody changes a frame that this has made, so lists in it that were flat still are.
+    memo: dict[Any, Any] = {id(each): each[:] for each in frame.flat}
+    memo[id(frame)], memo[FLAT] = copied, []
     for name, value in frame.items():
         if "." in name and name not in live:
             continue
@@ -189,6 +193,7 @@ def snapshot(frame: Frame, program: Program) -> Frame:
             raise UncopyableError(
                 f"agent {program.name} waits in line {wait.line}, but {what} holds a {type(value).__name__}, which cannot be copied "
                 f"({error}); make a list of an iterator, and open files and locks between two waits") from error
+    copied.flat = memo[FLAT]
     return copied
 
 

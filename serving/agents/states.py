@@ -76,7 +76,7 @@ class State:
         return f"<State {self.run}{list(self.path)} {what if self.path or self.ended else 'has not begun'}>"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Arrival:
     """What a state waited for has come: a value, or an error."""
 
