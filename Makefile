@@ -29,7 +29,7 @@ HOGWILD_PYTHON := .venv-hogwild/bin/python
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench bench-workers bench-sharing bench-agents bench-attention gpu-compile parity parity-transformers parity-hogwild clean
+.PHONY: help demo test test-all lint bench bench-workers bench-sharing bench-agents bench-engine bench-logits-cache bench-residency bench-attention gpu-compile parity parity-transformers parity-hogwild clean
 # A recipe that fails must not leave a stamp behind.
 .DELETE_ON_ERROR:
 
@@ -64,6 +64,15 @@ bench-sharing: $(DEV) $(TORCH_ENV) ## what sharing prefixes is worth, against co
 
 bench-agents: $(DEV) ## what the runtime of agents costs by itself
 	$(BIN)/python scripts/bench_agents.py $(BENCH_ARGS)
+
+bench-engine: $(DEV) ## the engine, against the bare decode loop and against one batch at a time
+	$(BIN)/python scripts/bench_engine.py $(BENCH_ARGS)
+
+bench-logits-cache: $(DEV) ## what the Logits Cache is worth for sampling again from the same state
+	$(BIN)/python scripts/bench_logits_cache.py $(BENCH_ARGS)
+
+bench-residency: $(DEV) ## what agent-aware residency is worth, on a tree of tokens and on the engine
+	$(BIN)/python scripts/bench_residency.py $(BENCH_ARGS)
 
 bench-attention: $(CUDA) ## on a GPU: the kernels' tests, then their speed against the device's ceilings and others' attention
 	$(BIN)/python -m pytest -q -m gpu

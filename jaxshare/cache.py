@@ -142,6 +142,8 @@ class KVCache:
     def append(self, layer: int, k: Array, v: Array, plan: "Plan") -> "KVCache":
         """Writes one layer's new keys and values behind the blocks that the rows write. Lengths change in `advance`.
 
+        What is not finite is written as 0, or as the largest number of the cache's dtype: it must not reach rows that do not see it.
+
         Args:
           layer: which.
           k, v: [R, T, K, D], keys not rotated yet: they are rotated here to their index in their block (Hogwild! appendix B).
@@ -304,7 +306,9 @@ def _replaced(leaves: tuple[Array, ...], layer: int, leaf: Array) -> tuple[Array
 
 def _write(arena: Array, new: Array, plan: "Plan") -> Array:
     """arena [K, tokens, D], new [R, T, K, D]: each row's real tokens to their place; all else stays."""
-    new = new.astype(arena.dtype).swapaxes(1, 2)  # [R, K, T, D]
+    # Backends read whole tiles and give what a row does not see a weight of 0; 0 times what is not finite would reach that row.
+    most = float(jnp.finfo(arena.dtype).max)
+    new = jnp.nan_to_num(new.astype(arena.dtype), nan=0.0, posinf=most, neginf=-most).swapaxes(1, 2)  # [R, K, T, D]
     # On a GPU one kernel places all rows at once; on a CPU XLA's scatter goes element by element, and windows are copied faster.
     return jax.lax.platform_dependent(arena, new, plan.write_at, plan.count, cuda=_scatter, default=_write_windows)
 

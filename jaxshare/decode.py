@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from jaxshare.cache import KVCache
+from jaxshare.kept import Kept, keep
 from jaxshare.layout import Layout
 from jaxshare.sampling import Sampler, Samplers, logprob
 from jaxshare.steps import Steps, after_sampling, spill
@@ -49,6 +50,8 @@ class Reason(enum.IntEnum):
     """Its step has ended and nothing is prepared to open the next one."""
     ANSWER = 7
     """An answer stands."""
+    NOT_A_NUMBER = 8
+    """Its logits were not finite, so that nothing could be sampled."""
 
 
 @jax.tree_util.register_dataclass
@@ -69,6 +72,8 @@ class DecodeState:
       tokens: int32[R, X], what each row sampled, a stop token included.
       logprobs: float32[R, X] of the sampled tokens, or [R, 0] where not asked for.
       passes: int32[], forward passes so far.
+      kept: [R, X], what is kept of the distributions that the tokens were drawn from, or None where nothing is.
+      recorded: bool[R], the rows that it is kept of.
       steps: how rows end their steps, or None where they just write.
       max_width: the widest pass that this state can take (static).
     """
@@ -89,6 +94,8 @@ class DecodeState:
     tokens: Array
     logprobs: Array
     passes: Array
+    kept: Kept | None
+    recorded: Array
     steps: Steps | None
     max_width: int = dataclasses.field(metadata={"static": True})
 
@@ -97,7 +104,7 @@ class DecodeState:
                samplers: Sampler | Sequence[Sampler] = Sampler(), seeds: int | Sequence[int] = 0,
                budgets: int | Sequence[int] = 64, stops: Sequence[int] = (), logits: Array | None = None,
                queue: int = 0, room: int = 0, bias_slots: int | None = None, max_width: int = 256,
-               logprobs: bool = False, steps: Steps | None = None) -> "DecodeState":
+               logprobs: bool = False, kept: int = 0, steps: Steps | None = None) -> "DecodeState":
         """A state about to run.
 
         Args:
@@ -114,6 +121,7 @@ class DecodeState:
           bias_slots: places for biased and forbidden tokens of a row, likewise; default what the samplers need.
           max_width: the widest pass that will be asked of `decode`.
           logprobs: keep the log-probabilities of the sampled tokens.
+          kept: keep so many of the largest logits that each token is drawn from; rows are `recorded` where they are admitted so.
           steps: for rows that write in steps, with room for what a row samples.
 
         Raises:
@@ -155,7 +163,8 @@ class DecodeState:
             stops=jnp.asarray(stops, jnp.int32),
             reasons=jnp.asarray(np.where(listed > 0, Reason.RUNNING, Reason.UNUSED), jnp.int32),
             tokens=jnp.zeros((rows, room), jnp.int32), logprobs=jnp.zeros((rows, room if logprobs else 0)),
-            passes=jnp.zeros((), jnp.int32), steps=steps, max_width=max_width)
+            passes=jnp.zeros((), jnp.int32), kept=Kept.empty((rows, room), kept, vocab_size) if kept else None,
+            recorded=jnp.zeros(rows, bool), steps=steps, max_width=max_width)
 
     def feed(self, row: int, tokens: Sequence[int]) -> "DecodeState":
         """Puts tokens behind what a row has pending, and lets a row that had stopped run on.
@@ -175,8 +184,10 @@ class DecodeState:
             waiting=self.waiting.at[row].set(len(queue)), reasons=self.reasons.at[row].set(Reason.RUNNING.value))
 
     def admit(self, rows: Sequence[int], blocks: Sequence[Sequence[int]], logits: Array, *, seeds: Sequence[int],
-              budgets: Sequence[int]) -> "DecodeState":
-        """Gives rows that are not running something new to write; each samples at once from the logits after what it sees.
+              budgets: Sequence[int], drawn: Sequence[int] | None = None,
+              pending: Sequence[Sequence[int]] | None = None, recorded: Sequence[bool] | None = None) -> "DecodeState":
+        """Gives rows that are not running something new to write; each samples at once from the logits after what it sees, or first feeds
+        what it has pending.
 
         The logits of this state are donated: use the returned one. Rows keep their samplers.
 
@@ -185,14 +196,23 @@ class DecodeState:
           blocks: for each of them the blocks it sees, in order; it writes the last.
           logits: float32[A, V], for each of them.
           seeds, budgets: for each of them.
+          drawn: how many tokens each has sampled before, which count for its budget and its randomness; default none. `tokens` has those
+            that come, at their places.
+          pending: tokens that each is to feed first; default none. The logits of a row that has any mean nothing.
+          recorded: whether what each draws from is kept; default not.
 
         Raises:
           ValueError: rows that write in steps, a row that is named twice, still running or not there, more blocks than the layout is wide,
-            blocks that make no layout, a budget that is negative or beyond the state's room, or counts that do not agree.
+            blocks that make no layout, a budget that is negative or beyond the state's room, more pending tokens than the queue holds, or
+            counts that do not agree.
         """
         if self.steps is not None:
             raise ValueError("rows of this state write in steps, and nothing can be admitted between them; create the state without")
-        for name, count in (("blocks", len(blocks)), ("logits", logits.shape[0]), ("seeds", len(seeds)), ("budgets", len(budgets))):
+        drawn = [0] * len(rows) if drawn is None else drawn
+        pending = [()] * len(rows) if pending is None else pending
+        recorded = [False] * len(rows) if recorded is None else recorded
+        for name, count in (("blocks", len(blocks)), ("logits", logits.shape[0]), ("seeds", len(seeds)), ("budgets", len(budgets)),
+                            ("drawn", len(drawn)), ("pending", len(pending)), ("recorded", len(recorded))):
             if count != len(rows):
                 raise ValueError(f"{name} has {count} entries, but {len(rows)} rows are to be admitted")
         if len(set(rows)) < len(rows):
@@ -210,23 +230,31 @@ class DecodeState:
             if not 0 <= budget <= self.tokens.shape[1]:
                 raise ValueError(f"the budget of row {row} is {budget}; the state has room for 0 to {self.tokens.shape[1]} tokens a row")
             listed[row] = [*seen, *[-1] * (listed.shape[1] - len(seen))]
+        queue = self.pending.shape[1]
+        if long := [row for row, tokens in zip(rows, pending, strict=True) if len(tokens) > queue - self.max_width]:
+            raise ValueError(f"row {long[0]} would have more than the {queue - self.max_width} tokens pending that its queue holds; create "
+                             f"the state with a longer queue, or feed them before")
         layout = dataclasses.replace(self.layout, blocks=jnp.asarray(listed))
         layout.check(self.cache.num_blocks)
         # A power of two, so that few programs serve any number; what is too many falls behind the last row.
         spare = (1 << max(0, len(rows) - 1).bit_length()) - len(rows)
         row = np.asarray([*rows, *[len(listed)] * spare], np.int32)
         given = jnp.concatenate([logits, jnp.zeros((spare, logits.shape[1]))]) if spare else logits
-        drawn = np.asarray([*seeds, *[0] * spare], np.int64).astype(np.uint32), np.asarray([*budgets, *[0] * spare], np.int32)
-        rest = dataclasses.replace(self, cache=None, logits=None, layout=layout)  # pyright: ignore[reportArgumentType]
-        admitted = _admit(self.logits, rest, row, given, *drawn)
-        return dataclasses.replace(admitted, cache=self.cache)
+        waiting = np.zeros((len(row), queue), np.int32)
+        for i, tokens in enumerate(pending):
+            waiting[i, :len(tokens)] = tokens
+        new = (np.asarray([*seeds, *[0] * spare], np.int64).astype(np.uint32),
+               *(np.asarray([*values, *[0] * spare], np.int32) for values in (budgets, drawn, map(len, pending), recorded)), waiting)
+        rest = dataclasses.replace(self, cache=None, logits=None, kept=None, layout=layout)  # pyright: ignore[reportArgumentType]
+        admitted = _admit(self.logits, rest, row, given, *new)
+        return dataclasses.replace(admitted, cache=self.cache, kept=self.kept)
 
     def retire(self, rows: Sequence[int]) -> "DecodeState":
         """Takes rows out of use: they list no block any more, so that others may write those, and can be admitted again."""
-        row = np.asarray(rows, np.int32)
-        return dataclasses.replace(
-            self, layout=dataclasses.replace(self.layout, blocks=self.layout.blocks.at[row].set(-1)),
-            reasons=self.reasons.at[row].set(Reason.UNUSED.value), waiting=self.waiting.at[row].set(0))
+        gone = np.zeros(self.layout.num_rows, bool)
+        gone[list(rows)] = True
+        blocks, reasons, waiting = _retired(self.layout.blocks, self.reasons, self.waiting, gone)
+        return dataclasses.replace(self, layout=dataclasses.replace(self.layout, blocks=blocks), reasons=reasons, waiting=waiting)
 
     def end(self, row: int, reason: Reason = Reason.STOP) -> "DecodeState":
         """Ends a row from outside."""
@@ -243,14 +271,21 @@ class DecodeState:
 
 
 @functools.partial(jax.jit, donate_argnames=("logits",))
-def _admit(logits: Array, rest: DecodeState, row: Array, given: Array, seeds: Array, budgets: Array) -> DecodeState:
+def _admit(logits: Array, rest: DecodeState, row: Array, given: Array, seeds: Array, budgets: Array, drawn: Array, waiting: Array,
+           recorded: Array, pending: Array) -> DecodeState:
     def put(whole: Array, value: Any) -> Array:
         return whole.at[row].set(value, mode="drop")
 
     return dataclasses.replace(
-        rest, logits=put(logits, given), ready=put(rest.ready, True), waiting=put(rest.waiting, 0),
-        seeds=put(rest.seeds, seeds), drawn=put(rest.drawn, 0), budgets=put(rest.budgets, budgets),
+        rest, logits=put(logits, given), ready=put(rest.ready, waiting == 0), waiting=put(rest.waiting, waiting),
+        pending=put(rest.pending, pending), head=put(rest.head, 0), seeds=put(rest.seeds, seeds), drawn=put(rest.drawn, drawn),
+        budgets=put(rest.budgets, budgets), recorded=put(rest.recorded, recorded > 0),
         reasons=put(rest.reasons, Reason.RUNNING.value))
+
+
+@jax.jit
+def _retired(blocks: Array, reasons: Array, waiting: Array, gone: Array) -> tuple[Array, Array, Array]:
+    return (jnp.where(gone[:, None], -1, blocks), jnp.where(gone, Reason.UNUSED.value, reasons), jnp.where(gone, 0, waiting))
 
 
 def decode(model: Model, params: Any, state: DecodeState, *, passes: int, width: int = 1, until_any: bool = False) -> DecodeState:
@@ -261,7 +296,7 @@ def decode(model: Model, params: Any, state: DecodeState, *, passes: int, width:
 
     Args:
       model, params: the model and its variables.
-      state: its cache and logits are donated: use the returned state from here on.
+      state: its cache, its logits and what it keeps of them are donated: use the returned state from here on.
       passes: data, not shape: any number runs the same program.
       width: of passes that feed prompts; at most the state's `max_width`. Static.
       until_any: come back as soon as a row ends, so that the host can give it more to do. Data.
@@ -272,14 +307,15 @@ def decode(model: Model, params: Any, state: DecodeState, *, passes: int, width:
     if passes < 0 or not 1 <= width <= state.max_width:
         raise ValueError(f"passes is {passes} and width {width}; passes must be at least 0, and width from 1 to the state's "
                          f"max_width, {state.max_width}")
-    rest = dataclasses.replace(state, cache=None, logits=None)  # pyright: ignore[reportArgumentType]
-    return _decode(model, params, state.cache, state.logits, rest, jnp.asarray(passes, jnp.int32), jnp.asarray(until_any), width)
+    rest = dataclasses.replace(state, cache=None, logits=None, kept=None)  # pyright: ignore[reportArgumentType]
+    return _decode(model, params, state.cache, state.logits, state.kept, rest, jnp.asarray(passes, jnp.int32), jnp.asarray(until_any),
+                   width)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "width"), donate_argnames=("cache", "logits"))
-def _decode(model: Model, params: Any, cache: KVCache, logits: Array, rest: DecodeState, passes: Array, until_any: Array,
-            width: int) -> DecodeState:
-    state = dataclasses.replace(rest, cache=cache, logits=logits)
+@functools.partial(jax.jit, static_argnames=("model", "width"), donate_argnames=("cache", "logits", "kept"))
+def _decode(model: Model, params: Any, cache: KVCache, logits: Array, kept: Kept | None, rest: DecodeState, passes: Array,
+            until_any: Array, width: int) -> DecodeState:
+    state = dataclasses.replace(rest, cache=cache, logits=logits, kept=kept)
     began, last = state.running, state.passes + passes
     state = _sample(state)
 
@@ -330,6 +366,9 @@ def _sample(state: DecodeState) -> DecodeState:
     due = state.running & (state.waiting == 0) & state.ready
     spent = due & (state.drawn >= state.budgets)
     due = due & ~spent
+    # Of logits that are not numbers the largest is none either. They end a row that has more to feed, too.
+    lost = state.running & state.ready & ~jnp.isfinite(jnp.max(state.logits, axis=-1))
+    due = due & ~lost
 
     def sampled() -> tuple[Array, Array]:
         token = state.samplers.sample(state.logits, state.seeds, state.drawn)
@@ -341,15 +380,34 @@ def _sample(state: DecodeState) -> DecodeState:
     stopped = due & jnp.any(token[:, None] == state.stops, axis=1)
     spent = spent | (due & ~stopped & (drawn >= state.budgets))
     reasons = jnp.where(stopped, Reason.STOP.value, jnp.where(spent, Reason.BUDGET.value, state.reasons))
+    reasons = jnp.where(lost, Reason.NOT_A_NUMBER.value, reasons)
     goes_on = due & ~stopped & ~spent
     place = jnp.where(due, state.drawn, state.tokens.shape[1])
     row = jnp.arange(due.shape[0])
+    if state.kept is not None:
+        state = dataclasses.replace(state, kept=_record(state.kept, state, due & state.recorded, row, place))
     state = dataclasses.replace(
         state, reasons=reasons, drawn=drawn, waiting=jnp.where(goes_on, 1, state.waiting), head=jnp.where(due, 0, state.head),
         pending=state.pending.at[:, 0].set(jnp.where(goes_on, token, state.pending[:, 0])),
         tokens=state.tokens.at[row, place].set(token, mode="drop"),
         logprobs=state.logprobs.at[row, place].set(chance, mode="drop") if state.logprobs.shape[1] else state.logprobs)
     return state if state.steps is None else _step(state, token, due, stopped)
+
+
+def _record(kept: Kept, state: DecodeState, which: Array, row: Array, place: Array) -> Kept:
+    """Keeps what these rows have just drawn from."""
+    k = kept.tokens.shape[-1]
+
+    def found() -> Kept:
+        return keep(state.logits, state.samplers.temperature, k)
+
+    def nothing() -> Kept:
+        return Kept.empty(which.shape, k, kept.vocab)
+
+    # The conditional is over what is found alone: over the whole it would copy that.
+    new = jax.lax.cond(jnp.any(which), found, nothing)
+    at = jnp.where(which, place, kept.tokens.shape[1])
+    return jax.tree.map(lambda whole, part: whole.at[row, at].set(part, mode="drop"), kept, new)
 
 
 def _step(state: DecodeState, token: Array, due: Array, stopped: Array) -> DecodeState:

@@ -140,7 +140,8 @@ class Decoder(nn.Module):
 
         Returns:
           logits float32[R, V] of each row's last real token (float32[R, T, V] with `every`), and the cache with the new
-          tokens in it. Logits of rows with count 0, and of padding, mean nothing.
+          tokens in it. Logits of rows with count 0, and of padding, mean nothing. Those of a row are NaN where the model came to
+          something that is not finite at any of its tokens.
         """
         plan = make_plan(cache, layout, count, tokens.shape[1])
 
@@ -151,8 +152,12 @@ class Decoder(nn.Module):
 
         x = self._trunk(tokens, attend)
         if not every:
+            # What the cache keeps is always finite, so later tokens would not show it.
+            real = jnp.arange(x.shape[1]) < plan.count[:, None]
+            lost = jnp.any(~jnp.isfinite(x) & real[..., None], axis=(1, 2))
             last = jnp.maximum(plan.count - 1, 0)
             x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+            x = jnp.where(lost[:, None], jnp.nan, x) if tokens.shape[1] > 1 else x
         return self._logits(x), cache.advance(plan)
 
     def causal(self, tokens: Array) -> Array:

@@ -1,6 +1,6 @@
 """What every way of running a model asks first: the prompt's tokens, whether they fit, and the checkpoint's own settings."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,24 @@ def encode(model: LoadedModel, prompt: str | Sequence[int], *, first: bool = Tru
     if model.tokenizer is None:
         raise ValueError("the model folder has no tokenizer, so a prompt must be given as tokens; add the tokenizer's files to the folder")
     return model.tokenizer.encode(prompt, add_special_tokens=first, verbose=False)  # `check_context` says it if the prompt is too long
+
+
+def encode_messages(model: LoadedModel, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """The tokens of a dialogue in the model's chat template, up to where its answer begins.
+
+    Raises:
+      ValueError: a model without a template, or messages that it refuses.
+    """
+    tokenizer = model.tokenizer
+    if tokenizer is None or not tokenizer.chat_template:
+        raise ValueError("the model has no chat template, so messages cannot be put to it; give a text")
+    try:
+        # As tokens, because the template has the special tokens in it already.
+        return tokenizer.apply_chat_template([*map(dict, messages)], tokenize=True, add_generation_prompt=True,  # pyright: ignore
+                                             return_dict=False, tokenizer_kwargs={"verbose": False})
+    except Exception as error:  # of a language of its own: whatever the template raises
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise ValueError(f"the model's chat template refuses the messages ({error}); their roles are {roles}") from error
 
 
 def check_context(model: LoadedModel, prompt_tokens: int, max_new_tokens: int, what: str = "the prompt") -> None:

@@ -177,21 +177,19 @@ def test_complaints_name_what_is_wrong():
 def test_the_embedded_model_serves_the_pipeline():
     model = EngineModel(models.load(models.EMBEDDED, dtype="float32"))
     value = finished(model, pipeline.mark, *pipeline.arguments([]))
-    model.join()
+    calls = model.engine.metrics.registry.get_sample_value("jaxshare_calls_total", {"end": "stop"})
     expected = [85, 84, 77, 99, 18, 83, 55, 45, 78, 196]
-    assert [*value["answers"].values()] == [str(number) for number in expected] and value["attempts"] == model.batches
+    assert [*value["answers"].values()] == [str(number) for number in expected] and value["attempts"] == calls
 
 
 @pytest.mark.slow
 def test_the_engine_runs_the_examples_where_the_model_has_nothing_to_say():
     """One layer of random weights: nothing comes of it, and nothing breaks."""
     tokenizer = models.load(models.EMBEDDED).tokenizer
-    batches = []
-    model = EngineModel(LoadedModel(CONFIG, init(CONFIG), tokenizer, Generation(stop_tokens=tuple(range(0, 402, 8)))), max_rows=4,
-                        on_batch=batches.append)
+    model = EngineModel(LoadedModel(CONFIG, init(CONFIG), tokenizer, Generation(stop_tokens=tuple(range(0, 402, 8)))), max_rows=4)
     assert finished(model, game24.solve_all, [[4, 6], [1, 1, 4, 6]]) == {"4 6": None, "1 1 4 6": None}
-    model.join()
-    assert [len(batch.calls) for batch in batches] == [12] and {one.agent for one in batches[0].calls} == {"solve"}
+    read = model.engine.metrics.registry.get_sample_value("jaxshare_prompt_tokens_total", {"agent": "solve"})
+    assert read > 0 and model.engine.metrics.reused > read / 2
     test = "from program import f\ndef test_f(): assert f()\n"
     value = finished(model, bug_repair.bug_repair, "def f(): return 0\n", test)
     assert not value["passed"] and len(value["tried"]) == 4 and "could not be used" in value["tried"][0]["report"]
@@ -222,7 +220,7 @@ def test_the_command_prints_one_object(capsys):
     code, out, err = run(capsys, str(EXAMPLES / "pipeline.py"), "--model", "scripted", "--json")
     report = json.loads(out)
     assert code == 0 and report["value"]["attempts"] == 3 and report["error"] is None and "scripted" in report["model"]
-    assert (report["agents"], report["calls"], report["batches"]) == (3, 3, 0) and "model: scripted" in err
+    assert (report["agents"], report["calls"], report["passes"]) == (3, 3, 0) and "model: scripted" in err
 
 
 def test_the_command_ends_with_the_agents_error(capsys, tmp_path):

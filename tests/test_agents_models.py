@@ -14,9 +14,11 @@ import pytest
 from jaxshare import Sampler, models
 from jaxshare.models import Generation, LoadedModel, problems
 from jaxshare.serving import generate
-from jaxshare.serving.agents import Message, ModelCall, Options, ParseError, Reply, Runtime, agent, engine, llm, run
+from jaxshare.serving.agents import Message, ModelCall, Options, ParseError, Reply, Runtime, agent, llm, run
 from jaxshare.serving.agents.models import EngineModel, NoAnswerError, ScriptedModel
 from jaxshare.serving.agents.search import BestOfN
+from jaxshare.serving.engine import loop as engine_loop
+from jaxshare.serving.inputs import token_bytes
 from tests.helpers import TINY, init
 
 CONFIG = dataclasses.replace(TINY, vocab_size=402, num_layers=1, max_positions=1024)
@@ -83,16 +85,11 @@ def test_an_answer_depends_on_its_own_call_alone(loaded, shared):
     assert len({reply.text for reply in together}) == len(asked)
 
 
-@pytest.mark.slow
 def test_a_small_memory_changes_no_answer(loaded, shared):
     asked = [call(f"{n}. 47 + 38", seed=n, temperature=1.0, max_new_tokens=10 * n) for n in (1, 2, 3, 10)]
-    token_bytes = 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim * 4
-    batches = []
-    tight = EngineModel(loaded, max_rows=4, max_kv_bytes=256 * token_bytes, on_batch=batches.append, gather=0.1)
+    tight = EngineModel(loaded, max_rows=4, kv_bytes=256 * token_bytes(loaded))
     assert answers(tight, *asked) == answers(shared, *asked)
-    tight.join()
-    assert len(batches) == 1
-    with pytest.raises(ValueError, match=r"need room for .* tokens of keys and values.*raise max_kv_bytes"):
+    with pytest.raises(ValueError, match=r"need keys and values of .* tokens.*raise kv_bytes"):
         answers(tight, call(max_new_tokens=300))
 
 
@@ -112,60 +109,61 @@ def test_the_embedded_model_answers_as_generate_does():
         assert one.options.temperature or all(problems.check(reply.text, problem))
 
 
-def test_calls_that_wait_run_together_and_carry_who_asks(loaded):
-    batches = []
-    model = EngineModel(loaded, max_rows=4, on_batch=batches.append, gather=0.1)
+def test_calls_run_together_and_carry_who_asks(loaded):
+    model = EngineModel(loaded, max_rows=4)
 
     @agent(supervisor=BestOfN(3, value=lambda state: len(state.value)))
     async def asker(question):
         first = await llm(question, temperature=1.0, max_new_tokens=4)
         return first + await llm("and now?", temperature=1.0, max_new_tokens=4)
 
-    value = run(asker, "1. 47 + 38", model=model)
-    model.join()
-    first, second = batches
-    assert [one.state for one in first.calls] == [(0, 0), (1, 0), (2, 0)]
-    assert {one.agent for one in first.calls} == {one.run for one in second.calls} == {"asker"}
-    assert first.unique_tokens * 3 == first.prompt_tokens and second.unique_tokens < second.prompt_tokens
-    assert model.batches == 2 and first.new_tokens <= 12 and first.passes <= 6 and isinstance(value, str)
+    assert isinstance(run(asker, "1. 47 + 38\n" * 20, model=model), str)
+    known, prompts = (model.engine.metrics.registry.get_sample_value(f"jaxshare_{name}_tokens_total", {"agent": "asker"})
+                      for name in ("reused", "prompt"))
+    assert known > prompts / 2  # the others' first prompt, and each one's own dialogue up to the second question
+    assert model.engine.metrics.passes < 6 * 4
+
+
+def test_agents_that_come_back_are_answered_from_the_logits_cache(loaded):
+    model = EngineModel(loaded, max_rows=4, logits_cache=10**7, resample="stepwise")
+    fresh = [answers(EngineModel(loaded, max_rows=4), call(seed=seed, temperature=0.5))[0] for seed in range(4)]
+    assert [answers(model, call(seed=seed, temperature=0.5))[0] for seed in range(4)] == fresh
+    assert model.engine.logits_cache.statistics.replayed > 0
 
 
 def test_a_stop_text_cuts_the_answer_and_ends_it_early(loaded, shared):
     whole = answers(shared, call(max_new_tokens=200))[0]
     assert whole.new_tokens == 200
     stop = loaded.tokenizer.decode(greedy(loaded, call(max_new_tokens=22))[18:22])
-    batches = []
-    alone = EngineModel(loaded, max_rows=4, on_batch=batches.append)
+    alone = EngineModel(loaded, max_rows=4)
     asked = call(max_new_tokens=200, stop=("never there", stop))
     cut, again = answers(alone, asked)[0], answers(shared, call("2. 9 * 9", max_new_tokens=30), asked)[1]
-    alone.join()
     assert cut == again and cut.text == whole.text[:whole.text.index(stop)] and cut.new_tokens <= 22
-    assert batches[0].passes < 64
+    assert alone.engine.metrics.passes < 64
 
 
-def test_cancelled_calls_leave_the_batch(loaded):
-    batches = []
-    model = EngineModel(loaded, max_rows=4, on_batch=batches.append, gather=0.1)
+def test_calls_that_nobody_waits_for_are_ended(loaded):
+    model = EngineModel(loaded, max_rows=4)
     answers(model, call())
 
     async def whole():
-        tasks = [asyncio.create_task(model.answer(call(seed=seed, max_new_tokens=250 if seed else 12))) for seed in range(3)]
+        tasks = [asyncio.create_task(model.answer(call(seed=seed, max_new_tokens=500 if seed else 12))) for seed in range(3)]
         await asyncio.sleep(0.02)
-        tasks[2].cancel()  # before the batch
+        tasks[2].cancel()
         await tasks[0]
-        tasks[1].cancel()  # in its midst
+        tasks[1].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         return await model.answer(call(seed=9))
 
     asyncio.run(whole())
-    model.join()
-    assert [[one.seed for one in batch.calls] for batch in batches] == [[0], [0, 1], [9]]
-    assert batches[1].passes < 250
+    model.engine.drain(60)
+    ended = {end: model.engine.metrics.registry.get_sample_value("jaxshare_calls_total", {"end": end}) for end in ("cancelled", "length")}
+    assert ended == {"cancelled": 2, "length": 3}
 
 
 def test_the_engines_thread_ends_with_the_work(shared):
     answers(shared, call())
-    shared.join()
+    shared.engine.drain(60)
     assert not any(thread.name == "jaxshare-engine" for thread in threading.enumerate())
 
 
@@ -179,12 +177,12 @@ def test_errors_go_to_their_callers_alone(loaded, shared):
     assert isinstance(cold, ValueError) and "temperature is -1.0" in str(cold)
 
 
-def test_a_pass_that_fails_fails_its_batch_and_not_the_next(monkeypatch, loaded, shared):
+def test_a_pass_that_fails_fails_what_is_under_way_and_not_the_next(monkeypatch, loaded, shared):
     def broken(*args, **kwargs):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
-        patch.setattr(engine, "decode", broken)
+        patch.setattr(engine_loop, "decode", broken)
         answers(shared, call())
     assert answers(shared, call())[0].new_tokens == 12
 
@@ -193,14 +191,11 @@ def test_models_without_a_chat_template_continue_a_plain_text(loaded):
     tokenizer = copy.deepcopy(loaded.tokenizer)
     tokenizer.chat_template = None
     plain = dataclasses.replace(loaded, tokenizer=tokenizer)
-    batches = []
-    model = EngineModel(plain, max_rows=4, on_batch=batches.append)
-    reply, = answers(model, call("1. 47"))
-    model.join()
+    reply, = answers(EngineModel(plain, max_rows=4), call("1. 47"))
     text = "System: Alice works alone.\n\nUser: 1. 47\n\nAssistant:"
-    assert batches[0].prompt_tokens == len(tokenizer.encode(text)) and "\n\nUser:" not in reply.text
+    assert reply.prompt_tokens == len(tokenizer.encode(text)) and "\n\nUser:" not in reply.text
     tokenizer.chat_template = "{{ raise_exception('only two roles') }}"
-    with pytest.raises(ValueError, match=r"template refuses the dialogue of agent asker \(only two roles\); its roles are system, user"):
+    with pytest.raises(ValueError, match=r"template refuses the messages \(only two roles\); their roles are system, user"):
         answers(EngineModel(plain), call("1. 47"))
 
 

@@ -51,4 +51,11 @@ def test_the_branches_example_runs():
 
 @pytest.mark.slow
 def test_the_agents_example_runs():
-    assert printed(3) == "['85, 84, 77, 83, 45', '55, 78, 18, 99, 196'] 1\n"
+    assert printed(3) == "['85, 84, 77, 83, 45', '55, 78, 18, 99, 196'] True\n"
+
+
+def test_the_engine_example_runs():
+    reused, *replayed = printed(4).splitlines()
+    known = [int(n) for n in reused.strip("[]").split(", ")]
+    assert known[0] == 0 and min(known[1:]) > 30
+    assert len(replayed) == 3 and replayed[0].startswith("0 of ") and not all(line.startswith("0 of ") for line in replayed)

@@ -24,7 +24,7 @@ from typing import Any
 
 from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.calls import Model
-from jaxshare.serving.agents.models import Batch, EngineModel
+from jaxshare.serving.agents.models import EngineModel
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
 from jaxshare.serving.agents.trace import Trace, timeline_picture, tree_picture
 
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     args = _arguments(module, options)
     if options.plots:
         _check_matplotlib()
-    model, which, batches = _model(module, options)
+    model, which = _model(module, options)
     out = sys.stderr if options.json else sys.stdout
     print(f"model: {which}", file=out, flush=True)
     runtime = Runtime(model, seed=options.seed)
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     except Exception as raised:
         done, error = None, raised
     if isinstance(model, EngineModel):
-        model.join()
+        model.engine.drain()
     written = _write(Trace.of(runtime), options)
     value = done.accepted.value if done and done.accepted else None
     runs = runtime.runs
@@ -87,8 +87,8 @@ def run(options: argparse.Namespace) -> int:
         "agents": len(runs), "states": sum(len(one.states) for one in runs), "calls": sum(one.calls for one in runs),
         "new_tokens": sum(one.new_tokens for one in runs), "prompt_tokens": sum(one.prompt_tokens for one in runs),
         "seconds": runs[0].ended - runs[0].began if runs else 0.0,
-        "batches": len(batches), "passes": sum(batch.passes for batch in batches),
-        "unique_tokens": sum(batch.unique_tokens for batch in batches), "written": written}
+        "passes": model.engine.metrics.passes if isinstance(model, EngineModel) else 0,
+        "reused_tokens": model.engine.metrics.reused if isinstance(model, EngineModel) else 0, "written": written}
     if options.json:
         print(json.dumps(report))
     elif error is None:
@@ -129,19 +129,17 @@ def _arguments(module: types.ModuleType, options: argparse.Namespace) -> Sequenc
     return args
 
 
-def _model(module: types.ModuleType, options: argparse.Namespace) -> tuple[Model, str, list[Batch]]:
-    """The model, what it is called, and a list that gets its batches."""
-    batches: list[Batch] = []
+def _model(module: types.ModuleType, options: argparse.Namespace) -> tuple[Model, str]:
+    """The model, and what it is called."""
     name = options.model or getattr(module, "MODEL", "embedded")
     if name == "scripted":
         if not hasattr(module, "scripted"):
             raise ValueError(f"{options.file} brings no scripted model; give --model embedded, a folder or a hub id")
-        return module.scripted(), "scripted, a dictionary of answers that comes with the file; no language model runs", batches
+        return module.scripted(), "scripted, a dictionary of answers that comes with the file; no language model runs"
     from jaxshare import models  # here, so that --help and wrong arguments answer at once
 
     loaded = models.load(models.EMBEDDED if name == "embedded" else name, dtype=options.dtype)
-    which = "embedded, the small model that comes with jaxshare" if name == "embedded" else name
-    return EngineModel(loaded, on_batch=batches.append), which, batches
+    return EngineModel(loaded), "embedded, the small model that comes with jaxshare" if name == "embedded" else name
 
 
 def _check_matplotlib() -> None:
@@ -187,9 +185,9 @@ def _told(error: Exception) -> str:
 
 def _summary(report: dict[str, Any]) -> str:
     engine = ""
-    if report["batches"]:
-        engine = (f" in {report['batches']} batches and {report['passes']} passes; prompts of {report['prompt_tokens']:,} tokens, "
-                  f"{report['unique_tokens']:,} of them stored")
+    if report["passes"]:
+        engine = (f" in {report['passes']} passes; prompts of {report['prompt_tokens']:,} tokens, {report['reused_tokens']:,} of them "
+                  f"known before")
     lines = [f"{report['agents']} agents, {report['states']} states, {report['calls']} model calls{engine}; {report['new_tokens']:,} "
              f"tokens written, {report['seconds']:.2f} s"]
     return "\n".join([*lines, *([f"written: {', '.join(report['written'])}"] if report["written"] else [])])

@@ -1,66 +1,21 @@
 """What answers agents: the engine, which runs the calls of all of them in one decode loop, and, for tests and examples, a script."""
 
 import asyncio
-import contextlib
 import dataclasses
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.agents.calls import Message, ModelCall, Reply
-from jaxshare.serving.agents.engine import Request, Rows
-from jaxshare.serving.inputs import default_sampler, encode
+from jaxshare.serving.engine import End, Engine
+from jaxshare.serving.inputs import default_sampler
 
 _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Calls that were answered together.
-
-    Attributes:
-      calls: each with its agent, run and state, in the order in which they were asked.
-      prompt_tokens: of all prompts together.
-      unique_tokens: of these, what is left when every common prefix counts once: what was stored and fed at most.
-      new_tokens: sampled.
-      passes: forward passes, those over the prompts included.
-      seconds: of wall time.
-    """
-
-    calls: tuple[ModelCall, ...]
-    prompt_tokens: int
-    unique_tokens: int
-    new_tokens: int
-    passes: int
-    seconds: float
-
-
-@dataclasses.dataclass(eq=False)
-class _Waiting:
-    """A call, and who waits for its answer."""
-
-    call: ModelCall
-    sampler: Sampler
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Reply]
-    wanted: bool = True
-
-    def settle(self, outcome: Reply | Exception) -> None:
-        """From the engine's thread."""
-        self.wanted = False
-        with contextlib.suppress(RuntimeError):  # where the loop is closed, nobody waits any more
-            self.loop.call_soon_threadsafe(self._settle, outcome)
-
-    def _settle(self, outcome: Reply | Exception) -> None:
-        if not self.future.done():
-            self.future.set_exception(outcome) if isinstance(outcome, Exception) else self.future.set_result(outcome)
-
-
 class EngineModel:
-    """A loaded model, for agents. Calls that wait at the same time are run together; what their prompts begin with is stored once.
+    """A loaded model, for agents: the calls of all of them are rows of one engine, which keeps what they may begin with again.
 
     An answer depends on its dialogue, options and seed alone, in float32 token for token, whatever else is asked. A dialogue is put into
     the model's chat template. A model without one continues a text of this form, and its answer ends where the next user would speak:
@@ -72,31 +27,27 @@ class EngineModel:
         Assistant:
 
     Attributes:
-      batches: how many there have been.
+      engine: that answers; its `metrics` say what was reused and what it cost.
     """
 
-    def __init__(self, model: LoadedModel, *, sampler: Sampler | None = None, max_rows: int = 16, max_kv_bytes: int = 2 * 1024**3,
-                 gather: float = 0.005, on_batch: Callable[[Batch], None] | None = None):
+    def __init__(self, model: LoadedModel | Engine, *, sampler: Sampler | None = None, resample: str | None = None, **options: Any):
         """Nothing is computed yet.
 
         Args:
-          model: from `jaxshare.models.load`.
+          model: from `jaxshare.models.load`; or an engine, which others may use, too.
           sampler: for what a call's options leave open; default the checkpoint's own settings.
-          max_rows: calls that run at a time, at most; what is more waits for a row.
-          max_kv_bytes: bound on the memory for keys and values, which is taken as it is needed.
-          gather: seconds to wait for more calls before a batch begins.
-          on_batch: called after every batch, in the engine's thread.
+          resample: "stepwise" has calls that come to the same state again take from the Logits Cache what it knows, exactly; "hotspot"
+            approximately. The engine needs `logits_cache` for that.
+          options: of the engine, where a model is given.
 
         Raises:
-          ValueError: a model without a tokenizer, or a bound below 1.
+          ValueError: a model without a tokenizer, or options that the engine refuses.
         """
-        self._rows = Rows(model, max_rows, max_kv_bytes)
-        self._model, self._sampler, self._gather, self._on_batch = model, sampler or default_sampler(model), gather, on_batch
-        self._tokenizer: Any = model.tokenizer
-        self._lock = threading.Lock()
-        self._waiting: list[_Waiting] = []
-        self._thread: threading.Thread | None = None
-        self.batches = 0
+        loaded = model.model if isinstance(model, Engine) else model
+        if loaded.tokenizer is None:
+            raise ValueError("agents speak in text, but the model folder has no tokenizer; add the tokenizer's files to the folder")
+        self.engine = model if isinstance(model, Engine) else Engine(model, **options)
+        self._sampler, self._resample = sampler or default_sampler(loaded), resample
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EngineModel":
         return self
@@ -106,81 +57,23 @@ class EngineModel:
 
         Raises:
           ValueError: a dialogue that the template refuses, that does not fit the context or the memory, or sampling options out of range.
+          EngineError: as many calls wait as may, or the model's logits are not numbers.
         """
         names = ("temperature", "top_k", "top_p", "min_p")
         given = {name: value for name in names if (value := getattr(call.options, name)) is not None}
-        loop = asyncio.get_running_loop()
-        waiting = _Waiting(call, dataclasses.replace(self._sampler, **given), loop, loop.create_future())
-        with self._lock:
-            self._waiting.append(waiting)
-            if not self._thread:
-                # It ends when nothing waits. Not a daemon: the program must not end in the midst of a pass.
-                self._thread = threading.Thread(target=self._work, name="jaxshare-engine")
-                self._thread.start()
-        try:
-            return await waiting.future
-        finally:
-            waiting.wanted = False
-
-    def join(self) -> None:
-        """Waits until nothing is under way any more; `on_batch` has been called for all batches then."""
-        with self._lock:
-            thread = self._thread
-        if thread:
-            thread.join()
-
-    def _work(self) -> None:
-        """The engine's thread: one batch after the other."""
-        while True:
-            time.sleep(self._gather)
-            with self._lock:
-                batch, self._waiting = [waiting for waiting in self._waiting if waiting.wanted], []
-                if not batch:
-                    self._thread = None
-                    return
-            try:
-                self._answer(batch)
-            except Exception as error:
-                for waiting in batch:
-                    if waiting.wanted:
-                        waiting.settle(error)
-
-    def _answer(self, batch: Sequence[_Waiting]) -> None:
-        asked: dict[Request, _Waiting] = {}
-        for waiting in batch:
-            try:
-                request = self._request(waiting)
-                self._rows.check(request)
-                asked[request] = waiting
-            except Exception as error:
-                waiting.settle(error)
-
-        def done(request: Request, text: str, tokens: int) -> None:
-            text = text if self._tokenizer.chat_template else text.strip()
-            asked[request].settle(Reply(text, tokens, len(request.tokens)))
-
-        if not asked:
-            return
-        self.batches += 1
-        spent = self._rows.run([*asked], done)
-        if self._on_batch:
-            self._on_batch(Batch(tuple(waiting.call for waiting in asked.values()), **dataclasses.asdict(spent)))
-
-    def _request(self, waiting: _Waiting) -> Request:
-        call, stops = waiting.call, waiting.call.options.stop
-        if self._tokenizer.chat_template:
-            try:
-                # As tokens, because the template has the special tokens in it already.
-                tokens = self._tokenizer.apply_chat_template([dataclasses.asdict(message) for message in call.messages], tokenize=True,
-                                                             add_generation_prompt=True, return_dict=False,
-                                                             tokenizer_kwargs={"verbose": False})
-            except Exception as error:  # of a language of its own: whatever the template raises
-                roles = ", ".join(message.role for message in call.messages)
-                raise ValueError(f"the model's chat template refuses the dialogue of agent {call.agent} ({error}); its roles are "
-                                 f"{roles}") from error
+        loaded = self.engine.model
+        if loaded.tokenizer.chat_template:  # pyright: ignore[reportOptionalMemberAccess]
+            asked, stops = [dataclasses.asdict(message) for message in call.messages], call.options.stop
         else:
-            tokens, stops = encode(self._model, _plain(call.messages)), (*stops, f"\n\n{_NAMES['user']}:")
-        return Request(tuple(tokens), waiting.sampler, call.seed, call.options.max_new_tokens, stops, lambda: waiting.wanted)
+            asked, stops = _plain(call.messages), (*call.options.stop, f"\n\n{_NAMES['user']}:")
+        stream = self.engine.submit(asked, dataclasses.replace(self._sampler, **given), max_new_tokens=call.options.max_new_tokens,
+                                    stop=stops, seed=call.seed, agent_id=call.agent, resample=self._resample)
+        try:
+            done = await stream
+        finally:
+            stream.cancel()  # where nobody waits any more
+        text = done.text if isinstance(asked, list) else done.text.strip()
+        return Reply(text, len(done.tokens) + (done.end is End.STOP), done.prompt_tokens)
 
 
 def _plain(messages: Sequence[Message]) -> str:

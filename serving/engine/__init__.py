@@ -1,0 +1,18 @@
+"""The engine: takes calls from workers, branches and agents at any time, and keeps what they may use again (Hive, sections 6 to 8)."""
+
+from jaxshare.serving.engine.calls import (
+    ClosedError,
+    Completion,
+    End,
+    EngineError,
+    NotANumberError,
+    Piece,
+    QueueFullError,
+    Stream,
+    TooLongError,
+)
+from jaxshare.serving.engine.engine import Engine, model_key
+from jaxshare.serving.engine.loop import Hotspot
+
+__all__ = ["ClosedError", "Completion", "End", "Engine", "EngineError", "Hotspot", "NotANumberError", "Piece", "QueueFullError", "Stream",
+           "TooLongError", "model_key"]

@@ -1,0 +1,609 @@
+"""The engine's loop: admits calls, feeds what they begin with in chunks, runs the jitted decode loop, and hands out what it samples.
+
+A round of it is: take calls from the queue as long as there are rows and memory; one forward pass over a chunk of what is still to be
+fed; one dispatch of the decode loop. All of it runs in one thread; nothing here is called from another one.
+"""
+
+import collections
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, decode
+from jaxshare.models import LoadedModel
+from jaxshare.sampling import Samplers
+from jaxshare.serving import calibration
+from jaxshare.serving.costs import PRIVATE_TILE
+from jaxshare.serving.engine.calls import Call, Completion, End, NotANumberError, Piece
+from jaxshare.serving.engine.metrics import Metrics
+from jaxshare.serving.engine.pool import Extent, Pool
+from jaxshare.serving.engine.queue import Queue
+from jaxshare.serving.engine.tree import LEAST_PIECE, Match, Node, PrefixTree
+from jaxshare.serving.logits_cache import LogitsCache
+from jaxshare.serving.residency import Observation, Policy
+from jaxshare.serving.waves import power_of_two
+
+log = logging.getLogger("jaxshare.engine")
+
+@dataclasses.dataclass(frozen=True)
+class Hotspot:
+    """Which positions hotspot sampling draws again: see `jaxshare.serving.logits_cache.hotspots`."""
+
+    decay: float = 0.5
+    threshold: float = 0.6
+    top_k: int | None = None
+
+
+FEEDS = ((16, 16), (4, 64), (1, 256))
+"""(rows, tokens of a row) of a pass that feeds: short texts are fed side by side, and few programs serve all lengths."""
+PENDING = 8
+"""So few tokens are fed by the decode loop itself, beside the rows that sample."""
+GROWTH = 256
+"""Tokens of room that a row is given at a time."""
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """A call under way.
+
+    Attributes:
+      call: which.
+      index: of the decode loop's rows.
+      node: the node that it writes.
+      running: whether it is in the decode loop; before that it is fed.
+      logits: after what was fed, float32[V], where it is to sample at once.
+      drawn: tokens that the decode loop had sampled for it when it was looked at last, and `first` when it began there.
+      slot, length: its own block among those of the last view, and the tokens in that.
+    """
+
+    call: Call
+    index: int
+    node: Node
+    running: bool = False
+    logits: Array | None = None
+    drawn: int = 0
+    first: int = 0
+    slot: int = 0
+    length: int = 0
+
+    @property
+    def left(self) -> np.ndarray:
+        """Tokens that are to be fed."""
+        assert self.node.extent is not None
+        return self.node.tokens[self.node.extent.length:]
+
+
+class Loop:
+    """Runs calls.
+
+    Args:
+      model: as loaded, keys rotated as for its whole context.
+      pool, tree, policy, queue: memory, what is in it, what leaves it first, and who waits.
+      rows: calls that run at a time.
+      passes: forward passes of a dispatch at most, between which the host looks in.
+      metrics: what is counted.
+      logits: the Logits Cache, or None; hotspot: how it is sampled where that was asked for.
+    """
+
+    def __init__(self, model: LoadedModel, *, pool: Pool, tree: PrefixTree, policy: Policy, queue: Queue, rows: int, passes: int,
+                 metrics: Metrics, logits: LogitsCache | None, hotspot: Hotspot):
+        self.logits, self.hotspot, self._stops = logits, hotspot, frozenset(model.generation.stop_tokens)
+        self.model, self.pool, self.tree, self.policy, self.queue = model, pool, tree, policy, queue
+        self.passes, self.metrics = passes, metrics
+        self.rows: list[Row | None] = [None] * rows
+        self.width, self.slots = 8, 8 * rows
+        self._costs = calibration.load(model)
+        self._state: DecodeState | None = None
+        self._samplers = [Sampler()] * rows
+        self._changed = True
+        self._retired: list[int] = []  # rows that the decode loop still has
+        self._ran = 0  # passes of its state
+        self._running: collections.Counter[str] = collections.Counter()
+        self._tokenizer: Any = model.tokenizer
+        self._feed_seconds = self._copy_seconds = 0.0  # a token, as measured last
+
+    @property
+    def live(self) -> list[Row]:
+        return [row for row in self.rows if row]
+
+    # A round.
+
+    def round(self) -> bool:
+        """Does what there is to do; whether anything was done."""
+        for row in self.live:
+            if row.call.cancelled:
+                self._end(row, End.CANCELLED)
+        for call in [call for call in self.queue if call.cancelled]:
+            self.finish(call, End.CANCELLED)
+        for call in [call for call in self.queue if call.resample and not call.looked_up]:
+            self._replay(call)
+        self._admit()
+        if long := [row for row in self.live if not row.running and len(row.left) > PENDING]:
+            self._feed(long)
+        self._start([row for row in self.live if not row.running and (row.logits is not None or len(row.left) <= PENDING)])
+        if any(row.running for row in self.live):
+            # A row that is fed must not wait long for its next chunk, nor a call for a row.
+            self._decode(max(1, self.passes // 4) if any(not row.running for row in self.live) else self.passes, len(self.queue) > 0)
+        self.metrics.look(self)
+        return bool(self.live or len(self.queue))
+
+    def _replay(self, call: Call) -> None:
+        """Takes the beginning of an answer from the Logits Cache."""
+        assert self.logits is not None
+        call.looked_up = True
+        arguments = call.prompt, call.sampler, call.seed, call.budget, self._stops
+        if call.resample == "hotspot":
+            found = self.logits.hotspot(*arguments, **dataclasses.asdict(self.hotspot))
+        else:
+            found = self.logits.replay(*arguments)
+        self.metrics.looked_up(len(found))
+        if not found:
+            return
+        call.first = time.perf_counter()
+        if found[-1] in self._stops:
+            call.stop_token = found.pop()
+        call.output += found
+        call.replayed = len(found) + (call.stop_token is not None)
+        if self._stopped(call):
+            self.finish(call, End.STOP_TEXT)
+        elif call.stop_token is not None:
+            self.finish(call, End.STOP)
+        elif not call.left:
+            self.finish(call, End.LENGTH)
+        else:
+            self._publish(call)
+
+    def _admit(self) -> None:
+        """Takes calls from the queue as long as there are rows and memory."""
+        for call in self.queue:
+            free = [i for i, row in enumerate(self.rows) if row is None]
+            if not free and not self._make_way(call):
+                return
+            free = free or [i for i, row in enumerate(self.rows) if row is None]
+            while (placed := self._place(call, free[0])) is None and self._make_way(call):
+                pass
+            if placed is None and not self.live:  # what it has in common with others lies in the way
+                placed = self._place(call, free[0], afresh=True)
+                assert placed
+            if placed is None:
+                return
+
+    def _make_way(self, call: Call) -> bool:
+        """Takes a row from a call of a lower priority; False if there is none."""
+        below = [row for row in self.live if row.call.priority < call.priority]
+        if below:
+            self._preempt(min(below, key=_worth))
+        return bool(below)
+
+    def _place(self, call: Call, index: int, *, afresh: bool = False) -> bool | None:
+        """Gives a call a row and memory. None where there is no memory; False where it had better wait for what another one reads."""
+        tokens, tree = call.tokens, self.tree
+        match = Match(tree.root, 0, 0, 0) if afresh else tree.match(tokens, len(tokens) - 1)
+        if match.coming >= LEAST_PIECE:
+            return False
+        base = self._base(match, call)
+        for node in base.path():
+            node.users += 1
+        known = base.segment.depth
+        rest = tokens[known:]
+        fetched = sum(len(node.tokens) for node in base.path() if node.copy)
+        there = self.pool.free + tree.idle() - fetched
+        extent = None
+        if there >= len(rest) and self._bring(base):  # else nothing leaves in vain
+            extent = self._room(min(len(rest) + min(call.left, GROWTH), there)) or self._room(len(rest))
+        for node in base.path():
+            node.users -= 1
+        if extent is None:
+            return None
+        self.queue.take(call)
+        self._running[call.agent] += 1
+        owned = collections.Counter[str]()
+        for node in base.path():
+            owned.update(dict.fromkeys(node.segment.owners.keys() - {call.agent}, len(node.tokens)))
+        self.policy.observe(Observation(call.agent, tree.now, len(tokens), known, owned, self._running[call.agent]))
+        tree.use(base, call.agent, call.priority)
+        node = tree.append(base, rest, extent)
+        tree.touch(node, call.agent, call.priority)
+        tree.now += 1
+        self.rows[index] = Row(call, index, node)
+        self._changed = True
+        if call.reused is None:
+            call.reused = min(known, len(call.prompt))
+        self.metrics.admitted(call, known)
+        log.debug("admitted", extra={"call": call.number, "agent": call.agent, "known": known, "to_feed": len(rest)})
+        return True
+
+    def _base(self, match: Match, call: Call) -> Node:
+        """The node behind which a call's own tokens come; it is cut where the call leaves it in the middle, if that is worth it."""
+        node, cut = match.node, match.within < len(match.node.tokens)
+        if node is self.tree.root:
+            return node
+        assert node.parent is not None
+        if cut and not self._pays(match.within, node, call):
+            return node.parent
+        return self.tree.cut(node, match.within) if cut or node.writing else node
+
+    def _pays(self, tokens: int, node: Node, call: Call) -> bool:
+        """Whether the first tokens of a node are worth a block of their own, which the call and all that use the node now read together.
+
+        The cost rule of branches says what that costs in every pass that the call will need; to be set against it is that the tokens need
+        not be fed again. Where nobody else is under way a piece is read in one with what stands before it, and costs nothing. A few tokens
+        at the very beginning are what all prompts have there, so they would soon be a block of all rows.
+        """
+        rows, costs = node.users + 1, self._costs
+        if rows < 2 or tokens < LEAST_PIECE:
+            return rows < 2 and (node.parent is not self.tree.root or tokens >= LEAST_PIECE)
+        more = costs.shared(tokens, rows) - rows * (costs.private(PRIVATE_TILE + tokens) - costs.private(PRIVATE_TILE))
+        return more * 1e-6 * self.model.config.num_layers * call.left <= tokens * self._feed_seconds or not self._feed_seconds
+
+    def _bring(self, base: Node) -> bool:
+        """Fetches from host memory what a call needs; False if there is no room."""
+        for node in base.path():
+            if node.copy:
+                extent = self._room(len(node.tokens))
+                if extent is None:
+                    return False
+                begin = time.perf_counter()
+                self.tree.fetch(node, extent)
+                jax.block_until_ready(self.pool.cache.keys[0])
+                self._copy_seconds = (time.perf_counter() - begin) / len(node.tokens)
+                self.metrics.fetched(len(node.tokens))
+                self._changed = True
+        return True
+
+    def _room(self, tokens: int) -> Extent | None:
+        """An extent for so many tokens. What nobody uses leaves for it until as much is free; what stays is then moved together."""
+        while (extent := self.pool.take(tokens)) is None:
+            if not (self.pool.free >= tokens and self._pack()) and not self._let_go(tokens):
+                return None
+        return extent
+
+    def _pack(self) -> bool:
+        """Makes one hole of what is free; False if it is one."""
+        nodes = {*self.tree.root.below(), *(node for row in self.live for node in row.node.path())}
+        packed = self.pool.pack(node.extent for node in nodes if node.extent)
+        self._changed |= packed
+        return packed
+
+    def _let_go(self, tokens: int) -> bool:
+        evicted, swapped = self.tree.evicted, self.tree.swapped
+        # Fetching a copy takes about as long as making it.
+        found = self.tree.make_room(tokens, worth_a_copy=2 * self._copy_seconds <= self._feed_seconds or not self._feed_seconds)
+        self.metrics.evicted(self.tree.evicted - evicted, self.tree.swapped - swapped)
+        return found
+
+    def _preempt(self, row: Row) -> None:
+        """Takes row and memory from a call; it goes on later, as though nothing had been."""
+        row.call.preemptions += 1
+        self.metrics.preempted()
+        log.info("preempted", extra={"call": row.call.number, "agent": row.call.agent, "sampled": len(row.call.output)})
+        self._release(row)
+        self.queue.put_back(row.call)
+
+    # Passes.
+
+    def _feed(self, rows: Sequence[Row]) -> None:
+        """One pass over the next tokens of as many of these rows as are fed alike."""
+        most = len(rows[0].left)
+        count, width = next((shape for shape in FEEDS if most <= shape[1]), FEEDS[-1])
+        taken = dict(enumerate(rows[:count]))
+        tokens, counts = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
+        for i, row in taken.items():
+            piece = row.left[:width]
+            tokens[i, :len(piece)], counts[i] = piece, len(piece)
+        cache, layout = self._view(taken, count)
+        begin = time.perf_counter()
+        logits, self.pool.cache = self.model.forward(tokens, counts, cache, layout)
+        finite = np.asarray(jnp.isfinite(logits).all(axis=-1))
+        fed = int(counts.sum())
+        self._feed_seconds = (time.perf_counter() - begin) / fed
+        self.metrics.fed(fed)
+        for i, row in taken.items():
+            assert row.node.extent is not None
+            row.node.extent.length += int(counts[i])
+            self.queue.serve(row.call, int(counts[i]))
+            if not finite[i]:
+                self._not_a_number(row)
+            elif not len(row.left):
+                row.logits = logits[i]
+        self._changed = True
+
+    def _start(self, rows: Sequence[Row]) -> None:
+        """Lets rows sample that have little or nothing left to be fed."""
+        if not rows:
+            return
+        for row in rows:
+            row.running, row.drawn, row.first = True, len(row.call.output), len(row.call.output)
+            self._samplers[row.index] = row.call.sampler
+        state = self._room_for([row.call for row in rows])
+        cache, layout = self._view({row.index: row for row in self.live if row.running}, len(self.rows))
+        self._changed = False
+        calls, nothing = [row.call for row in rows], jnp.zeros(self.model.config.vocab_size)
+        listed = np.asarray(layout.blocks)
+        state = dataclasses.replace(state, cache=cache, layout=dataclasses.replace(layout, blocks=layout.blocks.at[np.asarray(
+            [row.index for row in rows])].set(-1)), samplers=Samplers.stack(self._samplers, bias_slots=state.samplers.bias_tokens.shape[1]))
+        self._state = state.admit(
+            [row.index for row in rows], [[int(b) for b in listed[row.index] if b >= 0] for row in rows],
+            jnp.stack([nothing if row.logits is None else row.logits for row in rows]), seeds=[call.seed for call in calls],
+            budgets=[call.budget for call in calls], drawn=[row.drawn for row in rows],
+            pending=[row.left.tolist() if row.logits is None else [] for row in rows],
+            recorded=[call.resample is not None for call in calls])
+        for row in rows:
+            row.logits = None
+
+    def _room_for(self, calls: Sequence[Call]) -> DecodeState:
+        """The decode loop's state, with room for what these calls may sample and for their samplers' edits."""
+        room = max(call.budget for call in calls)
+        edits = max(len(call.sampler.bias) + len(call.sampler.forbidden) for call in calls)
+        state = self._state
+        if state and self._retired:
+            state = state.retire(self._retired)
+            self._retired.clear()
+        if state is None:
+            state = DecodeState.create(
+                self.pool.view([], self.slots), Layout.from_blocks([], num_rows=len(self.rows), width=self.width), [],
+                vocab_size=self.model.config.vocab_size, stops=self.model.generation.stop_tokens, queue=PENDING,
+                room=max(1024, power_of_two(room)), bias_slots=max(8, power_of_two(edits)), max_width=1,
+                kept=self.logits.kept or 0 if self.logits else 0)
+        if (more := power_of_two(room) - state.tokens.shape[1]) > 0:
+            def widened(array: Array) -> Array:
+                return jnp.pad(array, ((0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)))
+
+            state = dataclasses.replace(state, tokens=widened(state.tokens), kept=jax.tree.map(widened, state.kept))
+        if (slots := power_of_two(max(edits, 1))) > state.samplers.bias_tokens.shape[1]:
+            state = dataclasses.replace(state, samplers=Samplers.stack(self._samplers, bias_slots=slots))
+        return state
+
+    def _decode(self, passes: int, until_any: bool) -> None:
+        """One dispatch: forward passes, each of which samples a token for every row that runs; fewer with `until_any` if a row ends."""
+        running = [row for row in self.live if row.running]
+        for row in running:
+            extent = row.node.extent
+            assert extent is not None
+            if extent.capacity - extent.length < min(passes, row.call.left) and self.pool.grow(extent, min(GROWTH, row.call.left)):
+                self._changed = True
+        state = self._state
+        assert state is not None
+        if self._retired:
+            state = state.retire(self._retired)
+            self._retired.clear()
+        if self._changed:
+            cache, layout = self._view({row.index: row for row in running}, len(self.rows))
+            state = dataclasses.replace(state, cache=cache, layout=layout)
+            self._changed = False
+        else:
+            state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, keys=self.pool.cache.keys,
+                                                                         values=self.pool.cache.values))
+        state = decode(self.model.module, self.model.params, state, passes=passes, until_any=until_any)
+        self._state, self.pool.cache = state, state.cache
+        reasons, drawn, tokens, lengths, faults, ran = jax.device_get((state.reasons, state.drawn, state.tokens, state.cache.lengths,
+                                                                       state.cache.faults, state.passes))
+        self.metrics.ran("decode", int(ran) - self._ran)
+        self._ran = int(ran)
+        if faults:
+            state.cache.check()
+        now = time.perf_counter()
+        full: list[Row] = []
+        for row in running:
+            assert row.node.extent is not None
+            grown, row.length = int(lengths[row.slot]) - row.length, int(lengths[row.slot])
+            row.node.extent.length += grown
+            found = tokens[row.index, row.drawn:drawn[row.index]].tolist()
+            row.drawn += len(found)
+            if (reason := Reason(int(reasons[row.index]))) is Reason.FULL:
+                full.append(row)
+            self._found(row, found, reason, now)
+        for row in full:
+            if self.rows[row.index] is row:  # it may have had to make way meanwhile
+                self._give_room(row)
+
+    def _found(self, row: Row, found: list[int], reason: Reason, now: float) -> None:
+        """What a row has sampled, and what becomes of it."""
+        call = row.call
+        if found:
+            call.first = call.first or now
+            self.queue.serve(call, len(found))
+            self.metrics.sampled(len(found))
+        if reason is Reason.STOP:
+            call.stop_token = found.pop()
+        if found:
+            call.output += found
+            self.tree.extend(row.node, found)
+        stopped = self._stopped(call)
+        if reason is Reason.NOT_A_NUMBER:
+            self._not_a_number(row)
+        elif stopped:
+            self._end(row, End.STOP_TEXT)
+        elif reason is Reason.STOP:
+            self._end(row, End.STOP)
+        elif reason is Reason.BUDGET:
+            self._end(row, End.LENGTH)
+        else:
+            self._publish(call)
+
+    def _give_room(self, row: Row) -> None:
+        """A row's block is full: it grows, or another one follows it, or somebody has to make way."""
+        node, wanted = row.node, min(GROWTH, row.call.left + 1)
+        assert node.extent is not None
+        while not self.pool.grow(node.extent, wanted):
+            if extent := self.pool.take(wanted):
+                if node.known:
+                    row.node = self.tree.append(node, self.tree.shorten(node), extent)
+                    node.writing = False
+                else:
+                    self.pool.give_back(node.extent)
+                    node.extent = extent
+                break
+            if self.pool.free >= wanted and self._pack():
+                continue
+            if self._let_go(wanted):
+                continue
+            if wanted > 1:
+                wanted //= 2
+                continue
+            victim = min(self.live, key=_worth)
+            self._preempt(victim)
+            if victim is row:
+                return
+            wanted = min(GROWTH, row.call.left + 1)
+        assert self._state is not None
+        self._state = dataclasses.replace(self._state, reasons=self._state.reasons.at[row.index].set(Reason.RUNNING.value))
+        self._changed = True
+
+    def _not_a_number(self, row: Row) -> None:
+        """Ends a call that nothing can be sampled for; what it has written last is nothing to go on from."""
+        assert row.node.extent is not None
+        row.node.extent.length = 0
+        self._end(row, End.ERROR, NotANumberError(
+            f"the model's logits for call {row.call.number} are not numbers after {len(row.call.tokens)} tokens; its weights, or its "
+            f"dtype, cannot serve this prompt"))
+
+    # Ends.
+
+    def _stopped(self, call: Call) -> bool:
+        """Whether one of the call's stop texts stands; then its output ends where the text before it does."""
+        if not call.stops or _first(self._tokenizer.decode(call.output), call.stops) is None:
+            return False
+        low, high = 1, len(call.output)  # the fewest tokens with it: the same whenever the host looks in
+        while low < high:
+            middle = (low + high) // 2
+            there = _first(self._tokenizer.decode(call.output[:middle]), call.stops) is not None
+            low, high = (low, middle) if there else (middle + 1, high)
+        del call.output[low:]
+        return True
+
+    def _text(self, call: Call) -> str:
+        if self._tokenizer is None:
+            return ""
+        text = self._tokenizer.decode(call.output)
+        end = _first(text, call.stops)
+        return text if end is None else text[:end]
+
+    def _publish(self, call: Call, last: bool = False) -> None:
+        """Gives out what is new, but for what may still become a stop text, or a character."""
+        text = self._text(call)
+        if not last:
+            held = max((n for stop in call.stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+            text = text[:len(text) - held].rstrip("\ufffd")
+        piece = Piece(tuple(call.output[call.given:]), text[len(call.shown):])
+        call.given, call.shown = len(call.output), text if len(text) > len(call.shown) else call.shown
+        if piece.tokens or piece.text:
+            call.state.tell(piece)
+
+    def _release(self, row: Row) -> None:
+        """Takes a row out of the loop; what it has written stays in the tree, for whoever may want it."""
+        if row.running:
+            assert self._state is not None
+            if row.call.resample and row.drawn > row.first:
+                whole = jax.device_get(jax.tree.map(lambda array: array[row.index], self._state.kept))
+                row.call.drawn_from.append(jax.tree.map(lambda array: array[row.first:row.drawn], whole))
+            self._retired.append(row.index)
+        self.rows[row.index] = None
+        self._changed = True
+        self._running[row.call.agent] -= 1
+        for node in row.node.path():
+            node.users -= 1
+        self.tree.finish(row.node)
+
+    def _end(self, row: Row, end: End, error: Exception | None = None) -> None:
+        self._release(row)
+        self.finish(row.call, end, error)
+
+    def _remember(self, call: Call) -> None:
+        """Gives the Logits Cache what a call has computed; and has the next one on the same state looked up before it comes."""
+        assert self.logits is not None
+        drawn = [*call.output, *([] if call.stop_token is None else [call.stop_token])]
+        kept = jax.tree.map(lambda *parts: np.concatenate(parts), *call.drawn_from)
+        new = drawn[call.replayed:]
+        kept = jax.tree.map(lambda array: array[:len(new)], kept)  # a stop text ends the answer before what was drawn last
+        written = self.logits.write(call.prompt, drawn[:call.replayed], new, kept)
+        if written and call.next_seed is not None and call.resample == "stepwise":
+            self.logits.prefetch(call.prompt, call.sampler, call.next_seed, call.budget, self._stops)
+
+    def give_up(self, call: Call, error: Exception) -> None:
+        """Ends a call because the loop has failed."""
+        call.state.tell(done=Completion(tuple(call.output), "", End.ERROR, len(call.prompt), call.reused or 0, call.replayed,
+                                        call.preemptions, None, time.perf_counter() - call.submitted, error))
+
+    def restart(self) -> None:
+        """After a failure: memory, rows and queue as they were at first, since a cache may have been given to a pass that failed."""
+        self.rows = [None] * len(self.rows)
+        self.queue, self._running, self._state, self._changed = Queue(), collections.Counter(), None, True
+        self._retired.clear()
+        self._ran = 0
+        self.pool = Pool(self.model, self.pool.tokens)
+        self.tree = PrefixTree(self.pool, self.policy, self.tree.host_tokens)
+
+    def free(self) -> None:
+        """Lets go of the memory."""
+        self._state = None
+        for array in (*self.pool.cache.keys, *self.pool.cache.values):
+            if not array.is_deleted():
+                array.delete()
+
+    def finish(self, call: Call, end: End, error: Exception | None = None) -> None:
+        """A call is over."""
+        self.queue.end(call)
+        if call.drawn_from and end is not End.ERROR:
+            self._remember(call)
+        self._publish(call, last=True)
+        now = time.perf_counter()
+        done = Completion(tuple(call.output), self._text(call), end, len(call.prompt), call.reused or 0, call.replayed, call.preemptions,
+                          call.first and call.first - call.submitted, now - call.submitted, error)
+        self.policy.finished(call.agent, len(call.output))
+        self.metrics.finished(call, done)
+        log.info("ended", extra={"call": call.number, "agent": call.agent, "end": end.value, "prompt_tokens": done.prompt_tokens,
+                                 "reused_tokens": done.reused_tokens, "new_tokens": len(done.tokens), "seconds": round(done.seconds, 4)})
+        call.state.tell(done=done)
+
+    def _view(self, rows: Mapping[int, Row], count: int) -> tuple[KVCache, Layout]:
+        """(the cache with what these rows see as its blocks, a layout of `count` rows).
+
+        Runs that were cut are read as one where the same rows see all of them.
+        """
+        slots: dict[tuple[int, int, int], int] = {}
+        spans: list[Extent] = []
+        listed: list[list[int]] = [[] for _ in range(count)]
+        for i, row in rows.items():
+            for span in _spans(row.node):
+                key = span.offset, span.capacity, span.length
+                if key not in slots:
+                    slots[key] = len(spans)
+                    spans.append(span)
+                listed[i].append(slots[key])
+            row.slot, row.length = listed[i][-1], spans[listed[i][-1]].length
+        self.width = max(self.width, power_of_two(max(map(len, listed))))
+        self.slots = max(self.slots, power_of_two(len(spans)))
+        return self.pool.view(spans, self.slots), Layout.from_blocks(listed, num_rows=count, width=self.width)
+
+
+def _spans(node: Node) -> list[Extent]:
+    """The blocks that a row sees which writes this node. All rows that see one of two neighbours see both where as many use them."""
+    spans: list[Extent] = []
+    users = -1
+    for each in node.path():
+        assert each.extent is not None
+        if spans and users == each.users and spans[-1].goes_on_in(each.extent):
+            spans[-1].capacity += each.extent.capacity
+            spans[-1].length += each.extent.length
+        else:
+            spans.append(dataclasses.replace(each.extent))
+        users = each.users
+    return spans
+
+
+def _worth(row: Row) -> tuple[int, int]:
+    """Who makes way first: the lowest priority, and of these who came last."""
+    return row.call.priority, -row.call.number
+
+
+def _first(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first of the stop texts begins."""
+    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)

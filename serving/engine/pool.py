@@ -1,0 +1,218 @@
+"""Pool: the accelerator's memory for keys and values, handed out in extents by the host, and copies of extents in host memory.
+
+What a pass reads is told to it anew each time (`Pool.view`), so cutting an extent in two, giving a part back or letting it grow in place
+are arithmetic on the host, and copy nothing.
+"""
+
+import bisect
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxshare import KVCache
+from jaxshare.cache import ALIGNMENT, alignment
+from jaxshare.models import LoadedModel
+from jaxshare.serving.inputs import cache_dtype, token_bytes
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Extent:
+    """A run of the arena.
+
+    Attributes:
+      offset: where it begins.
+      capacity: tokens that fit.
+      length: tokens that are in it.
+      phase: the position to which its first key is rotated.
+    """
+
+    offset: int
+    capacity: int
+    length: int = 0
+    phase: int = 0
+
+    @property
+    def end(self) -> int:
+        """One behind its last place."""
+        return self.offset + self.capacity
+
+    def goes_on_in(self, other: "Extent") -> bool:
+        """Whether the other one is the rest of what this once was, so that both can be read as one."""
+        return self.length == self.capacity and self.end == other.offset and self.phase + self.length == other.phase
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostCopy:
+    """Keys and values of an extent in host memory: for each layer [K, tokens, D]."""
+
+    keys: tuple[np.ndarray, ...]
+    values: tuple[np.ndarray, ...]
+    phase: int
+
+    @property
+    def tokens(self) -> int:
+        return self.keys[0].shape[1]
+
+    def fork(self, at: int) -> "tuple[HostCopy, HostCopy]":
+        """The first `at` tokens, and the rest."""
+        return (HostCopy(tuple(k[:, :at] for k in self.keys), tuple(v[:, :at] for v in self.values), self.phase),
+                HostCopy(tuple(k[:, at:] for k in self.keys), tuple(v[:, at:] for v in self.values), self.phase + at))
+
+
+class Pool:
+    """One arena, and who has what of it.
+
+    Attributes:
+      tokens: that it holds.
+      bytes_a_token: of keys and values in all layers.
+      free: tokens that no extent has.
+      cache: the arena. Whoever runs a pass over a `view` of it puts the new one back here.
+    """
+
+    def __init__(self, model: LoadedModel, tokens: int):
+        self.tokens = self.free = tokens
+        self.bytes_a_token = token_bytes(model)
+        self.cache = KVCache.empty(model.config, tokens, 1, cache_dtype(model))
+        self._holes = [(0, tokens)]
+
+    def take(self, capacity: int) -> Extent | None:
+        """A new empty extent, or None where no hole is left for it."""
+        step = alignment(capacity)
+        for i, (begin, end) in enumerate(self._holes):
+            at = begin + -begin % step
+            if at + capacity <= end:
+                self._holes[i:i + 1] = [hole for hole in ((begin, at), (at + capacity, end)) if hole[0] < hole[1]]
+                self.free -= capacity
+                return Extent(at, capacity)
+        return None
+
+    def grow(self, extent: Extent, by: int) -> bool:
+        """Gives an extent more room where it is, if what lies behind it is free."""
+        i = bisect.bisect_left(self._holes, (extent.end,))
+        if i == len(self._holes) or self._holes[i][0] != extent.end or self._holes[i][1] - extent.end < by:
+            return False
+        end = self._holes[i][1]
+        extent.capacity += by
+        self._holes[i:i + 1] = [(extent.end, end)] if extent.end < end else []
+        self.free -= by
+        return True
+
+    def trim(self, extent: Extent) -> None:
+        """Gives back what an extent has not used."""
+        spare, extent.capacity = extent.capacity - extent.length, extent.length
+        self._release(extent.end, spare)
+
+    def give_back(self, extent: Extent) -> None:
+        """Frees an extent."""
+        self._release(extent.offset, extent.capacity)
+        extent.capacity = extent.length = 0
+
+    @staticmethod
+    def fork(extent: Extent, at: int) -> Extent:
+        """Cuts an extent in two and copies nothing: what is returned has its first `at` tokens, and the extent itself is the rest."""
+        head = Extent(extent.offset, at, at, extent.phase)
+        extent.offset, extent.capacity, extent.length = extent.offset + at, extent.capacity - at, extent.length - at
+        extent.phase += at
+        return head
+
+    def pack(self, extents: Iterable[Extent]) -> bool:
+        """Moves everything to the front of the arena, so that what is free is one hole; False if it is already. What lay behind one
+        another still does. Keys are rotated to where they were, wherever they lie.
+
+        Args:
+          extents: all that are taken.
+        """
+        if len(self._holes) < 2:
+            return False
+        source, at = np.arange(self.tokens), 0
+        for extent in sorted(extents, key=lambda extent: extent.offset):
+            source[at:at + extent.capacity] = np.arange(extent.offset, extent.end)
+            extent.offset = at
+            at += extent.capacity
+        assert at + self.free == self.tokens
+        self._holes = [(at, self.tokens)]
+        order = jnp.asarray(source)
+        # A layer at a time, so that no second arena is needed.
+        keys, values = (tuple(_pick(arena, order) for arena in arenas) for arenas in (self.cache.keys, self.cache.values))
+        self.cache = dataclasses.replace(self.cache, keys=keys, values=values)
+        return True
+
+    def _release(self, begin: int, tokens: int) -> None:
+        if not tokens:
+            return
+        self.free += tokens
+        end = begin + tokens
+        i = bisect.bisect(self._holes, (begin, end))
+        if i < len(self._holes) and self._holes[i][0] == end:
+            end = self._holes.pop(i)[1]
+        if i and self._holes[i - 1][1] == begin:
+            i -= 1
+            begin = self._holes.pop(i)[0]
+        self._holes.insert(i, (begin, end))
+
+    # What passes see.
+
+    def view(self, spans: Sequence[Extent], slots: int) -> KVCache:
+        """The arena with these extents as its blocks 0, 1, 2...; the other slots are free."""
+        table = np.zeros((4, slots), np.int32)
+        for slot, span in enumerate(spans):
+            table[:, slot] = span.offset, span.length, span.capacity, span.phase
+        offsets, lengths, capacities, phases = jnp.asarray(table)
+        return dataclasses.replace(self.cache, offsets=offsets, lengths=lengths, capacities=capacities, phases=phases)
+
+    # Copies.
+
+    def read(self, extent: Extent) -> HostCopy:
+        """A copy of what is in an extent."""
+        width, start, first = self._window(extent)
+        keys, values = _read(self.cache.keys, self.cache.values, start, width)
+        there = slice(first, first + extent.length)
+        keys, values = (tuple(np.array(a[:, there]) for a in jax.device_get(arrays)) for arrays in (keys, values))
+        return HostCopy(keys, values, extent.phase)
+
+    def write(self, extent: Extent, copy: HostCopy) -> None:
+        """Puts a copy into an empty extent of its size."""
+        extent.length, extent.phase = copy.tokens, copy.phase
+        width, start, first = self._window(extent)
+        behind = width - first - copy.tokens
+        keys, values = (tuple(np.pad(a, ((0, 0), (first, behind), (0, 0))) for a in arrays) for arrays in (copy.keys, copy.values))
+        keys, values = _write((self.cache.keys, self.cache.values), (keys, values), start, first, copy.tokens)
+        self.cache = dataclasses.replace(self.cache, keys=keys, values=values)
+
+    def _window(self, extent: Extent) -> tuple[int, int, int]:
+        """(tokens of a window that holds an extent's, one of few sizes; where it begins in the arena; where the extent does in it)."""
+        width = min(max(ALIGNMENT, 1 << (max(extent.length, 1) - 1).bit_length()), self.tokens)
+        start = min(extent.offset, self.tokens - width)
+        return width, start, extent.offset - start
+
+
+_Arenas = tuple[tuple[Array, ...], tuple[Array, ...]]
+
+
+@functools.partial(jax.jit, donate_argnames="arena")
+def _pick(arena: Array, source: Array) -> Array:
+    return arena[:, source]
+
+
+@functools.partial(jax.jit, static_argnames="width")
+def _read(keys: tuple[Array, ...], values: tuple[Array, ...], start: Array, width: int) -> _Arenas:
+    def piece(arena: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(arena, start, width, axis=1)
+
+    return tuple(map(piece, keys)), tuple(map(piece, values))
+
+
+@functools.partial(jax.jit, donate_argnames="arenas")
+def _write(arenas: _Arenas, new: _Arenas, start: Array, first: Array, count: Array) -> _Arenas:
+    def put(arena: Array, piece: Array) -> Array:
+        place = jnp.arange(piece.shape[1])
+        window = jax.lax.dynamic_slice_in_dim(arena, start, piece.shape[1], axis=1)
+        there = ((place >= first) & (place < first + count))[:, None]
+        return jax.lax.dynamic_update_slice_in_dim(arena, jnp.where(there, piece, window), start, axis=1)
+
+    return tuple(map(put, arenas[0], new[0])), tuple(map(put, arenas[1], new[1]))

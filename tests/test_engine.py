@@ -1,0 +1,433 @@
+"""The engine: what calls are answered, whatever else is under way, leaves the memory or is taken back; and what is refused."""
+
+import asyncio
+import dataclasses
+import functools
+import gc
+import itertools
+import random
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxshare import Sampler, models
+from jaxshare.models import Generation, LoadedModel
+from jaxshare.models.layers import Decoder
+from jaxshare.serving.engine import (
+    ClosedError,
+    Completion,
+    End,
+    Engine,
+    NotANumberError,
+    QueueFullError,
+    TooLongError,
+    model_key,
+)
+from jaxshare.serving.engine import loop as engine_loop
+from jaxshare.serving.inputs import token_bytes
+from jaxshare.serving.logits_cache import LogitsCache
+from tests.helpers import TINY, init
+
+STOP, LONGEST = 2, 192
+CONFIG = dataclasses.replace(TINY, num_layers=1, vocab_size=31, max_positions=512)
+MODEL = LoadedModel(CONFIG, init(CONFIG), None, Generation(stop_tokens=(STOP,)))
+SIZE = token_bytes(MODEL)
+WARM = Sampler(temperature=0.7)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """So that few tokens make many pieces: chunks of a prompt, room that is given at a time, tokens that the decode loop feeds."""
+    monkeypatch.setattr(engine_loop, "GROWTH", 16)
+    monkeypatch.setattr(engine_loop, "FEEDS", ((4, 8), (1, 64)))
+    monkeypatch.setattr(engine_loop, "PENDING", 2)
+
+
+@functools.cache
+def likeliest(tokens: tuple[int, ...]) -> int:
+    """The next token by plain causal attention over all of them."""
+    padded = np.zeros((1, LONGEST), np.int32)
+    padded[0, :len(tokens)] = tokens
+    return int(np.asarray(_causal(MODEL.params, padded))[0, len(tokens) - 1].argmax())
+
+
+_causal = jax.jit(lambda params, tokens: Decoder(CONFIG).apply(params, tokens, method="causal"))
+
+
+def alone(prompt, count: int) -> tuple[list[int], End]:
+    """What a greedy call comes to by itself."""
+    tokens, out = list(prompt), []
+    for _ in range(count):
+        if (token := likeliest(tuple(tokens))) == STOP:
+            return out, End.STOP
+        tokens.append(token)
+        out.append(token)
+    return out, End.LENGTH
+
+
+class Stepped(Engine):
+    """An engine whose rounds the test runs itself, so that a schedule is the same every time."""
+
+    def __init__(self, tokens: int = 256, host: int = 0, **more):
+        super().__init__(MODEL, kv_bytes=tokens * SIZE, host_kv_bytes=host * SIZE, **{"max_rows": 4, "passes": 4, **more})
+        self._thread = threading.current_thread()
+
+    def step(self) -> bool:
+        busy = self._step()
+        self._thread = threading.current_thread()
+        return busy
+
+    def settle(self) -> None:
+        while self.step():
+            pass
+
+
+def lasting(length: int, count: int, seed: int = 0) -> list[int]:
+    """A prompt whose greedy answer does not stop before it has so many tokens."""
+    rng = random.Random(seed)
+    while True:
+        prompt = [rng.randrange(3, 31) for _ in range(length)]
+        if alone(prompt, count)[1] is End.LENGTH:
+            return prompt
+
+
+def done(stream) -> Completion:
+    return stream.wait(0)
+
+
+def check_memory(engine: Engine) -> None:
+    """Every token of the arena has one owner, and every node knows who uses it."""
+    loop = engine._loop
+    tree, pool = loop.tree, loop.pool
+    nodes = [node for node in tree.root.below() if node is not tree.root]
+    begun = [row.node for row in loop.live if not len(row.node.tokens)]  # not found by others yet
+    extents = sorted((n.extent.offset, n.extent.end) for n in (*nodes, *begun) if n.extent and n.extent.capacity)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(extents))
+    assert sum(end - begin for begin, end in extents) + pool.free == pool.tokens
+    assert tree.host_used == sum(node.copy.tokens for node in nodes if node.copy) <= tree.host_tokens
+    for node in nodes:
+        assert node.users == sum(node in row.node.path() for row in loop.live)
+        assert node.extent is None or node.copy is None
+        assert node.extent or node.copy
+        assert node.writing or len(node.tokens) == node.known == node.segment.tokens
+        assert all(child.parent is node for child in node.offspring())
+
+
+def metric(engine: Engine, name: str, **labels: str) -> float:
+    return engine.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+def schedule(rng: random.Random, calls: int, **more) -> Engine:
+    """A random one: calls that go on from each other's prompts and answers, of several agents and priorities, some cancelled."""
+    engine = Stepped(**{"host": rng.choice([0, 128]), "passes": rng.choice([1, 3, 8]), **more})
+    book = [rng.randrange(3, 31) for _ in range(90)]
+    asked = []
+
+    def prompt() -> list[int]:
+        if asked and rng.random() < 0.4:
+            before, stream, _ = rng.choice(asked)
+            known = [*before, *(stream._state.done.tokens if stream._state.done else ())]
+            return known[:rng.randrange(1, 110)] + [rng.randrange(3, 31) for _ in range(rng.randrange(20))]
+        return book[:rng.randrange(90)] + [rng.randrange(3, 31) for _ in range(rng.randrange(1, 30))]
+
+    while len(asked) < calls or any(stream._state.done is None for _, stream, _ in asked):
+        chance = rng.random()
+        if chance < 0.5 and len(asked) < calls:
+            tokens, count = prompt(), rng.randrange(1, 50)
+            asked.append((tokens, engine.submit(tokens, Sampler(), max_new_tokens=count, agent_id=rng.choice("abc"),
+                                                priority=rng.choice([0, 0, 0, 1, 2])), count))
+        elif asked and 0.5 <= chance < 0.51:
+            rng.choice(asked)[1].cancel()
+        else:
+            engine.step()
+            if chance > 0.9:
+                check_memory(engine)
+    engine.settle()
+    check_memory(engine)
+    for tokens, stream, count in asked:
+        wanted, end = alone(tokens, count)
+        found = done(stream)
+        if found.end is End.CANCELLED:
+            assert list(found.tokens) == wanted[:len(found.tokens)]
+        else:
+            assert (list(found.tokens), found.end) == (wanted, end)
+    assert not engine._loop.live and not engine._calls
+    return engine
+
+
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10**6), policy=st.sampled_from(["contribution", "lru", "lfu", "slru", "priority"]))
+def test_greedy_answers_are_those_of_each_call_alone(seed, policy):
+    schedule(random.Random(seed), 40, policy=policy)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10**6), policy=st.sampled_from(["contribution", "lru", "lfu", "slru", "priority"]))
+def test_greedy_answers_of_hundreds_of_calls_are_those_of_each_alone(seed, policy):
+    schedule(random.Random(seed), 300, policy=policy)
+
+
+def test_a_schedule_evicts_swaps_fetches_and_preempts():
+    engine = schedule(random.Random(3), 60, host=128)
+    assert sum(metric(engine, "jaxshare_evicted_tokens_total", to=to) for to in ("host", "nowhere")) > 100
+    assert engine._loop.tree.swapped > 0
+    assert metric(engine, "jaxshare_preemptions_total") > 0
+    assert sum(metric(engine, "jaxshare_reused_tokens_total", agent=agent) for agent in "abc") > 100
+
+
+def test_cold_warm_and_swapped_answers_are_the_same():
+    prompt = list(range(3, 31)) * 4
+    engine = Stepped(tokens=256, host=256, policy="lru")
+    wanted, _ = alone(prompt, 20)
+    reused = []
+    for other in (None, None, [5] * 200, None):
+        stream = engine.submit(other or prompt, Sampler(), max_new_tokens=20)
+        engine.settle()
+        if not other:
+            assert list(done(stream).tokens) == wanted
+            reused.append(done(stream).reused_tokens)
+    assert reused == [0, len(prompt) - 1, len(prompt) - 1]
+    assert metric(engine, "jaxshare_fetched_tokens_total") >= len(prompt) - 1
+
+
+def test_samples_depend_on_prompt_sampler_and_seed_alone():
+    prompts = [[5, 6, 7] * 9, [5, 6, 7] * 9, [5, 6, 7] * 7 + [11], [9]]
+    single = []
+    for seed, prompt in enumerate(prompts):
+        engine = Stepped()
+        stream = engine.submit(prompt, WARM, max_new_tokens=30, seed=seed)
+        engine.settle()
+        single.append(done(stream).tokens)
+    assert single[0] != single[1]
+    engine = Stepped(passes=3)
+    streams = [engine.submit(prompt, WARM, max_new_tokens=30, seed=seed) for seed, prompt in enumerate(prompts)]
+    engine.settle()
+    assert [done(stream).tokens for stream in streams] == single
+
+
+def test_calls_that_come_together_read_what_they_begin_with_once():
+    engine = Stepped(tokens=1024)
+    book = [random.Random(0).randrange(3, 31) for _ in range(100)]
+    streams = [engine.submit([*book, 3 + i], Sampler(), max_new_tokens=4) for i in range(4)]
+    engine.settle()
+    assert sorted(done(stream).reused_tokens for stream in streams) == [0, 100, 100, 100]
+    assert metric(engine, "jaxshare_tokens_total", how="fed") <= 101
+    for i, stream in enumerate(streams):
+        assert list(done(stream).tokens) == alone([*book, 3 + i], 4)[0]
+
+
+def test_a_short_common_beginning_is_not_worth_a_block():
+    engine = Stepped(tokens=1024)
+    streams = [engine.submit([5, 6, 7, 8 + i, *[9 + i] * 30], Sampler(), max_new_tokens=4) for i in range(4)]
+    engine.settle()
+    assert [done(stream).reused_tokens for stream in streams] == [0] * 4
+
+
+def test_a_higher_priority_takes_the_row_and_nothing_is_lost():
+    engine = Stepped(max_rows=1, tokens=512)
+    first, second = lasting(20, 40), lasting(20, 5, seed=1)
+    low = engine.submit(first, Sampler(), max_new_tokens=40, priority=0)
+    while not low._state.pieces:
+        engine.step()
+    high = engine.submit(second, Sampler(), max_new_tokens=5, priority=1)
+    while high._state.done is None:
+        engine.step()
+    assert low._state.done is None
+    engine.settle()
+    assert list(done(low).tokens) == alone(first, 40)[0] and done(low).preemptions == 1
+    assert list(done(high).tokens) == alone(second, 5)[0] and done(high).preemptions == 0
+
+
+def test_agents_are_served_in_turn():
+    engine = Stepped(max_rows=1, tokens=512)
+    many = [engine.submit([5 + i] * 10, Sampler(), max_new_tokens=8, agent_id="many") for i in range(6)]
+    engine.step()
+    one = engine.submit([20] * 10, Sampler(), max_new_tokens=8, agent_id="one")
+    while one._state.done is None:
+        engine.step()
+    assert sum(stream._state.done is not None for stream in many) <= 2
+    engine.settle()
+
+
+def test_a_replay_gives_what_fresh_sampling_would():
+    prompt = [5, 6, 7, 8, 9] * 6
+    for kept in (31, 8):
+        engine, replayed = Stepped(tokens=4096, logits_cache=10**7, kept_logits=kept), 0
+        for seed in range(25):
+            streams = [engine.submit(prompt, WARM, max_new_tokens=40, seed=seed, resample=how) for how in ("stepwise", None)]
+            engine.settle()
+            again, fresh = map(done, streams)
+            assert (again.tokens, again.end) == (fresh.tokens, fresh.end)
+            replayed += again.replayed_tokens
+        assert replayed > 25
+        assert metric(engine, "jaxshare_tokens_total", how="replayed") == replayed
+        check_memory(engine)
+
+
+def test_after_a_replay_one_token_is_computed_and_nothing_is_read_in_again():
+    prompt = [5, 6, 7, 8, 9] * 6
+    engine, cold = Stepped(tokens=4096, logits_cache=10**7, kept_logits=31), Sampler(temperature=0.3, forbidden=(STOP,))
+    for seed in range(10):
+        before = metric(engine, "jaxshare_tokens_total", how="fed")
+        stream = engine.submit(prompt, cold, max_new_tokens=60, seed=seed, resample="stepwise")
+        engine.settle()
+        if seed:
+            assert done(stream).replayed_tokens > 0
+            assert metric(engine, "jaxshare_tokens_total", how="fed") == before
+
+
+def test_a_call_that_was_computed_comes_back_whole():
+    engine = Stepped(tokens=512, logits_cache=10**6)
+    for resample, prompt in (("stepwise", lasting(20, 30)), ("hotspot", lasting(20, 30, seed=1))):
+        streams = []
+        for _ in range(2):
+            streams.append(engine.submit(prompt, Sampler(), max_new_tokens=30, resample=resample))
+            engine.settle()
+        first, second = map(done, streams)
+        assert first.tokens == second.tokens and first.end == second.end
+        assert second.replayed_tokens == len(second.tokens) == 30
+    assert engine.logits_cache.statistics.replayed >= 60
+
+
+def test_the_next_one_is_sampled_ahead():
+    engine = Stepped(tokens=512, logits_cache=10**6)
+    for _ in range(4):
+        stream = engine.submit([5] * 20, WARM, max_new_tokens=20, resample="stepwise")
+        engine.settle()
+        assert done(stream).end is not End.CANCELLED
+        time.sleep(0.05)
+    assert engine.logits_cache.statistics.ahead >= 1
+    engine.logits_cache.close()
+
+
+def test_logits_that_are_not_numbers_end_their_call_alone():
+    lost = 7
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf.at[lost].set(jnp.nan) if path[-1].key == "embedding" else leaf, MODEL.params)
+    engine = Stepped(tokens=512)
+    engine._loop.model = dataclasses.replace(MODEL, params=params)
+    good = [[3, 4, 5, 6, 8, 9] * n + [11] for n in (1, 2, 9)]
+    bad = [[3, 4, 5, 6, 8, 9] * 3 + [lost, 3], [lost] + [3] * 40]
+    for prompts in ([*bad, *good], [*good, *bad], good):
+        streams = [engine.submit(prompt, Sampler(), max_new_tokens=20) for prompt in prompts]
+        engine.settle()
+        for prompt, stream in zip(prompts, streams, strict=True):
+            if lost in prompt:
+                with pytest.raises(NotANumberError, match="not numbers"):
+                    done(stream)
+            elif lost not in alone(prompt, 20)[0]:
+                assert list(done(stream).tokens) == alone(prompt, 20)[0]
+    check_memory(engine)
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in (*engine._loop.pool.cache.keys, *engine._loop.pool.cache.values))
+
+
+# In a thread of its own, with text.
+
+@pytest.fixture(scope="module")
+def speaking() -> LoadedModel:
+    config = dataclasses.replace(CONFIG, vocab_size=402)
+    return LoadedModel(config, init(config), models.load(models.EMBEDDED).tokenizer, Generation(stop_tokens=(STOP,)))
+
+
+def test_a_stream_gives_the_text_as_it_comes(speaking):
+    async def whole():
+        with Engine(speaking, passes=4, max_rows=4) as engine:
+            stream = engine.submit([{"role": "user", "content": "1. 47 + 38"}], WARM, max_new_tokens=40, seed=1)
+            pieces = [piece async for piece in stream]
+            return pieces, await stream, await engine.submit("1. 47 + 38", max_new_tokens=5)
+
+    pieces, completion, other = asyncio.run(whole())
+    assert len(pieces) > 2
+    assert "".join(piece.text for piece in pieces) == completion.text == speaking.tokenizer.decode(completion.tokens)
+    assert tuple(token for piece in pieces for token in piece.tokens) == completion.tokens
+    assert other.prompt_tokens == len(speaking.tokenizer.encode("1. 47 + 38"))
+
+
+def test_an_answer_ends_before_a_stop_text(speaking):
+    with Engine(speaking, passes=4, max_rows=4) as engine:
+        text = engine.submit("1. 47 + 38", WARM, max_new_tokens=40, seed=1).wait(60).text
+        stop = text[len(text) // 2:len(text) // 2 + 3]
+        cut = engine.submit("1. 47 + 38", WARM, max_new_tokens=40, seed=1, stop=stop).wait(60)
+    assert cut.end is End.STOP_TEXT and cut.text == text[:text.index(stop)]
+
+
+def test_a_call_is_cancelled_where_nobody_has_its_stream_and_where_it_is_asked(speaking):
+    with Engine(speaking, passes=1, max_rows=2) as engine:
+        streams = [engine.submit("1. 47 + 38", WARM, max_new_tokens=400, seed=i) for i in range(4)]
+        state = streams[3]._state
+        streams[0].cancel()
+        del streams[3:]
+        gc.collect()
+        assert streams[0].wait(60).end is End.CANCELLED
+        for stream in streams[1:]:
+            stream.cancel()
+        engine.drain(60)
+        assert state.done.end is End.CANCELLED
+
+
+def test_a_reader_that_does_not_read_holds_nobody_up(speaking):
+    with Engine(speaking, max_rows=2) as engine:
+        unread = [engine.submit("1. 47 + 38", WARM, max_new_tokens=30, seed=i) for i in range(5)]
+        engine.drain(60)
+        assert all(stream.wait(0).end is not End.CANCELLED for stream in unread)
+
+
+def test_after_a_failure_of_the_device_the_engine_goes_on(speaking, monkeypatch, caplog):
+    with Engine(speaking, max_rows=2) as engine:
+        def broken(*_, **__):
+            raise RuntimeError("the device is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_loop, "decode", broken)
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                engine.submit("1. 47 + 38", max_new_tokens=5).wait(60)
+        engine.drain(60)
+        assert len(engine.submit("1. 47 + 38", max_new_tokens=5).wait(60).tokens) > 0
+
+
+def test_what_cannot_be_is_refused_at_once(speaking):
+    size = token_bytes(speaking)
+    with pytest.raises(ValueError, match="fifo"):
+        Engine(speaking, policy="fifo")
+    with pytest.raises(ValueError, match=f"kv_bytes is {size - 1}, but one token's keys and values take {size}"):
+        Engine(speaking, kv_bytes=size - 1)
+    with pytest.raises(ValueError, match="host_kv_bytes is 100, but a block of 128 tokens takes"):
+        Engine(speaking, host_kv_bytes=100)
+    with pytest.raises(ValueError, match="max_rows is 0"):
+        Engine(speaking, max_rows=0)
+    with pytest.raises(ValueError, match=r"logits cache is of model 'another'"):
+        Engine(speaking, logits_cache=LogitsCache("another", 1000))
+    assert Engine(speaking, logits_cache=LogitsCache(model_key(speaking), 1000)).logits_cache.max_bytes == 1000
+    engine = Engine(speaking, kv_bytes=128 * size, max_queue=2, max_rows=1)
+    with pytest.raises(TooLongError, match=rf"a prompt of 100 tokens and an answer of 29 need keys and values of 129 tokens, {129 * size} "
+                                           rf"bytes, but there is room for 128, {128 * size} bytes"):
+        engine.submit([5] * 100, max_new_tokens=29)
+    with pytest.raises(TooLongError, match="the model's context holds 512"):
+        engine.submit([5] * 500, max_new_tokens=29)
+    for asked, what in (([], "nothing is asked"), ("", "the prompt is empty"), ([402], "token 402 is outside"), ([[1]], "a call is a text"),
+                        ([{"role": "ghost"}], "refuses the messages")):
+        with pytest.raises(ValueError, match=what):
+            engine.submit(asked)
+    with pytest.raises(ValueError, match="resample is 'sometimes'"):
+        engine.submit([5], resample="sometimes")
+    with pytest.raises(ValueError, match="the engine has no Logits Cache"):
+        engine.submit([5], resample="stepwise")
+    with pytest.raises(ValueError, match="max_new_tokens is 0"):
+        engine.submit([5], max_new_tokens=0)
+    engine._thread = threading.current_thread()  # nothing runs
+    streams = [engine.submit([5], max_new_tokens=5) for _ in range(2)]
+    with pytest.raises(QueueFullError, match="2 calls wait already"):
+        engine.submit([5], max_new_tokens=5)
+    while engine._step():
+        pass
+    assert len(streams) == 2
+    engine.shutdown()
+    with pytest.raises(ClosedError, match="shut down"):
+        engine.submit([5], max_new_tokens=5)
