@@ -194,7 +194,8 @@ class DecodeState:
         Args:
           rows: which, each once.
           blocks: for each of them the blocks it sees, in order; it writes the last.
-          logits: float32[A, V], for each of them.
+          logits: float32[A, V], for each of them. There may be more, which count for nothing: a caller that always gives as many has one
+            program for any number of rows.
           seeds, budgets: for each of them.
           drawn: how many tokens each has sampled before, which count for its budget and its randomness; default none. `tokens` has those
             that come, at their places.
@@ -211,8 +212,8 @@ class DecodeState:
         drawn = [0] * len(rows) if drawn is None else drawn
         pending = [()] * len(rows) if pending is None else pending
         recorded = [False] * len(rows) if recorded is None else recorded
-        for name, count in (("blocks", len(blocks)), ("logits", logits.shape[0]), ("seeds", len(seeds)), ("budgets", len(budgets)),
-                            ("drawn", len(drawn)), ("pending", len(pending)), ("recorded", len(recorded))):
+        for name, count in (("blocks", len(blocks)), ("logits", min(logits.shape[0], len(rows))), ("seeds", len(seeds)),
+                            ("budgets", len(budgets)), ("drawn", len(drawn)), ("pending", len(pending)), ("recorded", len(recorded))):
             if count != len(rows):
                 raise ValueError(f"{name} has {count} entries, but {len(rows)} rows are to be admitted")
         if len(set(rows)) < len(rows):
@@ -237,9 +238,9 @@ class DecodeState:
         layout = dataclasses.replace(self.layout, blocks=jnp.asarray(listed))
         layout.check(self.cache.num_blocks)
         # A power of two, so that few programs serve any number; what is too many falls behind the last row.
-        spare = (1 << max(0, len(rows) - 1).bit_length()) - len(rows)
+        spare = max((1 << max(0, len(rows) - 1).bit_length()), logits.shape[0]) - len(rows)
         row = np.asarray([*rows, *[len(listed)] * spare], np.int32)
-        given = jnp.concatenate([logits, jnp.zeros((spare, logits.shape[1]))]) if spare else logits
+        given = jnp.concatenate([logits, jnp.zeros((more, logits.shape[1]))]) if (more := len(row) - logits.shape[0]) else logits
         waiting = np.zeros((len(row), queue), np.int32)
         for i, tokens in enumerate(pending):
             waiting[i, :len(tokens)] = tokens

@@ -18,10 +18,11 @@ from jaxshare.cache import ALIGNMENT, arena_size
 from jaxshare.models import LoadedModel
 from jaxshare.serving.arena import whole_tiles
 from jaxshare.serving.engine.calls import Call, ClosedError, QueueFullError, Stream, StreamState, TooLongError
-from jaxshare.serving.engine.loop import Hotspot, Loop
+from jaxshare.serving.engine.loop import Loop
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.pool import Pool
 from jaxshare.serving.engine.queue import Queue
+from jaxshare.serving.engine.replies import Hotspot, Replies
 from jaxshare.serving.engine.tree import PrefixTree
 from jaxshare.serving.inputs import default_sampler, encode, encode_messages, token_bytes
 from jaxshare.serving.logits_cache import LogitsCache
@@ -87,9 +88,11 @@ class Engine:
         self._sampler, self._seed, self._max_queue = sampler or default_sampler(model), seed, max_queue
         chosen = make_policy(policy) if isinstance(policy, str) else policy
         pool = Pool(self.model, tokens)
-        self._loop = Loop(self.model, pool=pool, tree=PrefixTree(pool, chosen, host_kv_bytes // size), policy=chosen, queue=Queue(),
-                          rows=max_rows, passes=passes, metrics=self.metrics, logits=self._logits_cache(logits_cache, kept_logits),
-                          hotspot=hotspot)
+        queue = Queue()
+        self._replies = Replies(self.model, queue=queue, policy=chosen, metrics=self.metrics, hotspot=hotspot,
+                                logits=self._logits_cache(logits_cache, kept_logits))
+        self._loop = Loop(self.model, pool=pool, tree=PrefixTree(pool, chosen, host_kv_bytes // size), policy=chosen, queue=queue,
+                          rows=max_rows, passes=passes, metrics=self.metrics, replies=self._replies)
         self._numbers = itertools.count()
         self._asked: collections.Counter[bytes] = collections.Counter()  # calls by what they ask, where they have no seed
         self._changed = threading.Condition()
@@ -110,7 +113,7 @@ class Engine:
     @property
     def logits_cache(self) -> LogitsCache | None:
         """The Logits Cache."""
-        return self._loop.logits
+        return self._replies.logits
 
     # Calls.
 
@@ -229,8 +232,8 @@ class Engine:
                     call.cancelled = True
         self.drain()
         self._loop.free()
-        if self._loop.logits:
-            self._loop.logits.close()
+        if self.logits_cache:
+            self.logits_cache.close()
 
     def __enter__(self) -> Self:
         return self
@@ -260,7 +263,7 @@ class Engine:
         with self._changed:
             if failed:
                 for call in [call for call in self._calls if call.state.done is None and call not in self._new]:
-                    self._loop.give_up(call, failed)
+                    self._replies.give_up(call, failed)
                 self._loop.restart()
             self._calls = {call: None for call in self._calls if call.state.done is None}
             if busy or self._new:

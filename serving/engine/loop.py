@@ -9,7 +9,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,25 +20,16 @@ from jaxshare.models import LoadedModel
 from jaxshare.sampling import Samplers
 from jaxshare.serving import calibration
 from jaxshare.serving.costs import PRIVATE_TILE
-from jaxshare.serving.engine.calls import Call, Completion, End, NotANumberError, Piece
+from jaxshare.serving.engine.calls import Call, End, NotANumberError
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.pool import Extent, Pool
 from jaxshare.serving.engine.queue import Queue
+from jaxshare.serving.engine.replies import Replies
 from jaxshare.serving.engine.tree import LEAST_PIECE, Match, Node, PrefixTree
-from jaxshare.serving.logits_cache import LogitsCache
 from jaxshare.serving.residency import Observation, Policy
 from jaxshare.serving.waves import power_of_two
 
 log = logging.getLogger("jaxshare.engine")
-
-@dataclasses.dataclass(frozen=True)
-class Hotspot:
-    """Which positions hotspot sampling draws again: see `jaxshare.serving.logits_cache.hotspots`."""
-
-    decay: float = 0.5
-    threshold: float = 0.6
-    top_k: int | None = None
-
 
 FEEDS = ((16, 16), (4, 64), (1, 256))
 """(rows, tokens of a row) of a pass that feeds: short texts are fed side by side, and few programs serve all lengths."""
@@ -89,24 +79,23 @@ class Loop:
       rows: calls that run at a time.
       passes: forward passes of a dispatch at most, between which the host looks in.
       metrics: what is counted.
-      logits: the Logits Cache, or None; hotspot: how it is sampled where that was asked for.
+      replies: what becomes of what is sampled.
     """
 
     def __init__(self, model: LoadedModel, *, pool: Pool, tree: PrefixTree, policy: Policy, queue: Queue, rows: int, passes: int,
-                 metrics: Metrics, logits: LogitsCache | None, hotspot: Hotspot):
-        self.logits, self.hotspot, self._stops = logits, hotspot, frozenset(model.generation.stop_tokens)
+                 metrics: Metrics, replies: Replies):
         self.model, self.pool, self.tree, self.policy, self.queue = model, pool, tree, policy, queue
-        self.passes, self.metrics = passes, metrics
+        self.passes, self.metrics, self.replies = passes, metrics, replies
         self.rows: list[Row | None] = [None] * rows
         self.width, self.slots = 8, 8 * rows
         self._costs = calibration.load(model)
         self._state: DecodeState | None = None
         self._samplers = [Sampler()] * rows
         self._changed = True
+        self._nothing = jnp.zeros(model.config.vocab_size)
         self._retired: list[int] = []  # rows that the decode loop still has
         self._ran = 0  # passes of its state
         self._running: collections.Counter[str] = collections.Counter()
-        self._tokenizer: Any = model.tokenizer
         self._feed_seconds = self._copy_seconds = 0.0  # a token, as measured last
 
     @property
@@ -121,9 +110,9 @@ class Loop:
             if row.call.cancelled:
                 self._end(row, End.CANCELLED)
         for call in [call for call in self.queue if call.cancelled]:
-            self.finish(call, End.CANCELLED)
+            self.replies.finish(call, End.CANCELLED)
         for call in [call for call in self.queue if call.resample and not call.looked_up]:
-            self._replay(call)
+            self.replies.look_up(call)
         self._admit()
         if long := [row for row in self.live if not row.running and len(row.left) > PENDING]:
             self._feed(long)
@@ -133,32 +122,6 @@ class Loop:
             self._decode(max(1, self.passes // 4) if any(not row.running for row in self.live) else self.passes, len(self.queue) > 0)
         self.metrics.look(self)
         return bool(self.live or len(self.queue))
-
-    def _replay(self, call: Call) -> None:
-        """Takes the beginning of an answer from the Logits Cache."""
-        assert self.logits is not None
-        call.looked_up = True
-        arguments = call.prompt, call.sampler, call.seed, call.budget, self._stops
-        if call.resample == "hotspot":
-            found = self.logits.hotspot(*arguments, **dataclasses.asdict(self.hotspot))
-        else:
-            found = self.logits.replay(*arguments)
-        self.metrics.looked_up(len(found))
-        if not found:
-            return
-        call.first = time.perf_counter()
-        if found[-1] in self._stops:
-            call.stop_token = found.pop()
-        call.output += found
-        call.replayed = len(found) + (call.stop_token is not None)
-        if self._stopped(call):
-            self.finish(call, End.STOP_TEXT)
-        elif call.stop_token is not None:
-            self.finish(call, End.STOP)
-        elif not call.left:
-            self.finish(call, End.LENGTH)
-        else:
-            self._publish(call)
 
     def _admit(self) -> None:
         """Takes calls from the queue as long as there are rows and memory."""
@@ -325,13 +288,17 @@ class Loop:
         state = self._room_for([row.call for row in rows])
         cache, layout = self._view({row.index: row for row in self.live if row.running}, len(self.rows))
         self._changed = False
-        calls, nothing = [row.call for row in rows], jnp.zeros(self.model.config.vocab_size)
-        listed = np.asarray(layout.blocks)
-        state = dataclasses.replace(state, cache=cache, layout=dataclasses.replace(layout, blocks=layout.blocks.at[np.asarray(
-            [row.index for row in rows])].set(-1)), samplers=Samplers.stack(self._samplers, bias_slots=state.samplers.bias_tokens.shape[1]))
+        calls = [row.call for row in rows]
+        before = np.array(layout.blocks)
+        listed = [before[row.index][before[row.index] >= 0].tolist() for row in rows]
+        before[[row.index for row in rows]] = -1
+        state = dataclasses.replace(state, cache=cache, layout=dataclasses.replace(layout, blocks=jnp.asarray(before)),
+                                    samplers=Samplers.stack(self._samplers, bias_slots=state.samplers.bias_tokens.shape[1]))
+        # Always as many, so that one program serves all.
+        logits = [self._nothing if row.logits is None else row.logits for row in rows]
         self._state = state.admit(
-            [row.index for row in rows], [[int(b) for b in listed[row.index] if b >= 0] for row in rows],
-            jnp.stack([nothing if row.logits is None else row.logits for row in rows]), seeds=[call.seed for call in calls],
+            [row.index for row in rows], listed, jnp.stack(logits + [self._nothing] * (len(self.rows) - len(rows))),
+            seeds=[call.seed for call in calls],
             budgets=[call.budget for call in calls], drawn=[row.drawn for row in rows],
             pending=[row.left.tolist() if row.logits is None else [] for row in rows],
             recorded=[call.resample is not None for call in calls])
@@ -351,7 +318,7 @@ class Loop:
                 self.pool.view([], self.slots), Layout.from_blocks([], num_rows=len(self.rows), width=self.width), [],
                 vocab_size=self.model.config.vocab_size, stops=self.model.generation.stop_tokens, queue=PENDING,
                 room=max(1024, power_of_two(room)), bias_slots=max(8, power_of_two(edits)), max_width=1,
-                kept=self.logits.kept or 0 if self.logits else 0)
+                kept=(self.replies.logits and self.replies.logits.kept) or 0)
         if (more := power_of_two(room) - state.tokens.shape[1]) > 0:
             def widened(array: Array) -> Array:
                 return jnp.pad(array, ((0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)))
@@ -416,7 +383,7 @@ class Loop:
         if found:
             call.output += found
             self.tree.extend(row.node, found)
-        stopped = self._stopped(call)
+        stopped = self.replies.stopped(call)
         if reason is Reason.NOT_A_NUMBER:
             self._not_a_number(row)
         elif stopped:
@@ -426,7 +393,7 @@ class Loop:
         elif reason is Reason.BUDGET:
             self._end(row, End.LENGTH)
         else:
-            self._publish(call)
+            self.replies.publish(call)
 
     def _give_room(self, row: Row) -> None:
         """A row's block is full: it grows, or another one follows it, or somebody has to make way."""
@@ -467,36 +434,6 @@ class Loop:
 
     # Ends.
 
-    def _stopped(self, call: Call) -> bool:
-        """Whether one of the call's stop texts stands; then its output ends where the text before it does."""
-        if not call.stops or _first(self._tokenizer.decode(call.output), call.stops) is None:
-            return False
-        low, high = 1, len(call.output)  # the fewest tokens with it: the same whenever the host looks in
-        while low < high:
-            middle = (low + high) // 2
-            there = _first(self._tokenizer.decode(call.output[:middle]), call.stops) is not None
-            low, high = (low, middle) if there else (middle + 1, high)
-        del call.output[low:]
-        return True
-
-    def _text(self, call: Call) -> str:
-        if self._tokenizer is None:
-            return ""
-        text = self._tokenizer.decode(call.output)
-        end = _first(text, call.stops)
-        return text if end is None else text[:end]
-
-    def _publish(self, call: Call, last: bool = False) -> None:
-        """Gives out what is new, but for what may still become a stop text, or a character."""
-        text = self._text(call)
-        if not last:
-            held = max((n for stop in call.stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
-            text = text[:len(text) - held].rstrip("\ufffd")
-        piece = Piece(tuple(call.output[call.given:]), text[len(call.shown):])
-        call.given, call.shown = len(call.output), text if len(text) > len(call.shown) else call.shown
-        if piece.tokens or piece.text:
-            call.state.tell(piece)
-
     def _release(self, row: Row) -> None:
         """Takes a row out of the loop; what it has written stays in the tree, for whoever may want it."""
         if row.running:
@@ -514,28 +451,13 @@ class Loop:
 
     def _end(self, row: Row, end: End, error: Exception | None = None) -> None:
         self._release(row)
-        self.finish(row.call, end, error)
-
-    def _remember(self, call: Call) -> None:
-        """Gives the Logits Cache what a call has computed; and has the next one on the same state looked up before it comes."""
-        assert self.logits is not None
-        drawn = [*call.output, *([] if call.stop_token is None else [call.stop_token])]
-        kept = jax.tree.map(lambda *parts: np.concatenate(parts), *call.drawn_from)
-        new = drawn[call.replayed:]
-        kept = jax.tree.map(lambda array: array[:len(new)], kept)  # a stop text ends the answer before what was drawn last
-        written = self.logits.write(call.prompt, drawn[:call.replayed], new, kept)
-        if written and call.next_seed is not None and call.resample == "stepwise":
-            self.logits.prefetch(call.prompt, call.sampler, call.next_seed, call.budget, self._stops)
-
-    def give_up(self, call: Call, error: Exception) -> None:
-        """Ends a call because the loop has failed."""
-        call.state.tell(done=Completion(tuple(call.output), "", End.ERROR, len(call.prompt), call.reused or 0, call.replayed,
-                                        call.preemptions, None, time.perf_counter() - call.submitted, error))
+        self.replies.finish(row.call, end, error)
 
     def restart(self) -> None:
         """After a failure: memory, rows and queue as they were at first, since a cache may have been given to a pass that failed."""
         self.rows = [None] * len(self.rows)
-        self.queue, self._running, self._state, self._changed = Queue(), collections.Counter(), None, True
+        self.queue = self.replies.queue = Queue()
+        self._running, self._state, self._changed = collections.Counter(), None, True
         self._retired.clear()
         self._ran = 0
         self.pool = Pool(self.model, self.pool.tokens)
@@ -547,21 +469,6 @@ class Loop:
         for array in (*self.pool.cache.keys, *self.pool.cache.values):
             if not array.is_deleted():
                 array.delete()
-
-    def finish(self, call: Call, end: End, error: Exception | None = None) -> None:
-        """A call is over."""
-        self.queue.end(call)
-        if call.drawn_from and end is not End.ERROR:
-            self._remember(call)
-        self._publish(call, last=True)
-        now = time.perf_counter()
-        done = Completion(tuple(call.output), self._text(call), end, len(call.prompt), call.reused or 0, call.replayed, call.preemptions,
-                          call.first and call.first - call.submitted, now - call.submitted, error)
-        self.policy.finished(call.agent, len(call.output))
-        self.metrics.finished(call, done)
-        log.info("ended", extra={"call": call.number, "agent": call.agent, "end": end.value, "prompt_tokens": done.prompt_tokens,
-                                 "reused_tokens": done.reused_tokens, "new_tokens": len(done.tokens), "seconds": round(done.seconds, 4)})
-        call.state.tell(done=done)
 
     def _view(self, rows: Mapping[int, Row], count: int) -> tuple[KVCache, Layout]:
         """(the cache with what these rows see as its blocks, a layout of `count` rows).
@@ -602,8 +509,3 @@ def _spans(node: Node) -> list[Extent]:
 def _worth(row: Row) -> tuple[int, int]:
     """Who makes way first: the lowest priority, and of these who came last."""
     return row.call.priority, -row.call.number
-
-
-def _first(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first of the stop texts begins."""
-    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)

@@ -90,6 +90,6 @@ class Metrics:
         self._queue.set(len(loop.queue))
         pool = loop.pool
         self._bytes.labels("accelerator").set((pool.tokens - pool.free) * pool.bytes_a_token)
-        if loop.logits:
-            self._bytes.labels("logits").set(loop.logits.bytes)
+        if loop.replies.logits:
+            self._bytes.labels("logits").set(loop.replies.logits.bytes)
         self._bytes.labels("host").set(loop.tree.host_used * pool.bytes_a_token)

@@ -1,0 +1,136 @@
+"""What calls have said, and how they end: texts, stop texts, what streams are given, and what the Logits Cache is told and asked."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxshare.models import LoadedModel
+from jaxshare.serving.engine.calls import Call, Completion, End, Piece
+from jaxshare.serving.engine.metrics import Metrics
+from jaxshare.serving.engine.queue import Queue
+from jaxshare.serving.logits_cache import LogitsCache
+from jaxshare.serving.residency import Policy
+
+log = logging.getLogger("jaxshare.engine")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hotspot:
+    """Which positions hotspot sampling draws again: see `jaxshare.serving.logits_cache.hotspots`."""
+
+    decay: float = 0.5
+    threshold: float = 0.6
+    top_k: int | None = None
+
+
+class Replies:
+    """Of the calls of one engine.
+
+    Args:
+      model: whose tokenizer and stop tokens they are.
+      queue, policy, metrics: are told of every end.
+      logits: the Logits Cache, or None; hotspot: how it is sampled where that was asked for.
+    """
+
+    def __init__(self, model: LoadedModel, *, queue: Queue, policy: Policy, metrics: Metrics, logits: LogitsCache | None, hotspot: Hotspot):
+        self.queue, self.policy, self.metrics, self.logits, self.hotspot = queue, policy, metrics, logits, hotspot
+        self._stops = frozenset(model.generation.stop_tokens)
+        self._tokenizer: Any = model.tokenizer
+
+    def look_up(self, call: Call) -> None:
+        """Takes the beginning of an answer from the Logits Cache."""
+        assert self.logits is not None
+        call.looked_up = True
+        arguments = call.prompt, call.sampler, call.seed, call.budget, self._stops
+        if call.resample == "hotspot":
+            found = self.logits.hotspot(*arguments, **dataclasses.asdict(self.hotspot))
+        else:
+            found = self.logits.replay(*arguments)
+        self.metrics.looked_up(len(found))
+        if not found:
+            return
+        call.first = time.perf_counter()
+        if found[-1] in self._stops:
+            call.stop_token = found.pop()
+        call.output += found
+        call.replayed = len(found) + (call.stop_token is not None)
+        if self.stopped(call):
+            call.replayed = len(call.output)
+            self.finish(call, End.STOP_TEXT)
+        elif call.stop_token is not None:
+            self.finish(call, End.STOP)
+        elif not call.left:
+            self.finish(call, End.LENGTH)
+        else:
+            self.publish(call)
+
+    def finish(self, call: Call, end: End, error: Exception | None = None) -> None:
+        """A call is over."""
+        self.queue.end(call)
+        if call.drawn_from and end is not End.ERROR:
+            self._remember(call)
+        self.publish(call, last=True)
+        now = time.perf_counter()
+        done = Completion(tuple(call.output), self._text(call), end, len(call.prompt), call.reused or 0, call.replayed, call.preemptions,
+                          call.first and call.first - call.submitted, now - call.submitted, error)
+        self.policy.finished(call.agent, len(call.output))
+        self.metrics.finished(call, done)
+        log.info("ended", extra={"call": call.number, "agent": call.agent, "end": end.value, "prompt_tokens": done.prompt_tokens,
+                                 "reused_tokens": done.reused_tokens, "new_tokens": len(done.tokens), "seconds": round(done.seconds, 4)})
+        call.state.tell(done=done)
+
+    def _remember(self, call: Call) -> None:
+        """Gives the Logits Cache what a call has computed; and has the next one on the same state looked up before it comes."""
+        assert self.logits is not None
+        drawn = [*call.output, *([] if call.stop_token is None else [call.stop_token])]
+        kept = jax.tree.map(lambda *parts: np.concatenate(parts), *call.drawn_from)
+        new = drawn[call.replayed:]
+        kept = jax.tree.map(lambda array: array[:len(new)], kept)  # a stop text ends the answer before what was drawn last
+        written = self.logits.write(call.prompt, drawn[:call.replayed], new, kept)
+        if written and call.next_seed is not None and call.resample == "stepwise":
+            self.logits.prefetch(call.prompt, call.sampler, call.next_seed, call.budget, self._stops)
+
+    def give_up(self, call: Call, error: Exception) -> None:
+        """Ends a call because the loop has failed."""
+        call.state.tell(done=Completion(tuple(call.output), "", End.ERROR, len(call.prompt), call.reused or 0, call.replayed,
+                                        call.preemptions, None, time.perf_counter() - call.submitted, error))
+
+    def stopped(self, call: Call) -> bool:
+        """Whether one of the call's stop texts stands; then its output ends where the text before it does."""
+        if not call.stops or _first(self._tokenizer.decode(call.output), call.stops) is None:
+            return False
+        low, high = 1, len(call.output)  # the fewest tokens with it: the same whenever the host looks in
+        while low < high:
+            middle = (low + high) // 2
+            there = _first(self._tokenizer.decode(call.output[:middle]), call.stops) is not None
+            low, high = (low, middle) if there else (middle + 1, high)
+        del call.output[low:]
+        return True
+
+    def _text(self, call: Call) -> str:
+        if self._tokenizer is None:
+            return ""
+        text = self._tokenizer.decode(call.output)
+        end = _first(text, call.stops)
+        return text if end is None else text[:end]
+
+    def publish(self, call: Call, last: bool = False) -> None:
+        """Gives out what is new, but for what may still become a stop text, or a character."""
+        text = self._text(call)
+        if not last:
+            held = max((n for stop in call.stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+            text = text[:len(text) - held].rstrip("\ufffd")
+        piece = Piece(tuple(call.output[call.given:]), text[len(call.shown):])
+        call.given, call.shown = len(call.output), text if len(text) > len(call.shown) else call.shown
+        if piece.tokens or piece.text:
+            call.state.tell(piece)
+
+
+def _first(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first of the stop texts begins."""
+    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
