@@ -194,7 +194,8 @@ def test_threads_and_what_comes_before_and_after():
     assert result.passes == result.answers[200].passes == outline + 13 + 2 and result.ended == "answer"
 
 
-@pytest.mark.parametrize(("workers", "passes"), [pytest.param(1, 7 + 2 + 13, marks=pytest.mark.slow), (2, 2 * 2 + 11), (3, 13)])
+@pytest.mark.parametrize(("workers", "passes"), [
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 7 + 2 + 13), (2, 2 * 2 + 11))), (3, 13)])
 def test_threads_in_turn(workers, passes):
     result, outline = skeleton(workers), len(OUTLINE) - 1
     assert result.texts == skeleton(None).texts

@@ -40,6 +40,7 @@ def test_the_workers_example_runs():
     assert "Alice 2:" in text and 32 < int(passes) <= 64 and int(kv_bytes) > 10**5
 
 
+@pytest.mark.slow
 def test_the_branches_example_runs():
     summary, best, *streamed, passes = printed(2).rstrip().splitlines()
     order, prompt_tokens, unique_tokens, _ = re.fullmatch(r"(\[.*\]) (\d+) (\d+) (\d+)", summary).groups()

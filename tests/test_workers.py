@@ -116,10 +116,10 @@ def asked(session: Workers) -> dict[str, set[int]]:
 
 
 @pytest.mark.parametrize(("make", "number"), [
-    (combined, 3),
+    (combined, 2),
     *(pytest.param(make, number, marks=pytest.mark.slow) for make, number in (
         (contiguous, 1), (contiguous, 2), (contiguous, 3), (interleaved, 1), (interleaved, 2), (interleaved, 3), (combined, 1),
-        (combined, 2)))])
+        (combined, 3)))])
 def test_the_loop_equals_a_plain_one(make, number):
     names = NAMES[:number]
     session = start(names, layout=make, ask_every=25)
@@ -269,6 +269,7 @@ def test_a_guess_is_what_a_plain_loop_would_write():
     assert np.asarray(session.cache.lengths).tolist() == before
 
 
+@pytest.mark.slow
 def test_one_run_answers_at_several_budgets():
     options = dict(sampler=Sampler(), budget=320, format=None, max_workers=2)
     result = start(**options).run([16, 100, 320])
@@ -282,6 +283,7 @@ def test_one_run_answers_at_several_budgets():
     assert result.texts == start(**options).run().texts
 
 
+@pytest.mark.slow
 def test_finishing_a_program():
     session = start(sampler=Sampler(), finisher_tokens=30, kind="code")
     for _ in session.stream(20):

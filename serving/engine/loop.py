@@ -216,7 +216,7 @@ class Loop:
                 begin = time.perf_counter()
                 self.tree.fetch(node, extent)
                 jax.block_until_ready(self.pool.cache.keys[0])
-                self._copy_seconds = (time.perf_counter() - begin) / len(node.tokens)
+                self._copy_seconds = _steadied(self._copy_seconds, (time.perf_counter() - begin) / len(node.tokens))
                 self.metrics.fetched(len(node.tokens))
                 self._changed = True
         return True
@@ -266,7 +266,7 @@ class Loop:
         logits, self.pool.cache = self.model.forward(tokens, counts, cache, layout)
         finite = np.asarray(jnp.isfinite(logits).all(axis=-1))
         fed = int(counts.sum())
-        self._feed_seconds = (time.perf_counter() - begin) / fed
+        self._feed_seconds = _steadied(self._feed_seconds, (time.perf_counter() - begin) / fed)
         self.metrics.fed(fed)
         for i, row in taken.items():
             assert row.node.extent is not None
@@ -504,6 +504,11 @@ def _spans(node: Node) -> list[Extent]:
             spans.append(dataclasses.replace(each.extent))
         users = each.users
     return spans
+
+
+def _steadied(before: float, now: float) -> float:
+    """A time that was measured again. The first one is long, since something is compiled: less is believed at once, more by and by."""
+    return now if not before else min(now, 0.9 * before + 0.1 * now)
 
 
 def _worth(row: Row) -> tuple[int, int]:

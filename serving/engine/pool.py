@@ -60,8 +60,11 @@ class HostCopy:
 
     def fork(self, at: int) -> "tuple[HostCopy, HostCopy]":
         """The first `at` tokens, and the rest."""
-        return (HostCopy(tuple(k[:, :at] for k in self.keys), tuple(v[:, :at] for v in self.values), self.phase),
-                HostCopy(tuple(k[:, at:] for k in self.keys), tuple(v[:, at:] for v in self.values), self.phase + at))
+        def part(of: slice, phase: int) -> HostCopy:
+            # Arrays of its own, so that each part's memory is free when that part goes.
+            return HostCopy(tuple(k[:, of].copy() for k in self.keys), tuple(v[:, of].copy() for v in self.values), phase)
+
+        return part(slice(at), self.phase), part(slice(at, None), self.phase + at)
 
 
 class Pool:

@@ -237,12 +237,11 @@ class PrefixTree:
         self.policy.gone(node.segment)
         self.policy.used(twin.segment, self.now)  # by these, too
 
-    def use(self, node: Node, agent: str, priority: int, by: int = 1) -> None:
-        """A call begins (by=1) or ends (by=-1) to go through a node and all above it; both count where it begins."""
+    def use(self, node: Node, agent: str, priority: int) -> None:
+        """A call begins to go through a node and all above it."""
         for each in node.path():
-            each.users += by
-            if by > 0:
-                self.touch(each, agent, priority)
+            each.users += 1
+            self.touch(each, agent, priority)
 
     def touch(self, node: Node, agent: str, priority: int) -> None:
         """A call has used a node."""
@@ -326,10 +325,6 @@ class PrefixTree:
             self._forget_copy(lost)
             self.policy.gone(lost.segment)
         node.leave()
-
-    def resident(self) -> int:
-        """Tokens of the arena that nodes have, room that is still to be written included."""
-        return sum(node.extent.capacity for node in self.root.below() if node.extent)
 
 
 def _digest(node: Node) -> bytes:
