@@ -296,6 +296,13 @@ class LogitsCache:
             self._replayed += len(tokens)
         return [int(token) for token in tokens]
 
+    def answer(self, state: Sequence[int] | np.ndarray) -> np.ndarray:
+        """int32[n]: the tokens of the latest continuation of a state that is still here; none of one that is not known."""
+        with self._lock:
+            entry = self._states.get(_digest(state))
+            parts = [tokens for _, _, tokens in _turns(entry.root)] if entry is not None else []
+        return np.concatenate(parts) if parts else _int32(())
+
     def distance(self, state: Sequence[int] | np.ndarray, sampler: Sampler, budget: int, stops: frozenset[int] = frozenset(), *,
                  decay: float = 0.5, threshold: float = 0.6, top_k: int | None = None) -> Distance:
         """How far `hotspot` with the same arguments is from fresh sampling."""

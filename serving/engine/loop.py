@@ -21,6 +21,7 @@ from jaxshare.sampling import Samplers
 from jaxshare.serving import calibration
 from jaxshare.serving.costs import PRIVATE_TILE
 from jaxshare.serving.engine.calls import Call, End, NotANumberError
+from jaxshare.serving.engine.guesses import SHAPES, Guesses, confirm
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.pool import Extent, Pool
 from jaxshare.serving.engine.queue import Queue
@@ -49,6 +50,7 @@ class Row:
       node: the node that it writes.
       running: whether it is in the decode loop; before that it is fed.
       logits: after what was fed, float32[V], where it is to sample at once.
+      guesses: of what it may say next, where it has left an earlier answer.
       drawn: tokens that the decode loop had sampled for it when it was looked at last, and `first` when it began there.
       slot, length: its own block among those of the last view, and the tokens in that.
     """
@@ -58,6 +60,7 @@ class Row:
     node: Node
     running: bool = False
     logits: Array | None = None
+    guesses: Guesses | None = None
     drawn: int = 0
     first: int = 0
     slot: int = 0
@@ -116,7 +119,10 @@ class Loop:
         self._admit()
         if long := [row for row in self.live if not row.running and len(row.left) > PENDING]:
             self._feed(long)
-        self._start([row for row in self.live if not row.running and (row.logits is not None or len(row.left) <= PENDING)])
+        ready = [row for row in self.live if not row.running and (row.logits is not None or len(row.left) <= PENDING)]
+        guessing = [row for row in ready if row.guesses and row.logits is None]
+        unsure = self._confirm(guessing) if guessing else []
+        self._start([row for row in ready if row in unsure or row not in guessing])
         if any(row.running for row in self.live):
             # A row that is fed must not wait long for its next chunk, nor a call for a row.
             self._decode(max(1, self.passes // 4) if any(not row.running for row in self.live) else self.passes, len(self.queue) > 0)
@@ -175,7 +181,7 @@ class Loop:
         node = tree.append(base, rest, extent)
         tree.touch(node, call.agent, call.priority)
         tree.now += 1
-        self.rows[index] = Row(call, index, node)
+        self.rows[index] = Row(call, index, node, guesses=self.replies.guesses(call))
         self._changed = True
         if call.reused is None:
             call.reused = min(known, len(call.prompt))
@@ -278,6 +284,62 @@ class Loop:
                 row.logits = logits[i]
         self._changed = True
 
+    def _confirm(self, rows: Sequence[Row]) -> list[Row]:
+        """One pass over what some of these rows may say next; those that have nothing to guess, which the decode loop is for."""
+        guessed: list[tuple[Row, list[int]]] = []
+        unsure: list[Row] = []
+        most = SHAPES[-1][1]
+        for row in rows:
+            extent, call = row.node.extent, row.call
+            assert extent is not None and row.guesses is not None
+            if extent.capacity - extent.length < most and self.pool.grow(extent, GROWTH):
+                self._changed = True
+            room = min(most, extent.capacity - extent.length) - len(row.left)
+            some = row.guesses.next(call.output, min(room, call.left - 1))
+            if not some:
+                unsure.append(row)
+            elif len(guessed) < SHAPES[-1][0]:
+                guessed.append((row, some))
+        if not guessed:
+            return unsure
+        count, width = next(shape for shape in SHAPES if len(guessed) <= shape[0])
+        tokens, counts, begins = np.zeros((count, width), np.int32), np.zeros(count, np.int32), np.zeros(count, np.int32)
+        samplers, seeds, positions = [Sampler()] * count, np.zeros(count, np.uint32), np.zeros(count, np.int32)
+        for i, (row, some) in enumerate(guessed):
+            whole = [*row.left.tolist(), *some]
+            tokens[i, :len(whole)], counts[i], begins[i] = whole, len(whole), len(row.left) - 1
+            samplers[i], seeds[i] = row.call.sampler, row.call.seed
+            positions[i] = len(row.call.output) - begins[i]
+        cache, layout = self._view({i: row for i, (row, _) in enumerate(guessed)}, count)
+        edits = max(len(sampler.bias) + len(sampler.forbidden) for sampler in samplers)
+        self.pool.cache, drawn, finite, kept = confirm(
+            self.model.module, self.model.params, cache, layout, tokens, counts, Samplers.stack(samplers, bias_slots=max(8, edits)), seeds,
+            positions, (self.replies.logits and self.replies.logits.kept) or 0)
+        drawn, finite, kept = jax.device_get((drawn, finite, kept))
+        self.metrics.ran("guess", 1)
+        self._changed = True
+        now = time.perf_counter()
+        for i, (row, some) in enumerate(guessed):
+            assert row.node.extent is not None and row.guesses is not None
+            if not finite[i]:
+                self._not_a_number(row)
+                continue
+            found = drawn[i, begins[i]:counts[i]].tolist()
+            right = next((n for n, token in enumerate(some) if found[n] != token), len(some))
+            row.guesses.told(right, len(some))
+            self.metrics.guessed(right, len(some) - right)
+            row.node.extent.length += int(begins[i]) + 1 + right
+            found = found[:right + 1]
+            stop = next((n for n, token in enumerate(found) if token in self.replies.stops), None)
+            if stop is not None:  # what was fed behind it is nobody's
+                row.node.extent.length -= max(0, right - stop)
+                found = found[:stop + 1]
+            part = slice(int(begins[i]), int(begins[i]) + len(found))
+            row.call.drawn_from.append(jax.tree.map(lambda array, i=i, part=part: array[i, part], kept))
+            spent = len(row.call.output) + len(found) >= row.call.budget
+            self._found(row, found, Reason.STOP if stop is not None else Reason.BUDGET if spent else Reason.RUNNING, now)
+        return unsure
+
     def _start(self, rows: Sequence[Row]) -> None:
         """Lets rows sample that have little or nothing left to be fed."""
         if not rows:
@@ -370,6 +432,9 @@ class Loop:
         for row in full:
             if self.rows[row.index] is row:  # it may have had to make way meanwhile
                 self._give_room(row)
+        for row in running:
+            if self.rows[row.index] is row and row.guesses and row not in full and row.guesses.back(row.call.output):
+                self._leave_loop(row)
 
     def _found(self, row: Row, found: list[int], reason: Reason, now: float) -> None:
         """What a row has sampled, and what becomes of it."""
@@ -437,17 +502,22 @@ class Loop:
     def _release(self, row: Row) -> None:
         """Takes a row out of the loop; what it has written stays in the tree, for whoever may want it."""
         if row.running:
-            assert self._state is not None
-            if row.call.resample and row.drawn > row.first:
-                whole = jax.device_get(jax.tree.map(lambda array: array[row.index], self._state.kept))
-                row.call.drawn_from.append(jax.tree.map(lambda array: array[row.first:row.drawn], whole))
-            self._retired.append(row.index)
+            self._leave_loop(row)
         self.rows[row.index] = None
         self._changed = True
         self._running[row.call.agent] -= 1
         for node in row.node.path():
             node.users -= 1
         self.tree.finish(row.node)
+
+    def _leave_loop(self, row: Row) -> None:
+        """Takes a row out of the decode loop's; what was kept of its distributions is fetched."""
+        assert self._state is not None
+        if row.call.resample and row.drawn > row.first:
+            whole = jax.device_get(jax.tree.map(lambda array: array[row.index], self._state.kept))
+            row.call.drawn_from.append(jax.tree.map(lambda array: array[row.first:row.drawn], whole))
+        self._retired.append(row.index)
+        row.running, self._changed = False, True
 
     def _end(self, row: Row, end: End, error: Exception | None = None) -> None:
         self._release(row)

@@ -40,6 +40,7 @@ class Metrics:
         self._evicted = Counter("jaxshare_evicted_tokens", "Tokens that left the accelerator, by where to", ["to"], registry=registry)
         self._fetched = Counter("jaxshare_fetched_tokens", "Tokens that came back from host memory", registry=registry)
         self._lookups = Counter("jaxshare_logits_lookups", "Calls that the Logits Cache was asked for", ["found"], registry=registry)
+        self._guesses = Counter("jaxshare_guessed_tokens", "Tokens guessed after earlier answers", ["were"], registry=registry)
         self._preempted = Counter("jaxshare_preemptions", "Calls that had to make way for another", registry=registry)
         self._first = Histogram("jaxshare_first_token_seconds", "From a call's submission to its first token", buckets=_SECONDS,
                                 registry=registry)
@@ -65,6 +66,10 @@ class Metrics:
     def looked_up(self, replayed: int) -> None:
         self._lookups.labels("hit" if replayed else "miss").inc()
         self._tokens.labels("replayed").inc(replayed)
+
+    def guessed(self, right: int, wrong: int) -> None:
+        self._guesses.labels("right").inc(right)
+        self._guesses.labels("wrong").inc(wrong)
 
     def evicted(self, tokens: int, swapped: int) -> None:
         self._evicted.labels("host").inc(swapped)

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.calls import Call, Completion, End, Piece
+from jaxshare.serving.engine.guesses import Guesses
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.queue import Queue
 from jaxshare.serving.logits_cache import LogitsCache
@@ -39,14 +40,14 @@ class Replies:
 
     def __init__(self, model: LoadedModel, *, queue: Queue, policy: Policy, metrics: Metrics, logits: LogitsCache | None, hotspot: Hotspot):
         self.queue, self.policy, self.metrics, self.logits, self.hotspot = queue, policy, metrics, logits, hotspot
-        self._stops = frozenset(model.generation.stop_tokens)
+        self.stops = frozenset(model.generation.stop_tokens)
         self._tokenizer: Any = model.tokenizer
 
     def look_up(self, call: Call) -> None:
         """Takes the beginning of an answer from the Logits Cache."""
         assert self.logits is not None
         call.looked_up = True
-        arguments = call.prompt, call.sampler, call.seed, call.budget, self._stops
+        arguments = call.prompt, call.sampler, call.seed, call.budget, self.stops
         if call.resample == "hotspot":
             found = self.logits.hotspot(*arguments, **dataclasses.asdict(self.hotspot))
         else:
@@ -55,7 +56,7 @@ class Replies:
         if not found:
             return
         call.first = time.perf_counter()
-        if found[-1] in self._stops:
+        if found[-1] in self.stops:
             call.stop_token = found.pop()
         call.output += found
         call.replayed = len(found) + (call.stop_token is not None)
@@ -68,6 +69,13 @@ class Replies:
             self.finish(call, End.LENGTH)
         else:
             self.publish(call)
+
+    def guesses(self, call: Call) -> Guesses | None:
+        """Of what a call may say next: after the latest answer to the same."""
+        if not call.resample or self.logits is None:
+            return None
+        answer = self.logits.answer(call.prompt)
+        return Guesses(answer) if len(answer) else None
 
     def finish(self, call: Call, end: End, error: Exception | None = None) -> None:
         """A call is over."""
@@ -93,7 +101,7 @@ class Replies:
         kept = jax.tree.map(lambda array: array[:len(new)], kept)  # a stop text ends the answer before what was drawn last
         written = self.logits.write(call.prompt, drawn[:call.replayed], new, kept)
         if written and call.next_seed is not None and call.resample == "stepwise":
-            self.logits.prefetch(call.prompt, call.sampler, call.next_seed, call.budget, self._stops)
+            self.logits.prefetch(call.prompt, call.sampler, call.next_seed, call.budget, self.stops)
 
     def give_up(self, call: Call, error: Exception) -> None:
         """Ends a call because the loop has failed."""
