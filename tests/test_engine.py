@@ -125,7 +125,7 @@ def metric(engine: Engine, name: str, **labels: str) -> float:
 
 def schedule(rng: random.Random, calls: int, **more) -> Engine:
     """A random one: calls that go on from each other's prompts and answers, of several agents and priorities, some cancelled."""
-    engine = Stepped(**{"host": rng.choice([0, 128]), "passes": rng.choice([1, 3, 8]), **more})
+    engine = Stepped(**{"host": rng.choice([0, 128]), "passes": rng.choice([1, 3, 8]), "logits_cache": 30_000, "kept_logits": 8, **more})
     book = [rng.randrange(3, 31) for _ in range(90)]
     asked = []
 
@@ -133,6 +133,8 @@ def schedule(rng: random.Random, calls: int, **more) -> Engine:
         if asked and rng.random() < 0.4:
             before, stream, _ = rng.choice(asked)
             known = [*before, *(stream._state.done.tokens if stream._state.done else ())]
+            if rng.random() < 0.4:
+                return before
             return known[:rng.randrange(1, 110)] + [rng.randrange(3, 31) for _ in range(rng.randrange(20))]
         return book[:rng.randrange(90)] + [rng.randrange(3, 31) for _ in range(rng.randrange(1, 30))]
 
@@ -140,8 +142,9 @@ def schedule(rng: random.Random, calls: int, **more) -> Engine:
         chance = rng.random()
         if chance < 0.5 and len(asked) < calls:
             tokens, count = prompt(), rng.randrange(1, 50)
-            asked.append((tokens, engine.submit(tokens, Sampler(), max_new_tokens=count, agent_id=rng.choice("abc"),
-                                                priority=rng.choice([0, 0, 0, 1, 2])), count))
+            stream = engine.submit(tokens, Sampler(), max_new_tokens=count, agent_id=rng.choice("abc"),
+                                   priority=rng.choice([0, 0, 0, 1, 2]), resample=rng.choice([None, None, "stepwise"]))
+            asked.append((tokens, stream, count))
         elif asked and 0.5 <= chance < 0.51:
             rng.choice(asked)[1].cancel()
         else:

@@ -31,6 +31,7 @@ from jaxshare.serving.residency import Policy, digest, make_policy
 log = logging.getLogger("jaxshare.engine")
 
 _MOST_BYTES = 2 * 1024**3
+_MOST_ASKED = 2**16
 Messages = Sequence[Mapping[str, str]]
 
 
@@ -94,7 +95,8 @@ class Engine:
         self._loop = Loop(self.model, pool=pool, tree=PrefixTree(pool, chosen, host_kv_bytes // size), policy=chosen, queue=queue,
                           rows=max_rows, passes=passes, metrics=self.metrics, replies=self._replies)
         self._numbers = itertools.count()
-        self._asked: collections.Counter[bytes] = collections.Counter()  # calls by what they ask, where they have no seed
+        # How often something was asked without a seed; of what was asked last.
+        self._asked: collections.OrderedDict[bytes, int] = collections.OrderedDict()
         self._changed = threading.Condition()
         self._new: list[Call] = []
         self._calls: dict[Call, None] = {}  # that have not ended
@@ -167,7 +169,9 @@ class Engine:
                                      f"engine with a larger max_queue")
             if seed is None:
                 asked = digest(tokens)
-                self._asked[asked] += 1
+                self._asked[asked] = self._asked.pop(asked, 0) + 1
+                if len(self._asked) > _MOST_ASKED:
+                    self._asked.popitem(last=False)
                 call.seed, call.next_seed = (self._seed_of(asked, self._asked[asked] + more) for more in (0, 1))
             else:
                 call.seed = seed % 2**32

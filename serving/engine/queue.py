@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 from jaxshare.serving.engine.calls import Call
 
+_MOST_AGENTS = 1024
+"""So many are remembered before those are forgotten that need not be."""
+
 
 class Queue:
     """Calls that wait.
@@ -47,8 +50,11 @@ class Queue:
         self._at_work[call.agent] -= 1
         if not self._at_work[call.agent]:
             del self._at_work[call.agent]
-            if not self._at_work:
+            least = min((self._served[agent] for agent in self._at_work), default=None)
+            if least is None:
                 self._served.clear()
+            elif len(self._served) > _MOST_AGENTS:  # who was given less than all that are at work is like somebody new
+                self._served = {agent: served for agent, served in self._served.items() if agent in self._at_work or served > least}
 
     def serve(self, call: Call, tokens: int) -> None:
         """So many tokens were read or written for a call."""
