@@ -8,8 +8,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What somebody has calibrated on this machine must not decide what a test sees.
 os.environ["JAXSHARE_CACHE"] = os.path.join(os.path.dirname(__file__), "fixtures", "no-calibration")
 
+import gc
+from pathlib import Path
+
 import hypothesis
 import jax
+import pytest
 
 # A bfloat16 that silently becomes a float32 costs memory and hides mistakes: every promotion has to be written out.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -19,6 +23,20 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 hypothesis.settings.register_profile("jaxshare", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, derandomize=False, max_examples=1000)
 hypothesis.settings.load_profile("jaxshare")
+
+
+_MOST_MAPS = 25_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """Forgets compiled programs when there are many: each maps pieces of memory of its own, of which Linux lets a process have 65,530; then
+    the compiler crashes."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_configure(config):
