@@ -69,6 +69,7 @@ def tiny():
     return LoadedModel(TINY, jax.tree.map(lambda p: p, tiny_params()), None, Generation())
 
 
+@pytest.mark.slow
 def test_the_engine_and_the_loop_that_are_timed_do_the_work(tiny):
     calls = bench.Calls(TINY.vocab_size, seed=0, system_tokens=24)
     sampler = Sampler(temperature=0.8)

@@ -20,6 +20,7 @@ with pytest.MonkeyPatch.context() as patch:
     models = importlib.import_module("_engine_model")
 
 
+@pytest.mark.slow
 def test_stepwise_answers_are_the_baselines_and_come_out_of_the_cache_in_part():
     model = LoadedModel(TINY, tiny_params(), None, Generation())
     group = bench.run_group(model, [[1, 2, 3], [4, 5]], puzzles=(0, 1), sampler=Sampler(temperature=0.5), tokens=12, turns=2, kept=8,

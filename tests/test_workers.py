@@ -341,6 +341,7 @@ def test_a_worker_that_joins_at_once_was_there_from_the_start():
     assert run(headed) == run(start(NAMES[:2], format=fixed))
 
 
+@pytest.mark.slow
 def test_workers_leave_and_others_take_their_place():
     session = start(NAMES[:2], format=dataclasses.replace(CHAT, others_header="", own_header=""), max_workers=2)
     for _ in session.stream(20):
