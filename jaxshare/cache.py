@@ -107,7 +107,7 @@ class KVCache:
         if (sizes < 0).any():
             first = int(np.argmax(sizes < 0))
             raise ValueError(f"the capacity of block {first} is {int(sizes[first])}; it must be at least 0")
-        offsets, tokens = _extents(sizes)
+        offsets, tokens = extents(sizes)
         cache = cls.empty(config, tokens, sizes.size, dtype)
         return dataclasses.replace(cache, offsets=jnp.asarray(offsets, jnp.int32), capacities=jnp.asarray(sizes, jnp.int32))
 
@@ -290,8 +290,8 @@ def arena_size(tokens: int) -> int:
     return max(1, tokens + -tokens % tile)
 
 
-def _extents(capacities: np.ndarray) -> tuple[np.ndarray, int]:
-    """Offsets of the blocks, and the size of the arena."""
+def extents(capacities: np.ndarray) -> tuple[np.ndarray, int]:
+    """Offsets of blocks that lie side by side, and the size of an arena for them."""
     offsets, end = np.zeros_like(capacities), 0
     for b, capacity in enumerate(capacities):
         end += -end % alignment(capacity)

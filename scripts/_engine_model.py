@@ -29,7 +29,8 @@ def random_model(seed: int, *, dtype: str, model: dict[str, Any] = MODEL) -> Loa
         return load(folder, dtype)
 
 
-def forking_model(seed: int, *, dtype: str, forks: float = FORKS, model: dict[str, Any] = MODEL) -> LoadedModel:
+def forking_model(seed: int, *, dtype: str, forks: float = FORKS, rejoin: float = 0.0,
+                  model: dict[str, Any] = MODEL) -> LoadedModel:
     """A Llama with random weights that is certain of most tokens and in doubt about a few, as language models are.
 
     Random weights alone give next to even distributions. Here embeddings outweigh what the layers add to them, and the head answers each
@@ -37,6 +38,9 @@ def forking_model(seed: int, *, dtype: str, forks: float = FORKS, model: dict[st
     it answers with two to eight successors that are close to each other. Beside them every token has the logit -log(rank), as the
     frequencies of words (Zipf). The layers' part depends on the whole text, and moves all of this a little: the same token is not
     followed by the same distribution twice.
+
+    Texts that part at a fork have nothing in common from there on; but at a share `rejoin` of the forks all successors are followed by the
+    same token, as where one thing can be said in several ways.
     """
     made = random_model(seed, dtype=dtype, model=model)
     rng = np.random.default_rng([seed, 2])
@@ -53,10 +57,16 @@ def forking_model(seed: int, *, dtype: str, forks: float = FORKS, model: dict[st
     margins = rng.uniform(6, 14, vocab).astype(np.float32)
     certain = rng.permutation(vocab)
     head[certain] += (margins + rarity[certain])[:, None] * answers
+    ways = np.random.default_rng([seed, 6])
     for token in np.flatnonzero(rng.random(vocab) < forks):
         others = rng.choice(vocab, rng.integers(1, _CANDIDATES), replace=False)
         close = margins[token] - rng.exponential(1.0, len(others)).astype(np.float32)
         head[others] += (close + rarity[others])[:, None] * answers[token]
+        if ways.random() < rejoin:
+            for other in others:
+                for sign, after in ((-1, certain[other]), (1, certain[certain[token]])):
+                    head[after] += sign * (margins[other] + rarity[after]) * answers[other]
+                certain[other] = certain[certain[token]]
     kept = dict(made.params["params"])
     kept["embed"] = {"embedding": jnp.asarray(embedding, dtype)}
     kept["head"] = {"kernel": jnp.asarray(head, dtype)}

@@ -190,8 +190,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--states", type=int, default=STATES, help="waits of each (default %(default)s)")
     parser.add_argument("--rounds", type=int, help="turns of each kind of wait (default 15; quick 3)")
     parser.add_argument("--quick", action="store_true", help="fewer turns: within half a minute on two cores")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON object to this file too")
+    parser.reporting()
     given = parser.parse_args(arguments)
     rounds = given.rounds if given.rounds is not None else 3 if given.quick else 15
     if min(given.agents, given.states, rounds) < 1:

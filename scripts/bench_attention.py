@@ -61,13 +61,10 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--seed", type=int, help="of all that is random (default another one in every run)")
     parser.add_argument("--torch-python", metavar="PATH", help=f"a Python that has PyTorch with CUDA (default {TORCH_PYTHON}, or this one)")
     parser.add_argument("--without-torch", action="store_true", help="measure without PyTorch's side")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON object to this file too")
+    parser.reporting()
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the results there")
     given = parser.parse_args(arguments)
-    asked = tuple(given.parts.split(","))
-    if wrong := [part for part in asked if part not in parts.PARTS]:
-        parser.error(f"--parts has {wrong[0]!r}, but the parts are {', '.join(parts.PARTS)}")
+    asked = parser.some_of("--parts", given.parts, parts.PARTS)
     rounds = given.rounds if given.rounds is not None else 1 if given.cpu else 5 if given.quick else 9
     seed = secrets.randbelow(2**31) if given.seed is None else given.seed
     if rounds < 1 or not 0 <= seed < 2**31:

@@ -36,13 +36,13 @@ from benchlib import (
     fastest,
     finish,
     machine,
+    progress,
     ratios,
     table,
     torch_python,
     versions,
     write_checkpoint,
 )
-from tqdm import tqdm
 
 from jaxshare import DecodeState, KVCache, Layout, decode
 from jaxshare.models import LoadedModel, load
@@ -263,8 +263,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
                         help="fewer and shorter turns, one prompt for all in the largest batch alone: within three minutes on two cores")
     parser.add_argument("--seed", type=int, default=0, help="of weights and prompts")
     parser.add_argument("--torch-python", metavar="PATH", help=f"a Python with PyTorch and transformers (default {TORCH_PYTHON})")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON object to this file too")
+    parser.reporting()
     given = parser.parse_args(arguments)
     batches = parser.numbers("--batches", given.batches, "1,8,64")
     rounds = given.rounds if given.rounds is not None else 3 if given.quick else 5
@@ -304,12 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure_all(options: Options, workers: dict[str, Worker]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What was measured with, and the results, one a batch."""
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=len(options.batches) * 4 + 2, leave=False, file=sys.stderr) as bar:
-
-        def say(what: str) -> None:
-            bar.update(bool(bar.desc))  # what was said before is done
-            bar.set_description(what)
-
+    with tempfile.TemporaryDirectory() as folder, progress(len(options.batches) * 4 + 2) as say:
         say("weights")
         parameters = write_checkpoint(Path(folder), MODEL, options.seed)
         model = load(folder)

@@ -32,8 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _engine_model import MODEL, random_model
-from benchlib import Goal, Parser, alternate, command, finish, machine, ratios, table, versions
-from tqdm import tqdm
+from benchlib import Goal, Parser, alternate, command, finish, machine, progress, ratios, table, versions
 
 from jaxshare import DecodeState, KVCache, Layout, Sampler, decode
 from jaxshare.models import EMBEDDED, LoadedModel, load
@@ -114,7 +113,7 @@ class Served:
         tokens = (2 * rows if reuse else 4 * rows) * longest + SYSTEMS * len(calls.systems[0])
         self.engine = Engine(model, max_rows=rows, kv_bytes=tokens * token_bytes(model), passes=passes, max_queue=10**6, sampler=sampler)
         if not reuse:
-            tree = self.engine._loop.tree
+            tree = self.engine._loop.memory.tree
             tree.match = lambda tokens, most: Match(tree.root, 0, 0, 0)
         for system in calls.systems:
             self.engine.submit(system, max_new_tokens=1).wait()
@@ -390,12 +389,9 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the random model (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="the embedded model alone, fewer calls: within three minutes on two cores")
     parser.add_argument("--seed", type=int, default=0, help="of weights, calls, arrivals and answers")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON object to this file too")
+    parser.reporting()
     given = parser.parse_args(arguments)
-    models = tuple((given.models or ("embedded" if given.quick else ",".join(MODELS))).split(","))
-    if not set(models) <= set(MODELS) or len(set(models)) < len(models):
-        parser.error(f"--models is {given.models!r}, but it must be some of {','.join(MODELS)}")
+    models = parser.some_of("--models", given.models or ("embedded" if given.quick else ",".join(MODELS)), MODELS)
     for name, value in (("--rows", given.rows), ("--rounds", given.rounds), ("--passes", given.passes)):
         if value is not None and value < 1:
             parser.error(f"{name} is {value}, but it must be at least 1")
@@ -412,12 +408,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     asked = command([str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)])
     where, results = machine(), []
-    with tqdm(total=len(options.models) * (3 + len(LOADS)), leave=False, file=sys.stderr) as bar:
-
-        def say(what: str) -> None:
-            bar.update(bool(bar.desc))  # what was said before is done
-            bar.set_description(what)
-
+    with progress(len(options.models) * (3 + len(LOADS))) as say:
         for name in options.models:
             model = load(EMBEDDED) if name == "embedded" else random_model(options.seed, dtype=options.dtype)
             results.append(measure(name, model, options.scales[name], passes=options.passes, seed=options.seed, say=say))

@@ -199,8 +199,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--engine", action=argparse.BooleanOptionalAction, default=True,
                         help="run the calls on the engine, too, at the first capacity (quick: the first rounds and one workflow)")
     parser.add_argument("--quick", action="store_true", help="fewer workflows and one capacity: within three minutes on two cores")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON object to this file too")
+    parser.reporting()
     given = parser.parse_args(arguments)
     rounds = parser.numbers("--rounds", given.rounds, "7,21")
     default = (CAPACITY,) if given.quick else CAPACITIES

@@ -278,13 +278,10 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts, keys and values")
     parser.add_argument("--torch-python", metavar="PATH", help=f"a Python with PyTorch and transformers (default {TORCH_PYTHON})")
     parser.add_argument("--without-torch", action="store_true", help="measure our sides alone")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON object to this file too")
+    parser.reporting()
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the results there (default benchmarks/plots; quick: nowhere)")
     given = parser.parse_args(arguments)
-    parts = tuple(given.parts.split(","))
-    if wrong := [part for part in parts if part not in PARTS]:
-        parser.error(f"--parts has {wrong[0]!r}, but the parts are {', '.join(PARTS)}")
+    parts = parser.some_of("--parts", given.parts, PARTS)
     for name, least in (("rounds", 1), ("document", 1), ("problems", 2), ("samples", 2), ("seed", 0)):
         if (value := getattr(given, name)) is not None and value < least:
             parser.error(f"--{name} is {value}, but it must be at least {least}")

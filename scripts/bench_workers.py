@@ -37,6 +37,7 @@ from benchlib import (
     cores,
     finish,
     machine,
+    progress,
     ratios,
     table,
     torch_python,
@@ -44,7 +45,6 @@ from benchlib import (
     write_checkpoint,
 )
 from jax import Array
-from tqdm import tqdm
 
 from jaxshare import DecodeState, KVCache, Layout, decode
 from jaxshare.attention import block_attention
@@ -308,8 +308,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--hogwild", metavar="DIR", help="a checkout of https://github.com/eqimp/hogwild_llm to measure against")
     parser.add_argument("--hogwild-python", metavar="PATH",
                         help=f"a Python with PyTorch and transformers 4.50 to run it with (default {HOGWILD_PYTHON})")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON object to this file too")
+    parser.reporting()
     given = parser.parse_args(arguments)
 
     def default(full: Sequence[int], quick: Sequence[int]) -> str:
@@ -363,12 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure_all(options: Options, others: dict[str, Worker]) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, int]]:
     """What was measured with; the results, one a length of history; and those of streaming."""
     turns = len(options.histories) * 3 + 2 + bool(others)
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=turns, leave=False, file=sys.stderr) as bar:
-
-        def say(what: str) -> None:
-            bar.update(bool(bar.desc))  # what was said before is done
-            bar.set_description(what)
-
+    with tempfile.TemporaryDirectory() as folder, progress(turns) as say:
         say("weights")
         parameters = write_checkpoint(Path(folder), MODEL, options.seed)
         model, other, hogwild = load(folder), None, None

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,6 +48,18 @@ class Parser(argparse.ArgumentParser):
         if not all(n.isascii() and n.isdigit() and int(n) for n in found) or len({int(n) for n in found}) < len(found):
             self.error(f"{option} is {text!r}, but it must be different numbers from 1 up with commas between, such as {such_as}")
         return tuple(map(int, found))
+
+    def reporting(self) -> None:
+        """Adds what all benchmarks have: how the result is to be given."""
+        self.add_argument("--json", action="store_true", help="print one JSON object")
+        self.add_argument("--output", type=Path, metavar="FILE", help="write the JSON object to this file too")
+
+    def some_of(self, option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+        """Different ones of these names with commas between; ends the program where `text`, which `option` was given, is not that."""
+        found = tuple(text.split(","))
+        if wrong := [name for i, name in enumerate(found) if name not in known or name in found[:i]]:
+            self.error(f"{option} has {wrong[0]!r}, but it must be some of {', '.join(known)}, each once")
+        return found
 
     def check_output(self, output: Path | None) -> None:
         """Ends the program where --output, if it was given, names nothing that can be written."""
@@ -106,6 +119,18 @@ def alternate[T](sides: Mapping[T, Callable[[], float]], rounds: int) -> dict[T,
         for name in names[first:] + names[:first]:
             times[name].append(sides[name]())
     return times
+
+
+@contextlib.contextmanager
+def progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar of so many steps: what it gives is called with what is done next."""
+    with tqdm(total=steps, leave=False, file=sys.stderr) as bar:
+
+        def say(what: str) -> None:
+            bar.update(bool(bar.desc))  # what was said before is done
+            bar.set_description(what)
+
+        yield say
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:

@@ -1,11 +1,11 @@
 """Arena: one cache whose blocks come and go. The host hands out extents; the cache itself stays where it is."""
 
-import bisect
 from collections.abc import Sequence
 
 from jaxshare import KVCache
-from jaxshare.cache import ALIGNMENT, LARGE_TILE, alignment
+from jaxshare.cache import ALIGNMENT, LARGE_TILE
 from jaxshare.models import LoadedModel
+from jaxshare.serving.holes import Holes
 from jaxshare.serving.inputs import cache_dtype
 
 
@@ -35,19 +35,19 @@ class Arena:
     def __init__(self, model: LoadedModel, tokens: int, slots: int):
         self.tokens, self.slots, self.busy = tokens, slots, False
         self.cache = KVCache.empty(model.config, tokens, slots, cache_dtype(model))
-        self._holes = [(0, tokens)]
+        self._holes = Holes(tokens)
         self._taken: dict[int, tuple[int, int]] = {}
         self._changed: set[int] = set()
 
     @property
     def free(self) -> int:
         """Tokens that no block has."""
-        return sum(end - begin for begin, end in self._holes)
+        return self._holes.free
 
     @property
     def largest(self) -> int:
         """Tokens of the largest hole."""
-        return max((end - begin for begin, end in self._holes), default=0)
+        return self._holes.largest
 
     def take(self, capacity: int, *, high: bool = False) -> int | None:
         """A new empty block, or None where no hole or no slot is left for it.
@@ -56,32 +56,17 @@ class Arena:
           capacity: of the block, in tokens.
           high: put it as far up as it goes. What stays long and what comes and goes are best kept apart.
         """
-        if len(self._taken) == self.slots:
+        if len(self._taken) == self.slots or (at := self._holes.take(capacity, high=high)) is None:
             return None
-        step = alignment(capacity)
-        for i in reversed(range(len(self._holes))) if high else range(len(self._holes)):
-            begin, end = self._holes[i]
-            at = (end - capacity) // step * step if high else begin + -begin % step
-            if begin <= at and at + capacity <= end:
-                self._holes[i:i + 1] = [hole for hole in ((begin, at), (at + capacity, end)) if hole[0] < hole[1]]
-                block = next(b for b in range(self.slots) if b not in self._taken)
-                self._taken[block] = at, capacity
-                self._changed.add(block)
-                return block
-        return None
+        block = next(b for b in range(self.slots) if b not in self._taken)
+        self._taken[block] = at, capacity
+        self._changed.add(block)
+        return block
 
     def give_back(self, block: int) -> None:
         """Frees a block."""
-        begin, capacity = self._taken.pop(block)
-        end = begin + capacity
+        self._holes.give_back(*self._taken.pop(block))
         self._changed.add(block)
-        i = bisect.bisect(self._holes, (begin, end))
-        if i < len(self._holes) and self._holes[i][0] == end:
-            end = self._holes.pop(i)[1]
-        if i and self._holes[i - 1][1] == begin:
-            i -= 1
-            begin = self._holes.pop(i)[0]
-        self._holes.insert(i, (begin, end))
 
     def settle(self) -> KVCache:
         """The cache with every block where it is now; those that are new are empty."""

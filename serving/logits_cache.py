@@ -17,7 +17,8 @@ import numpy as np
 
 from jaxshare.kept import Kept
 from jaxshare.sampling import Sampler
-from jaxshare.serving.replay import FIELDS, UNDECIDED, decide, probabilities, redraw, rows, uniform_run
+from jaxshare.serving.hotspot import USUAL, Distance, Hotspot
+from jaxshare.serving.replay import FIELDS, UNDECIDED, decide, redraw, rows, uniform_run
 
 _FIRST_LOOK = 32
 """Positions that a replay looks at first; then four times as many each time. Most end early."""
@@ -45,26 +46,6 @@ class Statistics:
     states: int = 0
     runs: int = 0
     bytes: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Distance:
-    """How far hotspot sampling along one continuation is from fresh sampling, as total variation; 0 is the same, 1 has nothing in common.
-
-    Attributes:
-      positions: float64[n], at each position, given the tokens before it: 0 where it is resampled, elsewhere the chance of any other
-        token than the one that is taken unasked.
-      sequence: of whole outputs: the chance that fresh sampling leaves the continuation first at a position that is not resampled.
-        Until then both can draw alike, and after another turn both are the model's; and hotspot sampling never does that.
-    """
-
-    positions: np.ndarray
-    sequence: float
-
-    @property
-    def mean(self) -> float:
-        """Over the positions; 0 where there are none."""
-        return float(self.positions.mean()) if len(self.positions) else 0.0
 
 
 class _Run:
@@ -262,16 +243,16 @@ class LogitsCache:
         if worker is not None:
             worker.shutdown(cancel_futures=True)
 
-    def hotspot(self, state: Sequence[int] | np.ndarray, sampler: Sampler, seed: int, budget: int, stops: frozenset[int] = frozenset(), *,
-                decay: float = 0.5, threshold: float = 0.6, top_k: int | None = None) -> list[int]:
-        """Draws again only where the model was uncertain, along the latest continuation (equations 2 to 4). APPROXIMATE.
+    def hotspot(self, state: Sequence[int] | np.ndarray, sampler: Sampler, seed: int, budget: int, stops: frozenset[int] = frozenset(),
+                rule: Hotspot = USUAL) -> list[int]:
+        """Draws again only where the model was uncertain, along the latest continuation (section 6.2). APPROXIMATE.
 
         Elsewhere the continuation's token is taken unasked, so outputs are not distributed as fresh ones; `distance` says how far off
         they are. Ends after a drawn token that leaves the continuation. At temperature 0 nothing is uncertain: that is `replay`.
 
         Args:
           state, sampler, seed, budget, stops: as for `replay`.
-          decay, threshold, top_k: as for `hotspots`.
+          rule: where that is.
 
         Returns:
           The output's first tokens.
@@ -284,7 +265,7 @@ class LogitsCache:
             self._misses += path is None
         if kept is None or path is None or not len(tokens):
             return []
-        hot = np.flatnonzero(hotspots(kept, sampler, decay=decay, threshold=threshold, top_k=top_k))
+        hot = np.flatnonzero(rule.find(kept, sampler))
         picked = dataclasses.replace(kept, **{name: getattr(kept, name)[hot] for name in FIELDS})
         drawn = decide(picked, sampler, uniform_run(seed, 0, len(tokens))[hot])
         left = np.flatnonzero(drawn != tokens[hot])
@@ -303,13 +284,13 @@ class LogitsCache:
             parts = [tokens for _, _, tokens in _turns(entry.root)] if entry is not None else []
         return np.concatenate(parts) if parts else _int32(())
 
-    def distance(self, state: Sequence[int] | np.ndarray, sampler: Sampler, budget: int, stops: frozenset[int] = frozenset(), *,
-                 decay: float = 0.5, threshold: float = 0.6, top_k: int | None = None) -> Distance:
+    def distance(self, state: Sequence[int] | np.ndarray, sampler: Sampler, budget: int, stops: frozenset[int] = frozenset(),
+                 rule: Hotspot = USUAL) -> Distance:
         """How far `hotspot` with the same arguments is from fresh sampling."""
         kept, tokens, _ = self._latest(state, budget, stops)
         if kept is None or sampler.temperature == 0:
             return Distance(np.zeros(len(tokens)), 0.0)
-        return hotspot_distance(kept, sampler, tokens, hotspots(kept, sampler, decay=decay, threshold=threshold, top_k=top_k))
+        return Distance.of(kept, sampler, tokens, rule.find(kept, sampler))
 
     def _check_shape(self, kept: Kept) -> None:
         width, vocab = kept.tokens.shape[1], kept.vocab
@@ -384,51 +365,6 @@ class LogitsCache:
             run.state.root = None
             self._bytes -= len(run.state.digest)
             del self._states[run.state.digest]
-
-
-def hotspots(kept: Kept, sampler: Sampler, *, decay: float = 0.5, threshold: float = 0.6, top_k: int | None = None) -> np.ndarray:
-    """bool[n]: the positions of a continuation that are worth drawing again (equations 2 to 4); temperature above 0.
-
-    Position t scores H_t (1 - c_t) exp(-decay t / n): the entropy of its distribution (what is not kept counts as one token), times
-    what its likeliest token leaves to others, with a discount for late positions. The paper's own formula is lost; this one favours,
-    as it says, positions that are both uncertain and weakly peaked (a product is large only where both are) and slightly earlier
-    ones (t / n, so that `decay` means the same at every length). Scores are divided by the largest of the call: the paper's threshold
-    is one of normalised scores.
-
-    Args:
-      kept, sampler: n distributions, and at whose temperature and cuts they are looked at.
-      decay: how much less the last position counts, at least 0; exp(-decay).
-      threshold: normalised scores above it are hot.
-      top_k: take this many of the highest scores instead.
-
-    Raises:
-      ValueError: a negative decay or top_k.
-    """
-    if decay < 0 or (top_k is not None and top_k < 0):
-        raise ValueError(f"decay is {decay} and top_k {top_k}; neither may be negative")
-    chances, rest = probabilities(kept, sampler)
-    n = len(rest)
-    chances = np.concatenate([chances, rest[:, None]], axis=1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        entropy = -np.where(chances > 0, chances * np.log(chances), 0).sum(axis=1)
-    score = entropy * (1 - chances[:, :-1].max(axis=1)) * np.exp(-decay * np.arange(n) / max(n, 1))
-    if top_k is not None:
-        hot = np.zeros(n, bool)
-        hot[np.argsort(-score, kind="stable")[:top_k]] = True
-        return hot & (score > 0)
-    return score > threshold * score.max(initial=0)
-
-
-def hotspot_distance(kept: Kept, sampler: Sampler, tokens: np.ndarray, hot: np.ndarray) -> Distance:
-    """What taking `tokens` [n] unasked wherever it is not `hot` does to the distribution of outputs; temperature above 0.
-
-    Exact where `jaxshare.serving.replay.probabilities` is.
-    """
-    chances, _ = probabilities(kept, sampler)
-    own = np.where(np.asarray(kept.tokens) == tokens[:, None], chances, 0).sum(axis=1)
-    positions = np.where(hot, 0.0, 1 - own)
-    stayed = np.concatenate([[1.0], np.cumprod(own)[:-1]]) if len(own) else own
-    return Distance(positions, float(stayed @ positions))
 
 
 def _check_finite(tokens: Sequence[int], kept: Kept) -> None:

@@ -9,7 +9,7 @@ from jax import Array
 from jaxshare import KVCache, Layout
 from jaxshare.models import LoadedModel
 
-_SHAPES = ((16, 16), (4, 64), (1, 256))
+SHAPES = ((16, 16), (4, 64), (1, 256))
 """(rows, tokens of a row) of a pass: short texts are fed side by side, and few programs serve all lengths."""
 
 
@@ -40,7 +40,7 @@ def feed_all(model: LoadedModel, cache: KVCache, feeds: Sequence[Feed], width: i
     passes = 0
     while left:
         ready = [feed for feed in left.values() if not any(block in left for block in feed.path)]
-        rows, most = _shape(len(ready[0].tokens) - done[ready[0].block])
+        rows, most = shape(len(ready[0].tokens) - done[ready[0].block])
         now = ready[:rows]
         tokens, count = np.zeros((rows, most), np.int32), np.zeros(rows, np.int32)
         for r, feed in enumerate(now):
@@ -59,9 +59,10 @@ def feed_all(model: LoadedModel, cache: KVCache, feeds: Sequence[Feed], width: i
 
 def warm_up(model: LoadedModel, cache: KVCache, lengths: Sequence[int], width: int) -> KVCache:
     """Compiles what `feed_all` needs for texts of these lengths, by passes that bring nothing."""
-    shapes = {_shape(left) for n in lengths for left in (n, n % _SHAPES[-1][1]) if left}
+    shapes = {shape(left) for n in lengths for left in (n, n % SHAPES[-1][1]) if left}
     if len(set(lengths)) > 1:  # what is left of one text may be fed beside another
-        shapes = {shape for shape in _SHAPES if shape[1] <= max(most for _, most in shapes)}
+        widest = max(most for _, most in shapes)
+        shapes = {each for each in SHAPES if each[1] <= widest}
     for rows, most in shapes:
         _, cache = model.forward(np.zeros((rows, most), np.int32), np.zeros(rows, np.int32), cache,
                                  Layout.from_blocks([], num_rows=rows, width=width))
@@ -71,7 +72,7 @@ def warm_up(model: LoadedModel, cache: KVCache, lengths: Sequence[int], width: i
 def prefill(model: LoadedModel, tokens: Sequence[int], cache: KVCache, block: int) -> tuple[Array, KVCache]:
     """Feeds tokens to a block in wide passes; float32[1, V] logits after the last. With no tokens one pass runs that writes nothing."""
     layout = Layout.from_blocks([[block]])
-    _, width = _SHAPES[-1]
+    _, width = SHAPES[-1]
     for first in range(0, max(len(tokens), 1), width):
         piece = list(tokens[first:first + width])
         padded = np.zeros((1, width), np.int32)
@@ -80,6 +81,6 @@ def prefill(model: LoadedModel, tokens: Sequence[int], cache: KVCache, block: in
     return logits, cache
 
 
-def _shape(left: int) -> tuple[int, int]:
-    """Of a pass whose first row has so many tokens left."""
-    return next((shape for shape in _SHAPES if left <= shape[1]), _SHAPES[-1])
+def shape(left: int) -> tuple[int, int]:
+    """(rows, tokens of a row) of a pass whose first row has so many tokens left."""
+    return next((each for each in SHAPES if left <= each[1]), SHAPES[-1])

@@ -10,11 +10,12 @@ once in a few passes, to hand on the text.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, Self
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,9 @@ from jaxshare.serving.steps import box_automaton, check_separator, code_automato
 from jaxshare.serving.transcript import Codec, Event, Step, Transcript, codec_of
 from jaxshare.steps import Steps
 
+if TYPE_CHECKING:
+    from jaxshare.serving.engine import Engine
+
 FINISHER = "finisher"
 PERSON = "User"
 KINDS: Mapping[str, tuple[Callable[[str], str | None], Callable[[], ByteAutomaton]]] = {
@@ -46,6 +50,16 @@ _OPENINGS = 64
 """How many steps of a worker the device has openings for, at least."""
 _BLOCKS = 8
 """The cache has a multiple of so many blocks."""
+
+
+def _with_device[**P, R](method: "Callable[Concatenate[Workers, P], R]") -> "Callable[Concatenate[Workers, P], R]":
+    """Of a method that works with the cache."""
+    @functools.wraps(method)
+    def run(self: "Workers", *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._device():
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class Workers:
@@ -70,7 +84,7 @@ class Workers:
                  format: Format | None = None, sampler: Sampler | None = None, seed: int = 0, ask_every: int = 1024,
                  move: str = "rotate", max_workers: int | None = None, step_tokens: int = 512, history_tokens: int | None = None,
                  kind: str = "box", finisher_tokens: int = 16, passes_at_once: int = 16, together: bool = True,
-                 implementation: str | None = None):
+                 implementation: str | None = None, engine: "Engine | None" = None):
         """Encodes the prompt; nothing is written yet.
 
         Args:
@@ -92,6 +106,7 @@ class Workers:
           passes_at_once: forward passes between two looks of the host. It never changes what is written.
           together: one worker's answer ends the session for all; False lets the others write on.
           implementation: attention backend.
+          engine: an engine of the same model, in whose memory the blocks are to be; `Engine.workers` makes such a session.
 
         Raises:
           ValueError: no workers, empty or repeated names, numbers out of range, a layout that cannot be, a prompt that does not fit the
@@ -110,6 +125,8 @@ class Workers:
             raise ValueError(f"move is {move!r}; it must be 'rotate' or 'reencode'")
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
+        if engine and model.params is not engine.model.params:
+            raise ValueError("the engine is of another model; give the session that one, or call engine.workers")
         tokenizer: Any = model.tokenizer
         if tokenizer is None:
             raise ValueError("workers need a model with a tokenizer; add the tokenizer's files to the model's folder")
@@ -151,17 +168,17 @@ class Workers:
             self.layout, spare, context=model.config.max_positions, prompt=len(prompt), problem=len(codec.encode(problem)),
             texts={b: len(t) for b, t in texts.items()} | {FINISHER: finisher}, opening=self._longest(), budget=budget,
             ask_every=ask_every, step_tokens=step_tokens, history_tokens=history_tokens)
-        self.model = model = model.for_context(max(sum(sizes[b] for b in (*row, FINISHER)) for row in self.layout.sees.values()))
+        needed = max(sum(sizes[b] for b in (*row, FINISHER)) for row in self.layout.sees.values())
+        # An engine's memory holds keys that are rotated as for the whole context.
+        self.model = model = model.for_context(model.config.max_positions if engine else needed)
         self._module = dataclasses.replace(model.module, implementation=implementation)
-
-        cache = KVCache.create(model.config, [sizes.get(block, 0) for block in self.blocks], cache_dtype(model))
-        _, cache = prefill(model, [], cache, block=0)  # compiles
-        clock = time.perf_counter()
-        for block, tokens in {self.layout.prompt: prompt, **texts}.items():
-            if tokens:
-                _, cache = prefill(model, tokens, cache, self.blocks.index(block))
-        jax.block_until_ready(cache.keys)
-        self.prefill_seconds = time.perf_counter() - clock
+        blocks = [sizes.get(block, 0) for block in self.blocks]
+        self._guest = engine.invite(blocks) if engine else None
+        with self._guest.turn() if self._guest else contextlib.nullcontext():
+            cache = self._guest.attach() if self._guest else KVCache.create(model.config, blocks, cache_dtype(model))
+            cache = self._feed({self.layout.prompt: prompt, **texts}, cache)
+            if self._guest:
+                self._guest.detach(cache)
 
         sampler = sampler or default_sampler(model)
         self._sampler = dataclasses.replace(sampler, forbidden=(*sampler.forbidden, *self.format.forbidden_tokens(tokenizer)))
@@ -178,10 +195,45 @@ class Workers:
             queue=len(self._separator) + self._longest())
         self._prepare()
 
+    def _feed(self, texts: Mapping[str, Sequence[int]], cache: KVCache) -> KVCache:
+        """What blocks begin with."""
+        _, cache = prefill(self.model, [], cache, block=0)  # compiles
+        clock = time.perf_counter()
+        for block, tokens in texts.items():
+            if tokens:
+                _, cache = prefill(self.model, tokens, cache, self.blocks.index(block))
+        jax.block_until_ready(cache.keys)
+        self.prefill_seconds = time.perf_counter() - clock
+        return cache
+
+    @contextlib.contextmanager
+    def _device(self) -> Iterator[None]:
+        """The cache is there to be worked with. On an engine it is not at other times."""
+        if self._guest is None:
+            yield
+            return
+        with self._guest.turn():
+            self._keep(self._guest.attach(self._state.cache))
+            try:
+                yield
+            finally:
+                self._guest.detach(self._state.cache)
+
+    def close(self) -> None:
+        """Gives the memory back to the engine. What was written can still be read."""
+        if self._guest:
+            self._guest.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def cache(self) -> KVCache:
-        """The blocks as they stand. The next passes take them over: look at them, do not keep them."""
-        return self._state.cache
+        """The blocks as they stand. The next passes take them over: look at them, do not keep them. On an engine this is a copy."""
+        return self._state.cache if self._guest is None else self._guest.snapshot(self._state.cache)
 
     @property
     def steps(self) -> list[Step]:
@@ -232,9 +284,10 @@ class Workers:
     def result(self, found: Mapping[int, Answer] | None = None) -> Result:
         """What there is so far; `found` are the answers by budget."""
         ended = self.ended or ("budget" if self.passes >= self.budget else "paused")
-        kv_bytes = int(np.sum(np.asarray(self.cache.lengths))) * self.cache.token_bytes
+        kv_bytes = int(np.sum(np.asarray(self._state.cache.lengths))) * self._state.cache.token_bytes
         return Result(self.names, self.steps, dict(found or {}), self.passes, ended, self.seconds, self.prefill_seconds, kv_bytes)
 
+    @_with_device
     def finish(self, *, sees: Sequence[str] | None = None) -> Answer:
         r"""The answer that the workers have given, or else their best guess now (section 4.1, appendix C).
 
@@ -258,7 +311,7 @@ class Workers:
         never, closes, start = _finisher_tables(self._codec, prompt, automaton)
         steps = Steps.create(never, closes, [-1], room=self._finisher_tokens, at_once=True)
         layout = Layout.from_blocks([[*map(self.blocks.index, sees), self.blocks.index(FINISHER)]], width=len(self.blocks))
-        lengths = self.cache.lengths + 0
+        lengths = self._state.cache.lengths + 0
         state = DecodeState.create(
             self._flushed(), layout, [self._codec.encode(prompt)], vocab_size=self.model.config.vocab_size,
             budgets=self._finisher_tokens, max_width=_WIDTH,
@@ -279,6 +332,7 @@ class Workers:
         count = taken & (waiting > 0) & (head == 0) & (drawn > 0) & room
         return self.model.forward(np.asarray(state.pending)[:, :1], count.astype(np.int32), state.cache, self.rows)[1]
 
+    @_with_device
     def say(self, text: str, name: str = PERSON) -> None:
         """A person speaks: the text lands behind the history as a step of its own, which all workers read from the next pass on.
 
@@ -295,7 +349,7 @@ class Workers:
         if len(tokens) > (room := self._room(block)):
             raise ValueError(f"what {name} says has {len(tokens)} tokens, but the block {block!r} has room for {room} more; say less, or "
                              f"create the session with more history_tokens")
-        _, cache = prefill(self.model, tokens, self.cache, self.blocks.index(block))
+        _, cache = prefill(self.model, tokens, self._state.cache, self.blocks.index(block))
         self._keep(cache)
         self._people.add(name)
         self._transcript.finished.append(step)
@@ -308,6 +362,7 @@ class Workers:
         """A paused worker goes on."""
         self._turn(name, Reason.PAUSED, Reason.RUNNING)
 
+    @_with_device
     def add(self, name: str, layout: WorkersLayout | None = None) -> None:
         """A worker joins and begins its first step with the next pass.
 
@@ -349,6 +404,7 @@ class Workers:
             ).feed(row, self._lead(name))
         self._prepare()
 
+    @_with_device
     def remove(self, name: str) -> None:
         """A worker leaves. What its block holds moves to the end of the history (of the prompt, where there is none).
 
@@ -359,7 +415,7 @@ class Workers:
         if len(self.names) == 1:
             raise ValueError(f"{name} is the only worker; a session needs at least one")
         block, target = self.layout.written(name), self.layout.moves.get(name, self.layout.prompt)
-        number, lengths = self.blocks.index(block), self.cache.lengths + 0
+        number, lengths = self.blocks.index(block), self._state.cache.lengths + 0
         if int(lengths[number]) >= (room := self._room(target)):
             raise ValueError(f"{name} has {int(lengths[number])} tokens in its block, but the block {target!r} has room for {room} more; "
                              f"create the session with more history_tokens")
@@ -397,6 +453,7 @@ class Workers:
     def _runs(self, last: int) -> bool:
         return self.ended is None and self.passes < last and Reason.RUNNING in self._reasons.values()
 
+    @_with_device
     def _run(self, passes: int) -> None:
         """Some passes in one dispatch, then one look at what they wrote."""
         settings: dict[str, Any] = dict(width=_WIDTH, until_any=self._reencodes)
@@ -411,7 +468,7 @@ class Workers:
                                "marks": steps.marks, "at": steps.at, "due": steps.due, "faults": state.cache.faults})
         self.waits += 1
         if seen["faults"]:
-            self.cache.check()
+            self._state.cache.check()
         self.passes = int(seen["passes"])
         self._events.extend(self._transcript.read(seen))
         self._reasons = {name: Reason(int(seen["reasons"][self.row(name)])) for name in self.names}
@@ -427,12 +484,12 @@ class Workers:
         """What the device does at the end of a step, but the step is encoded anew behind what it moves to, seeing that alone."""
         row, source = self.row(name), self.blocks.index(self.layout.written(name))
         if target := self.layout.moves.get(name):
-            count = int(self.cache.lengths[source])  # a long step has moved in pieces: what is left of it
+            count = int(self._state.cache.lengths[source])  # a long step has moved in pieces: what is left of it
             if count > self._room(target):
                 self.ended = "full"
                 return
             tokens = self._transcript.voices[name].block[-count - 1:-1]
-            cache = _clear(self.cache, source)
+            cache = _clear(self._state.cache, source)
             self._keep(prefill(self.model, tokens, cache, self.blocks.index(target))[1])
         opening = self._transcript.turn(name, self.passes, asked=asks)
         assert self._state.steps is not None
@@ -450,6 +507,7 @@ class Workers:
                 self._state = dataclasses.replace(self._state, steps=steps.prepare(voice.row, number + 1, pairs))
                 self._prepared[name] = number + 1 + count
 
+    @_with_device
     def _turn(self, name: str, old: Reason, new: Reason) -> None:
         row = self.row(name)
         if self._reasons[name] is old:
@@ -460,7 +518,7 @@ class Workers:
 
     def _room(self, block: str) -> int:
         number = self.blocks.index(block)
-        return int(self.cache.capacities[number] - self.cache.lengths[number])
+        return int(self._state.cache.capacities[number] - self._state.cache.lengths[number])
 
     def _relayout(self) -> None:
         steps = self._state.steps

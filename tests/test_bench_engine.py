@@ -89,7 +89,7 @@ def test_the_engine_and_the_loop_that_are_timed_do_the_work(tiny):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (["--models", "none"], ["--models is 'none'", "embedded,random"]),
+    (["--models", "none"], ["--models has 'none'", "embedded, random"]),
     (["--rows", "0"], ["--rows is 0"]),
     (["--passes", "1000"], ["--passes is 1000", "at most 128"]),
     (["--output", "no/such/folder/result.json"], ["--output", "folder that exists"]),

@@ -44,6 +44,7 @@ def test_whole_hits_are_counted_apart_and_the_goals_take_the_rest():
     stepwise, hotspot = point["sides"]["stepwise"], point["sides"]["hotspot"]
     assert stepwise["speedup"] == pytest.approx((2 + 1.25) / 2) and stepwise["hit_ratio"] == pytest.approx(0.35)
     assert hotspot["whole_hits"] == 1 and hotspot["speedup"] == pytest.approx(5) and hotspot["hit_ratio"] == pytest.approx(0.8)
+    assert stepwise["free_replay"] == pytest.approx((2 + 1.25) / 2) and hotspot["free_replay"] == pytest.approx(5)
     assert hotspot["speedup_with_all"] == pytest.approx((5 + 100) / 2)
     assert point["sides"]["baseline"]["mean_tokens_per_second"] == pytest.approx(1) and point["different_from_baseline"] == 1
     assert point["storage_of_full_logits"] == pytest.approx(480 / (20 * 200 * 4))
@@ -67,6 +68,9 @@ def test_the_random_model_is_certain_of_most_tokens_and_in_doubt_after_forks():
     prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
     rare, often = (bench.model_profile(models.forking_model(0, dtype="float32", forks=forks, model=small), prompts, (), 0)
                    for forks in (0.05, 0.6))
+    again = [bench.model_profile(models.forking_model(0, dtype="float32", rejoin=share, model=small), prompts, (), 0)
+             for share in (0.0, 1.0)]
+    assert again[0] == rare and abs(again[1].certain - rare.certain) < 0.15  # as certain, whether texts go on alike or not
     assert rare.certain > 0.8 and rare.entropy < 0.4 and often.certain < 0.6 and often.entropy > 2 * rare.entropy
 
 
@@ -79,10 +83,11 @@ def test_puzzles_come_from_a_file_or_from_the_example(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (["--models", "none"], ["--models is 'none'", "embedded,random"]),
+    (["--models", "none"], ["--models has 'none'", "embedded, random"]),
     (["--temperatures", "0"], ["--temperatures is '0'", "above 0"]),
     (["--tokens", "0"], ["--tokens is 0"]),
     (["--forks", "2"], ["--forks is 2.0"]),
+    (["--rejoin", "-1"], ["--rejoin is -1.0"]),
     (["--data", "no/such.csv"], ["--data", "no such file"]),
     (["--output", "no/such/folder/result.json"], ["--output", "folder that exists"]),
 ])

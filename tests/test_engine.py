@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from jaxshare import Sampler, models
 from jaxshare.models import Generation, LoadedModel
 from jaxshare.models.layers import Decoder
+from jaxshare.serving import prefill
 from jaxshare.serving.engine import (
     ClosedError,
     Completion,
@@ -30,6 +31,7 @@ from jaxshare.serving.engine import (
     model_key,
 )
 from jaxshare.serving.engine import loop as engine_loop
+from jaxshare.serving.engine import memory as engine_memory
 from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.logits_cache import LogitsCache
 from tests.helpers import TINY, init
@@ -44,8 +46,8 @@ WARM = Sampler(temperature=0.7)
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """So that few tokens make many pieces: chunks of a prompt, room that is given at a time, tokens that the decode loop feeds."""
-    monkeypatch.setattr(engine_loop, "GROWTH", 16)
-    monkeypatch.setattr(engine_loop, "FEEDS", ((4, 8), (1, 64)))
+    monkeypatch.setattr(engine_memory, "GROWTH", 16)
+    monkeypatch.setattr(prefill, "SHAPES", ((4, 8), (1, 64)))
     monkeypatch.setattr(engine_loop, "PENDING", 2)
 
 
@@ -104,10 +106,9 @@ def done(stream) -> Completion:
 def check_memory(engine: Engine) -> None:
     """Every token of the arena has one owner, and every node knows who uses it."""
     loop = engine._loop
-    tree, pool = loop.tree, loop.pool
+    tree, pool = loop.memory.tree, loop.memory.pool
     nodes = [node for node in tree.root.below() if node is not tree.root]
-    begun = [row.node for row in loop.live if not len(row.node.tokens)]  # not found by others yet
-    extents = sorted((n.extent.offset, n.extent.end) for n in (*nodes, *begun) if n.extent and n.extent.capacity)
+    extents = sorted((n.extent.offset, n.extent.end) for n in nodes if n.extent and n.extent.capacity)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(extents))
     assert sum(end - begin for begin, end in extents) + pool.free == pool.tokens
     assert tree.host_used == sum(node.copy.tokens for node in nodes if node.copy) <= tree.host_tokens
@@ -180,7 +181,7 @@ def test_greedy_answers_of_hundreds_of_calls_are_those_of_each_alone(seed, polic
 def test_a_schedule_evicts_swaps_fetches_and_preempts():
     engine = schedule(random.Random(3), 60, host=128)
     assert sum(metric(engine, "jaxshare_evicted_tokens_total", to=to) for to in ("host", "nowhere")) > 100
-    assert engine._loop.tree.swapped > 0
+    assert engine._loop.memory.tree.swapped > 0
     assert metric(engine, "jaxshare_preemptions_total") > 0
     assert sum(metric(engine, "jaxshare_reused_tokens_total", agent=agent) for agent in "abc") > 100
 
@@ -328,7 +329,7 @@ def test_logits_that_are_not_numbers_end_their_call_alone():
             elif lost not in alone(prompt, 20)[0]:
                 assert list(done(stream).tokens) == alone(prompt, 20)[0]
     check_memory(engine)
-    assert all(bool(jnp.isfinite(leaf).all()) for leaf in (*engine._loop.pool.cache.keys, *engine._loop.pool.cache.values))
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in (*engine._loop.memory.pool.cache.keys, *engine._loop.memory.pool.cache.values))
 
 
 # In a thread of its own, with text.

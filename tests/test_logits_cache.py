@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from jaxshare import Sampler
 from jaxshare.kept import Kept, keep
-from jaxshare.serving.logits_cache import Distance, LogitsCache, hotspot_distance, hotspots
+from jaxshare.serving.hotspot import Distance, Hotspot
+from jaxshare.serving.logits_cache import LogitsCache
 from jaxshare.serving.replay import UNDECIDED, redraw
 from tests.test_replay import fresh
 from tests.test_sampling import expected_probabilities
@@ -281,13 +282,13 @@ def test_hotspots_are_uncertain_weakly_peaked_and_early():
     entropy = [-(p := np.exp(row) / np.exp(row).sum()) @ np.log(p) * (1 - p.max()) * np.exp(-2.0 * t / 4) for t, row in enumerate(logits)]
     order = np.argsort(entropy)[::-1]
     for k in range(5):
-        hot = hotspots(kept, Sampler(1.0), decay=2.0, top_k=k)
+        hot = Hotspot(decay=2.0, top_k=k).find(kept, Sampler(1.0))
         assert set(np.flatnonzero(hot)) == set(order[:k].tolist())
     for threshold in (0.0, 0.2, 0.6, 0.99):
         want = np.asarray(entropy) > threshold * max(entropy)
-        np.testing.assert_array_equal(hotspots(kept, Sampler(1.0), decay=2.0, threshold=threshold), want)
+        np.testing.assert_array_equal(Hotspot(decay=2.0, threshold=threshold).find(kept, Sampler(1.0)), want)
     with pytest.raises(ValueError, match="neither may be negative"):
-        hotspots(kept, Sampler(1.0), decay=-1.0)
+        Hotspot(decay=-1.0)
 
 
 def test_hotspot_sampling_draws_only_where_it_is_hot():
@@ -298,16 +299,16 @@ def test_hotspot_sampling_draws_only_where_it_is_hot():
     written(cache, 0, first, VOCAB)
     for seed in range(50):
         for top_k in (0, 2, 10):
-            hot = hotspots(kept, sampler, top_k=top_k)
+            hot = Hotspot(top_k=top_k).find(kept, sampler)
             want = []
             for t, token in enumerate(first):
                 drawn = int(fresh(logits_after(0, first[:t])[None], sampler, seed, t)[0]) if hot[t] else token
                 want.append(drawn)
                 if drawn != token:
                     break
-            assert cache.hotspot([0], sampler, seed, 10, top_k=top_k) == want
-    assert cache.hotspot([0], sampler, 3, 4, top_k=0) == first[:4]
-    assert cache.hotspot([0], sampler, 3, 10, frozenset({first[2]}), top_k=0) == first[:first.index(first[2]) + 1]
+            assert cache.hotspot([0], sampler, seed, 10, rule=Hotspot(top_k=top_k)) == want
+    assert cache.hotspot([0], sampler, 3, 4, rule=Hotspot(top_k=0)) == first[:4]
+    assert cache.hotspot([0], sampler, 3, 10, frozenset({first[2]}), Hotspot(top_k=0)) == first[:first.index(first[2]) + 1]
     assert cache.hotspot([0], Sampler(0.0), 3, 10) == cache.replay([0], Sampler(0.0), 3, 10)
 
 
@@ -315,7 +316,7 @@ def test_hotspot_follows_the_latest_continuation():
     cache = LogitsCache("m", PLENTY)
     for tokens in ([0, 1, 2, 3], [0, 1, 3, 3, 0], [0, 1, 2, 3, 1], [0, 1, 3, 3, 0, 2], [0, 1, 2]):
         written(cache, 0, tokens, VOCAB)
-        latest = cache.hotspot([0], Sampler(1.0), 0, 10, top_k=0)
+        latest = cache.hotspot([0], Sampler(1.0), 0, 10, rule=Hotspot(top_k=0))
         assert latest[:len(tokens)] == tokens
 
 
@@ -334,7 +335,7 @@ def test_distance_is_the_total_variation_of_whole_outputs():
                 along = list(output[:t]) == first[:t]
                 q *= float(token == first[t]) if along and not hot[t] else chance
             apart += abs(p - q) / 2
-        distance = hotspot_distance(kept, sampler, np.asarray(first), np.asarray(hot))
+        distance = Distance.of(kept, sampler, np.asarray(first), np.asarray(hot))
         assert distance.sequence == pytest.approx(apart, abs=1e-5)
         own = [1 - expected_probabilities(logits_after(0, first[:t]), at)[first[t]] for t in range(4)]
         np.testing.assert_allclose(distance.positions, np.where(hot, 0, own), atol=1e-5)

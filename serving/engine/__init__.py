@@ -12,7 +12,7 @@ from jaxshare.serving.engine.calls import (
     TooLongError,
 )
 from jaxshare.serving.engine.engine import Engine, model_key
-from jaxshare.serving.engine.replies import Hotspot
+from jaxshare.serving.hotspot import Hotspot
 
 __all__ = ["ClosedError", "Completion", "End", "Engine", "EngineError", "Hotspot", "NotANumberError", "Piece", "QueueFullError", "Stream",
            "TooLongError", "model_key"]

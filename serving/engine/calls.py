@@ -7,7 +7,7 @@ import enum
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -130,26 +130,70 @@ class Stream:
         state = self._state
         await state.until(lambda: state.pieces or state.done is not None)
         with state.changed:
-            if state.pieces:
-                return state.pieces.popleft()
+            tokens = state.pieces.popleft() if state.pieces else ()
+            last = state.done is not None and not state.pieces
+        piece = Piece(tokens, state.text.more(tokens, last))
+        if piece.tokens or piece.text:
+            return piece
         state.outcome()  # raises what went wrong
         raise StopAsyncIteration
+
+
+class Text:
+    """The text of an answer. Who reads it works it out, so that the engine need not.
+
+    Args:
+      tokenizer: None for no texts.
+      stops: it ends before the first of these.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]):
+        self._tokenizer, self._stops = tokenizer, stops
+        self._said: list[int] = []
+        self._shown = 0
+
+    def of(self, tokens: Sequence[int]) -> str:
+        """Of an answer's first tokens."""
+        return self._cut(tokens)[0]
+
+    def stopped(self, tokens: Sequence[int]) -> bool:
+        """Whether one of the stop texts stands in these."""
+        return bool(self._stops) and self._cut(tokens)[1]
+
+    def more(self, tokens: Sequence[int], last: bool) -> str:
+        """What the next tokens add to it, but for what may still become a stop text, or a character."""
+        self._said += tokens
+        text = self.of(self._said)
+        if not last:
+            held = max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+            text = text[:len(text) - held].rstrip("\ufffd")
+        new, self._shown = text[self._shown:], max(self._shown, len(text))
+        return new
+
+    def _cut(self, tokens: Sequence[int]) -> tuple[str, bool]:
+        text = "" if self._tokenizer is None else self._tokenizer.decode(tokens)
+        end = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+        return text[:end], end is not None
 
 
 class StreamState:
     """What a stream and the engine share, so that the engine does not keep the stream alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: Text) -> None:
+        self.text = text
         self.changed = threading.Condition()
-        self.pieces: collections.deque[Piece] = collections.deque()
+        self.pieces: collections.deque[tuple[int, ...]] = collections.deque()
         self.done: Completion | None = None
         self.waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._outcome: Completion | None = None
 
     def outcome(self) -> Completion:
         assert self.done is not None
         if self.done.error:
             raise self.done.error
-        return self.done
+        if self._outcome is None:
+            self._outcome = dataclasses.replace(self.done, text=self.text.of(self.done.tokens))
+        return self._outcome
 
     async def until(self, so: Callable[[], Any]) -> None:
         while True:
@@ -161,11 +205,11 @@ class StreamState:
                 self.waiting.append((loop, future))
             await future
 
-    def tell(self, piece: Piece | None = None, done: Completion | None = None) -> None:
-        """From the engine's thread."""
+    def tell(self, tokens: tuple[int, ...] = (), done: Completion | None = None) -> None:
+        """From the engine's thread; `done` without its text."""
         with self.changed:
-            if piece:
-                self.pieces.append(piece)
+            if tokens:
+                self.pieces.append(tokens)
             self.done = self.done or done
             self.changed.notify_all()
             waiting, self.waiting = self.waiting, []
@@ -186,14 +230,14 @@ class Call:
     Attributes:
       number: in the order of submission.
       prompt: its tokens.
-      sampler, seed, budget, stops: how it is answered; stops are texts.
+      sampler, seed, budget: how it is answered.
       agent, priority: whose it is, and before which others it is served.
       resample: "stepwise" or "hotspot" if the Logits Cache may answer it, and keeps what it comes to; None for neither.
       output: tokens sampled so far, of which the first `replayed` came from the cache; stop_token: what ended them.
       reused: tokens of the prompt that were known when it was first admitted.
       drawn_from: what is kept of the distributions that its tokens were drawn from, but for the replayed ones.
       next_seed: of the next call that asks the same, where seeds follow from that.
-      shown: how much of the text has been given out.
+      given: how many tokens its stream was given.
     """
 
     number: int
@@ -201,7 +245,6 @@ class Call:
     sampler: Sampler
     seed: int
     budget: int
-    stops: tuple[str, ...]
     agent: str
     priority: int
     state: StreamState
@@ -214,7 +257,6 @@ class Call:
     reused: int | None = None
     drawn_from: list[Kept] = dataclasses.field(default_factory=list)
     next_seed: int | None = None
-    shown: str = ""
     given: int = 0
     preemptions: int = 0
     first: float | None = None

@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,20 @@ from jaxshare import Sampler
 from jaxshare.cache import ALIGNMENT, arena_size
 from jaxshare.models import LoadedModel
 from jaxshare.serving.arena import whole_tiles
-from jaxshare.serving.engine.calls import Call, ClosedError, QueueFullError, Stream, StreamState, TooLongError
+from jaxshare.serving.engine.calls import Call, ClosedError, QueueFullError, Stream, StreamState, Text, TooLongError
+from jaxshare.serving.engine.guests import Guest, Guests
 from jaxshare.serving.engine.loop import Loop
+from jaxshare.serving.engine.memory import Memory
 from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.pool import Pool
 from jaxshare.serving.engine.queue import Queue
-from jaxshare.serving.engine.replies import Hotspot, Replies
-from jaxshare.serving.engine.tree import PrefixTree
+from jaxshare.serving.engine.replies import Replies
+from jaxshare.serving.hotspot import USUAL, Hotspot
 from jaxshare.serving.inputs import default_sampler, encode, encode_messages, token_bytes
 from jaxshare.serving.logits_cache import LogitsCache
 from jaxshare.serving.residency import Policy, digest, make_policy
+
+if TYPE_CHECKING:
+    from jaxshare.serving.workers import Workers
 
 log = logging.getLogger("jaxshare.engine")
 
@@ -52,7 +56,7 @@ class Engine:
 
     def __init__(self, model: LoadedModel, *, kv_bytes: int | None = None, host_kv_bytes: int = 0, policy: str | Policy = "contribution",
                  max_rows: int = 16, max_queue: int = 1024, passes: int = 16, seed: int = 0, sampler: Sampler | None = None,
-                 logits_cache: int | LogitsCache = 0, kept_logits: int = 256, hotspot: Hotspot = Hotspot()):
+                 logits_cache: int | LogitsCache = 0, kept_logits: int = 256, hotspot: Hotspot = USUAL):
         """Takes the accelerator's memory; nothing is computed yet.
 
         Args:
@@ -88,12 +92,13 @@ class Engine:
         self.model, self.metrics = model.for_context(model.config.max_positions), Metrics()
         self._sampler, self._seed, self._max_queue = sampler or default_sampler(model), seed, max_queue
         chosen = make_policy(policy) if isinstance(policy, str) else policy
-        pool = Pool(self.model, tokens)
         queue = Queue()
+        memory = Memory(self.model, tokens=tokens, host_tokens=host_kv_bytes // size, rows=max_rows, policy=chosen, metrics=self.metrics)
         self._replies = Replies(self.model, queue=queue, policy=chosen, metrics=self.metrics, hotspot=hotspot,
                                 logits=self._logits_cache(logits_cache, kept_logits))
-        self._loop = Loop(self.model, pool=pool, tree=PrefixTree(pool, chosen, host_kv_bytes // size), policy=chosen, queue=queue,
-                          rows=max_rows, passes=passes, metrics=self.metrics, replies=self._replies)
+        self._loop = Loop(self.model, memory=memory, queue=queue, rows=max_rows, passes=passes, metrics=self.metrics,
+                          replies=self._replies)
+        self._guests = Guests(memory)
         self._numbers = itertools.count()
         # How often something was asked without a seed; of what was asked last.
         self._asked: collections.OrderedDict[bytes, int] = collections.OrderedDict()
@@ -159,8 +164,8 @@ class Engine:
         vocab = self.model.config.vocab_size
         if outside := [t for t in (*sampler.bias, *sampler.forbidden) if t >= vocab]:
             raise ValueError(f"the sampler names token {outside[0]}, outside the vocabulary of {vocab}")
-        state = StreamState()
-        call = Call(next(self._numbers), tokens, sampler, 0, max_new_tokens, stops, agent_id or "", priority, state, resample)
+        state = StreamState(Text(self.model.tokenizer, stops))
+        call = Call(next(self._numbers), tokens, sampler, 0, max_new_tokens, agent_id or "", priority, state, resample)
         with self._changed:
             if self._closed:
                 raise ClosedError("the engine is shut down; make another")
@@ -200,12 +205,12 @@ class Engine:
         return found.astype(np.int32)
 
     def _check_length(self, prompt: int, most: int) -> None:
-        context, room = self.model.config.max_positions, self._loop.pool.tokens
+        context, room = self.model.config.max_positions, self._loop.memory.pool.tokens
         if prompt + most > context:
             raise TooLongError(f"the prompt has {prompt} tokens and {most} more may follow, but the model's context holds {context}; "
                                f"shorten the prompt or lower max_new_tokens")
         if prompt + most > room:
-            size = self._loop.pool.bytes_a_token
+            size = self._loop.memory.pool.bytes_a_token
             raise TooLongError(f"a prompt of {prompt} tokens and an answer of {most} need keys and values of {prompt + most} tokens, "
                                f"{(prompt + most) * size} bytes, but there is room for {room}, {room * size} bytes; raise kv_bytes or "
                                f"shorten them")
@@ -214,6 +219,32 @@ class Engine:
         """Of the call that asks something for the so manieth time."""
         place = asked + f"{self._seed} {time}".encode()
         return int.from_bytes(hashlib.blake2b(place, digest_size=4).digest())
+
+    # Sessions.
+
+    def workers(self, problem: str, **options: Any) -> "Workers":
+        """A session of workers in this engine's memory; its passes take turns with those of calls and of other sessions.
+
+        What the workers write is what they write alone (for a model whose rotation depends on the length of the context: at the model's
+        full context). The memory for all that the session may write is taken at once. It goes back when the session is closed, or
+        nobody has it any more.
+
+        Args:
+          problem, options: as for `Workers`.
+
+        Raises:
+          TooLongError: the session needs more memory than the engine has.
+          EngineError: other sessions have too much of it.
+          ClosedError: the engine was shut down.
+          ValueError: as for `Workers`.
+        """
+        from jaxshare.serving.workers import Workers
+
+        return Workers(self.model, problem, engine=self, **options)
+
+    def invite(self, capacities: Sequence[int]) -> Guest:
+        """Memory for a session's blocks: see `Guests.invite`."""
+        return self._guests.invite(capacities)
 
     # Its life.
 
@@ -235,7 +266,9 @@ class Engine:
                 for call in self._calls:
                     call.cancelled = True
         self.drain()
-        self._loop.free()
+        self._guests.close()
+        with self._guests.turn():
+            self._loop.free()
         if self.logits_cache:
             self.logits_cache.close()
 
@@ -260,7 +293,8 @@ class Engine:
                 self._loop.queue.begin(call)
             self._new.clear()
         try:
-            busy, failed = self._loop.round(), None
+            with self._guests.turn():
+                busy, failed = self._loop.round(admit=not self._guests.waiting), None
         except Exception as error:  # a mistake in jaxshare, or the device: no call may hang because of it
             log.exception("the engine's loop failed")
             busy, failed = False, error
@@ -268,7 +302,8 @@ class Engine:
             if failed:
                 for call in [call for call in self._calls if call.state.done is None and call not in self._new]:
                     self._replies.give_up(call, failed)
-                self._loop.restart()
+                with self._guests.turn():
+                    self._loop.restart()
             self._calls = {call: None for call in self._calls if call.state.done is None}
             if busy or self._new:
                 return True

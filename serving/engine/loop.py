@@ -4,7 +4,6 @@ A round of it is: take calls from the queue as long as there are rows and memory
 fed; one dispatch of the decode loop. All of it runs in one thread; nothing here is called from another one.
 """
 
-import collections
 import dataclasses
 import logging
 import time
@@ -18,26 +17,20 @@ from jax import Array
 from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, decode
 from jaxshare.models import LoadedModel
 from jaxshare.sampling import Samplers
-from jaxshare.serving import calibration
-from jaxshare.serving.costs import PRIVATE_TILE
+from jaxshare.serving import prefill
 from jaxshare.serving.engine.calls import Call, End, NotANumberError
 from jaxshare.serving.engine.guesses import SHAPES, Guesses, confirm
+from jaxshare.serving.engine.memory import Memory, Wait, steadied
 from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.pool import Extent, Pool
 from jaxshare.serving.engine.queue import Queue
 from jaxshare.serving.engine.replies import Replies
-from jaxshare.serving.engine.tree import LEAST_PIECE, Match, Node, PrefixTree
-from jaxshare.serving.residency import Observation, Policy
+from jaxshare.serving.engine.tree import Node
 from jaxshare.serving.waves import power_of_two
 
 log = logging.getLogger("jaxshare.engine")
 
-FEEDS = ((16, 16), (4, 64), (1, 256))
-"""(rows, tokens of a row) of a pass that feeds: short texts are fed side by side, and few programs serve all lengths."""
 PENDING = 8
 """So few tokens are fed by the decode loop itself, beside the rows that sample."""
-GROWTH = 256
-"""Tokens of room that a row is given at a time."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,28 +71,22 @@ class Loop:
 
     Args:
       model: as loaded, keys rotated as for its whole context.
-      pool, tree, policy, queue: memory, what is in it, what leaves it first, and who waits.
+      memory, queue: where keys and values are, and who waits.
       rows: calls that run at a time.
       passes: forward passes of a dispatch at most, between which the host looks in.
       metrics: what is counted.
       replies: what becomes of what is sampled.
     """
 
-    def __init__(self, model: LoadedModel, *, pool: Pool, tree: PrefixTree, policy: Policy, queue: Queue, rows: int, passes: int,
-                 metrics: Metrics, replies: Replies):
-        self.model, self.pool, self.tree, self.policy, self.queue = model, pool, tree, policy, queue
+    def __init__(self, model: LoadedModel, *, memory: Memory, queue: Queue, rows: int, passes: int, metrics: Metrics, replies: Replies):
+        self.model, self.memory, self.queue = model, memory, queue
         self.passes, self.metrics, self.replies = passes, metrics, replies
         self.rows: list[Row | None] = [None] * rows
-        self.width, self.slots = 8, 8 * rows
-        self._costs = calibration.load(model)
         self._state: DecodeState | None = None
         self._samplers = [Sampler()] * rows
-        self._changed = True
         self._nothing = jnp.zeros(model.config.vocab_size)
         self._retired: list[int] = []  # rows that the decode loop still has
         self._ran = 0  # passes of its state
-        self._running: collections.Counter[str] = collections.Counter()
-        self._feed_seconds = self._copy_seconds = 0.0  # a token, as measured last
 
     @property
     def live(self) -> list[Row]:
@@ -107,8 +94,8 @@ class Loop:
 
     # A round.
 
-    def round(self) -> bool:
-        """Does what there is to do; whether anything was done."""
+    def round(self, admit: bool = True) -> bool:
+        """Does what there is to do; whether anything was done. Without `admit` calls that wait go on waiting."""
         for row in self.live:
             if row.call.cancelled:
                 self._end(row, End.CANCELLED)
@@ -116,7 +103,8 @@ class Loop:
             self.replies.finish(call, End.CANCELLED)
         for call in [call for call in self.queue if call.resample and not call.looked_up]:
             self.replies.look_up(call)
-        self._admit()
+        if admit:
+            self._admit()
         if long := [row for row in self.live if not row.running and len(row.left) > PENDING]:
             self._feed(long)
         ready = [row for row in self.live if not row.running and (row.logits is not None or len(row.left) <= PENDING)]
@@ -136,12 +124,12 @@ class Loop:
             if not free and not self._make_way(call):
                 return
             free = free or [i for i, row in enumerate(self.rows) if row is None]
-            while (placed := self._place(call, free[0])) is None and self._make_way(call):
+            while (wait := self._place(call, free[0])) is Wait.ROOM and self._make_way(call):
                 pass
-            if placed is None and not self.live:  # what it has in common with others lies in the way
-                placed = self._place(call, free[0], afresh=True)
-                assert placed
-            if placed is None:
+            if wait is Wait.ROOM and not self.live:  # what it has in common with others lies in the way
+                wait = self._place(call, free[0], afresh=True)
+                assert wait is None
+            if wait is Wait.ROOM:
                 return
 
     def _make_way(self, call: Call) -> bool:
@@ -151,102 +139,20 @@ class Loop:
             self._preempt(min(below, key=_worth))
         return bool(below)
 
-    def _place(self, call: Call, index: int, *, afresh: bool = False) -> bool | None:
-        """Gives a call a row and memory. None where there is no memory; False where it had better wait for what another one reads."""
-        tokens, tree = call.tokens, self.tree
-        match = Match(tree.root, 0, 0, 0) if afresh else tree.match(tokens, len(tokens) - 1)
-        if match.coming >= LEAST_PIECE:
-            return False
-        base = self._base(match, call)
-        for node in base.path():
-            node.users += 1
-        known = base.segment.depth
-        rest = tokens[known:]
-        fetched = sum(len(node.tokens) for node in base.path() if node.copy)
-        there = self.pool.free + tree.idle() - fetched
-        extent = None
-        if there >= len(rest) and self._bring(base):  # else nothing leaves in vain
-            extent = self._room(min(len(rest) + min(call.left, GROWTH), there)) or self._room(len(rest))
-        for node in base.path():
-            node.users -= 1
-        if extent is None:
-            return None
+    def _place(self, call: Call, index: int, *, afresh: bool = False) -> Wait | None:
+        """Gives a call a row and memory, or says what is in the way."""
+        running = 1 + sum(row.call.agent == call.agent for row in self.live)
+        node = self.memory.place(call, running, afresh=afresh)
+        if isinstance(node, Wait):
+            return node
         self.queue.take(call)
-        self._running[call.agent] += 1
-        owned = collections.Counter[str]()
-        for node in base.path():
-            owned.update(dict.fromkeys(node.segment.owners.keys() - {call.agent}, len(node.tokens)))
-        self.policy.observe(Observation(call.agent, tree.now, len(tokens), known, owned, self._running[call.agent]))
-        tree.use(base, call.agent, call.priority)
-        node = tree.append(base, rest, extent)
-        tree.touch(node, call.agent, call.priority)
-        tree.now += 1
         self.rows[index] = Row(call, index, node, guesses=self.replies.guesses(call))
-        self._changed = True
+        known = node.segment.depth - len(node.tokens)
         if call.reused is None:
             call.reused = min(known, len(call.prompt))
         self.metrics.admitted(call, known)
-        log.debug("admitted", extra={"call": call.number, "agent": call.agent, "known": known, "to_feed": len(rest)})
-        return True
-
-    def _base(self, match: Match, call: Call) -> Node:
-        """The node behind which a call's own tokens come; it is cut where the call leaves it in the middle, if that is worth it."""
-        node, cut = match.node, match.within < len(match.node.tokens)
-        if node is self.tree.root:
-            return node
-        assert node.parent is not None
-        if cut and not self._pays(match.within, node, call):
-            return node.parent
-        return self.tree.cut(node, match.within) if cut or node.writing else node
-
-    def _pays(self, tokens: int, node: Node, call: Call) -> bool:
-        """Whether the first tokens of a node are worth a block of their own, which the call and all that use the node now read together.
-
-        The cost rule of branches says what that costs in every pass that the call will need; to be set against it is that the tokens need
-        not be fed again. Where nobody else is under way a piece is read in one with what stands before it, and costs nothing. A few tokens
-        at the very beginning are what all prompts have there, so they would soon be a block of all rows.
-        """
-        rows, costs = node.users + 1, self._costs
-        if rows < 2 or tokens < LEAST_PIECE:
-            return rows < 2 and (node.parent is not self.tree.root or tokens >= LEAST_PIECE)
-        more = costs.shared(tokens, rows) - rows * (costs.private(PRIVATE_TILE + tokens) - costs.private(PRIVATE_TILE))
-        return more * 1e-6 * self.model.config.num_layers * call.left <= tokens * self._feed_seconds or not self._feed_seconds
-
-    def _bring(self, base: Node) -> bool:
-        """Fetches from host memory what a call needs; False if there is no room."""
-        for node in base.path():
-            if node.copy:
-                extent = self._room(len(node.tokens))
-                if extent is None:
-                    return False
-                begin = time.perf_counter()
-                self.tree.fetch(node, extent)
-                jax.block_until_ready(self.pool.cache.keys[0])
-                self._copy_seconds = _steadied(self._copy_seconds, (time.perf_counter() - begin) / len(node.tokens))
-                self.metrics.fetched(len(node.tokens))
-                self._changed = True
-        return True
-
-    def _room(self, tokens: int) -> Extent | None:
-        """An extent for so many tokens. What nobody uses leaves for it until as much is free; what stays is then moved together."""
-        while (extent := self.pool.take(tokens)) is None:
-            if not (self.pool.free >= tokens and self._pack()) and not self._let_go(tokens):
-                return None
-        return extent
-
-    def _pack(self) -> bool:
-        """Makes one hole of what is free; False if it is one."""
-        nodes = {*self.tree.root.below(), *(node for row in self.live for node in row.node.path())}
-        packed = self.pool.pack(node.extent for node in nodes if node.extent)
-        self._changed |= packed
-        return packed
-
-    def _let_go(self, tokens: int) -> bool:
-        evicted, swapped = self.tree.evicted, self.tree.swapped
-        # Fetching a copy takes about as long as making it.
-        found = self.tree.make_room(tokens, worth_a_copy=2 * self._copy_seconds <= self._feed_seconds or not self._feed_seconds)
-        self.metrics.evicted(self.tree.evicted - evicted, self.tree.swapped - swapped)
-        return found
+        log.debug("admitted", extra={"call": call.number, "agent": call.agent, "known": known, "to_feed": len(node.tokens)})
+        return None
 
     def _preempt(self, row: Row) -> None:
         """Takes row and memory from a call; it goes on later, as though nothing had been."""
@@ -260,8 +166,7 @@ class Loop:
 
     def _feed(self, rows: Sequence[Row]) -> None:
         """One pass over the next tokens of as many of these rows as are fed alike."""
-        most = len(rows[0].left)
-        count, width = next((shape for shape in FEEDS if most <= shape[1]), FEEDS[-1])
+        count, width = prefill.shape(len(rows[0].left))
         taken = dict(enumerate(rows[:count]))
         tokens, counts = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
         for i, row in taken.items():
@@ -269,10 +174,10 @@ class Loop:
             tokens[i, :len(piece)], counts[i] = piece, len(piece)
         cache, layout = self._view(taken, count)
         begin = time.perf_counter()
-        logits, self.pool.cache = self.model.forward(tokens, counts, cache, layout)
+        logits, self.memory.pool.cache = self.model.forward(tokens, counts, cache, layout)
         finite = np.asarray(jnp.isfinite(logits).all(axis=-1))
         fed = int(counts.sum())
-        self._feed_seconds = _steadied(self._feed_seconds, (time.perf_counter() - begin) / fed)
+        self.memory.feed_seconds = steadied(self.memory.feed_seconds, (time.perf_counter() - begin) / fed)
         self.metrics.fed(fed)
         for i, row in taken.items():
             assert row.node.extent is not None
@@ -282,7 +187,7 @@ class Loop:
                 self._not_a_number(row)
             elif not len(row.left):
                 row.logits = logits[i]
-        self._changed = True
+        self.memory.moved = True
 
     def _confirm(self, rows: Sequence[Row]) -> list[Row]:
         """One pass over what some of these rows may say next; those that have nothing to guess, which the decode loop is for."""
@@ -292,8 +197,8 @@ class Loop:
         for row in rows:
             extent, call = row.node.extent, row.call
             assert extent is not None and row.guesses is not None
-            if extent.capacity - extent.length < most and self.pool.grow(extent, GROWTH):
-                self._changed = True
+            if extent.capacity - extent.length < most:
+                self.memory.grow(row.node, max(most, call.left))
             room = min(most, extent.capacity - extent.length) - len(row.left)
             some = row.guesses.next(call.output, min(room, call.left - 1))
             if not some:
@@ -312,12 +217,12 @@ class Loop:
             positions[i] = len(row.call.output) - begins[i]
         cache, layout = self._view({i: row for i, (row, _) in enumerate(guessed)}, count)
         edits = max(len(sampler.bias) + len(sampler.forbidden) for sampler in samplers)
-        self.pool.cache, drawn, finite, kept = confirm(
+        self.memory.pool.cache, drawn, finite, kept = confirm(
             self.model.module, self.model.params, cache, layout, tokens, counts, Samplers.stack(samplers, bias_slots=max(8, edits)), seeds,
-            positions, (self.replies.logits and self.replies.logits.kept) or 0)
+            positions, self.replies.kept)
         drawn, finite, kept = jax.device_get((drawn, finite, kept))
         self.metrics.ran("guess", 1)
-        self._changed = True
+        self.memory.moved = True
         now = time.perf_counter()
         for i, (row, some) in enumerate(guessed):
             assert row.node.extent is not None and row.guesses is not None
@@ -349,7 +254,7 @@ class Loop:
             self._samplers[row.index] = row.call.sampler
         state = self._room_for([row.call for row in rows])
         cache, layout = self._view({row.index: row for row in self.live if row.running}, len(self.rows))
-        self._changed = False
+        self.memory.moved = False
         calls = [row.call for row in rows]
         before = np.array(layout.blocks)
         listed = [before[row.index][before[row.index] >= 0].tolist() for row in rows]
@@ -371,16 +276,12 @@ class Loop:
         """The decode loop's state, with room for what these calls may sample and for their samplers' edits."""
         room = max(call.budget for call in calls)
         edits = max(len(call.sampler.bias) + len(call.sampler.forbidden) for call in calls)
-        state = self._state
-        if state and self._retired:
-            state = state.retire(self._retired)
-            self._retired.clear()
+        state = self._state and self._retire(self._state)
         if state is None:
             state = DecodeState.create(
-                self.pool.view([], self.slots), Layout.from_blocks([], num_rows=len(self.rows), width=self.width), [],
-                vocab_size=self.model.config.vocab_size, stops=self.model.generation.stop_tokens, queue=PENDING,
-                room=max(1024, power_of_two(room)), bias_slots=max(8, power_of_two(edits)), max_width=1,
-                kept=(self.replies.logits and self.replies.logits.kept) or 0)
+                *self._view({}, len(self.rows)), [], vocab_size=self.model.config.vocab_size, stops=self.model.generation.stop_tokens,
+                queue=PENDING, room=max(1024, power_of_two(room)), bias_slots=max(8, power_of_two(edits)), max_width=1,
+                kept=self.replies.kept)
         if (more := power_of_two(room) - state.tokens.shape[1]) > 0:
             def widened(array: Array) -> Array:
                 return jnp.pad(array, ((0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)))
@@ -390,28 +291,31 @@ class Loop:
             state = dataclasses.replace(state, samplers=Samplers.stack(self._samplers, bias_slots=slots))
         return state
 
+    def _retire(self, state: DecodeState) -> DecodeState:
+        """Without the rows that have left the loop since it was last at work."""
+        if self._retired:
+            state = state.retire(self._retired)
+            self._retired.clear()
+        return state
+
     def _decode(self, passes: int, until_any: bool) -> None:
         """One dispatch: forward passes, each of which samples a token for every row that runs; fewer with `until_any` if a row ends."""
         running = [row for row in self.live if row.running]
         for row in running:
             extent = row.node.extent
             assert extent is not None
-            if extent.capacity - extent.length < min(passes, row.call.left) and self.pool.grow(extent, min(GROWTH, row.call.left)):
-                self._changed = True
-        state = self._state
-        assert state is not None
-        if self._retired:
-            state = state.retire(self._retired)
-            self._retired.clear()
-        if self._changed:
+            if extent.capacity - extent.length < min(passes, row.call.left):
+                self.memory.grow(row.node, row.call.left)
+        assert self._state is not None
+        state, arenas = self._retire(self._state), self.memory.pool.cache
+        if self.memory.moved:
             cache, layout = self._view({row.index: row for row in running}, len(self.rows))
             state = dataclasses.replace(state, cache=cache, layout=layout)
-            self._changed = False
+            self.memory.moved = False
         else:
-            state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, keys=self.pool.cache.keys,
-                                                                         values=self.pool.cache.values))
+            state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, keys=arenas.keys, values=arenas.values))
         state = decode(self.model.module, self.model.params, state, passes=passes, until_any=until_any)
-        self._state, self.pool.cache = state, state.cache
+        self._state, self.memory.pool.cache = state, state.cache
         reasons, drawn, tokens, lengths, faults, ran = jax.device_get((state.reasons, state.drawn, state.tokens, state.cache.lengths,
                                                                        state.cache.faults, state.passes))
         self.metrics.ran("decode", int(ran) - self._ran)
@@ -447,7 +351,7 @@ class Loop:
             call.stop_token = found.pop()
         if found:
             call.output += found
-            self.tree.extend(row.node, found)
+            self.memory.tree.extend(row.node, found)
         stopped = self.replies.stopped(call)
         if reason is Reason.NOT_A_NUMBER:
             self._not_a_number(row)
@@ -462,32 +366,14 @@ class Loop:
 
     def _give_room(self, row: Row) -> None:
         """A row's block is full: it grows, or another one follows it, or somebody has to make way."""
-        node, wanted = row.node, min(GROWTH, row.call.left + 1)
-        assert node.extent is not None
-        while not self.pool.grow(node.extent, wanted):
-            if extent := self.pool.take(wanted):
-                if node.known:
-                    row.node = self.tree.append(node, self.tree.shorten(node), extent)
-                    node.writing = False
-                else:
-                    self.pool.give_back(node.extent)
-                    node.extent = extent
-                break
-            if self.pool.free >= wanted and self._pack():
-                continue
-            if self._let_go(wanted):
-                continue
-            if wanted > 1:
-                wanted //= 2
-                continue
+        while (node := self.memory.more(row.node, row.call.left + 1)) is None:
             victim = min(self.live, key=_worth)
             self._preempt(victim)
             if victim is row:
                 return
-            wanted = min(GROWTH, row.call.left + 1)
+        row.node = node
         assert self._state is not None
         self._state = dataclasses.replace(self._state, reasons=self._state.reasons.at[row.index].set(Reason.RUNNING.value))
-        self._changed = True
 
     def _not_a_number(self, row: Row) -> None:
         """Ends a call that nothing can be sampled for; what it has written last is nothing to go on from."""
@@ -504,11 +390,7 @@ class Loop:
         if row.running:
             self._leave_loop(row)
         self.rows[row.index] = None
-        self._changed = True
-        self._running[row.call.agent] -= 1
-        for node in row.node.path():
-            node.users -= 1
-        self.tree.finish(row.node)
+        self.memory.release(row.node)
 
     def _leave_loop(self, row: Row) -> None:
         """Takes a row out of the decode loop's; what was kept of its distributions is fetched."""
@@ -517,7 +399,7 @@ class Loop:
             whole = jax.device_get(jax.tree.map(lambda array: array[row.index], self._state.kept))
             row.call.drawn_from.append(jax.tree.map(lambda array: array[row.first:row.drawn], whole))
         self._retired.append(row.index)
-        row.running, self._changed = False, True
+        row.running, self.memory.moved = False, True
 
     def _end(self, row: Row, end: End, error: Exception | None = None) -> None:
         self._release(row)
@@ -527,58 +409,23 @@ class Loop:
         """After a failure: memory, rows and queue as they were at first, since a cache may have been given to a pass that failed."""
         self.rows = [None] * len(self.rows)
         self.queue = self.replies.queue = Queue()
-        self._running, self._state, self._changed = collections.Counter(), None, True
+        self._state, self._ran = None, 0
         self._retired.clear()
-        self._ran = 0
-        self.pool = Pool(self.model, self.pool.tokens)
-        self.tree = PrefixTree(self.pool, self.policy, self.tree.host_tokens)
+        self.memory.restart()
 
     def free(self) -> None:
         """Lets go of the memory."""
         self._state = None
-        for array in (*self.pool.cache.keys, *self.pool.cache.values):
+        for array in (*self.memory.pool.cache.keys, *self.memory.pool.cache.values):
             if not array.is_deleted():
                 array.delete()
 
     def _view(self, rows: Mapping[int, Row], count: int) -> tuple[KVCache, Layout]:
-        """(the cache with what these rows see as its blocks, a layout of `count` rows).
-
-        Runs that were cut are read as one where the same rows see all of them.
-        """
-        slots: dict[tuple[int, int, int], int] = {}
-        spans: list[Extent] = []
-        listed: list[list[int]] = [[] for _ in range(count)]
+        """(the cache with what these rows see as its blocks, a layout of `count` rows)."""
+        cache, layout, own = self.memory.view({i: row.node for i, row in rows.items()}, count)
         for i, row in rows.items():
-            for span in _spans(row.node):
-                key = span.offset, span.capacity, span.length
-                if key not in slots:
-                    slots[key] = len(spans)
-                    spans.append(span)
-                listed[i].append(slots[key])
-            row.slot, row.length = listed[i][-1], spans[listed[i][-1]].length
-        self.width = max(self.width, power_of_two(max(map(len, listed))))
-        self.slots = max(self.slots, power_of_two(len(spans)))
-        return self.pool.view(spans, self.slots), Layout.from_blocks(listed, num_rows=count, width=self.width)
-
-
-def _spans(node: Node) -> list[Extent]:
-    """The blocks that a row sees which writes this node. All rows that see one of two neighbours see both where as many use them."""
-    spans: list[Extent] = []
-    users = -1
-    for each in node.path():
-        assert each.extent is not None
-        if spans and users == each.users and spans[-1].goes_on_in(each.extent):
-            spans[-1].capacity += each.extent.capacity
-            spans[-1].length += each.extent.length
-        else:
-            spans.append(dataclasses.replace(each.extent))
-        users = each.users
-    return spans
-
-
-def _steadied(before: float, now: float) -> float:
-    """A time that was measured again. The first one is long, since something is compiled: less is believed at once, more by and by."""
-    return now if not before else min(now, 0.9 * before + 0.1 * now)
+            row.slot, row.length = own[i]
+        return cache, layout
 
 
 def _worth(row: Row) -> tuple[int, int]:

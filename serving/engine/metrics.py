@@ -30,8 +30,8 @@ class Metrics:
         self._passes = Counter("jaxshare_passes", "Forward passes, by what they do", ["kind"], registry=registry)
         self._rows = Gauge("jaxshare_rows", "Calls that are under way", ["state"], registry=registry)
         self._queue = Gauge("jaxshare_queue", "Calls that wait", registry=registry)
-        self._bytes = Gauge("jaxshare_bytes", "Bytes of keys and values, by where they are, and of the Logits Cache", ["tier"],
-                            registry=registry)
+        self._bytes = Gauge("jaxshare_bytes", "Bytes of keys and values by where they are, of what sessions have, and of the Logits Cache",
+                            ["tier"], registry=registry)
         self._calls = Counter("jaxshare_calls", "Calls that have ended, by how", ["end"], registry=registry)
         self._tokens = Counter("jaxshare_tokens", "Tokens of calls: read in, sampled, or taken from the Logits Cache", ["how"],
                                registry=registry)
@@ -93,8 +93,9 @@ class Metrics:
         self._rows.labels("running").set(running)
         self._rows.labels("fed").set(len(loop.live) - running)
         self._queue.set(len(loop.queue))
-        pool = loop.pool
+        pool = loop.memory.pool
         self._bytes.labels("accelerator").set((pool.tokens - pool.free) * pool.bytes_a_token)
         if loop.replies.logits:
             self._bytes.labels("logits").set(loop.replies.logits.bytes)
-        self._bytes.labels("host").set(loop.tree.host_used * pool.bytes_a_token)
+        self._bytes.labels("sessions").set(sum(extent.capacity for extent in loop.memory.lent) * pool.bytes_a_token)
+        self._bytes.labels("host").set(loop.memory.tree.host_used * pool.bytes_a_token)

@@ -4,7 +4,6 @@ What a pass reads is told to it anew each time (`Pool.view`), so cutting an exte
 are arithmetic on the host, and copy nothing.
 """
 
-import bisect
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
@@ -15,9 +14,11 @@ import numpy as np
 from jax import Array
 
 from jaxshare import KVCache
-from jaxshare.cache import ALIGNMENT, alignment
+from jaxshare.cache import ALIGNMENT
 from jaxshare.models import LoadedModel
+from jaxshare.serving.holes import Holes
 from jaxshare.serving.inputs import cache_dtype, token_bytes
+from jaxshare.serving.waves import power_of_two
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -73,46 +74,41 @@ class Pool:
     Attributes:
       tokens: that it holds.
       bytes_a_token: of keys and values in all layers.
-      free: tokens that no extent has.
       cache: the arena. Whoever runs a pass over a `view` of it puts the new one back here.
     """
 
     def __init__(self, model: LoadedModel, tokens: int):
-        self.tokens = self.free = tokens
+        self.tokens = tokens
         self.bytes_a_token = token_bytes(model)
         self.cache = KVCache.empty(model.config, tokens, 1, cache_dtype(model))
-        self._holes = [(0, tokens)]
+        self._holes = Holes(tokens)
+
+    @property
+    def free(self) -> int:
+        """Tokens that no extent has."""
+        return self._holes.free
 
     def take(self, capacity: int) -> Extent | None:
         """A new empty extent, or None where no hole is left for it."""
-        step = alignment(capacity)
-        for i, (begin, end) in enumerate(self._holes):
-            at = begin + -begin % step
-            if at + capacity <= end:
-                self._holes[i:i + 1] = [hole for hole in ((begin, at), (at + capacity, end)) if hole[0] < hole[1]]
-                self.free -= capacity
-                return Extent(at, capacity)
-        return None
+        at = self._holes.take(capacity)
+        if at is None:
+            at = self._holes.take(capacity, aligned=False)
+        return None if at is None else Extent(at, capacity)
 
     def grow(self, extent: Extent, by: int) -> bool:
         """Gives an extent more room where it is, if what lies behind it is free."""
-        i = bisect.bisect_left(self._holes, (extent.end,))
-        if i == len(self._holes) or self._holes[i][0] != extent.end or self._holes[i][1] - extent.end < by:
-            return False
-        end = self._holes[i][1]
-        extent.capacity += by
-        self._holes[i:i + 1] = [(extent.end, end)] if extent.end < end else []
-        self.free -= by
-        return True
+        grown = self._holes.take_at(extent.end, by)
+        extent.capacity += by * grown
+        return grown
 
     def trim(self, extent: Extent) -> None:
         """Gives back what an extent has not used."""
         spare, extent.capacity = extent.capacity - extent.length, extent.length
-        self._release(extent.end, spare)
+        self._holes.give_back(extent.end, spare)
 
     def give_back(self, extent: Extent) -> None:
         """Frees an extent."""
-        self._release(extent.offset, extent.capacity)
+        self._holes.give_back(extent.offset, extent.capacity)
         extent.capacity = extent.length = 0
 
     @staticmethod
@@ -138,25 +134,12 @@ class Pool:
             extent.offset = at
             at += extent.capacity
         assert at + self.free == self.tokens
-        self._holes = [(at, self.tokens)]
+        self._holes = Holes(self.tokens, at)
         order = jnp.asarray(source)
         # A layer at a time, so that no second arena is needed.
         keys, values = (tuple(_pick(arena, order) for arena in arenas) for arenas in (self.cache.keys, self.cache.values))
         self.cache = dataclasses.replace(self.cache, keys=keys, values=values)
         return True
-
-    def _release(self, begin: int, tokens: int) -> None:
-        if not tokens:
-            return
-        self.free += tokens
-        end = begin + tokens
-        i = bisect.bisect(self._holes, (begin, end))
-        if i < len(self._holes) and self._holes[i][0] == end:
-            end = self._holes.pop(i)[1]
-        if i and self._holes[i - 1][1] == begin:
-            i -= 1
-            begin = self._holes.pop(i)[0]
-        self._holes.insert(i, (begin, end))
 
     # What passes see.
 
@@ -189,7 +172,7 @@ class Pool:
 
     def _window(self, extent: Extent) -> tuple[int, int, int]:
         """(tokens of a window that holds an extent's, one of few sizes; where it begins in the arena; where the extent does in it)."""
-        width = min(max(ALIGNMENT, 1 << (max(extent.length, 1) - 1).bit_length()), self.tokens)
+        width = min(max(ALIGNMENT, power_of_two(max(extent.length, 1))), self.tokens)
         start = min(extent.offset, self.tokens - width)
         return width, start, extent.offset - start
 

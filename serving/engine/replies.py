@@ -1,39 +1,29 @@
 """What calls have said, and how they end: texts, stop texts, what streams are given, and what the Logits Cache is told and asked."""
 
-import dataclasses
+import bisect
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from jaxshare.models import LoadedModel
-from jaxshare.serving.engine.calls import Call, Completion, End, Piece
+from jaxshare.serving.engine.calls import Call, Completion, End
 from jaxshare.serving.engine.guesses import Guesses
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.queue import Queue
+from jaxshare.serving.hotspot import Hotspot
 from jaxshare.serving.logits_cache import LogitsCache
 from jaxshare.serving.residency import Policy
 
 log = logging.getLogger("jaxshare.engine")
 
 
-@dataclasses.dataclass(frozen=True)
-class Hotspot:
-    """Which positions hotspot sampling draws again: see `jaxshare.serving.logits_cache.hotspots`."""
-
-    decay: float = 0.5
-    threshold: float = 0.6
-    top_k: int | None = None
-
-
 class Replies:
     """Of the calls of one engine.
 
     Args:
-      model: whose tokenizer and stop tokens they are.
+      model: whose stop tokens they are.
       queue, policy, metrics: are told of every end.
       logits: the Logits Cache, or None; hotspot: how it is sampled where that was asked for.
     """
@@ -41,17 +31,18 @@ class Replies:
     def __init__(self, model: LoadedModel, *, queue: Queue, policy: Policy, metrics: Metrics, logits: LogitsCache | None, hotspot: Hotspot):
         self.queue, self.policy, self.metrics, self.logits, self.hotspot = queue, policy, metrics, logits, hotspot
         self.stops = frozenset(model.generation.stop_tokens)
-        self._tokenizer: Any = model.tokenizer
+
+    @property
+    def kept(self) -> int:
+        """Logits of a distribution that calls keep; 0 for none."""
+        return (self.logits.kept or 0) if self.logits else 0
 
     def look_up(self, call: Call) -> None:
         """Takes the beginning of an answer from the Logits Cache."""
         assert self.logits is not None
         call.looked_up = True
         arguments = call.prompt, call.sampler, call.seed, call.budget, self.stops
-        if call.resample == "hotspot":
-            found = self.logits.hotspot(*arguments, **dataclasses.asdict(self.hotspot))
-        else:
-            found = self.logits.replay(*arguments)
+        found = self.logits.hotspot(*arguments, self.hotspot) if call.resample == "hotspot" else self.logits.replay(*arguments)
         self.metrics.looked_up(len(found))
         if not found:
             return
@@ -82,9 +73,9 @@ class Replies:
         self.queue.end(call)
         if call.drawn_from and end is not End.ERROR:
             self._remember(call)
-        self.publish(call, last=True)
+        self.publish(call)
         now = time.perf_counter()
-        done = Completion(tuple(call.output), self._text(call), end, len(call.prompt), call.reused or 0, call.replayed, call.preemptions,
+        done = Completion(tuple(call.output), "", end, len(call.prompt), call.reused or 0, call.replayed, call.preemptions,
                           call.first and call.first - call.submitted, now - call.submitted, error)
         self.policy.finished(call.agent, len(call.output))
         self.metrics.finished(call, done)
@@ -110,35 +101,14 @@ class Replies:
 
     def stopped(self, call: Call) -> bool:
         """Whether one of the call's stop texts stands; then its output ends where the text before it does."""
-        if not call.stops or _first(self._tokenizer.decode(call.output), call.stops) is None:
+        text = call.state.text
+        if not text.stopped(call.output):
             return False
-        low, high = 1, len(call.output)  # the fewest tokens with it: the same whenever the host looks in
-        while low < high:
-            middle = (low + high) // 2
-            there = _first(self._tokenizer.decode(call.output[:middle]), call.stops) is not None
-            low, high = (low, middle) if there else (middle + 1, high)
-        del call.output[low:]
+        # The fewest tokens with it: the same whenever the host looks in.
+        del call.output[bisect.bisect_left(range(len(call.output)), True, lo=1, key=lambda n: text.stopped(call.output[:n])):]
         return True
 
-    def _text(self, call: Call) -> str:
-        if self._tokenizer is None:
-            return ""
-        text = self._tokenizer.decode(call.output)
-        end = _first(text, call.stops)
-        return text if end is None else text[:end]
-
-    def publish(self, call: Call, last: bool = False) -> None:
-        """Gives out what is new, but for what may still become a stop text, or a character."""
-        text = self._text(call)
-        if not last:
-            held = max((n for stop in call.stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
-            text = text[:len(text) - held].rstrip("\ufffd")
-        piece = Piece(tuple(call.output[call.given:]), text[len(call.shown):])
-        call.given, call.shown = len(call.output), text if len(text) > len(call.shown) else call.shown
-        if piece.tokens or piece.text:
-            call.state.tell(piece)
-
-
-def _first(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first of the stop texts begins."""
-    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+    def publish(self, call: Call) -> None:
+        """Gives out what is new."""
+        call.state.tell(tuple(call.output[call.given:]))
+        call.given = len(call.output)

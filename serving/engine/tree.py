@@ -23,7 +23,8 @@ class Node:
     Attributes:
       tokens: int32; of a node that is being written those to come, too.
       parent: None for the root, and for what has left the tree.
-      children: by their first token. Siblings that have less in common than is worth a node of its own stay as they are.
+      children: by their first token, those that have none yet under -1. Siblings that have less in common than is worth a node of its own
+        stay as they are.
       extent: where its keys and values are on the accelerator, or None.
       copy: of them in host memory, or None.
       users: calls under way whose tokens go through it.
@@ -43,6 +44,11 @@ class Node:
     fresh: bool = True
 
     @property
+    def first(self) -> int:
+        """Its first token; -1 where it has none."""
+        return int(self.tokens[0]) if len(self.tokens) else -1
+
+    @property
     def known(self) -> int:
         """Tokens whose keys and values are there."""
         return self.extent.length if self.extent else self.copy.tokens if self.copy else 0
@@ -60,20 +66,31 @@ class Node:
         return [child for alike in self.children.values() for child in alike]
 
     def adopt(self, child: "Node") -> None:
-        """Makes a node its child; one that has no tokens yet is not found before it has."""
+        """Makes a node its child."""
         child.parent = self
-        if len(child.tokens):
-            self.children.setdefault(int(child.tokens[0]), []).append(child)
+        self.children.setdefault(child.first, []).append(child)
 
     def leave(self) -> None:
         """Leaves its parent."""
         assert self.parent is not None
-        if len(self.tokens):
-            alike = self.parent.children[int(self.tokens[0])]
-            alike.remove(self)
-            if not alike:
-                del self.parent.children[int(self.tokens[0])]
+        alike = self.parent.children[self.first]
+        alike.remove(self)
+        if not alike:
+            del self.parent.children[self.first]
         self.parent = None
+
+    def become(self, tokens: np.ndarray) -> None:
+        """Has these tokens from now on."""
+        parent, more = self.parent, len(tokens) - len(self.tokens)
+        assert parent is not None
+        found = bool(len(tokens)) == bool(len(self.tokens))  # where it was
+        if not found:
+            self.leave()
+        self.tokens = tokens
+        self.segment.tokens += more
+        self.segment.depth += more
+        if not found:
+            parent.adopt(self)
 
     def below(self) -> "Iterator[Node]":
         """This and all below it."""
@@ -157,35 +174,32 @@ class PrefixTree:
         return head
 
     def append(self, parent: Node, tokens: np.ndarray, extent: Extent) -> Node:
-        """A new node that is to be written."""
+        """A new node that is to be written, by a call that is to `use` it."""
         segment = Segment(len(tokens), b"", parent.segment.depth + len(tokens), {})
-        node = Node(tokens, None, segment, extent=extent, users=1, writing=True)
+        node = Node(tokens, None, segment, extent=extent, writing=True)
         parent.adopt(node)
         return node
 
     def extend(self, node: Node, tokens: Sequence[int]) -> None:
         """More tokens are to be written to a node."""
-        parent = node.parent
-        assert parent is not None
-        empty = not len(node.tokens)
-        node.tokens = np.concatenate([node.tokens, np.asarray(tokens, np.int32)])
-        node.segment.tokens += len(tokens)
-        node.segment.depth += len(tokens)
-        if empty:
-            parent.adopt(node)
+        node.become(np.concatenate([node.tokens, np.asarray(tokens, np.int32)]))
 
     def shorten(self, node: Node) -> np.ndarray:
         """Takes off a node's tokens what is not written: that."""
         behind = node.tokens[node.known:]
-        if not node.known:
-            parent = node.parent
-            assert parent is not None
-            node.leave()
-            node.parent = parent
-        node.tokens = node.tokens[:node.known]
-        node.segment.tokens -= len(behind)
-        node.segment.depth -= len(behind)
+        node.become(node.tokens[:node.known])
         return behind
+
+    def follow(self, node: Node, extent: Extent) -> Node:
+        """Who writes a node goes on in another extent: the node that is written now."""
+        if not node.known:
+            assert node.extent is not None
+            self.pool.give_back(node.extent)
+            node.extent = extent
+            return node
+        after = self.append(node, self.shorten(node), extent)
+        node.writing, after.users = False, 1
+        return after
 
     def finish(self, node: Node) -> None:
         """A call has ended that has written a node, and was counted off: gives back what it has not used, and what is known twice."""
@@ -195,7 +209,7 @@ class PrefixTree:
         self.pool.trim(node.extent)
         path = node.path()
         if not len(node.tokens):
-            node.parent = None
+            node.leave()
             self.policy.gone(node.segment)
         for each in path:
             if each.fresh and len(each.tokens):
@@ -238,17 +252,14 @@ class PrefixTree:
         self.policy.used(twin.segment, self.now)  # by these, too
 
     def use(self, node: Node, agent: str, priority: int) -> None:
-        """A call begins to go through a node and all above it."""
+        """A call is admitted, and goes through a node and all above it."""
         for each in node.path():
             each.users += 1
-            self.touch(each, agent, priority)
-
-    def touch(self, node: Node, agent: str, priority: int) -> None:
-        """A call has used a node."""
-        segment = node.segment
-        segment.last_used, segment.uses, segment.priority = self.now, segment.uses + 1, max(segment.priority, priority)
-        segment.owners[agent] = segment.owners.get(agent, 0) + 1
-        self.policy.used(segment, self.now)
+            segment = each.segment
+            segment.last_used, segment.uses, segment.priority = self.now, segment.uses + 1, max(segment.priority, priority)
+            segment.owners[agent] = segment.owners.get(agent, 0) + 1
+            self.policy.used(segment, self.now)
+        self.now += 1
 
     # What leaves.
 

@@ -1,0 +1,70 @@
+"""Holes: which runs of an arena nobody has."""
+
+import bisect
+
+from jaxshare.cache import alignment
+
+
+class Holes:
+    """The free runs of an arena, apart from each other and in order.
+
+    Attributes:
+      free: tokens of all of them.
+    """
+
+    def __init__(self, tokens: int, begin: int = 0):
+        """All from `begin` on is free, of an arena of so many tokens."""
+        self._runs = [(begin, tokens)] if begin < tokens else []
+        self.free = tokens - begin
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest hole."""
+        return max((end - begin for begin, end in self._runs), default=0)
+
+    def take(self, tokens: int, *, high: bool = False, aligned: bool = True) -> int | None:
+        """Where a run of so many tokens begins that is free no more; None where no hole is left for it.
+
+        Args:
+          tokens: of the run.
+          high: as far up as it goes.
+          aligned: only where backends read it best.
+        """
+        step = alignment(tokens) if aligned else 1
+        for i in reversed(range(len(self._runs))) if high else range(len(self._runs)):
+            begin, end = self._runs[i]
+            at = (end - tokens) // step * step if high else begin + -begin % step
+            if begin <= at and at + tokens <= end:
+                self._cut(i, at, at + tokens)
+                return at
+        return None
+
+    def take_at(self, begin: int, tokens: int) -> bool:
+        """Takes the run that begins there, if a hole does and is as large."""
+        i = bisect.bisect_left(self._runs, (begin,))
+        if i == len(self._runs) or self._runs[i][0] != begin or self._runs[i][1] < begin + tokens:
+            return False
+        self._cut(i, begin, begin + tokens)
+        return True
+
+    def give_back(self, begin: int, tokens: int) -> None:
+        """Frees a run."""
+        if not tokens:
+            return
+        self.free += tokens
+        end = begin + tokens
+        i = bisect.bisect(self._runs, (begin, end))
+        if i < len(self._runs) and self._runs[i][0] == end:
+            end = self._runs.pop(i)[1]
+        if i and self._runs[i - 1][1] == begin:
+            i -= 1
+            begin = self._runs.pop(i)[0]
+        self._runs.insert(i, (begin, end))
+
+    def _cut(self, i: int, begin: int, end: int) -> None:
+        low, high = self._runs[i]
+        self._runs[i:i + 1] = [run for run in ((low, begin), (end, high)) if run[0] < run[1]]
+        self.free -= end - begin
