@@ -60,8 +60,8 @@ class Scale:
     kept: int
 
 
-# A pass of the larger model takes 20 times as long: it is given fewer puzzles.
-FULL = {"embedded": Scale(100, 20, 64), "random": Scale(8, 8, 256)}
+# A pass of the larger model takes 20 times as long: its puzzles are answered side by side.
+FULL = {"embedded": Scale(100, 1, 64), "random": Scale(100, 20, 256)}
 QUICK = {"embedded": Scale(8, 8, 64), "random": Scale(4, 4, 256)}
 
 
@@ -358,8 +358,8 @@ class Options:
 def parse(arguments: Sequence[str] | None) -> Options:
     parser = Parser(prog="bench_logits_cache.py", description=__doc__.splitlines()[0])
     parser.add_argument("--models", metavar="M,M", help=f"of {','.join(MODELS)} (default both; quick embedded)")
-    parser.add_argument("--puzzles", type=int, metavar="N", help="of each model (default 100 and 8; quick 8 and 4)")
-    parser.add_argument("--rows", type=int, metavar="N", help="prompts side by side (default 20 and 8; quick 8 and 4)")
+    parser.add_argument("--puzzles", type=int, metavar="N", help="of each model (default 100; quick 8 and 4)")
+    parser.add_argument("--rows", type=int, metavar="N", help="prompts side by side (default 1 and 20; quick 8 and 4)")
     parser.add_argument("--kept", type=int, metavar="K", help="logits that are kept of a distribution (default 64 and 256)")
     parser.add_argument("--temperatures", metavar="T,T", help="(default 0.2,0.4,0.6,0.8,1.0; quick 0.2,1.0)")
     parser.add_argument("--tokens", type=int, help="of every answer (default 500; quick 100)")
