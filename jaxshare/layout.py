@@ -54,9 +54,8 @@ class Layout:
             blocks[r, :len(row)] = row
         if few := [g for g in groups if g < 2]:
             raise ValueError(f"groups has {few[0]}; a group that reads a block together has at least 2 rows")
-        layout = cls(jnp.asarray(blocks), tuple(sorted(set(groups))))
-        layout.check()
-        return layout
+        _check(blocks)
+        return cls(jnp.asarray(blocks), tuple(sorted(set(groups))))
 
     @property
     def num_rows(self) -> int:
@@ -97,21 +96,24 @@ class Layout:
 
     def check(self, num_blocks: int | None = None) -> None:
         """Raises ValueError for what `from_blocks` refuses, and for blocks beyond `num_blocks`; does nothing while tracing."""
-        if not is_concrete(self.blocks):
-            return
-        blocks = np.asarray(self.blocks)
-        writer: dict[int, int] = {}
-        for r, row in enumerate(blocks):
-            seen = [int(b) for b in row if b >= 0]
-            if repeated := [b for b in seen if seen.count(b) > 1]:
-                raise ValueError(f"row {r} lists block {repeated[0]} twice: {seen}; list every block once")
-            if num_blocks is not None and (unknown := [b for b in seen if b >= num_blocks]):
-                raise ValueError(f"row {r} lists block {unknown[0]}, but the cache has blocks 0 to {num_blocks - 1}")
-            if seen and seen[-1] in writer:
-                raise ValueError(f"rows {writer[seen[-1]]} and {r} both write block {seen[-1]}, the last block each lists; "
-                                 f"give every row a last block of its own")
-            if seen:
-                writer[seen[-1]] = r
+        if is_concrete(self.blocks):
+            _check(np.asarray(self.blocks), num_blocks)
+
+
+def _check(blocks: np.ndarray, num_blocks: int | None = None) -> None:
+    writer: dict[int, int] = {}
+    for r, row in enumerate(blocks.tolist()):
+        seen = [b for b in row if b >= 0]
+        if len(set(seen)) < len(seen):
+            repeated = next(b for b in seen if seen.count(b) > 1)
+            raise ValueError(f"row {r} lists block {repeated} twice: {seen}; list every block once")
+        if num_blocks is not None and (unknown := [b for b in seen if b >= num_blocks]):
+            raise ValueError(f"row {r} lists block {unknown[0]}, but the cache has blocks 0 to {num_blocks - 1}")
+        if seen and seen[-1] in writer:
+            raise ValueError(f"rows {writer[seen[-1]]} and {r} both write block {seen[-1]}, the last block each lists; "
+                             f"give every row a last block of its own")
+        if seen:
+            writer[seen[-1]] = r
 
 
 def is_concrete(*arrays: int | Array) -> bool:

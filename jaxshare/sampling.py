@@ -85,12 +85,9 @@ class Samplers:
         tokens, values = np.full((len(edits), slots), -1, np.int32), np.zeros((len(edits), slots), np.float32)
         for r, edit in enumerate(edits):
             tokens[r, :len(edit)], values[r, :len(edit)] = list(edit), list(edit.values())
-        return cls(
-            temperature=jnp.asarray([s.temperature for s in samplers], jnp.float32),
-            top_k=jnp.asarray([s.top_k for s in samplers], jnp.int32),
-            top_p=jnp.asarray([s.top_p for s in samplers], jnp.float32),
-            min_p=jnp.asarray([s.min_p for s in samplers], jnp.float32),
-            bias_tokens=jnp.asarray(tokens), bias_values=jnp.asarray(values))
+        return cls(*jax.device_put((
+            np.asarray([s.temperature for s in samplers], np.float32), np.asarray([s.top_k for s in samplers], np.int32),
+            np.asarray([s.top_p for s in samplers], np.float32), np.asarray([s.min_p for s in samplers], np.float32), tokens, values)))
 
     def sample(self, logits: Array, seeds: Array, positions: Array) -> Array:
         """One token a row.

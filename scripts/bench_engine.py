@@ -63,7 +63,7 @@ class Scale:
     Attributes:
       rows: calls at a time.
       known, calls: calls of the first two measurements, in a round; arrivals: calls of each load.
-      rounds: turns of each side.
+      rounds: turns of each side; of the first measurement, whose turns are short, three times as many.
     """
 
     rows: int
@@ -272,8 +272,8 @@ def measure(name: str, model: LoadedModel, scale: Scale, *, passes: int, seed: i
     raw = Raw(model, calls.make(scale.known, (1, 1)), SYSTEM_TOKENS, scale.rows, sampler, passes)
     raw.turn(1)
     try:
-        for questions in ((1, 1), QUESTIONS):
-            served.at_once(calls.make(2 * scale.rows, questions))
+        for questions in ((1, 1), QUESTIONS):  # until the memory is full, as it is from then on
+            served.at_once(calls.make(scale.known, questions))
         forgetful.at_once(calls.make(2 * scale.rows, QUESTIONS))
         say(f"{name}: saturation")
         known = saturation(served, raw, calls, scale, passes)
@@ -307,7 +307,7 @@ def saturation(served: Served, raw: Raw, calls: Calls, scale: Scale, passes: int
         rates[RAW].append(raw.turn(dispatches))
         return 1 / rates[RAW][-1]
 
-    seconds = alternate({ENGINE: engine, RAW: loop}, scale.rounds)
+    seconds = alternate({ENGINE: engine, RAW: loop}, 3 * scale.rounds)
     return {"tokens_per_second": {side: statistics.median(found) for side, found in rates.items()}, "round_rates": rates,
             "engine_with_the_end": statistics.median(whole), "engine_to_raw": ratios(seconds[RAW], seconds[ENGINE])}
 
@@ -352,7 +352,7 @@ def as_text(report: Mapping[str, Any]) -> str:
 def _model_text(r: Mapping[str, Any]) -> str:
     known, mixed = r["saturation"], r["at_once"]
     ratio = known["engine_to_raw"]
-    lines = [f"{r['model']}, {r['rows']} rows, medians of {r['rounds']} rounds", "",
+    lines = [f"{r['model']}, {r['rows']} rows, medians of {r['rounds']} rounds, at saturation {3 * r['rounds']}", "",
              table(("prompts known but for a token", "tokens/s"), [
                  *((side, f"{rate:.1f}") for side, rate in known["tokens_per_second"].items()),
                  ("engine, until the last has ended", f"{known['engine_with_the_end']:.1f}")]),
@@ -384,7 +384,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser = Parser(prog="bench_engine.py", description=__doc__.splitlines()[0])
     parser.add_argument("--models", metavar="M,M", help=f"of {','.join(MODELS)} (default both; quick embedded)")
     parser.add_argument("--rows", type=int, metavar="N", help="calls at a time (default 16; quick 8)")
-    parser.add_argument("--rounds", type=int, help="turns of each side (default 5 and 3; quick 2)")
+    parser.add_argument("--rounds", type=int, help="turns of each side (default 5 and 3; quick 2), at saturation three times as many")
     parser.add_argument("--passes", type=int, default=16, help="of a dispatch (default %(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the random model (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="the embedded model alone, fewer calls: within three minutes on two cores")

@@ -12,13 +12,10 @@ class Holes:
       free: tokens of all of them.
     """
 
-    def __init__(self, tokens: int, begin: int = 0):
-        """All from `begin` on is free, of an arena of so many tokens."""
-        self._runs = [(begin, tokens)] if begin < tokens else []
-        self.free = tokens - begin
-
-    def __len__(self) -> int:
-        return len(self._runs)
+    def __init__(self, tokens: int):
+        """An arena of so many tokens, all of it free."""
+        self._runs = [(0, tokens)]
+        self.free = tokens
 
     @property
     def largest(self) -> int:
@@ -49,6 +46,28 @@ class Holes:
             return False
         self._cut(i, begin, begin + tokens)
         return True
+
+    def merge(self, tokens: int) -> tuple[int, int] | None:
+        """Takes the shortest stretch of the arena, from one hole to another, whose holes have so many tokens together; None where all of
+        them have not. The caller gives back what is still free of it."""
+        best, first, free = None, 0, 0
+        for last, (begin, end) in enumerate(self._runs):
+            free += end - begin
+            while free - self._size(first) >= tokens:
+                free -= self._size(first)
+                first += 1
+            if free >= tokens and (best is None or end - self._runs[first][0] < best[0]):
+                best = end - self._runs[first][0], first, last, free
+        if best is None:
+            return None
+        _, first, last, free = best
+        stretch = self._runs[first][0], self._runs[last][1]
+        self._runs[first:last + 1] = []
+        self.free -= free
+        return stretch
+
+    def _size(self, i: int) -> int:
+        return self._runs[i][1] - self._runs[i][0]
 
     def give_back(self, begin: int, tokens: int) -> None:
         """Frees a run."""

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxshare import Sampler, models
+from jaxshare import KVCache, Layout, Sampler, models
 from jaxshare.models import Generation, LoadedModel
 from jaxshare.models.layers import Decoder
 from jaxshare.serving import prefill
@@ -32,6 +32,7 @@ from jaxshare.serving.engine import (
 )
 from jaxshare.serving.engine import loop as engine_loop
 from jaxshare.serving.engine import memory as engine_memory
+from jaxshare.serving.engine.guests import Guest
 from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.logits_cache import LogitsCache
 from tests.helpers import TINY, init
@@ -108,7 +109,8 @@ def check_memory(engine: Engine) -> None:
     loop = engine._loop
     tree, pool = loop.memory.tree, loop.memory.pool
     nodes = [node for node in tree.root.below() if node is not tree.root]
-    extents = sorted((n.extent.offset, n.extent.end) for n in nodes if n.extent and n.extent.capacity)
+    held = [*(node.extent for node in nodes if node.extent and node.extent.capacity), *loop.memory.lent]
+    extents = sorted((extent.offset, extent.end) for extent in held)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(extents))
     assert sum(end - begin for begin, end in extents) + pool.free == pool.tokens
     assert tree.host_used == sum(node.copy.tokens for node in nodes if node.copy) <= tree.host_tokens
@@ -139,20 +141,53 @@ def schedule(rng: random.Random, calls: int, **more) -> Engine:
             return known[:rng.randrange(1, 110)] + [rng.randrange(3, 31) for _ in range(rng.randrange(20))]
         return book[:rng.randrange(90)] + [rng.randrange(3, 31) for _ in range(rng.randrange(1, 30))]
 
+    guests: list[tuple[Guest, KVCache, list[int]]] = []
+
+    def visit() -> None:
+        """A session comes, goes on or leaves, whose tokens are to be where it has written them whatever happens meanwhile."""
+        fits = engine._loop.memory.pool.free >= 40 and all(call.needs <= engine._guests.room - 40 for call in engine._calls)
+        if fits and len(guests) < 2 and rng.random() < 0.3:
+            guest = engine.invite([24, 16])
+            with guest.turn():
+                guests.append((guest, guest.attach(), []))
+                guest.detach(guests[-1][1])
+        elif guests:
+            guest, cache, said = guests.pop(rng.randrange(len(guests)))
+            block = 0 if len(said) < 24 else 1
+            if len(said) == 40:
+                guest.close()
+                return
+            said.append(rng.randrange(3, 31))
+            with guest.turn():
+                logits, cache = MODEL.forward([[said[-1]]], [1], guest.attach(cache), Layout.from_blocks([[0, 1][:block + 1]], width=2))
+                guest.detach(cache)
+            assert int(np.asarray(logits)[0].argmax()) == likeliest(tuple(said))
+            guests.append((guest, cache, said))
+
     while len(asked) < calls or any(stream._state.done is None for _, stream, _ in asked):
         chance = rng.random()
         if chance < 0.5 and len(asked) < calls:
             tokens, count = prompt(), rng.randrange(1, 50)
+            if len(tokens) + count > engine._guests.room:
+                with pytest.raises(TooLongError, match="sessions have all but"):
+                    engine.submit(tokens, Sampler(), max_new_tokens=count)
+                continue
             stream = engine.submit(tokens, Sampler(), max_new_tokens=count, agent_id=rng.choice("abc"),
                                    priority=rng.choice([0, 0, 0, 1, 2]), resample=rng.choice([None, None, "stepwise"]))
             asked.append((tokens, stream, count))
         elif asked and 0.5 <= chance < 0.51:
             rng.choice(asked)[1].cancel()
+        elif chance < 0.6:
+            visit()
         else:
             engine.step()
             if chance > 0.9:
                 check_memory(engine)
     engine.settle()
+    check_memory(engine)
+    for guest, _, _ in guests:
+        guest.close()
+    assert engine._guests.room == engine._loop.memory.pool.tokens
     check_memory(engine)
     for tokens, stream, count in asked:
         wanted, end = alone(tokens, count)

@@ -68,9 +68,8 @@ def test_blocks_may_be_moved_between_passes(alone):
         for n, _ in enumerate(here.stream()):
             if n == 2:
                 with engine._guests.turn():
-                    while memory.tree.make_room(1000, False):
-                        pass
-                    moved += memory._pack()
+                    memory.tree.make_room(memory.pool.tokens, False)
+                    moved += memory._pack(memory.pool.free)
         assert moved and here._guest._extent.offset < offset
         assert written(here) == alone["session"] and here.finish() == alone["answer"]
 

@@ -268,6 +268,11 @@ class Call:
         return np.concatenate([self.prompt, np.asarray(self.output, np.int32)])
 
     @property
+    def needs(self) -> int:
+        """Tokens that it may come to."""
+        return len(self.prompt) + self.budget
+
+    @property
     def left(self) -> int:
         """Tokens that it may still sample."""
         return self.budget - len(self.output)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxshare import Sampler
-from jaxshare.cache import ALIGNMENT, arena_size
+from jaxshare.cache import ALIGNMENT, arena_size, extents
 from jaxshare.models import LoadedModel
 from jaxshare.serving.arena import whole_tiles
 from jaxshare.serving.engine.calls import Call, ClosedError, QueueFullError, Stream, StreamState, Text, TooLongError
@@ -160,7 +160,6 @@ class Engine:
             raise ValueError(f"resample is {resample!r}; it must be None, 'stepwise' or 'hotspot'")
         if resample and self.logits_cache is None:
             raise ValueError(f"resample is {resample!r}, but the engine has no Logits Cache; make it with logits_cache=BYTES")
-        self._check_length(len(tokens), max_new_tokens)
         vocab = self.model.config.vocab_size
         if outside := [t for t in (*sampler.bias, *sampler.forbidden) if t >= vocab]:
             raise ValueError(f"the sampler names token {outside[0]}, outside the vocabulary of {vocab}")
@@ -169,6 +168,7 @@ class Engine:
         with self._changed:
             if self._closed:
                 raise ClosedError("the engine is shut down; make another")
+            self._check_length(len(tokens), max_new_tokens)
             if (waiting := len(self._new) + len(self._loop.queue)) >= self._max_queue:
                 raise QueueFullError(f"{waiting} calls wait already, as many as may; try again when some have ended, or make the "
                                      f"engine with a larger max_queue")
@@ -214,6 +214,9 @@ class Engine:
             raise TooLongError(f"a prompt of {prompt} tokens and an answer of {most} need keys and values of {prompt + most} tokens, "
                                f"{(prompt + most) * size} bytes, but there is room for {room}, {room * size} bytes; raise kv_bytes or "
                                f"shorten them")
+        if prompt + most > (left := self._guests.room):
+            raise TooLongError(f"a prompt of {prompt} tokens and an answer of {most} need {prompt + most} of the engine's {room} tokens, "
+                               f"but sessions have all but {left} of them; close one, raise kv_bytes or shorten them")
 
     def _seed_of(self, asked: bytes, time: int) -> int:
         """Of the call that asks something for the so manieth time."""
@@ -243,8 +246,24 @@ class Engine:
         return Workers(self.model, problem, engine=self, **options)
 
     def invite(self, capacities: Sequence[int]) -> Guest:
-        """Memory for a session's blocks: see `Guests.invite`."""
-        return self._guests.invite(capacities)
+        """Memory for the blocks of a session; raises as `workers` does.
+
+        It waits for calls that have no room beside it. Those that come later and need more than is left are refused.
+
+        Args:
+          capacities: of the blocks, in tokens.
+        """
+        offsets, tokens = extents(np.asarray(capacities, np.int64))
+        with self._changed:
+            if self._closed:
+                raise ClosedError("the engine is shut down; make another")
+            self._guests.announce(tokens)
+            try:
+                self._changed.wait_for(lambda: self._closed or all(call.needs <= self._guests.room for call in self._calls))
+            except BaseException:
+                self._guests.cancel(tokens)
+                raise
+        return self._guests.invite(capacities, tokens, offsets)
 
     # Its life.
 
@@ -305,10 +324,10 @@ class Engine:
                 with self._guests.turn():
                     self._loop.restart()
             self._calls = {call: None for call in self._calls if call.state.done is None}
+            self._changed.notify_all()  # a session may wait for calls to end
             if busy or self._new:
                 return True
             self._thread = None
-            self._changed.notify_all()
             return False
 
 

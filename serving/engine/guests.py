@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxshare import KVCache
-from jaxshare.cache import extents
 from jaxshare.serving.engine.calls import ClosedError, EngineError, TooLongError
 from jaxshare.serving.engine.memory import Memory
 from jaxshare.serving.engine.pool import Extent
@@ -30,7 +29,7 @@ class Guests:
         self._changed = threading.Condition()
         self._tickets: collections.deque[object] = collections.deque()
         self._busy = self._closed = False
-        self._rounds = 0
+        self._rounds = self._wanted = 0
         self._gone: collections.deque[Extent] = collections.deque()  # of guests that nobody has any more
 
     @contextlib.contextmanager
@@ -52,39 +51,63 @@ class Guests:
                 self._rounds += 1
                 self._changed.notify_all()
 
-    def invite(self, capacities: Sequence[int]) -> "Guest":
-        """Memory for blocks of these capacities, in tokens; waits until as many calls have ended as stand in the way.
+    @property
+    def room(self) -> int:
+        """Tokens that calls may need beside all sessions, those that wait for memory included. Not for use in a turn."""
+        if self._gone:
+            with self.turn():
+                pass
+        with self._changed:
+            return self._memory.pool.tokens - self._memory.lent_tokens - self._wanted
+
+    def announce(self, tokens: int) -> None:
+        """A session will want so many tokens; `invite` or `cancel` has to follow.
 
         Raises:
           TooLongError: they would never fit.
           EngineError: other sessions have what is wanted, and nobody can say for how long.
-          ClosedError: the engine was shut down.
         """
-        offsets, tokens = extents(np.asarray(capacities, np.int64))
-        pool = self._memory.pool
+        pool, room = self._memory.pool, self.room
         if tokens > pool.tokens:
             size = pool.bytes_a_token
             raise TooLongError(f"the session's blocks take {tokens} tokens, {tokens * size} bytes, but the engine has room for "
                                f"{pool.tokens}, {pool.tokens * size} bytes; raise kv_bytes or lower the session's budget")
+        if tokens > room:
+            raise EngineError(f"the session's blocks take {tokens} tokens, but other sessions have {pool.tokens - room} of the engine's "
+                              f"{pool.tokens}; close one of them, or raise kv_bytes")
+        with self._changed:
+            self._wanted += tokens
+
+    def cancel(self, tokens: int) -> None:
+        """A session wants nothing any more."""
+        with self._changed:
+            self._wanted -= tokens
+
+    def invite(self, capacities: Sequence[int], tokens: int, offsets: np.ndarray) -> "Guest":
+        """Memory for blocks of these capacities at these offsets of so many tokens; waits until calls that are in the way have ended.
+
+        Raises:
+          ClosedError: the engine was shut down.
+        """
+        extent = None
         with self._changed:
             self.waiting += 1
         try:
-            while True:
+            while not extent:
                 with self.turn():
                     if self._closed:
                         raise ClosedError("the engine is shut down; make another")
-                    lent = sum(extent.capacity for extent in self._memory.lent)
-                    if tokens > pool.tokens - lent:
-                        raise EngineError(f"the session's blocks take {tokens} tokens, but other sessions have {lent} of the engine's "
-                                          f"{pool.tokens}; close one of them, or raise kv_bytes")
-                    if extent := self._memory.lend(tokens):
-                        return Guest(self, self._memory, extent, offsets, capacities)
-                    seen = self._rounds + 1  # this turn itself counts
+                    with self._changed:  # so that nobody sees it counted twice
+                        if extent := self._memory.lend(tokens):
+                            self._wanted -= tokens
+                        seen = self._rounds + 1  # this turn itself counts
                 with self._changed:
-                    self._changed.wait_for(lambda seen=seen: self._rounds > seen or self._closed)
+                    self._changed.wait_for(lambda seen=seen: extent or self._closed or self._rounds > seen)
         finally:
             with self._changed:
                 self.waiting -= 1
+                self._wanted -= 0 if extent else tokens
+        return Guest(self, self._memory, extent, offsets, capacities)
 
     def dismiss(self, extent: Extent) -> None:
         """A guest is gone; from any thread, even in the midst of a turn."""

@@ -84,7 +84,8 @@ class Loop:
         self.rows: list[Row | None] = [None] * rows
         self._state: DecodeState | None = None
         self._samplers = [Sampler()] * rows
-        self._nothing = jnp.zeros(model.config.vocab_size)
+        self._samplers_on_device: Samplers | None = None
+        self._no_logits = jnp.zeros((rows, model.config.vocab_size))
         self._retired: list[int] = []  # rows that the decode loop still has
         self._ran = 0  # passes of its state
 
@@ -251,20 +252,22 @@ class Loop:
             return
         for row in rows:
             row.running, row.drawn, row.first = True, len(row.call.output), len(row.call.output)
-            self._samplers[row.index] = row.call.sampler
+            if self._samplers[row.index] != row.call.sampler:
+                self._samplers[row.index], self._samplers_on_device = row.call.sampler, None
         state = self._room_for([row.call for row in rows])
-        cache, layout = self._view({row.index: row for row in self.live if row.running}, len(self.rows))
+        cache, seen = self._seen({row.index: row for row in self.live if row.running}, len(self.rows))
         self.memory.moved = False
-        calls = [row.call for row in rows]
-        before = np.array(layout.blocks)
-        listed = [before[row.index][before[row.index] >= 0].tolist() for row in rows]
-        before[[row.index for row in rows]] = -1
-        state = dataclasses.replace(state, cache=cache, layout=dataclasses.replace(layout, blocks=jnp.asarray(before)),
-                                    samplers=Samplers.stack(self._samplers, bias_slots=state.samplers.bias_tokens.shape[1]))
+        calls, new = [row.call for row in rows], {row.index for row in rows}
+        layout = Layout.from_blocks([[] if i in new else listed for i, listed in enumerate(seen)], width=self.memory.width)
+        state = dataclasses.replace(state, cache=cache, layout=layout, samplers=self._stacked(state.samplers.bias_tokens.shape[1]))
         # Always as many, so that one program serves all.
-        logits = [self._nothing if row.logits is None else row.logits for row in rows]
+        logits = self._no_logits
+        if any(row.logits is not None for row in rows):
+            nothing = self._no_logits[0]
+            logits = [nothing if row.logits is None else row.logits for row in rows]
+            logits = jnp.stack(logits + [nothing] * (len(self.rows) - len(rows)))
         self._state = state.admit(
-            [row.index for row in rows], listed, jnp.stack(logits + [self._nothing] * (len(self.rows) - len(rows))),
+            [row.index for row in rows], [seen[row.index] for row in rows], logits,
             seeds=[call.seed for call in calls],
             budgets=[call.budget for call in calls], drawn=[row.drawn for row in rows],
             pending=[row.left.tolist() if row.logits is None else [] for row in rows],
@@ -291,6 +294,11 @@ class Loop:
             state = dataclasses.replace(state, samplers=Samplers.stack(self._samplers, bias_slots=slots))
         return state
 
+    def _stacked(self, slots: int) -> Samplers:
+        if self._samplers_on_device is None or self._samplers_on_device.bias_tokens.shape[1] != slots:
+            self._samplers_on_device = Samplers.stack(self._samplers, bias_slots=slots)
+        return self._samplers_on_device
+
     def _retire(self, state: DecodeState) -> DecodeState:
         """Without the rows that have left the loop since it was last at work."""
         if self._retired:
@@ -316,6 +324,8 @@ class Loop:
             state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, keys=arenas.keys, values=arenas.values))
         state = decode(self.model.module, self.model.params, state, passes=passes, until_any=until_any)
         self._state, self.memory.pool.cache = state, state.cache
+        if call := next(iter(self.queue), None):
+            self.memory.prepare(call)  # while the device is at work
         reasons, drawn, tokens, lengths, faults, ran = jax.device_get((state.reasons, state.drawn, state.tokens, state.cache.lengths,
                                                                        state.cache.faults, state.passes))
         self.metrics.ran("decode", int(ran) - self._ran)
@@ -422,10 +432,14 @@ class Loop:
 
     def _view(self, rows: Mapping[int, Row], count: int) -> tuple[KVCache, Layout]:
         """(the cache with what these rows see as its blocks, a layout of `count` rows)."""
-        cache, layout, own = self.memory.view({i: row.node for i, row in rows.items()}, count)
+        cache, listed = self._seen(rows, count)
+        return cache, Layout.from_blocks(listed, width=self.memory.width)
+
+    def _seen(self, rows: Mapping[int, Row], count: int) -> tuple[KVCache, list[list[int]]]:
+        cache, listed, own = self.memory.view({i: row.node for i, row in rows.items()}, count)
         for i, row in rows.items():
             row.slot, row.length = own[i]
-        return cache, layout
+        return cache, listed
 
 
 def _worth(row: Row) -> tuple[int, int]:

@@ -1,14 +1,15 @@
 """Memory: the pool and the prefix tree under one roof. Finds what is known of a call, makes room for the rest, and says what passes see."""
 
 import collections
+import contextlib
 import dataclasses
 import enum
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 
-from jaxshare import KVCache, Layout
+from jaxshare import KVCache
 from jaxshare.models import LoadedModel
 from jaxshare.serving import calibration
 from jaxshare.serving.costs import PRIVATE_TILE
@@ -42,7 +43,8 @@ class Memory:
 
     Attributes:
       pool, tree: what is where.
-      lent: what sessions have.
+      lent: what sessions have, and how many tokens that is.
+      width: blocks that a row may list, as far as any has so far.
       moved: whether something else is to be seen than in the last view.
       feed_seconds: a token took to be fed, as measured last; 0 for never. The loop measures it.
     """
@@ -53,13 +55,14 @@ class Memory:
         self._model, self._tokens, self._host_tokens, self._policy, self._metrics = model, tokens, host_tokens, policy, metrics
         self.restart()
         self._costs, self._layers = calibration.load(model), model.config.num_layers
-        self._width, self._slots = 8, 8 * rows
+        self.width, self._slots = 8, 8 * rows
 
     def restart(self) -> None:
         """Nothing is known any more."""
         self.pool = Pool(self._model, self._tokens)
         self.tree = PrefixTree(self.pool, self._policy, self._host_tokens)
         self.lent: set[Extent] = set()
+        self.lent_tokens = 0
         self.moved = True
 
     # Calls.
@@ -91,6 +94,16 @@ class Memory:
         self.moved = True
         return node
 
+    def prepare(self, call: Call) -> None:
+        """Lets go of what would have to leave for a call that comes next, where that takes no copy."""
+        tokens = call.tokens
+        match = self.tree.match(tokens, len(tokens) - 1)
+        wanted = len(tokens) - match.tokens + min(call.left, GROWTH)
+        if not self._host_tokens and match.coming < LEAST_PIECE and self.pool.free < wanted:
+            with _kept(match.node.path()):
+                if self.pool.free + self.tree.idle() >= wanted:
+                    self._let_go(wanted)
+
     def _base(self, match: Match, call: Call) -> Node:
         """The node behind which a call's own tokens come; it is cut where the call leaves it in the middle, if that is worth it."""
         node, cut = match.node, match.within < len(match.node.tokens)
@@ -117,15 +130,11 @@ class Memory:
     def _room_behind(self, path: list[Node], least: int, wanted: int) -> Extent | None:
         """An extent for what comes behind these nodes, all of which are brought back; None if there is no room, and then nothing leaves in
         vain."""
-        for node in path:
-            node.users += 1  # they stay
-        there = self.pool.free + self.tree.idle() - sum(len(node.tokens) for node in path if node.copy)
-        extent = None
-        if there >= least and all(self._bring(node) for node in path):
-            extent = self._room(min(wanted, there)) or self._room(least)
-        for node in path:
-            node.users -= 1
-        return extent
+        with _kept(path):
+            there = self.pool.free + self.tree.idle() - sum(len(node.tokens) for node in path if node.copy)
+            if there >= least and all(self._bring(node) for node in path):
+                return self._room(min(wanted, there)) or self._room(least)
+        return None
 
     def _bring(self, node: Node) -> bool:
         """Fetches a node from host memory if it is there; False if there is no room."""
@@ -156,7 +165,7 @@ class Memory:
             if extent := self.pool.take(wanted):
                 node = self.tree.follow(node, extent)
                 break
-            if (self.pool.free >= wanted and self._pack()) or self._let_go(wanted):
+            if self._pack(wanted) or self._let_go(wanted):
                 continue
             if wanted == 1:
                 return None
@@ -178,28 +187,31 @@ class Memory:
         extent = self._room(tokens) if self.pool.free + self.tree.idle() >= tokens else None
         if extent:
             self.lent.add(extent)
+            self.lent_tokens += tokens
         return extent
 
     def take_back(self, extent: Extent) -> None:
         """A session has ended."""
         if extent in self.lent:  # else it was there before a failure
             self.lent.remove(extent)
+            self.lent_tokens -= extent.capacity
             self.pool.give_back(extent)
 
     # Room.
 
     def _room(self, tokens: int) -> Extent | None:
-        """An extent for so many tokens. What nobody uses leaves for it until as much is free; what stays is then moved together."""
+        """An extent for so many tokens. What nobody uses leaves for it until as much is free; what lies between is then moved away."""
         while (extent := self.pool.take(tokens)) is None:
-            if not (self.pool.free >= tokens and self._pack()) and not self._let_go(tokens):
+            if not self._pack(tokens) and not self._let_go(tokens):
                 return None
         return extent
 
-    def _pack(self) -> bool:
-        """Makes one hole of what is free; False if it is one."""
-        packed = self.pool.pack([*(node.extent for node in self.tree.root.below() if node.extent), *self.lent])
-        self.moved |= packed
-        return packed
+    def _pack(self, tokens: int) -> bool:
+        """Makes a hole of so many tokens of what is free; False if that is not as much."""
+        if self.pool.free < tokens:
+            return False
+        self.moved = True
+        return self.pool.pack([*(node.extent for node in self.tree.root.below() if node.extent), *self.lent], tokens)
 
     def _let_go(self, tokens: int) -> bool:
         evicted, swapped = self.tree.evicted, self.tree.swapped
@@ -210,13 +222,14 @@ class Memory:
 
     # What passes see.
 
-    def view(self, nodes: Mapping[int, Node], count: int) -> tuple[KVCache, Layout, dict[int, tuple[int, int]]]:
+    def view(self, nodes: Mapping[int, Node], count: int) -> tuple[KVCache, list[list[int]], dict[int, tuple[int, int]]]:
         """For rows that write these nodes, of `count` in all.
 
         Runs that were cut are read as one where the same rows see all of them.
 
         Returns:
-          The cache with what they see as its blocks, a layout, and for each row (its own block, tokens in that).
+          The cache with what they see as its blocks, for each row those that it sees, and for each of `nodes` (its own block, tokens in
+          that).
         """
         slots: dict[tuple[int, int, int], int] = {}
         spans: list[Extent] = []
@@ -228,10 +241,20 @@ class Memory:
                     slots[key] = len(spans)
                     spans.append(span)
                 listed[row].append(slots[key])
-        self._width = max(self._width, power_of_two(max(map(len, listed))))
+        self.width = max(self.width, power_of_two(max(map(len, listed))))
         self._slots = max(self._slots, power_of_two(len(spans)))
         own = {row: (listed[row][-1], spans[listed[row][-1]].length) for row in nodes}
-        return self.pool.view(spans, self._slots), Layout.from_blocks(listed, num_rows=count, width=self._width), own
+        return self.pool.view(spans, self._slots), listed, own
+
+
+@contextlib.contextmanager
+def _kept(path: list[Node]) -> Iterator[None]:
+    """These nodes stay meanwhile."""
+    for node in path:
+        node.users += 1
+    yield
+    for node in path:
+        node.users -= 1
 
 
 def _spans(node: Node) -> list[Extent]:

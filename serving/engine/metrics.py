@@ -97,5 +97,5 @@ class Metrics:
         self._bytes.labels("accelerator").set((pool.tokens - pool.free) * pool.bytes_a_token)
         if loop.replies.logits:
             self._bytes.labels("logits").set(loop.replies.logits.bytes)
-        self._bytes.labels("sessions").set(sum(extent.capacity for extent in loop.memory.lent) * pool.bytes_a_token)
+        self._bytes.labels("sessions").set(loop.memory.lent_tokens * pool.bytes_a_token)
         self._bytes.labels("host").set(loop.memory.tree.host_used * pool.bytes_a_token)

@@ -18,7 +18,6 @@ from jaxshare.cache import ALIGNMENT
 from jaxshare.models import LoadedModel
 from jaxshare.serving.holes import Holes
 from jaxshare.serving.inputs import cache_dtype, token_bytes
-from jaxshare.serving.waves import power_of_two
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -119,25 +118,26 @@ class Pool:
         extent.phase += at
         return head
 
-    def pack(self, extents: Iterable[Extent]) -> bool:
-        """Moves everything to the front of the arena, so that what is free is one hole; False if it is already. What lay behind one
-        another still does. Keys are rotated to where they were, wherever they lie.
+    def pack(self, extents: Iterable[Extent], wanted: int) -> bool:
+        """Makes one hole of so many tokens out of neighbouring ones: moves what lies between them to their front. False if all that is free
+        is not as much. Keys are rotated to where they were, wherever they lie.
 
         Args:
           extents: all that are taken.
+          wanted: tokens of the hole.
         """
-        if len(self._holes) < 2:
+        window = self._holes.merge(wanted)
+        if window is None:
             return False
-        source, at = np.arange(self.tokens), 0
-        for extent in sorted(extents, key=lambda extent: extent.offset):
-            source[at:at + extent.capacity] = np.arange(extent.offset, extent.end)
+        begin, end = window
+        width, start, _ = self._window(begin, end - begin)
+        source, at = np.arange(width), begin
+        for extent in sorted((e for e in extents if begin <= e.offset < end and e.capacity), key=lambda extent: extent.offset):
+            source[at - start:at - start + extent.capacity] = np.arange(extent.offset - start, extent.end - start)
             extent.offset = at
             at += extent.capacity
-        assert at + self.free == self.tokens
-        self._holes = Holes(self.tokens, at)
-        order = jnp.asarray(source)
-        # A layer at a time, so that no second arena is needed.
-        keys, values = (tuple(_pick(arena, order) for arena in arenas) for arenas in (self.cache.keys, self.cache.values))
+        self._holes.give_back(at, end - at)
+        keys, values = _pick((self.cache.keys, self.cache.values), source, start)
         self.cache = dataclasses.replace(self.cache, keys=keys, values=values)
         return True
 
@@ -148,14 +148,14 @@ class Pool:
         table = np.zeros((4, slots), np.int32)
         for slot, span in enumerate(spans):
             table[:, slot] = span.offset, span.length, span.capacity, span.phase
-        offsets, lengths, capacities, phases = jnp.asarray(table)
+        offsets, lengths, capacities, phases = jax.device_put(tuple(table))
         return dataclasses.replace(self.cache, offsets=offsets, lengths=lengths, capacities=capacities, phases=phases)
 
     # Copies.
 
     def read(self, extent: Extent) -> HostCopy:
         """A copy of what is in an extent."""
-        width, start, first = self._window(extent)
+        width, start, first = self._window(extent.offset, extent.length)
         keys, values = _read(self.cache.keys, self.cache.values, start, width)
         there = slice(first, first + extent.length)
         keys, values = (tuple(np.array(a[:, there]) for a in jax.device_get(arrays)) for arrays in (keys, values))
@@ -164,25 +164,32 @@ class Pool:
     def write(self, extent: Extent, copy: HostCopy) -> None:
         """Puts a copy into an empty extent of its size."""
         extent.length, extent.phase = copy.tokens, copy.phase
-        width, start, first = self._window(extent)
+        width, start, first = self._window(extent.offset, extent.length)
         behind = width - first - copy.tokens
         keys, values = (tuple(np.pad(a, ((0, 0), (first, behind), (0, 0))) for a in arrays) for arrays in (copy.keys, copy.values))
         keys, values = _write((self.cache.keys, self.cache.values), (keys, values), start, first, copy.tokens)
         self.cache = dataclasses.replace(self.cache, keys=keys, values=values)
 
-    def _window(self, extent: Extent) -> tuple[int, int, int]:
-        """(tokens of a window that holds an extent's, one of few sizes; where it begins in the arena; where the extent does in it)."""
-        width = min(max(ALIGNMENT, power_of_two(max(extent.length, 1))), self.tokens)
-        start = min(extent.offset, self.tokens - width)
-        return width, start, extent.offset - start
+    def _window(self, begin: int, tokens: int) -> tuple[int, int, int]:
+        """(tokens of a window that holds a run, one of few sizes; where it begins in the arena; where the run does in it)."""
+        width = ALIGNMENT
+        while width < tokens:
+            width *= 4
+        width = min(width, self.tokens)
+        start = min(begin, self.tokens - width)
+        return width, start, begin - start
 
 
 _Arenas = tuple[tuple[Array, ...], tuple[Array, ...]]
 
 
-@functools.partial(jax.jit, donate_argnames="arena")
-def _pick(arena: Array, source: Array) -> Array:
-    return arena[:, source]
+@functools.partial(jax.jit, donate_argnames="arenas")
+def _pick(arenas: _Arenas, source: Array, start: Array) -> _Arenas:
+    def picked(arena: Array) -> Array:
+        window = jax.lax.dynamic_slice_in_dim(arena, start, len(source), axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(arena, window[:, source], start, axis=1)
+
+    return tuple(map(picked, arenas[0])), tuple(map(picked, arenas[1]))
 
 
 @functools.partial(jax.jit, static_argnames="width")

@@ -5,6 +5,8 @@ others find as it grows. A node is cut where a call leaves it in the middle; not
 """
 
 import dataclasses
+import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -52,6 +54,12 @@ class Node:
     def known(self) -> int:
         """Tokens whose keys and values are there."""
         return self.extent.length if self.extent else self.copy.tokens if self.copy else 0
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether it is on the accelerator, and neither a call nor a node below it needs it there."""
+        return bool(self.extent and self.extent.length and not self.users
+                    and not any(child.extent for alike in self.children.values() for child in alike))
 
     def path(self) -> "list[Node]":
         """From the root's child to this."""
@@ -264,26 +272,28 @@ class PrefixTree:
     # What leaves.
 
     def make_room(self, wanted: int, worth_a_copy: bool) -> bool:
-        """Lets the least valuable node leave the accelerator, of those unused and with none below them there; False for none.
+        """Lets nodes leave the accelerator until so many tokens are free: the least valuable first, of those that nobody uses and that have
+        none below them there; False if none leaves.
 
         Args:
-          wanted: tokens that room is made for; more than that of one node stays.
+          wanted: tokens; of a node that is much larger than what is lacking the first part stays.
           worth_a_copy: whether fetching a copy is cheaper than reading the tokens in again.
         """
-        best = None
-        for node in self.root.below():
-            if node.extent and not node.users and node.extent.length and not any(child.extent for child in node.offspring()):
-                rank = self.policy.rank(node.segment, self.now)
-                if best is None or rank < best[0]:
-                    best = rank, node
-        if best is None:
+        if self.pool.free >= wanted:
             return False
-        node = best[1]
-        # The end of a long run is the least useful part of it: what begins it may begin other calls, too.
-        if len(node.tokens) > 2 * wanted > 0:
-            self.cut(node, len(node.tokens) - wanted)
-        self.leave(node, worth_a_copy)
-        return True
+        leaving = [(self.policy.rank(node.segment, self.now), n, node) for n, node in enumerate(self.root.below()) if node.may_leave]
+        heapq.heapify(leaving)
+        numbers, left = itertools.count(-1, -1), False
+        while leaving and (lacking := wanted - self.pool.free) > 0:
+            _, _, node = heapq.heappop(leaving)
+            above, left = node.parent, True
+            # The end of a long run is the least useful part of it: what begins it may begin other calls, too.
+            if len(node.tokens) > 2 * lacking:
+                above = self.cut(node, len(node.tokens) - lacking)
+            self.leave(node, worth_a_copy)
+            if above and above.may_leave:
+                heapq.heappush(leaving, (self.policy.rank(above.segment, self.now), next(numbers), above))
+        return left
 
     def idle(self) -> int:
         """Tokens on the accelerator that nobody uses."""
