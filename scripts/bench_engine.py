@@ -53,7 +53,7 @@ ROOM = 256
 TEMPERATURE = 0.8
 LOADS = (0.5, 0.8)
 """Arrivals, as shares of the rate that the engine serves when calls always wait."""
-POLL_SECONDS = 0.005
+POLL_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,9 +47,9 @@ class Holes:
         self._cut(i, begin, begin + tokens)
         return True
 
-    def merge(self, tokens: int) -> tuple[int, int] | None:
-        """Takes the shortest stretch of the arena, from one hole to another, whose holes have so many tokens together; None where all of
-        them have not. The caller gives back what is still free of it."""
+    def merge(self, tokens: int, within: int | None = None) -> tuple[int, int] | None:
+        """Takes the shortest stretch of the arena, from one hole to another, whose holes have so many tokens together; None where none has,
+        or where it is longer than `within`. The caller gives back what is still free of it."""
         best, first, free = None, 0, 0
         for last, (begin, end) in enumerate(self._runs):
             free += end - begin
@@ -58,7 +58,7 @@ class Holes:
                 first += 1
             if free >= tokens and (best is None or end - self._runs[first][0] < best[0]):
                 best = end - self._runs[first][0], first, last, free
-        if best is None:
+        if best is None or (within is not None and best[0] > within):
             return None
         _, first, last, free = best
         stretch = self._runs[first][0], self._runs[last][1]

@@ -22,6 +22,10 @@ from jaxshare.serving.waves import power_of_two
 
 GROWTH = 256
 """Tokens of room that a row is given at a time."""
+_SPARE = 16
+"""When something has to leave, this part of the memory is made free: what is free in many places is far from being one hole."""
+_SHORT = 16
+"""A hole is made by moving what lies within so many times its size, as long as something can leave instead."""
 
 
 class Wait(enum.Enum):
@@ -43,7 +47,7 @@ class Memory:
 
     Attributes:
       pool, tree: what is where.
-      lent: what sessions have, and how many tokens that is.
+      lent, lent_tokens: what sessions have, and how many tokens that is.
       width: blocks that a row may list, as far as any has so far.
       moved: whether something else is to be seen than in the last view.
       feed_seconds: a token took to be fed, as measured last; 0 for never. The loop measures it.
@@ -131,7 +135,8 @@ class Memory:
         """An extent for what comes behind these nodes, all of which are brought back; None if there is no room, and then nothing leaves in
         vain."""
         with _kept(path):
-            there = self.pool.free + self.tree.idle() - sum(len(node.tokens) for node in path if node.copy)
+            there = self.pool.free - sum(len(node.tokens) for node in path if node.copy)
+            there += self.tree.idle() if there < wanted else 0
             if there >= least and all(self._bring(node) for node in path):
                 return self._room(min(wanted, there)) or self._room(least)
         return None
@@ -165,7 +170,7 @@ class Memory:
             if extent := self.pool.take(wanted):
                 node = self.tree.follow(node, extent)
                 break
-            if self._pack(wanted) or self._let_go(wanted):
+            if self._clear(wanted):
                 continue
             if wanted == 1:
                 return None
@@ -202,19 +207,27 @@ class Memory:
     def _room(self, tokens: int) -> Extent | None:
         """An extent for so many tokens. What nobody uses leaves for it until as much is free; what lies between is then moved away."""
         while (extent := self.pool.take(tokens)) is None:
-            if not self._pack(tokens) and not self._let_go(tokens):
+            if not self._clear(tokens):
                 return None
         return extent
 
-    def _pack(self, tokens: int) -> bool:
-        """Makes a hole of so many tokens of what is free; False if that is not as much."""
+    def _clear(self, tokens: int) -> bool:
+        """Gets nearer to a hole of so many tokens. Little is moved as long as something can leave instead."""
+        return self._pack(tokens, _SHORT * tokens) or self._let_go(tokens) or self._pack(tokens)
+
+    def _pack(self, tokens: int, within: int | None = None) -> bool:
+        """Makes a hole of so many tokens of what is free within so many places; False if it is not."""
         if self.pool.free < tokens:
             return False
-        self.moved = True
-        return self.pool.pack([*(node.extent for node in self.tree.root.below() if node.extent), *self.lent], tokens)
+        held = [*(node.extent for node in self.tree.root.below() if node.extent), *self.lent]
+        packed = self.pool.pack(held, tokens, within)
+        self.moved |= packed
+        return packed
 
     def _let_go(self, tokens: int) -> bool:
+        """Lets nodes leave until so many tokens are free, and some more for those that come next; False if none leaves."""
         evicted, swapped = self.tree.evicted, self.tree.swapped
+        tokens = max(tokens, self.pool.tokens // _SPARE)
         # Fetching a copy takes about as long as making it.
         found = self.tree.make_room(tokens, worth_a_copy=2 * self._copy_seconds <= self.feed_seconds or not self.feed_seconds)
         self._metrics.evicted(self.tree.evicted - evicted, self.tree.swapped - swapped)

@@ -118,15 +118,15 @@ class Pool:
         extent.phase += at
         return head
 
-    def pack(self, extents: Iterable[Extent], wanted: int) -> bool:
-        """Makes one hole of so many tokens out of neighbouring ones: moves what lies between them to their front. False if all that is free
-        is not as much. Keys are rotated to where they were, wherever they lie.
+    def pack(self, extents: Iterable[Extent], wanted: int, within: int | None = None) -> bool:
+        """Makes one hole of so many tokens out of neighbouring ones: moves what lies between them to their front. False if they are not
+        free, or not `within` so many places. Keys are rotated to where they were, wherever they lie.
 
         Args:
           extents: all that are taken.
           wanted: tokens of the hole.
         """
-        window = self._holes.merge(wanted)
+        window = self._holes.merge(wanted, within)
         if window is None:
             return False
         begin, end = window
