@@ -22,10 +22,10 @@ from jaxshare.serving.waves import power_of_two
 
 GROWTH = 256
 """Tokens of room that a row is given at a time."""
-_SPARE = 16
-"""When something has to leave, this part of the memory is made free: what is free in many places is far from being one hole."""
 _SHORT = 16
 """A hole is made by moving what lies within so many times its size, as long as something can leave instead."""
+_SPARE = 16
+"""What leaves instead, at most until this part of the memory is free: then what is free is not far from itself."""
 
 
 class Wait(enum.Enum):
@@ -212,8 +212,10 @@ class Memory:
         return extent
 
     def _clear(self, tokens: int) -> bool:
-        """Gets nearer to a hole of so many tokens. Little is moved as long as something can leave instead."""
-        return self._pack(tokens, _SHORT * tokens) or self._let_go(tokens) or self._pack(tokens)
+        """Gets nearer to a hole of so many tokens; False if nothing more can be done. Where much would have to be moved for it, something
+        more leaves instead."""
+        return (self._pack(tokens, _SHORT * tokens) or self._let_go(tokens) or self._let_go(self.pool.tokens // _SPARE)
+                or self._pack(tokens))
 
     def _pack(self, tokens: int, within: int | None = None) -> bool:
         """Makes a hole of so many tokens of what is free within so many places; False if it is not."""
@@ -225,9 +227,8 @@ class Memory:
         return packed
 
     def _let_go(self, tokens: int) -> bool:
-        """Lets nodes leave until so many tokens are free, and some more for those that come next; False if none leaves."""
+        """Lets nodes leave until so many tokens are free; False if none leaves."""
         evicted, swapped = self.tree.evicted, self.tree.swapped
-        tokens = max(tokens, self.pool.tokens // _SPARE)
         # Fetching a copy takes about as long as making it.
         found = self.tree.make_room(tokens, worth_a_copy=2 * self._copy_seconds <= self.feed_seconds or not self.feed_seconds)
         self._metrics.evicted(self.tree.evicted - evicted, self.tree.swapped - swapped)

@@ -284,12 +284,13 @@ class PrefixTree:
         leaving = [(self.policy.rank(node.segment, self.now), n, node) for n, node in enumerate(self.root.below()) if node.may_leave]
         heapq.heapify(leaving)
         numbers, left = itertools.count(-1, -1), False
-        while leaving and (lacking := wanted - self.pool.free) > 0:
+        while leaving and self.pool.free < wanted:
             _, _, node = heapq.heappop(leaving)
             above, left = node.parent, True
-            # The end of a long run is the least useful part of it: what begins it may begin other calls, too.
-            if len(node.tokens) > 2 * lacking:
-                above = self.cut(node, len(node.tokens) - lacking)
+            # The end of a long run is the least useful part of it: what begins it may begin other calls, too. But what is cut often is in
+            # many pieces, and so is what is free.
+            if len(node.tokens) > 2 * wanted:
+                above = self.cut(node, len(node.tokens) - wanted)
             self.leave(node, worth_a_copy)
             if above and above.may_leave:
                 heapq.heappush(leaving, (self.policy.rank(above.segment, self.now), next(numbers), above))
