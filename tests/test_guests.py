@@ -202,3 +202,13 @@ def test_turns_go_to_who_has_waited_longest():
         raise KeyError
     with guests.turn():  # and is free again after an error
         pass
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with guests.turn(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guests._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt), guests.turn():
+            pass
+    with guests.turn():
+        pass

@@ -38,9 +38,12 @@ class Guests:
         ticket = object()
         with self._changed:
             self._tickets.append(ticket)
-            self._changed.wait_for(lambda: not self._busy and self._tickets[0] is ticket)
-            self._tickets.popleft()
-            self._busy = True
+            try:
+                self._changed.wait_for(lambda: not self._busy and self._tickets[0] is ticket)
+                self._busy = True
+            finally:
+                self._tickets.remove(ticket)  # whoever interrupts the wait must not leave it to those behind
+                self._changed.notify_all()
         try:
             while self._gone:
                 self._memory.take_back(self._gone.popleft())
