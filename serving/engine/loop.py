@@ -291,7 +291,7 @@ class Loop:
 
             state = dataclasses.replace(state, tokens=widened(state.tokens), kept=jax.tree.map(widened, state.kept))
         if (slots := power_of_two(max(edits, 1))) > state.samplers.bias_tokens.shape[1]:
-            state = dataclasses.replace(state, samplers=Samplers.stack(self._samplers, bias_slots=slots))
+            state = dataclasses.replace(state, samplers=self._stacked(slots))
         return state
 
     def _stacked(self, slots: int) -> Samplers:

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 
@@ -221,8 +222,8 @@ class Memory:
         """Makes a hole of so many tokens of what is free within so many places; False if it is not."""
         if self.pool.free < tokens:
             return False
-        held = [*(node.extent for node in self.tree.root.below() if node.extent), *self.lent]
-        packed = self.pool.pack(held, tokens, within)
+        held = (node.extent for node in self.tree.root.below() if node.extent)  # looked through where there is something to move
+        packed = self.pool.pack(itertools.chain(held, self.lent), tokens, within)
         self.moved |= packed
         return packed
 

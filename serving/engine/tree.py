@@ -58,8 +58,7 @@ class Node:
     @property
     def may_leave(self) -> bool:
         """Whether it is on the accelerator, and neither a call nor a node below it needs it there."""
-        return bool(self.extent and self.extent.length and not self.users
-                    and not any(child.extent for alike in self.children.values() for child in alike))
+        return bool(self.extent and self.extent.length and not self.users and not any(child.extent for child in self.offspring()))
 
     def path(self) -> "list[Node]":
         """From the root's child to this."""
@@ -276,7 +275,7 @@ class PrefixTree:
         none below them there; False if none leaves.
 
         Args:
-          wanted: tokens; of a node that is much larger than what is lacking the first part stays.
+          wanted: tokens; of a node that is more than twice as large the first part stays.
           worth_a_copy: whether fetching a copy is cheaper than reading the tokens in again.
         """
         if self.pool.free >= wanted:
