@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxshare.merge import Partial, merge
+from jaxshare.merge import Partial, merge, merge_over
 from jaxshare.plan import Plan, Tiles
 
 _LOG2_E = 1.4426950408889634
@@ -30,7 +30,7 @@ def xla_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float
     turn = _Turn.of(plan, grouped.transpose(2, 0, 1, 3, 4))
     shared = _shared(turn, keys, values, plan.shared)
     grouped = [_grouped(turn, keys, values, tiles) for tiles in (*plan.grouped, plan.private)]
-    out, _ = merge(shared, *grouped)  # [K, R, T, G, D]
+    out = merge_over(plan.stripes.axis, *merge(shared, *grouped))  # [K, R, T, G, D]
     return out.transpose(1, 2, 0, 3, 4).reshape(q.shape).astype(q.dtype)
 
 

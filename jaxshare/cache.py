@@ -8,6 +8,7 @@ and a block is cut in two without touching a key.
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,17 +16,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 
+from jaxshare import sharding
 from jaxshare.layout import is_concrete
 from jaxshare.rope import Rope, rotate
+from jaxshare.sharding import Stripes, on_each
 
 if TYPE_CHECKING:
     from jaxshare.plan import Plan
+
+Arenas = tuple[tuple[Array, ...], tuple[Array, ...]]
+"""Keys and values of all layers, [K, tokens, D] each."""
 
 ALIGNMENT = 128
 """Tokens of a tile."""
 LARGE_TILE = 512
 """Tokens of a large tile: long arenas are whole numbers of them, and are read so where few rows share long blocks."""
+ARENA = ("kv_heads", "tokens", None)
+"""What the dimensions of an arena are called, for a mesh."""
 _MOVE_TILE = 128
 _UNROLLED_ROWS = 8
 
@@ -78,6 +87,8 @@ class KVCache:
       phases: int32[B], the position to which each block's first key is rotated.
       faults: int32[], `Fault` flags raised inside jit; sticky.
       rope: the rotation of the keys (static).
+      mesh: the devices over which the arenas are spread, or None for one device (static). kv heads are cut along its axis `tensor`, tokens
+        dealt out along `kv` (`Stripes`); all else is on every device.
     """
 
     keys: tuple[Array, ...]
@@ -88,18 +99,21 @@ class KVCache:
     phases: Array
     faults: Array
     rope: Rope = dataclasses.field(metadata={"static": True})
+    mesh: Mesh | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
-    def create(cls, config: CacheConfig, capacities: Sequence[int], dtype: jax.typing.DTypeLike = jnp.bfloat16) -> "KVCache":
+    def create(cls, config: CacheConfig, capacities: Sequence[int], dtype: jax.typing.DTypeLike = jnp.bfloat16, *,
+               mesh: Mesh | None = None) -> "KVCache":
         """An empty cache.
 
         Args:
           config: the model's config.
           capacities: tokens that fit in each block, one entry a block. A block of capacity 0 is a free slot, for `fork`.
           dtype: of keys and values.
+          mesh: of the model.
 
         Raises:
-          ValueError: no blocks, or a negative capacity.
+          ValueError: no blocks, a negative capacity, or kv heads that do not divide over the mesh.
         """
         sizes = np.asarray(capacities, np.int64)
         if sizes.ndim != 1 or not sizes.size:
@@ -108,26 +122,46 @@ class KVCache:
             first = int(np.argmax(sizes < 0))
             raise ValueError(f"the capacity of block {first} is {int(sizes[first])}; it must be at least 0")
         offsets, tokens = extents(sizes)
-        cache = cls.empty(config, tokens, sizes.size, dtype)
+        cache = cls.empty(config, tokens, sizes.size, dtype, mesh=mesh)
         return dataclasses.replace(cache, offsets=jnp.asarray(offsets, jnp.int32), capacities=jnp.asarray(sizes, jnp.int32))
 
     @classmethod
-    def empty(cls, config: CacheConfig, tokens: int, num_blocks: int, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> "KVCache":
+    def empty(cls, config: CacheConfig, tokens: int, num_blocks: int, dtype: jax.typing.DTypeLike = jnp.bfloat16, *,
+              mesh: Mesh | None = None) -> "KVCache":
         """An arena of `tokens` with nothing but free slots (capacity 0), which `place` gives their extents.
 
+        Where tokens are spread over devices the arena is somewhat larger: all devices keep as many.
+
         Raises:
-          ValueError: fewer than one token or slot, or more tokens than can be addressed.
+          ValueError: fewer than one token or slot, more tokens than can be addressed, or kv heads that do not divide over the mesh.
         """
         if tokens < 1 or num_blocks < 1:
             raise ValueError(f"a cache has at least 1 token and 1 block; got {tokens} and {num_blocks}")
         if tokens >= 2**31:
             raise ValueError(f"the blocks hold {tokens} tokens in all; fewer than 2**31 can be addressed")
+        tokens += -tokens % Stripes.over(mesh).period
         shape, zeros = (config.num_kv_heads, tokens, config.head_dim), np.zeros(num_blocks, np.int32)
+        where = None
+        if mesh is not None:
+            sharding.check_shape("the cache", shape, ARENA, mesh)
+            where = sharding.sharding(mesh, ARENA)
         return cls(
-            keys=tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)),
-            values=tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)),
+            keys=tuple(jnp.zeros(shape, dtype, device=where) for _ in range(config.num_layers)),
+            values=tuple(jnp.zeros(shape, dtype, device=where) for _ in range(config.num_layers)),
             offsets=jnp.asarray(zeros), lengths=jnp.asarray(zeros), capacities=jnp.asarray(zeros),
-            phases=jnp.asarray(zeros), faults=jnp.zeros((), jnp.int32), rope=config.rope)
+            phases=jnp.asarray(zeros), faults=jnp.zeros((), jnp.int32), rope=config.rope, mesh=mesh)
+
+    @property
+    def stripes(self) -> Stripes:
+        """Which tokens of the arena each device keeps."""
+        return Stripes.over(self.mesh)
+
+    @property
+    def specs(self) -> "KVCache":
+        """How each array is cut over the mesh, in the form of a cache."""
+        arena = sharding.spec(ARENA)
+        return dataclasses.replace(
+            jax.tree.map(lambda _: PartitionSpec(), self), keys=tuple(arena for _ in self.keys), values=tuple(arena for _ in self.values))
 
     @property
     def num_blocks(self) -> int:
@@ -272,7 +306,11 @@ def _moved(cache: KVCache, source: Array, target: Array) -> KVCache:
     fits = (start + count <= cache.capacities[target]) & (source != target)
     count = jnp.where(known & fits, count, 0)
     cos, sin = cache.rope.cos_sin(cache.phases[target] + start - cache.phases[source], scaled=False)
-    keys, values = _copy((cache.keys, cache.values), cache.offsets[source], cache.offsets[target] + start, count, cos, sin)
+    stripes, none = cache.stripes, PartitionSpec()
+    copy = _copy if stripes.axis is None else functools.partial(_copy_over, stripes)
+    arenas = cache.specs.keys, cache.specs.values
+    keys, values = on_each(copy, cache.mesh, in_specs=(arenas, none, none, none, none, none), out_specs=arenas)(
+        (cache.keys, cache.values), cache.offsets[source], cache.offsets[target] + start, count, cos, sin)
     return dataclasses.replace(
         cache, keys=keys, values=values, lengths=cache.lengths.at[source].add(-count).at[target].add(count),
         faults=cache.faults | jnp.where(known, jnp.where(fits, 0, Fault.OVERFLOW.value), Fault.UNKNOWN_BLOCK.value))
@@ -310,24 +348,26 @@ def _write(arena: Array, new: Array, plan: "Plan") -> Array:
     most = float(jnp.finfo(arena.dtype).max)
     new = jnp.nan_to_num(new.astype(arena.dtype), nan=0.0, posinf=most, neginf=-most).swapaxes(1, 2)  # [R, K, T, D]
     # On a GPU one kernel places all rows at once; on a CPU XLA's scatter goes element by element, and windows are copied faster.
-    return jax.lax.platform_dependent(arena, new, plan.write_at, plan.count, cuda=_scatter, default=_write_windows)
+    return jax.lax.platform_dependent(arena, new, plan.write_at, plan.count, cuda=functools.partial(_scatter, plan.stripes),
+                                      default=functools.partial(_write_windows, plan.stripes))
 
 
-def _scatter(arena: Array, new: Array, write_at: Array, count: Array) -> Array:
+def _scatter(stripes: Stripes, arena: Array, new: Array, write_at: Array, count: Array) -> Array:
     rows, kv_heads, width, dim = new.shape
     step = jnp.arange(width)
-    to = jnp.where(step < count[:, None], write_at[:, None] + step, arena.shape[1]).reshape(-1)
+    index = write_at[:, None] + step
+    to = jnp.where((step < count[:, None]) & stripes.mine(index), stripes.held(index), arena.shape[1]).reshape(-1)
     return arena.at[:, to].set(new.swapaxes(0, 1).reshape(kv_heads, rows * width, dim), mode="drop", unique_indices=True)
 
 
-def _write_windows(arena: Array, new: Array, write_at: Array, count: Array) -> Array:
+def _write_windows(stripes: Stripes, arena: Array, new: Array, write_at: Array, count: Array) -> Array:
     width = min(new.shape[2], arena.shape[1])
 
     def write_row(r, arena: Array) -> Array:
         # A window of static size is read, the real tokens laid over it and the window written back. Where it would hang
         # over the arena's end it is shifted left, and the tokens in it right.
-        start = jnp.minimum(write_at[r], arena.shape[1] - width)
-        token = jnp.arange(width) - (write_at[r] - start)
+        start = jnp.minimum(stripes.held(write_at[r]), arena.shape[1] - width)
+        token = stripes.index(start + jnp.arange(width)) - write_at[r]
         window = jax.lax.dynamic_slice_in_dim(arena, start, width, axis=1)
         shifted = new[r] if new.shape[2] == 1 else jnp.take(new[r], jnp.clip(token, 0, new.shape[2] - 1), axis=1)
         window = jnp.where(((token >= 0) & (token < count[r]))[:, None], shifted, window)
@@ -340,8 +380,7 @@ def _write_windows(arena: Array, new: Array, write_at: Array, count: Array) -> A
     return jax.lax.fori_loop(0, new.shape[0], write_row, arena)
 
 
-def _copy(arenas: tuple[tuple[Array, ...], tuple[Array, ...]], source: Array, target: Array, count: Array, cos: Array,
-          sin: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+def _copy(arenas: Arenas, source: Array, target: Array, count: Array, cos: Array, sin: Array) -> Arenas:
     """Copies `count` tokens from `source` to `target`, keys rotated further by one angle a pair."""
     tokens = arenas[0][0].shape[1]
     tile = min(_MOVE_TILE, tokens)
@@ -364,3 +403,35 @@ def _copy(arenas: tuple[tuple[Array, ...], tuple[Array, ...]], source: Array, ta
         return done + tile, (tuple(copied(k, True) for k in keys), tuple(copied(v, False) for v in values))
 
     return jax.lax.while_loop(lambda state: state[0] < count, copy_tile, (jnp.zeros((), jnp.int32), arenas))[1]
+
+
+def _copy_over(stripes: Stripes, arenas: Arenas, source: Array, target: Array, count: Array, cos: Array, sin: Array) -> Arenas:
+    """`_copy` where tokens are spread over devices: who keeps them tells the others, and who is to keep them writes."""
+    def copy_tile(state: tuple[Array, Arenas]) -> tuple[Array, Arenas]:
+        done, arenas = state
+        token = done + jnp.arange(_MOVE_TILE)
+        # What lies behind the last token is read and written nowhere.
+        keys, values = take(stripes, arenas, jnp.where(token < count, source + token, -1))
+        new = tuple(rotate(k, cos, sin) for k in keys), values
+        return done + _MOVE_TILE, put(stripes, arenas, jnp.where(token < count, target + token, -1), new)
+
+    return jax.lax.while_loop(lambda state: state[0] < count, copy_tile, (jnp.zeros((), jnp.int32), arenas))[1]
+
+
+def take(stripes: Stripes, arenas: Arenas, index: Array) -> Arenas:
+    """The tokens at these places of the arenas, [K, N, D] each, on every device that runs this; 0 where the index is negative.
+
+    Args:
+      stripes: of the cache.
+      arenas: one device's keys and values, [K, tokens, D] each.
+      index: int32[N].
+    """
+    here = (stripes.mine(index) & (index >= 0))[:, None]
+    place = jnp.where(here[:, 0], stripes.held(index), 0)
+    return sharding.psum(jax.tree.map(lambda arena: jnp.where(here, arena[:, place], 0), arenas), stripes.axis)
+
+
+def put(stripes: Stripes, arenas: Arenas, index: Array, new: Arenas) -> Arenas:
+    """The arenas with `new` at these places, each once, nothing where the index is negative; arguments as in `take`."""
+    place = jnp.where(stripes.mine(index) & (index >= 0), stripes.held(index), arenas[0][0].shape[1])
+    return jax.tree.map(lambda arena, piece: arena.at[:, place].set(piece, mode="drop"), arenas, new)

@@ -18,7 +18,7 @@ from jax import Array
 from jaxshare.cache import KVCache
 from jaxshare.kept import Kept, keep
 from jaxshare.layout import Layout
-from jaxshare.sampling import Sampler, Samplers, logprob
+from jaxshare.sampling import Sampler, Samplers, largest, logprob, whole_rows
 from jaxshare.steps import Steps, after_sampling, spill
 
 _STOPS = 8
@@ -368,12 +368,13 @@ def _sample(state: DecodeState) -> DecodeState:
     spent = due & (state.drawn >= state.budgets)
     due = due & ~spent
     # Of logits that are not numbers the largest is none either. They end a row that has more to feed, too.
-    lost = state.running & state.ready & ~jnp.isfinite(jnp.max(state.logits, axis=-1))
+    mesh = state.cache.mesh
+    lost = state.running & state.ready & ~jnp.isfinite(largest(state.logits, mesh))
     due = due & ~lost
 
     def sampled() -> tuple[Array, Array]:
-        token = state.samplers.sample(state.logits, state.seeds, state.drawn)
-        return token, logprob(state.logits, token) if state.logprobs.shape[1] else jnp.zeros(token.shape)
+        token = state.samplers.sample(state.logits, state.seeds, state.drawn, mesh=mesh)
+        return token, logprob(state.logits, token, mesh=mesh) if state.logprobs.shape[1] else jnp.zeros(token.shape)
 
     nothing = jnp.zeros(due.shape, jnp.int32), jnp.zeros(due.shape)
     token, chance = jax.lax.cond(jnp.any(due), sampled, lambda: nothing)
@@ -400,7 +401,7 @@ def _record(kept: Kept, state: DecodeState, which: Array, row: Array, place: Arr
     k = kept.tokens.shape[-1]
 
     def found() -> Kept:
-        return keep(state.logits, state.samplers.temperature, k)
+        return keep(whole_rows(state.logits, state.cache.mesh), state.samplers.temperature, k)
 
     def nothing() -> Kept:
         return Kept.empty(which.shape, k, kept.vocab)

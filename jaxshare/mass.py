@@ -8,6 +8,7 @@ from jax import Array
 
 from jaxshare.plan import Plan
 from jaxshare.rope import rotate
+from jaxshare.sharding import pmax, psum
 
 _TILE = 512
 
@@ -38,7 +39,7 @@ def block_mass(q: Array, keys: Array, plan: Plan, scale: float) -> Array:
         r, n = listed // slots, listed % slots
         query = rotate(grouped[r], *(wave[r, n][:, None, None] for wave in (plan.query_cos, plan.query_sin)))
         first = plan.offsets[jnp.maximum(plan.blocks[r, n], 0)]
-        seen = plan.visible[r, n] + jnp.where(plan.own[r, n], jnp.arange(width), 0)  # [T]
+        seen = plan.seen[r, n]  # [T]
 
         def add(i: Array, lse: Array) -> Array:
             # Where a tile would hang over the arena's end it begins earlier; what was counted before is masked.
@@ -52,10 +53,20 @@ def block_mass(q: Array, keys: Array, plan: Plan, scale: float) -> Array:
         return jax.lax.fori_loop(0, -(-jnp.max(seen) // tile), add, jnp.full(query.shape[:-1], -jnp.inf))
 
     lse = jax.lax.map(block_lse, jnp.arange(rows * slots)).reshape(rows, slots, width, heads)
+    lse = _over_devices(lse, plan.stripes.axis)
     top = jnp.max(lse, axis=1, keepdims=True)
     share = jnp.exp(lse - jnp.where(jnp.isneginf(top), 0.0, top))
     share = share / jnp.maximum(jnp.sum(share, axis=1, keepdims=True), 1.0)  # at least 1 where anything is seen
     return share.transpose(0, 2, 3, 1)
+
+
+def _over_devices(lse: Array, axis: str | None) -> Array:
+    """Of all that the devices of an axis keep."""
+    if axis is None:
+        return lse
+    top = pmax(lse, axis)
+    finite = jnp.where(jnp.isneginf(top), 0.0, top)
+    return jnp.log(psum(jnp.exp(lse - finite), axis)) + finite
 
 
 def last_tokens(q: Array, plan: Plan) -> tuple[Array, Plan]:
@@ -66,5 +77,4 @@ def last_tokens(q: Array, plan: Plan) -> tuple[Array, Plan]:
         return jnp.take_along_axis(x, last.reshape(-1, *[1] * (x.ndim - 1)), axis=axis)
 
     return picked(q, 1), dataclasses.replace(
-        plan, visible=plan.visible + jnp.where(plan.own, last[:, None], 0), query_cos=picked(plan.query_cos, 2),
-        query_sin=picked(plan.query_sin, 2))
+        plan, seen=picked(plan.seen, 2), query_cos=picked(plan.query_cos, 2), query_sin=picked(plan.query_sin, 2))

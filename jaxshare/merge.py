@@ -5,6 +5,8 @@ import functools
 import jax.numpy as jnp
 from jax import Array
 
+from jaxshare.sharding import pmax, psum
+
 Partial = tuple[Array, Array]
 """(out [..., D], lse [...]) of attention over some of the keys, both float32. lse is -inf where there were no keys."""
 
@@ -17,3 +19,18 @@ def merge(*parts: Partial) -> Partial:
     total = functools.reduce(jnp.add, weights)
     out = functools.reduce(jnp.add, (w[..., None] * out for w, (out, _) in zip(weights, parts, strict=True)))
     return out / jnp.where(total == 0, 1.0, total)[..., None], jnp.log(total) + top
+
+
+def merge_over(axis: str | None, out: Array, lse: Array) -> Array:
+    """Attention over the union of the keys that the devices of an axis of the mesh keep: `merge`, each device having one part.
+
+    Two all-reduces, one of a number a query. Queries are on all of the devices, so that none has to be sent (Hogwild! appendix B sends the
+    queries to the blocks, and leaves the merging open).
+    """
+    if axis is None:
+        return out
+    top = pmax(lse, axis)
+    weight = jnp.exp(lse - jnp.where(jnp.isneginf(top), 0.0, top))[..., None]
+    mixed = psum(jnp.concatenate([out * weight, weight], axis=-1), axis)
+    total = mixed[..., -1:]
+    return mixed[..., :-1] / jnp.where(total == 0, 1.0, total)

@@ -14,6 +14,7 @@ from jax import Array
 from jaxshare.cache import LARGE_TILE, Fault, KVCache
 from jaxshare.layout import Layout
 from jaxshare.rope import Rope
+from jaxshare.sharding import Stripes
 
 
 @jax.tree_util.register_dataclass
@@ -31,16 +32,18 @@ class Plan:
       starts: int32[R, N], where each listed block begins in its row's order.
       visible: int32[R, N], tokens of each listed block that the row's first new token sees.
       own: bool[R, N], the block the row writes: new token t sees t more of it than the first does.
-      offsets, phases: int32[B], of the cache.
+      phases: int32[B], of the cache.
       before, lengths: int32[B], block lengths before and after this pass's appends.
-      write_at: int32[R], arena index of each row's first new token.
+      offsets, held: int32[B], where in the arenas each block's tokens are after the appends, and how many: those that this device keeps.
+      seen: int32[R, N, T], how many of those each new token sees, the first ones.
+      write_at: int32[R], arena index of each row's first new token, counted over all devices.
       key_cos, key_sin: float32[R, T, P], rotation of new keys to their index in their block.
       query_cos, query_sin: float32[R, N, T, P], rotation of new queries towards each listed block.
       shared: blocks that more rows see than the largest group has, as tiles that all rows read together.
       grouped: for each group of the layout, the other blocks that two rows or more see, as tiles that those rows read together.
       private: blocks that one row sees, as tiles that it reads alone.
       faults: int32[], `Fault` flags.
-      rope: of the cache (static).
+      rope, stripes: of the cache (static).
     """
 
     blocks: Array
@@ -49,10 +52,12 @@ class Plan:
     starts: Array
     visible: Array
     own: Array
-    offsets: Array
     phases: Array
     before: Array
     lengths: Array
+    offsets: Array
+    held: Array
+    seen: Array
     write_at: Array
     key_cos: Array
     key_sin: Array
@@ -63,10 +68,11 @@ class Plan:
     private: "Tiles"
     faults: Array
     rope: Rope = dataclasses.field(metadata={"static": True})
+    stripes: Stripes = dataclasses.field(metadata={"static": True})
 
     @property
     def read_tokens(self) -> Array:
-        """int32[]: cached tokens that this pass reads in each layer; a block that several rows read together counts once."""
+        """int32[]: cached tokens that this device reads in each layer; a block that several rows read together counts once."""
         return sum((tiles.tokens for tiles in (*self.grouped, self.private)), self.shared.tokens)
 
 
@@ -113,7 +119,7 @@ class Tiling(NamedTuple):
 
 def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, shared_tiling: Tiling | None = None,
               group_tiling: Tiling | None = None, private_tiling: Tiling | None = None) -> Plan:
-    """Plans a pass of `width` tokens a row.
+    """Plans a pass of `width` tokens a row. Of a cache that is spread over a mesh it is for the device that runs this.
 
     Args:
       cache: as it stands before the pass.
@@ -150,42 +156,47 @@ def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, share
 
     fan_in = jnp.zeros(cache.num_blocks, jnp.int32).at[block].add((sees & (after > 0)).astype(jnp.int32))
     seen = jnp.minimum(visible[..., None] + jnp.where(own[..., None], step, 0), after[..., None])  # [R, N, T]; padding sees no further
+    # From here on a block is what this device keeps of it: a run, in order.
+    stripes = cache.stripes
+    offsets = stripes.held(cache.offsets)
+    held = stripes.held(cache.offsets + lengths) - offsets
+    seen = stripes.held(cache.offsets[block][..., None] + seen) - offsets[block][..., None]
     arena = cache.keys[0].shape[1]
 
     largest = layout.groups[-1] if layout.groups else 1
     size, at_once = shared_tiling or _shared_tiling(rows * width, arena)
     size = min(size, arena)
-    run, at, items = _cut(jnp.where(fan_in > largest, lengths, 0), size, at_once, arena)
+    run, at, items = _cut(jnp.where(fan_in > largest, held, 0), size, at_once, arena)
     match = blocks == run[:, None, None]  # [I, R, N]
     slot = jnp.argmax(match, axis=2)
     row = jnp.broadcast_to(jnp.arange(rows), slot.shape)
     reads = jnp.any(match, axis=2)[..., None] & (jnp.arange(run.shape[0]) < items)[:, None, None]
-    shared = _tiles(items, cache.offsets[run], at, row, slot, jnp.where(reads, seen[row, slot], 0), size, at_once, arena)
+    shared = _tiles(items, offsets[run], at, row, slot, jnp.where(reads, seen[row, slot], 0), size, at_once, arena)
 
     grouped = []
     for smaller, group in zip((1, *layout.groups), layout.groups, strict=False):
         size, at_once = group_tiling or _GROUP_TILING
         size = min(size, arena)
-        run, at, items = _cut(jnp.where((fan_in > smaller) & (fan_in <= group), lengths, 0), size, at_once, arena)
+        run, at, items = _cut(jnp.where((fan_in > smaller) & (fan_in <= group), held, 0), size, at_once, arena)
         row, slot = (x[run] for x in _readers(block, sees & (after > 0), cache.num_blocks, group))  # [I, group]
         reads = (jnp.arange(group) < fan_in[run][:, None])[..., None] & (jnp.arange(run.shape[0]) < items)[:, None, None]
-        grouped.append(_tiles(items, cache.offsets[run], at, row, slot, jnp.where(reads, seen[row, slot], 0), size, at_once, arena))
+        grouped.append(_tiles(items, offsets[run], at, row, slot, jnp.where(reads, seen[row, slot], 0), size, at_once, arena))
 
     size, at_once = private_tiling or _private_tiling(width)
     size = min(size, arena)
-    length = jnp.where(sees & (fan_in[block] == 1), after, 0)
+    length = jnp.where(sees & (fan_in[block] == 1), held[block], 0)
     run, at, items = _cut(length.reshape(-1), size, at_once, arena)
     row, slot = run[:, None] // slots, run[:, None] % slots
     reads = (jnp.arange(run.shape[0]) < items)[:, None, None]
-    private = _tiles(items, cache.offsets[block[row[:, 0], slot[:, 0]]], at, row, slot,
+    private = _tiles(items, offsets[block[row[:, 0], slot[:, 0]]], at, row, slot,
                      jnp.where(reads, seen[row, slot], 0), size, at_once, arena)
 
     return Plan(
         blocks=blocks, count=count, positions=positions, starts=starts, visible=visible, own=own,
-        offsets=cache.offsets, phases=cache.phases, before=cache.lengths, lengths=lengths,
+        phases=cache.phases, before=cache.lengths, lengths=lengths, offsets=offsets, held=held, seen=seen,
         write_at=cache.offsets[target] + before, key_cos=key_cos, key_sin=key_sin, query_cos=query_cos, query_sin=query_sin,
         shared=shared, grouped=tuple(grouped), private=private, faults=_faults(cache, blocks, written, wanted, count, rows),
-        rope=cache.rope)
+        rope=cache.rope, stripes=stripes)
 
 
 def _shared_tiling(queries: int, arena: int) -> Tiling:

@@ -16,7 +16,13 @@ _FINE = 1024
 
 
 def reference_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
-    """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R, T, H, D] in q's dtype."""
+    """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R, T, H, D] in q's dtype.
+
+    Raises:
+      NotImplementedError: tokens that are spread over devices.
+    """
+    if plan.stripes.axis is not None:
+        raise NotImplementedError("it reads whole blocks, and here each device keeps a part of them")
     kv_heads, tokens, _ = keys.shape
     rows, width, heads, dim = q.shape
     entry = jnp.arange(tokens)

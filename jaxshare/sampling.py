@@ -5,13 +5,17 @@ exact and needs no sort: thresholds are found by bisecting the ordered bits of t
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxshare.sharding import TENSOR, axis_in_use, axis_size, gathered, inside, on_each, pmax, psum, spec
 
 _CHUNK = 256
 
@@ -89,39 +93,34 @@ class Samplers:
             np.asarray([s.temperature for s in samplers], np.float32), np.asarray([s.top_k for s in samplers], np.int32),
             np.asarray([s.top_p for s in samplers], np.float32), np.asarray([s.min_p for s in samplers], np.float32), tokens, values)))
 
-    def sample(self, logits: Array, seeds: Array, positions: Array) -> Array:
+    def sample(self, logits: Array, seeds: Array, positions: Array, *, mesh: Mesh | None = None) -> Array:
         """One token a row.
+
+        Logits that are cut over a mesh's vocabulary stay where they are, but for top_k and top_p, which look at all of a row.
 
         Args:
           logits: float32[R, V].
           seeds: uint32[R].
           positions: int32[R], the counter: the same seed and position always draw alike.
+          mesh: of the model that the logits are from.
 
         Returns:
           int32[R].
         """
-        logits = self._biased(logits)
-        likeliest = _argmax(logits)
+        axis, none = vocab_axis(mesh, logits.shape[-1]), PartitionSpec()
+        return on_each(functools.partial(_sample, axis), mesh, in_specs=(none, vocab_spec(axis), none, none), out_specs=none)(
+            self, logits, seeds, positions)
 
-        def drawn() -> Array:
-            # The largest becomes 0 before the division, so that no temperature overflows it.
-            below = logits - jnp.max(logits, axis=-1, keepdims=True)
-            scaled = below / jnp.where(self.temperature > 0, self.temperature, 1.0)[:, None]
-            cuts = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
-            floor = jax.lax.cond(jnp.any(cuts), self._floor, lambda x: jnp.full((x.shape[0], 1), -jnp.inf), scaled)
-            weights = jnp.where(scaled >= floor, jnp.exp(scaled), 0.0)
-            return jnp.where(self.temperature > 0, _draw(weights, uniforms(seeds, positions)), likeliest)
-
-        return jax.lax.cond(jnp.any(self.temperature > 0), drawn, lambda: likeliest)
-
-    def _biased(self, logits: Array) -> Array:
+    def _biased(self, logits: Array, first: Array | int = 0) -> Array:
+        """The logits of the vocabulary from token `first` on."""
         if not self.bias_tokens.shape[1]:
             return logits
-        place = jnp.where(self.bias_tokens < 0, logits.shape[1], self.bias_tokens)
+        place = self.bias_tokens - first
+        place = jnp.where((self.bias_tokens < 0) | (place < 0), logits.shape[1], place)
         return logits.at[jnp.arange(logits.shape[0])[:, None], place].add(self.bias_values, mode="drop")
 
     def _floor(self, scaled: Array) -> Array:
-        """float32[R, 1]: the smallest scaled logit that the cuts leave in."""
+        """float32[R, 1]: the smallest scaled logit that the cuts leave in, of all of a row."""
         top = jnp.max(scaled, axis=-1, keepdims=True)
         order = _ordered(scaled)
         k = jnp.where(self.top_k > 0, self.top_k, scaled.shape[1])[:, None].astype(jnp.float32)
@@ -133,10 +132,80 @@ class Samplers:
         return jnp.maximum(_unordered(jnp.maximum(kept_by_k, kept_by_p)), min_p)
 
 
-def logprob(logits: Array, tokens: Array) -> Array:
-    """float32[R]: the model's own log-probability of each row's token, before temperature, cuts and bias."""
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+def vocab_axis(mesh: Mesh | None, vocab: int) -> str | None:
+    """The axis of a mesh along which rows of logits are cut, or None where every device has all of them.
+
+    Args:
+      mesh: of the model.
+      vocab: how long the rows are, as the caller sees them. A vocabulary that does not divide is not cut.
+    """
+    axis = axis_in_use(mesh, TENSOR)
+    # One device's part of the logits is known by where it is.
+    return axis if axis and (inside() or vocab % axis_size(mesh, TENSOR) == 0) else None
+
+
+def vocab_spec(axis: str | None) -> PartitionSpec:
+    """How logits [R, V] are cut."""
+    return spec((None, "vocab")) if axis else PartitionSpec()
+
+
+def _sample(axis: str | None, samplers: Samplers, logits: Array, seeds: Array, positions: Array) -> Array:
+    """`Samplers.sample` on one device, which has the logits of its part of the vocabulary."""
+    first = 0 if axis is None else lax.axis_index(axis) * logits.shape[1]
+    logits = samplers._biased(logits, first)
+    top = pmax(jnp.max(logits, axis=-1, keepdims=True), axis)
+    likeliest = _place_of(top, logits, first, axis)
+
+    def drawn() -> Array:
+        # The largest becomes 0 before the division, so that no temperature overflows it.
+        scaled = (logits - top) / jnp.where(samplers.temperature > 0, samplers.temperature, 1.0)[:, None]
+        cuts = (samplers.top_k > 0) | (samplers.top_p < 1)
+        # The largest is 0 now, so that min_p alone has to see no other logit.
+        floor = lax.cond(jnp.any(cuts), lambda x: samplers._floor(gathered(x, axis)), lambda x: jnp.log(samplers.min_p)[:, None], scaled)
+        weights = jnp.where(scaled >= floor, jnp.exp(scaled), 0.0)
+        return jnp.where(samplers.temperature > 0, _draw(weights, uniforms(seeds, positions), axis), likeliest)
+
+    return lax.cond(jnp.any(samplers.temperature > 0), drawn, lambda: likeliest)
+
+
+def largest(logits: Array, mesh: Mesh | None) -> Array:
+    """float32[R]: each row's largest logit, NaN where one is. `mesh` as in `Samplers.sample`."""
+    axis = vocab_axis(mesh, logits.shape[-1])
+    return on_each(functools.partial(_largest, axis), mesh, in_specs=(vocab_spec(axis),), out_specs=PartitionSpec())(logits)
+
+
+def whole_rows(logits: Array, mesh: Mesh | None) -> Array:
+    """Logits [R, V] for what has to see all of a row: within one device's part of a computation gathered, elsewhere as they are."""
+    return gathered(logits, vocab_axis(mesh, logits.shape[-1])) if inside() else logits
+
+
+def _largest(axis: str | None, logits: Array) -> Array:
+    top = jnp.max(logits, axis=-1)
+    if axis is None:
+        return top
+    # Not every library that adds over devices passes a NaN on.
+    lost = jnp.isnan(top)
+    top, lost = pmax(jnp.stack([jnp.where(lost, -jnp.inf, top), lost.astype(top.dtype)]), axis)
+    return jnp.where(lost > 0, jnp.nan, top)
+
+
+def logprob(logits: Array, tokens: Array, *, mesh: Mesh | None = None) -> Array:
+    """float32[R]: the model's own log-probability of each row's token, before temperature, cuts and bias. `mesh`: as in `sample`."""
+    axis, none = vocab_axis(mesh, logits.shape[-1]), PartitionSpec()
+    return on_each(functools.partial(_logprob, axis), mesh, in_specs=(vocab_spec(axis), none), out_specs=none)(logits, tokens)
+
+
+def _logprob(axis: str | None, logits: Array, tokens: Array) -> Array:
+    if axis is None:
+        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+        return chosen - jax.nn.logsumexp(logits, axis=-1)
+    place = tokens - lax.axis_index(axis) * logits.shape[1]
+    here = (place >= 0) & (place < logits.shape[1])
+    chosen = jnp.take_along_axis(logits, jnp.clip(place, 0, logits.shape[1] - 1)[:, None], axis=1)[:, 0]
+    top = pmax(jnp.max(logits, axis=-1), axis)
+    total = jnp.sum(jnp.exp(logits - top[:, None]), axis=-1)
+    chosen, total = psum((jnp.where(here, chosen, 0.0), total), axis)
+    return chosen - top - jnp.log(total)
 
 
 def uniforms(seeds: Array, positions: Array) -> Array:
@@ -145,23 +214,33 @@ def uniforms(seeds: Array, positions: Array) -> Array:
     return draw(seeds, positions)
 
 
-def _argmax(logits: Array) -> Array:
-    """The first of the largest, as jnp.argmax; two plain reductions, which XLA vectorises on the CPU, where it does not argmax."""
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    place = jnp.where(logits == top, jnp.arange(logits.shape[-1]), logits.shape[-1] - 1)
-    return jnp.min(place, axis=-1).astype(jnp.int32)
+def _place_of(top: Array, logits: Array, first: Array | int, axis: str | None) -> Array:
+    """The first of the largest, as jnp.argmax; plain reductions, which XLA vectorises on the CPU, where it does not argmax."""
+    place = jnp.where(logits == top, jnp.arange(logits.shape[-1]), logits.shape[-1])
+    place = jnp.min(place, axis=-1).astype(jnp.int32)
+    if axis is not None:
+        place = lax.pmin(jnp.where(place < logits.shape[-1], first + place, jnp.iinfo(jnp.int32).max), axis)
+        return jnp.minimum(place, logits.shape[-1] * lax.axis_size(axis) - 1)
+    return jnp.minimum(place, logits.shape[-1] - 1)
 
 
-def _draw(weights: Array, uniform: Array) -> Array:
-    """Inverts the cumulative sum of weights [R, V] at uniform [R], in two levels: a chunk of tokens, then one of them."""
+def _draw(weights: Array, uniform: Array, axis: str | None = None) -> Array:
+    """Inverts the cumulative sum of weights [R, V] at uniform [R], in two levels: a chunk of tokens, then one of them.
+
+    Where devices have parts of the vocabulary, all learn the sums of all chunks, and then the weights of the one chunk.
+    """
     rows, vocab = weights.shape
     padded = jnp.pad(weights, ((0, 0), (0, -vocab % _CHUNK))).reshape(rows, -1, _CHUNK)
-    sums = jnp.sum(padded, axis=-1)
+    chunks = padded.shape[1]
+    sums = gathered(jnp.sum(padded, axis=-1), axis)
     cumulative = jnp.cumsum(sums, axis=-1)
     chunk, rest = _invert(sums, cumulative, uniform * cumulative[:, -1])
-    inside = jnp.take_along_axis(padded, chunk[:, None, None], axis=1)[:, 0]
-    token, _ = _invert(inside, jnp.cumsum(inside, axis=-1), rest)
-    return chunk * _CHUNK + token
+    device, chunk = chunk // chunks, chunk % chunks
+    within = jnp.take_along_axis(padded, chunk[:, None, None], axis=1)[:, 0]
+    if axis is not None:
+        within = psum(jnp.where((device == lax.axis_index(axis))[:, None], within, 0.0), axis)
+    token, _ = _invert(within, jnp.cumsum(within, axis=-1), rest)
+    return device * vocab + chunk * _CHUNK + token
 
 
 def _invert(weights: Array, cumulative: Array, target: Array) -> tuple[Array, Array]:

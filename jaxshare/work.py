@@ -141,11 +141,11 @@ def make_work(plan: Plan, *, group: int, kv_heads: int, span: int, tile: int, nu
     pairs = rows * slots
 
     block = jnp.clip(plan.blocks, 0, num_blocks - 1).reshape(-1)
-    after = plan.lengths[block]
-    visible = plan.visible.reshape(-1)
-    own = plan.own.reshape(-1)
+    after = plan.held[block]
+    seen = plan.seen.reshape(pairs, width)
     count = jnp.repeat(plan.count, slots)
-    sees = visible > 0
+    most = jnp.take_along_axis(seen, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    sees = most > 0
 
     # Pairs against pairs: who stands before whom, by block. [pair, other].
     same = (block[:, None] == block[None]) & sees[None]
@@ -153,7 +153,7 @@ def make_work(plan: Plan, *, group: int, kv_heads: int, span: int, tile: int, nu
     index = jnp.arange(pairs)
     readers = jnp.sum(same, axis=1, dtype=jnp.int32)
     rank = jnp.sum(same & (index[None] < index[:, None]), axis=1, dtype=jnp.int32)
-    least = jnp.min(jnp.where(same, visible[None], jnp.iinfo(jnp.int32).max), axis=1)  # what each of a block's queries sees at least
+    least = jnp.min(jnp.where(same, seen[None, :, 0], jnp.iinfo(jnp.int32).max), axis=1)  # what each of a block's queries sees at least
     leads = earlier & (rank == 0)[None]
     first_query = jnp.sum(jnp.where(leads, _up(readers * per_row, ROW_ALIGNMENT)[None], 0), axis=1)
     first_segment = jnp.sum(jnp.where(leads, -(-readers * per_row // span)[None], 0), axis=1)
@@ -162,7 +162,7 @@ def make_work(plan: Plan, *, group: int, kv_heads: int, span: int, tile: int, nu
 
     segments, seg_count = _segments(
         jnp.where(sees, first_segment, -1), first_query, member, readers * per_row, plan.offsets[block],
-        after, visible, own, least, count, per_row=per_row, group=group, span=span, tile=tile, alignment=alignment)
+        after, seen, least, count, per_row=per_row, group=group, span=span, tile=tile, alignment=alignment)
     total = segments.begin[-1] + segments.tiles[-1]
 
     num_queries = pairs * _up(per_row, ROW_ALIGNMENT)
@@ -171,7 +171,7 @@ def make_work(plan: Plan, *, group: int, kv_heads: int, span: int, tile: int, nu
         jnp.arange(pairs * per_row, dtype=jnp.int32).reshape(place.shape), mode="drop", unique_indices=True)
     token = source // group % width
     pair = source // per_row
-    limits = jnp.where(source >= 0, jnp.minimum(visible[pair] + jnp.where(own[pair], token, 0), after[pair]), 0)
+    limits = jnp.where(source >= 0, seen[pair, token], 0)
 
     return Work(
         count=seg_count, total=total, segments=segments, items=_items(segments, seg_count, total, kv_heads, num_items),
@@ -180,8 +180,8 @@ def make_work(plan: Plan, *, group: int, kv_heads: int, span: int, tile: int, nu
         pieces=_pieces(segments, total, kv_heads, num_items), num_queries=num_queries, span=span, tile=tile)
 
 
-def _segments(first_segment: Array, first_query: Array, member: Array, queries: Array, start: Array, after: Array, visible: Array,
-              own: Array, least: Array, count: Array, *, per_row: int, group: int, span: int, tile: int,
+def _segments(first_segment: Array, first_query: Array, member: Array, queries: Array, start: Array, after: Array, seen: Array,
+              least: Array, count: Array, *, per_row: int, group: int, span: int, tile: int,
               alignment: int) -> tuple[Segments, Array]:
     """The segments that begin within each pair's queries, and how many there are; first_segment is -1 for pairs that see nothing."""
     chunks = -(-per_row // span)
@@ -192,10 +192,10 @@ def _segments(first_segment: Array, first_query: Array, member: Array, queries: 
     # A segment of one row alone need not read what its last token does not see, nor anything if it is all padding.
     alone = end <= per_row
     first, last = begin // group, jnp.minimum((end - 1) // group, count[:, None] - 1)
-    visible, after, own = visible[:, None], after[:, None], own[:, None]
-    seen = jnp.where(alone & own, jnp.minimum(visible + last, after), after)
-    seen = jnp.where(alone & (first >= count[:, None]), 0, seen)
-    least = jnp.where(alone, jnp.where(own, visible + first, after), least[:, None])
+    tokens = seen.shape[1] - 1
+    first_sees, last_sees = (jnp.take_along_axis(seen, jnp.clip(token, 0, tokens), axis=1) for token in (first, last))
+    least = jnp.where(alone, first_sees, least[:, None])
+    seen = jnp.where(alone, jnp.where(first >= count[:, None], 0, last_sees), after[:, None])
     lead = start[:, None] % alignment
     tiles = jnp.where(seen > 0, -(-(lead + seen) // tile), 0)
     # A first tile with a lead is not whole, and read last.

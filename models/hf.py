@@ -10,12 +10,14 @@ import dataclasses
 import math
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -171,28 +173,41 @@ def _ignored(name: str, config: ModelConfig) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings)
 
 
-def read_params(stored: dict[str, Stored], wanted: dict[str, Wanted], dtype: jnp.dtype) -> dict[str, Any]:
-    """Reads the tensors into a tree of arrays for `Decoder.apply`, on the default device.
+def read_params(stored: dict[str, Stored], wanted: dict[str, Wanted], dtype: jnp.dtype,
+                place: Callable[[tuple[str, ...], np.ndarray], Array] | None = None) -> dict[str, Any]:
+    """Reads the tensors into a tree of arrays for `Decoder.apply`.
 
     Args:
       stored, wanted: from `stored_tensors` and `match_tensors`.
       dtype: what every parameter is converted to.
+      place: puts a parameter, given its path and its value on the host, to where it is to be; default the default device.
 
     Raises:
       CheckpointError: a file that became unreadable.
     """
     params: dict[str, Any] = {}
-    total = sum(stored[name].size for name in wanted) * np.dtype(dtype).itemsize
+    for name, value in read_tensors(stored, wanted):
+        path = wanted[name].path
+        value = place(path, value.astype(dtype)) if place else jnp.asarray(value).astype(dtype)
+        value.block_until_ready()
+        node = params
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return {"params": params}
+
+
+def read_tensors(stored: dict[str, Stored], wanted: dict[str, Wanted]) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, value) of the wanted tensors, the largest first, one at a time, as the files have them.
+
+    Raises:
+      CheckpointError: a file that became unreadable.
+    """
+    total = sum(stored[name].size * np.dtype(DTYPES[stored[name].dtype]).itemsize for name in wanted)
     quiet = total < _LARGE and not sys.stderr.isatty()
     with tqdm(total=total, desc="reading weights", unit="B", unit_scale=True, disable=quiet, leave=False) as bar:
         for name in sorted(wanted, key=lambda name: -stored[name].size):
             with _opened(stored[name].file) as tensors:
                 value = tensors.get_tensor(name)
-            value = jnp.asarray(value).astype(dtype)
-            value.block_until_ready()
-            node = params
-            for key in wanted[name].path[:-1]:
-                node = node.setdefault(key, {})
-            node[wanted[name].path[-1]] = value
+            yield name, value
             bar.update(value.nbytes)
-    return {"params": params}

@@ -16,11 +16,13 @@ from jax.typing import ArrayLike
 
 from jaxshare.attention import block_attention
 from jaxshare.cache import KVCache
+from jaxshare.decode import Model
 from jaxshare.layout import Layout, is_concrete
 from jaxshare.mass import block_mass, last_tokens
 from jaxshare.models.config import ModelConfig
 from jaxshare.plan import make_plan
 from jaxshare.rope import rotate
+from jaxshare.sharding import psum
 
 Params = Mapping[str, Any]
 """Flax variables: {"params": {...}}."""
@@ -43,17 +45,22 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x @ kernel.T + bias; kernel [out, in], as checkpoints store it. The result has x's dtype unless `dtype` asks for another."""
+    """x @ kernel.T + bias; kernel [out, in], as checkpoints store it. The result has x's dtype unless `dtype` asks for another.
+
+    Where the devices of an axis of a mesh have parts of x and of the kernel's columns, `axis` names it, and the result is their sum.
+    """
 
     features: int
     bias: bool = False
     dtype: jax.typing.DTypeLike | None = None
+    axis: str | None = None
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         init = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
         kernel = self.param("kernel", init, (self.features, x.shape[-1]))
-        y = product(x, kernel).astype(self.dtype or x.dtype)
+        # Added up before it is rounded, so that a split model's numbers are those of the whole one up to the order of the sum.
+        y = psum(product(x, kernel), self.axis).astype(self.dtype or x.dtype)
         if self.bias:
             y += self.param("bias", nn.initializers.zeros, (self.features,)).astype(y.dtype)
         return y
@@ -73,9 +80,10 @@ def product(x: Array, kernel: Array) -> Array:
 
 
 class Attention(nn.Module):
-    """Projections around `attend`, which owns positions, masks and the cache."""
+    """Projections around `attend`, which owns positions, masks and the cache. `axis`: over which heads are split."""
 
     config: ModelConfig
+    axis: str | None = None
 
     @nn.compact
     def __call__(self, x: Array, attend: Callable[[Array, Array, Array], Array]) -> Array:
@@ -86,44 +94,54 @@ class Attention(nn.Module):
         if c.qk_norm:
             q, k = RMSNorm(c.norm_eps, name="q_norm")(q), RMSNorm(c.norm_eps, name="k_norm")(k)
         out = attend(q, k, v)
-        return Linear(c.hidden_size, c.out_bias, name="o")(out.reshape(*x.shape[:-1], c.num_heads * c.head_dim))
+        return Linear(c.hidden_size, c.out_bias, axis=self.axis, name="o")(out.reshape(*x.shape[:-1], c.num_heads * c.head_dim))
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)). `axis`: over which it is split."""
 
     config: ModelConfig
+    axis: str | None = None
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         c = self.config
         gate = Linear(c.intermediate_size, c.mlp_bias, name="gate")(x)
         up = Linear(c.intermediate_size, c.mlp_bias, name="up")(x)
-        return Linear(c.hidden_size, c.mlp_bias, name="down")(nn.silu(gate) * up)
+        return Linear(c.hidden_size, c.mlp_bias, axis=self.axis, name="down")(nn.silu(gate) * up)
 
 
 class Layer(nn.Module):
-    """One pre-norm decoder layer."""
+    """One pre-norm decoder layer. `axis`: over which heads and MLP are split; both end with a sum over it."""
 
     config: ModelConfig
+    axis: str | None = None
 
     @nn.compact
     def __call__(self, x: Array, attend: Callable[[Array, Array, Array], Array]) -> Array:
         eps = self.config.norm_eps
-        x = x + Attention(self.config, name="attention")(RMSNorm(eps, name="attention_norm")(x), attend)
-        return x + MLP(self.config, name="mlp")(RMSNorm(eps, name="mlp_norm")(x))
+        x = x + Attention(self.config, self.axis, name="attention")(RMSNorm(eps, name="attention_norm")(x), attend)
+        return x + MLP(self.config, self.axis, name="mlp")(RMSNorm(eps, name="mlp_norm")(x))
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer. Parameters: embed, layers_0 .. layers_{L-1}, norm, and head where it is not tied."""
+    """A decoder-only transformer. Parameters: embed, layers_0 .. layers_{L-1}, norm, and head where it is not tied.
+
+    Attributes:
+      config: of the whole model, or of the part that each device of a mesh has (`jaxshare.models.sharded`).
+      implementation: attention backend.
+      axis, vocab_axis: of the mesh, over which heads and MLP, and the vocabulary, are split.
+    """
 
     config: ModelConfig
     implementation: str | tuple[str, ...] | None = None
+    axis: str | None = None
+    vocab_axis: str | None = None
 
     def setup(self):
         c = self.config
         self.embed = nn.Embed(c.vocab_size, c.hidden_size)
-        self.layers = [Layer(c) for _ in range(c.num_layers)]
+        self.layers = [Layer(c, self.axis) for _ in range(c.num_layers)]
         self.norm = RMSNorm(c.norm_eps)
         if not c.tie_embeddings:
             self.head = Linear(c.vocab_size, dtype=jnp.float32)
@@ -141,7 +159,7 @@ class Decoder(nn.Module):
         Returns:
           logits float32[R, V] of each row's last real token (float32[R, T, V] with `every`), and the cache with the new
           tokens in it. Logits of rows with count 0, and of padding, mean nothing. Those of a row are NaN where the model came to
-          something that is not finite at any of its tokens.
+          something that is not finite at any of its tokens. Where the vocabulary is split they are this device's part.
         """
         plan = make_plan(cache, layout, count, tokens.shape[1])
 
@@ -192,27 +210,36 @@ class Decoder(nn.Module):
             nonlocal cache
             cache = cache.append(layer, k, v, plan)
             last, last_plan = last_tokens(q, plan)
-            masses.append(jnp.mean(block_mass(last, cache.keys[layer], last_plan, self.config.head_dim**-0.5)[:, 0], axis=1))
+            mass = jnp.mean(block_mass(last, cache.keys[layer], last_plan, self.config.head_dim**-0.5)[:, 0], axis=1)
+            masses.append(mass if self.axis is None else jax.lax.pmean(mass, self.axis))
             return block_attention(q, cache.keys[layer], cache.values[layer], plan, implementation=self.implementation)
 
         self._trunk(tokens, attend)
         return jnp.stack(masses)
 
     def _trunk(self, tokens: Array, attend: Attend) -> Array:
-        x = self.embed.embedding[tokens]
+        x = self._embedded(tokens)
         for i, layer in enumerate(self.layers):
             x = layer(x, lambda q, k, v, i=i: attend(i, q, k, v))
         return self.norm(x)
+
+    def _embedded(self, tokens: Array) -> Array:
+        table = self.embed.embedding
+        if self.vocab_axis is None:
+            return table[tokens]
+        place = tokens - jax.lax.axis_index(self.vocab_axis) * table.shape[0]
+        here = (place >= 0) & (place < table.shape[0])
+        return psum(jnp.where(here[..., None], table[jnp.clip(place, 0, table.shape[0] - 1)], 0), self.vocab_axis)
 
     def _logits(self, x: Array) -> Array:
         return product(x, self.embed.embedding) if self.config.tie_embeddings else self.head(x)
 
 
 def forward(config: ModelConfig, params: Params, tokens: ArrayLike, count: ArrayLike, cache: KVCache, layout: Layout, *,
-            every: bool = False, implementation: str | tuple[str, ...] | None = None) -> tuple[Array, KVCache]:
+            every: bool = False, implementation: str | tuple[str, ...] | None = None, module: Any = None) -> tuple[Array, KVCache]:
     """One jitted pass with everything checked that can be known before it. The cache is donated: use the returned one.
 
-    Arguments and results as in `Decoder.__call__`.
+    Arguments and results as in `Decoder.__call__`. `module` is what `params` belong to; default `Decoder(config, implementation)`.
 
     Raises:
       ValueError: shapes or counts that do not fit the layout, a token outside the vocabulary, an unknown or repeated block, two
@@ -220,11 +247,11 @@ def forward(config: ModelConfig, params: Params, tokens: ArrayLike, count: Array
     """
     tokens, count = jnp.asarray(tokens, jnp.int32), jnp.asarray(count, jnp.int32)
     _check(config, tokens, count, cache, layout)
-    return _forward(Decoder(config, implementation), params, tokens, count, cache, layout, every)
+    return _forward(module or Decoder(config, implementation), params, tokens, count, cache, layout, every)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "every"), donate_argnames=("cache",))
-def _forward(model: Decoder, params: Params, tokens: Array, count: Array, cache: KVCache, layout: Layout,
+def _forward(model: Model, params: Params, tokens: Array, count: Array, cache: KVCache, layout: Layout,
              every: bool) -> Any:
     return model.apply(params, tokens, count, cache, layout, every=every)
 

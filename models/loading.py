@@ -5,24 +5,28 @@ Weights come from safetensors alone: nothing pickled is loaded, and code that a 
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
-from jaxshare.models import layers
+from jaxshare.models import checkpoint, layers
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.fields import Fields, read_json
 from jaxshare.models.generation import Generation
-from jaxshare.models.hf import DTYPES, match_tensors, read_params, stored_tensors
+from jaxshare.models.hf import DTYPES, match_tensors, read_params, stored_tensors, wanted_tensors
 from jaxshare.models.layers import Decoder
+from jaxshare.models.sharded import ShardedDecoder, fit, fit_params, part_on, place, put
+from jaxshare.sharding import DATA, axis_size, data_groups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +45,7 @@ class LoadedModel:
       tokenizer: with the chat template, or None if the folder has none.
       generation: stop tokens and sampling defaults.
       workers: what the folder's workers.json says of the texts that workers need, or None if it has no such file.
+      mesh: the devices that the parameters lie on, or None for one device. Caches are to be made with it.
     """
 
     config: ModelConfig
@@ -48,11 +53,28 @@ class LoadedModel:
     tokenizer: "PreTrainedTokenizerBase | None"
     generation: Generation
     workers: dict[str, Any] | None = None
+    mesh: Mesh | None = None
 
     @property
-    def module(self) -> Decoder:
-        """The Flax module that `params` belong to."""
-        return Decoder(self.config)
+    def module(self) -> Decoder | ShardedDecoder:
+        """What `params` belong to: a Flax module or, on a mesh, what runs one on each device."""
+        return Decoder(self.config) if self.mesh is None else ShardedDecoder(self.config, self.mesh)
+
+    def on(self, mesh: Mesh) -> "LoadedModel":
+        """The model with its parameters cut over a mesh; everything that takes a model takes it (`jaxshare.sharding.make_mesh`).
+
+        Raises:
+          ValueError: heads or MLP that do not divide over the mesh, or a model that lies on one already.
+        """
+        if self.mesh is not None:
+            raise ValueError("the model lies on a mesh already; load it again to lay it on another")
+        return dataclasses.replace(self, config=fit(self.config, mesh), params=place(self.params, self.config, mesh), mesh=mesh)
+
+    def replicas(self) -> "list[LoadedModel]":
+        """The model once for each data group of its mesh, on that group's devices. Nothing is copied."""
+        if self.mesh is None or axis_size(self.mesh, DATA) == 1:
+            return [self]
+        return [dataclasses.replace(self, params=part_on(self.params, mesh), mesh=mesh) for mesh in data_groups(self.mesh)]
 
     def for_context(self, positions: int) -> "LoadedModel":
         """The model for runs of at most `positions` tokens; see `ModelConfig.for_context`."""
@@ -69,34 +91,49 @@ class LoadedModel:
         Returns:
           logits float32[R, V] of each row's last real token (float32[R, T, V] with `every`), and the cache with the new tokens in it.
         """
-        return layers.forward(self.config, self.params, tokens, count, cache, layout, every=every)
+        return layers.forward(self.config, self.params, tokens, count, cache, layout, every=every, module=self.module)
 
 
-def load(path: str | os.PathLike, dtype: Any = None, revision: str | None = None) -> LoadedModel:
-    """Loads a checkpoint in Hugging Face form.
+def load(path: str | os.PathLike, dtype: Any = None, revision: str | None = None, mesh: Mesh | None = None) -> LoadedModel:
+    """Loads a checkpoint in Hugging Face form, or in the Orbax form that `jaxshare convert` writes.
 
     Args:
       path: a folder, or a hub id such as "Qwen/Qwen3-0.6B".
       dtype: of the parameters: bfloat16, float16 or float32, by name or as a dtype. None is the checkpoint's own: what config.json
         says, or else the dtype of its tensors.
       revision: a branch, tag or commit on the hub.
+      mesh: the devices to lay the model on. From Orbax form each reads its part alone; no device is ever given more.
 
     Raises:
       FileNotFoundError: no such folder, or a file that it must have is not there.
       ConfigError: config.json describes a model that is not supported, or a settings file is not a JSON object.
       CheckpointError: weights that are truncated, corrupt or not those of the model.
-      ValueError: an unknown dtype, or a tokenizer that cannot be read.
+      ValueError: an unknown dtype, a tokenizer that cannot be read, or heads or MLP that do not divide over the mesh.
     """
     wanted_dtype = None if dtype is None else _dtype(dtype)
     folder = _folder(path, revision)
     config = ModelConfig.from_json(folder)
+    fitted = config if mesh is None else fit(config, mesh)
     settings = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
-    stored = stored_tensors(folder)
-    wanted = match_tensors(config, stored, folder)
+    read: Callable[[jnp.dtype], dict[str, Any]]
+    if checkpoint.is_checkpoint(folder):
+        wanted = wanted_tensors(config)
+        dtypes = {*checkpoint.match_metadata(folder, wanted).values()}
+        read = functools.partial(checkpoint.restore_params, folder, config, wanted, mesh=mesh)
+    else:
+        stored = stored_tensors(folder)
+        wanted = match_tensors(config, stored, folder)
+        dtypes = {jnp.dtype(DTYPES[stored[name].dtype]) for name in wanted}
+        place = None if mesh is None else functools.partial(_placed, config, ShardedDecoder(fitted, mesh))
+        read = functools.partial(read_params, stored, wanted, place=place)
     generation, tokenizer = _generation(folder, settings), _tokenizer(folder)
     if wanted_dtype is None:
-        wanted_dtype = _own_dtype(settings, {stored[name].dtype for name in wanted})
-    return LoadedModel(config, read_params(stored, wanted, wanted_dtype), tokenizer, generation, _workers(folder))
+        wanted_dtype = _own_dtype(settings, dtypes)
+    return LoadedModel(fitted, read(wanted_dtype), tokenizer, generation, _workers(folder), mesh)
+
+
+def _placed(config: ModelConfig, module: ShardedDecoder, path: tuple[str, ...], value: Any) -> Array:
+    return put(fit_params(value, path, config, module.mesh), module.names(path), module.mesh)
 
 
 def _folder(path: str | os.PathLike, revision: str | None) -> Path:
@@ -130,7 +167,7 @@ def _dtype(value: Any) -> jnp.dtype:
     raise ValueError(f"dtype is {value}, but parameters are kept in bfloat16, float16 or float32")
 
 
-def _own_dtype(settings: Fields, stored: set[str]) -> jnp.dtype:
+def _own_dtype(settings: Fields, stored: set[jnp.dtype]) -> jnp.dtype:
     for name in ("dtype", "torch_dtype"):
         value = settings.take(name, str, None)
         if value is not None and value != "auto":
@@ -138,7 +175,7 @@ def _own_dtype(settings: Fields, stored: set[str]) -> jnp.dtype:
                 return _dtype(value.removeprefix("torch."))
             except ValueError as error:
                 raise settings.error(name, "it must be bfloat16, float16 or float32: pass dtype to load") from error
-    return jnp.dtype(DTYPES[stored.pop()] if len(stored) == 1 else jnp.float32)  # which holds both of the others
+    return stored.pop() if len(stored) == 1 else jnp.dtype(jnp.float32)  # which holds both of the others
 
 
 def _generation(folder: Path, settings: Fields) -> Generation:

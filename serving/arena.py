@@ -34,7 +34,7 @@ class Arena:
 
     def __init__(self, model: LoadedModel, tokens: int, slots: int):
         self.tokens, self.slots, self.busy = tokens, slots, False
-        self.cache = KVCache.empty(model.config, tokens, slots, cache_dtype(model))
+        self.cache = KVCache.empty(model.config, tokens, slots, cache_dtype(model), mesh=model.mesh)
         self._holes = Holes(tokens)
         self._taken: dict[int, tuple[int, int]] = {}
         self._changed: set[int] = set()

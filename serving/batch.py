@@ -24,9 +24,10 @@ from tqdm import tqdm
 
 from jaxshare import models
 from jaxshare.models import LoadedModel
+from jaxshare.serving import devices
 from jaxshare.serving.batch_input import Item, read_input
-from jaxshare.serving.branches import Branches
 from jaxshare.serving.inputs import default_sampler
+from jaxshare.serving.replicas import branches
 from jaxshare.serving.trees import Branch
 
 _FORMAT = "jaxshare batch job 1"
@@ -58,16 +59,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--share", choices=tuple(_SHARE), default="auto", help="keep common prefixes once for all: where it pays "
                         "(default), always or never")
     parser.add_argument("--seed", type=int, default=0, help="of the whole job (default 0)")
+    devices.add_arguments(parser)
     parser.add_argument("--resume", action="store_true", help="go on with the job that has begun the output")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout at the end")
 
 
 def run(options: argparse.Namespace, sampling: dict[str, Any]) -> int:
     """Runs a job; see `run_job`."""
-    def load() -> LoadedModel:
-        return models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype)
+    mesh = devices.mesh_of(options)
 
-    return run_job(options, sampling, load, Branches)
+    def load() -> LoadedModel:
+        return models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype, mesh=mesh)
+
+    return run_job(options, sampling, load, branches)
 
 
 def run_job(options: argparse.Namespace, sampling: dict[str, Any], load: Callable[[], LoadedModel], engine: Callable[..., Any]) -> int:

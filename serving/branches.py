@@ -17,7 +17,7 @@ from jaxshare.serving import calibration, prefill
 from jaxshare.serving.arena import Arena, whole_tiles
 from jaxshare.serving.costs import Costs
 from jaxshare.serving.folding import Arrangement, Stream, arrange, fold, unique_tokens
-from jaxshare.serving.inputs import check_context, default_sampler, encode, token_bytes
+from jaxshare.serving.inputs import cache_devices, check_context, default_sampler, encode, token_bytes
 from jaxshare.serving.prefixes import Prefix, at_work
 from jaxshare.serving.trees import Prompt, Prompts, read_prompts
 from jaxshare.serving.waves import Residents, Wave, groups, power_of_two, widest_wave
@@ -78,8 +78,9 @@ class Completions:
 def generate(model: LoadedModel, prompts: Prompts | None, *, n: int = 1, max_new_tokens: int = 64, sampler: Sampler | None = None,
              seed: int = 0, share: bool | None = None, prefix: Prefix | None = None, max_rows: int | None = None,
              max_kv_bytes: int | None = None, costs: Costs | None = None, warm_up: bool = False,
-             on_tokens: Callable[["Branches"], None] | None = None) -> Completions:
-    """Samples n completions of each prompt, and shares what the prompts have in common.
+             on_tokens: Callable[[Any], None] | None = None) -> Completions:
+    """Samples n completions of each prompt, and shares what the prompts have in common. A model on a mesh runs some of the completions on
+    each of its data groups.
 
     Arguments and errors as in `Branches`, and:
 
@@ -87,7 +88,9 @@ def generate(model: LoadedModel, prompts: Prompts | None, *, n: int = 1, max_new
       warm_up: compile everything before the clock starts.
       on_tokens: called between dispatches with the run so far.
     """
-    run = Branches(model, prompts, n=n, max_new_tokens=max_new_tokens, sampler=sampler, seed=seed, share=share, prefix=prefix,
+    from jaxshare.serving.replicas import branches  # which is made of branches
+
+    run = branches(model, prompts, n=n, max_new_tokens=max_new_tokens, sampler=sampler, seed=seed, share=share, prefix=prefix,
                    max_rows=max_rows, max_kv_bytes=max_kv_bytes, costs=costs)
     found = sorted(run.stream(on_tokens, warm_up=warm_up), key=lambda c: (c.prompt, c.index))
     return Completions(found, run.prompt_tokens, run.unique_tokens, run.passes, run.seconds, run.kv_bytes)
@@ -128,7 +131,8 @@ class Branches:
             `costs`.
           prefix: what stands before all prompts, prefilled already. Its store is where the rows run.
           max_rows: the most completions at a time; default 256.
-          max_kv_bytes: bound on the memory for keys and values; default 80 % of what the device has free, where it can tell.
+          max_kv_bytes: bound on the memory for keys and values, of all devices of the mesh together but for its data groups, which have
+            as much each; default 80 % of what is free, where a device can tell.
           costs: of a pass on this device; default what `jaxshare calibrate` has measured (`calibration.load`).
           skip: (prompt, index) of completions not to sample.
 
@@ -170,7 +174,7 @@ class Branches:
         self.unique_tokens = before + unique_tokens(tree)
         skipped = set(skip)
         max_rows = min(_MAX_ROWS if max_rows is None else max_rows, prefix.store.arena.slots // 2 if prefix else 2**31)
-        bound = prefix.store.arena.free if prefix else _bound(max_kv_bytes, token_bytes(model))
+        bound = prefix.store.arena.free if prefix else _bound(max_kv_bytes, model)
 
         def arranged(share: bool | None) -> tuple[Arrangement, list[Stream], Wave]:
             known = costs or calibration.load(model) if share is None else None
@@ -197,6 +201,11 @@ class Branches:
         self._live: dict[int, tuple[Stream, int]] = {}
         self._state: DecodeState | None = None
         self._written: tuple[np.ndarray, ...] | None = None  # of the state, on the host
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(prompt, index) of the completions that this run samples, in the order in which it does."""
+        return [(stream.prompt, stream.index) for stream in self._streams]
 
     @property
     def kv_bytes(self) -> int:
@@ -301,11 +310,14 @@ def _arena_tokens(needed: int, bound: int) -> int:
     return next((size for size in (rounded, arena_size(needed), whole_tiles(bound)) if needed <= size <= bound), bound)
 
 
-def _bound(max_kv_bytes: int | None, token_bytes: int) -> int:
+def _bound(max_kv_bytes: int | None, model: LoadedModel) -> int:
     """Tokens that the memory has room for."""
     if max_kv_bytes is None:
-        found = jax.devices()[0].memory_stats() or {}
-        if "bytes_limit" not in found:
+        devices = [jax.devices()[0]] if model.mesh is None else model.mesh.local_devices[:cache_devices(model)]
+        found = [device.memory_stats() or {} for device in devices]
+        if any("bytes_limit" not in stats for stats in found):
             return 2**31 - 1
-        max_kv_bytes = int(0.8 * (found["bytes_limit"] - found.get("bytes_in_use", 0)))
-    return max_kv_bytes // token_bytes
+        # As much on each device as there is on the fullest.
+        free = min(stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in found)
+        max_kv_bytes = int(0.8 * free) * cache_devices(model)
+    return max_kv_bytes // token_bytes(model)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxshare.sampling import Sampler
-from jaxshare.serving import batch, inspection, tune_command
+from jaxshare.serving import batch, devices, inspection, tune_command
 from jaxshare.serving.agents import command as agents_command
 from jaxshare.serving.layouts import worker_names
 from jaxshare.serving.results import check_finish_at
@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--n", type=int, default=1, help="completions (default 1)")
     generate.add_argument("--max-new-tokens", type=int, default=64, help="most tokens of a completion (default 64)")
     _sampling_arguments(generate)
+    devices.add_arguments(generate)
     generate.add_argument("--seed", type=int, default=0, help="of the first completion; number i has seed + i (default 0)")
     generate.add_argument("--json", action="store_true", help="one JSON object on stdout; with --chat and no prompt, one a line")
     generate.set_defaults(run=_generate)
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
                          "whether its work is redundant; 0 asks nobody (default 1024)")
     workers.add_argument("--move", choices=("rotate", "reencode"), default="rotate", help="how finished steps get to the history")
     _sampling_arguments(workers)
+    devices.add_arguments(workers, data=False)
     workers.add_argument("--seed", type=int, default=0, help="of the first worker; worker i has seed + i (default 0)")
     workers.add_argument("--save", metavar="FILE", help="write a snapshot for `jaxshare inspect`, attention over time included")
     workers.add_argument("--json", action="store_true", help="one JSON object on stdout, everything else on stderr")
@@ -81,6 +83,12 @@ def _parser() -> argparse.ArgumentParser:
 
     agents = commands.add_parser("agents", help="run agents: coroutines that ask a model, under supervisors that search what they may say")
     agents_command.add_arguments(agents)
+
+    convert = commands.add_parser("convert", help="write a model in Orbax form, which is restored straight onto many devices, or back")
+    convert.add_argument("source", metavar="SOURCE", help="folder in Hugging Face form, or in the form that this command has written")
+    convert.add_argument("target", metavar="TARGET", help="folder to write, which does not exist yet")
+    convert.add_argument("--json", action="store_true", help="one JSON object on stdout, everything else on stderr")
+    convert.set_defaults(run=_convert)
 
     calibrate = commands.add_parser("calibrate", help="measure what attention costs on this device, so that runs share where it pays")
     calibrate.add_argument("model", metavar="MODEL", help="folder or hub id, or `embedded`: its heads and dtype are what is measured")
@@ -134,9 +142,11 @@ def _generate(options: argparse.Namespace) -> int:
     text = None if options.chat and options.prompt is None and options.prompt_file is None else \
         _text("prompt", options.prompt, options.prompt_file, " or --chat")
 
+    mesh = devices.mesh_of(options)
+
     from jaxshare import models
 
-    model: Any = models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype)
+    model: Any = models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype, mesh=mesh)
     if options.chat and (model.tokenizer is None or not model.tokenizer.chat_template):
         raise ValueError(f"{options.model} has no chat template; leave out --chat and write the prompt as the model wants it")
     if text is not None and not options.chat:
@@ -163,6 +173,7 @@ def _workers(options: argparse.Namespace) -> int:
     finish_at = _numbers("--finish-at", options.finish_at)
     check_finish_at(finish_at, options.budget)
     problem = _text("problem", options.problem, options.problem_file)
+    mesh = devices.mesh_of(options)
 
     import dataclasses
 
@@ -174,7 +185,7 @@ def _workers(options: argparse.Namespace) -> int:
     from jaxshare.serving.display import Streams
     from jaxshare.serving.inputs import default_sampler
 
-    model = models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype)
+    model = models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype, mesh=mesh)
     session = Workers(
         model, problem, names=names, layout=options.layout, budget=options.budget, ask_every=options.ask_every, seed=options.seed,
         move=options.move, kind=options.answer, finisher_tokens=options.answer_tokens,
@@ -202,6 +213,17 @@ def _workers(options: argparse.Namespace) -> int:
         _save(recorder.snapshot(), options.save)
     if options.json:
         print(json.dumps(result.as_json()))
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from jaxshare.models import checkpoint
+
+    written = checkpoint.convert(Path(options.source), Path(options.target))
+    form = "Orbax" if written["form"] == "orbax" else "Hugging Face"
+    print(f"{options.target}: {written['tensors']} tensors, {written['bytes'] / 1e6:,.1f} MB, in {form} form", file=sys.stderr)
+    if options.json:
+        print(json.dumps({**written, "folder": options.target}))
     return 0
 
 

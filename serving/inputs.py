@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
+from jaxshare.sharding import KV, TENSOR, axis_size
 
 
 def encode(model: LoadedModel, prompt: str | Sequence[int], *, first: bool = True) -> list[int]:
@@ -66,6 +67,11 @@ def cache_dtype(model: LoadedModel) -> jnp.dtype:
 
 
 def token_bytes(model: LoadedModel) -> int:
-    """Bytes that one cached token takes: keys and values of all layers."""
+    """Bytes that one cached token takes: keys and values of all layers, on all devices of a mesh that one data group has."""
     c = model.config
     return 2 * c.num_layers * c.num_kv_heads * c.head_dim * cache_dtype(model).itemsize
+
+
+def cache_devices(model: LoadedModel) -> int:
+    """Over how many devices a cache of the model is spread."""
+    return axis_size(model.mesh, TENSOR) * axis_size(model.mesh, KV)

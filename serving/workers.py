@@ -175,7 +175,8 @@ class Workers:
         blocks = [sizes.get(block, 0) for block in self.blocks]
         self._guest = engine.invite(blocks) if engine else None
         with self._guest.turn() if self._guest else contextlib.nullcontext():
-            cache = self._guest.attach() if self._guest else KVCache.create(model.config, blocks, cache_dtype(model))
+            cache = self._guest.attach() if self._guest else KVCache.create(
+                model.config, blocks, cache_dtype(model), mesh=model.mesh)
             cache = self._feed({self.layout.prompt: prompt, **texts}, cache)
             if self._guest:
                 self._guest.detach(cache)

@@ -18,6 +18,9 @@ import pytest
 # A bfloat16 that silently becomes a float32 costs memory and hides mistakes: every promotion has to be written out.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
+# So that a CPU shows as eight devices, for tests of meshes. All else runs on the first of them.
+jax.config.update("jax_num_cpu_devices", 8)
+
 # The first example of a shape compiles, which takes longer than any deadline that would catch a slow one. Examples are the same
 # in every run, so that a failure seen once is seen again; `--hypothesis-profile=explore` draws new ones.
 hypothesis.settings.register_profile("jaxshare", deadline=None, derandomize=True)
@@ -28,7 +31,7 @@ hypothesis.settings.load_profile("jaxshare")
 _MOST_MAPS = 25_000
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def few_programs():
     """Forgets compiled programs when there are many: each maps pieces of memory of its own, of which Linux lets a process have 65,530; then
     the compiler crashes."""

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxshare.models import problems
+from jaxshare import Sampler
+from jaxshare.models import EMBEDDED, load, problems
+from jaxshare.serving import generate
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,3 +62,9 @@ def test_the_engine_example_runs():
     known = [int(n) for n in reused.strip("[]").split(", ")]
     assert known[0] == 0 and min(known[1:]) > 30
     assert len(replayed) == 3 and replayed[0].startswith("0 of ") and not all(line.startswith("0 of ") for line in replayed)
+
+
+def test_the_example_of_many_devices_runs_and_writes_what_one_device_writes(monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
+    alone = generate(load(EMBEDDED), "Compute 17 + 25.", n=4, max_new_tokens=16, sampler=Sampler(temperature=1.5)).completions[3].text
+    assert printed(5) == f"{alone}\n"

@@ -60,7 +60,7 @@ def mosaic_gpu_attention(q: Array, keys: Array, values: Array, plan: Plan, scale
                      alignment=_ALIGNMENT)
     queries = segment_queries(q, plan, work, scale * math.log2(math.e), keys.dtype)
     out, lse = _pieces(queries, keys, values, work, tiles, device)
-    return merge_pieces(out, lse, work, (rows, width, heads, dim), q.dtype, device)
+    return merge_pieces(out, lse, work, (rows, width, heads, dim), q.dtype, device, plan.stripes.axis)
 
 
 def _check(device: Device | None, keys: Array, dim: int, group: int) -> None:

@@ -43,7 +43,7 @@ def triton_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: fl
                      num_items=device.multiprocessors * tiles.items_per_multiprocessor)
     mixed, lse = _pieces(q, keys, values, plan, work, scale, tiles, device.interpret)
     return merge_pieces(mixed, lse, work, (rows, width, heads, dim), q.dtype, multiprocessors=device.multiprocessors,
-                        interpret=device.interpret)
+                        interpret=device.interpret, axis=plan.stripes.axis)
 
 
 def _able(q: Array, keys: Array, values: Array) -> Device:

@@ -1,11 +1,13 @@
 """Merging what the items found of each query, in Pallas on Mosaic GPU (Hydragen section 3.1)."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxshare.merge import merge_over
 from jaxshare.pallas.device import Device
 from jaxshare.work import Work, partial_row
 
@@ -20,7 +22,8 @@ def padded_dim(dim: int) -> int:
     return dim + -dim % _LANES
 
 
-def merge_pieces(out: Array, lse: Array, work: Work, shape: tuple[int, int, int, int], dtype: jnp.dtype, device: Device) -> Array:
+def merge_pieces(out: Array, lse: Array, work: Work, shape: tuple[int, int, int, int], dtype: jnp.dtype, device: Device,
+                 axis: str | None = None) -> Array:
     """Attention of each query over all of its blocks.
 
     Args:
@@ -29,6 +32,7 @@ def merge_pieces(out: Array, lse: Array, work: Work, shape: tuple[int, int, int,
       shape: R, T, H, D.
       dtype: of the result.
       device: what it runs on.
+      axis: of the mesh, over which keys are spread.
 
     Returns:
       [R, T, H, D]; 0 for rows that see nothing.
@@ -40,8 +44,8 @@ def merge_pieces(out: Array, lse: Array, work: Work, shape: tuple[int, int, int,
     queries = rows * width * heads
     listed = jnp.stack([work.query, work.segment, work.member, jnp.zeros_like(work.member)], axis=2).reshape(rows * slots, 4)
 
-    def kernel(out_ref: Any, lse_ref: Any, listed_ref: Any, piece_ref: Any, merged_ref: Any) -> None:
-        """One query a warpgroup. listed [R * N, 4], piece [K, S, 2], merged [R * T * H, padded D]."""
+    def kernel(out_ref: Any, lse_ref: Any, listed_ref: Any, piece_ref: Any, merged_ref: Any, *lse_out_ref: Any) -> None:
+        """One query a warpgroup. listed [R * N, 4], piece [K, S, 2], merged [R * T * H, padded D], lse_out as merged, all columns alike."""
         number = jnp.minimum(lax.axis_index("four") * 4 + lax.axis_index("warpgroup"), queries - 1)
         head = lax.rem(number, heads)
         group = heads // piece_ref.shape[0]
@@ -80,11 +84,17 @@ def merge_pieces(out: Array, lse: Array, work: Work, shape: tuple[int, int, int,
 
         strided = plgpu.Layout.WG_STRIDED((columns,), vec_size=1)
         zero = plgpu.layout_cast(jnp.full((columns,), 0.0, jnp.float32), strided)
-        _, total, mixed = lax.fori_loop(0, slots, add_block, (jnp.float32(-jnp.inf), zero, zero))
-        merged_ref[number] = (mixed / jnp.where(total == 0.0, 1.0, total)).astype(dtype)
+        top, total, mixed = lax.fori_loop(0, slots, add_block, (jnp.float32(-jnp.inf), zero, zero))
+        merged_ref[number] = (mixed / jnp.where(total == 0.0, 1.0, total)).astype(rounded)
+        for ref in lse_out_ref:
+            ref[number] = jnp.log2(total) + top
 
-    merged = plgpu.kernel(
-        kernel, out_type=jax.ShapeDtypeStruct((queries, columns), dtype), grid=(-(-queries // 4),), grid_names=("four",), num_threads=4,
+    # What other devices are yet to be merged with is not rounded, and needs its log-sum-exp.
+    rounded = jnp.float32 if axis else dtype
+    merged, wide = jax.ShapeDtypeStruct((queries, columns), rounded), jax.ShapeDtypeStruct((queries, columns), jnp.float32)
+    found = plgpu.kernel(
+        kernel, out_type=[merged, wide] if axis else [merged], grid=(-(-queries // 4),), grid_names=("four",), num_threads=4,
         thread_name="warpgroup", kernel_name="merge_pieces", compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if device.interpret else None)(out, lse, listed, work.pieces)
-    return merged[:, :dim].reshape(shape)
+    out = found[0][:, :dim].reshape(shape)
+    return merge_over(axis, out, found[1][:, 0].reshape(shape[:3]) * math.log(2)).astype(dtype) if axis else out

@@ -5,12 +5,14 @@ that it sees, which pieces its segment has, and takes those rows alone into a so
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxshare.merge import merge_over
 from jaxshare.work import Work, partial_row
 
 _SLOTS_AT_ONCE = 32
@@ -19,7 +21,7 @@ _LANES = 16
 
 
 def merge_pieces(mixed: Array, lse: Array, work: Work, shape: tuple[int, int, int, int], dtype: jnp.dtype, *, multiprocessors: int,
-                 interpret: bool) -> Array:
+                 interpret: bool, axis: str | None = None) -> Array:
     """Attention of each query over all it sees, from its pieces.
 
     Args:
@@ -29,6 +31,7 @@ def merge_pieces(mixed: Array, lse: Array, work: Work, shape: tuple[int, int, in
       shape: R, T, H, D.
       dtype: of the result.
       multiprocessors: of the GPU, so that few queries are spread over all of them.
+      axis: of the mesh, over which keys are spread.
 
     Returns:
       [R, T, H, D]; 0 for a query that sees nothing.
@@ -42,19 +45,22 @@ def merge_pieces(mixed: Array, lse: Array, work: Work, shape: tuple[int, int, in
     while queries < 8 and total >= 2 * queries * 8 * multiprocessors:
         queries *= 2
     kernel = functools.partial(_kernel, work, shape=shape, queries=queries, lanes=_LANES // queries)
-    merged = pl.pallas_call(
-        kernel, out_shape=jax.ShapeDtypeStruct((total, dim), dtype), grid=(-(-total // queries),),
+    # What other devices are yet to be merged with is not rounded, and needs its log-sum-exp.
+    merged = jax.ShapeDtypeStruct((total, dim), jnp.float32 if axis else dtype)
+    found = pl.pallas_call(
+        kernel, out_shape=[merged, jax.ShapeDtypeStruct((total,), jnp.float32)] if axis else [merged], grid=(-(-total // queries),),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1), interpret=interpret, name="merge_pieces",
     )(mixed, lse, work.query, work.segment, work.member, work.pieces)
-    return merged.reshape(shape)
+    out = found[0].reshape(shape)
+    return merge_over(axis, out, found[1].reshape(shape[:3]) * math.log(2)).astype(dtype) if axis else out
 
 
-def _kernel(work: Work, mixed_ref: Any, lse_ref: Any, query_ref: Any, segment_ref: Any, member_ref: Any, pieces_ref: Any, out_ref: Any, *,
-            shape: tuple[int, int, int, int], queries: int, lanes: int) -> None:
+def _kernel(work: Work, mixed_ref: Any, lse_ref: Any, query_ref: Any, segment_ref: Any, member_ref: Any, pieces_ref: Any, out_ref: Any,
+            *lse_out_ref: Any, shape: tuple[int, int, int, int], queries: int, lanes: int) -> None:
     """Merges M = `queries` neighbouring queries, L = `lanes` pieces of each at once.
 
     Refs: mixed float32[partial_rows, D]; lse float32[partial_rows]; query, segment, member int32[R, N]; pieces int32[K, S, 2];
-    out [R * T * H, D]. Of `work` only what is static is used.
+    out [R * T * H, D]; where it is asked for, lse_out float32[R * T * H], to base 2. Of `work` only what is static is used.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
@@ -103,6 +109,8 @@ def _kernel(work: Work, mixed_ref: Any, lse_ref: Any, query_ref: Any, segment_re
         return lax.fori_loop(0, (jnp.max(count) + lanes - 1) // lanes, pieces, carry)
 
     start = jnp.full(queries, -jnp.inf), jnp.zeros(queries), jnp.zeros((queries, column.size))
-    _, total, out = lax.fori_loop(0, -(-listed // slots), blocks, start)
+    top, total, out = lax.fori_loop(0, -(-listed // slots), blocks, start)
+    for ref in lse_out_ref:
+        plt.store(ref.at[index], top + jnp.log2(total), mask=real)
     out = out / jnp.where(total == 0, 1.0, total)[:, None]
     plt.store(out_ref.at[index[:, None], column[None]], out.astype(out_ref.dtype), mask=real[:, None] & (column < dim)[None])

@@ -60,9 +60,9 @@ class Engine:
         """Takes the accelerator's memory; nothing is computed yet.
 
         Args:
-          model: from `jaxshare.models.load`.
-          kv_bytes: memory of the accelerator for keys and values; default as much as all rows need at the model's full context, but no
-            more than 2 GiB.
+          model: from `jaxshare.models.load`. One on a mesh runs alike on all data groups; give each of `model.replicas()` an engine.
+          kv_bytes: memory of the accelerator, on a mesh of all devices of a group together, for keys and values; default as much as all
+            rows need at the model's full context, but no more than 2 GiB.
           host_kv_bytes: memory of the host for what has to leave there; 0 for none.
           policy: what leaves first: "contribution", "lru", "lfu", "slru", "priority", or an object of `residency.Policy`.
           max_rows: calls that run at a time.

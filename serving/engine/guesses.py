@@ -83,7 +83,8 @@ def confirm(model: Model, params: Any, cache: KVCache, layout: Layout, tokens: A
     rows, width, vocab = logits.shape
     flat = logits.reshape(rows * width, vocab)
     each = jax.tree.map(lambda of_row: jnp.repeat(of_row, width, axis=0), samplers)
-    drawn = each.sample(flat, jnp.repeat(seeds, width), (positions[:, None] + jnp.arange(width)).reshape(-1)).reshape(rows, width)
+    drawn = each.sample(flat, jnp.repeat(seeds, width), (positions[:, None] + jnp.arange(width)).reshape(-1),
+                        mesh=cache.mesh).reshape(rows, width)
     real = jnp.arange(width) < count[:, None]
     finite = jnp.all(jnp.isfinite(jnp.max(logits, axis=-1)) | ~real, axis=1)
     found = keep(flat, each.temperature, kept) if kept else None

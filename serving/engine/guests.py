@@ -110,6 +110,7 @@ class Guests:
             with self._changed:
                 self.waiting -= 1
                 self._wanted -= 0 if extent else tokens
+        assert extent
         return Guest(self, self._memory, extent, offsets, capacities)
 
     def dismiss(self, extent: Extent) -> None:
@@ -167,6 +168,5 @@ class Guest:
     def snapshot(self, cache: KVCache) -> KVCache:
         """A copy of the session's blocks alone, to look at."""
         with self.turn():
-            arenas, there = self._memory.pool.cache, slice(self._extent.offset, self._extent.end)
-            keys, values = (tuple(array[:, there] for array in arrays) for arrays in (arenas.keys, arenas.values))
+            keys, values = self._memory.pool.copy(self._extent)
             return dataclasses.replace(cache, keys=keys, values=values, offsets=jnp.asarray(self._offsets))

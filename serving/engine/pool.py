@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 
-from jaxshare import KVCache
-from jaxshare.cache import ALIGNMENT
+from jaxshare import KVCache, sharding
+from jaxshare.cache import ALIGNMENT, ARENA, Arenas, put, take
 from jaxshare.models import LoadedModel
 from jaxshare.serving.holes import Holes
 from jaxshare.serving.inputs import cache_dtype, token_bytes
+from jaxshare.sharding import STRIPE, Stripes, on_each
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -79,7 +81,7 @@ class Pool:
     def __init__(self, model: LoadedModel, tokens: int):
         self.tokens = tokens
         self.bytes_a_token = token_bytes(model)
-        self.cache = KVCache.empty(model.config, tokens, 1, cache_dtype(model))
+        self.cache = KVCache.empty(model.config, tokens, 1, cache_dtype(model), mesh=model.mesh)
         self._holes = Holes(tokens)
 
     @property
@@ -137,7 +139,7 @@ class Pool:
             extent.offset = at
             at += extent.capacity
         self._holes.give_back(at, end - at)
-        keys, values = _pick((self.cache.keys, self.cache.values), source, start)
+        keys, values = _pick((self.cache.keys, self.cache.values), source, start, self.cache.mesh)
         self.cache = dataclasses.replace(self.cache, keys=keys, values=values)
         return True
 
@@ -153,10 +155,14 @@ class Pool:
 
     # Copies.
 
+    def copy(self, extent: Extent) -> Arenas:
+        """Arenas of their own with what lies in an extent, at their begin."""
+        return _copied((self.cache.keys, self.cache.values), extent.offset, extent.capacity, self.cache.mesh)
+
     def read(self, extent: Extent) -> HostCopy:
         """A copy of what is in an extent."""
         width, start, first = self._window(extent.offset, extent.length)
-        keys, values = _read(self.cache.keys, self.cache.values, start, width)
+        keys, values = _read((self.cache.keys, self.cache.values), start, width, self.cache.mesh)
         there = slice(first, first + extent.length)
         keys, values = (tuple(np.array(a[:, there]) for a in jax.device_get(arrays)) for arrays in (keys, values))
         return HostCopy(keys, values, extent.phase)
@@ -167,7 +173,7 @@ class Pool:
         width, start, first = self._window(extent.offset, extent.length)
         behind = width - first - copy.tokens
         keys, values = (tuple(np.pad(a, ((0, 0), (first, behind), (0, 0))) for a in arrays) for arrays in (copy.keys, copy.values))
-        keys, values = _write((self.cache.keys, self.cache.values), (keys, values), start, first, copy.tokens)
+        keys, values = _write((self.cache.keys, self.cache.values), (keys, values), start, first, copy.tokens, self.cache.mesh)
         self.cache = dataclasses.replace(self.cache, keys=keys, values=values)
 
     def _window(self, begin: int, tokens: int) -> tuple[int, int, int]:
@@ -180,32 +186,67 @@ class Pool:
         return width, start, begin - start
 
 
-_Arenas = tuple[tuple[Array, ...], tuple[Array, ...]]
+# One device's part of each: what is spread over devices by tokens goes by way of all of them. Windows have the same heads as the arenas.
+
+_ARENA, _WINDOW, _NONE = sharding.spec(ARENA), sharding.spec((ARENA[0], None, None)), PartitionSpec()
 
 
-@functools.partial(jax.jit, donate_argnames="arenas")
-def _pick(arenas: _Arenas, source: Array, start: Array) -> _Arenas:
+@functools.partial(jax.jit, donate_argnames="arenas", static_argnames="mesh")
+def _pick(arenas: Arenas, source: Array, start: Array, mesh: Mesh | None) -> Arenas:
+    stripes = Stripes.over(mesh)
+
     def picked(arena: Array) -> Array:
         window = jax.lax.dynamic_slice_in_dim(arena, start, len(source), axis=1)
         return jax.lax.dynamic_update_slice_in_dim(arena, window[:, source], start, axis=1)
 
-    return tuple(map(picked, arenas[0])), tuple(map(picked, arenas[1]))
+    def local(arenas: Arenas, source: Array, start: Array) -> Arenas:
+        if stripes.axis is None:
+            return jax.tree.map(picked, arenas)
+        return put(stripes, arenas, start + jnp.arange(len(source)), take(stripes, arenas, start + source))
+
+    return on_each(local, mesh, in_specs=(_ARENA, _NONE, _NONE), out_specs=_ARENA)(arenas, source, start)
 
 
-@functools.partial(jax.jit, static_argnames="width")
-def _read(keys: tuple[Array, ...], values: tuple[Array, ...], start: Array, width: int) -> _Arenas:
-    def piece(arena: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(arena, start, width, axis=1)
+@functools.partial(jax.jit, static_argnames=("width", "mesh"))
+def _read(arenas: Arenas, start: Array, width: int, mesh: Mesh | None) -> Arenas:
+    stripes = Stripes.over(mesh)
 
-    return tuple(map(piece, keys)), tuple(map(piece, values))
+    def local(arenas: Arenas, start: Array) -> Arenas:
+        if stripes.axis is None:
+            return jax.tree.map(lambda arena: jax.lax.dynamic_slice_in_dim(arena, start, width, axis=1), arenas)
+        return take(stripes, arenas, start + jnp.arange(width))
+
+    return on_each(local, mesh, in_specs=(_ARENA, _NONE), out_specs=_WINDOW)(arenas, start)
 
 
-@functools.partial(jax.jit, donate_argnames="arenas")
-def _write(arenas: _Arenas, new: _Arenas, start: Array, first: Array, count: Array) -> _Arenas:
-    def put(arena: Array, piece: Array) -> Array:
-        place = jnp.arange(piece.shape[1])
-        window = jax.lax.dynamic_slice_in_dim(arena, start, piece.shape[1], axis=1)
-        there = ((place >= first) & (place < first + count))[:, None]
-        return jax.lax.dynamic_update_slice_in_dim(arena, jnp.where(there, piece, window), start, axis=1)
+@functools.partial(jax.jit, static_argnames=("width", "mesh"))
+def _copied(arenas: Arenas, start: Array, width: int, mesh: Mesh | None) -> Arenas:
+    stripes = Stripes.over(mesh)
 
-    return tuple(map(put, arenas[0], new[0])), tuple(map(put, arenas[1], new[1]))
+    def local(arenas: Arenas, start: Array) -> Arenas:
+        if stripes.axis is None:
+            return jax.tree.map(lambda arena: jax.lax.dynamic_slice_in_dim(arena, start, width, axis=1), arenas)
+        size, place = -(-width // stripes.period) * STRIPE, jnp.arange(width)
+        empty = jax.tree.map(lambda arena: jnp.zeros((arena.shape[0], size, arena.shape[2]), arena.dtype), arenas)
+        return put(stripes, empty, place, take(stripes, arenas, start + place))
+
+    return on_each(local, mesh, in_specs=(_ARENA, _NONE), out_specs=_ARENA)(arenas, start)
+
+
+@functools.partial(jax.jit, donate_argnames="arenas", static_argnames="mesh")
+def _write(arenas: Arenas, new: Arenas, start: Array, first: Array, count: Array, mesh: Mesh | None) -> Arenas:
+    stripes = Stripes.over(mesh)
+
+    def local(arenas: Arenas, new: Arenas, start: Array, first: Array, count: Array) -> Arenas:
+        place = jnp.arange(new[0][0].shape[1])
+        there = (place >= first) & (place < first + count)
+        if stripes.axis is not None:
+            return put(stripes, arenas, jnp.where(there, start + place, -1), new)
+
+        def written(arena: Array, piece: Array) -> Array:
+            window = jax.lax.dynamic_slice_in_dim(arena, start, piece.shape[1], axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(arena, jnp.where(there[:, None], piece, window), start, axis=1)
+
+        return jax.tree.map(written, arenas, new)
+
+    return on_each(local, mesh, in_specs=(_ARENA, _WINDOW, _NONE, _NONE, _NONE), out_specs=_ARENA)(arenas, new, start, first, count)

@@ -1,0 +1,109 @@
+"""Groups: decode states that run side by side along the `data` axis of a mesh, in one dispatch (data parallel).
+
+    groups = [prepare(replica, prompts) for replica, prompts in zip(model.replicas(), parts)]   # a DecodeState each, of the same shapes
+    state = stack(groups, model.mesh)
+    state = decode_groups(model.module, model.params, state, passes=64)
+    texts = [group.outputs() for group in unstack(state)]
+
+Each group runs its own loop: none waits for another, and they end after different numbers of passes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxshare.decode import DecodeState, Model, decode
+from jaxshare.sampling import vocab_axis, vocab_spec
+from jaxshare.sharding import DATA, axis_size, data_groups
+
+
+def stack(states: Sequence[DecodeState], mesh: Mesh) -> DecodeState:
+    """One state of all groups: every array with a new first dimension, which is cut over `data`. What is on a group's devices stays there.
+
+    Args:
+      states: one for each group, all of the same shapes; that of group i for the i-th of `data_groups(mesh)`, and on it.
+      mesh: of all groups.
+
+    Raises:
+      ValueError: another number of states, or states that differ in shape.
+    """
+    if len(states) != axis_size(mesh, DATA):
+        raise ValueError(f"there are {len(states)} states, but the mesh has {axis_size(mesh, DATA)} data groups; give one state a group")
+    meshes, (first, *others) = data_groups(mesh), [dataclasses.replace(s, cache=dataclasses.replace(s.cache, mesh=None)) for s in states]
+    for i, other in enumerate(others, 1):
+        if jax.tree.map(_shape, other) != jax.tree.map(_shape, first):
+            raise ValueError(f"the state of group {i} has other shapes than that of group 0; give both as many rows, blocks and room")
+
+    def joined(spec: PartitionSpec, *parts: Array) -> Array:
+        there = [shard.data[None] for part, own in zip(parts, meshes, strict=True)
+                 for shard in jax.device_put(part, NamedSharding(own, spec)).addressable_shards]
+        return jax.make_array_from_single_device_arrays(
+            (len(parts), *parts[0].shape), NamedSharding(mesh, PartitionSpec(DATA, *spec)), there)
+
+    spread = dataclasses.replace(first, cache=dataclasses.replace(first.cache, mesh=mesh))
+    return jax.tree.map(joined, _specs(spread, mesh), *(
+        dataclasses.replace(s, cache=dataclasses.replace(s.cache, mesh=mesh)) for s in (first, *others)))
+
+
+def unstack(state: DecodeState) -> list[DecodeState]:
+    """The state of each group, on its devices."""
+    mesh = _mesh(state)
+
+    def part(own: Mesh, spec: PartitionSpec, whole: Array) -> Array:
+        devices = {*own.devices.flat}
+        there = [shard.data[0] for shard in whole.addressable_shards if shard.device in devices]
+        return jax.make_array_from_single_device_arrays(whole.shape[1:], NamedSharding(own, spec), there)
+
+    groups = []
+    for own in data_groups(mesh):
+        group = jax.tree.map(functools.partial(part, own), _specs(state, mesh), state)
+        groups.append(dataclasses.replace(group, cache=dataclasses.replace(group.cache, mesh=own)))
+    return groups
+
+
+def decode_groups(model: Model, params: Any, state: DecodeState, *, passes: int, width: int = 1) -> DecodeState:
+    """`decode` for all groups at once: up to `passes` forward passes of each.
+
+    Args:
+      model, params: on the mesh of all groups; the model has `specs(params)`, which says how they are cut (`ShardedDecoder`).
+      state: from `stack`; its caches and logits are donated.
+      passes, width: as for `decode`.
+    """
+    rest = dataclasses.replace(state, cache=None, logits=None, kept=None)  # pyright: ignore[reportArgumentType]
+    return _decode_groups(model, params, state.cache, state.logits, state.kept, rest, passes, width)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "passes", "width"), donate_argnames=("cache", "logits", "kept"))
+def _decode_groups(model: Any, params: Any, cache: Any, logits: Array, kept: Any, rest: DecodeState, passes: int,
+                   width: int) -> DecodeState:
+    state = dataclasses.replace(rest, cache=cache, logits=logits, kept=kept)
+    mesh = _mesh(state)
+
+    def group(params: Any, state: DecodeState) -> DecodeState:
+        own = jax.tree.map(lambda x: x[0], state)
+        return jax.tree.map(lambda x: x[None], decode(model, params, own, passes=passes, width=width))
+
+    specs = jax.tree.map(lambda spec: PartitionSpec(DATA, *spec), _specs(state, mesh))
+    return jax.shard_map(group, mesh=mesh, in_specs=(model.specs(params), specs), out_specs=specs, check_vma=False)(params, state)
+
+
+def _specs(state: DecodeState, mesh: Mesh) -> DecodeState:
+    """How each array of a group's state is cut over the devices of the group."""
+    logits = vocab_spec(vocab_axis(mesh, state.logits.shape[-1]))
+    return dataclasses.replace(jax.tree.map(lambda _: PartitionSpec(), state), cache=state.cache.specs, logits=logits)
+
+
+def _mesh(state: DecodeState) -> Mesh:
+    if state.cache.mesh is None:
+        raise ValueError("the state lies on no mesh; make it with `stack`")
+    return state.cache.mesh
+
+
+def _shape(array: Array) -> tuple[tuple[int, ...], jnp.dtype]:
+    return array.shape, array.dtype

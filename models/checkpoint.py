@@ -1,0 +1,228 @@
+"""Checkpoints in Orbax form: what `jaxshare convert` writes, and what is restored straight onto a mesh.
+
+A folder holds what a Hugging Face folder holds beside its weights (config.json, the tokenizer), and `params`, an Orbax checkpoint of the
+parameters as `Decoder` has them. Every device reads its own part of each, so a model that no host could hold can be restored. A folder is
+written under another name and renamed at its end: what is there is whole.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from safetensors.numpy import save_file
+
+from jaxshare import sharding
+from jaxshare.models.config import ModelConfig
+from jaxshare.models.hf import INDEX, SINGLE, CheckpointError, Wanted, match_tensors, read_tensors, stored_tensors, wanted_tensors
+from jaxshare.models.sharded import ShardedDecoder, fit, fit_params, repeats
+
+PARAMS = "params"
+_SHARD = 5 * 10**9
+"""Bytes of a safetensors file at most, as the Hugging Face libraries cut them."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", INDEX.rpartition("/")[2])
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds a model in Orbax form."""
+    return (folder / PARAMS / "_METADATA").is_file()
+
+
+def convert(source: Path, target: Path) -> dict[str, Any]:
+    """Writes a model in the other form: from Hugging Face's to Orbax, or back. Every tensor keeps its dtype and its bits.
+
+    Args:
+      source: a folder in either form.
+      target: a folder that does not exist yet.
+
+    Returns:
+      What was written: "form" ("orbax" or "huggingface"), "tensors", "bytes".
+
+    Raises:
+      FileNotFoundError, CheckpointError: see `load`.
+      ValueError: a target that exists, or that cannot be written.
+    """
+    if target.exists():
+        raise ValueError(f"{target} exists; give a folder that does not, or take it away first")
+    if not (source / "config.json").is_file():
+        raise FileNotFoundError(f"{source} has no config.json: a model folder holds config.json and model.safetensors, or {PARAMS} as "
+                                f"`jaxshare convert` writes it")
+    config = ModelConfig.from_json(source)
+    back = is_checkpoint(source)
+    tensors = _restored(source, config) if back else _stored(source, config)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        whole = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise ValueError(f"{target} cannot be written ({error}); give a place that can") from error
+    try:
+        whole.chmod(0o777 & ~_umask())
+        for file in source.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHTS) and not file.name.startswith("."):
+                shutil.copyfile(file, whole / file.name)
+        sizes = _write_safetensors(whole, tensors) if back else _write_orbax(whole, tensors, config)
+        os.rename(whole, target)
+    except BaseException:
+        shutil.rmtree(whole, ignore_errors=True)
+        raise
+    return {"form": "huggingface" if back else "orbax", "tensors": len(sizes), "bytes": sum(sizes)}
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _stored(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, value) of each tensor of a folder in Hugging Face form."""
+    stored = stored_tensors(folder)
+    return read_tensors(stored, match_tensors(config, stored, folder))
+
+
+def _restored(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, value) of each tensor of a folder in Orbax form, one at a time."""
+    import orbax.checkpoint as ocp  # here, because it takes seconds
+
+    wanted = wanted_tensors(config)
+    stored = match_metadata(folder, wanted)
+    cpu = SingleDeviceSharding(jax.devices("cpu")[0])
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        for name, (path, shape) in sorted((name, (w.path, w.shape)) for name, w in wanted.items()):
+            # Of a tree that has one leaf Orbax reads that alone.
+            leaf = _nested({path: jax.ShapeDtypeStruct(shape, stored[path], sharding=cpu)})
+            arguments = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=cpu, global_shape=x.shape, dtype=x.dtype), leaf)
+            found = checkpointer.restore((folder / PARAMS).resolve(), args=ocp.args.PyTreeRestore(
+                item=leaf, restore_args=arguments, partial_restore=True))
+            yield name, np.asarray(jax.tree.leaves(found)[0])
+
+
+def _write_orbax(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], config: ModelConfig) -> list[int]:
+    import orbax.checkpoint as ocp
+
+    wanted = wanted_tensors(config)
+    values = {wanted[name].path: value for name, value in tensors}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save((folder / PARAMS).resolve(), _nested(values))
+        checkpointer.wait_until_finished()
+    return [value.nbytes for value in values.values()]
+
+
+def _write_safetensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> list[int]:
+    """In one file, or in several with an index where they are large."""
+    parts: list[dict[str, np.ndarray]] = [{}]
+    names: list[list[str]] = []
+    sizes: list[int] = []
+
+    def flush() -> None:
+        file = folder / f"part-{len(names)}"
+        save_file(parts[-1], file, metadata={"format": "pt"})  # as which transformers reads them
+        names.append([*parts[-1]])
+        parts[-1] = {}
+
+    for name, value in tensors:
+        if parts[-1] and sum(v.nbytes for v in parts[-1].values()) + value.nbytes > _SHARD:
+            flush()
+        parts[-1][name] = np.ascontiguousarray(value)
+        sizes.append(value.nbytes)
+    flush()
+    if len(names) == 1:
+        (folder / "part-0").rename(folder / SINGLE)
+        return sizes
+    places = {}
+    for i, own in enumerate(names):
+        file = f"model-{i + 1:05}-of-{len(names):05}.safetensors"
+        (folder / f"part-{i}").rename(folder / file)
+        places |= dict.fromkeys(own, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": places}, indent=2) + "\n")
+    return sizes
+
+
+def match_metadata(folder: Path, wanted: Mapping[str, Wanted]) -> dict[tuple[str, ...], jnp.dtype]:
+    """The dtype of every parameter of a checkpoint, by path, from its metadata alone.
+
+    Raises:
+      CheckpointError: it cannot be read, or its parameters are not those of the model; lists all that differ.
+    """
+    import orbax.checkpoint as ocp
+
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            tree: Any = checkpointer.metadata((folder / PARAMS).resolve())
+            tree = getattr(tree, "item_metadata", tree)
+            stored = {tuple(str(getattr(key, "key", key)) for key in keys): leaf for keys, leaf in jax.tree.leaves_with_path(
+                getattr(tree, "tree", tree))}
+            shapes = {path: (tuple(leaf.shape), leaf.dtype) for path, leaf in stored.items()}
+    except Exception as error:  # of many kinds, from a missing file to a format that this Orbax does not know
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"{folder / PARAMS} is not a whole Orbax checkpoint ({reason}); convert the model again") from error
+    expected = {w.path: w.shape for w in wanted.values()}
+    problems = [f"{'/'.join(path)} is missing" for path in expected.keys() - shapes.keys()]
+    problems += [f"{'/'.join(path)} is unexpected" for path in shapes.keys() - expected.keys()]
+    problems += [f"{'/'.join(path)} has shape {shapes[path][0]}, not {expected[path]}"
+                 for path in expected.keys() & shapes.keys() if shapes[path][0] != expected[path]]
+    if problems:
+        raise CheckpointError(f"the parameters in {folder / PARAMS} are not those that its config.json describes: "
+                              f"{'; '.join(sorted(problems))}; they are of another architecture: convert the model again")
+    return {path: jnp.dtype(dtype) for path, (_, dtype) in shapes.items()}
+
+
+def restore_params(folder: Path, config: ModelConfig, wanted: Mapping[str, Wanted], dtype: jnp.dtype, mesh: Mesh | None) -> dict[str, Any]:
+    """The parameters of a checkpoint, each part on the device that it is for.
+
+    Args:
+      folder: in Orbax form.
+      config: of the whole model.
+      wanted: its parameters.
+      dtype: what all are converted to.
+      mesh: to lay them on; None for the default device.
+
+    Raises:
+      CheckpointError: see `match_metadata`, and data that cannot be read.
+    """
+    import orbax.checkpoint as ocp
+
+    match_metadata(folder, wanted)
+    module = None if mesh is None else ShardedDecoder(fit(config, mesh), mesh)
+    default = jax.config.jax_default_device
+    default = default if isinstance(default, jax.Device) else jax.devices(default)[0]
+
+    def where(path: tuple[str, ...]) -> Sharding:
+        if mesh is None or module is None:
+            return SingleDeviceSharding(default)
+        whole = repeats(path, config, mesh) > 1
+        return NamedSharding(mesh, PartitionSpec()) if whole else sharding.sharding(mesh, module.names(path))
+
+    target = _nested({w.path: jax.ShapeDtypeStruct(w.shape, dtype, sharding=where(w.path)) for w in wanted.values()})
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            params = checkpointer.restore((folder / PARAMS).resolve(), target)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"{folder / PARAMS} cannot be restored ({reason}); convert the model again") from error
+    if mesh is None or module is None:
+        return {"params": params}
+
+    def fitted(keys: Any, value: jax.Array) -> jax.Array:
+        path = tuple(key.key for key in keys)
+        return jax.jit(lambda v: fit_params(v, path, config, mesh), out_shardings=sharding.sharding(mesh, module.names(path)))(value)
+
+    return {"params": jax.tree.map_with_path(fitted, params)}
+
+
+def _nested(values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """{("a", "b"): x} -> {"a": {"b": x}}."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return tree
