@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxshare import DecodeState, Layout, Reason, Sampler, decode
 from jaxshare.cache import ALIGNMENT, arena_size
@@ -319,5 +320,7 @@ def _bound(max_kv_bytes: int | None, model: LoadedModel) -> int:
             return 2**31 - 1
         # As much on each device as there is on the fullest.
         free = min(stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in found)
+        if jax.process_count() > 1:  # all have to decide alike
+            free = int(multihost_utils.process_allgather(np.asarray(free // 2**20)).min()) * 2**20
         max_kv_bytes = int(0.8 * free) * cache_devices(model)
     return max_kv_bytes // token_bytes(model)

@@ -49,9 +49,10 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-new-tokens", type=int, default=64, help="most tokens of a completion (default 64)")
     _sampling_arguments(generate)
     devices.add_arguments(generate)
+    devices.add_process_arguments(generate)
     generate.add_argument("--seed", type=int, default=0, help="of the first completion; number i has seed + i (default 0)")
     generate.add_argument("--json", action="store_true", help="one JSON object on stdout; with --chat and no prompt, one a line")
-    generate.set_defaults(run=_generate)
+    generate.set_defaults(run=devices.together(_generate))
 
     workers = commands.add_parser("workers", help="solve a problem with several workers that read each other's words as they are written")
     workers.add_argument("model", metavar="MODEL", help="folder or hub id, or `embedded` for the model that comes with jaxshare")
@@ -71,10 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     workers.add_argument("--move", choices=("rotate", "reencode"), default="rotate", help="how finished steps get to the history")
     _sampling_arguments(workers)
     devices.add_arguments(workers, data=False)
+    devices.add_process_arguments(workers)
     workers.add_argument("--seed", type=int, default=0, help="of the first worker; worker i has seed + i (default 0)")
     workers.add_argument("--save", metavar="FILE", help="write a snapshot for `jaxshare inspect`, attention over time included")
     workers.add_argument("--json", action="store_true", help="one JSON object on stdout, everything else on stderr")
-    workers.set_defaults(run=_workers)
+    workers.set_defaults(run=devices.together(_workers))
 
     jobs = commands.add_parser("batch", help="complete the prompts of a file, each n times, and share what they have in common")
     batch.add_arguments(jobs)
@@ -142,6 +144,8 @@ def _generate(options: argparse.Namespace) -> int:
     text = None if options.chat and options.prompt is None and options.prompt_file is None else \
         _text("prompt", options.prompt, options.prompt_file, " or --chat")
 
+    if text is None and devices.is_together(options):
+        raise ValueError("a dialogue from stdin is one process's; give --prompt to run it on several")
     mesh = devices.mesh_of(options)
 
     from jaxshare import models
@@ -210,7 +214,9 @@ def _workers(options: argparse.Namespace) -> int:
     console.print(f"{result.passes} passes, {result.tokens} tokens, {result.tokens / max(result.seconds, 1e-9):,.0f} tokens/s, "
                   f"{result.kv_bytes / 1e6:.2f} MB of keys and values; {why[result.ended]}.", markup=False, highlight=False)
     if recorder:
-        _save(recorder.snapshot(), options.save)
+        snapshot = recorder.snapshot()
+        if devices.speaks():
+            _save(snapshot, options.save)
     if options.json:
         print(json.dumps(result.as_json()))
     return 0

@@ -77,8 +77,8 @@ def test_the_report_has_meshes_goals_and_the_paper(monkeypatch, capsys, tmp_path
     assert step["chips"]["H200"]["tokens_per_second"] == pytest.approx(32 / step["chips"]["H200"]["seconds"])
 
 
-@pytest.mark.parametrize("flags", [
-    ["--data", "2", "--tensor", "2", "--kv", "2"], pytest.param(["--data", "2", "--pmap"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--data", "2", "--tensor", "2", "--kv", "2"], ["--data", "2", "--pmap"]])
 def test_the_program_to_copy_from_writes_the_same_on_every_mesh(flags):
     def run(*more):
         command = [sys.executable, "-P", str(ROOT / "scripts" / "run_multi_gpu.py"), "--rows", "2", "--tokens", "12", *more]

@@ -74,6 +74,7 @@ def test_branches_write_on_a_mesh_what_they_write_on_one_device(shape):
     assert (found.prompt_tokens, found.unique_tokens) == (expected.prompt_tokens, expected.unique_tokens)
 
 
+@pytest.mark.slow
 def test_a_run_over_data_groups_that_fails_or_is_left_ends_all_of_them():
     from jaxshare.serving.replicas import branches
 
@@ -170,6 +171,7 @@ def test_devices_that_are_not_there_are_an_error(command, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_generate_runs_on_a_mesh_from_the_command_line(capsys):
     command = ["generate", "embedded", "--prompt", "Compute 17 + 25.", "--max-new-tokens", "12", "--json"]
     found = []

@@ -58,6 +58,7 @@ def test_sessions_and_calls_run_beside_each_other_and_do_not_change_each_other(a
         assert [stream.wait().tokens for stream in streams] == alone["calls"]
 
 
+@pytest.mark.slow
 def test_blocks_may_be_moved_between_passes(alone):
     with made() as engine:
         stream = engine.submit(CALLS[0][0], WARM, seed=0, max_new_tokens=20)  # it lies before the session's blocks
@@ -74,6 +75,7 @@ def test_blocks_may_be_moved_between_passes(alone):
         assert written(here) == alone["session"] and here.finish() == alone["answer"]
 
 
+@pytest.mark.slow
 def test_a_session_can_be_looked_at_and_spoken_to():
     with made() as engine:
         plain, here = start(), session(engine)

@@ -7,6 +7,7 @@ import base64
 from pathlib import Path
 
 import nbformat
+import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
@@ -23,6 +24,7 @@ def pictures(notebook) -> list[bytes]:
     return [base64.b64decode(output.data["image/png"]) for output in outputs(notebook) if "image/png" in output.get("data", {})]
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_draws_its_pictures():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     committed = pictures(notebook)

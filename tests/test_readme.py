@@ -64,6 +64,7 @@ def test_the_engine_example_runs():
     assert len(replayed) == 3 and replayed[0].startswith("0 of ") and not all(line.startswith("0 of ") for line in replayed)
 
 
+@pytest.mark.slow
 def test_the_example_of_many_devices_runs_and_writes_what_one_device_writes(monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
     alone = generate(load(EMBEDDED), "Compute 17 + 25.", n=4, max_new_tokens=16, sampler=Sampler(temperature=1.5)).completions[3].text

@@ -76,11 +76,14 @@ class Engine:
 
         Raises:
           ValueError: an unknown policy, a number below 1, memory for less than one token, host memory for less than one block, or a Logits
-            Cache of another model.
+            Cache of another model, or a model on devices of several processes.
         """
         for name, value in (("max_rows", max_rows), ("max_queue", max_queue), ("passes", passes), ("kept_logits", kept_logits)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if model.mesh is not None and model.mesh.is_multi_process:
+            raise ValueError("the model lies on devices of several processes, which would take different calls at different times; give "
+                             "the engine a model on this process's devices")
         size = token_bytes(model)
         wanted = arena_size(max_rows * model.config.max_positions)
         tokens = min(wanted, whole_tiles(_MOST_BYTES // size)) if kv_bytes is None else whole_tiles(kv_bytes // size)

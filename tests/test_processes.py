@@ -1,0 +1,79 @@
+"""Several processes that run one model together over loopback, against one process alone; and what becomes of them when one is lost."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxshare.serving import cli, devices
+
+COMMAND = ["generate", "embedded", "--prompt", "Compute 17 + 25.", "--n", "2", "--temperature", "1.1", "--max-new-tokens"]
+SPLIT = ["--tensor", "2", "--kv", "2"]
+
+
+def free_port():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def start(command, process, port, processes=2):
+    arguments = [*command, "--coordinator", f"127.0.0.1:{port}", "--processes", str(processes), "--process", str(process)]
+    return subprocess.Popen([sys.executable, "-P", "-m", "jaxshare.serving.cli", *arguments], env={
+        **os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_writes_and_the_first_says_it(capsys):
+    def tokens(out):
+        # Gloo, which sends between processes of a CPU, writes to stdout by itself.
+        return [[c["tokens"] for c in json.loads(line)["completions"]] for line in out.splitlines() if line.startswith("{")]
+
+    assert cli.main([*COMMAND, "12", "--json"]) == 0
+    alone, port = tokens(capsys.readouterr().out), free_port()
+    both = [start([*COMMAND, "12", "--json", *SPLIT], i, port) for i in range(2)]
+    said = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert len(alone[0]) == 2 and [tokens(out) for out, _ in said] == [alone, []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_process_that_is_lost_ends_the_other_within_a_minute(lost):
+    """Killed in the midst of the decode loop."""
+    port = free_port()
+    both = [start([*COMMAND, "1900", *SPLIT], i, port) for i in range(2)]
+    time.sleep(45)
+    assert all(process.poll() is None for process in both), [process.communicate() for process in both]
+    both[lost].send_signal(signal.SIGKILL)
+    clock = time.monotonic()
+    _, said = both[1 - lost].communicate(timeout=90)
+    assert time.monotonic() - clock < 60 and both[1 - lost].returncode not in (0, None)
+    # JAX ends the process by itself; process 0 is the one that the others report to.
+    assert ("leader task" if lost == 0 else "tasks are unhealthy (stopped sending heartbeats):\n1\n") in said, said[-3000:]
+    both[lost].communicate()
+
+
+def test_a_coordinator_that_nobody_answers_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(devices, "_JOIN_SECONDS", 1)
+    port = free_port()
+    nobody = rf"nobody answers at the coordinator's address, 127.0.0.1:{port} \(.*refused\); start all 2 processes within 1 seconds"
+    for address, message in ((f"127.0.0.1:{port}", nobody), ("here", "--coordinator is 'here'; it must be the host of process 0")):
+        assert cli.main([*COMMAND, "2", "--coordinator", address, "--processes", "2", "--process", "1"]) == 1
+        assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("more", "message"), [
+    (["--coordinator", "h:1"], "--coordinator is given, but --processes is not; several processes need --coordinator, --processes and"),
+    (["--coordinator", "h:1", "--processes", "2", "--process", "2"], "--process is 2 and --processes 2; processes are numbered from 0"),
+    (["--distributed", "--process", "1"], "--distributed and --process are both given"),
+])
+def test_processes_that_make_no_sense_are_refused(more, message, capsys):
+    assert cli.main([*COMMAND, "2", *more]) == 1
+    assert message in capsys.readouterr().err
