@@ -37,13 +37,13 @@ STRIPE = 128
 as much of every long block as the others, however blocks grow, and whole tiles."""
 
 
-def make_mesh(*, data: int = 1, tensor: int = 1, kv: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(*, data: int = 1, tensor: int = 1, kv: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with the axes `data`, `tensor` and `kv`. Neighbouring devices share `kv`, then `tensor`: what speaks most is closest.
 
     Args:
       data, tensor, kv: sizes of the axes.
-      devices: which; default the first of all that JAX has. All of them are used where several processes run together, because each must
-        take part.
+      devices: which, as `jax.devices()` gives them; default the first of all. Where several processes run together all are used, because
+        each process must take part.
 
     Raises:
       ValueError: a size below 1, more devices than there are, or sizes that do not multiply to the number of `devices`.
