@@ -35,9 +35,9 @@ def stack(states: Sequence[DecodeState], mesh: Mesh) -> DecodeState:
     """
     if len(states) != axis_size(mesh, DATA):
         raise ValueError(f"there are {len(states)} states, but the mesh has {axis_size(mesh, DATA)} data groups; give one state a group")
-    meshes, (first, *others) = data_groups(mesh), [dataclasses.replace(s, cache=dataclasses.replace(s.cache, mesh=None)) for s in states]
-    for i, other in enumerate(others, 1):
-        if jax.tree.map(_shape, other) != jax.tree.map(_shape, first):
+    meshes, states = data_groups(mesh), [dataclasses.replace(s, cache=dataclasses.replace(s.cache, mesh=mesh)) for s in states]
+    for i, other in enumerate(states):
+        if jax.tree.map(_shape, other) != jax.tree.map(_shape, states[0]):
             raise ValueError(f"the state of group {i} has other shapes than that of group 0; give both as many rows, blocks and room")
 
     def joined(spec: PartitionSpec, *parts: Array) -> Array:
@@ -46,9 +46,7 @@ def stack(states: Sequence[DecodeState], mesh: Mesh) -> DecodeState:
         return jax.make_array_from_single_device_arrays(
             (len(parts), *parts[0].shape), NamedSharding(mesh, PartitionSpec(DATA, *spec)), there)
 
-    spread = dataclasses.replace(first, cache=dataclasses.replace(first.cache, mesh=mesh))
-    return jax.tree.map(joined, _specs(spread, mesh), *(
-        dataclasses.replace(s, cache=dataclasses.replace(s.cache, mesh=mesh)) for s in (first, *others)))
+    return jax.tree.map(joined, _specs(states[0], mesh), *states)
 
 
 def unstack(state: DecodeState) -> list[DecodeState]:

@@ -21,8 +21,10 @@ from safetensors.numpy import save_file
 
 from jaxshare import sharding
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.hf import INDEX, SINGLE, CheckpointError, Wanted, match_tensors, read_tensors, stored_tensors, wanted_tensors
+from jaxshare.models.fields import first_line
+from jaxshare.models.hf import INDEX, SINGLE, CheckpointError, Wanted, match_tensors, nested, read_tensors, stored_tensors, wanted_tensors
 from jaxshare.models.sharded import ShardedDecoder, fit, fit_params, repeats
+from jaxshare.pallas.device import default_device
 
 PARAMS = "params"
 _SHARD = 5 * 10**9
@@ -97,7 +99,7 @@ def _restored(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarr
     with ocp.PyTreeCheckpointer() as checkpointer:
         for name, (path, shape) in sorted((name, (w.path, w.shape)) for name, w in wanted.items()):
             # Of a tree that has one leaf Orbax reads that alone.
-            leaf = _nested({path: jax.ShapeDtypeStruct(shape, stored[path], sharding=cpu)})
+            leaf = nested({path: jax.ShapeDtypeStruct(shape, stored[path], sharding=cpu)})
             arguments = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=cpu, global_shape=x.shape, dtype=x.dtype), leaf)
             found = checkpointer.restore((folder / PARAMS).resolve(), args=ocp.args.PyTreeRestore(
                 item=leaf, restore_args=arguments, partial_restore=True))
@@ -110,7 +112,7 @@ def _write_orbax(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], config
     wanted = wanted_tensors(config)
     values = {wanted[name].path: value for name, value in tensors}
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save((folder / PARAMS).resolve(), _nested(values))
+        checkpointer.save((folder / PARAMS).resolve(), nested(values))
         checkpointer.wait_until_finished()
     return [value.nbytes for value in values.values()]
 
@@ -161,8 +163,8 @@ def match_metadata(folder: Path, wanted: Mapping[str, Wanted]) -> dict[tuple[str
                 getattr(tree, "tree", tree))}
             shapes = {path: (tuple(leaf.shape), leaf.dtype) for path, leaf in stored.items()}
     except Exception as error:  # of many kinds, from a missing file to a format that this Orbax does not know
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{folder / PARAMS} is not a whole Orbax checkpoint ({reason}); convert the model again") from error
+        raise CheckpointError(
+            f"{folder / PARAMS} is not a whole Orbax checkpoint ({first_line(error)}); convert the model again") from error
     expected = {w.path: w.shape for w in wanted.values()}
     problems = [f"{'/'.join(path)} is missing" for path in expected.keys() - shapes.keys()]
     problems += [f"{'/'.join(path)} is unexpected" for path in shapes.keys() - expected.keys()]
@@ -180,49 +182,37 @@ def restore_params(folder: Path, config: ModelConfig, wanted: Mapping[str, Wante
     Args:
       folder: in Orbax form.
       config: of the whole model.
-      wanted: its parameters.
+      wanted: its parameters; `match_metadata` has found that they are there.
       dtype: what all are converted to.
       mesh: to lay them on; None for the default device.
 
     Raises:
-      CheckpointError: see `match_metadata`, and data that cannot be read.
+      CheckpointError: data that cannot be read.
     """
     import orbax.checkpoint as ocp
 
-    match_metadata(folder, wanted)
     module = None if mesh is None else ShardedDecoder(fit(config, mesh), mesh)
-    default = jax.config.jax_default_device
-    default = default if isinstance(default, jax.Device) else jax.devices(default)[0]
 
     def where(path: tuple[str, ...]) -> Sharding:
-        if mesh is None or module is None:
-            return SingleDeviceSharding(default)
-        whole = repeats(path, config, mesh) > 1
-        return NamedSharding(mesh, PartitionSpec()) if whole else sharding.sharding(mesh, module.names(path))
+        if module is None:
+            return SingleDeviceSharding(default_device())
+        whole = repeats(path, config, module.mesh) > 1  # until its heads are repeated
+        return NamedSharding(module.mesh, PartitionSpec()) if whole else sharding.sharding(module.mesh, module.names(path))
 
-    target = _nested({w.path: jax.ShapeDtypeStruct(w.shape, dtype, sharding=where(w.path)) for w in wanted.values()})
+    target = nested({w.path: jax.ShapeDtypeStruct(w.shape, dtype, sharding=where(w.path)) for w in wanted.values()})
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             params = checkpointer.restore((folder / PARAMS).resolve(), target)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{folder / PARAMS} cannot be restored ({reason}); convert the model again") from error
-    if mesh is None or module is None:
+        raise CheckpointError(f"{folder / PARAMS} cannot be restored ({first_line(error)}); convert the model again") from error
+    if module is None:
         return {"params": params}
 
     def fitted(keys: Any, value: jax.Array) -> jax.Array:
         path = tuple(key.key for key in keys)
-        return jax.jit(lambda v: fit_params(v, path, config, mesh), out_shardings=sharding.sharding(mesh, module.names(path)))(value)
+        if repeats(path, config, module.mesh) == 1:
+            return value
+        where = sharding.sharding(module.mesh, module.names(path))
+        return jax.jit(lambda v: fit_params(v, path, config, module.mesh), out_shardings=where)(value)
 
     return {"params": jax.tree.map_with_path(fitted, params)}
-
-
-def _nested(values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    """{("a", "b"): x} -> {"a": {"b": x}}."""
-    tree: dict[str, Any] = {}
-    for path, value in values.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = value
-    return tree

@@ -117,3 +117,9 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a finite number"
 def _short(value: Any) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, without what it adds below."""
+    said = str(error).strip()
+    return said.splitlines()[0] if said else type(error).__name__

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -185,16 +185,23 @@ def read_params(stored: dict[str, Stored], wanted: dict[str, Wanted], dtype: jnp
     Raises:
       CheckpointError: a file that became unreadable.
     """
-    params: dict[str, Any] = {}
+    params: dict[tuple[str, ...], Array] = {}
     for name, value in read_tensors(stored, wanted):
         path = wanted[name].path
-        value = place(path, value.astype(dtype)) if place else jnp.asarray(value).astype(dtype)
-        value.block_until_ready()
-        node = params
+        params[path] = place(path, value.astype(dtype)) if place else jnp.asarray(value).astype(dtype)
+        params[path].block_until_ready()
+    return {"params": nested(params)}
+
+
+def nested(values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """{("a", "b"): x} -> {"a": {"b": x}}."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        node = tree
         for key in path[:-1]:
             node = node.setdefault(key, {})
         node[path[-1]] = value
-    return {"params": params}
+    return tree
 
 
 def read_tensors(stored: dict[str, Stored], wanted: dict[str, Wanted]) -> Iterator[tuple[str, np.ndarray]]:

@@ -21,7 +21,7 @@ from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
 from jaxshare.models import checkpoint, layers
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.fields import Fields, read_json
+from jaxshare.models.fields import Fields, first_line, read_json
 from jaxshare.models.generation import Generation
 from jaxshare.models.hf import DTYPES, match_tensors, read_params, stored_tensors, wanted_tensors
 from jaxshare.models.layers import Decoder
@@ -155,9 +155,9 @@ def _folder(path: str | os.PathLike, revision: str | None) -> Path:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_FILES))
     except Exception as error:  # the kinds differ between versions: no network, no such repository or revision, not allowed
         at = f" at revision {revision}" if revision else ""
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise FileNotFoundError(f"there is no model folder {name}, and the hub did not give a model of this name{at} ({reason}): give an "
-                                "existing folder, or check the name, the network and the access rights") from error
+        raise FileNotFoundError(f"there is no model folder {name}, and the hub did not give a model of this name{at} "
+                                f"({first_line(error)}): give an existing folder, or check the name, the network and the access "
+                                "rights") from error
 
 
 def _dtype(value: Any) -> jnp.dtype:
@@ -197,9 +197,8 @@ def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # many kinds, from a malformed file to a library that is not installed
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"the tokenizer in {folder} cannot be read ({reason}); a tokenizer.json as the tokenizers library writes it would "
-                         "do, and so would a folder without tokenizer files") from error
+        raise ValueError(f"the tokenizer in {folder} cannot be read ({first_line(error)}); a tokenizer.json as the tokenizers "
+                         "library writes it would do, and so would a folder without tokenizer files") from error
 
 
 @contextlib.contextmanager

@@ -107,16 +107,17 @@ def join(options: argparse.Namespace) -> None:
         _wait_for(options.coordinator, options.processes)
     import jax
 
+    from jaxshare.models.fields import first_line
+
     known = {} if options.distributed else {
         "coordinator_address": options.coordinator, "num_processes": options.processes, "process_id": options.process}
     try:
         jax.distributed.initialize(**known, initialization_timeout=_JOIN_SECONDS, heartbeat_timeout_seconds=_LOST_SECONDS)
     except Exception as error:  # of many kinds, from an address that is none to a coordinator that does not answer
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         do = "start this in a SLURM or Open MPI job, or give --coordinator, --processes and --process" if options.distributed else \
             f"start all {options.processes} processes within {_JOIN_SECONDS} seconds, with the address of process 0, HOST:PORT"
-        raise ValueError(f"the other processes cannot be joined{'' if options.distributed else f' at {options.coordinator}'} ({reason}); "
-                         f"{do}") from error
+        raise ValueError(f"the other processes cannot be joined{'' if options.distributed else f' at {options.coordinator}'} "
+                         f"({first_line(error)}); {do}") from error
 
 
 def _wait_for(address: str, processes: int) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 
@@ -33,12 +34,17 @@ def current_device() -> Device | None:
     """The GPU that what is being traced will run on, JAX's default device; None if that is no NVIDIA GPU."""
     if assumed := _assumed.value:
         return assumed
-    device = jax.config.jax_default_device or jax.devices()[0]
-    device = jax.devices(device)[0] if isinstance(device, str) else device
+    device = default_device()
     if getattr(device, "platform", "") != "gpu" or not str(getattr(device, "compute_capability", "")).replace(".", "").isdigit():
         return None
     major, minor = str(device.compute_capability).split(".")
     return Device(device.device_kind, 10 * int(major) + int(minor), device.core_count)
+
+
+def default_device() -> Any:
+    """The device that JAX puts arrays on where none is named."""
+    device = jax.config.jax_default_device or jax.devices()[0]
+    return jax.devices(device)[0] if isinstance(device, str) else device
 
 
 def assume_device(device: Device) -> AbstractContextManager[None]:

@@ -221,16 +221,16 @@ def _read(arenas: Arenas, start: Array, width: int, mesh: Mesh | None) -> Arenas
 
 @functools.partial(jax.jit, static_argnames=("width", "mesh"))
 def _copied(arenas: Arenas, start: Array, width: int, mesh: Mesh | None) -> Arenas:
-    stripes = Stripes.over(mesh)
+    stripes, window = Stripes.over(mesh), _read(arenas, start, width, mesh)
+    if stripes.axis is None:
+        return window
 
-    def local(arenas: Arenas, start: Array) -> Arenas:
-        if stripes.axis is None:
-            return jax.tree.map(lambda arena: jax.lax.dynamic_slice_in_dim(arena, start, width, axis=1), arenas)
-        size, place = -(-width // stripes.period) * STRIPE, jnp.arange(width)
-        empty = jax.tree.map(lambda arena: jnp.zeros((arena.shape[0], size, arena.shape[2]), arena.dtype), arenas)
-        return put(stripes, empty, place, take(stripes, arenas, start + place))
+    def local(window: Arenas) -> Arenas:
+        size = -(-width // stripes.period) * STRIPE
+        empty = jax.tree.map(lambda arena: jnp.zeros((arena.shape[0], size, arena.shape[2]), arena.dtype), window)
+        return put(stripes, empty, jnp.arange(width), window)
 
-    return on_each(local, mesh, in_specs=(_ARENA, _NONE), out_specs=_ARENA)(arenas, start)
+    return on_each(local, mesh, in_specs=(_WINDOW,), out_specs=_ARENA)(window)
 
 
 @functools.partial(jax.jit, donate_argnames="arenas", static_argnames="mesh")
