@@ -6,15 +6,18 @@ Weights come from safetensors alone: nothing pickled is loaded, and code that a 
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxshare.cache import KVCache
@@ -46,6 +49,7 @@ class LoadedModel:
       generation: stop tokens and sampling defaults.
       workers: what the folder's workers.json says of the texts that workers need, or None if it has no such file.
       mesh: the devices that the parameters lie on, or None for one device. Caches are to be made with it.
+      kv_repeats: how often `config` has each kv head of the checkpoint, because there are more devices than kv heads.
     """
 
     config: ModelConfig
@@ -54,6 +58,7 @@ class LoadedModel:
     generation: Generation
     workers: dict[str, Any] | None = None
     mesh: Mesh | None = None
+    kv_repeats: int = 1
 
     @property
     def module(self) -> Decoder | ShardedDecoder:
@@ -68,13 +73,26 @@ class LoadedModel:
         """
         if self.mesh is not None:
             raise ValueError("the model lies on a mesh already; load it again to lay it on another")
-        return dataclasses.replace(self, config=fit(self.config, mesh), params=place(self.params, self.config, mesh), mesh=mesh)
+        fitted = fit(self.config, mesh)
+        return dataclasses.replace(self, config=fitted, params=place(self.params, self.config, mesh), mesh=mesh,
+                                   kv_repeats=fitted.num_kv_heads // self.config.num_kv_heads)
 
     def replicas(self) -> "list[LoadedModel]":
         """The model once for each data group of its mesh, on that group's devices. Nothing is copied."""
         if self.mesh is None or axis_size(self.mesh, DATA) == 1:
             return [self]
         return [dataclasses.replace(self, params=part_on(self.params, mesh), mesh=mesh) for mesh in data_groups(self.mesh)]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """What stands for the model where something of it is kept: its shape and a sum over the bits of each parameter. The same on every
+        mesh; of parameters of another dtype it is another one."""
+        config = dataclasses.replace(self.config, num_kv_heads=self.config.num_kv_heads // self.kv_repeats)
+        sums = _bit_sums(self.params, self.config.num_kv_heads, self.kv_repeats)
+        where = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+        found = [np.asarray(value) for value in jax.tree.leaves(jax.device_put(sums, where))]
+        of = repr(config.for_context(config.max_positions)).encode() + np.stack(found).tobytes()
+        return hashlib.blake2b(of, digest_size=16).hexdigest()
 
     def for_context(self, positions: int) -> "LoadedModel":
         """The model for runs of at most `positions` tokens; see `ModelConfig.for_context`."""
@@ -129,7 +147,20 @@ def load(path: str | os.PathLike, dtype: Any = None, revision: str | None = None
     generation, tokenizer = _generation(folder, settings), _tokenizer(folder)
     if wanted_dtype is None:
         wanted_dtype = _own_dtype(settings, dtypes)
-    return LoadedModel(fitted, read(wanted_dtype), tokenizer, generation, _workers(folder), mesh)
+    return LoadedModel(fitted, read(wanted_dtype), tokenizer, generation, _workers(folder), mesh,
+                       fitted.num_kv_heads // config.num_kv_heads)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _bit_sums(params: dict[str, Any], kv_heads: int, repeats: int) -> dict[str, Any]:
+    """For each parameter uint32[], the sum of its bits as numbers, which does not depend on the order; repeated heads count once."""
+    def summed(keys: Any, value: Array) -> Array:
+        if keys[-2].key in ("k", "v"):
+            value = value.reshape(kv_heads, -1)[::repeats]
+        bits = jax.lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
+        return jnp.sum(bits, dtype=jnp.uint32)
+
+    return jax.tree.map_with_path(summed, params)
 
 
 def _placed(config: ModelConfig, module: ShardedDecoder, path: tuple[str, ...], value: Any) -> Array:
