@@ -181,6 +181,7 @@ def kernels_of(compiler: Compiler, function: Callable[..., Any], arguments: tupl
 
 
 def compiled_step(compiler: Compiler, decoding: Any) -> tuple[Program, Any]:
+    """A decode step's program, and the step."""
     return compiler.compile(decoding.function, *decoding.arguments, mesh=decoding.mesh, donate_argnums=(1,)), decoding
 
 
