@@ -82,13 +82,24 @@ def _decode_groups(model: Any, params: Any, cache: Any, logits: Array, kept: Any
                    width: int) -> DecodeState:
     state = dataclasses.replace(rest, cache=cache, logits=logits, kept=kept)
     mesh = _mesh(state)
+    leaves, form = jax.tree.flatten(state)
+    specs = jax.tree.leaves(jax.tree.map(lambda spec: PartitionSpec(DATA, *spec), _specs(state, mesh)))
+    # Arrays without elements stay outside: jaxlib 0.11.2 crashes over those that a shard_map is given.
+    full = [i for i, leaf in enumerate(leaves) if leaf.size]
 
-    def group(params: Any, state: DecodeState) -> DecodeState:
-        own = jax.tree.map(lambda x: x[0], state)
-        return jax.tree.map(lambda x: x[None], decode(model, params, own, passes=passes, width=width))
+    def group(params: Any, given: list[Array]) -> list[Array]:
+        own = [jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+        for i, leaf in zip(full, given, strict=True):
+            own[i] = leaf[0]
+        found = jax.tree.leaves(decode(model, params, form.unflatten(own), passes=passes, width=width))
+        return [found[i][None] for i in full]
 
-    specs = jax.tree.map(lambda spec: PartitionSpec(DATA, *spec), _specs(state, mesh))
-    return jax.shard_map(group, mesh=mesh, in_specs=(model.specs(params), specs), out_specs=specs, check_vma=False)(params, state)
+    cut = [specs[i] for i in full]
+    found = jax.shard_map(group, mesh=mesh, in_specs=(model.specs(params), cut), out_specs=cut, check_vma=False)(
+        params, [leaves[i] for i in full])
+    for i, leaf in zip(full, found, strict=True):
+        leaves[i] = leaf
+    return form.unflatten(leaves)
 
 
 def _specs(state: DecodeState, mesh: Mesh) -> DecodeState:
