@@ -105,8 +105,9 @@ class Problem:
     def __post_init__(self):
         if not 1 <= len(self.questions) <= MOST_QUESTIONS:
             raise ValueError(f"a problem has 1 to {MOST_QUESTIONS} questions; got {len(self.questions)}")
+        alone = {number for number, q in enumerate(self.questions, 1) if isinstance(q, Question)}
         for number, q in enumerate(self.questions, 1):
-            if isinstance(q, Dependent) and not (1 <= q.source <= len(self.questions) and isinstance(self.questions[q.source - 1], Question)):
+            if isinstance(q, Dependent) and q.source not in alone:
                 raise ValueError(f"question {number} goes on from the answer of {q.source}, which is no question that stands by itself")
 
     @property
