@@ -13,7 +13,7 @@ _SECONDS = 5
 
 
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
     warnings.simplefilter("ignore")  # of the packages below, which nobody here can mend
     replies, sys.stdout = sys.stdout, sys.stderr  # so that nothing else is taken for a reply
     from math_verify import parse, verify
@@ -24,11 +24,9 @@ def main() -> None:
 
 
 def _boxed(text: str) -> str:
-    r"""In the form in which math-verify looks for LaTeX first. Dollars around the whole say nothing in a box."""
-    inner = text.strip()
-    if inner.startswith("$") and inner.endswith("$") and inner.count("$") == 2:
-        inner = inner.strip("$")
-    return f"$\\boxed{{{inner}}}$" if "$" not in inner else inner
+    r"""In the form in which math-verify looks for LaTeX first. Dollars say nothing in a box, be they marks of LaTeX or a currency."""
+    inner = text.replace("\\$", "").replace("$", "").strip().rstrip(".")
+    return f"$\\boxed{{{inner}}}$"
 
 
 if __name__ == "__main__":

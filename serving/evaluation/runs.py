@@ -88,7 +88,9 @@ class Run:
             run = cls(**json.loads(line))
         except TypeError as error:
             raise ValueError(str(error)) from error
-        if (wrong := [f.name for f in dataclasses.fields(cls) if type(getattr(run, f.name)) is not f.type]) or "answers" not in run.result:
+        kinds = {"workers": int, "problem": str, "number": int, "seed": int, "text": str, "result": dict}
+        wrong = [name for name, kind in kinds.items() if type(getattr(run, name)) is not kind]
+        if wrong or not {"workers", "answers", "passes"} <= {*run.result}:
             raise ValueError(f"its {wrong[0] if wrong else 'result'} is not what a run has")
         return run
 
