@@ -54,7 +54,7 @@ class Endpoint:
 
     url: str
     model: str
-    key: str | None = None
+    key: str | None = dataclasses.field(default=None, repr=False)
     temperature: float | None = None
     max_tokens: int = 1024
     seconds: float = 120.0

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import Self
 
-_WORKER = Path(__file__).with_name("mathematics_worker.py")
+_PROGRAM = Path(__file__).with_name("mathematics_process.py")
 _SECONDS = 30.0
 _START_SECONDS = 120.0
 """The first reply waits for imports."""
@@ -81,7 +81,7 @@ class Mathematician:
     def _begin(self) -> None:
         self.check()
         self._process = process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER), str(_BYTES)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            [sys.executable, "-P", str(_PROGRAM), str(_BYTES)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             text=True, encoding="utf-8", start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
         self._replies = replies = queue.SimpleQueue()
 

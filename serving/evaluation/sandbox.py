@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-_WORKER = Path(__file__).with_name("sandbox_worker.py")
+_PROGRAM = Path(__file__).with_name("sandbox_process.py")
 _NAMESPACES = ("--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
 _START_SECONDS = 10.0
 """That a process may take to begin, on a machine that is busy."""
@@ -85,7 +85,7 @@ def run_tests(program: str, tests: str, limits: Limits = Limits(), *, isolate: b
         given = {"program": program, "tests": tests, "report": write, "mark": mark, "block": not prefix,
                  "seconds": math.ceil(limits.seconds), "memory": limits.memory, "files": limits.files}
         with tempfile.TemporaryDirectory(prefix="jaxshare-", ignore_cleanup_errors=True) as folder:
-            error = _run_worker(prefix, given, folder, write, 2 * limits.seconds + _START_SECONDS)
+            error = _run_process(prefix, given, folder, write, 2 * limits.seconds + _START_SECONDS)
         os.set_blocking(read, False)
         return error or _verdict(read, mark)
     finally:
@@ -93,11 +93,11 @@ def run_tests(program: str, tests: str, limits: Limits = Limits(), *, isolate: b
         os.close(write)
 
 
-def _run_worker(prefix: tuple[str, ...], given: dict[str, object], folder: str, report: int, seconds: float) -> Verdict | None:
-    """Runs the worker to its end, or until it has taken too long; a verdict if it did not come to one itself."""
+def _run_process(prefix: tuple[str, ...], given: dict[str, object], folder: str, report: int, seconds: float) -> Verdict | None:
+    """Runs the process to its end, or until it has taken too long; a verdict if it did not come to one itself."""
     # No variable of ours reaches the program: there are keys among them.
     environment = {"PATH": os.defpath, "HOME": folder, "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*prefix, sys.executable, "-I", "-B", str(_WORKER)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+    process = subprocess.Popen([*prefix, sys.executable, "-I", "-B", str(_PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
                                stderr=subprocess.DEVNULL, cwd=folder, env=environment, pass_fds=[report], start_new_session=True)
     try:
         process.communicate(json.dumps(given).encode(), timeout=seconds)
@@ -111,7 +111,7 @@ def _run_worker(prefix: tuple[str, ...], given: dict[str, object], folder: str, 
 
 
 def _verdict(report: int, mark: str) -> Verdict:
-    """What the worker has reported."""
+    """What the process has reported."""
     try:
         found = json.loads(os.read(report, _REPORT_BYTES))
         if found["mark"] != mark:
