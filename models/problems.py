@@ -1,29 +1,33 @@
 """The problems of the embedded model: five arithmetic questions, their worked solutions, and how two workers share them.
 
 The form is the sanity check of Hogwild! Inference (section 4.1): five independent questions in one prompt, answered in one
-`\\boxed{...}`. A solution is a run of paragraphs, each opened by a blank line and a header that names its writer and its step:
+`\\boxed{...}`. There may be fewer or more of them, and some may go on from the answer of another one ("twice the answer of 2, plus 7");
+the embedded model has learned five that do not. A solution is a run of paragraphs, each opened by a blank line and a header that names its
+writer and its step:
 
     Alice 1: Question 1: 47+38. 7+8=15, 4+3+1=8. Answer 1: 85.
 
     Alice 2: Question 2: ...
 
 Workers divide the questions by one rule (`next_move`): Alice takes the lowest-numbered question that nobody is seen to have
-claimed, Bob the highest; with none left a worker waits in a very short paragraph until it sees all five results, then boxes them.
+claimed, Bob the highest, of those that can be worked out by what they see; with none left a worker waits in a very short paragraph until
+it sees more results, and boxes them when it sees all.
 """
 
 import dataclasses
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 NAMES = ("Alice", "Bob")
 SEPARATOR = "\n\n"
 """Opens every paragraph, and so ends the one before: one token of the embedded tokenizer."""
 QUESTIONS = 5
+MOST_QUESTIONS = 9
+"""So that a question's number is one digit."""
 BOX = -1
 WAIT = 0
 
-_INSTRUCTION = "Solve these problems and return comma-separated answers \\boxed{answer1, ..., answer5}:"
 _THINGS = ("pens", "cups", "books", "eggs")
 _BOX = re.compile(r"\\boxed\{([^{}]*)\}")
 _CLAIM = re.compile(r"Question (\d)")
@@ -60,18 +64,59 @@ class Question:
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    """Five questions, asked at once."""
+class Dependent:
+    """A question that goes on from the answer of another one of its problem: `times` that answer, plus `added`.
 
-    questions: tuple[Question, ...]
+    Attributes:
+      source: the number of the other question, from 1. That one is a `Question`.
+      times: 1 or 2.
+      added: at least 1.
+    """
+
+    source: int
+    times: int
+    added: int
+
+    @property
+    def text(self) -> str:
+        """As the prompt shows it."""
+        return f"{'twice ' if self.times == 2 else ''}the answer of {self.source}, plus {self.added}"
+
+    def value(self, answer: int) -> int:
+        """Its answer, from that of the other one."""
+        return self.times * answer + self.added
+
+    def working(self, answer: int) -> str:
+        """As `Question.working`, the answer of the other question put in: `84+84+7. 4+4=8, 8+8+0=16. 8+7=15, 6+0+1=7, 1+0+0=1.`"""
+        sums = [(answer, answer)] * (self.times - 1) + [(self.times * answer, self.added)]
+        return f"{'+'.join([str(answer)] * self.times)}+{self.added}. {' '.join(f'{_long_addition(*pair)}.' for pair in sums)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Questions, asked at once: 1 to `MOST_QUESTIONS`.
+
+    Raises:
+      ValueError: another number of questions, or one that depends on what is no `Question` of the problem.
+    """
+
+    questions: tuple[Question | Dependent, ...]
+
+    def __post_init__(self):
+        if not 1 <= len(self.questions) <= MOST_QUESTIONS:
+            raise ValueError(f"a problem has 1 to {MOST_QUESTIONS} questions; got {len(self.questions)}")
+        alone = {number for number, q in enumerate(self.questions, 1) if isinstance(q, Question)}
+        for number, q in enumerate(self.questions, 1):
+            if isinstance(q, Dependent) and q.source not in alone:
+                raise ValueError(f"question {number} goes on from the answer of {q.source}, which is no question that stands by itself")
 
     @property
     def answers(self) -> tuple[int, ...]:
-        return tuple(q.answer for q in self.questions)
+        return tuple(map(self._answer, self.questions))
 
     def prompt(self) -> str:
         """The text of the user's message."""
-        return "\n".join([_INSTRUCTION, *(f"{i}. {q.text}" for i, q in enumerate(self.questions, 1))])
+        return "\n".join([instruction(len(self.questions)), *(f"{i}. {q.text}" for i, q in enumerate(self.questions, 1))])
 
     def messages(self, names: Sequence[str] = NAMES[:1]) -> list[dict[str, str]]:
         """Chat messages; the system message says who works: ("Alice",) or ("Alice", "Bob").
@@ -85,21 +130,59 @@ class Problem:
         """The paragraph after its header, without the separator that ends it.
 
         Args:
-          move: the number of a question, 1 to 5, or BOX.
+          move: the number of a question, from 1, or BOX.
         """
         if move == BOX:
             return f" \\boxed{{{', '.join(map(str, self.answers))}}}"
-        return f" Question {move}: {self.questions[move - 1].working()} Answer {move}: {self.answers[move - 1]}."
+        question = self.questions[move - 1]
+        working = question.working(self._source(question)) if isinstance(question, Dependent) else question.working()
+        return f" Question {move}: {working} Answer {move}: {self._answer(question)}."
 
     def solution(self) -> str:
         """All that a lone Alice writes, from the first separator to the closed box; the end token comes after it."""
-        moves = [*range(1, QUESTIONS + 1), BOX]
-        return "".join(SEPARATOR + header(NAMES[0], step) + self.body(move) for step, move in enumerate(moves, 1))
+        text, step, move = "", 0, WAIT
+        while move != BOX:
+            step, move = step + 1, next_move(NAMES[0], text, self)
+            text += SEPARATOR + header(NAMES[0], step) + self.body(move)
+        return text
+
+    def open(self, solved: Container[int]) -> set[int]:
+        """The questions that can be worked out by somebody who knows the answers of `solved`."""
+        return {number for number, q in enumerate(self.questions, 1) if isinstance(q, Question) or q.source in solved}
+
+    def _answer(self, question: Question | Dependent) -> int:
+        return question.value(self._source(question)) if isinstance(question, Dependent) else question.answer
+
+    def _source(self, question: Dependent) -> int:
+        return self._answer(self.questions[question.source - 1])
 
 
-def make_problem(rng: random.Random) -> Problem:
-    """Draws five questions: sums and differences of two-digit numbers, products of a two-digit number and a digit."""
-    return Problem(tuple(_make_question(rng) for _ in range(QUESTIONS)))
+def instruction(questions: int) -> str:
+    """The first line of a prompt."""
+    listed = "answer1, ..., answer{}" if questions > 2 else "answer1, answer{}" if questions == 2 else "answer{}"
+    return f"Solve these problems and return comma-separated answers \\boxed{{{listed.format(questions)}}}:"
+
+
+def make_problem(rng: random.Random, questions: int = QUESTIONS, *, dependent: bool = False) -> Problem:
+    """Draws a problem: sums and differences of two-digit numbers, products of a two-digit number and a digit.
+
+    Args:
+      rng: what decides.
+      questions: how many, 1 to `MOST_QUESTIONS`.
+      dependent: two in five of them, and one at least, go on from the answer of another one, which may come before or after it.
+
+    Raises:
+      ValueError: another number of questions, or a single one that is to depend on another.
+    """
+    if dependent and questions < 2:
+        raise ValueError(f"a problem of {questions} questions has none that another one could go on from; draw at least 2")
+    made: list[Question | Dependent] = [_make_question(rng) for _ in range(questions)]
+    if dependent:
+        order = rng.sample(range(questions), questions)
+        count = max(1, 2 * questions // 5)
+        for place in order[:count]:
+            made[place] = Dependent(1 + rng.choice(order[count:]), rng.randint(1, 2), rng.randint(1, 99))
+    return Problem(tuple(made))
 
 
 def few_shot_messages(examples: Sequence[Problem], problem: Problem) -> list[dict[str, str]]:
@@ -120,16 +203,21 @@ def wait_body(other: str) -> str:
     return f" I wait for {other}."
 
 
-def next_move(name: str, seen: str) -> int:
+def next_move(name: str, seen: str, problem: Problem | None = None) -> int:
     """What `name` does next, given everything visible to it after the prompt: finished paragraphs and the other's unfinished one.
+
+    Args:
+      problem: that is solved; default one of five questions that stand by themselves.
 
     Returns:
       The number of the question to claim, or WAIT, or BOX.
     """
-    free = sorted(set(range(1, QUESTIONS + 1)) - claimed(seen))
+    solved = results(seen)
+    questions = problem.open(solved) if problem else set(range(1, QUESTIONS + 1))
+    free = sorted(questions - claimed(seen))
     if free:
         return free[0] if name == NAMES[0] else free[-1]
-    return BOX if len(results(seen)) == QUESTIONS else WAIT
+    return BOX if len(solved) == (len(problem.questions) if problem else QUESTIONS) else WAIT
 
 
 def claimed(text: str) -> set[int]:
@@ -149,10 +237,10 @@ def boxed(text: str) -> list[str] | None:
 
 
 def check(text: str, problem: Problem) -> list[bool]:
-    """Whether each of the five boxed answers in `text` is right. All are wrong without a box, or with more than five entries in it; a
+    """Whether each of the boxed answers in `text` is right. All are wrong without a box, or with more entries in it than questions; a
     missing entry is wrong."""
-    entries = boxed(text) or []
-    entries = [*entries, *[""] * (QUESTIONS - len(entries))] if len(entries) <= QUESTIONS else [""] * QUESTIONS
+    entries, count = boxed(text) or [], len(problem.questions)
+    entries = [*entries, *[""] * (count - len(entries))] if len(entries) <= count else [""] * count
     return [entry == str(answer) for entry, answer in zip(entries, problem.answers, strict=True)]
 
 
@@ -176,3 +264,14 @@ def _make_question(rng: random.Random) -> Question:
     else:
         text = f"{left} boxes of {right} {things}"
     return Question(text, left, operator, right)
+
+
+def _long_addition(left: int, right: int) -> str:
+    """Digit by digit from the ones up, the carry always written: `8+7=15, 6+0+1=7`."""
+    steps, carry = [], 0
+    for place in range(max(len(str(left)), len(str(right)))):
+        digits = [left // 10**place % 10, right // 10**place % 10]
+        total = sum(digits) + carry
+        steps.append(f"{'+'.join(map(str, digits + [carry] * (place > 0)))}={total}")
+        carry = total // 10
+    return ", ".join(steps)

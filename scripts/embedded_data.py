@@ -180,7 +180,7 @@ def simulate(codec: Codec, problem: Problem, rng: random.Random) -> list[View]:
                 worker.block.append(worker.queue.pop(0))
             elif not worker.body:
                 seen = codec.text([t for p in history for t in p] + other.block)
-                move = next_move(worker.name, seen)
+                move = next_move(worker.name, seen, problem)
                 if move > 0 and not worker.asking:
                     worker.asking = True
                     worker.block.append(question)

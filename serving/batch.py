@@ -10,13 +10,11 @@ sampled, and the texts are those of an unbroken run. OUTPUT.job beside it keeps 
 import argparse
 import contextlib
 import dataclasses
-import fcntl
-import hashlib
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +22,7 @@ from tqdm import tqdm
 
 from jaxshare import models
 from jaxshare.models import LoadedModel
-from jaxshare.serving import devices
+from jaxshare.serving import devices, records
 from jaxshare.serving.batch_input import Item, read_input
 from jaxshare.serving.inputs import default_sampler
 from jaxshare.serving.replicas import branches
@@ -36,6 +34,7 @@ _UNITS = {"": 1, "b": 1, **{f"{unit}b": 1000**i for i, unit in enumerate("kmgt",
           **{f"{unit}ib": 1024**i for i, unit in enumerate("kmgt", 1)}}
 _RESULT = {"line": int, "index": int, "text": str, "tokens": list, "reason": str, "logprob": float}
 """What every line of the output has, beside the id."""
+_OTHER, _AGAIN = "give another --output", "--resume goes on with the job"
 _BAD_LINES = 3
 """The exit code when some lines could not be read; the others have run."""
 
@@ -99,7 +98,7 @@ def run_job(options: argparse.Namespace, sampling: dict[str, Any], load: Callabl
         if os.path.lexists(output):
             if not options.resume:
                 raise ValueError(f"the output {output} exists; --resume goes on with the job that wrote it, or give another --output")
-            file = files.enter_context(_open(output, "r+b"))
+            file = files.enter_context(records.open_alone(output, "r+b", _OTHER))
             if finished := _finished(job, settings, file):
                 return _end(options, finished, finished["completions"])
             before = _read_results(file, output)
@@ -121,14 +120,15 @@ def run_job(options: argparse.Namespace, sampling: dict[str, Any], load: Callabl
                 sampler=dataclasses.replace(default_sampler(model), **sampling), seed=options.seed, share=_SHARE[options.share],
                 max_rows=options.max_rows, max_kv_bytes=max_kv_bytes, skip={places[key] for key in before})
         if file is None:
-            _write(job, [_line({"format": _FORMAT, "settings": settings, "finished": None, "output": None})])
-            file = files.enter_context(_open(output, "xb"))
+            records.write(job, [records.line({"format": _FORMAT, "settings": settings, "finished": None, "output": None})], _AGAIN)
+            file = files.enter_context(records.open_alone(output, "xb", _OTHER))
         if branches:
             _sample(options, branches, items, file, len(before), len(places))
         lines = _in_order(output, places)
-        _write(output, lines)
+        records.write(output, lines, _AGAIN)
         finished = {"completions": len(places), "prompts": len(items), "bad_lines": bad_lines}
-        _write(job, [_line({"format": _FORMAT, "settings": settings, "finished": finished, "output": _sha256(b"".join(lines))})])
+        done = {"format": _FORMAT, "settings": settings, "finished": finished, "output": records.sha256(b"".join(lines))}
+        records.write(job, [records.line(done)], _AGAIN)
         return _end(options, finished, len(before), branches)
 
 
@@ -160,11 +160,7 @@ def parse_bytes(text: str) -> int:
 def _settings(options: argparse.Namespace, sampling: dict[str, Any], data: bytes) -> dict[str, Any]:
     """What decides the texts. How many rows run at once, and what they share, does not."""
     asked = {name: getattr(options, name) for name in ("model", "n", "max_new_tokens", "seed", "tree", "chat", "dtype")}
-    return {"input": _sha256(data), **asked, **sampling}
-
-
-def _sha256(data: bytes) -> str:
-    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+    return {"input": records.sha256(data), **asked, **sampling}
 
 
 # The output, and the job beside it.
@@ -172,7 +168,7 @@ def _sha256(data: bytes) -> str:
 
 def _finished(job: Path, settings: Mapping[str, Any], file: BinaryIO) -> dict[str, Any] | None:
     """What the job came to, if it did and its output has not been touched since. Refuses one whose texts would be others."""
-    output, do = file.name, "give another --output"
+    output, do = file.name, _OTHER
     try:
         known = json.loads(job.read_bytes())
         then, finished, digest = {**known["settings"]}, known["finished"], known["output"]
@@ -186,20 +182,18 @@ def _finished(job: Path, settings: Mapping[str, Any], file: BinaryIO) -> dict[st
         if then.get(name) != settings.get(name):
             raise ValueError(f"the job of {output} began with {name} {json.dumps(then.get(name))}, not {json.dumps(settings.get(name))}; "
                              f"give it as it was, or {do}")
-    unchanged = digest == _sha256(file.read())
+    unchanged = digest == records.sha256(file.read())
     file.seek(0)
     return finished if unchanged else None
 
 
 def _read_results(file: BinaryIO, output: Path) -> list[_Key]:
     """The completions that are there already. A last line that was being written when its writer was killed is cut off."""
-    *lines, rest = file.read().split(b"\n")
     keys: dict[_Key, int] = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(records.lines_of(file), 1):
         first = keys.setdefault(_key(line, number, output), number)
         if first != number:
             raise _damaged(output, number, f"it repeats line {first}")
-    file.truncate(file.seek(-len(rest), os.SEEK_END))
     return [*keys]
 
 
@@ -230,48 +224,6 @@ def _read(path: str | Path, what: str) -> bytes:
         raise ValueError(f"the {what} {path} cannot be read ({error}); give a file of JSON lines") from error
 
 
-def _open(output: Path, mode: str) -> BinaryIO:
-    """Opens the output to write to it, for this process alone: two that resume one job would sample everything twice."""
-    try:
-        file: Any = open(output, mode)  # noqa: SIM115, the caller closes it
-    except OSError as error:
-        raise ValueError(f"the output {output} cannot be written ({error}); give another --output") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise ValueError(f"the output {output} is being written by another process; wait for it, or give another --output") from error
-    except OSError:  # some file systems have no locks
-        pass
-    return file
-
-
-def _append(file: BinaryIO, value: Any) -> None:
-    try:
-        file.write(_line(value))
-        file.flush()
-    except OSError as error:
-        raise ValueError(f"the output {file.name} cannot be written ({error}); make room, and --resume goes on with the job") from error
-
-
-def _write(path: Path, lines: Iterable[bytes]) -> None:
-    """Writes a file whole or not at all."""
-    path = Path(os.path.realpath(path))
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written ({error}); make room, and --resume goes on with the job") from error
-
-
-def _line(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False).encode() + b"\n"
-
-
 # The run.
 
 
@@ -283,8 +235,9 @@ def _sample(options: argparse.Namespace, engine: Any, items: Sequence[Item], fil
             for completion in engine.stream(on_pass=lambda e: bar.update(e.sampled_tokens - bar.n)):
                 item = items[completion.prompt]
                 branch = {"branch": item.branch} if options.tree else {}
-                _append(file, {"id": item.id, "line": item.line, **branch, "index": completion.index, "text": completion.text,
-                               "tokens": completion.tokens, "reason": completion.reason, "logprob": round(completion.logprob, 4)})
+                records.append(file, {
+                    "id": item.id, "line": item.line, **branch, "index": completion.index, "text": completion.text,
+                    "tokens": completion.tokens, "reason": completion.reason, "logprob": round(completion.logprob, 4)}, _AGAIN)
                 done += 1
                 bar.total -= most - len(completion.tokens)  # what stops early leaves less to do
                 bar.set_postfix_str(f"{done}/{wanted} completions", refresh=False)

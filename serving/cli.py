@@ -10,6 +10,8 @@ from typing import Any
 from jaxshare.sampling import Sampler
 from jaxshare.serving import batch, devices, inspection, tune_command
 from jaxshare.serving.agents import command as agents_command
+from jaxshare.serving.evaluation import command as evaluate_command
+from jaxshare.serving.evaluation import judge_command
 from jaxshare.serving.layouts import worker_names
 from jaxshare.serving.results import check_finish_at
 from jaxshare.serving.saves import has_saves
@@ -86,6 +88,15 @@ def _parser() -> argparse.ArgumentParser:
     batch.add_arguments(jobs)
     _sampling_arguments(jobs)
     jobs.set_defaults(run=lambda options: batch.run(options, _sampling(options)))
+
+    evaluate = commands.add_parser("evaluate", help="measure accuracy against the budget of forward passes")
+    evaluate_command.add_arguments(evaluate)
+    _sampling_arguments(evaluate)
+    evaluate.set_defaults(run=_evaluate)
+
+    judge = commands.add_parser("judge", help="have a model grade how well the workers of an evaluation worked together")
+    judge_command.add_arguments(judge)
+    judge.set_defaults(run=judge_command.run)
 
     agents = commands.add_parser("agents", help="run agents: coroutines that ask a model, under supervisors that search what they may say")
     agents_command.add_arguments(agents)
@@ -248,6 +259,11 @@ def _begun(options: argparse.Namespace) -> bool:
     if not options.resume:
         raise ValueError(f"there is a saved session in {options.checkpoint}; --resume goes on with it, or give another --checkpoint")
     return True
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    workers, budgets = _numbers("--workers", options.workers), _numbers("--budgets", options.budgets)
+    return evaluate_command.run(options, _sampling(options), workers, budgets)
 
 
 def _convert(options: argparse.Namespace) -> int:

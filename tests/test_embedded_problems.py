@@ -180,3 +180,79 @@ def test_shipped_files():
     config = json.loads((EMBEDDED / "config.json").read_text())
     assert config["vocab_size"] == tensors["model.embed_tokens.weight"].shape[0]
     assert config["num_key_value_heads"] < config["num_attention_heads"]
+
+
+# other numbers of questions, and questions that go on from each other's answers
+
+
+DEPENDENT = re.compile(r"(\d)\. (twice )?the answer of (\d), plus (\d+)")
+
+
+def drawn(seed: int, questions: int = 5):
+    return make_problem(random.Random(seed), questions, dependent=True)
+
+
+@given(SEEDS, st.integers(2, 9))
+def test_dependent_questions_ask_for_what_their_answers_are(seed, questions):
+    problem = drawn(seed, questions)
+    asked = [DEPENDENT.fullmatch(line) for line in problem.prompt().splitlines()[1:]]
+    assert len(asked) == questions and sum(map(bool, asked)) == max(1, 2 * questions // 5)
+    for match in filter(None, asked):
+        number, twice, source, added = match.groups()
+        assert not asked[int(source) - 1]  # it goes on from one that stands by itself
+        assert problem.answers[int(number) - 1] == (2 if twice else 1) * problem.answers[int(source) - 1] + int(added)
+
+
+@given(SEEDS)
+def test_every_equation_of_a_dependent_solution_holds_and_comes_after_what_it_needs(seed):
+    problem = drawn(seed)
+    text, known = problem.solution(), {}
+    for expression, value in re.findall(r"([\d+*-]+)=(\d+)", text):
+        assert eval(expression) == int(value), expression  # digits and operators alone
+    questions = dict(enumerate(problem.prompt().splitlines()[1:], 1))
+    for number, begun, answer in re.findall(r"Question (\d): (\S+)\. .* Answer \1: (\d+)\.", text):
+        assert eval(begun) == int(answer) == problem.answers[int(number) - 1]
+        if match := DEPENDENT.fullmatch(questions[int(number)]):
+            assert begun.split("+")[0] == known[match[3]]
+        known[number] = answer
+    assert len(known) == 5 and check(text, problem) == [True] * 5
+    assert [header("Alice", i) in text for i in range(1, 7)] == [True] * 6
+
+
+def test_a_dependent_question_is_worked_out_digit_by_digit():
+    question = problems.Dependent(2, 2, 7)
+    assert question.text == "twice the answer of 2, plus 7" and question.value(84) == 175
+    assert question.working(84) == "84+84+7. 4+4=8, 8+8+0=16. 8+7=15, 6+0+1=7, 1+0+0=1."
+    assert problems.Dependent(1, 1, 38).working(47) == "47+38. 7+8=15, 4+3+1=8."
+
+
+@pytest.mark.parametrize(("name", "seen", "move"), [
+    ("Alice", "", 2), ("Bob", "", 2),  # 1 and 3 wait for the answer of 2
+    ("Alice", "Bob 1: Question 2: 3+4.", WAIT), ("Bob", "Question 2: Answer 2: 7.", 3), ("Alice", "Question 2: Answer 2: 7.", 1),
+    ("Alice", "".join(f"Question {n}: Answer {n}: 7." for n in (2, 1, 3)), BOX),
+])
+def test_rule_of_who_takes_what_where_questions_depend(name, seen, move):
+    problem = problems.Problem((problems.Dependent(2, 1, 5), problems.Question("3 + 4", 3, "+", 4), problems.Dependent(2, 2, 1)))
+    assert next_move(name, seen, problem) == move
+    assert problem.answers == (12, 7, 15)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_simulated_workers_solve_dependent_problems(data, codec, seed):
+    rng = random.Random(seed)
+    problem = make_problem(rng, dependent=True)
+    views = data.simulate(codec, problem, rng)
+    assert {codec.text(view.body) for view in views if data.is_box(codec, view.body)} == {problem.body(BOX)}
+
+
+def test_problems_of_other_sizes():
+    assert make_problem(random.Random(4)) == make_problem(random.Random(4), 5)
+    assert [problems.instruction(n)[56:] for n in (1, 2, 3, 5)] == [
+        "\\boxed{answer1}:", "\\boxed{answer1, answer2}:", "\\boxed{answer1, ..., answer3}:", "\\boxed{answer1, ..., answer5}:"]
+    two = make_problem(random.Random(4), 2)
+    assert check(f"\\boxed{{{two.answers[0]}, 1, 2}}", two) == [False, False] and check(two.solution(), two) == [True, True]
+    for questions, dependent in ((0, False), (10, False), (1, True)):
+        with pytest.raises(ValueError, match=f"{questions}"):
+            make_problem(random.Random(0), questions, dependent=dependent)
+    with pytest.raises(ValueError, match="question 1 goes on from the answer of 1, which is no question that stands by itself"):
+        problems.Problem((problems.Dependent(1, 1, 1),))

@@ -1,0 +1,314 @@
+"""The command `jaxshare evaluate`: runs, marks and draws.
+
+    jaxshare evaluate MODEL --task gsm8k5 --method workers --workers 1,2,4 --budgets 1024,2048,4096 --out DIR
+
+DIR gets settings.json, which keeps other evaluations out; runs.jsonl, all that was written, a line as each run finishes; and at the end
+scores.jsonl, every answer and what is right of it, result.json, table.txt and accuracy.png.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tqdm import tqdm
+
+from jaxshare import models
+from jaxshare.models import LoadedModel
+from jaxshare.models.problems import QUESTIONS
+from jaxshare.serving import devices, records
+from jaxshare.serving.baselines import METHODS
+from jaxshare.serving.evaluation import plot, runs, scoring, tasks
+from jaxshare.serving.evaluation.mathematics import Mathematician
+from jaxshare.serving.evaluation.runs import Execute, Piece, Run
+from jaxshare.serving.evaluation.sandbox import Limits
+from jaxshare.serving.evaluation.scoring import Point, Scorer
+from jaxshare.serving.evaluation.tasks import Task
+from jaxshare.serving.inputs import default_sampler
+from jaxshare.serving.layouts import LAYOUTS
+
+FORMAT = "jaxshare evaluation 1"
+SETTINGS, RUNS, SCORES, RESULT, TABLE, PICTURE = "settings.json", "runs.jsonl", "scores.jsonl", "result.json", "table.txt", "accuracy.png"
+_OTHER, _AGAIN = "give another --out", "--resume goes on with the evaluation"
+_NOT_ALL = 3
+"""The exit code when some lines of the task or some problems could not be run; the others have been."""
+_GOAL = 0.9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `jaxshare evaluate`, without those of sampling."""
+    parser.add_argument("model", metavar="MODEL", help="folder or hub id, or `embedded` for the model that comes with jaxshare")
+    parser.add_argument("--task", required=True, metavar="TASK", help=f"{', '.join(tasks.TASKS)}, or a file of JSON lines: "
+                        '{"problem": "...", "answer": "..."} or {"problem": "...", "tests": "Python code"}')
+    parser.add_argument("--method", default="workers", choices=tuple(METHODS), help="how problems are solved (default workers)")
+    parser.add_argument("--workers", metavar="N,N,...", help="how many (default 1,2,4; 1 for methods of one stream)")
+    parser.add_argument("--layout", choices=tuple(LAYOUTS), help="of the workers' cache (default combined)")
+    parser.add_argument("--ask-every", type=int, metavar="TOKENS", help="as in `jaxshare workers` (default 1024)")
+    parser.add_argument("--budgets", required=True, metavar="P,P,...", help="forward passes after which to answer, all in one run")
+    parser.add_argument("--samples", type=int, metavar="N", help="the first N problems (default: 128 that are generated or grouped, all of "
+                        "a file)")
+    parser.add_argument("--questions", type=int, default=QUESTIONS, metavar="N", help=f"of each generated problem (default {QUESTIONS})")
+    parser.add_argument("--seeds", type=int, default=1, metavar="S", help="runs of each problem, which are averaged (default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="that those of all runs are made of (default 0)")
+    parser.add_argument("--answer-tokens", type=int, metavar="N", help="most tokens of an answer that is asked for early, which do not "
+                        "count as passes (default: by task)")
+    parser.add_argument("--test-seconds", type=float, default=Limits().seconds, metavar="S", help="of processor time that a program and "
+                        "its tests may take (default %(default)g)")
+    parser.add_argument("--data-dir", metavar="DIR", help=f"the folder of the data sets (default ${tasks.DATA_VARIABLE})")
+    parser.add_argument("--beside", action="append", default=[], metavar="DIR", help="draw the lines of another evaluation of the same "
+                        "problems too; can be given again")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for all texts, scores, the table and the plot")
+    parser.add_argument("--resume", action="store_true", help="go on with the evaluation that has begun the folder")
+    devices.add_arguments(parser, data=False)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, everything else on stderr")
+
+
+def run(options: argparse.Namespace, sampling: dict[str, Any], workers: Sequence[int], budgets: Sequence[int]) -> int:
+    """Runs an evaluation here; see `run_evaluation`."""
+    mesh = devices.mesh_of(options)
+
+    def load() -> LoadedModel:
+        return models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype, mesh=mesh)
+
+    return run_evaluation(options, sampling, workers, budgets, load, runs.execute)
+
+
+def run_evaluation(options: argparse.Namespace, sampling: dict[str, Any], workers: Sequence[int], budgets: Sequence[int],
+                   load: Callable[[], LoadedModel], executes: Callable[[LoadedModel], Execute]) -> int:
+    """Runs an evaluation, or what is left of it, and marks it.
+
+    Args:
+      options: what `add_arguments` has asked for, and `dtype`.
+      sampling: fields of `Sampler` that were given; the checkpoint's own stand for the rest.
+      workers, budgets: numbers that were given.
+      load: gives the model. What can be wrong without it is found before.
+      executes: gives what makes the runs.
+
+    Returns:
+      0, or 3 if lines of the task are bad or the method refuses problems: they are named on stderr, and the others have been run.
+
+    Raises:
+      ValueError: wrong settings, files that cannot be read or written, a folder that is in use or belongs to another evaluation, a data set
+        or a package that is not there, or no problem that can be run.
+    """
+    workers = _checked(options, workers, budgets)
+    task = tasks.load_task(options.task, samples=options.samples, questions=options.questions, data=options.data_dir)
+    if task.needs_mathematics:
+        Mathematician.check()
+    limits = Limits(seconds=options.test_seconds)
+    settings = _settings(options, sampling, workers, budgets, task)
+    beside = [_read_beside(Path(folder), settings) for folder in options.beside]
+    for bad in task.bad_lines:
+        print(f"line {bad['line']} of {task.name}: {bad['error']}", file=sys.stderr)
+
+    keys = {(count, problem.id, number) for problem in task.problems for number in range(options.seeds) for count in workers}
+    folder, clock = Path(options.out), time.perf_counter()
+    with contextlib.ExitStack() as files:
+        file, made = _open(files, folder, settings, options.resume, keys)
+        before, refused = len(made), {}
+        if before < len(keys):
+            model = load()
+            done = {run.key for run in made}
+            wanted = [piece for piece in _pieces(options, sampling, workers, budgets, task, model) if piece.key not in done]
+            if file is None:
+                records.write(folder / SETTINGS, [records.line({"format": FORMAT, "settings": settings})], _AGAIN)
+                file = files.enter_context(records.open_alone(folder / RUNS, "xb", _OTHER))
+            refused = _make(executes(model), wanted, file, made, len(keys), folder)
+        made = [run for run in made if run.problem not in refused]
+        if not made:
+            problem, error = next(iter(refused.items()))
+            raise ValueError(f"no problem of {task.name} can be run; the first, {problem}: {error}")
+        result = {"settings": settings, **_mark(task, made, limits, folder), "bad_lines": [*task.bad_lines],
+                  "refused": [{"problem": problem, "error": error} for problem, error in refused.items()],
+                  "runs": len(made), "resumed": before, "seconds": time.perf_counter() - clock, "out": str(folder)}
+        found = [Point(**point) for point in result["points"]]
+        records.write(folder / RESULT, [records.line(result)], _AGAIN)
+        _report(options, settings, found, beside, folder, result)
+    return _NOT_ALL if task.bad_lines or refused else 0
+
+
+def _checked(options: argparse.Namespace, workers: Sequence[int], budgets: Sequence[int]) -> list[int]:
+    """Finds what is wrong with the numbers; the numbers of workers."""
+    if not budgets:
+        raise ValueError("--budgets is empty; give numbers of forward passes such as 256,512,1024")
+    for name, numbers in (("--workers", workers), ("--budgets", budgets)):
+        if wrong := [n for n in numbers if n < 1]:
+            raise ValueError(f"{name} has {wrong[0]}; the numbers begin at 1")
+    for name in ("seeds", "answer_tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if options.method in runs.ALONE and [*workers] not in ([], [1]):
+        raise ValueError(f"--workers is given, but {options.method} does not ask how many there are; leave it out")
+    for name in ("layout", "ask_every"):
+        if options.method != "workers" and getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is of the method workers, and the method is {options.method}; leave it out")
+    return sorted(set(workers)) or ([1] if options.method in runs.ALONE else [1, 2, 4])
+
+
+def _settings(options: argparse.Namespace, sampling: dict[str, Any], workers: Sequence[int], budgets: Sequence[int],
+              task: Task) -> dict[str, Any]:
+    """What decides the texts and what they are for. Where they are written does not."""
+    asked = {name: getattr(options, name) for name in ("model", "method", "seeds", "seed", "dtype")}
+    return {**asked, **_of_workers(options), **sampling, "task": options.task, "problems": task.digest, "samples": len(task.problems),
+            "workers": [*workers], "budgets": sorted(set(budgets)), "answer_tokens": options.answer_tokens or task.answer_tokens}
+
+
+def _of_workers(options: argparse.Namespace) -> dict[str, Any]:
+    if options.method != "workers":
+        return {}
+    return {"layout": options.layout or "combined", "ask_every": 1024 if options.ask_every is None else options.ask_every}
+
+
+def _pieces(options: argparse.Namespace, sampling: dict[str, Any], workers: Sequence[int], budgets: Sequence[int], task: Task,
+            model: LoadedModel) -> list[Piece]:
+    sampler = dataclasses.replace(default_sampler(model), **sampling)
+    if sampler.temperature == 0 and options.seeds > 1:
+        raise ValueError(f"--seeds is {options.seeds}, but at temperature 0 all of them would write the same; give a --temperature, or one "
+                         f"seed")
+    return runs.pieces(task.problems, method=options.method, workers=workers, budgets=budgets, seeds=options.seeds, seed=options.seed,
+                       answer_tokens=options.answer_tokens or task.answer_tokens, sampler=sampler, more=_of_workers(options))
+
+
+# The folder.
+
+
+def _open(files: contextlib.ExitStack, folder: Path, settings: Mapping[str, Any], resume: bool,
+          keys: set[runs.Key]) -> tuple[BinaryIO | None, list[Run]]:
+    """The file of runs and those in it, or None where there is none yet."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"the folder {folder} cannot be made ({error}); {_OTHER}") from error
+    if not os.path.lexists(folder / SETTINGS):
+        if os.path.lexists(folder / RUNS):
+            raise ValueError(f"{folder} has {RUNS} but no {SETTINGS}, so nothing says which evaluation wrote it; {_OTHER}")
+        return None, []
+    if not resume:
+        raise ValueError(f"{folder} has an evaluation already; --resume goes on with it, or {_OTHER}")
+    then = read_settings(folder)
+    for name in {**then, **settings}:
+        if then.get(name) != settings.get(name):
+            raise ValueError(f"the evaluation in {folder} began with {name} {json.dumps(then.get(name))}, not "
+                             f"{json.dumps(settings.get(name))}; give it as it was, or {_OTHER}")
+    if not os.path.lexists(folder / RUNS):  # it was broken off between the two
+        return None, []
+    file = files.enter_context(records.open_alone(folder / RUNS, "r+b", _OTHER))
+    return file, runs.read_runs(file, folder / RUNS, keys)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Of the evaluation in a folder.
+
+    Raises:
+      ValueError: there is none, or its file is damaged.
+    """
+    try:
+        known = json.loads((folder / SETTINGS).read_bytes())
+        if known["format"] != FORMAT:
+            raise ValueError(f"its format is not {FORMAT!r}")
+        return {**known["settings"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} has no evaluation that can be read ({type(error).__name__}: {error}); name a folder that `jaxshare "
+                         f"evaluate` has written") from error
+
+
+def _read_beside(folder: Path, settings: Mapping[str, Any]) -> dict[str, list[Point]]:
+    """The lines of another evaluation, by what they are called in the legend."""
+    try:
+        result = json.loads((folder / RESULT).read_bytes())
+        theirs, found = result["settings"], [Point(**point) for point in result["points"]]
+        problems, method = theirs["problems"], theirs["method"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--beside is {folder}, which has no finished evaluation ({type(error).__name__}: {error}); name a folder with "
+                         f"{RESULT} in it") from error
+    if problems != settings["problems"]:
+        raise ValueError(f"--beside is {folder}, whose problems are others; name an evaluation of the same ones")
+    return _lines(method, found)
+
+
+# The runs.
+
+
+def _make(execute: Execute, wanted: Sequence[Piece], file: BinaryIO, made: list[Run], total: int, folder: Path) -> dict[str, str]:
+    """Makes runs, adds them to `made` and writes them as they finish; the problems that were refused, and why."""
+    refused: dict[str, str] = {}
+    passes = 0
+    with tqdm(total=sum(piece.budgets[-1] for piece in wanted), unit=" passes", leave=False, disable=not sys.stderr.isatty()) as bar:
+        def show(now: int) -> None:
+            bar.update(passes + now - bar.n)
+
+        try:
+            for piece, run in execute(wanted, show):
+                if isinstance(run, Run):
+                    runs.write_run(file, run)
+                    made.append(run)
+                    passes += run.result["passes"]
+                elif piece.problem not in refused:
+                    refused[piece.problem] = str(run)
+                    print(f"problem {piece.problem}, {_label(piece.method, piece.workers)}: {run}", file=sys.stderr)
+                bar.total -= piece.budgets[-1] - (run.result["passes"] if isinstance(run, Run) else 0)  # what ends early leaves less to do
+                bar.set_postfix_str(f"{len(made)}/{total} runs", refresh=False)
+                show(0)
+        except KeyboardInterrupt:
+            bar.close()
+            print(f"{len(made)} of {total} runs are in {folder / RUNS}; {_AGAIN}", file=sys.stderr)
+            raise
+    return refused
+
+
+def _mark(task: Task, made: Sequence[Run], limits: Limits, folder: Path) -> dict[str, Any]:
+    """Marks all answers and writes them down; the points that they come to."""
+    order = {problem.id: place for place, problem in enumerate(task.problems)}
+    scores = []
+    with Mathematician() as mathematician:
+        scorer = Scorer(task.problems, mathematician, limits)
+        for run in tqdm(sorted(made, key=lambda run: (order[run.problem], run.number, run.workers)), "marking", unit=" runs", leave=False,
+                        disable=not sys.stderr.isatty()):
+            scores += scorer.score(run)
+    records.write(folder / SCORES, map(records.line, map(dataclasses.asdict, scores)), _AGAIN)
+    found = scoring.points(scores)
+    return {"points": [dataclasses.asdict(point) for point in found],
+            "passes_to_90": {str(count): passes for count, passes in scoring.passes_to(found, _GOAL).items()}}
+
+
+# What is said of it.
+
+
+def _report(options: argparse.Namespace, settings: Mapping[str, Any], found: Sequence[Point], beside: Sequence[Mapping[str, list[Point]]],
+            folder: Path, result: Mapping[str, Any]) -> None:
+    """The table, the picture and the closing words."""
+    table = scoring.table(found)
+    records.write(folder / TABLE, [table.encode() + b"\n"], _AGAIN)
+    lines = dict(_lines(settings["method"], found))
+    for more in beside:
+        lines |= more
+    if plot.available():
+        plot.accuracy_picture(lines, f"{settings['task']}, {settings['model']}").savefig(folder / PICTURE, dpi=130)
+    else:
+        print(f"{PICTURE} is left out, because matplotlib is not installed; `pip install 'jaxshare[plot]'` has it, and --resume draws",
+              file=sys.stderr)
+    if options.json:
+        print(json.dumps(result))
+        return
+    print(f"accuracy in percent, with its interval of 95%, over {found[0].problems} problems\n{table}")
+    for count, passes in result["passes_to_90"].items():
+        reached = "not reached" if passes is None else f"{passes:.0f} forward passes"
+        print(f"{100 * _GOAL:.0f}%, {_label(settings['method'], int(count))}: {reached}")
+    print(f"all texts and scores are in {folder}", file=sys.stderr)
+
+
+def _lines(method: str, found: Sequence[Point]) -> dict[str, list[Point]]:
+    return {_label(method, count): [point for point in found if point.workers == count] for count in sorted({p.workers for p in found})}
+
+
+def _label(method: str, workers: int) -> str:
+    if method in runs.ALONE:
+        return method
+    return f"{workers} worker{'s' * (workers > 1)}" if method == "workers" else f"{method}, {workers}"

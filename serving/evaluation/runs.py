@@ -1,0 +1,167 @@
+"""Runs of an evaluation: which there are, what one comes to, and the file that they are written to as they finish.
+
+A run depends on its piece and the model alone. That is why an evaluation needs no state but its own file: what stands there is skipped, the
+rest is run, and all is as in an unbroken one.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxshare import Sampler
+from jaxshare.models import LoadedModel
+from jaxshare.serving import records
+from jaxshare.serving.baselines import METHODS
+from jaxshare.serving.evaluation.tasks import Problem
+
+ALONE = ("no-early-stop", "sequential", "skeleton-unlimited")
+"""Methods that do not ask how many workers there are. They count as one."""
+_SEEDS_APART, _PROBLEMS_APART = 64, 0x9E3779B1
+"""Between the seeds of two runs of one problem: more than the streams of a run draw from. Between those of two problems: odd, so that no
+two of 2**32 are equal."""
+
+Key = tuple[int, str, int]
+"""Of a run: how many workers, the problem's id, the number of the seed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One run that is to be made: plain data, which can be sent to wherever a model is.
+
+    Attributes:
+      problem: id of the problem; text and kind as it has them.
+      method: one of `METHODS`; workers: how many.
+      number: of the seed, from 0; seed: itself.
+      budgets: forward passes after which answers are taken, in ascending order.
+      answer_tokens: most tokens of an answer that is asked for early.
+      sampler: for all of them.
+      more: further settings of `Workers`, for the method "workers".
+    """
+
+    problem: str
+    text: str
+    kind: str
+    method: str
+    workers: int
+    number: int
+    seed: int
+    budgets: tuple[int, ...]
+    answer_tokens: int
+    sampler: Sampler
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def key(self) -> Key:
+        return self.workers, self.problem, self.number
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that has been made, as its line in the file has it.
+
+    Attributes:
+      workers, problem, number, seed: see `Piece`; text: of the problem.
+      result: all that was written and answered, as `Result.as_json` gives it.
+    """
+
+    workers: int
+    problem: str
+    number: int
+    seed: int
+    text: str
+    result: dict[str, Any]
+
+    @property
+    def key(self) -> Key:
+        return self.workers, self.problem, self.number
+
+    @classmethod
+    def read(cls, line: bytes) -> "Run":
+        """Of a line of the file.
+
+        Raises:
+          ValueError: it is none.
+        """
+        try:
+            run = cls(**json.loads(line))
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+        kinds = {"workers": int, "problem": str, "number": int, "seed": int, "text": str, "result": dict}
+        wrong = [name for name, kind in kinds.items() if type(getattr(run, name)) is not kind]
+        if wrong or not {"workers", "answers", "passes"} <= {*run.result}:
+            raise ValueError(f"its {wrong[0] if wrong else 'result'} is not what a run has")
+        return run
+
+
+def pieces(problems: Sequence[Problem], *, method: str, workers: Sequence[int], budgets: Sequence[int], seeds: int, seed: int,
+           answer_tokens: int, sampler: Sampler, more: Mapping[str, Any]) -> list[Piece]:
+    """All runs of an evaluation, problem by problem, so that one that is broken off has the same problems for all numbers of workers."""
+    settings: Any = dict(budgets=tuple(sorted(set(budgets))), answer_tokens=answer_tokens, sampler=sampler, more=more)
+    return [Piece(problem.id, problem.text, problem.kind, method, count, number,
+                  (seed + place * _PROBLEMS_APART + number * _SEEDS_APART) % 2**32, **settings)
+            for place, problem in enumerate(problems) for number in range(seeds) for count in workers]
+
+
+def solve(model: LoadedModel, piece: Piece, on_pass: Callable[[int], None] | None = None) -> Run:
+    """Makes one run. One run answers at every budget, which changes nothing of what is written.
+
+    Args:
+      on_pass: called now and then with the forward passes so far.
+
+    Raises:
+      ValueError: a problem that the method refuses, such as one that does not fit the model's context.
+    """
+    on_event = (lambda event: on_pass(event.passes)) if on_pass else None
+    result = METHODS[piece.method](
+        model, piece.text, workers=piece.workers, budget=piece.budgets[-1], finish_at=piece.budgets, kind=piece.kind, sampler=piece.sampler,
+        seed=piece.seed, finisher_tokens=piece.answer_tokens, on_event=on_event, **piece.more)
+    return Run(piece.workers, piece.problem, piece.number, piece.seed, piece.text, result.as_json())
+
+
+Execute = Callable[[Sequence[Piece], Callable[[int], None]], Iterable[tuple[Piece, Run | ValueError]]]
+"""Where runs are made: given pieces, each of which stands by itself, it yields what each has come to, in any order, as they finish. It may
+call the second argument with the forward passes of the run that is under way. This is the one place where work is handed out: what has
+replicas of the model takes the place of `execute`."""
+
+
+def execute(model: LoadedModel) -> Execute:
+    """Makes runs here, one after the other."""
+    def run(wanted: Sequence[Piece], on_pass: Callable[[int], None]) -> Iterator[tuple[Piece, Run | ValueError]]:
+        for piece in wanted:
+            try:
+                yield piece, solve(model, piece, on_pass)
+            except ValueError as error:
+                yield piece, error
+
+    return run
+
+
+# The file.
+
+
+def read_runs(file: BinaryIO, path: Path, known: Container[Key]) -> list[Run]:
+    """The runs that are there already. A last line that was being written when its writer was killed is cut off.
+
+    Raises:
+      ValueError: a line that is damaged, repeated, or of no run of this evaluation.
+    """
+    found: dict[Key, Run] = {}
+    for number, line in enumerate(records.lines_of(file), 1):
+        try:
+            run = Run.read(line)
+            if run.key not in known:
+                raise ValueError("it is of no run of this evaluation")
+            if run.key in found:
+                raise ValueError("it repeats a run before")
+        except ValueError as error:
+            raise ValueError(f"line {number} of {path} is damaged ({error}); take that line out, and --resume makes the run "
+                             f"again") from error
+        found[run.key] = run
+    return [*found.values()]
+
+
+def write_run(file: BinaryIO, run: Run) -> None:
+    """Writes a run behind the others, at once."""
+    records.append(file, dataclasses.asdict(run), "--resume goes on with the evaluation")
