@@ -10,9 +10,9 @@ from jaxshare.models.fields import ConfigError
 from jaxshare.models.generation import Generation
 from jaxshare.models.hf import CheckpointError
 from jaxshare.models.layers import Decoder
-from jaxshare.models.loading import LoadedModel, load
+from jaxshare.models.loading import LoadedModel, load, outline
 
 EMBEDDED = Path(__file__).parent / "embedded"
 """The folder of the small model that comes with the package."""
 
-__all__ = ["EMBEDDED", "CheckpointError", "ConfigError", "Decoder", "Generation", "LoadedModel", "ModelConfig", "load"]
+__all__ = ["EMBEDDED", "CheckpointError", "ConfigError", "Decoder", "Generation", "LoadedModel", "ModelConfig", "load", "outline"]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt", "*.model"]
+_FILES_WITHOUT_WEIGHTS = [pattern for pattern in _FILES if "safetensors" not in pattern]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -129,7 +130,7 @@ def load(path: str | os.PathLike, dtype: Any = None, revision: str | None = None
       ValueError: an unknown dtype, a tokenizer that cannot be read, or heads or MLP that do not divide over the mesh.
     """
     wanted_dtype = None if dtype is None else _dtype(dtype)
-    folder = _folder(path, revision)
+    folder = _folder(path, revision, _FILES)
     config = ModelConfig.from_json(folder)
     fitted = config if mesh is None else fit(config, mesh)
     settings = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
@@ -163,11 +164,22 @@ def _bit_sums(params: dict[str, Any], kv_heads: int, repeats: int) -> dict[str, 
     return jax.tree.map_with_path(summed, params)
 
 
+def outline(path: str | os.PathLike, revision: str | None = None) -> LoadedModel:
+    """A model without its parameters, for a process that reads prompts while others run the model: `params` is empty.
+
+    Arguments and errors as in `load`, but for those of weights.
+    """
+    folder = _folder(path, revision, _FILES_WITHOUT_WEIGHTS)
+    config = ModelConfig.from_json(folder)
+    settings = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    return LoadedModel(config, {}, _tokenizer(folder), _generation(folder, settings), _workers(folder))
+
+
 def _placed(config: ModelConfig, module: ShardedDecoder, path: tuple[str, ...], value: Any) -> Array:
     return put(fit_params(value, path, config, module.mesh), module.names(path), module.mesh)
 
 
-def _folder(path: str | os.PathLike, revision: str | None) -> Path:
+def _folder(path: str | os.PathLike, revision: str | None, files: list[str]) -> Path:
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -183,7 +195,7 @@ def _folder(path: str | os.PathLike, revision: str | None) -> Path:
     import huggingface_hub  # here, because most programs never ask the hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_FILES))
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=files))
     except Exception as error:  # the kinds differ between versions: no network, no such repository or revision, not allowed
         at = f" at revision {revision}" if revision else ""
         raise FileNotFoundError(f"there is no model folder {name}, and the hub did not give a model of this name{at} "

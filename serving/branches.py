@@ -121,8 +121,8 @@ class Branches:
 
         Args:
           model: from `jaxshare.models.load`.
-          prompts: text, tokens, a tree (`Branch`), or a list of these, which is folded into the tree of its common prefixes. None samples
-            from the end of `prefix`.
+          prompts: text, tokens, a tree (`Branch`), or a list of these, which is folded into the tree of its common prefixes; or prompts
+            with numbers of their own (`trees.Prompt`), such as a part of a longer list. None samples from the end of `prefix`.
           n: completions of each prompt. Number i of prompt p draws from a seed made of `seed`, p and i, so its text depends neither on n
             nor on what else there is; for the first prompt that is seed + i.
           max_new_tokens: the most tokens of a completion; a stop token ends it earlier.

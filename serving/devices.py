@@ -42,10 +42,7 @@ def mesh_of(options: argparse.Namespace) -> "Mesh | None":
     Raises:
       ValueError: sizes below 1, more devices than there are, fewer than all processes have, or data groups of several processes.
     """
-    sizes = {"data": getattr(options, "data", 1), "tensor": options.tensor, "kv": options.kv}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"--{name} is {size}; it must be at least 1 device")
+    sizes = sizes_of(options)
     together = is_together(options)
     if together and sizes["data"] > 1:
         raise ValueError(f"--data is {sizes['data']}, but data groups of several processes have nothing to say to each other; run a "
@@ -54,7 +51,20 @@ def mesh_of(options: argparse.Namespace) -> "Mesh | None":
         return None
     from jaxshare.sharding import make_mesh  # here, so that --help and wrong arguments answer at once
 
-    return make_mesh(**sizes)
+    return make_mesh(data=sizes["data"], tensor=sizes["tensor"], kv=sizes["kv"])
+
+
+def sizes_of(options: argparse.Namespace) -> dict[str, int]:
+    """How many devices were asked for along each axis of the mesh.
+
+    Raises:
+      ValueError: sizes below 1.
+    """
+    sizes = {"data": getattr(options, "data", 1), "tensor": options.tensor, "kv": options.kv}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"--{name} is {size}; it must be at least 1 device")
+    return sizes
 
 
 def is_together(options: argparse.Namespace) -> bool:

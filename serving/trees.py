@@ -35,10 +35,6 @@ class Branch:
     n: int | None = None
 
 
-Prompts = str | Branch | Sequence[int] | Sequence[str | Branch | Sequence[int]]
-"""One prompt as text or tokens, one tree of prompts, or a list of such."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Prompt:
     """One thing to complete: its number in the order in which prompts are written (depth-first in a tree), its tokens, and how often."""
@@ -48,6 +44,10 @@ class Prompt:
     n: int
 
 
+Prompts = str | Branch | Sequence[int] | Sequence[str | Branch | Sequence[int]] | Sequence[Prompt]
+"""One prompt as text or tokens, one tree of prompts, or a list of such; or some of the prompts that `read_prompts` has read."""
+
+
 def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
     """All prompts as tokens.
 
@@ -55,7 +55,8 @@ def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
     straddles two nodes of a tree. Only where a node is given as tokens is the text before it and behind it encoded by itself.
 
     Args:
-      prompts: text, tokens, a tree, or a list of these, which need have nothing in common.
+      prompts: text, tokens, a tree, or a list of these, which need have nothing in common. A list of `Prompt` stays as it is, so that a
+        part of a longer list keeps its numbers.
       n: completions of each prompt, unless its `Branch` says otherwise.
       encode: of a text, and whether it opens a prompt; called once for each different text.
 
@@ -70,6 +71,8 @@ def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
         entries = [prompts]
     if not len(entries):
         raise ValueError("there are no prompts; give at least one, with at least one token of text")
+    if all(isinstance(entry, Prompt) for entry in entries):
+        return [*entries]
     found: list[Prompt] = []
 
     def tokens(head: tuple[int, ...], text: str) -> tuple[int, ...]:

@@ -1,12 +1,17 @@
 """Settings that every test runs under."""
 
 import os
+import secrets
 
 # Before JAX is imported. Tests run on the CPU unless the caller names another platform, and never touch the network.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What somebody has calibrated on this machine must not decide what a test sees.
 os.environ["JAXSHARE_CACHE"] = os.path.join(os.path.dirname(__file__), "fixtures", "no-calibration")
+
+# Ray listens on every interface: its clusters take a token that only this run of the tests knows, and none is written to the home folder.
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 import gc
 from pathlib import Path

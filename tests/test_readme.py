@@ -69,3 +69,10 @@ def test_the_example_of_many_devices_runs_and_writes_what_one_device_writes(monk
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
     alone = generate(load(EMBEDDED), "Compute 17 + 25.", n=4, max_new_tokens=16, sampler=Sampler(temperature=1.5)).completions[3].text
     assert printed(5) == f"{alone}\n"
+
+
+@pytest.mark.slow
+def test_the_example_of_a_fleet_runs():
+    found = sorted(line for line in printed(6).splitlines() if line.startswith("Compute "))
+    assert [line.startswith(f"Compute {sum} {i} ") for line, (sum, i) in zip(found, [(s, i) for s in ("12 * 7.", "17 + 25.") for i in "01"],
+                                                                             strict=True)] == [True] * 4

@@ -1,0 +1,324 @@
+"""Fleets on a local Ray cluster: work that dies, nodes that are lost, and batch jobs that come out as one process writes them."""
+
+import contextlib
+import functools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ray.cloudpickle
+
+from jaxshare.serving import batch, cli
+from jaxshare.serving.fleet import Fleet
+from jaxshare.serving.shards import cut
+from jaxshare.serving.trees import Prompt, read_prompts
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not find the tests
+
+CLUSTER = """
+import ray, sys, tempfile
+with tempfile.TemporaryDirectory(prefix="jaxshare-", dir="/tmp") as folder:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+             object_store_memory=100 * 2**20, _temp_dir=folder)
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    sys.stdin.read()
+    ray.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A cluster of two CPUs in processes of its own, which share what they compile: (address, process id)."""
+    process = subprocess.Popen([sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={
+        **os.environ, "RAY_USAGE_STATS_ENABLED": "0", "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"})
+    try:
+        yield process.stdout.readline().strip(), process.pid
+    finally:
+        process.communicate("", timeout=60)
+
+
+def below(pid: int) -> dict[int, str]:
+    """The processes that one has started, directly or not, and what they are called."""
+    found = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+            found[int(status.parent.name)] = parent, (status.parent / "cmdline").read_bytes()
+    under, names = {pid}, {}
+    while more := {p for p, (parent, _) in found.items() if parent in under} - under:
+        under |= more
+        names |= {p: found[p][1].replace(b"\0", b" ").decode(errors="replace") for p in more}
+    return names
+
+
+def wait_for(what, seconds: float = 120):
+    """What it returns once that is something."""
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, "this has not come about"
+        time.sleep(0.01)
+    return found
+
+
+# Cutting.
+
+
+@pytest.mark.parametrize(("shards", "sizes"), [(1, [10]), (3, [3, 3, 4]), (4, [2, 3, 2, 3]), (100, [1] * 10)])
+def test_a_run_is_cut_into_neighbours(shards, sizes):
+    prompts = [Prompt(0, (7, 1, 300), 3), Prompt(4, (5,), 2), Prompt(2, (7, 1), 4), Prompt(3, (5, 2), 1), Prompt(9, (7, 1, 300, 4), 2)]
+    found = cut(prompts, {(0, 1), (4, 0)}, shards)
+    places = [place for shard in found for place in shard.places]
+    assert sorted(map(len, (shard.places for shard in found))) == sorted(sizes)
+    assert sorted(places) == sorted({(p.number, i) for p in prompts for i in range(p.n)} - {(0, 1), (4, 0)})
+    assert [number for number in dict.fromkeys(p for p, _ in places)] in ([4, 3, 2, 0, 9], [2, 0, 9, 4, 3])  # what begins alike is together
+    for shard in found:
+        assert {p.number for p in shard.prompts} == {number for number, _ in shard.places} and {*shard.prompts} <= {*prompts}
+        assert shard.skipped() | {*shard.places} == {(p.number, i) for p in shard.prompts for i in range(p.n)}
+        assert shard.skipped().isdisjoint(shard.places) and shard.places[0] in shard.skipped(["cost", shard.places[0]])
+
+
+def test_shards_are_bounded_and_none_are_made_of_nothing():
+    assert [len(shard.places) for shard in cut([Prompt(0, (1,), 10_000)], (), 1)] == [3333, 3333, 3334]
+    assert cut([Prompt(0, (1,), 2)], {(0, 0), (0, 1)}, 4) == []
+    assert str(cut([Prompt(i, (i,), 1) for i in range(9)], (), 1)[0]) == "the shard of prompts 0, 1, 2, 3, 4 and 4 more (counted from 0)"
+
+
+def test_a_part_of_a_list_keeps_its_numbers():
+    """Of which seeds are made: that the texts are the whole's is seen below, on real jobs."""
+    part = [Prompt(2, (5, 6), 2), Prompt(1, (5,), 1)]
+    assert read_prompts(part, 7, no_encoding) == part
+
+
+def no_encoding(text: str, first: bool):
+    pytest.fail("these are tokens already")
+
+
+# Work without a model.
+
+
+def making(folder: str, deadly: str = ""):
+    """Makes work on pieces (name, number of keys). A piece called `deadly` ends its process after the first key that is taken."""
+    def work(piece, arrived):
+        name, keys = piece
+        for key in range(keys):
+            if key in arrived:
+                continue
+            yield key, (name, key, os.getpid())
+            if name == deadly:
+                while not os.path.exists(f"{folder}/taken"):
+                    time.sleep(0.01)
+                if not os.path.exists(f"{folder}/died"):
+                    Path(folder, "died").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+        if name == "always":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if name == "wrong":
+            raise LookupError("nothing of this kind")
+
+    return work
+
+
+def test_pieces_are_done_on_several_replicas_and_a_lost_one_goes_on_elsewhere(cluster, tmp_path, caplog):
+    pieces = [("a", 3), ("deadly", 4), ("b", 1), ("empty", 0), ("c", 2)]
+    found = []
+    with Fleet(cluster[0]) as fleet:
+        assert fleet.replicas == 2
+        fleet.start(functools.partial(making, str(tmp_path), "deadly"))
+        for result in fleet.run(pieces):
+            found.append(result)
+            if result.piece[0] == "deadly":
+                (tmp_path / "taken").touch()
+        assert sorted((r.piece, r.key) for r in found) == sorted((piece, key) for piece in pieces for key in range(piece[1]))
+        assert all(r.value[:2] == (r.piece[0], r.key) for r in found)
+        assert len({r.value[2] for r in found if r.piece[0] == "deadly"}) == 2  # processes
+        assert "is lost" in caplog.text and "another takes its place" in caplog.text
+        assert [r.key for r in fleet.run([("again", 2)])] == [0, 1]
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(("piece", "kind", "words"), [
+    (("always", 0), ValueError, r"\('always', 0\) ended 3 replicas one after the other, the last on node .*; take it out of the input"),
+    (("wrong", 1), LookupError, "nothing of this kind")])
+def test_a_piece_that_cannot_be_done_is_an_error(cluster, tmp_path, piece, kind, words):
+    with Fleet(cluster[0], replicas=1) as fleet:
+        fleet.start(functools.partial(making, str(tmp_path)))
+        with pytest.raises(kind, match=words):
+            [*fleet.run([("good", 1), piece])]
+
+
+def failing():
+    raise FileNotFoundError("there is no folder /models/x")
+
+
+def dying():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (failing, rf"node {re.escape(socket.gethostname())} \([\d.]+\) cannot make its replica: there is no folder /models/x"),
+    (dying, "3 replicas one after the other died as they started, the last on node")])
+def test_a_replica_that_cannot_start_is_an_error(cluster, make, words):
+    with Fleet(cluster[0], replicas=1) as fleet, pytest.raises(ValueError, match=words):
+        fleet.start(make)
+
+
+def shown():
+    import jax
+
+    return lambda piece, arrived: iter([("cpus", len(jax.devices())), ("threads", os.environ["PJRT_NPROC"])])
+
+
+def test_a_replica_has_the_devices_that_were_asked_for(cluster):
+    with Fleet(cluster[0], devices=2) as fleet:
+        assert fleet.replicas == 1
+        fleet.start(shown)
+        assert {r.key: r.value for r in fleet.run([0])} == {"cpus": 2, "threads": "2"}
+
+
+def test_more_replicas_than_there_is_room_for(cluster):
+    words = "3 replicas of 1 CPU each are asked for, but the Ray cluster, of 1 node, has room for 2; lower --replicas"
+    with pytest.raises(ValueError, match=words), Fleet(cluster[0], replicas=3):
+        pass
+    with pytest.raises(ValueError, match="1 replica of 3 CPUs is asked for"), Fleet(cluster[0], devices=3):
+        pass
+    assert not ray.is_initialized()
+
+
+# The command.
+
+ARGUMENTS = ["--n", "8", "--max-new-tokens", "24", "--max-rows", "2", "--temperature", "2", "--seed", "5"]
+
+
+def job(folder: Path) -> list[str]:
+    prompts = [f"1. {q}" for q in ("47 + 38", "12 * 7", "90 - 17", "47 - 36")]
+    (folder / "in.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts), encoding="utf-8")
+    return ["batch", "embedded", "--input", str(folder / "in.jsonl"), *ARGUMENTS]
+
+
+def begin(folder: Path, name: str, *more: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-m", "jaxshare.serving.cli", *job(folder), "--output", str(folder / name), *more],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def equal(found: Path, expected: Path) -> None:
+    """Byte for byte, but for how the log-probabilities are rounded, which depends on how many rows run together."""
+    logprob = re.compile(rb'"logprob": (-?[\d.e-]+)')
+    a, b = found.read_bytes(), expected.read_bytes()
+    assert logprob.sub(b"", a) == logprob.sub(b"", b)
+    assert [float(x) for x in logprob.findall(a)] == pytest.approx([float(x) for x in logprob.findall(b)], abs=1e-3)
+
+
+def test_a_job_that_loses_a_replica_writes_what_an_unbroken_one_does(cluster, tmp_path):
+    address, pid = cluster
+    process = begin(tmp_path, "fleet", "--ray", address, "--json")
+    wait_for(lambda: lines(tmp_path / "fleet") >= 2 or process.poll() is not None)
+    replicas = [p for p, name in below(pid).items() if "_Replica" in name]
+    before = lines(tmp_path / "fleet")
+    os.kill(replicas[0], signal.SIGKILL)
+    assert cli.main([*job(tmp_path), "--output", str(tmp_path / "alone")]) == 0
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0 and len(replicas) == 2 and before < 32, err
+    assert "is lost" in err and json.loads(out)["completions"] == 32
+    equal(tmp_path / "fleet", tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_cluster_that_was_started_and_resume_goes_on(tmp_path):
+    assert cli.main([*job(tmp_path), "--output", str(tmp_path / "alone")]) == 0
+    process = begin(tmp_path, "fleet", "--ray")
+    wait_for(lambda: lines(tmp_path / "fleet") >= 2 or process.poll() is not None)
+    started = below(process.pid)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "--resume goes on with the job" in err and out == ""
+    assert any("raylet" in name for name in started.values())
+    wait_for(lambda: not [p for p in started if os.path.exists(f"/proc/{p}")], 30)
+    assert 0 < lines(tmp_path / "fleet") < 32
+    process = begin(tmp_path, "fleet", "--ray", "--resume", "--kv", "2")
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    equal(tmp_path / "fleet", tmp_path / "alone")
+
+
+NODES = """
+import sys, tempfile
+from ray.cluster_utils import Cluster
+with tempfile.TemporaryDirectory(prefix="jaxshare-", dir="/tmp") as folder:
+    more = dict(num_cpus=1, object_store_memory=100 * 2**20)
+    cluster = Cluster(initialize_head=True, head_node_args={**more, "include_dashboard": False, "temp_dir": folder})
+    second = cluster.add_node(**more)
+    print(cluster.address, flush=True)
+    sys.stdin.readline()
+    cluster.remove_node(second, allow_graceful=False)
+    sys.stdin.read()
+    cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_job_that_loses_a_node_goes_on_with_the_others(tmp_path):
+    nodes = subprocess.Popen([sys.executable, "-c", NODES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                             env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"})
+    try:
+        address = wait_for(lambda: re.search(r"^[\d.]+:\d+$", nodes.stdout.readline().strip())).group()
+        process = begin(tmp_path, "fleet", "--ray", address)
+        wait_for(lambda: lines(tmp_path / "fleet") >= 2 or process.poll() is not None)
+        nodes.stdin.write("\n")
+        nodes.stdin.flush()
+        assert cli.main([*job(tmp_path), "--output", str(tmp_path / "alone")]) == 0
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0 and "is lost" in err, err
+        equal(tmp_path / "fleet", tmp_path / "alone")
+    finally:
+        nodes.communicate("", timeout=60)
+
+
+def test_a_model_that_a_node_does_not_have():
+    with pytest.raises(FileNotFoundError, match="there is no folder /models/x; give every node the model at the same path, or name it"):
+        batch._load_replica("/models/x", None, 1, 1)
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--ray", "127.0.0.1:{port}"], "nobody answers at the Ray address 127.0.0.1:{port} ("),
+    (["--ray", "ray://127.0.0.1:{port}"], "nobody answers at the Ray address ray://127.0.0.1:{port} ("),
+    (["--ray", "head"], "the Ray address is 'head'; it must be auto, HOST:PORT or ray://HOST:PORT"),
+    (["--ray", "127.0.0.1:99999"], "nobody answers at the Ray address 127.0.0.1:99999"),
+    (["--ray", "--data", "2"], "--data is 2, but with --ray each replica is one group; give --replicas"),
+    (["--ray", "--replicas", "0"], "replicas is 0; it must be at least 1"), (["--replicas", "2"], "--replicas is given without --ray"),
+    (["--ray", "--tensor", "0"], "--tensor is 0; it must be at least 1 device")])
+def test_what_cannot_be_is_said_at_once_and_leaves_nothing_behind(arguments, words, capsys, tmp_path):
+    port, clock = str(free_port()), time.monotonic()
+    arguments = [argument.replace("{port}", port) for argument in arguments]
+    assert cli.main([*job(tmp_path), "--output", str(tmp_path / "out"), *arguments]) == 1
+    out, err = capsys.readouterr()
+    assert words.replace("{port}", port) in err and out == "" and time.monotonic() - clock < 15
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_ray_that_is_not_installed_is_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert cli.main([*job(tmp_path), "--output", str(tmp_path / "out"), "--ray"]) == 1
+    assert "Ray, which is not installed: pip install 'jaxshare[ray]'" in capsys.readouterr().err
+
+
+def test_ray_is_imported_only_where_it_is_asked_for():
+    program = "import sys, jaxshare.serving.cli, jaxshare.serving.shards; print('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "False\n"
