@@ -10,7 +10,6 @@ sampled, and the texts are those of an unbroken run. OUTPUT.job beside it keeps 
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.serving import devices, fleet, records
 from jaxshare.serving.batch_input import Item, read_input
 from jaxshare.serving.inputs import default_sampler
+from jaxshare.serving.nodes import NodeModel
 from jaxshare.serving.replicas import branches
 from jaxshare.serving.shards import Shards
 from jaxshare.serving.trees import Branch
@@ -80,23 +80,12 @@ def run(options: argparse.Namespace, sampling: dict[str, Any]) -> int:
 
 def _run_on(found: fleet.Fleet, options: argparse.Namespace, sampling: dict[str, Any]) -> int:
     """Runs a job on replicas, which load the model themselves; what is read here has no parameters."""
-    # Of the embedded model every node has a folder of its own, wherever the package is installed.
-    here = options.model != "embedded" and Path(options.model).is_dir()
-    path = str(Path(options.model).resolve()) if here else options.model
-    load = functools.partial(_load_replica, path, options.dtype, options.tensor, options.kv)
+    node = NodeModel.of(options)
     with contextlib.ExitStack() as running:
         def engine(model: LoadedModel, *prompts: Any, **settings: Any) -> Shards:
-            return Shards(running.enter_context(found), load, model, *prompts, **settings)
+            return Shards(running.enter_context(found), node.load, model, *prompts, **settings)
 
-        return run_job(options, sampling, lambda: models.outline(models.EMBEDDED if path == "embedded" else path), engine)
-
-
-def _load_replica(path: str, dtype: str | None, tensor: int, kv: int) -> LoadedModel:
-    """The model, on the node where this is called."""
-    if os.path.isabs(path) and not os.path.isdir(path):
-        raise FileNotFoundError(f"there is no folder {path}; give every node the model at the same path, or name it by a hub id")
-    mesh = devices.mesh_of(argparse.Namespace(tensor=tensor, kv=kv))
-    return models.load(models.EMBEDDED if path == "embedded" else path, dtype=dtype, mesh=mesh)
+        return run_job(options, sampling, node.outline, engine)
 
 
 def run_job(options: argparse.Namespace, sampling: dict[str, Any], load: Callable[[], LoadedModel], engine: Callable[..., Any]) -> int:

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import ray.cloudpickle
 
-from jaxshare.serving import batch, cli
+from jaxshare.serving import cli
 from jaxshare.serving.fleet import Fleet
+from jaxshare.serving.nodes import NodeModel
 from jaxshare.serving.shards import cut
 from jaxshare.serving.trees import Prompt, read_prompts
 
@@ -285,9 +286,27 @@ def test_a_job_that_loses_a_node_goes_on_with_the_others(tmp_path):
         nodes.communicate("", timeout=60)
 
 
+@pytest.mark.slow
+def test_an_evaluation_on_replicas_comes_to_what_it_comes_to_here(cluster, tmp_path, capsys):
+    address, _ = cluster
+    command = ["evaluate", "embedded", "--task", "sums", "--workers", "1,2", "--budgets", "16,96", "--samples", "3",
+               "--questions", "2", "--json"]
+    found = []
+    for name, more in (("fleet", ["--ray", address]), ("here", [])):
+        assert cli.main([*command, "--out", str(tmp_path / name), *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["points"] == found[1]["points"] and len(found[0]["points"]) == 4
+
+    def texts(name: str) -> dict:
+        runs = map(json.loads, (tmp_path / name / "runs.jsonl").read_text().splitlines())
+        return {(run["workers"], run["problem"]): (run["result"]["workers"], run["result"]["answers"]) for run in runs}
+
+    assert texts("fleet") == texts("here")
+
+
 def test_a_model_that_a_node_does_not_have():
     with pytest.raises(FileNotFoundError, match="there is no folder /models/x; give every node the model at the same path, or name it"):
-        batch._load_replica("/models/x", None, 1, 1)
+        NodeModel("/models/x", None, 1, 1).load()
 
 
 def free_port() -> int:

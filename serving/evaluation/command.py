@@ -22,7 +22,7 @@ from tqdm import tqdm
 from jaxshare import models
 from jaxshare.models import LoadedModel
 from jaxshare.models.problems import QUESTIONS
-from jaxshare.serving import devices, records
+from jaxshare.serving import devices, fleet, records
 from jaxshare.serving.baselines import METHODS
 from jaxshare.serving.evaluation import plot, runs, scoring, tasks
 from jaxshare.serving.evaluation.mathematics import Mathematician
@@ -32,6 +32,7 @@ from jaxshare.serving.evaluation.scoring import Point, Scorer
 from jaxshare.serving.evaluation.tasks import Task
 from jaxshare.serving.inputs import default_sampler
 from jaxshare.serving.layouts import LAYOUTS
+from jaxshare.serving.nodes import NodeModel
 
 FORMAT = "jaxshare evaluation 1"
 SETTINGS, RUNS, SCORES, RESULT, TABLE, PICTURE = "settings.json", "runs.jsonl", "scores.jsonl", "result.json", "table.txt", "accuracy.png"
@@ -66,11 +67,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for all texts, scores, the table and the plot")
     parser.add_argument("--resume", action="store_true", help="go on with the evaluation that has begun the folder")
     devices.add_arguments(parser, data=False)
+    fleet.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, everything else on stderr")
 
 
 def run(options: argparse.Namespace, sampling: dict[str, Any], workers: Sequence[int], budgets: Sequence[int]) -> int:
-    """Runs an evaluation here; see `run_evaluation`."""
+    """Runs an evaluation, here or on a fleet; see `run_evaluation`."""
+    if found := fleet.of_options(options):
+        node = NodeModel.of(options)
+        with contextlib.ExitStack() as running:
+            def executes(_: LoadedModel) -> Execute:
+                return runs.execute_on(running.enter_context(found), node.load)
+
+            return run_evaluation(options, sampling, workers, budgets, node.outline, executes)
     mesh = devices.mesh_of(options)
 
     def load() -> LoadedModel:

@@ -5,8 +5,9 @@ rest is run, and all is as in an unbroken one.
 """
 
 import dataclasses
+import functools
 import json
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,6 +16,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.serving import records
 from jaxshare.serving.baselines import METHODS
 from jaxshare.serving.evaluation.tasks import Problem
+from jaxshare.serving.fleet import Fleet, Work
 
 ALONE = ("no-early-stop", "sequential", "skeleton-unlimited")
 """Methods that do not ask how many workers there are. They count as one."""
@@ -55,6 +57,9 @@ class Piece:
     @property
     def key(self) -> Key:
         return self.workers, self.problem, self.number
+
+    def __str__(self) -> str:
+        return f"the run of problem {self.problem} with {self.workers} worker{'s' * (self.workers > 1)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +127,7 @@ def solve(model: LoadedModel, piece: Piece, on_pass: Callable[[int], None] | Non
 
 Execute = Callable[[Sequence[Piece], Callable[[int], None]], Iterable[tuple[Piece, Run | ValueError]]]
 """Where runs are made: given pieces, each of which stands by itself, it yields what each has come to, in any order, as they finish. It may
-call the second argument with the forward passes of the run that is under way. This is the one place where work is handed out: what has
-replicas of the model takes the place of `execute`."""
+call the second argument with the forward passes of the run that is under way."""
 
 
 def execute(model: LoadedModel) -> Execute:
@@ -136,6 +140,34 @@ def execute(model: LoadedModel) -> Execute:
                 yield piece, error
 
     return run
+
+
+def execute_on(fleet: Fleet, load: Callable[[], LoadedModel]) -> Execute:
+    """Makes runs on the replicas of a fleet, side by side.
+
+    Args:
+      fleet: connected.
+      load: gives the model, on the node where it is called.
+    """
+    def run(wanted: Sequence[Piece], on_pass: Callable[[int], None]) -> Iterator[tuple[Piece, Run | ValueError]]:
+        fleet.start(functools.partial(_solver, load), most=len(wanted))
+        for result in fleet.run(wanted):
+            yield result.piece, result.value
+
+    return run
+
+
+def _solver(load: Callable[[], LoadedModel]) -> Work:
+    """What makes runs in the process of a replica."""
+    model = load()
+
+    def work(piece: Piece, arrived: Collection[Hashable]) -> Iterator[tuple[Hashable, Run | ValueError]]:
+        try:
+            yield piece.key, solve(model, piece)
+        except ValueError as error:
+            yield piece.key, ValueError(str(error))
+
+    return work
 
 
 # The file.
