@@ -6,6 +6,8 @@ Weights come from safetensors alone: nothing pickled is loaded, and code that a 
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -75,6 +77,14 @@ class LoadedModel:
         if self.mesh is None or axis_size(self.mesh, DATA) == 1:
             return [self]
         return [dataclasses.replace(self, params=part_on(self.params, mesh), mesh=mesh) for mesh in data_groups(self.mesh)]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """What a trace remembers of the model: its configuration and the tokens of its tokenizer, hashed. Not the parameters, so that a
+        trace can be computed again while they are trained; nor how many kv heads there are, because a mesh repeats them."""
+        config = dataclasses.asdict(dataclasses.replace(self.config, num_kv_heads=0))
+        tokens = sorted(self.tokenizer.get_vocab().items()) if self.tokenizer else []
+        return hashlib.sha256(json.dumps([config, tokens], sort_keys=True).encode()).hexdigest()
 
     def for_context(self, positions: int) -> "LoadedModel":
         """The model for runs of at most `positions` tokens; see `ModelConfig.for_context`."""
