@@ -42,10 +42,8 @@ def reencode(model: LoadedModel, trace: Trace, *, at: Sequence[int] | None = Non
     cache = KVCache.create(model.config, trace.capacities.tolist(), jax.tree.leaves(model.params)[0].dtype, mesh=model.mesh)
     tokens, blocks, indices = standing(trace)
     places = np.asarray(cache.offsets)[blocks] + indices
-    left = -len(tokens) % 128  # so that traces of about the same length share a program
-    stays = (np.pad(column, (0, left), constant_values=fill) for column, fill in ((tokens, 0), (indices, 0), (places, -1)))
-    wanted_padded = np.pad(wanted, (0, -len(wanted) % 128))[None]
-    logits, cache = _reencode(model.module, model.params, TraceBatch.of([trace]), wanted_padded, cache, *stays, trace.lengths)
+    stays = _padded(tokens), _padded(indices), _padded(places, -1)
+    logits, cache = _reencode(model.module, model.params, TraceBatch.of([trace]), _padded(wanted)[None], cache, *stays, trace.lengths)
     return logits[0, :len(wanted)], cache
 
 
@@ -81,6 +79,11 @@ def check(model: LoadedModel, trace: Trace) -> None:
     if (longest := int(trace.positions.max()) + 1) > model.config.max_positions:
         raise ValueError(f"a row of the trace has {longest} tokens, but the model's context holds {model.config.max_positions}; load the model "
                          f"that wrote it")
+
+
+def _padded(numbers: np.ndarray, value: int = 0) -> np.ndarray:
+    """int32, with more behind them, so that traces of about the same length share a program."""
+    return np.pad(numbers.astype(np.int32), (0, -max(1, len(numbers)) % 128 + (not len(numbers))), constant_values=value)
 
 
 @functools.partial(jax.jit, static_argnames=("module",), donate_argnames=("cache",))
