@@ -314,7 +314,8 @@ def decode(model: Model, params: Any, state: DecodeState, *, passes: int, width:
         raise ValueError(f"passes is {passes} and width {width}; passes must be at least 0, and width from 1 to the state's "
                          f"max_width, {state.max_width}")
     if state.record is not None and passes > state.record.room:
-        raise ValueError(f"passes is {passes}, but the state has room to record {state.record.room}; create it with more, or run fewer at once")
+        raise ValueError(f"passes is {passes}, but the state has room to record {state.record.room}; create it with more, or run fewer at "
+                         f"once")
     rest = dataclasses.replace(state, cache=None, logits=None, kept=None)  # pyright: ignore[reportArgumentType]
     return _decode(model, params, state.cache, state.logits, state.kept, rest, jnp.asarray(passes, jnp.int32), jnp.asarray(until_any),
                    width)
@@ -434,5 +435,6 @@ def _step(state: DecodeState, token: Array, due: Array, stopped: Array) -> Decod
     opening = jnp.concatenate([token[:, None], found.opening], axis=1)
     size = opening.shape[1]
     return dataclasses.replace(
-        state, steps=steps, cache=cache, record=record, reasons=reasons, waiting=jnp.where(found.opens, 1 + found.opening_size, state.waiting),
+        state, steps=steps, cache=cache, record=record, reasons=reasons,
+        waiting=jnp.where(found.opens, 1 + found.opening_size, state.waiting),
         pending=state.pending.at[:, :size].set(jnp.where(found.opens[:, None], opening, state.pending[:, :size])))

@@ -1,7 +1,7 @@
 """Recording: how traces are made, of what a device has done or by hand.
 
-The decode loop notes what it feeds and moves in a `Record`, which the host reads after every dispatch into a `Recorder`. A program that makes
-traces of its own, for training say, tells a `Recorder` the same:
+The decode loop notes what it feeds and moves in a `Record`, which the host reads after every dispatch into a `Recorder`. A program that
+makes traces of its own, for training say, tells a `Recorder` the same:
 
     recorder = Recorder(num_blocks=3)                              # a history, and a block for each of two workers
     recorder.text(prompt, block=0)                                 # sees its own block alone
@@ -31,8 +31,8 @@ class Record:
       first: int32[], passes before the dispatch.
       tokens: int32[J, R, W], what each pass fed; counts: int32[J, R], how many tokens of each row.
       lengths: int32[J, B], of the blocks after each pass.
-      moved: bool[J + 1, 2, R], the rows whose blocks moved before each pass, and after the last: at the ends of steps, then, as the pass began,
-        where a block was full. Lower rows move first.
+      moved: bool[J + 1, 2, R], the rows whose blocks moved before each pass, and after the last: at the ends of steps, then, as the pass
+        began, where a block was full. Lower rows move first.
     """
 
     first: Array
@@ -60,8 +60,8 @@ class Record:
         """The pass after so many was run, with int32[R, width] tokens, int32[R] of them real, and left blocks of int32[B] lengths."""
         at = passes - self.first
         return dataclasses.replace(
-            self, tokens=self.tokens.at[at, :, :tokens.shape[1]].set(tokens, mode="drop"), counts=self.counts.at[at].set(counts, mode="drop"),
-            lengths=self.lengths.at[at].set(lengths, mode="drop"))
+            self, tokens=self.tokens.at[at, :, :tokens.shape[1]].set(tokens, mode="drop"),
+            counts=self.counts.at[at].set(counts, mode="drop"), lengths=self.lengths.at[at].set(lengths, mode="drop"))
 
     def ended(self, passes: Array, rows: Array) -> Self:
         """The blocks of bool[R] rows moved because their steps had ended, after so many passes."""
@@ -115,7 +115,8 @@ class Recorder:
         """
         return self.feed([tokens], [[block]], rows=(NO_ROW,))[0]
 
-    def feed(self, tokens: Sequence[Sequence[int]], layout: Sequence[Sequence[int]], *, rows: Sequence[int] | None = None) -> list[np.ndarray]:
+    def feed(self, tokens: Sequence[Sequence[int]], layout: Sequence[Sequence[int]], *,
+             rows: Sequence[int] | None = None) -> list[np.ndarray]:
         """A pass. What a row brings sees all of the blocks that it lists, what other rows bring in this pass too, and its own up to itself.
 
         Args:
@@ -202,14 +203,14 @@ class Recorder:
 
     def trace(self, *, names: Sequence[str] = (), fingerprint: str = "", context: int = 0) -> Trace:
         """What has been recorded so far; recording can go on. The arguments are those of `Trace`."""
-        of_views = np.asarray(self._of_views, np.int32).reshape(-1, 2)
+        rows, passes = np.asarray(self._of_views, np.int32).reshape(-1, 2).T
+        starts, visible = (np.asarray(x, np.int32).reshape(-1, len(self._held)) for x in (self._starts, self._visible))
         stays = np.asarray(self._stays, np.int32).reshape(-1, 5)
         stays = stays[stays[:, 4] > stays[:, 3]]  # what moved on before a pass had seen it was nowhere
-        stays = stays[np.argsort(stays[:, 0], kind="stable")]
-        blocks = len(self._held)
+        of, blocks, indices, begins, ends = stays[np.argsort(stays[:, 0], kind="stable")].T
         return Trace(
-            np.asarray(self._tokens, np.int32), np.asarray(self._views, np.int32), *of_views.T,
-            np.asarray(self._starts, np.int32).reshape(-1, blocks), np.asarray(self._visible, np.int32).reshape(-1, blocks), *stays.T,
+            tokens=np.asarray(self._tokens, np.int32), views=np.asarray(self._views, np.int32), rows=rows, passes=passes, starts=starts,
+            visible=visible, stay_tokens=of, stay_blocks=blocks, stay_indices=indices, stay_begins=begins, stay_ends=ends,
             capacities=self._most if self._capacities is None else self._capacities, names=tuple(names), fingerprint=fingerprint,
             context=context)
 
@@ -234,5 +235,5 @@ class Recorder:
 
     def _check_room(self, block: int, count: int) -> None:
         if self._capacities is not None and len(self._held[block]) + count > self._capacities[block]:
-            raise ValueError(f"block {block} has {len(self._held[block])} tokens of at most {int(self._capacities[block])}, and {count} more "
-                             f"do not fit; give the recorder larger capacities")
+            raise ValueError(f"block {block} has {len(self._held[block])} tokens of at most {int(self._capacities[block])}, and {count} "
+                             f"more do not fit; give the recorder larger capacities")

@@ -1,9 +1,9 @@
 """Re-encoding: all that a trace has fed, computed in one parallel pass that can be differentiated.
 
-Hogwild! Inference, section 3.4 and appendix B ("Fine-tuning and re-encoding considerations"): each query is rotated to its position less the
-begin of a block, and sees so many tokens of it. The keys of a block are laid out once for each of their stays, rotated to the place where they
-stood, in tiles of one block; a query sees of a tile what stood there in its pass. Queries come in chunks, and tiles one after the other, with
-the online softmax between them, so that nothing has the size of queries times keys.
+Hogwild! Inference, section 3.4 and appendix B ("Fine-tuning and re-encoding considerations"): each query is rotated to its position less
+the begin of a block, and sees so many tokens of it. The keys of a block are laid out once for each of their stays, rotated to the place
+where they stood, in tiles of one block; a query sees of a tile what stood there in its pass. Queries come in chunks, and tiles one after
+the other, with the online softmax between them, so that nothing has the size of queries times keys.
 """
 
 import dataclasses
@@ -92,10 +92,11 @@ class TraceBatch:
     @property
     def shape(self) -> tuple[int, int]:
         """N, T."""
-        return self.tokens.shape
+        many, width = self.tokens.shape
+        return many, width
 
 
-def trace_attention(q: Array, k: Array, v: Array, batch: TraceBatch, rope: Rope, *, scale: float | None = None) -> Array:
+def trace_attention(q: Array, k: Array, v: Array, batch: TraceBatch, rope: Rope) -> Array:
     """Attention of all tokens of traces at once, each over what it saw where it stood then. Differentiable in q, k and v.
 
     The backward pass computes chunks and tiles anew, so its memory, too, grows with T alone.
@@ -104,7 +105,6 @@ def trace_attention(q: Array, k: Array, v: Array, batch: TraceBatch, rope: Rope,
       q: [N, T, H, D], k, v: [N, T, K, D], not rotated; H is a multiple of K.
       batch: of the traces.
       rope: of queries and keys.
-      scale: of the scores; default 1 / sqrt(D).
 
     Returns:
       [N, T, H, D] in q's dtype; 0 for padding.
@@ -114,9 +114,8 @@ def trace_attention(q: Array, k: Array, v: Array, batch: TraceBatch, rope: Rope,
     """
     many, width, heads, dim = q.shape
     if (many, width) != batch.shape or k.shape != v.shape or k.shape[:2] != batch.shape or heads % k.shape[2] or width % CHUNK:
-        raise ValueError(f"q must be [N, T, H, D] and k and v [N, T, K, D] with N, T = {batch.shape}, T a multiple of {CHUNK} and K dividing "
-                         f"H; got {q.shape}, {k.shape} and {v.shape}")
-    scale = dim**-0.5 if scale is None else scale
+        raise ValueError(f"q must be [N, T, H, D] and k and v [N, T, K, D] with N, T = {batch.shape}, T a multiple of {CHUNK} and K "
+                         f"dividing H; got {q.shape}, {k.shape} and {v.shape}")
     # What is not finite must not reach those that do not see it, as in a cache.
     k, v = finite(k), finite(v)
     keys = rotate(_laid_out(k, batch), *(table[..., None, :] for table in rope.cos_sin(batch.stay_indices)))
@@ -134,30 +133,31 @@ def trace_attention(q: Array, k: Array, v: Array, batch: TraceBatch, rope: Rope,
             when = passes[..., None]
             visible = (indices[:, None] < limit) & (begins[:, None] <= when) & (when < ends[:, None])  # [N, C, S]
             # Most tiles are of another time than the chunk.
-            return jax.lax.cond(jnp.any(visible), lambda: _added(carry, q, keys, values, turn, visible, rope, scale), lambda: carry), None
+            return jax.lax.cond(jnp.any(visible), lambda: _added(carry, q, keys, values, turn, visible, rope), lambda: carry), None
 
-        empty = q.shape[:1] + (k.shape[2], heads // k.shape[2], q.shape[1])  # [N, K, G, C]
+        empty = many, k.shape[2], heads // k.shape[2], CHUNK
         start = jnp.full(empty, _LOWEST), jnp.zeros(empty), jnp.zeros((*empty, dim))
         (_, total, mixed), _ = jax.lax.scan(over_tile, start, tiles)
         out = mixed / jnp.where(total == 0, 1.0, total)[..., None]
         return jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
 
-    chunks = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(many, -1, CHUNK, *x.shape[2:]), 1, 0), (q, batch.passes, batch.turns, batch.seen))
-    return jnp.moveaxis(jax.lax.map(attend, chunks), 0, 1).reshape(q.shape)
+    queries = q, batch.passes, batch.turns, batch.seen
+    out = jax.lax.map(attend, jax.tree.map(lambda x: jnp.moveaxis(x.reshape(many, -1, CHUNK, *x.shape[2:]), 1, 0), queries))
+    return jnp.moveaxis(out, 0, 1).reshape(q.shape)
 
 
 _LOWEST = -1e30
 """Below every score, and finite, so that differences of it are."""
 
 
-def _added(carry: tuple[Array, Array, Array], q: Array, keys: Array, values: Array, turn: Array, visible: Array, rope: Rope,
-           scale: float) -> tuple[Array, Array, Array]:
+def _added(carry: tuple[Array, Array, Array], q: Array, keys: Array, values: Array, turn: Array, visible: Array,
+           rope: Rope) -> tuple[Array, Array, Array]:
     """The online softmax (top, total, mixed) with one tile more."""
     top, total, mixed = carry
     cos, sin = rope.cos_sin(turn)  # [N, C, 1, P]
     turned = rotate(q, cos, sin).reshape(*q.shape[:2], keys.shape[2], -1, q.shape[3])  # [N, C, K, G, D]
     sees = visible[:, None, None]
-    scores = jnp.where(sees, _product("nckgd,nskd->nkgcs", turned, keys) * scale, _LOWEST)
+    scores = jnp.where(sees, _product("nckgd,nskd->nkgcs", turned, keys) * q.shape[3]**-0.5, _LOWEST)
     # The largest score cancels out of the result, so no gradient goes through it.
     high = jax.lax.stop_gradient(jnp.maximum(top, jnp.max(scores, axis=-1)))
     weights = jnp.where(sees, jnp.exp(scores - high[..., None]), 0.0)

@@ -14,7 +14,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -26,8 +26,8 @@ NO_ROW = -1
 """The row of a text that was put into a block without one: a prompt, a header, what a person says, a step that is encoded anew."""
 _MAGIC, _FORMAT = b"jaxshare trace", 1
 """How a file begins, with the checksum of the rest, so that nothing is parsed that was not written so."""
-_ARRAYS = ("tokens", "views", "rows", "passes", "starts", "visible", "stay_tokens", "stay_blocks", "stay_indices", "stay_begins", "stay_ends",
-           "capacities")
+_ARRAYS = ("tokens", "views", "rows", "passes", "starts", "visible", "stay_tokens", "stay_blocks", "stay_indices", "stay_begins",
+           "stay_ends", "capacities")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,8 +125,8 @@ class Trace:
         """
         about = {"names": self.names, "fingerprint": self.fingerprint, "context": self.context}
         content = io.BytesIO()
-        np.savez_compressed(content, about=np.frombuffer(json.dumps(about).encode(), np.uint8),
-                            **{name: _narrow(getattr(self, name)) for name in _ARRAYS})
+        arrays: dict[str, Any] = {name: _narrow(getattr(self, name)) for name in _ARRAYS}
+        np.savez_compressed(content, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
         with whole_file(Path(path), "wb") as file:
             file.write(b"%s %d %s\n" % (_MAGIC, _FORMAT, _checksum(content.getvalue())))
             file.write(content.getvalue())
@@ -143,8 +143,8 @@ class Trace:
         if not (found := re.fullmatch(rb"%s (\d+) ([0-9a-f]{64})" % _MAGIC, head)):
             raise ValueError(f"{os.fspath(path)} does not begin as a trace does; give a file that Trace.save has written")
         if int(found[1]) != _FORMAT:
-            raise ValueError(f"{os.fspath(path)} is a trace of format {int(found[1])}, and this version reads format {_FORMAT}; read it with "
-                             f"the version that wrote it")
+            raise ValueError(f"{os.fspath(path)} is a trace of format {int(found[1])}, and this version reads format {_FORMAT}; read it "
+                             f"with the version that wrote it")
         if found[2] != _checksum(content):
             raise ValueError(f"{os.fspath(path)} is a trace that is cut short or damaged: its checksum is wrong; save the trace again")
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
@@ -204,8 +204,8 @@ def _check_stays(trace: Trace) -> None:
     for block in np.unique(trace.stay_blocks[standing]):
         there = np.sort(trace.stay_indices[standing & (trace.stay_blocks == block)])
         if (there != np.arange(len(there))).any() or len(there) > trace.capacities[block]:
-            raise ValueError(f"what stands in block {int(block)} at the end of the trace must be one token at each index from 0, at most its "
-                             f"capacity of {int(trace.capacities[block])}; got {len(there)} tokens up to index {int(there[-1])}")
+            raise ValueError(f"what stands in block {int(block)} at the end of the trace must be one token at each index from 0, at most "
+                             f"its capacity of {int(trace.capacities[block])}; got {len(there)} tokens up to index {int(there[-1])}")
 
 
 def _ascending(name: str, array: np.ndarray, end: int) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -20,8 +19,8 @@ from jaxshare.trace import Trace
 def reencode(model: LoadedModel, trace: Trace, *, at: Sequence[int] | None = None) -> tuple[Array, KVCache]:
     """All that a trace has fed, computed in one parallel pass (Hogwild! Inference, appendix B).
 
-    In float32 logits and cache are those of the session to rounding. The cost is that of a prompt as long as the trace; memory grows with its
-    length alone, logits aside.
+    In float32 logits and cache are those of the session to rounding. It costs what a prompt as long as the trace does, and memory grows
+    with its length alone.
 
     Args:
       model: that which the trace is of.
@@ -75,10 +74,11 @@ def check(model: LoadedModel, trace: Trace) -> None:
         raise ValueError(f"the trace is of another model or tokenizer (fingerprint {trace.fingerprint[:12]}, and this model's is "
                          f"{model.fingerprint[:12]}); load the model that wrote it")
     if (most := int(trace.tokens.max())) >= model.config.vocab_size:
-        raise ValueError(f"the trace has token {most}, outside the model's vocabulary of {model.config.vocab_size}; load the model that wrote it")
+        raise ValueError(f"the trace has token {most}, outside the model's vocabulary of {model.config.vocab_size}; load the model that "
+                         f"wrote it")
     if (longest := int(trace.positions.max()) + 1) > model.config.max_positions:
-        raise ValueError(f"a row of the trace has {longest} tokens, but the model's context holds {model.config.max_positions}; load the model "
-                         f"that wrote it")
+        raise ValueError(f"a row of the trace has {longest} tokens, but the model's context holds {model.config.max_positions}; load the "
+                         f"model that wrote it")
 
 
 def _padded(numbers: np.ndarray, value: int = 0) -> np.ndarray:

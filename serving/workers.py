@@ -495,7 +495,8 @@ class Workers:
         steps = state.steps
         assert steps is not None
         seen = jax.device_get({"passes": state.passes, "drawn": state.drawn, "reasons": state.reasons, "tokens": state.tokens,
-                               "marks": steps.marks, "at": steps.at, "due": steps.due, "faults": state.cache.faults, "record": state.record})
+                               "marks": steps.marks, "at": steps.at, "due": steps.due, "faults": state.cache.faults,
+                               "record": state.record})
         self.waits += 1
         if seen["faults"]:
             self._state.cache.check()

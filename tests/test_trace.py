@@ -193,7 +193,7 @@ def cut_short(trace: Trace) -> Trace:
     (lambda t: dataclasses.replace(t, tokens=-t.tokens - 1), "tokens must be at least 0"),
     (lambda t: dataclasses.replace(t, stay_blocks=t.stay_blocks + 2), "a stay of the trace is in block 5, but it has blocks 0 to 3"),
     (lambda t: dataclasses.replace(t, stay_ends=t.stay_begins), "ends before it begins"),
-    (lambda t: dataclasses.replace(t, stay_begins=t.stay_begins + (t.stay_begins == 0)), "the first stay of token 0 must begin with the pass"),
+    (lambda t: dataclasses.replace(t, stay_begins=t.stay_begins + (t.stay_begins == 0)), "first stay of token 0 must begin with"),
     (lambda t: dataclasses.replace(t, capacities=t.capacities // 9), "what stands in block 0 at the end"),
     (lambda t: dataclasses.replace(t, stay_indices=t.stay_indices + 1), "must be one token at each index from 0"),
     (lambda t: dataclasses.replace(t, names=("only",)), "a trace of 4 blocks has 1 names"),
