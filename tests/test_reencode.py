@@ -289,6 +289,18 @@ def test_gradients_of_attention_with_shared_and_with_own_kv_heads(kv_heads):
         assert np.abs(b).max() > 0.1
 
 
+def test_what_is_not_finite_reaches_nobody_who_does_not_see_it():
+    recorder = Recorder(3)
+    recorder.text([1, 2, 3], 0)
+    for _ in range(4):
+        alone, lost = recorder.feed([[4], [5]], [[0, 1], [0, 2]])
+    batch, rng = TraceBatch.of([recorder.trace()]), np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, CHUNK, 2, 16)), jnp.float32) for _ in range(3))
+    attend = jax.jit(lambda k, v: trace_attention(q, k, v, batch, TINY.rope)[0])
+    broken = attend(k.at[0, lost].set(jnp.nan), v.at[0, lost].set(jnp.inf))
+    np.testing.assert_array_equal(broken[alone], attend(k, v)[alone])
+
+
 def naive_logits(params, trace: Trace, lists: Lists):
     """The transformer once more, all tokens of a trace at once."""
     p, c, (sees, count) = params["params"], TINY, gathered(lists.sees)

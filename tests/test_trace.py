@@ -9,6 +9,7 @@ import pytest
 
 from jaxshare.recording import Recorder
 from jaxshare.trace import STANDS, Trace
+from tests.helpers import run, tiny_state
 
 LISTED = ([0, 2, 1], [0, 1, 2], [0, 3])
 
@@ -130,6 +131,11 @@ def test_a_recorder_needs_blocks():
         Recorder(0)
     with pytest.raises(ValueError, match="got 2 blocks and 1 capacities"):
         Recorder(2, [3])
+
+
+def test_a_dispatch_is_no_longer_than_what_it_can_record():
+    with pytest.raises(ValueError, match="passes is 5, but the state has room to record 4; create it with more, or run fewer at once"):
+        run(tiny_state([[1]] * 4, record=4), passes=5)
 
 
 # files
