@@ -51,7 +51,7 @@ class Trace:
         left.
       capacities: [B], tokens that fit in each block.
       names: of the blocks, or none.
-      fingerprint: of the model and its tokenizer (`LoadedModel.fingerprint`), or "" for a trace that is of no model.
+      fingerprint: of the model and its tokenizer (`LoadedModel.trace_fingerprint`), or "" for a trace that is of no model.
       context: the longest text, in tokens, that the model was prepared for (`ModelConfig.for_context`), or 0 for all that it takes.
     """
 

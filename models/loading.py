@@ -79,7 +79,7 @@ class LoadedModel:
         return [dataclasses.replace(self, params=part_on(self.params, mesh), mesh=mesh) for mesh in data_groups(self.mesh)]
 
     @functools.cached_property
-    def fingerprint(self) -> str:
+    def trace_fingerprint(self) -> str:
         """What a trace remembers of the model: its configuration and the tokens of its tokenizer, hashed. Not the parameters, so that a
         trace can be computed again while they are trained; nor how many kv heads there are, because a mesh repeats them."""
         config = dataclasses.asdict(dataclasses.replace(self.config, num_kv_heads=0))

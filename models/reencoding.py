@@ -70,9 +70,9 @@ def check(model: LoadedModel, trace: Trace) -> None:
     """Raises ValueError for a trace that is not of this model and its tokenizer, is longer than its context, or has no tokens."""
     if not trace.num_tokens:
         raise ValueError("the trace has no tokens; record at least one pass")
-    if trace.fingerprint not in ("", model.fingerprint):
+    if trace.fingerprint not in ("", model.trace_fingerprint):
         raise ValueError(f"the trace is of another model or tokenizer (fingerprint {trace.fingerprint[:12]}, and this model's is "
-                         f"{model.fingerprint[:12]}); load the model that wrote it")
+                         f"{model.trace_fingerprint[:12]}); load the model that wrote it")
     if (most := int(trace.tokens.max())) >= model.config.vocab_size:
         raise ValueError(f"the trace has token {most}, outside the model's vocabulary of {model.config.vocab_size}; load the model that "
                          f"wrote it")

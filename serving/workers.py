@@ -173,7 +173,7 @@ class Workers:
             ask_every=ask_every, step_tokens=step_tokens, history_tokens=history_tokens)
         needed = max(sum(sizes[b] for b in (*row, FINISHER)) for row in self.layout.sees.values())
         # An engine's memory holds keys that are rotated as for the whole context.
-        self._fingerprint, self._context = model.fingerprint if record else "", model.config.max_positions if engine else needed
+        self._fingerprint, self._context = model.trace_fingerprint if record else "", model.config.max_positions if engine else needed
         self.model = model = model.for_context(self._context)
         self._module = dataclasses.replace(model.module, implementation=implementation)
         blocks = [sizes.get(block, 0) for block in self.blocks]

@@ -418,12 +418,12 @@ def test_a_batch_has_room_for_its_traces():
 
 def test_a_trace_of_another_model_is_refused(tmp_path):
     model, trace = tiny(), scripted(0)[0]
-    own = dataclasses.replace(trace, fingerprint=model.fingerprint)
+    own = dataclasses.replace(trace, fingerprint=model.trace_fingerprint)
     own.save(tmp_path / "one.trace")
     reencode(model, Trace.load(tmp_path / "one.trace"), at=[0])
     other = dataclasses.replace(model, config=dataclasses.replace(TINY, norm_eps=1e-6))
     worded = dataclasses.replace(model, tokenizer=load(EMBEDDED).tokenizer)
-    assert len({model.fingerprint, other.fingerprint, worded.fingerprint}) == 3
+    assert len({model.trace_fingerprint, other.trace_fingerprint, worded.trace_fingerprint}) == 3
     for wrong in (other, worded):
         with pytest.raises(ValueError, match="the trace is of another model or tokenizer"):
             reencode(wrong, own)
@@ -438,7 +438,7 @@ def test_a_trace_of_another_model_is_refused(tmp_path):
 @pytest.mark.slow
 def test_many_devices_have_the_same():
     trace, _, ran, _, cache = scripted(0)
-    own = dataclasses.replace(trace, fingerprint=tiny().fingerprint)
+    own = dataclasses.replace(trace, fingerprint=tiny().trace_fingerprint)
     for sizes in ({"tensor": 2, "kv": 2}, {"tensor": 4}):
         model = tiny().on(make_mesh(**sizes, devices=jax.devices()[:4]))
         logits, got = reencode(model, own)
