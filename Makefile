@@ -81,7 +81,7 @@ bench-attention: $(CUDA) ## on a GPU: the kernels' tests, then their speed again
 	$(BIN)/python -m pytest -q -m gpu
 	$(BIN)/python scripts/bench_attention.py $(BENCH_ARGS)
 
-gpu-compile: $(GPU_ENV) ## the GPU kernels and whole decode steps compiled for an H200, without one (GPU_ARGS='--parts steps')
+gpu-compile: $(GPU_ENV) ## the GPU kernels and whole decode steps compiled for an H200 and for four, without one (GPU_ARGS='--parts steps')
 	@.venv-gpu/bin/python scripts/gpu_compile.py $(GPU_ARGS)
 
 parity: parity-transformers parity-hogwild ## logits and greedy text against transformers and, with HOGWILD=DIR, the authors' code for workers, run now

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxshare.cache import KVCache
@@ -48,6 +50,7 @@ class LoadedModel:
       generation: stop tokens and sampling defaults.
       workers: what the folder's workers.json says of the texts that workers need, or None if it has no such file.
       mesh: the devices that the parameters lie on, or None for one device. Caches are to be made with it.
+      kv_repeats: how often `config` has each kv head of the checkpoint, because there are more devices than kv heads.
     """
 
     config: ModelConfig
@@ -56,6 +59,7 @@ class LoadedModel:
     generation: Generation
     workers: dict[str, Any] | None = None
     mesh: Mesh | None = None
+    kv_repeats: int = 1
 
     @property
     def module(self) -> Decoder | ShardedDecoder:
@@ -70,7 +74,9 @@ class LoadedModel:
         """
         if self.mesh is not None:
             raise ValueError("the model lies on a mesh already; load it again to lay it on another")
-        return dataclasses.replace(self, config=fit(self.config, mesh), params=place(self.params, self.config, mesh), mesh=mesh)
+        fitted = fit(self.config, mesh)
+        return dataclasses.replace(self, config=fitted, params=place(self.params, self.config, mesh), mesh=mesh,
+                                   kv_repeats=fitted.num_kv_heads // self.config.num_kv_heads)
 
     def replicas(self) -> "list[LoadedModel]":
         """The model once for each data group of its mesh, on that group's devices. Nothing is copied."""
@@ -79,12 +85,28 @@ class LoadedModel:
         return [dataclasses.replace(self, params=part_on(self.params, mesh), mesh=mesh) for mesh in data_groups(self.mesh)]
 
     @functools.cached_property
+    def fingerprint(self) -> str:
+        """What stands for the model where something of it is kept: its shape and a sum over the bits of each parameter. The same on every
+        mesh; of parameters of another dtype it is another one."""
+        config = self._config_of_checkpoint
+        sums = _bit_sums(self.params, self.config.num_kv_heads, self.kv_repeats)
+        where = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+        found = [np.asarray(value) for value in jax.tree.leaves(jax.device_put(sums, where))]
+        of = repr(config.for_context(config.max_positions)).encode() + np.stack(found).tobytes()
+        return hashlib.blake2b(of, digest_size=16).hexdigest()
+
+    @functools.cached_property
     def trace_fingerprint(self) -> str:
-        """What a trace remembers of the model: its configuration and the tokens of its tokenizer, hashed. Not the parameters, so that a
-        trace can be computed again while they are trained; nor how many kv heads there are, because a mesh repeats them."""
-        config = dataclasses.asdict(dataclasses.replace(self.config, num_kv_heads=0))
+        """What a trace remembers of the model: its shape and the tokens of its tokenizer. The same on every mesh, and while its parameters
+        are trained."""
         tokens = sorted(self.tokenizer.get_vocab().items()) if self.tokenizer else []
-        return hashlib.sha256(json.dumps([config, tokens], sort_keys=True).encode()).hexdigest()
+        of = json.dumps([dataclasses.asdict(self._config_of_checkpoint), tokens], sort_keys=True)
+        return hashlib.blake2b(of.encode(), digest_size=16).hexdigest()
+
+    @property
+    def _config_of_checkpoint(self) -> ModelConfig:
+        """With each kv head once."""
+        return dataclasses.replace(self.config, num_kv_heads=self.config.num_kv_heads // self.kv_repeats)
 
     def for_context(self, positions: int) -> "LoadedModel":
         """The model for runs of at most `positions` tokens; see `ModelConfig.for_context`."""
@@ -139,7 +161,20 @@ def load(path: str | os.PathLike, dtype: Any = None, revision: str | None = None
     generation, tokenizer = _generation(folder, settings), _tokenizer(folder)
     if wanted_dtype is None:
         wanted_dtype = _own_dtype(settings, dtypes)
-    return LoadedModel(fitted, read(wanted_dtype), tokenizer, generation, _workers(folder), mesh)
+    return LoadedModel(fitted, read(wanted_dtype), tokenizer, generation, _workers(folder), mesh,
+                       fitted.num_kv_heads // config.num_kv_heads)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _bit_sums(params: dict[str, Any], kv_heads: int, repeats: int) -> dict[str, Any]:
+    """For each parameter uint32[], the sum of its bits as numbers, which does not depend on the order; repeated heads count once."""
+    def summed(keys: Any, value: Array) -> Array:
+        if keys[-2].key in ("k", "v"):
+            value = value.reshape(kv_heads, -1)[::repeats]
+        bits = jax.lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
+        return jnp.sum(bits, dtype=jnp.uint32)
+
+    return jax.tree.map_with_path(summed, params)
 
 
 def _placed(config: ModelConfig, module: ShardedDecoder, path: tuple[str, ...], value: Any) -> Array:

@@ -178,25 +178,40 @@ class Compiler:
     def __init__(self, toolchain: Toolchain, folder: Path):
         import jax
         import numpy as np
-        from jax.experimental import topologies
 
-        topology = topologies.get_topology_desc("h200", "cuda", topology="1x1x1", target_config=TARGET.read_text(encoding="utf-8"))
-        self.device: str = topology.devices[0].device_kind
-        self._mesh = jax.sharding.Mesh(np.array(topology.devices), ("device",))
+        self._mesh = jax.sharding.Mesh(np.array(self.devices(1)), ("device",))
+        self.device: str = self._mesh.devices[0].device_kind
         self._ptxas, self._folder = toolchain.ptxas, folder
         self._mosaic: dict[str, Kernel] = {}
 
-    def compile(self, function: Any, *arguments: Any, **options: Any) -> Program:
+    @staticmethod
+    def devices(number: int) -> list[Any]:
+        """So many of the GPUs that TARGET describes, in one machine."""
+        from jax.experimental import topologies
+
+        described = TARGET.read_text(encoding="utf-8")
+        return topologies.get_topology_desc("h200", "cuda", topology=f"1x1x{number}", target_config=described).devices
+
+    def compile(self, function: Any, *arguments: Any, mesh: Any = None, **options: Any) -> Program:
         """Compiles `function` for arguments that are pytrees of arrays or shapes; options are those of `jax.jit`.
+
+        With a `mesh` of described devices it is compiled for them all. Shapes that say how they are cut over it lie so, and all else is
+        whole on every device. Bytes of the program are then those of one device.
 
         Raises whatever tracing, lowering and compiling do: a kernel that wants more shared memory than there is, is an error here.
         """
         import jax
 
-        sharding = jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec())
-        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
+        mesh = self._mesh if mesh is None else mesh
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+        def placed(a: Any) -> jax.ShapeDtypeStruct:
+            cut = a.sharding if isinstance(a, jax.ShapeDtypeStruct) else None
+            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=cut or whole)
+
+        shapes = jax.tree.map(placed, arguments)
         try:
-            with _silence(), jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+            with _silence(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 compiled = jax.jit(function, **options).trace(*shapes).lower(lowering_platforms=("cuda",)).compile()
             text = compiled.as_text() or ""
             memory = compiled.memory_analysis()
@@ -270,10 +285,14 @@ _RESULT = re.compile(r"^\s*(?:ROOT )?%\S+ = (.*?) ([a-z][a-z0-9-]*)\(")
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 # Names for memory that is there already.
 _IN_PLACE = frozenset({"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "optimization-barrier",
-                       "dynamic-update-slice", "scatter", "copy-done"})
+                       "dynamic-update-slice", "scatter"})
 # What the GPU does nothing for.
-_FREE = frozenset({"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "copy-done", "while", "conditional", "call",
+_FREE = frozenset({"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call",
                    "optimization-barrier", "after-all"})
+# What devices do together.
+_COLLECTIVES = frozenset({"all-reduce", "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast",
+                          "reduce-scatter"})
+_OF_OURS = re.compile(r'custom_call_target="(?:mosaic_gpu_v2|__gpu\$xla\.gpu\.triton)"')
 
 
 def computations(text: str) -> dict[str, list[str]]:
@@ -316,7 +335,8 @@ def large_results(text: str, elements: int) -> Counter[str]:
     found, kinds = computations(text), Counter()
     for line in executed(found):
         done = opcode(line)
-        if done in _IN_PLACE or largest(line) < elements or (done == "custom-call" and "output_to_operand_aliasing" in line):
+        in_place = done in _IN_PLACE or done.endswith("-done")
+        if in_place or largest(line) < elements or (done == "custom-call" and "output_to_operand_aliasing" in line):
             continue
         if done == "fusion" and (called := re.search(r"calls=%([^\s,}]+)", line)):
             kinds.update(kind for kind in _written_by(found[called[1]], elements) if kind not in _IN_PLACE)
@@ -352,5 +372,41 @@ def largest(line: str) -> int:
 
 
 def launches(lines: Iterator[str] | Sequence[str]) -> list[str]:
-    """Those of the instructions that the GPU has to be told to do: kernels, copies, calls of libraries."""
-    return [line for line in lines if opcode(line) not in _FREE]
+    """Those of the instructions that the GPU has to be told to do: kernels, copies, calls of libraries, collectives."""
+    return [line for line in lines if opcode(line) not in _FREE and not opcode(line).endswith("-done")]
+
+
+def kernel_calls(lines: Iterator[str] | Sequence[str]) -> list[str]:
+    """Those of the instructions that call a kernel of a backend's own."""
+    return [line for line in lines if _OF_OURS.search(line)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """An instruction that the devices carry out together.
+
+    Attributes:
+      kind: "all-reduce", "all-gather" and so on.
+      axes: of the mesh, over which, with commas between; empty where the HLO does not name them.
+      elements: of the largest array that one device has of it.
+      line: the instruction.
+    """
+
+    kind: str
+    axes: str
+    elements: int
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {self.axes or 'devices that have no name'}"
+
+
+def collectives(lines: Iterator[str] | Sequence[str]) -> list[Collective]:
+    """The collectives among instructions, each once, whether they are waited for at once or later."""
+    found = []
+    for line in lines:
+        kind = opcode(line).removesuffix("-start")
+        if kind in _COLLECTIVES:
+            named = re.search(r"replica_groups=mesh\[[^]]*\] \{([^}]*)\}", line)
+            found.append(Collective(kind, re.sub(r"['\s]", "", named[1]) if named else "", largest(line), line))
+    return found

@@ -1,4 +1,5 @@
-"""What scripts/gpu_compile.py compiles: block attention over a grid of shapes, whole decode steps, and the plan of a pass alone.
+"""What scripts/gpu_compile.py compiles: block attention over a grid of shapes, whole decode steps on one device and on several, and the
+plan of a pass alone.
 
 Everything is made of shapes: caches of many GB cost nothing here. Axis letters: R rows, T new tokens of a row, H query heads, K kv
 heads, G = H / K, D head dim.
@@ -11,11 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxshare import DecodeState, KVCache, Layout, Plan, Rope, Sampler, block_attention, decode, make_plan
+from jaxshare import DecodeState, KVCache, Layout, Plan, Rope, Sampler, block_attention, decode, make_plan, sharding
 from jaxshare.automaton import TokenAutomaton
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder
+from jaxshare.models.sharded import ShardedDecoder, fit
 from jaxshare.pallas.device import H200
 from jaxshare.steps import Steps
 from jaxshare.work import make_work
@@ -52,6 +55,8 @@ QUICK = tuple(dict.fromkeys([
     *(Case(head_dim, 8, "float16", *PASSES[3]) for head_dim in (64, 256)),
 ]))
 """Every head dim, every G, both dtypes and every pass, but not each with each."""
+QUICK_SPREAD = tuple(case for case in QUICK if case.group == 4 and (case.width, case.rows, case.blocks) == PASSES[0])
+"""What is compiled with its tokens spread over devices too, where merging ends with log-sum-exps: every head dim."""
 
 
 def whole_grid() -> list[Case]:
@@ -87,6 +92,21 @@ def attention(case: Case, backend: str, kv_heads: int = 2) -> Traced:
     return attend, (q, cache.keys[0], cache.values[0], plan)
 
 
+def spread_attention(case: Case, backend: str, mesh: Mesh, kv_heads: int = 2) -> Traced:
+    """A call of block attention over tokens that are spread along the axis `kv` of a mesh; arguments q, cache, layout, count."""
+    config = Shape(1, kv_heads, case.head_dim, Rope.default(case.head_dim, 10_000.0))
+    listed, capacities = arranged(case.rows, case.blocks, history=16384, own=512)
+    cache, layout = shapes_on(mesh, config, capacities, case.dtype), shapes(Layout.from_blocks(listed))
+    q = jax.ShapeDtypeStruct((case.rows, case.width, kv_heads * case.group, case.head_dim), case.dtype)
+
+    def attend(q: jax.Array, cache: KVCache, layout: Layout, count: jax.Array) -> jax.Array:
+        return block_attention(q, cache.keys[0], cache.values[0], make_plan(cache, layout, count, case.width), implementation=backend)
+
+    none = PartitionSpec()
+    return (sharding.on_each(attend, mesh, in_specs=(none, cache.specs, none, none), out_specs=none),
+            (q, cache, layout, jax.ShapeDtypeStruct((case.rows,), jnp.int32)))
+
+
 def arranged(rows: int, blocks: str, *, history: int, own: int) -> tuple[list[list[int]], list[int]]:
     """(for each row the blocks it lists, the capacity of each block in tokens) of one of the arrangements of PASSES."""
     numbers = range(1, rows + 1)
@@ -101,6 +121,13 @@ def arranged(rows: int, blocks: str, *, history: int, own: int) -> tuple[list[li
 def shapes(tree: Any) -> Any:
     """The tree with shapes in place of arrays."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+
+
+def shapes_on(mesh: Mesh | None, config: Any, capacities: list[int], dtype: jax.typing.DTypeLike) -> KVCache:
+    """The shapes of a cache, cut over a mesh if there is one."""
+    cache = jax.eval_shape(lambda: KVCache.create(config, capacities, dtype, mesh=mesh))
+    return cache if mesh is None else jax.tree.map(
+        lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec)), cache, cache.specs)
 
 
 # Decode steps.
@@ -127,31 +154,55 @@ QUICK_STEPS = (Step("4 workers", 4, "workers", 2048, 1, True), Step("64 branches
 ALL_STEPS = (*QUICK_STEPS, Step("4 workers, T 64", 4, "workers", 2048, 64, True), Step("64 branches, T 64", 64, "shared", 512, 64, False))
 
 
+class Spread(NamedTuple):
+    """Devices over which a model and its cache are laid."""
+
+    tensor: int
+    kv: int
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Those along which there are several devices."""
+        return tuple(axis for axis, size in self._asdict().items() if size > 1)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self._asdict().items() if size > 1)
+
+    def mesh(self, devices: list[Any]) -> Mesh:
+        return sharding.make_mesh(tensor=self.tensor, kv=self.kv, devices=devices)
+
+
+SPREADS = (Spread(4, 1), Spread(2, 2))
+"""Over which decode steps are compiled."""
+SPREAD_TOKENS = Spread(1, 2)
+"""Over which block attention is compiled alone."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """A decode loop as a function of (params, cache, rest) that donates the cache; bytes are those of keys and values.
+    """A decode loop as a function of (params, cache, rest) that donates the cache; bytes are those of keys and values, on each device.
 
     Attributes:
       layers: how many.
+      mesh: over which it is laid; None for one device.
       arena_elements: of one layer's keys.
       layer_bytes, cache_bytes: keys and values of one layer, and of all.
     """
 
     function: Callable[..., DecodeState]
     arguments: tuple[Any, ...]
+    mesh: Mesh | None
     layers: int
     arena_elements: int
     layer_bytes: int
     cache_bytes: int
 
 
-def decoding(step: Step, backend: str, config: ModelConfig = MODEL, history: int = HISTORY) -> Decoding:
-    """The loop of `jaxshare.decode` with bfloat16 weights and cache."""
-    model = Decoder(config, backend)
-    params = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32), method="causal"))
-    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), params)
+def decoding(step: Step, backend: str, config: ModelConfig = MODEL, history: int = HISTORY, mesh: Mesh | None = None) -> Decoding:
+    """The loop of `jaxshare.decode` with bfloat16 weights and cache, over a mesh if there is one."""
+    model, params = _model(config, backend, mesh)
     listed, capacities = arranged(step.rows, step.blocks, history=history, own=step.own)
-    cache = jax.eval_shape(lambda: KVCache.create(config, capacities, jnp.bfloat16))
+    cache = shapes_on(mesh, model.config, capacities, jnp.bfloat16)
     # A state is made of real arrays, so it gets a small cache first.
     small = KVCache.create(Shape(1, 1, 2, config.rope), [1] * len(capacities))
     state = DecodeState.create(small, Layout.from_blocks(listed), [[1, 2]] * step.rows, vocab_size=config.vocab_size, budgets=64,
@@ -163,8 +214,22 @@ def decoding(step: Step, backend: str, config: ModelConfig = MODEL, history: int
         return decode(model, params, dataclasses.replace(rest, cache=cache), passes=16, width=step.width)
 
     arena = cache.keys[0]
-    layer = 2 * arena.size * arena.dtype.itemsize
-    return Decoding(run, (params, cache, rest), config.num_layers, arena.size, layer, layer * config.num_layers)
+    elements = arena.size if mesh is None else arena.size // mesh.devices.size
+    layer = 2 * elements * arena.dtype.itemsize
+    return Decoding(run, (params, cache, rest), mesh, config.num_layers, elements, layer, layer * config.num_layers)
+
+
+def _model(config: ModelConfig, backend: str, mesh: Mesh | None) -> tuple[Decoder | ShardedDecoder, Any]:
+    """(the model, the shapes of its parameters), as they lie on a mesh if there is one."""
+    if mesh is not None:
+        config = fit(config, mesh)
+    whole = Decoder(config, backend)
+    params = jax.eval_shape(lambda: whole.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32), method="causal"))
+    if mesh is None:
+        return whole, jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), params)
+    model = ShardedDecoder(config, mesh, backend)
+    return model, jax.tree.map(
+        lambda p, spec: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec)), params, model.specs(params))
 
 
 def _steps(rows: int, vocab_size: int) -> Steps:

@@ -12,6 +12,7 @@ from jaxshare.serving import batch, devices, inspection, tune_command
 from jaxshare.serving.agents import command as agents_command
 from jaxshare.serving.layouts import worker_names
 from jaxshare.serving.results import check_finish_at
+from jaxshare.serving.saves import has_saves
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     devices.add_process_arguments(workers)
     workers.add_argument("--seed", type=int, default=0, help="of the first worker; worker i has seed + i (default 0)")
     workers.add_argument("--save", metavar="FILE", help="write a snapshot for `jaxshare inspect`, attention over time included")
+    workers.add_argument("--checkpoint", metavar="DIR", help="save the session there on the way, so that it can go on after a kill")
+    workers.add_argument("--checkpoint-every", type=int, default=256, metavar="P", help="forward passes between two saves (default 256)")
+    workers.add_argument("--resume", action="store_true", help="go on with the session that the same command has saved in --checkpoint")
     workers.add_argument("--json", action="store_true", help="one JSON object on stdout, everything else on stderr")
     workers.set_defaults(run=devices.together(_workers))
 
@@ -177,6 +181,7 @@ def _workers(options: argparse.Namespace) -> int:
     finish_at = _numbers("--finish-at", options.finish_at)
     check_finish_at(finish_at, options.budget)
     problem = _text("problem", options.problem, options.problem_file)
+    begun = _begun(options)
     mesh = devices.mesh_of(options)
 
     import dataclasses
@@ -190,21 +195,31 @@ def _workers(options: argparse.Namespace) -> int:
     from jaxshare.serving.inputs import default_sampler
 
     model = models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype, mesh=mesh)
-    session = Workers(
-        model, problem, names=names, layout=options.layout, budget=options.budget, ask_every=options.ask_every, seed=options.seed,
+    settings = dict(
+        problem=problem, names=names, layout=options.layout, budget=options.budget, ask_every=options.ask_every, seed=options.seed,
         move=options.move, kind=options.answer, finisher_tokens=options.answer_tokens,
         sampler=dataclasses.replace(default_sampler(model), **given))
+    if begun:
+        session = Workers.restore(model, options.checkpoint)
+        if other := [name for name, value in settings.items() if session.settings[name] != value]:
+            raise ValueError(f"the session in {options.checkpoint} has {other[0]} {session.settings[other[0]]!r}, not "
+                             f"{settings[other[0]]!r}; give the same command, or another --checkpoint")
+        print(f"going on after {session.passes} passes", file=sys.stderr)
+    else:
+        session = Workers(model, **settings)
     recorder = inspection.Recorder(session) if options.save else None
     console = console_for(options.json)
     with Streams(session.names, console) as streams, \
-            tqdm(total=options.budget, unit=" passes", leave=False, disable=console.is_terminal or not sys.stderr.isatty()) as bar:
+            tqdm(total=options.budget, initial=session.passes, unit=" passes", leave=False,
+                 disable=console.is_terminal or not sys.stderr.isatty()) as bar:
         def show(event: Any) -> None:
             streams.show(event)
             bar.update(session.passes - bar.n)
             if recorder:
                 recorder(event)
 
-        result = session.run(finish_at, on_event=show)
+        with session:
+            result = session.run(finish_at, on_event=show, save_to=options.checkpoint, save_every=options.checkpoint_every)
     for budget, answer in result.answers.items():
         how = "written by the workers" if not answer.extra_passes else f"asked for, {answer.extra_passes} more passes"
         console.print(f"answer after {answer.passes} passes (budget {budget}): {answer.value or 'none'} ({how})", markup=False,
@@ -220,6 +235,19 @@ def _workers(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(result.as_json()))
     return 0
+
+
+def _begun(options: argparse.Namespace) -> bool:
+    """Whether a session is to go on that was saved."""
+    if options.resume and not options.checkpoint:
+        raise ValueError("--resume goes on with a session that was saved; give its folder as --checkpoint")
+    if options.checkpoint_every < 1:
+        raise ValueError(f"--checkpoint-every is {options.checkpoint_every}; save every so many forward passes, at least 1")
+    if not options.checkpoint or not has_saves(options.checkpoint):
+        return False
+    if not options.resume:
+        raise ValueError(f"there is a saved session in {options.checkpoint}; --resume goes on with it, or give another --checkpoint")
+    return True
 
 
 def _convert(options: argparse.Namespace) -> int:

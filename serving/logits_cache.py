@@ -11,7 +11,8 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -234,6 +235,64 @@ class LogitsCache:
             if self._worker is None:
                 self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="logits-cache")
             return self._worker.submit(run)
+
+    def known(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Arrays and facts of all that is held, for `learn`. The arrays are `logits.tokens` [N] and `logits.*` [N, ...] of every field of
+        `Kept`: those of all runs behind one another."""
+        with self._lock:
+            runs = [*self._runs]
+            places = {id(run): i for i, run in enumerate(runs)}
+            facts = [{"state": run.state.digest.hex(), "positions": len(run.tokens), "key": run.key, "turn": run.turn,
+                      "parent": None if run.parent is None else places[id(run.parent)]} for run in runs]
+            parts = {name: [getattr(run.kept, name) for run in runs] for name in FIELDS}
+            tokens = [run.tokens for run in runs]
+        arrays = {f"logits.kept.{name}": np.concatenate(pieces) for name, pieces in parts.items() if pieces}
+        arrays["logits.tokens"] = np.concatenate([_int32(()), *tokens])
+        return arrays, {"runs": facts, "shape": self._shape}
+
+    def learn(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
+        """Holds what another cache has held, what was used last first, as far as it fits `max_bytes`.
+
+        Raises:
+          ValueError: something is held already, or it keeps another number of tokens of a distribution.
+        """
+        with self._lock:
+            if self._runs:
+                raise ValueError("this logits cache holds something already; learn what another has held in one that is empty")
+            if not facts["runs"]:
+                return
+            width, vocab = facts["shape"]
+            if self.kept is not None and min(self.kept, vocab) != width:
+                raise ValueError(f"the distributions that were saved have {width} kept tokens, and this logits cache keeps {self.kept}; "
+                                 f"make it with kept={width}")
+            self._shape = width, vocab
+            begins = np.cumsum([0, *(run["positions"] for run in facts["runs"])])
+            learned: dict[int, _Run] = {}
+            for i in reversed(range(len(facts["runs"]))):  # the latest first, and of one branch what it hangs on
+                self._learn(i, slice(begins[i], begins[i + 1]), arrays, facts["runs"][i], learned)
+            self._runs.update((learned[i], None) for i in sorted(learned))
+            for run in learned.values():
+                run.turn = run.turn if run.turn in run.children else None
+
+    def _learn(self, number: int, part: slice, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any],
+               learned: "dict[int, _Run]") -> None:
+        parent = None if facts["parent"] is None else learned.get(facts["parent"])
+        if facts["parent"] is not None and parent is None:  # there was no room for it
+            return
+        state = parent.state if parent else _State(bytes.fromhex(facts["state"]))
+        kept = Kept(**{name: arrays[f"logits.kept.{name}"][part].copy() for name in FIELDS}, vocab=self._shape[1])
+        key, turn = (None if pair is None else (int(pair[0]), int(pair[1])) for pair in (facts["key"], facts["turn"]))
+        run = _Run(kept, arrays["logits.tokens"][part].copy(), state, parent, key)
+        size = run.bytes + (0 if parent else len(state.digest))
+        if self._bytes + size > self.max_bytes:
+            return
+        if parent is None:
+            state.root, self._states[state.digest] = run, state
+        else:
+            parent.children[key] = run
+        run.turn, state.version = turn, self._changed()
+        self._bytes += size
+        learned[number] = run
 
     def close(self) -> None:
         """Ends the background thread; what it has not begun is dropped. What is kept can still be replayed."""

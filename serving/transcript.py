@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,11 @@ class Codec:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", vocab_size: int):
         self.tokenizer = tokenizer
         self.vocabulary = token_bytes(tokenizer, vocab_size)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """What stands for the tokenizer where its tokens are kept: a sum over what each of them says."""
+        return hashlib.blake2b(repr(self.vocabulary).encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text. Some tokenizers put a space before it, which is taken off."""
@@ -137,6 +143,22 @@ class Transcript:
         if step.ended is None:
             step.ended = passes
             self.finished.append(step)
+
+    def facts(self) -> dict[str, Any]:
+        """All that is here, as JSON can say it."""
+        finished = [dataclasses.asdict(step) for step in self.finished]
+        # A voice that has ended has its last step among the finished ones, and that is where its step stays.
+        places = {id(step): i for i, step in enumerate(self.finished)}
+        voices = {name: {**dataclasses.asdict(voice), "finished": places.get(id(voice.step))} for name, voice in self.voices.items()}
+        return {"finished": finished, "voices": voices}
+
+    def take_over(self, facts: Mapping[str, Any]) -> None:
+        """Becomes the transcript that these facts are of."""
+        self.finished = [Step(**step) for step in facts["finished"]]
+        self.voices = {}
+        for name, voice in facts["voices"].items():
+            step = Step(**voice["step"]) if voice["finished"] is None else self.finished[voice["finished"]]
+            self.voices[name] = Voice(**{field: value for field, value in voice.items() if field not in ("step", "finished")}, step=step)
 
     def read(self, seen: Mapping[str, np.ndarray]) -> list[Event]:
         """Takes over what has been sampled since the last time.

@@ -13,15 +13,17 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, decode
+from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, contents, decode
 from jaxshare.automaton import ByteAutomaton, TokenAutomaton
 from jaxshare.models import LoadedModel
 from jaxshare.recording import Recorder
@@ -32,6 +34,7 @@ from jaxshare.serving.layouts import LAYOUTS, MakeLayout, WorkersLayout
 from jaxshare.serving.prefill import prefill
 from jaxshare.serving.prompts import Format
 from jaxshare.serving.results import Answer, Result, check_finish_at
+from jaxshare.serving.saves import Saved, SaveError, Saves, leaves, on_host
 from jaxshare.serving.steps import box_automaton, check_separator, code_automaton, step_automaton
 from jaxshare.serving.transcript import Codec, Event, Step, Transcript, codec_of
 from jaxshare.steps import Steps
@@ -50,6 +53,7 @@ _WIDTH = 16
 """Tokens of a row that a pass feeds while any row has more than one: what opens steps, and what asks for an answer."""
 _OPENINGS = 64
 """How many steps of a worker the device has openings for, at least."""
+_SAVED = "jaxshare session 1"
 _BLOCKS = 8
 """The cache has a multiple of so many blocks."""
 
@@ -78,6 +82,7 @@ class Workers:
       kind: of answer, "box" or "code".
       waits: how often the host has waited for the device.
       ended: why the session is over, or None: see `Result`.
+      settings: what it was made with, by the names of `Workers`' arguments.
       seconds, prefill_seconds: see `Result`.
     """
 
@@ -135,7 +140,11 @@ class Workers:
             raise ValueError("workers need a model with a tokenizer; add the tokenizer's files to the model's folder")
         if not problem.strip():
             raise ValueError("the problem is empty; give at least one word")
-        self.format = format or Format.of(model)
+        self.format, sampler = format or Format.of(model), sampler or default_sampler(model)
+        self.settings = dict[str, Any](
+            problem=problem, names=tuple(names), layout=layout, budget=budget, format=self.format, sampler=sampler, seed=seed,
+            ask_every=ask_every, move=move, max_workers=max_workers, step_tokens=step_tokens, history_tokens=history_tokens, kind=kind,
+            finisher_tokens=finisher_tokens, passes_at_once=passes_at_once, together=together)
         self._make_layout = _maker(layout)
         self.layout = self._make_layout(self.names, self.format)
         self.layout.check(self.names)
@@ -144,6 +153,8 @@ class Workers:
         self.seconds = 0.0
         self._reencodes, self._passes_at_once, self._finisher_tokens = move == "reencode", passes_at_once, finisher_tokens
         self._people: set[str] = set()
+        self._answers: dict[int, Answer] = {}  # by budget
+        self._saves: Saves | None = None
         self._most = rounded_budget(budget) + 1  # tokens of a row
         self._events: collections.deque[Event] = collections.deque()
         self._reasons = dict.fromkeys(self.names, Reason.RUNNING)
@@ -186,7 +197,6 @@ class Workers:
             if self._guest:
                 self._guest.detach(cache)
 
-        sampler = sampler or default_sampler(model)
         self._sampler = dataclasses.replace(sampler, forbidden=(*sampler.forbidden, *self.format.forbidden_tokens(tokenizer)))
         self._prepared = dict.fromkeys(self.names, 0)
         for row, name in enumerate(self.names):
@@ -233,9 +243,13 @@ class Workers:
                 self._guest.detach(self._state.cache)
 
     def close(self) -> None:
-        """Gives the memory back to the engine. What was written can still be read."""
+        """Gives the memory back to the engine, and waits for a save that is under way. What was written can still be read."""
         if self._guest:
             self._guest.close()
+        if self._saves:
+            self._saves.wait()
+            self._saves.close()
+            self._saves = None
 
     def __enter__(self) -> Self:
         return self
@@ -285,25 +299,37 @@ class Workers:
             while self._events:
                 yield self._events.popleft()
 
-    def run(self, finish_at: Sequence[int] = (), *, on_event: Callable[[Event], None] | None = None) -> Result:
+    def run(self, finish_at: Sequence[int] = (), *, on_event: Callable[[Event], None] | None = None,
+            save_to: str | os.PathLike | None = None, save_every: int = 256) -> Result:
         """Runs to the end, and answers at several budgets on the way, which changes nothing of what the workers write.
 
         Args:
-          finish_at: budgets of forward passes at which to take the answer; default the session's budget.
+          finish_at: budgets of forward passes at which to take the answer; default the session's budget. A restored session knows those
+            that it has answered at.
           on_event: called with the text as it appears.
+          save_to: a folder to `save` to on the way, and at the end.
+          save_every: forward passes between two saves.
 
         Raises:
-          ValueError: a budget to finish at that is below 1 or beyond the session's.
+          ValueError: a budget to finish at that is below 1 or beyond the session's, or fewer than 1 pass between saves.
+          SaveError: see `save`.
         """
         check_finish_at(finish_at, self.budget)
-        found = {}
-        for budget in [*sorted(set(finish_at or [self.budget])), None]:
+        _check_numbers(1, save_every=save_every)
+        budgets, saved = sorted(set(finish_at or [self.budget])), self.passes
+        for budget in [*budgets, None]:
             for event in self.stream(budget):
                 if on_event:
                     on_event(event)
-            if budget is not None:
-                found[budget] = self.finish()
-        return self.result(found)
+                if save_to and not self._events and self.passes >= saved + save_every:
+                    self.save(save_to)
+                    saved = self.passes
+            # A session that was restored beyond a budget can not go back to it.
+            if budget is not None and not (budget < self.passes and self._answers.get(budget)):
+                self._answers[budget] = self.finish()
+        if save_to:
+            self.save(save_to, wait=True)
+        return self.result({budget: self._answers[budget] for budget in budgets})
 
     def result(self, found: Mapping[int, Answer] | None = None) -> Result:
         """What there is so far; `found` are the answers by budget."""
@@ -460,6 +486,110 @@ class Workers:
         self._state = self._state.end(row, Reason.UNUSED)
         self._relayout()
 
+    # Saves.
+
+    @_with_device
+    def save(self, folder: str | os.PathLike, *, wait: bool = False) -> int:
+        """Saves the whole session, keys and values included, as it stands between two passes; see `restore`.
+
+        It is written in the background, and is there as a whole or not at all: killed in the midst of it, what was saved before is
+        restored. The two newest saves of a folder are kept. Where several processes run the session, all must call this.
+
+        Args:
+          folder: of this session's saves; made if it is not there.
+          wait: come back when it is written. `close` waits, too.
+
+        Returns:
+          The number of the save.
+
+        Raises:
+          SaveError: it cannot be written, or the one before it could not.
+        """
+        if self._saves is None or self._saves.folder != Path(folder):
+            self._saves = Saves(folder)
+        cache, facts = self._state.cache, self._facts()
+        index = contents.places([*zip(np.asarray(cache.offsets).tolist(), np.asarray(cache.lengths).tolist(), strict=True)])
+        arrays = {name: on_host(array) for name, array in leaves(_without_arenas(self._state)).items()}
+        for name, arenas in (("keys", cache.keys), ("values", cache.values)):
+            arrays |= {f"{name}.{i}": contents.read(arena, index, cache.mesh, self.model.kv_repeats) for i, arena in enumerate(arenas)}
+        return self._saves.save(arrays, {**facts, "tokens": int(np.sum(index >= 0))}, wait=wait)
+
+    @classmethod
+    def restore(cls, model: LoadedModel, folder: str | os.PathLike, *, number: int | None = None,
+                layout: WorkersLayout | MakeLayout | None = None, passes_at_once: int | None = None, implementation: str | None = None,
+                engine: "Engine | None" = None) -> "Workers":
+        """A session as it was saved. It goes on exactly as the one that was saved would have, on however many devices, but keeps no trace.
+
+        Args:
+          model: the same, on any mesh or none.
+          folder: that the session was saved to.
+          number: of the save; default the newest.
+          layout: the function that the session was made with, if it was made with one, which cannot be saved.
+          passes_at_once, implementation, engine: as for `Workers`.
+
+        Raises:
+          SaveError: no save, one that cannot be read, or one of another model or tokenizer.
+          ValueError: a layout that is needed and not given.
+          TooLongError, EngineError, ClosedError: see `Engine.workers`.
+        """
+        with Saved(folder, number) as saved:
+            settings = _settings_of(saved, model, layout)
+            if passes_at_once is not None:
+                settings["passes_at_once"] = passes_at_once
+            session = cls(model, **settings, implementation=implementation, engine=engine)
+            if saved.facts["tokenizer"] != session._codec.fingerprint:
+                raise SaveError(f"save {saved.number} of {folder} is of a session with another tokenizer; restore it with the one that it "
+                                f"was saved with")
+            session._take_over(saved)
+        return session
+
+    def _facts(self) -> dict[str, Any]:
+        """What there is to know beside arrays, as JSON can say it."""
+        settings, layout = self.settings, self.settings["layout"]
+        if not isinstance(layout, str):
+            layout = dataclasses.asdict(layout) if isinstance(layout, WorkersLayout) else None
+        settings = {**settings, "layout": layout, "format": dataclasses.asdict(self.format),
+                    "sampler": {**dataclasses.asdict(settings["sampler"]), "bias": [*settings["sampler"].bias.items()]}}
+        return {
+            "format": _SAVED, "model": self.model.fingerprint, "tokenizer": self._codec.fingerprint, "settings": settings,
+            "names": self.names, "rows": self._rows, "blocks": self.blocks, "layout": dataclasses.asdict(self.layout),
+            "passes": self.passes, "waits": self.waits, "ended": self.ended, "seconds": self.seconds,
+            "prefill_seconds": self.prefill_seconds, "reasons": {name: int(reason) for name, reason in self._reasons.items()},
+            "prepared": self._prepared, "people": sorted(self._people), "transcript": self._transcript.facts(),
+            "events": [dataclasses.asdict(event) for event in self._events],
+            "answers": [[budget, dataclasses.asdict(answer)] for budget, answer in self._answers.items()]}
+
+    @_with_device
+    def _take_over(self, saved: Saved) -> None:
+        """Becomes the session that was saved. This one has just been made, with the same settings."""
+        facts, cache = saved.facts, self._state.cache
+        self.names, self.blocks, self._rows = tuple(facts["names"]), tuple(facts["blocks"]), facts["rows"]
+        self.layout = _layout(facts["layout"])
+        self.passes, self.waits, self.ended = facts["passes"], facts["waits"], facts["ended"]
+        self.seconds, self.prefill_seconds = facts["seconds"], facts["prefill_seconds"]
+        self._reasons = {name: Reason(reason) for name, reason in facts["reasons"].items()}
+        self._prepared, self._people = facts["prepared"], set(facts["people"])
+        self._transcript.take_over(facts["transcript"])
+        self._events = collections.deque(Event(**event) for event in facts["events"])
+        self._answers = {budget: Answer(**answer) for budget, answer in facts["answers"]}
+
+        here = _without_arenas(self._state)
+        like: dict[str, Any] = {name: np.zeros(array.shape, array.dtype) for name, array in leaves(here).items()}
+        shape = cache.keys[0].shape[0] // self.model.kv_repeats, contents.padded(facts["tokens"]), cache.keys[0].shape[2]
+        window = contents.like(shape, cache.keys[0].dtype, cache.mesh)
+        arenas = [f"{name}.{i}" for name in ("keys", "values") for i in range(len(cache.keys))]
+        found = saved.arrays({**like, **dict.fromkeys(arenas, window)})
+        state = jax.tree.unflatten(jax.tree.structure(here), [jnp.asarray(found[name]) for name in like])
+        lengths, offsets = found["cache.lengths"].tolist(), np.asarray(cache.offsets).tolist()
+        index = contents.places([*zip(offsets, lengths, strict=True)])
+        new = [found[name] for name in arenas]
+        cache = contents.filled(cache, index, new[:len(new) // 2], new[len(new) // 2:], self.model.kv_repeats)
+        cache = dataclasses.replace(state.cache, keys=cache.keys, values=cache.values, offsets=cache.offsets, capacities=cache.capacities)
+        assert state.steps is not None and self._state.steps is not None
+        steps = dataclasses.replace(state.steps, ends=self._state.steps.ends, answers=self._state.steps.answers)
+        self._state = dataclasses.replace(state, cache=cache, steps=steps)
+        self.rows = state.layout
+
     def row(self, name: str) -> int:
         """The row of a worker.
 
@@ -600,6 +730,35 @@ class Workers:
         """Most tokens of an opening, in a multiple, so that sessions share programs."""
         longest = max(len(self._opening(name, number, True)) for name in self.names for number in (1, 10**6))
         return longest + -longest % 32
+
+
+def _without_arenas(state: DecodeState) -> Any:
+    """What of a state is small and of its own: no keys and values, no tables that the tokenizer gives, no record of the last dispatch."""
+    steps = dataclasses.replace(state.steps, ends=None, answers=None)  # pyright: ignore
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, keys=(), values=()), steps=steps, record=None)
+
+
+def _settings_of(saved: Saved, model: LoadedModel, layout: WorkersLayout | MakeLayout | None) -> dict[str, Any]:
+    """What a session was made with."""
+    facts = saved.facts
+    if facts.get("format") != _SAVED:
+        raise SaveError(f"save {saved.number} of {saved.folder} is no session of workers ({facts.get('format')!r}, not {_SAVED!r})")
+    if facts["model"] != model.fingerprint:
+        raise SaveError(f"save {saved.number} of {saved.folder} is of a session of another model, or of the same one with parameters of "
+                        f"another dtype; restore it with the model that it was saved with")
+    settings = facts["settings"]
+    known = settings["layout"]
+    if known is None and layout is None:
+        raise ValueError(f"the session that was saved in {saved.folder} was made with a layout function, which cannot be saved; give it as "
+                         f"layout=")
+    sampler = Sampler(**{**settings["sampler"], "bias": {int(token): value for token, value in settings["sampler"]["bias"]},
+                         "forbidden": tuple(settings["sampler"]["forbidden"])})
+    return {**settings, "layout": layout if known is None else known if isinstance(known, str) else _layout(known),
+            "format": Format.from_json(settings["format"]), "sampler": sampler}
+
+
+def _layout(facts: Mapping[str, Any]) -> WorkersLayout:
+    return WorkersLayout(**{**facts, "sees": {name: tuple(blocks) for name, blocks in facts["sees"].items()}})
 
 
 def _check_names(names: Sequence[str]) -> None:

@@ -28,7 +28,6 @@ from jaxshare.serving.engine import (
     NotANumberError,
     QueueFullError,
     TooLongError,
-    model_key,
 )
 from jaxshare.serving.engine import loop as engine_loop
 from jaxshare.serving.engine import memory as engine_memory
@@ -443,7 +442,7 @@ def test_what_cannot_be_is_refused_at_once(speaking):
         Engine(speaking, max_rows=0)
     with pytest.raises(ValueError, match=r"logits cache is of model 'another'"):
         Engine(speaking, logits_cache=LogitsCache("another", 1000))
-    assert Engine(speaking, logits_cache=LogitsCache(model_key(speaking), 1000)).logits_cache.max_bytes == 1000
+    assert Engine(speaking, logits_cache=LogitsCache(speaking.fingerprint, 1000)).logits_cache.max_bytes == 1000
     engine = Engine(speaking, kv_bytes=128 * size, max_queue=2, max_rows=1)
     with pytest.raises(TooLongError, match=rf"a prompt of 100 tokens and an answer of 29 need keys and values of 129 tokens, {129 * size} "
                                            rf"bytes, but there is room for 128, {128 * size} bytes"):

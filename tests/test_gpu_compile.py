@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,7 +99,7 @@ def test_it_takes_the_first_ptxas_that_is_new_enough(monkeypatch, no_ptxas, tmp_
 
 @pytest.mark.parametrize("arguments, names", [
     (["--backends", "cudnn"], ["--backends", "'cudnn'", "mosaic_gpu, triton, xla"]),
-    (["--parts", "kernels,speed"], ["--parts", "'speed'", "kernels, steps, plan"]),
+    (["--parts", "kernels,speed"], ["--parts", "'speed'", "kernels, steps, devices, plan"]),
     (["--output", "/no/such/folder/file.json"], ["--output", "a folder that exists"]),
 ])
 def test_arguments_that_it_does_not_take(capsys, arguments, names):
@@ -257,6 +258,41 @@ def test_launches_of_a_pass_are_told_apart_by_layer():
     assert check.pass_launches(text, 3) == {"layer": 2, "outside": 4 + 3, "loops": 0}
 
 
+def collective(name: str, kind: str, shape: str, axes: str, module: str) -> str:
+    groups = f"mesh['data'=1,'tensor'=2,'kv'=2] {{{axes}}}"
+    return f'  %{name} = {shape} {kind}(%new), channel_id=1, replica_groups={groups}, use_global_device_ids=true, ' \
+        f'metadata={{op_name="jit(run)/while/body/{module}/psum"}}'
+
+
+def test_collectives_are_named_by_what_they_do_over_which_axes():
+    lines = [collective("a", "all-reduce", "f32[4,1,16,129]{3,2,1,0}", "'kv'", "layers_0/attention"),
+             collective("b", "all-gather-start", "((f32[4,16000]{0,1}), f32[4,32000]{0,1})", "'tensor'", "head"),
+             "  %c = f32[4,32000]{0,1} all-gather-done(%b)",
+             collective("d", "reduce-scatter", "(f32[8]{0}, bf16[2,3]{1,0})", "'tensor','kv'", "head"),
+             "  %e = f32[8]{0} collective-permute(%new), source_target_pairs={{0,1}}", KERNEL]
+    found = compiler.collectives(lines)
+    assert [str(one) for one in found] == ["all-reduce over kv", "all-gather over tensor", "reduce-scatter over tensor,kv",
+                                           "collective-permute over devices that have no name"]
+    assert [one.elements for one in found] == [4 * 16 * 129, 4 * 32000, 8, 8]
+
+
+def test_what_devices_send_is_told_apart_by_layer():
+    """Collectives of a pass are those of the loop that holds the layers; the largest may be anywhere."""
+    layers = [collective(f"sum{i}.{n}", "all-reduce", "f32[1,128]{1,0}", "'tensor'", f"layers_{i}/{name}")
+              for i in range(3) for n, name in enumerate(("attention/o", "mlp/down"))]
+    kernels = [f'{KERNEL.replace("appended", f"k{i}.{n}")}, metadata={{op_name="layers_{i}/attention"}}'
+               for i in range(3) for n in range(2)]
+    embedded = collective("embedded", "all-reduce", "f32[1,128]{1,0}", "'tensor'", "embed")
+    moved = collective("moved", "all-reduce", "f32[16,128]{1,0}", "'kv'", "move")
+    text = hlo(looped="\n".join([embedded, *layers, *kernels, FUSED]), entry=f"{moved}\n{NAMED}")
+    program = compiler.Program(text, (), temp_bytes=10, alias_bytes=64 * 128 * 4)
+    decoding = SimpleNamespace(layers=3, arena_elements=64 * 128, layer_bytes=64 * 128 * 8, cache_bytes=64 * 128 * 8 * 3)
+    numbers = check.device_numbers(program, decoding)
+    assert numbers["sent"] == {"layer": {"all-reduce over tensor": 2}, "outside": {"all-reduce over tensor": 1},
+                               "largest_of_layers_keys": 0.25}
+    assert numbers["kernel_calls"] == 2 and numbers["launches"]["layer"] == 4
+
+
 # What the numbers are held against.
 
 STEP = {"backend": "triton", "name": "4 workers", "error": None, "whole_cache": {}, "temp_bytes": 10, "layer_bytes": 100,
@@ -264,6 +300,12 @@ STEP = {"backend": "triton", "name": "4 workers", "error": None, "whole_cache": 
 KERNELS = {"backend": "triton", "name": "D 64", "error": None, "kernels": [
     {"name": "block_attention", "maker": "triton", "registers": 168, "spill_bytes": 0, "static_shared_bytes": 448,
      "dynamic_shared_bytes": 232_000}]}
+
+
+SENT = {"layer": {"all-reduce over tensor": 2, "all-reduce over kv": 2}, "largest_of_layers_keys": 0.25,
+        "outside": {"all-reduce over tensor": 5, "all-gather over tensor": 2, "all-reduce over kv": 2}}
+DEVICES = {**STEP, "name": "4 workers, tensor 2 x kv 2", "axes": ("tensor", "kv"), "moves": True, "sent": SENT, "kernel_calls": 2,
+           "kernels": KERNELS["kernels"]}
 
 
 def missed(results) -> list[str]:
@@ -286,6 +328,25 @@ def test_goals():
         assert expected in name
 
 
+def test_goals_of_several_devices():
+    [kernel] = KERNELS["kernels"]
+    assert missed({"devices": [DEVICES, {**DEVICES, "backend": "xla", "kernels": [], "kernel_calls": 0}]}) == []
+    for changes, expected in [
+            ({"error": "ValueError: no"}, "do not compile"),
+            ({"temp_bytes": 101}, "temporary memory"),
+            ({"kernels": [{**kernel, "spill_bytes": 4}]}, "a kernel spills"),
+            ({"kernel_calls": 1.5}, "kernels of ours a layer"),
+            ({"axes": ("tensor",), "moves": False, "sent": {**SENT, "outside": {}}}, "collectives a layer"),
+            ({"sent": {**SENT, "layer": {"all-reduce over tensor": 2, "all-reduce over kv": 1}}}, "collectives a layer"),
+            ({"sent": {**SENT, "layer": {**SENT["layer"], "all-gather over kv": 0.5}}}, "collectives a layer"),
+            ({"sent": {**SENT, "outside": {**SENT["outside"], "all-gather over kv": 1}}}, "outside of layers"),
+            ({"sent": {**SENT, "outside": {**SENT["outside"], "all-reduce over tensor": 6}}}, "outside of layers"),
+            ({"moves": False}, "outside of layers"),
+            ({"sent": {**SENT, "largest_of_layers_keys": 0.26}}, "largest array sent")]:
+        [name] = missed({"devices": [{**DEVICES, **changes}]})
+        assert expected in name
+
+
 # A real run, in a process of its own: the environment has to be set before JAX is imported.
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -305,6 +366,23 @@ def test_a_decode_step_and_the_plan():
         assert 0 < step["temp_bytes"] < step["layer_bytes"] and step["launches"]["layer"] > 0
         assert step["cache_bytes"] == 8 * step["layer_bytes"] <= step["aliased_bytes"]
     assert all(plan["launches"] > 0 for plan in report["plan"])
+
+
+@compiles
+@pytest.mark.slow
+def test_a_decode_step_on_four_devices():
+    done = run("gpu_compile.py", "--backends", "triton", "--parts", "devices", "--json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout)
+    assert report["ok"] and all(goal["met"] for goal in report["goals"])
+    split, spread = report["devices"]
+    assert (split["axes"], spread["axes"]) == (["tensor"], ["tensor", "kv"])
+    assert split["sent"]["layer"] == {"all-reduce over tensor": 2}
+    assert spread["sent"]["layer"] == {"all-reduce over tensor": 2, "all-reduce over kv": 2}
+    for step in (split, spread):
+        # A quarter of the heads, or half the heads and half the tokens: 73,728 tokens of 8 kv heads, keys and values in bfloat16.
+        assert step["layer_bytes"] == 73728 * 8 * 128 * 2 * 2 // 4
+        assert {kernel["maker"] for kernel in step["kernels"]} == {"triton"} and len(step["kernels"]) == 2
 
 
 COMPILED = '''

@@ -77,6 +77,16 @@ def test_a_decode_step_lowers_for_cuda(backend):
     assert calls(lowered(backend, decoding.function, *decoding.arguments, donate_argnums=(1,))) == {backend} & TARGETS.keys()
 
 
+@pytest.mark.parametrize("spread", programs.SPREADS, ids=str)
+def test_a_decode_step_on_several_devices_lowers_for_cuda(spread):
+    """Each device runs the kernels on its part; what they send is `make gpu-compile`'s to count. Triton lowers only for a device that it
+    is told of, and where that would be said there is the mesh."""
+    config = dataclasses.replace(programs.MODEL, num_layers=1)
+    mesh = spread.mesh(jax.devices()[:spread.tensor * spread.kv])
+    decoding = programs.decoding(programs.QUICK_STEPS[0], "mosaic_gpu", config, history=4096, mesh=mesh)
+    assert calls(lowered("mosaic_gpu", decoding.function, *decoding.arguments, donate_argnums=(1,))) == {"mosaic_gpu"}
+
+
 def test_what_is_compiled_covers_all_that_is_promised():
     assert set(programs.GPU_BACKENDS) == TARGETS.keys()
     for cases in (FEW, programs.QUICK, programs.whole_grid()):

@@ -8,15 +8,18 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from jaxshare import block_attention, make_plan
 from jaxshare.attention import preferred
+from jaxshare.pallas import merge_mosaic_gpu
 from jaxshare.pallas.block_attention_mosaic_gpu import INTERPRETER_LACKS
 from jaxshare.pallas.device import H200, Device, assume_device
 from jaxshare.pallas.tiles import HEAD_DIMS, MosaicTiles, use_tiles
-from tests.interpreted import SOME_LENGTHS, case, compare
+from jaxshare.sharding import Stripes
+from tests.interpreted import SOME_LENGTHS, TOLERANCE, case, compare
 from tests.test_attention import Case, Shape, cases, place
 
 INTERPRETED = Device("interpreted", 90, multiprocessors=2, interpret=True)
@@ -46,6 +49,29 @@ def test_more_queries_than_a_warpgroup_takes():
 
 def test_pending_tokens_are_causal_in_their_own_block():
     check(PENDING, case([[0, 2, 1]], [31], [70, 40, 3, 0], gaps=[3, 0, 1, 0]))
+
+
+def test_log_sum_exps_for_other_devices(monkeypatch):
+    """What merging over devices is given, where tokens are spread. One device in place of all: the interpreter has one memory, which those
+    that run at once would share."""
+    shape = dataclasses.replace(DECODE, rotary=0)
+    (cache, layout, count, q, k, v), out = place(shape, case([[0, 2, 1], [3], []], [1, 1, 0], [200, 3, 70, 0], gaps=[1, 0, 2, 0]))
+    given = []
+    monkeypatch.setattr(merge_mosaic_gpu, "merge_over", lambda axis, *partial: given.append((axis, *partial)) or partial[0])
+    plan = make_plan(cache, layout, count, 1)
+    cache = cache.append(0, k, v, plan)
+    with assume_device(INTERPRETED):
+        block_attention(q, cache.keys[0], cache.values[0], dataclasses.replace(plan, stripes=Stripes("kv")), implementation="mosaic_gpu")
+    [(axis, mixed, lse)] = given
+    assert axis == "kv" and mixed.dtype == lse.dtype == jnp.float32
+    keys, queries = np.asarray(cache.keys[0], np.float64), np.asarray(q, np.float64)[:, 0].reshape(3, 2, 2, 64)
+    offsets, lengths = np.asarray(cache.offsets), np.asarray(cache.lengths)
+    for row, blocks in enumerate([[0, 2, 1], [3], []]):
+        seen = [offsets[b] + np.arange(lengths[b] + (b == blocks[-1])) for b in blocks]
+        scores = np.einsum("kgd,ksd->kgs", queries[row], keys[:, np.concatenate([[], *seen]).astype(int)]) / 8
+        expected = np.logaddexp.reduce(scores, axis=-1, initial=-np.inf).reshape(4)
+        np.testing.assert_allclose(lse[row, 0], expected, atol=TOLERANCE[shape.dtype])
+    np.testing.assert_allclose(mixed[:2], out[:2], atol=TOLERANCE[shape.dtype])
 
 
 @pytest.mark.parametrize("dim", [pytest.param(dim, marks=() if dim in (80, 128) else pytest.mark.slow) for dim in HEAD_DIMS if dim != 64])

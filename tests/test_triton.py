@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from jaxshare import block_attention, make_plan
 from jaxshare.pallas.device import H200, Device, assume_device
 from jaxshare.pallas.tiles import HEAD_DIMS, TritonTiles, use_tiles
-from tests.interpreted import SOME_LENGTHS, case, compare
+from tests.interpreted import SOME_LENGTHS, case, compare, compare_spread
 from tests.test_attention import Case, Shape, cases, place
 
 # JAX says so wherever the backend lowers; that it will leave is known, and why its files stand alone.
@@ -54,6 +54,15 @@ def test_empty_blocks_and_rows_that_bring_nothing():
 
 def test_many_rows_over_a_shared_block():
     check(MANY_ROWS, case([[0, r + 1] for r in range(70)], [1] * 70, [300, *[r % 5 for r in range(70)], 0, 0]))
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_tokens_that_are_spread_over_devices(devices):
+    """Blocks that begin inside a stripe, of which some devices have nothing, a row that sees nothing else than its own token, and an
+    empty row: merged over the devices by the log-sum-exps that the kernels give."""
+    shape = dataclasses.replace(DECODE, arena=2560)
+    compare_spread("triton", INTERPRETED, shape, case([[0, 3, 1], [2], [5], []], [1, 1, 1, 0], [700, 129, 0, 64, 1, 3],
+                                                      gaps=[1, 0, 3, 0, 0, 200], phases=[0, 5, 0, 0, 9, 0]), devices)
 
 
 @pytest.mark.slow

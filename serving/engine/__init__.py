@@ -11,8 +11,8 @@ from jaxshare.serving.engine.calls import (
     Stream,
     TooLongError,
 )
-from jaxshare.serving.engine.engine import Engine, model_key
+from jaxshare.serving.engine.engine import Engine
 from jaxshare.serving.hotspot import Hotspot
 
 __all__ = ["ClosedError", "Completion", "End", "Engine", "EngineError", "Hotspot", "NotANumberError", "Piece", "QueueFullError", "Stream",
-           "TooLongError", "model_key"]
+           "TooLongError"]

@@ -5,19 +5,20 @@ import functools
 import hashlib
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxshare import Sampler
 from jaxshare.cache import ALIGNMENT, arena_size, extents
 from jaxshare.models import LoadedModel
 from jaxshare.serving.arena import whole_tiles
-from jaxshare.serving.engine.calls import Call, ClosedError, QueueFullError, Stream, StreamState, Text, TooLongError
+from jaxshare.serving.engine import saved
+from jaxshare.serving.engine.calls import Call, ClosedError, EngineError, QueueFullError, Stream, StreamState, Text, TooLongError
 from jaxshare.serving.engine.guests import Guest, Guests
 from jaxshare.serving.engine.loop import Loop
 from jaxshare.serving.engine.memory import Memory
@@ -28,12 +29,14 @@ from jaxshare.serving.hotspot import USUAL, Hotspot
 from jaxshare.serving.inputs import default_sampler, encode, encode_messages, token_bytes
 from jaxshare.serving.logits_cache import LogitsCache
 from jaxshare.serving.residency import Policy, digest, make_policy
+from jaxshare.serving.saves import Saved, SaveError, Saves
 
 if TYPE_CHECKING:
     from jaxshare.serving.workers import Workers
 
 log = logging.getLogger("jaxshare.engine")
 
+_SAVED = "jaxshare engine 1"
 _MOST_BYTES = 2 * 1024**3
 _MOST_ASKED = 2**16
 Messages = Sequence[Mapping[str, str]]
@@ -105,6 +108,7 @@ class Engine:
         self._numbers = itertools.count()
         # How often something was asked without a seed; of what was asked last.
         self._asked: collections.OrderedDict[bytes, int] = collections.OrderedDict()
+        self._saves: Saves | None = None
         self._changed = threading.Condition()
         self._new: list[Call] = []
         self._calls: dict[Call, None] = {}  # that have not ended
@@ -113,12 +117,12 @@ class Engine:
 
     def _logits_cache(self, given: int | LogitsCache, kept: int) -> LogitsCache | None:
         if isinstance(given, LogitsCache):
-            given.check(model_key(self.model))
+            given.check(self.model.fingerprint)
             given.kept = given.kept or kept
             return given
         if given < 0:
             raise ValueError(f"logits_cache is {given}; give a number of bytes, or 0 for none")
-        return LogitsCache(model_key(self.model), given, min(kept, self.model.config.vocab_size)) if given else None
+        return LogitsCache(self.model.fingerprint, given, min(kept, self.model.config.vocab_size)) if given else None
 
     @property
     def logits_cache(self) -> LogitsCache | None:
@@ -268,6 +272,69 @@ class Engine:
                 raise
         return self._guests.invite(capacities, tokens, offsets)
 
+    # Saves.
+
+    def save(self, folder: str | os.PathLike, *, wait: bool = False) -> int:
+        """Saves what the engine knows, between two rounds of passes: the keys and values of all that calls have read and written so far,
+        how they were used, the Logits Cache, and how often what was asked, which decides seeds that are not given.
+
+        It is written in the background, and is there as a whole or not at all. Calls are not a part of it: whoever asks a restored engine
+        the same with the same seed gets the same answer, and what is known of it is not computed again.
+
+        Args:
+          folder: of this engine's saves; made if it is not there. The two newest are kept.
+          wait: come back when it is written. `shutdown` waits, too.
+
+        Returns:
+          The number of the save.
+
+        Raises:
+          SaveError: it cannot be written, or the one before it could not.
+          ClosedError: the engine was shut down.
+        """
+        with self._guests.turn():
+            with self._changed:
+                if self._closed:
+                    raise ClosedError("the engine is shut down; make another")
+                asked = [[key.hex(), count] for key, count in self._asked.items()]
+            if self._saves is None or self._saves.folder != Path(folder):
+                self._saves = Saves(folder)
+            arrays, facts = saved.known(self._loop.memory, self.model)
+            logits = self.logits_cache.known() if self.logits_cache else ({}, None)
+            return self._saves.save({**arrays, **logits[0]}, {
+                "format": _SAVED, "model": self.model.fingerprint, "asked": asked, "logits": logits[1], **facts}, wait=wait)
+
+    def restore(self, folder: str | os.PathLike, *, number: int | None = None) -> int:
+        """Learns what an engine has saved: of the same model, on any mesh, with memory of any size. What was used last comes first; what
+        there is no room for is left out. Policies see it as it was used before; what they know of agents begins anew.
+
+        Args:
+          folder: that it was saved to.
+          number: of the save; default the newest.
+
+        Returns:
+          How many tokens are known now.
+
+        Raises:
+          SaveError: no save, one that cannot be read, or one of another model.
+          EngineError: this engine has been asked something already.
+          ClosedError: it was shut down.
+        """
+        with Saved(folder, number) as save, self._guests.turn():
+            if save.facts.get("format") != _SAVED or save.facts["model"] != self.model.fingerprint:
+                raise SaveError(f"save {save.number} of {folder} is of another model, or of no engine; restore it with the model that it "
+                                f"was saved with")
+            with self._changed:
+                if self._closed:
+                    raise ClosedError("the engine is shut down; make another")
+                if self._asked or self._calls or self._loop.memory.tree.root.children:
+                    raise EngineError("the engine has been asked something already; restore into one that was just made")
+                self._asked.update((bytes.fromhex(key), count) for key, count in save.facts["asked"])
+            arrays = save.arrays()
+            if self.logits_cache and save.facts["logits"]:
+                self.logits_cache.learn(arrays, save.facts["logits"])
+            return saved.learn(self._loop.memory, self.model, arrays, save.facts)
+
     # Its life.
 
     def drain(self, timeout: float | None = None) -> None:
@@ -291,6 +358,10 @@ class Engine:
         self._guests.close()
         with self._guests.turn():
             self._loop.free()
+            if self._saves:
+                self._saves.wait()
+                self._saves.close()
+                self._saves = None
         if self.logits_cache:
             self.logits_cache.close()
 
@@ -332,13 +403,6 @@ class Engine:
                 return True
             self._thread = None
             return False
-
-
-def model_key(model: LoadedModel) -> str:
-    """What stands for a model in a Logits Cache: its config, and a sum over each of its parameters."""
-    sums = [jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(model.params)]
-    config = repr(model.config.for_context(model.config.max_positions))
-    return hashlib.blake2b(config.encode() + np.asarray(jax.device_get(sums), np.float32).tobytes(), digest_size=16).hexdigest()
 
 
 def _cancel(call: Call) -> None:
