@@ -9,7 +9,11 @@ from jaxshare.cache import KVCache
 from jaxshare.decode import DecodeState, Reason, decode
 from jaxshare.layout import Layout
 from jaxshare.plan import Plan, make_plan
+from jaxshare.recording import Recorder
+from jaxshare.reencoding import TraceBatch
 from jaxshare.rope import Rope
 from jaxshare.sampling import Sampler, Samplers
+from jaxshare.trace import Trace
 
-__all__ = ["DecodeState", "KVCache", "Layout", "Plan", "Reason", "Rope", "Sampler", "Samplers", "block_attention", "decode", "make_plan"]
+__all__ = ["DecodeState", "KVCache", "Layout", "Plan", "Reason", "Recorder", "Rope", "Sampler", "Samplers", "Trace", "TraceBatch",
+           "block_attention", "decode", "make_plan"]

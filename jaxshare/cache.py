@@ -345,11 +345,16 @@ def _replaced(leaves: tuple[Array, ...], layer: int, leaf: Array) -> tuple[Array
 def _write(arena: Array, new: Array, plan: "Plan") -> Array:
     """arena [K, tokens, D], new [R, T, K, D]: each row's real tokens to their place; all else stays."""
     # Backends read whole tiles and give what a row does not see a weight of 0; 0 times what is not finite would reach that row.
-    most = float(jnp.finfo(arena.dtype).max)
-    new = jnp.nan_to_num(new.astype(arena.dtype), nan=0.0, posinf=most, neginf=-most).swapaxes(1, 2)  # [R, K, T, D]
+    new = finite(new.astype(arena.dtype)).swapaxes(1, 2)  # [R, K, T, D]
     # On a GPU one kernel places all rows at once; on a CPU XLA's scatter goes element by element, and windows are copied faster.
     return jax.lax.platform_dependent(arena, new, plan.write_at, plan.count, cuda=functools.partial(_scatter, plan.stripes),
                                       default=functools.partial(_write_windows, plan.stripes))
+
+
+def finite(x: Array) -> Array:
+    """What is not finite as 0, or as the largest number of the dtype."""
+    most = float(jnp.finfo(x.dtype).max)
+    return jnp.nan_to_num(x, nan=0.0, posinf=most, neginf=-most)
 
 
 def _scatter(stripes: Stripes, arena: Array, new: Array, write_at: Array, count: Array) -> Array:

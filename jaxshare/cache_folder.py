@@ -2,9 +2,10 @@
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from jaxshare.files import whole_file
 
 
 def cache_folder() -> Path:
@@ -20,12 +21,5 @@ def write_json(file: Path, data: Any) -> None:
     Raises:
       OSError: it cannot be written.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as whole:
-        try:
-            json.dump(data, whole, indent=2)
-            whole.close()
-            os.replace(whole.name, file)
-        except BaseException:
-            os.unlink(whole.name)
-            raise
+    with whole_file(file) as whole:
+        json.dump(data, whole, indent=2)

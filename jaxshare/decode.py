@@ -18,6 +18,7 @@ from jax import Array
 from jaxshare.cache import KVCache
 from jaxshare.kept import Kept, keep
 from jaxshare.layout import Layout
+from jaxshare.recording import Record
 from jaxshare.sampling import Sampler, Samplers, largest, logprob, whole_rows
 from jaxshare.steps import Steps, after_sampling, spill
 
@@ -75,6 +76,7 @@ class DecodeState:
       kept: [R, X], what is kept of the distributions that the tokens were drawn from, or None where nothing is.
       recorded: bool[R], the rows that it is kept of.
       steps: how rows end their steps, or None where they just write.
+      record: what the last dispatch has fed and moved, or None where that is not noted.
       max_width: the widest pass that this state can take (static).
     """
 
@@ -97,6 +99,7 @@ class DecodeState:
     kept: Kept | None
     recorded: Array
     steps: Steps | None
+    record: Record | None
     max_width: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -104,7 +107,7 @@ class DecodeState:
                samplers: Sampler | Sequence[Sampler] = Sampler(), seeds: int | Sequence[int] = 0,
                budgets: int | Sequence[int] = 64, stops: Sequence[int] = (), logits: Array | None = None,
                queue: int = 0, room: int = 0, bias_slots: int | None = None, max_width: int = 256,
-               logprobs: bool = False, kept: int = 0, steps: Steps | None = None) -> "DecodeState":
+               logprobs: bool = False, kept: int = 0, steps: Steps | None = None, record: int = 0) -> "DecodeState":
         """A state about to run.
 
         Args:
@@ -123,6 +126,7 @@ class DecodeState:
           logprobs: keep the log-probabilities of the sampled tokens.
           kept: keep so many of the largest logits that each token is drawn from; rows are `recorded` where they are admitted so.
           steps: for rows that write in steps, with room for what a row samples.
+          record: note what each dispatch feeds and moves, in room for so many passes; 0 notes nothing.
 
         Raises:
           ValueError: counts that do not fit the layout, a token outside the vocabulary in a prompt, a bias or a ban, a negative
@@ -164,7 +168,8 @@ class DecodeState:
             reasons=jnp.asarray(np.where(listed > 0, Reason.RUNNING, Reason.UNUSED), jnp.int32),
             tokens=jnp.zeros((rows, room), jnp.int32), logprobs=jnp.zeros((rows, room if logprobs else 0)),
             passes=jnp.zeros((), jnp.int32), kept=Kept.empty((rows, room), kept, vocab_size) if kept else None,
-            recorded=jnp.zeros(rows, bool), steps=steps, max_width=max_width)
+            recorded=jnp.zeros(rows, bool), steps=steps,
+            record=Record.empty(record, rows, max_width, cache.num_blocks) if record else None, max_width=max_width)
 
     def feed(self, row: int, tokens: Sequence[int]) -> "DecodeState":
         """Puts tokens behind what a row has pending, and lets a row that had stopped run on.
@@ -303,11 +308,14 @@ def decode(model: Model, params: Any, state: DecodeState, *, passes: int, width:
       until_any: come back as soon as a row ends, so that the host can give it more to do. Data.
 
     Raises:
-      ValueError: a negative number of passes, or a width that the state cannot take.
+      ValueError: a negative number of passes, more than the state has room to record, or a width that it cannot take.
     """
     if passes < 0 or not 1 <= width <= state.max_width:
         raise ValueError(f"passes is {passes} and width {width}; passes must be at least 0, and width from 1 to the state's "
                          f"max_width, {state.max_width}")
+    if state.record is not None and passes > state.record.room:
+        raise ValueError(f"passes is {passes}, but the state has room to record {state.record.room}; create it with more, or run fewer at "
+                         f"once")
     rest = dataclasses.replace(state, cache=None, logits=None, kept=None)  # pyright: ignore[reportArgumentType]
     return _decode(model, params, state.cache, state.logits, state.kept, rest, jnp.asarray(passes, jnp.int32), jnp.asarray(until_any),
                    width)
@@ -318,6 +326,7 @@ def _decode(model: Model, params: Any, cache: KVCache, logits: Array, kept: Kept
             until_any: Array, width: int) -> DecodeState:
     state = dataclasses.replace(rest, cache=cache, logits=logits, kept=kept)
     began, last = state.running, state.passes + passes
+    state = state if state.record is None else dataclasses.replace(state, record=state.record.begin(state.passes))
     state = _sample(state)
 
     def goes_on(state: DecodeState) -> Array:
@@ -349,17 +358,19 @@ def _feed(model: Model, params: Any, state: DecodeState, width: int) -> DecodeSt
     full = state.cache.lengths[target] + count > state.cache.capacities[target]
     stuck = jnp.zeros((), bool)
     if state.steps is not None:
-        cache, stuck = spill(state.steps, state.cache, state.layout, state.running & full)
-        state = dataclasses.replace(state, cache=cache)
+        cache, stuck, spilled = spill(state.steps, state.cache, state.layout, state.running & full)
+        record = None if state.record is None else state.record.spilled(state.passes, spilled)
+        state = dataclasses.replace(state, cache=cache, record=record)
         full = cache.lengths[target] + count > cache.capacities[target]
     reasons = jnp.where(state.running & (full | stuck), Reason.FULL.value, state.reasons)
     count = jnp.where(full | stuck, 0, count)
     tokens = jax.vmap(lambda queue, head: jax.lax.dynamic_slice_in_dim(queue, head, width))(state.pending, state.head)
     logits, cache = model.apply(params, tokens, count, state.cache, state.layout)
     fed = count > 0
+    record = None if state.record is None else state.record.fed(state.passes, tokens, count, cache.lengths)
     return dataclasses.replace(
-        state, cache=cache, logits=jnp.where(fed[:, None], logits, state.logits), ready=state.ready | fed, reasons=reasons,
-        waiting=state.waiting - count, head=state.head + count, passes=state.passes + 1)
+        state, cache=cache, record=record, logits=jnp.where(fed[:, None], logits, state.logits), ready=state.ready | fed,
+        reasons=reasons, waiting=state.waiting - count, head=state.head + count, passes=state.passes + 1)
 
 
 def _sample(state: DecodeState) -> DecodeState:
@@ -420,8 +431,10 @@ def _step(state: DecodeState, token: Array, due: Array, stopped: Array) -> Decod
     reasons = jnp.where(found.held, Reason.STEP.value, state.reasons)
     reasons = jnp.where(found.full & state.running, Reason.FULL.value, reasons)
     reasons = jnp.where(found.over & (state.running | stopped), Reason.ANSWER.value, reasons)
+    record = None if state.record is None else state.record.ended(state.passes, found.moved)
     opening = jnp.concatenate([token[:, None], found.opening], axis=1)
     size = opening.shape[1]
     return dataclasses.replace(
-        state, steps=steps, cache=cache, reasons=reasons, waiting=jnp.where(found.opens, 1 + found.opening_size, state.waiting),
+        state, steps=steps, cache=cache, record=record, reasons=reasons,
+        waiting=jnp.where(found.opens, 1 + found.opening_size, state.waiting),
         pending=state.pending.at[:, :size].set(jnp.where(found.opens[:, None], opening, state.pending[:, :size])))

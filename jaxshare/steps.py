@@ -137,6 +137,7 @@ class Outcome:
       held: bool[R], rows whose step has ended and that have no opening prepared.
       opens: bool[R], rows whose step has ended and moved; they go on with the token that ended it and the opening
         int32[R, E] of int32[R] tokens.
+      moved: bool[R], those of them whose steps have a block to move to.
     """
 
     over: Array
@@ -145,6 +146,7 @@ class Outcome:
     opens: Array
     opening: Array
     opening_size: Array
+    moved: Array
 
 
 def after_sampling(steps: Steps, cache: KVCache, layout: Layout, token: Array, place: Array, due: Array, stopped: Array, running: Array,
@@ -169,7 +171,8 @@ def after_sampling(steps: Steps, cache: KVCache, layout: Layout, token: Array, p
     index = steps.number + 1 - steps.base
     held = ended & ((index < 0) | (index >= steps.prepared))
     moving = ended & ~held
-    cache, left = _move(cache, layout, steps.targets, moving & (steps.targets >= 0))
+    wanted = moving & (steps.targets >= 0)
+    cache, left = _move(cache, layout, steps.targets, wanted)
     full = jnp.any(left)
     opens = moving & ~left
 
@@ -191,21 +194,22 @@ def after_sampling(steps: Steps, cache: KVCache, layout: Layout, token: Array, p
         due=(steps.due & ~asks) | (ask & chosen), marks=steps.marks.at[row, place].set(marks, mode="drop"),
         at=steps.at.at[row, place].set(passes, mode="drop"))
     asking = asks.astype(jnp.int32)
-    return steps, cache, Outcome(over, full, held, opens, steps.openings[row, index, asking], steps.opening_sizes[row, index, asking])
+    return steps, cache, Outcome(over, full, held, opens, steps.openings[row, index, asking], steps.opening_sizes[row, index, asking],
+                                 wanted & ~left)
 
 
-def spill(steps: Steps, cache: KVCache, layout: Layout, full: Array) -> tuple[KVCache, Array]:
+def spill(steps: Steps, cache: KVCache, layout: Layout, full: Array) -> tuple[KVCache, Array, Array]:
     """Empties blocks that are full in the middle of a step, as though the step had ended, where it has somewhere to move.
 
     Args:
       full: bool[R], rows whose block has no room for what they feed next.
 
     Returns:
-      The cache, and bool[]: whether a block found no room where it has to move.
+      The cache; bool[]: whether a block found no room where it has to move; and bool[R]: the rows whose blocks moved.
     """
     wanted = full & (steps.targets >= 0) & (cache.lengths[jnp.maximum(layout.written, 0)] > 0)
     cache, left = _move(cache, layout, steps.targets, wanted)
-    return cache, jnp.any(left)
+    return cache, jnp.any(left), wanted & ~left
 
 
 def _move(cache: KVCache, layout: Layout, targets: Array, wanted: Array) -> tuple[KVCache, Array]:

@@ -21,6 +21,7 @@ from jaxshare.layout import Layout, is_concrete
 from jaxshare.mass import block_mass, last_tokens
 from jaxshare.models.config import ModelConfig
 from jaxshare.plan import make_plan
+from jaxshare.reencoding import TraceBatch, trace_attention
 from jaxshare.rope import rotate
 from jaxshare.sharding import psum
 
@@ -193,6 +194,28 @@ class Decoder(nn.Module):
             return jax.nn.dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
 
         return self._logits(self._trunk(tokens, attend))
+
+    def encode(self, batch: TraceBatch, at: Array | None = None) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+        """All that traces have fed, in one parallel pass without a cache; differentiable. See `jaxshare.models.reencode`.
+
+        Args:
+          batch: of the traces.
+          at: int32[N, A], numbers of the tokens whose logits are wanted; default all.
+
+        Returns:
+          logits float32[N, A, V] ([N, T, V] without `at`), and of each layer keys, not rotated, and values [N, T, K, D].
+        """
+        keys: list[Array] = []
+        values: list[Array] = []
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            keys.append(k)
+            values.append(v)
+            return trace_attention(q, k, v, batch, self.config.rope)
+
+        x = self._trunk(batch.tokens, attend)
+        x = x if at is None else jnp.take_along_axis(x, at[..., None], axis=1)
+        return self._logits(x), tuple(keys), tuple(values)
 
     def attention_mass(self, tokens: Array, count: Array, cache: KVCache, layout: Layout) -> Array:
         """How much of its attention each row's last real token gives to each block, in a pass whose cache is thrown away.

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -88,12 +89,25 @@ class LoadedModel:
     def fingerprint(self) -> str:
         """What stands for the model where something of it is kept: its shape and a sum over the bits of each parameter. The same on every
         mesh; of parameters of another dtype it is another one."""
-        config = dataclasses.replace(self.config, num_kv_heads=self.config.num_kv_heads // self.kv_repeats)
+        config = self._config_of_checkpoint
         sums = _bit_sums(self.params, self.config.num_kv_heads, self.kv_repeats)
         where = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
         found = [np.asarray(value) for value in jax.tree.leaves(jax.device_put(sums, where))]
         of = repr(config.for_context(config.max_positions)).encode() + np.stack(found).tobytes()
         return hashlib.blake2b(of, digest_size=16).hexdigest()
+
+    @functools.cached_property
+    def trace_fingerprint(self) -> str:
+        """What a trace remembers of the model: its shape and the tokens of its tokenizer. The same on every mesh, and while its parameters
+        are trained."""
+        tokens = sorted(self.tokenizer.get_vocab().items()) if self.tokenizer else []
+        of = json.dumps([dataclasses.asdict(self._config_of_checkpoint), tokens], sort_keys=True)
+        return hashlib.blake2b(of.encode(), digest_size=16).hexdigest()
+
+    @property
+    def _config_of_checkpoint(self) -> ModelConfig:
+        """With each kv head once."""
+        return dataclasses.replace(self.config, num_kv_heads=self.config.num_kv_heads // self.kv_repeats)
 
     def for_context(self, positions: int) -> "LoadedModel":
         """The model for runs of at most `positions` tokens; see `ModelConfig.for_context`."""

@@ -20,6 +20,7 @@ from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder, Params
+from jaxshare.reencoding import TraceBatch
 from jaxshare.sharding import TENSOR, LogicalAxes, axis_in_use, axis_size, inside, on_each
 
 Path = tuple[str, ...]
@@ -68,6 +69,14 @@ class ShardedDecoder:
         run: Callable[..., Any] = functools.partial(self._local().apply, method=method, **({} if method else {"every": every}))
         return on_each(run, self.mesh, in_specs=(self.specs(variables), none, none, cache.specs, none), out_specs=out)(
             variables, tokens, count, cache, layout)
+
+    def encode(self, variables: Params, batch: TraceBatch, at: Array | None = None) -> Any:
+        """As `Decoder.encode`. Logits are cut along the vocabulary, keys and values along their heads."""
+        none = PartitionSpec()
+        heads = (sharding.spec((None, None, "kv_heads")),) * self.config.num_layers
+        out = sharding.spec((None, None, "vocab" if self.splits_vocab else None)), heads, heads
+        run = functools.partial(self._local().apply, method="encode")
+        return on_each(run, self.mesh, in_specs=(self.specs(variables), none, none), out_specs=out)(variables, batch, at)
 
     @property
     def splits_vocab(self) -> bool:

@@ -26,6 +26,7 @@ import numpy as np
 from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, contents, decode
 from jaxshare.automaton import ByteAutomaton, TokenAutomaton
 from jaxshare.models import LoadedModel
+from jaxshare.recording import Recorder
 from jaxshare.serving import answers
 from jaxshare.serving.capacities import capacities, rounded_budget
 from jaxshare.serving.inputs import cache_dtype, default_sampler
@@ -37,6 +38,7 @@ from jaxshare.serving.saves import Saved, SaveError, Saves, leaves, on_host
 from jaxshare.serving.steps import box_automaton, check_separator, code_automaton, step_automaton
 from jaxshare.serving.transcript import Codec, Event, Step, Transcript, codec_of
 from jaxshare.steps import Steps
+from jaxshare.trace import Trace
 
 if TYPE_CHECKING:
     from jaxshare.serving.engine import Engine
@@ -89,7 +91,7 @@ class Workers:
                  format: Format | None = None, sampler: Sampler | None = None, seed: int = 0, ask_every: int = 1024,
                  move: str = "rotate", max_workers: int | None = None, step_tokens: int = 512, history_tokens: int | None = None,
                  kind: str = "box", finisher_tokens: int = 16, passes_at_once: int = 16, together: bool = True,
-                 implementation: str | None = None, engine: "Engine | None" = None):
+                 implementation: str | None = None, engine: "Engine | None" = None, record: bool = False):
         """Encodes the prompt; nothing is written yet.
 
         Args:
@@ -112,6 +114,7 @@ class Workers:
           together: one worker's answer ends the session for all; False lets the others write on.
           implementation: attention backend.
           engine: an engine of the same model, in whose memory the blocks are to be; `Engine.workers` makes such a session.
+          record: keep a `trace` of all that is fed and of who sees what, which `jaxshare.models.reencode` computes again in one pass.
 
         Raises:
           ValueError: no workers, empty or repeated names, numbers out of range, a layout that cannot be, a prompt that does not fit the
@@ -181,9 +184,11 @@ class Workers:
             ask_every=ask_every, step_tokens=step_tokens, history_tokens=history_tokens)
         needed = max(sum(sizes[b] for b in (*row, FINISHER)) for row in self.layout.sees.values())
         # An engine's memory holds keys that are rotated as for the whole context.
-        self.model = model = model.for_context(model.config.max_positions if engine else needed)
+        self._fingerprint, self._context = model.trace_fingerprint if record else "", model.config.max_positions if engine else needed
+        self.model = model = model.for_context(self._context)
         self._module = dataclasses.replace(model.module, implementation=implementation)
         blocks = [sizes.get(block, 0) for block in self.blocks]
+        self._recorder = Recorder(len(blocks), blocks) if record else None
         self._guest = engine.invite(blocks) if engine else None
         with self._guest.turn() if self._guest else contextlib.nullcontext():
             cache = self._guest.attach() if self._guest else KVCache.create(
@@ -203,7 +208,7 @@ class Workers:
         self._state = DecodeState.create(
             cache, self.rows, [self._lead(name) if name else [] for name in self._rows], vocab_size=model.config.vocab_size,
             samplers=self._sampler, seeds=seed, budgets=self._most, stops=model.generation.stop_tokens, max_width=_WIDTH, steps=steps,
-            queue=len(self._separator) + self._longest())
+            queue=len(self._separator) + self._longest(), record=passes_at_once if record else 0)
         self._prepare()
 
     def _feed(self, texts: Mapping[str, Sequence[int]], cache: KVCache) -> KVCache:
@@ -212,10 +217,17 @@ class Workers:
         clock = time.perf_counter()
         for block, tokens in texts.items():
             if tokens:
-                _, cache = prefill(self.model, tokens, cache, self.blocks.index(block))
+                cache = self._prefilled(tokens, cache, block)
         jax.block_until_ready(cache.keys)
         self.prefill_seconds = time.perf_counter() - clock
         return cache
+
+    def _prefilled(self, tokens: Sequence[int], cache: KVCache, block: str) -> KVCache:
+        """The cache with a text behind what stands in a block."""
+        number = self.blocks.index(block)
+        if self._recorder:
+            self._recorder.text(tokens, number)
+        return prefill(self.model, tokens, cache, number)[1]
 
     @contextlib.contextmanager
     def _device(self) -> Iterator[None]:
@@ -249,6 +261,17 @@ class Workers:
     def cache(self) -> KVCache:
         """The blocks as they stand. The next passes take them over: look at them, do not keep them. On an engine this is a copy."""
         return self._state.cache if self._guest is None else self._guest.snapshot(self._state.cache)
+
+    @property
+    def trace(self) -> Trace:
+        """What has been fed so far, and who saw what. The finisher's guesses are no part of it.
+
+        Raises:
+          ValueError: a session that keeps no trace.
+        """
+        if self._recorder is None:
+            raise ValueError("the session keeps no trace; create it with record=True")
+        return self._recorder.trace(names=self.blocks, fingerprint=self._fingerprint, context=self._context)
 
     @property
     def steps(self) -> list[Step]:
@@ -350,14 +373,17 @@ class Workers:
         self._keep(dataclasses.replace(state.cache, lengths=lengths))
         return Answer(extract(text), text, self.passes, int(state.passes))
 
-    def _flushed(self) -> KVCache:
+    def _flushed(self, recorder: Recorder | None = None) -> KVCache:
         """The cache with what each worker has sampled last, which otherwise the next pass would feed, and will, to the same place."""
         state = self._state
         waiting, head, drawn = (np.asarray(a) for a in (state.waiting, state.head, state.drawn))
         room = np.asarray(state.cache.lengths < state.cache.capacities)[self._writes()]
         taken = np.asarray([name is not None for name in self._rows], bool)
         count = taken & (waiting > 0) & (head == 0) & (drawn > 0) & room
-        return self.model.forward(np.asarray(state.pending)[:, :1], count.astype(np.int32), state.cache, self.rows)[1]
+        tokens = np.asarray(state.pending)[:, :1]
+        if recorder:
+            recorder.feed([new[:n] for new, n in zip(tokens.tolist(), count.tolist(), strict=True)], self._listed())
+        return self.model.forward(tokens, count.astype(np.int32), state.cache, self.rows)[1]
 
     @_with_device
     def say(self, text: str, name: str = PERSON) -> None:
@@ -376,8 +402,7 @@ class Workers:
         if len(tokens) > (room := self._room(block)):
             raise ValueError(f"what {name} says has {len(tokens)} tokens, but the block {block!r} has room for {room} more; say less, or "
                              f"create the session with more history_tokens")
-        _, cache = prefill(self.model, tokens, self._state.cache, self.blocks.index(block))
-        self._keep(cache)
+        self._keep(self._prefilled(tokens, self._state.cache, block))
         self._people.add(name)
         self._transcript.finished.append(step)
 
@@ -446,9 +471,13 @@ class Workers:
         if int(lengths[number]) >= (room := self._room(target)):
             raise ValueError(f"{name} has {int(lengths[number])} tokens in its block, but the block {target!r} has room for {room} more; "
                              f"create the session with more history_tokens")
-        cache = self._flushed()
+        cache = self._flushed(self._recorder)
         cache = dataclasses.replace(cache, lengths=lengths.at[number].set(cache.lengths[number]))
         self._keep(cache.move(number, self.blocks.index(target)))
+        if self._recorder:
+            for other, length in enumerate(np.asarray(cache.lengths).tolist()):
+                self._recorder.cut(other, length)
+            self._recorder.move(number, self.blocks.index(target))
         self._transcript.leave(name, self.passes)
         spare = next(f"spare {i}" for i in range(1, len(self.blocks)) if f"spare {i}" not in self.blocks)
         del self._reasons[name]
@@ -489,7 +518,7 @@ class Workers:
     def restore(cls, model: LoadedModel, folder: str | os.PathLike, *, number: int | None = None,
                 layout: WorkersLayout | MakeLayout | None = None, passes_at_once: int | None = None, implementation: str | None = None,
                 engine: "Engine | None" = None) -> "Workers":
-        """A session as it was saved. It goes on exactly as the one that was saved would have, on however many devices.
+        """A session as it was saved. It goes on exactly as the one that was saved would have, on however many devices, but keeps no trace.
 
         Args:
           model: the same, on any mesh or none.
@@ -596,11 +625,14 @@ class Workers:
         steps = state.steps
         assert steps is not None
         seen = jax.device_get({"passes": state.passes, "drawn": state.drawn, "reasons": state.reasons, "tokens": state.tokens,
-                               "marks": steps.marks, "at": steps.at, "due": steps.due, "faults": state.cache.faults})
+                               "marks": steps.marks, "at": steps.at, "due": steps.due, "faults": state.cache.faults,
+                               "record": state.record})
         self.waits += 1
         if seen["faults"]:
             self._state.cache.check()
         self.passes = int(seen["passes"])
+        if self._recorder:
+            self._recorder.read(seen["record"], self.passes, self._listed(), self._targets())
         self._events.extend(self._transcript.read(seen))
         self._reasons = {name: Reason(int(seen["reasons"][self.row(name)])) for name in self.names}
         self.ended = _ended(self._reasons.values())
@@ -621,7 +653,9 @@ class Workers:
                 return
             tokens = self._transcript.voices[name].block[-count - 1:-1]
             cache = _clear(self._state.cache, source)
-            self._keep(prefill(self.model, tokens, cache, self.blocks.index(target))[1])
+            if self._recorder:
+                self._recorder.cut(source, 0)
+            self._keep(self._prefilled(tokens, cache, target))
         opening = self._transcript.turn(name, self.passes, asked=asks)
         assert self._state.steps is not None
         self._state = dataclasses.replace(self._state, steps=self._state.steps.begin(row, self._transcript.voices[name].step.number))
@@ -659,8 +693,11 @@ class Workers:
         self._state = dataclasses.replace(self._state, layout=self.rows, steps=steps)
 
     def _device_layout(self) -> Layout:
-        rows = [[self.blocks.index(b) for b in self.layout.sees[name]] if name else [] for name in self._rows]
-        return Layout.from_blocks(rows, width=len(self.blocks))
+        return Layout.from_blocks(self._listed(), width=len(self.blocks))
+
+    def _listed(self) -> list[list[int]]:
+        """The blocks that each row sees; none for a row without a worker."""
+        return [[self.blocks.index(b) for b in self.layout.sees[name]] if name else [] for name in self._rows]
 
     def _writes(self) -> list[int]:
         """The block of each row; the first for a row without a worker."""
@@ -696,9 +733,9 @@ class Workers:
 
 
 def _without_arenas(state: DecodeState) -> Any:
-    """What of a state is small and of its own: no keys and values, and no tables that the tokenizer gives."""
+    """What of a state is small and of its own: no keys and values, no tables that the tokenizer gives, no record of the last dispatch."""
     steps = dataclasses.replace(state.steps, ends=None, answers=None)  # pyright: ignore
-    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, keys=(), values=()), steps=steps)
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, keys=(), values=()), steps=steps, record=None)
 
 
 def _settings_of(saved: Saved, model: LoadedModel, layout: WorkersLayout | MakeLayout | None) -> dict[str, Any]:
