@@ -206,7 +206,7 @@ def _workers(options: argparse.Namespace) -> int:
     from jaxshare.serving.inputs import default_sampler
 
     model = models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype, mesh=mesh)
-    settings = dict(
+    settings: dict[str, Any] = dict(
         problem=problem, names=names, layout=options.layout, budget=options.budget, ask_every=options.ask_every, seed=options.seed,
         move=options.move, kind=options.answer, finisher_tokens=options.answer_tokens,
         sampler=dataclasses.replace(default_sampler(model), **given))

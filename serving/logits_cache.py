@@ -266,27 +266,27 @@ class LogitsCache:
                 raise ValueError(f"the distributions that were saved have {width} kept tokens, and this logits cache keeps {self.kept}; "
                                  f"make it with kept={width}")
             self._shape = width, vocab
-            begins = np.cumsum([0, *(run["positions"] for run in facts["runs"])])
             learned: dict[int, _Run] = {}
+            begins = np.cumsum([0, *(run["positions"] for run in facts["runs"])])
             for i in reversed(range(len(facts["runs"]))):  # the latest first, and of one branch what it hangs on
-                self._learn(i, slice(begins[i], begins[i + 1]), arrays, facts["runs"][i], learned)
+                self._learn(i, slice(begins[i], begins[i + 1]), arrays, facts["runs"][i], vocab, learned)
             self._runs.update((learned[i], None) for i in sorted(learned))
             for run in learned.values():
                 run.turn = run.turn if run.turn in run.children else None
 
-    def _learn(self, number: int, part: slice, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any],
+    def _learn(self, number: int, part: slice, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], vocab: int,
                learned: "dict[int, _Run]") -> None:
         parent = None if facts["parent"] is None else learned.get(facts["parent"])
         if facts["parent"] is not None and parent is None:  # there was no room for it
             return
         state = parent.state if parent else _State(bytes.fromhex(facts["state"]))
-        kept = Kept(**{name: arrays[f"logits.kept.{name}"][part].copy() for name in FIELDS}, vocab=self._shape[1])
+        kept = Kept(**{name: arrays[f"logits.kept.{name}"][part].copy() for name in FIELDS}, vocab=vocab)
         key, turn = (None if pair is None else (int(pair[0]), int(pair[1])) for pair in (facts["key"], facts["turn"]))
         run = _Run(kept, arrays["logits.tokens"][part].copy(), state, parent, key)
         size = run.bytes + (0 if parent else len(state.digest))
         if self._bytes + size > self.max_bytes:
             return
-        if parent is None:
+        if parent is None or key is None:
             state.root, self._states[state.digest] = run, state
         else:
             parent.children[key] = run
