@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -24,17 +25,47 @@ def free_port():
 
 
 def start(command, process, port, processes=2):
-    arguments = [*command, "--coordinator", f"127.0.0.1:{port}", "--processes", str(processes), "--process", str(process)]
+    return begin([*command, "--coordinator", f"127.0.0.1:{port}", "--processes", str(processes), "--process", str(process)])
+
+
+def begin(arguments, **environment):
     return subprocess.Popen([sys.executable, "-P", "-m", "jaxshare.serving.cli", *arguments], env={
-        **os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        **os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", **environment}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def slurm(process, job):
+    """What `srun -n 2` tells each process of a job (https://slurm.schedmd.com/srun.html)."""
+    return {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": str(process),
+            "SLURM_LOCALID": str(process), "SLURM_STEP_NUM_NODES": "1"}
+
+
+def open_mpi(process, job):
+    """What `mpirun -n 2` of Open MPI 4 tells each process of a job."""
+    return {"OMPI_MCA_orte_hnp_uri": f"{job}.0;tcp://127.0.0.1:34911", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": str(process),
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(process)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [slurm, open_mpi])
+def test_a_job_of_a_launcher_is_found_without_being_told(launcher, capsys):
+    command = [*COMMAND, "12", "--json"]
+    assert cli.main(command) == 0
+    alone = tokens(capsys.readouterr().out)
+    job = secrets.randbelow(10**6)  # which decides the port
+    both = [begin([*command, *SPLIT, "--distributed"], **launcher(i, job)) for i in range(2)]
+    said = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert len(alone[0]) == 2 and [tokens(out) for out, _ in said] == [alone, []]
+
+
+def tokens(out):
+    # Gloo, which sends between processes of a CPU, writes to stdout by itself.
+    return [[c["tokens"] for c in json.loads(line)["completions"]] for line in out.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.slow
 def test_two_processes_write_what_one_writes_and_the_first_says_it(capsys):
-    def tokens(out):
-        # Gloo, which sends between processes of a CPU, writes to stdout by itself.
-        return [[c["tokens"] for c in json.loads(line)["completions"]] for line in out.splitlines() if line.startswith("{")]
-
     assert cli.main([*COMMAND, "12", "--json"]) == 0
     alone, port = tokens(capsys.readouterr().out), free_port()
     both = [start([*COMMAND, "12", "--json", *SPLIT], i, port) for i in range(2)]
