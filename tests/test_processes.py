@@ -108,3 +108,26 @@ def test_a_coordinator_that_nobody_answers_is_an_error(monkeypatch, capsys):
 def test_processes_that_make_no_sense_are_refused(more, message, capsys):
     assert cli.main([*COMMAND, "2", *more]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_session_that_two_processes_save_goes_on_in_one(tmp_path, capsys):
+    """Each device writes its part; killed, both of them, after a save."""
+    command = ["workers", "embedded", "--problem", "1. Compute 17 + 25. 2. Compute 6 * 7.", "--budget", "150", "--temperature", "0.9",
+               "--seed", "4", "--json"]
+    saving = [*command, "--checkpoint", str(tmp_path / "saves"), "--checkpoint-every", "16"]
+    port = free_port()
+    both = [start([*saving, *SPLIT], i, port) for i in range(2)]
+    until = time.monotonic() + 300
+    while not any(path.name.isdigit() and int(path.name) > 1 for path in tmp_path.glob("saves/*")):
+        assert all(p.poll() is None for p in both) and time.monotonic() < until, [p.communicate() for p in both if p.poll() is not None]
+        time.sleep(0.01)
+    for process in both:
+        process.kill()
+    for process in both:
+        process.communicate()
+    assert cli.main(command) == 0
+    unbroken = json.loads(capsys.readouterr().out)
+    assert cli.main([*saving, "--resume"]) == 0
+    resumed = json.loads(capsys.readouterr().out)
+    assert resumed["workers"] == unbroken["workers"] and resumed["answers"] == unbroken["answers"]
