@@ -8,7 +8,7 @@
 
 PYTHON ?=
 TORCH ?= torch==2.13.0
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
 BENCH_ARGS ?= --quick
 GPU_ARGS ?=

@@ -1,7 +1,10 @@
 """Settings that every test runs under."""
 
+import atexit
 import os
 import secrets
+import shutil
+import tempfile
 
 # Before JAX is imported. Tests run on the CPU unless the caller names another platform, and never touch the network.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -12,6 +15,12 @@ os.environ["JAXSHARE_CACHE"] = os.path.join(os.path.dirname(__file__), "fixtures
 # Ray listens on every interface: its clusters take a token that only this run of the tests knows, and none is written to the home folder.
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+# What one process of a run has compiled the others take: those of xdist, and those that tests begin.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxshare-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import gc
 from pathlib import Path
@@ -34,6 +43,8 @@ hypothesis.settings.load_profile("jaxshare")
 
 
 _MOST_MAPS = 25_000
+_LONG = {"test_workers", "test_devices", "test_sharding", "test_engine", "test_branches", "test_batch", "test_cli", "test_guests",
+         "test_saves"}
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +56,11 @@ def few_programs():
     if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPS:
         jax.clear_caches()
         gc.collect()
+
+
+def pytest_collection_modifyitems(items):
+    """What takes longest comes first, so that no process of xdist is left with it at the end."""
+    items.sort(key=lambda item: item.path.stem not in _LONG)
 
 
 def pytest_configure(config):
