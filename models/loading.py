@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxshare.cache import KVCache
+from jaxshare.environment import environment
 from jaxshare.layout import Layout
 from jaxshare.models import checkpoint, layers
 from jaxshare.models.config import ModelConfig
@@ -248,7 +249,8 @@ def _workers(folder: Path) -> dict[str, Any] | None:
 def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    with _without_advice():
+    # It advises to install PyTorch when it is first imported, which is not needed here.
+    with environment(TRANSFORMERS_NO_ADVISORY_WARNINGS="1"):
         from transformers import AutoTokenizer  # here, because it takes seconds
 
     try:
@@ -256,19 +258,4 @@ def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
     except Exception as error:  # many kinds, from a malformed file to a library that is not installed
         raise ValueError(f"the tokenizer in {folder} cannot be read ({first_line(error)}); a tokenizer.json as the tokenizers "
                          "library writes it would do, and so would a folder without tokenizer files") from error
-
-
-@contextlib.contextmanager
-def _without_advice() -> Iterator[None]:
-    """transformers advises to install PyTorch when it is first imported; it is not needed here."""
-    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 

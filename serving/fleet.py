@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from jaxshare.environment import environment
 from jaxshare.models.fields import first_line
 from jaxshare.serving.devices import sizes_of
 
@@ -426,19 +427,9 @@ def _start(address: str) -> str:
     return "start one with `ray start --head`, and run this where `ray start --address=HOST:PORT` has been run, or leave the address out"
 
 
-@contextlib.contextmanager
-def _unreported() -> Iterator[None]:
+def _unreported() -> contextlib.AbstractContextManager[None]:
     """Ray counts its users unless told otherwise when it starts."""
-    name = "RAY_USAGE_STATS_ENABLED"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    return environment(RAY_USAGE_STATS_ENABLED="0")
 
 
 class _Aside:
