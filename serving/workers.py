@@ -113,6 +113,7 @@ class Workers:
           ValueError: no workers, empty or repeated names, numbers out of range, a layout that cannot be, a prompt that does not fit the
             context, or a tokenizer that cannot write the separator.
         """
+        names = tuple(names)
         _check_names(names)
         room = len(names) if max_workers is None else max_workers
         _check_numbers(1, budget=budget, finisher_tokens=finisher_tokens, passes_at_once=passes_at_once)
@@ -134,7 +135,7 @@ class Workers:
             raise ValueError("the problem is empty; give at least one word")
         self.format, sampler = format or Format.of(model), sampler or default_sampler(model)
         self.settings = dict[str, Any](
-            problem=problem, names=tuple(names), layout=layout, budget=budget, format=self.format, sampler=sampler, seed=seed,
+            problem=problem, names=names, layout=layout, budget=budget, format=self.format, sampler=sampler, seed=seed,
             ask_every=ask_every, move=move, max_workers=max_workers, step_tokens=step_tokens, history_tokens=history_tokens, kind=kind,
             finisher_tokens=finisher_tokens, passes_at_once=passes_at_once, together=together, record=record)
         self._make_layout = layout_maker(layout)

@@ -133,7 +133,7 @@ def test_it_fills_a_cache_that_held_something_else():
     assert got.capacities.tolist() == capacities
     assert_same_cache(dataclasses.replace(got, capacities=cache.capacities), cache, **CLOSE)
     for sizes in ([8] * 4, [512] * 3):
-        with pytest.raises(ValueError, match="blocks hold .* give a cache with room for them"):
+        with pytest.raises(ValueError, match=r"blocks hold .* give a cache with room for them"):
             reencode(tiny(), trace, into=KVCache.create(TINY, sizes, jnp.float32))
 
 

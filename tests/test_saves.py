@@ -196,6 +196,7 @@ def test_a_save_without_keys_and_values_is_small(tmp_path):
     assert sizes["small"] < sizes["large"] - 0.7 * held, (sizes, held)  # keys and values are compressed a little
 
 
+@pytest.mark.slow
 def test_small_saves_move_between_an_engine_and_memory_of_its_own(tmp_path, whole):
     with made(4096) as engine:
         with engine.workers(**{**start().settings, "record": True}) as session:
@@ -280,6 +281,7 @@ def test_a_trace_that_is_damaged_or_of_something_else_is_refused(tmp_path, whole
         Workers.restore(model(), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_session_in_a_short_context_is_restored_where_keys_are_rotated_alike(tmp_path):
     """longrope: a session alone is prepared for what it needs, one in an engine for the whole context."""
     config = model().config
@@ -291,7 +293,7 @@ def test_a_session_in_a_short_context_is_restored_where_keys_are_rotated_alike(t
     restored = Workers.restore(loaded, tmp_path / "small")
     assert_same_cache(restored.cache, session.cache, atol=1e-4)
     rewritten(tmp_path / "small", {}, context=config.max_positions)
-    with pytest.raises(SaveError, match=r"rotated as for texts of \d+ tokens, but here they would be as for \d+; restore it in an engine if"):
+    with pytest.raises(SaveError, match=r"rotated as for texts of \d+ tokens, but here they would be as for \d+; restore it in an engine"):
         Workers.restore(loaded, tmp_path / "small")
 
 
@@ -455,6 +457,7 @@ def test_wrong_arguments_of_the_command_are_said_before_the_model_is_loaded(caps
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_trace_of_the_session(tmp_path, capsys):
     command = ["workers", "embedded", "--problem", "1. Compute 17 + 25. 2. Compute 6 * 7.", "--budget", "24", "--json"]
     assert cli.main([*command, "--trace", str(tmp_path / "run.trace")]) == 0
