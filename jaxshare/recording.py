@@ -99,6 +99,32 @@ class Recorder:
         self._most = np.zeros(num_blocks, np.int32)
         self._passes = 0
 
+    @classmethod
+    def of(cls, trace: Trace, capacities: Sequence[int] | None = None) -> Self:
+        """A recorder that goes on where a trace ends.
+
+        Args:
+          trace: what has been recorded so far.
+          capacities: as in `Recorder`; `trace.capacities` are those that it was recorded with.
+
+        Raises:
+          ValueError: another number of capacities, or a block that holds more.
+        """
+        self = cls(trace.num_blocks, capacities)
+        if self._capacities is not None and (over := np.flatnonzero(trace.lengths > self._capacities)).size:
+            raise ValueError(f"block {int(over[0])} has {int(trace.lengths[over[0]])} tokens in the end of the trace, but a capacity of "
+                             f"{int(self._capacities[over[0]])}; give the recorder larger capacities")
+        self._tokens, self._views, self._passes = trace.tokens.tolist(), trace.views.tolist(), trace.num_passes
+        self._of_views = [*zip(trace.rows.tolist(), trace.passes.tolist(), strict=True)]
+        self._starts, self._visible = [*trace.starts], [*trace.visible]
+        columns = trace.stay_tokens, trace.stay_blocks, trace.stay_indices, trace.stay_begins, trace.stay_ends
+        self._stays = np.stack(columns, axis=1).tolist()
+        left = np.flatnonzero(trace.stay_ends == STANDS)
+        for stay in left[np.argsort(trace.stay_indices[left])].tolist():
+            self._held[self._stays[stay][1]].append(stay)
+        self._most = trace.capacities.copy()
+        return self
+
     @property
     def lengths(self) -> np.ndarray:
         """int32[B], tokens in each block now."""

@@ -123,13 +123,8 @@ class Trace:
         Raises:
           OSError: it cannot be written.
         """
-        about = {"names": self.names, "fingerprint": self.fingerprint, "context": self.context}
-        content = io.BytesIO()
-        arrays: dict[str, Any] = {name: _narrow(getattr(self, name)) for name in _ARRAYS}
-        np.savez_compressed(content, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
         with whole_file(Path(path), "wb") as file:
-            file.write(b"%s %d %s\n" % (_MAGIC, _FORMAT, _checksum(content.getvalue())))
-            file.write(content.getvalue())
+            file.write(self.to_bytes())
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Self:
@@ -137,16 +132,37 @@ class Trace:
 
         Raises:
           OSError: no such file, or one that cannot be read.
-          ValueError: a file that is no trace, is cut short or was changed, or that another version has written.
+          ValueError: as in `from_bytes`.
         """
-        head, _, content = Path(path).read_bytes().partition(b"\n")
+        return cls.from_bytes(Path(path).read_bytes(), os.fspath(path))
+
+    def to_bytes(self) -> bytes:
+        """What `save` writes."""
+        about = {"names": self.names, "fingerprint": self.fingerprint, "context": self.context}
+        content = io.BytesIO()
+        arrays: dict[str, Any] = {name: _narrow(getattr(self, name)) for name in _ARRAYS}
+        np.savez_compressed(content, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
+        return b"%s %d %s\n%s" % (_MAGIC, _FORMAT, _checksum(content.getvalue()), content.getvalue())
+
+    @classmethod
+    def from_bytes(cls, content: bytes, name: str) -> Self:
+        """A trace from what `to_bytes` gives.
+
+        Args:
+          content: all of it.
+          name: of where it comes from, for errors.
+
+        Raises:
+          ValueError: it is no trace, is cut short or was changed, or another version has written it.
+        """
+        head, _, content = content.partition(b"\n")
         if not (found := re.fullmatch(rb"%s (\d+) ([0-9a-f]{64})" % _MAGIC, head)):
-            raise ValueError(f"{os.fspath(path)} does not begin as a trace does; give a file that Trace.save has written")
+            raise ValueError(f"{name} does not begin as a trace does; give a file that Trace.save has written")
         if int(found[1]) != _FORMAT:
-            raise ValueError(f"{os.fspath(path)} is a trace of format {int(found[1])}, and this version reads format {_FORMAT}; read it "
-                             f"with the version that wrote it")
+            raise ValueError(f"{name} is a trace of format {int(found[1])}, and this version reads format {_FORMAT}; read it with the "
+                             f"version that wrote it")
         if found[2] != _checksum(content):
-            raise ValueError(f"{os.fspath(path)} is a trace that is cut short or damaged: its checksum is wrong; save the trace again")
+            raise ValueError(f"{name} is a trace that is cut short or damaged: its checksum is wrong; save the trace again")
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             about = json.loads(file["about"].tobytes())
             return cls(**{name: file[name] for name in _ARRAYS}, **about | {"names": tuple(about["names"])})

@@ -1,10 +1,12 @@
 """Re-encoding traces with a model: logits and cache of a whole session in one pass, and logits that can be trained on."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -16,7 +18,8 @@ from jaxshare.reencoding import TraceBatch, fill, standing
 from jaxshare.trace import Trace
 
 
-def reencode(model: LoadedModel, trace: Trace, *, at: Sequence[int] | None = None) -> tuple[Array, KVCache]:
+def reencode(model: LoadedModel, trace: Trace, *, at: Sequence[int] | None = None,
+             into: KVCache | None = None) -> tuple[Array, KVCache]:
     """All that a trace has fed, computed in one parallel pass (Hogwild! Inference, appendix B).
 
     In float32 logits and cache are those of the session to rounding. It costs what a prompt as long as the trace does, and memory grows
@@ -26,19 +29,27 @@ def reencode(model: LoadedModel, trace: Trace, *, at: Sequence[int] | None = Non
       model: that which the trace is of.
       trace: whole, or what has been recorded so far.
       at: numbers of the tokens whose logits are wanted; default all of them.
+      into: a cache of the model to fill, which is donated: its blocks hold afterwards what they held in the end of the trace, and nothing
+        else. Default a new one with the trace's capacities.
 
     Returns:
       logits float32[A, V] after each of those tokens, and the cache as it stood in the end.
 
     Raises:
-      ValueError: a trace of another model or tokenizer, one without tokens, or a token that it does not have.
+      ValueError: a trace of another model or tokenizer, one without tokens, a token that it does not have, or a cache without room.
     """
     check(model, trace)
     wanted = np.arange(trace.num_tokens) if at is None else np.asarray(at, np.int64).reshape(-1)
     if (outside := wanted[(wanted < 0) | (wanted >= trace.num_tokens)]).size:
         raise ValueError(f"at names token {int(outside[0])}, but the trace has tokens 0 to {trace.num_tokens - 1}")
     model = model.for_context(trace.context) if trace.context else model
-    cache = KVCache.create(model.config, trace.capacities.tolist(), jax.tree.leaves(model.params)[0].dtype, mesh=model.mesh)
+    cache = into
+    if cache is None:
+        cache = KVCache.create(model.config, trace.capacities.tolist(), jax.tree.leaves(model.params)[0].dtype, mesh=model.mesh)
+    elif (has := np.asarray(cache.capacities)).shape != trace.capacities.shape or (has < trace.lengths).any():
+        raise ValueError(f"the cache's {len(has)} blocks hold {has.tolist()} tokens, but in the end of the trace {trace.num_blocks} blocks "
+                         f"have {trace.lengths.tolist()}; give a cache with room for them")
+    cache = dataclasses.replace(cache, phases=jnp.zeros_like(cache.phases))  # what was in it may have been rotated to anywhere
     tokens, blocks, indices = standing(trace)
     places = np.asarray(cache.offsets)[blocks] + indices
     stays = _padded(tokens), _padded(indices), _padded(places, -1)

@@ -15,11 +15,12 @@ from typing import Any, Protocol
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving import answers
+from jaxshare.serving.endings import KINDS
 from jaxshare.serving.layouts import PROMPT, WorkersLayout, worker_names
 from jaxshare.serving.prompts import PLAIN, Format
 from jaxshare.serving.results import Answer, Result, check_finish_at
 from jaxshare.serving.transcript import Event, Step, codec_of
-from jaxshare.serving.workers import FINISHER, KINDS, Workers
+from jaxshare.serving.workers import FINISHER, Workers
 
 (_ALONE,) = worker_names(1)
 _OUTLINE, _MAIN = "outline", "main"

@@ -15,6 +15,7 @@ from jaxshare.serving.evaluation import judge_command
 from jaxshare.serving.layouts import worker_names
 from jaxshare.serving.results import check_finish_at
 from jaxshare.serving.saves import has_saves
+from jaxshare.trace import Trace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     workers.add_argument("--checkpoint", metavar="DIR", help="save the session there on the way, so that it can go on after a kill")
     workers.add_argument("--checkpoint-every", type=int, default=256, metavar="P", help="forward passes between two saves (default 256)")
     workers.add_argument("--resume", action="store_true", help="go on with the session that the same command has saved in --checkpoint")
+    workers.add_argument("--trace", metavar="FILE", help="write what was fed and who saw what, for `jaxshare.models.reencode`")
     workers.add_argument("--json", action="store_true", help="one JSON object on stdout, everything else on stderr")
     workers.set_defaults(run=devices.together(_workers))
 
@@ -193,6 +195,7 @@ def _workers(options: argparse.Namespace) -> int:
     check_finish_at(finish_at, options.budget)
     problem = _text("problem", options.problem, options.problem_file)
     begun = _begun(options)
+    _check_trace(options.trace)
     mesh = devices.mesh_of(options)
 
     import dataclasses
@@ -206,9 +209,9 @@ def _workers(options: argparse.Namespace) -> int:
     from jaxshare.serving.inputs import default_sampler
 
     model = models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype, mesh=mesh)
-    settings: dict[str, Any] = dict(
+    settings = dict[str, Any](
         problem=problem, names=names, layout=options.layout, budget=options.budget, ask_every=options.ask_every, seed=options.seed,
-        move=options.move, kind=options.answer, finisher_tokens=options.answer_tokens,
+        move=options.move, kind=options.answer, finisher_tokens=options.answer_tokens, record=bool(options.trace),
         sampler=dataclasses.replace(default_sampler(model), **given))
     if begun:
         session = Workers.restore(model, options.checkpoint)
@@ -242,7 +245,9 @@ def _workers(options: argparse.Namespace) -> int:
     if recorder:
         snapshot = recorder.snapshot()
         if devices.speaks():
-            _save(snapshot, options.save)
+            _save("snapshot", snapshot, "--save", options.save)
+    if options.trace and devices.speaks():
+        _save("trace", session.trace, "--trace", options.trace)
     if options.json:
         print(json.dumps(result.as_json()))
     return 0
@@ -259,6 +264,13 @@ def _begun(options: argparse.Namespace) -> bool:
     if not options.resume:
         raise ValueError(f"there is a saved session in {options.checkpoint}; --resume goes on with it, or give another --checkpoint")
     return True
+
+
+def _check_trace(file: str | None) -> None:
+    """Raises ValueError for a place that no trace can be written to."""
+    if file is not None and (Path(file).is_dir() or not Path(file).parent.is_dir()):
+        why = "that is a folder" if Path(file).is_dir() else f"there is no folder {Path(file).parent}"
+        raise ValueError(f"--trace is {file!r}, but {why}; give a file in a folder that is there")
 
 
 def _evaluate(options: argparse.Namespace) -> int:
@@ -300,11 +312,11 @@ def _calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _save(snapshot: "inspection.Snapshot", file: str) -> None:
+def _save(what: str, made: "inspection.Snapshot | Trace", option: str, file: str) -> None:
     try:
-        snapshot.save(file)
+        made.save(file)
     except OSError as error:
-        raise ValueError(f"the snapshot cannot be written to {file} ({error}); give another place to --save") from error
+        raise ValueError(f"the {what} cannot be written to {file} ({error}); give another place to {option}") from error
 
 
 def _numbers(name: str, text: str | None) -> list[int]:

@@ -8,6 +8,7 @@ A layout is a value. The three of the paper are made for any names; one of your 
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 from jaxshare.serving.prompts import COLLABORATIVE, Format
 
@@ -32,6 +33,11 @@ class WorkersLayout:
     moves: Mapping[str, str] = dataclasses.field(default_factory=dict)
     texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prompt: str = PROMPT
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Self:
+        """What `dataclasses.asdict` gave, after JSON."""
+        return cls(**{**given, "sees": {name: tuple(blocks) for name, blocks in given["sees"].items()}})
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -104,6 +110,22 @@ def worker_names(count: int) -> tuple[str, ...]:
 
 LAYOUTS: Mapping[str, MakeLayout] = {
     "contiguous": contiguous, "interleaved": interleaved, "combined": combined}
+
+
+def layout_maker(layout: str | WorkersLayout | MakeLayout) -> MakeLayout:
+    """What makes layouts: one of `LAYOUTS` by its name, a function as it is, or always the layout that is given.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    if isinstance(layout, WorkersLayout):
+        return lambda names, format: layout
+    if not isinstance(layout, str):
+        return layout
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}, a function of names and format, or a "
+                         f"WorkersLayout")
+    return LAYOUTS[layout]
 
 
 def _current(names: Sequence[str], own: str, headers: Mapping[str, str]) -> list[str]:

@@ -23,20 +23,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, contents, decode
-from jaxshare.automaton import ByteAutomaton, TokenAutomaton
+from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, decode
 from jaxshare.models import LoadedModel
 from jaxshare.recording import Recorder
-from jaxshare.serving import answers
+from jaxshare.serving import saved_sessions
 from jaxshare.serving.capacities import capacities, rounded_budget
+from jaxshare.serving.endings import KINDS, finisher_tables, tables
 from jaxshare.serving.inputs import cache_dtype, default_sampler
-from jaxshare.serving.layouts import LAYOUTS, MakeLayout, WorkersLayout
+from jaxshare.serving.layouts import MakeLayout, WorkersLayout, layout_maker
+from jaxshare.serving.party import Party, spare_blocks
 from jaxshare.serving.prefill import prefill
 from jaxshare.serving.prompts import Format
 from jaxshare.serving.results import Answer, Result, check_finish_at
-from jaxshare.serving.saves import Saved, SaveError, Saves, leaves, on_host
-from jaxshare.serving.steps import box_automaton, check_separator, code_automaton, step_automaton
-from jaxshare.serving.transcript import Codec, Event, Step, Transcript, codec_of
+from jaxshare.serving.saved_sessions import SavedSession, SessionFacts
+from jaxshare.serving.saves import Saved, Saves
+from jaxshare.serving.session_texts import SessionTexts
+from jaxshare.serving.transcript import Event, Step, Transcript, codec_of
 from jaxshare.steps import Steps
 from jaxshare.trace import Trace
 
@@ -45,17 +47,11 @@ if TYPE_CHECKING:
 
 FINISHER = "finisher"
 PERSON = "User"
-KINDS: Mapping[str, tuple[Callable[[str], str | None], Callable[[], ByteAutomaton]]] = {
-    "box": (answers.boxed, box_automaton), "code": (answers.code, code_automaton)}
-"""Of answers: what takes one out of a text, and what finds its end."""
 
 _WIDTH = 16
 """Tokens of a row that a pass feeds while any row has more than one: what opens steps, and what asks for an answer."""
 _OPENINGS = 64
 """How many steps of a worker the device has openings for, at least."""
-_SAVED = "jaxshare session 1"
-_BLOCKS = 8
-"""The cache has a multiple of so many blocks."""
 
 
 def _with_device[**P, R](method: "Callable[Concatenate[Workers, P], R]") -> "Callable[Concatenate[Workers, P], R]":
@@ -74,10 +70,7 @@ class Workers:
     Attributes:
       model: the model.
       format: prompts and headers.
-      names: of the workers that take part.
-      layout: which blocks each sees.
-      blocks: names of the cache's blocks; the index is the block's number.
-      rows: the same layout as the device has it.
+      rows: the layout as the device has it.
       budget: forward passes in all; passes: those so far.
       kind: of answer, "box" or "code".
       waits: how often the host has waited for the device.
@@ -120,8 +113,8 @@ class Workers:
           ValueError: no workers, empty or repeated names, numbers out of range, a layout that cannot be, a prompt that does not fit the
             context, or a tokenizer that cannot write the separator.
         """
-        self.names = tuple(names)
-        _check_names(self.names)
+        names = tuple(names)
+        _check_names(names)
         room = len(names) if max_workers is None else max_workers
         _check_numbers(1, budget=budget, finisher_tokens=finisher_tokens, passes_at_once=passes_at_once)
         _check_numbers(_WIDTH, step_tokens=step_tokens)
@@ -142,12 +135,12 @@ class Workers:
             raise ValueError("the problem is empty; give at least one word")
         self.format, sampler = format or Format.of(model), sampler or default_sampler(model)
         self.settings = dict[str, Any](
-            problem=problem, names=tuple(names), layout=layout, budget=budget, format=self.format, sampler=sampler, seed=seed,
+            problem=problem, names=names, layout=layout, budget=budget, format=self.format, sampler=sampler, seed=seed,
             ask_every=ask_every, move=move, max_workers=max_workers, step_tokens=step_tokens, history_tokens=history_tokens, kind=kind,
-            finisher_tokens=finisher_tokens, passes_at_once=passes_at_once, together=together)
-        self._make_layout = _maker(layout)
-        self.layout = self._make_layout(self.names, self.format)
-        self.layout.check(self.names)
+            finisher_tokens=finisher_tokens, passes_at_once=passes_at_once, together=together, record=record)
+        self._make_layout = layout_maker(layout)
+        first = self._make_layout(names, self.format)
+        first.check(names)
         self.budget, self.kind, self.passes, self.waits = budget, kind, 0, 0
         self.ended: str | None = None
         self.seconds = 0.0
@@ -157,35 +150,29 @@ class Workers:
         self._saves: Saves | None = None
         self._most = rounded_budget(budget) + 1  # tokens of a row
         self._events: collections.deque[Event] = collections.deque()
-        self._reasons = dict.fromkeys(self.names, Reason.RUNNING)
+        self._reasons = dict.fromkeys(names, Reason.RUNNING)
         self._compiled = False
 
-        self._codec = codec = codec_of(tokenizer, model.config.vocab_size)
-        ends, closes = _tables(codec, self.format.separator, kind)
-        self._transcript = Transcript(codec.decode, model.generation.stop_tokens, self._opening)
-        self._separator = codec.encode(self.format.separator)
-        prompt = self._prompt(tokenizer, problem)
-        # Without a header a worker begins with the prompt's last token.
-        self._bare = prompt[-1:] if not self._opening(self.names[0], 1) else []
-        prompt = prompt[:-1] if self._bare else prompt
-        self._rows: list[str | None] = [*self.names, *[None] * (room - len(names))]
-        spare = [f"spare {i + 1}" for i in range(room - len(names))]
+        codec = codec_of(tokenizer, model.config.vocab_size)
+        ends, closes = tables(codec, self.format.separator, kind)
         # Workers that join may bring headers with them that one worker alone does without.
-        texts = {**self._make_layout((*self.names, *spare), self.format).texts, **self.layout.texts} if spare else self.layout.texts
-        texts = {block: codec.encode(text) for block, text in texts.items()}
-        # Large blocks come first, so that they lie on large tiles. Sessions of a few blocks more or less share programs.
-        blocks = [*dict.fromkeys((*self.layout.blocks, *spare, *texts, FINISHER))]
-        blocks.sort(key=lambda block: block in texts or block == FINISHER)
-        self.blocks = (*blocks, *(f"unused {i + 1}" for i in range(-len(blocks) % _BLOCKS)))
+        spare = spare_blocks(room - len(names))
+        headers = {**self._make_layout((*names, *spare), self.format).texts, **first.texts} if spare else first.texts
+        headers = {block: codec.encode(text) for block, text in headers.items()}
+        self._party = Party.create(names, first, room=room, small=(*headers, FINISHER))
+        self._texts = SessionTexts.of(codec, self.format, problem, self._party)
+        self._transcript = Transcript(codec.decode, model.generation.stop_tokens, self._opening)
+        longest = self._texts.longest(self._party)
         finisher = max(len(codec.encode(text)) for text in (self.format.finisher, self.format.code_finisher)) + finisher_tokens
         sizes = capacities(
-            self.layout, spare, context=model.config.max_positions, prompt=len(prompt), problem=len(codec.encode(problem)),
-            texts={b: len(t) for b, t in texts.items()} | {FINISHER: finisher}, opening=self._longest(), budget=budget,
+            first, spare, context=model.config.max_positions, prompt=len(self._texts.prompt), problem=len(codec.encode(problem)),
+            texts={b: len(t) for b, t in headers.items()} | {FINISHER: finisher}, opening=longest, budget=budget,
             ask_every=ask_every, step_tokens=step_tokens, history_tokens=history_tokens)
-        needed = max(sum(sizes[b] for b in (*row, FINISHER)) for row in self.layout.sees.values())
+        needed = max(sum(sizes[b] for b in (*row, FINISHER)) for row in first.sees.values())
         # An engine's memory holds keys that are rotated as for the whole context.
-        self._fingerprint, self._context = model.trace_fingerprint if record else "", model.config.max_positions if engine else needed
-        self.model = model = model.for_context(self._context)
+        self._context = model.config.max_positions if engine else needed
+        self._loaded, self.model = model, model.for_context(self._context)
+        model = self.model
         self._module = dataclasses.replace(model.module, implementation=implementation)
         blocks = [sizes.get(block, 0) for block in self.blocks]
         self._recorder = Recorder(len(blocks), blocks) if record else None
@@ -193,22 +180,23 @@ class Workers:
         with self._guest.turn() if self._guest else contextlib.nullcontext():
             cache = self._guest.attach() if self._guest else KVCache.create(
                 model.config, blocks, cache_dtype(model), mesh=model.mesh)
-            cache = self._feed({self.layout.prompt: prompt, **texts}, cache)
+            cache = self._feed({first.prompt: self._texts.prompt, **headers}, cache)
             if self._guest:
                 self._guest.detach(cache)
 
         self._sampler = dataclasses.replace(sampler, forbidden=(*sampler.forbidden, *self.format.forbidden_tokens(tokenizer)))
         self._prepared = dict.fromkeys(self.names, 0)
+        leads = [self._texts.lead(self._party, name) for name in self.names]
         for row, name in enumerate(self.names):
-            self._transcript.join(name, row, 0, self._lead(name))
+            self._transcript.join(name, row, 0, leads[row])
         steps = Steps.create(
-            ends, closes, self._targets(), room=self._most, openings=max(_OPENINGS, 2 * passes_at_once), longest=self._longest(),
+            ends, closes, self._party.targets, room=self._most, openings=max(_OPENINGS, 2 * passes_at_once), longest=longest,
             together=together, ask_every=ask_every if self.format.question else 0, seed=seed)
-        self.rows = self._device_layout()
+        self.rows = self._party.device_layout
         self._state = DecodeState.create(
-            cache, self.rows, [self._lead(name) if name else [] for name in self._rows], vocab_size=model.config.vocab_size,
+            cache, self.rows, [*leads, *[[] for _ in spare]], vocab_size=model.config.vocab_size,
             samplers=self._sampler, seeds=seed, budgets=self._most, stops=model.generation.stop_tokens, max_width=_WIDTH, steps=steps,
-            queue=len(self._separator) + self._longest(), record=passes_at_once if record else 0)
+            queue=len(self._texts.separator) + longest, record=passes_at_once if record else 0)
         self._prepare()
 
     def _feed(self, texts: Mapping[str, Sequence[int]], cache: KVCache) -> KVCache:
@@ -258,6 +246,21 @@ class Workers:
         self.close()
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of the workers that take part."""
+        return self._party.names
+
+    @property
+    def layout(self) -> WorkersLayout:
+        """Which blocks each worker sees."""
+        return self._party.layout
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of the cache's blocks; the index is the block's number."""
+        return self._party.blocks
+
+    @property
     def cache(self) -> KVCache:
         """The blocks as they stand. The next passes take them over: look at them, do not keep them. On an engine this is a copy."""
         return self._state.cache if self._guest is None else self._guest.snapshot(self._state.cache)
@@ -271,7 +274,7 @@ class Workers:
         """
         if self._recorder is None:
             raise ValueError("the session keeps no trace; create it with record=True")
-        return self._recorder.trace(names=self.blocks, fingerprint=self._fingerprint, context=self._context)
+        return self._recorder.trace(names=self.blocks, fingerprint=self._loaded.trace_fingerprint, context=self._context)
 
     @property
     def steps(self) -> list[Step]:
@@ -300,7 +303,7 @@ class Workers:
                 yield self._events.popleft()
 
     def run(self, finish_at: Sequence[int] = (), *, on_event: Callable[[Event], None] | None = None,
-            save_to: str | os.PathLike | None = None, save_every: int = 256) -> Result:
+            save_to: str | os.PathLike | None = None, save_every: int = 256, save_cache: bool = True) -> Result:
         """Runs to the end, and answers at several budgets on the way, which changes nothing of what the workers write.
 
         Args:
@@ -309,26 +312,30 @@ class Workers:
           on_event: called with the text as it appears.
           save_to: a folder to `save` to on the way, and at the end.
           save_every: forward passes between two saves.
+          save_cache: save keys and values too; see `save`.
 
         Raises:
-          ValueError: a budget to finish at that is below 1 or beyond the session's, or fewer than 1 pass between saves.
+          ValueError: a budget to finish at that is below 1 or beyond the session's, fewer than 1 pass between saves, or saves without keys
+            and values of a session that keeps no trace.
           SaveError: see `save`.
         """
         check_finish_at(finish_at, self.budget)
         _check_numbers(1, save_every=save_every)
+        if save_to:
+            self._check_save(save_cache)
         budgets, saved = sorted(set(finish_at or [self.budget])), self.passes
         for budget in [*budgets, None]:
             for event in self.stream(budget):
                 if on_event:
                     on_event(event)
                 if save_to and not self._events and self.passes >= saved + save_every:
-                    self.save(save_to)
+                    self.save(save_to, cache=save_cache)
                     saved = self.passes
             # A session that was restored beyond a budget can not go back to it.
             if budget is not None and not (budget < self.passes and self._answers.get(budget)):
                 self._answers[budget] = self.finish()
         if save_to:
-            self.save(save_to, wait=True)
+            self.save(save_to, cache=save_cache, wait=True)
         return self.result({budget: self._answers[budget] for budget in budgets})
 
     def result(self, found: Mapping[int, Answer] | None = None) -> Result:
@@ -355,21 +362,21 @@ class Workers:
         if sees is None and automaton().read(written.encode())[1]:
             return Answer(extract(written), written, self.passes, 0)
         sees = self.layout.sees[self.names[-1]] if sees is None else sees
-        if unknown := [b for b in sees if b not in self.blocks]:
-            raise ValueError(f"there is no block {unknown[0]!r}; the blocks are {', '.join(self.blocks)}")
+        blocks = self._party.numbers([*sees, FINISHER])
         prompt = self.format.finisher if self.kind == "box" else self.format.code_finisher
-        never, closes, start = _finisher_tables(self._codec, prompt, automaton)
+        codec = self._texts.codec
+        never, closes, start = finisher_tables(codec, prompt, automaton)
         steps = Steps.create(never, closes, [-1], room=self._finisher_tokens, at_once=True)
-        layout = Layout.from_blocks([[*map(self.blocks.index, sees), self.blocks.index(FINISHER)]], width=len(self.blocks))
+        layout = Layout.from_blocks([blocks], width=len(self.blocks))
         lengths = self._state.cache.lengths + 0
         state = DecodeState.create(
-            self._flushed(), layout, [self._codec.encode(prompt)], vocab_size=self.model.config.vocab_size,
+            self._flushed(), layout, [codec.encode(prompt)], vocab_size=self.model.config.vocab_size,
             budgets=self._finisher_tokens, max_width=_WIDTH,
             samplers=dataclasses.replace(self._sampler, temperature=0.0), stops=self.model.generation.stop_tokens,
             steps=dataclasses.replace(steps, answer_state=steps.answer_state + start))
         state = decode(self._module, self.model.params, state, passes=state.pending.shape[1] + self._finisher_tokens, width=_WIDTH)
         stops = self.model.generation.stop_tokens
-        text = prompt + self._codec.decode([token for token in state.outputs()[0] if token not in stops])
+        text = prompt + codec.decode([token for token in state.outputs()[0] if token not in stops])
         self._keep(dataclasses.replace(state.cache, lengths=lengths))
         return Answer(extract(text), text, self.passes, int(state.passes))
 
@@ -377,12 +384,12 @@ class Workers:
         """The cache with what each worker has sampled last, which otherwise the next pass would feed, and will, to the same place."""
         state = self._state
         waiting, head, drawn = (np.asarray(a) for a in (state.waiting, state.head, state.drawn))
-        room = np.asarray(state.cache.lengths < state.cache.capacities)[self._writes()]
-        taken = np.asarray([name is not None for name in self._rows], bool)
+        room = np.asarray(state.cache.lengths < state.cache.capacities)[self._party.writes]
+        taken = np.asarray([name is not None for name in self._party.rows], bool)
         count = taken & (waiting > 0) & (head == 0) & (drawn > 0) & room
         tokens = np.asarray(state.pending)[:, :1]
         if recorder:
-            recorder.feed([new[:n] for new, n in zip(tokens.tolist(), count.tolist(), strict=True)], self._listed())
+            recorder.feed([new[:n] for new, n in zip(tokens.tolist(), count.tolist(), strict=True)], self._party.listed)
         return self.model.forward(tokens, count.astype(np.int32), state.cache, self.rows)[1]
 
     @_with_device
@@ -398,7 +405,7 @@ class Workers:
             raise ValueError(f"{name} is a worker of this session; a person speaks under another name")
         number = 1 + sum(step.worker == name for step in self.steps)
         step = Step(name, number, self.format.opening(name, number, names=()) + text, self.passes, self.passes)
-        tokens, block = [*self._separator, *self._codec.encode(step.text)], self.layout.prompt
+        tokens, block = self._texts.said(step.text), self.layout.prompt
         if len(tokens) > (room := self._room(block)):
             raise ValueError(f"what {name} says has {len(tokens)} tokens, but the block {block!r} has room for {room} more; say less, or "
                              f"create the session with more history_tokens")
@@ -427,25 +434,19 @@ class Workers:
           ValueError: a name that is taken or empty, no room for one more worker, or a layout that does not fit.
         """
         _check_names((*self.names, name))
-        if None not in self._rows:
-            raise ValueError(f"the session has room for {len(self._rows)} workers; create it with a larger max_workers to add {name}")
+        if None not in self._party.rows:
+            raise ValueError(f"the session has room for {len(self._party.rows)} workers; create it with a larger max_workers to add {name}")
         if self.ended:
             raise ValueError(f"the session is over ({self.ended}), so {name} cannot join it; begin another one")
         assert self._state.steps is not None
-        longest, opening = self._state.steps.openings.shape[-1], self._codec.encode(self.format.opening(name, 10**6, ask=True))
+        longest, opening = self._state.steps.openings.shape[-1], self._texts.codec.encode(self.format.opening(name, 10**6, ask=True))
         if len(opening) > longest:
             raise ValueError(f"a step of {name} would open with {len(opening)} tokens, but the session has room for {longest}; choose a "
                              f"shorter name")
-        names = (*self.names, name)
-        layout = layout or self._make_layout(names, self.format)
-        layout.check(names)
-        spare = next(b for b in self.blocks if b.startswith("spare "))
-        blocks = tuple(layout.written(name) if b == spare else b for b in self.blocks)
-        if new := [b for b in layout.blocks if b not in blocks]:
-            raise ValueError(f"the layout has a new block {new[0]!r}; a worker that joins brings the block that it writes and no other")
-        row = self._rows.index(None)
-        self.names, self.layout, self.blocks, self._rows[row], self._reasons[name] = names, layout, blocks, name, Reason.RUNNING
-        self._transcript.join(name, row, self.passes, self._lead(name))
+        self._party = self._party.joined(name, layout or self._make_layout((*self.names, name), self.format))
+        row, lead = self.row(name), self._texts.lead(self._party, name)
+        self._reasons[name] = Reason.RUNNING
+        self._transcript.join(name, row, self.passes, lead)
         self._prepared[name] = 0
         self._relayout()
         state = self._state
@@ -453,7 +454,7 @@ class Workers:
         self._state = dataclasses.replace(
             state, reasons=state.reasons.at[row].set(Reason.RUNNING.value), ready=state.ready.at[row].set(False),
             drawn=state.drawn.at[row].set(0), waiting=state.waiting.at[row].set(0), steps=state.steps.begin(row, 1),
-            ).feed(row, self._lead(name))
+            ).feed(row, lead)
         self._prepare()
 
     @_with_device
@@ -466,8 +467,8 @@ class Workers:
         row = self.row(name)
         if len(self.names) == 1:
             raise ValueError(f"{name} is the only worker; a session needs at least one")
-        block, target = self.layout.written(name), self.layout.moves.get(name, self.layout.prompt)
-        number, lengths = self.blocks.index(block), self._state.cache.lengths + 0
+        target = self.layout.moves.get(name, self.layout.prompt)
+        number, lengths = self._party.block(name), self._state.cache.lengths + 0
         if int(lengths[number]) >= (room := self._room(target)):
             raise ValueError(f"{name} has {int(lengths[number])} tokens in its block, but the block {target!r} has room for {room} more; "
                              f"create the session with more history_tokens")
@@ -479,46 +480,51 @@ class Workers:
                 self._recorder.cut(other, length)
             self._recorder.move(number, self.blocks.index(target))
         self._transcript.leave(name, self.passes)
-        spare = next(f"spare {i}" for i in range(1, len(self.blocks)) if f"spare {i}" not in self.blocks)
         del self._reasons[name]
-        self.names, self.layout = tuple(n for n in self.names if n != name), self.layout.without(name)
-        self.blocks, self._rows[row] = tuple(spare if b == block else b for b in self.blocks), None
+        self._party = self._party.left(name)
         self._state = self._state.end(row, Reason.UNUSED)
         self._relayout()
 
     # Saves.
 
     @_with_device
-    def save(self, folder: str | os.PathLike, *, wait: bool = False) -> int:
-        """Saves the whole session, keys and values included, as it stands between two passes; see `restore`.
+    def save(self, folder: str | os.PathLike, *, cache: bool = True, wait: bool = False) -> int:
+        """Saves the session as it stands between two passes; see `restore`.
 
         It is written in the background, and is there as a whole or not at all: killed in the midst of it, what was saved before is
         restored. The two newest saves of a folder are kept. Where several processes run the session, all must call this.
 
         Args:
           folder: of this session's saves; made if it is not there.
+          cache: with keys and values. Without them the save of a session that keeps a trace is small, and `restore` computes them again
+            from the trace (Hogwild! Inference, appendix B), which costs what a prompt of all that was fed costs.
           wait: come back when it is written. `close` waits, too.
 
         Returns:
           The number of the save.
 
         Raises:
+          ValueError: keys and values are to be left out, but the session keeps no trace.
           SaveError: it cannot be written, or the one before it could not.
         """
+        self._check_save(cache)
         if self._saves is None or self._saves.folder != Path(folder):
             self._saves = Saves(folder)
-        cache, facts = self._state.cache, self._facts()
-        index = contents.places([*zip(np.asarray(cache.offsets).tolist(), np.asarray(cache.lengths).tolist(), strict=True)])
-        arrays = {name: on_host(array) for name, array in leaves(_without_arenas(self._state)).items()}
-        for name, arenas in (("keys", cache.keys), ("values", cache.values)):
-            arrays |= {f"{name}.{i}": contents.read(arena, index, cache.mesh, self.model.kv_repeats) for i, arena in enumerate(arenas)}
-        return self._saves.save(arrays, {**facts, "tokens": int(np.sum(index >= 0))}, wait=wait)
+        return saved_sessions.write(self._saves, self._facts(), self._state, self.trace if self._recorder else None, cache=cache,
+                                    kv_repeats=self.model.kv_repeats, wait=wait)
+
+    def _check_save(self, cache: bool) -> None:
+        if not cache and self._recorder is None:
+            raise ValueError("the session keeps no trace, so keys and values cannot be left out of a save; create it with record=True")
 
     @classmethod
     def restore(cls, model: LoadedModel, folder: str | os.PathLike, *, number: int | None = None,
                 layout: WorkersLayout | MakeLayout | None = None, passes_at_once: int | None = None, implementation: str | None = None,
                 engine: "Engine | None" = None) -> "Workers":
-        """A session as it was saved. It goes on exactly as the one that was saved would have, on however many devices, but keeps no trace.
+        """A session as it was saved, on however many devices. One that kept a trace goes on with it.
+
+        It goes on exactly as the one that was saved would have. Where keys and values were left out of the save, that holds in float32:
+        computed again they are the same to rounding, which in bfloat16 and float16 may be enough for another token.
 
         Args:
           model: the same, on any mesh or none.
@@ -528,67 +534,40 @@ class Workers:
           passes_at_once, implementation, engine: as for `Workers`.
 
         Raises:
-          SaveError: no save, one that cannot be read, or one of another model or tokenizer.
+          SaveError: no save, one that cannot be read or is damaged, one of another model or tokenizer, or one of an engine's session that
+            cannot go on without an engine, or the other way round (models whose rotation depends on the length of the context alone).
           ValueError: a layout that is needed and not given.
           TooLongError, EngineError, ClosedError: see `Engine.workers`.
         """
-        with Saved(folder, number) as saved:
-            settings = _settings_of(saved, model, layout)
+        with Saved(folder, number) as save:
+            saved = SavedSession(save)
+            settings = saved.settings(model, layout)
             if passes_at_once is not None:
                 settings["passes_at_once"] = passes_at_once
             session = cls(model, **settings, implementation=implementation, engine=engine)
-            if saved.facts["tokenizer"] != session._codec.fingerprint:
-                raise SaveError(f"save {saved.number} of {folder} is of a session with another tokenizer; restore it with the one that it "
-                                f"was saved with")
+            saved.check(model, session._texts.codec.fingerprint, session._context)
             session._take_over(saved)
         return session
 
-    def _facts(self) -> dict[str, Any]:
-        """What there is to know beside arrays, as JSON can say it."""
-        settings, layout = self.settings, self.settings["layout"]
-        if not isinstance(layout, str):
-            layout = dataclasses.asdict(layout) if isinstance(layout, WorkersLayout) else None
-        settings = {**settings, "layout": layout, "format": dataclasses.asdict(self.format),
-                    "sampler": {**dataclasses.asdict(settings["sampler"]), "bias": [*settings["sampler"].bias.items()]}}
-        return {
-            "format": _SAVED, "model": self.model.fingerprint, "tokenizer": self._codec.fingerprint, "settings": settings,
-            "names": self.names, "rows": self._rows, "blocks": self.blocks, "layout": dataclasses.asdict(self.layout),
-            "passes": self.passes, "waits": self.waits, "ended": self.ended, "seconds": self.seconds,
-            "prefill_seconds": self.prefill_seconds, "reasons": {name: int(reason) for name, reason in self._reasons.items()},
-            "prepared": self._prepared, "people": sorted(self._people), "transcript": self._transcript.facts(),
-            "events": [dataclasses.asdict(event) for event in self._events],
-            "answers": [[budget, dataclasses.asdict(answer)] for budget, answer in self._answers.items()]}
+    def _facts(self) -> SessionFacts:
+        return SessionFacts(
+            model=self._loaded.fingerprint, tokenizer=self._texts.codec.fingerprint, context=self._context, settings=self.settings,
+            party=self._party, passes=self.passes, waits=self.waits, ended=self.ended, seconds=self.seconds,
+            prefill_seconds=self.prefill_seconds, reasons=self._reasons, prepared=self._prepared, people=self._people,
+            transcript=self._transcript.facts(), events=self._events, answers=self._answers)
 
     @_with_device
-    def _take_over(self, saved: Saved) -> None:
+    def _take_over(self, saved: SavedSession) -> None:
         """Becomes the session that was saved. This one has just been made, with the same settings."""
-        facts, cache = saved.facts, self._state.cache
-        self.names, self.blocks, self._rows = tuple(facts["names"]), tuple(facts["blocks"]), facts["rows"]
-        self.layout = _layout(facts["layout"])
-        self.passes, self.waits, self.ended = facts["passes"], facts["waits"], facts["ended"]
-        self.seconds, self.prefill_seconds = facts["seconds"], facts["prefill_seconds"]
-        self._reasons = {name: Reason(reason) for name, reason in facts["reasons"].items()}
-        self._prepared, self._people = facts["prepared"], set(facts["people"])
-        self._transcript.take_over(facts["transcript"])
-        self._events = collections.deque(Event(**event) for event in facts["events"])
-        self._answers = {budget: Answer(**answer) for budget, answer in facts["answers"]}
-
-        here = _without_arenas(self._state)
-        like: dict[str, Any] = {name: np.zeros(array.shape, array.dtype) for name, array in leaves(here).items()}
-        shape = cache.keys[0].shape[0] // self.model.kv_repeats, contents.padded(facts["tokens"]), cache.keys[0].shape[2]
-        window = contents.like(shape, cache.keys[0].dtype, cache.mesh)
-        arenas = [f"{name}.{i}" for name in ("keys", "values") for i in range(len(cache.keys))]
-        found = saved.arrays({**like, **dict.fromkeys(arenas, window)})
-        state = jax.tree.unflatten(jax.tree.structure(here), [jnp.asarray(found[name]) for name in like])
-        lengths, offsets = found["cache.lengths"].tolist(), np.asarray(cache.offsets).tolist()
-        index = contents.places([*zip(offsets, lengths, strict=True)])
-        new = [found[name] for name in arenas]
-        cache = contents.filled(cache, index, new[:len(new) // 2], new[len(new) // 2:], self.model.kv_repeats)
-        cache = dataclasses.replace(state.cache, keys=cache.keys, values=cache.values, offsets=cache.offsets, capacities=cache.capacities)
-        assert state.steps is not None and self._state.steps is not None
-        steps = dataclasses.replace(state.steps, ends=self._state.steps.ends, answers=self._state.steps.answers)
-        self._state = dataclasses.replace(state, cache=cache, steps=steps)
-        self.rows = state.layout
+        facts = saved.facts
+        self._state, trace = saved.state(self._state, self._loaded)
+        self.rows, self._party = self._state.layout, facts.party
+        self._recorder = Recorder.of(trace, trace.capacities.tolist()) if trace else None
+        self.passes, self.waits, self.ended = facts.passes, facts.waits, facts.ended
+        self.seconds, self.prefill_seconds = facts.seconds, facts.prefill_seconds
+        self._reasons, self._prepared, self._people = {**facts.reasons}, {**facts.prepared}, {*facts.people}
+        self._transcript.take_over(facts.transcript)
+        self._events, self._answers = collections.deque(facts.events), {**facts.answers}
 
     def row(self, name: str) -> int:
         """The row of a worker.
@@ -596,9 +575,7 @@ class Workers:
         Raises:
           ValueError: no such worker.
         """
-        if name not in self.names:
-            raise ValueError(f"there is no worker {name!r}; the workers are {', '.join(self.names)}")
-        return self._rows.index(name)
+        return self._party.row(name)
 
     def pending(self) -> tuple[np.ndarray, np.ndarray]:
         """What the next pass will feed: tokens int32[R, T], padded on the right, and count int32[R]."""
@@ -632,7 +609,7 @@ class Workers:
             self._state.cache.check()
         self.passes = int(seen["passes"])
         if self._recorder:
-            self._recorder.read(seen["record"], self.passes, self._listed(), self._targets())
+            self._recorder.read(seen["record"], self.passes, self._party.listed, self._party.targets)
         self._events.extend(self._transcript.read(seen))
         self._reasons = {name: Reason(int(seen["reasons"][self.row(name)])) for name in self.names}
         self.ended = _ended(self._reasons.values())
@@ -645,7 +622,7 @@ class Workers:
 
     def _reencode(self, name: str, asks: bool) -> None:
         """What the device does at the end of a step, but the step is encoded anew behind what it moves to, seeing that alone."""
-        row, source = self.row(name), self.blocks.index(self.layout.written(name))
+        row, source = self.row(name), self._party.block(name)
         if target := self.layout.moves.get(name):
             count = int(self._state.cache.lengths[source])  # a long step has moved in pieces: what is left of it
             if count > self._room(target):
@@ -688,77 +665,12 @@ class Workers:
     def _relayout(self) -> None:
         steps = self._state.steps
         assert steps is not None
-        self.rows = self._device_layout()
-        steps = dataclasses.replace(steps, targets=jnp.asarray(self._targets(), jnp.int32))
+        self.rows = self._party.device_layout
+        steps = dataclasses.replace(steps, targets=jnp.asarray(self._party.targets, jnp.int32))
         self._state = dataclasses.replace(self._state, layout=self.rows, steps=steps)
 
-    def _device_layout(self) -> Layout:
-        return Layout.from_blocks(self._listed(), width=len(self.blocks))
-
-    def _listed(self) -> list[list[int]]:
-        """The blocks that each row sees; none for a row without a worker."""
-        return [[self.blocks.index(b) for b in self.layout.sees[name]] if name else [] for name in self._rows]
-
-    def _writes(self) -> list[int]:
-        """The block of each row; the first for a row without a worker."""
-        return [self.blocks.index(self.layout.written(name)) if name else 0 for name in self._rows]
-
-    def _targets(self) -> list[int]:
-        moves = [self.layout.moves.get(name) if name else None for name in self._rows]
-        return [self.blocks.index(block) if block else -1 for block in moves]
-
-    # Texts as tokens.
-
-    def _prompt(self, tokenizer: Any, problem: str) -> list[int]:
-        format = self.format if self.layout.moves else dataclasses.replace(self.format, history_header="")
-        text = format.prompt(tokenizer, problem, self.names)
-        return tokenizer.encode(text, add_special_tokens=not tokenizer.chat_template, verbose=False)
-
     def _opening(self, name: str, number: int, ask: bool = False) -> list[int]:
-        """Tokens that open a step, behind the separator. Where steps stay in their block there is one header, at its begin."""
-        if number > 1 and name not in self.layout.moves:
-            text = self.format.question if ask else ""
-        else:
-            text = self.format.opening(name, number, names=self.names, ask=ask)
-        return self._codec.encode(text.rstrip(" "))  # a space belongs to the token that comes next
-
-    def _lead(self, name: str) -> list[int]:
-        """Tokens that open a worker's first step."""
-        return self._bare or [*self._separator, *self._opening(name, 1)]
-
-    def _longest(self) -> int:
-        """Most tokens of an opening, in a multiple, so that sessions share programs."""
-        longest = max(len(self._opening(name, number, True)) for name in self.names for number in (1, 10**6))
-        return longest + -longest % 32
-
-
-def _without_arenas(state: DecodeState) -> Any:
-    """What of a state is small and of its own: no keys and values, no tables that the tokenizer gives, no record of the last dispatch."""
-    steps = dataclasses.replace(state.steps, ends=None, answers=None)  # pyright: ignore
-    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, keys=(), values=()), steps=steps, record=None)
-
-
-def _settings_of(saved: Saved, model: LoadedModel, layout: WorkersLayout | MakeLayout | None) -> dict[str, Any]:
-    """What a session was made with."""
-    facts = saved.facts
-    if facts.get("format") != _SAVED:
-        raise SaveError(f"save {saved.number} of {saved.folder} is no session of workers ({facts.get('format')!r}, not {_SAVED!r})")
-    if facts["model"] != model.fingerprint:
-        raise SaveError(f"save {saved.number} of {saved.folder} is of a session of another model, or of the same one with parameters of "
-                        f"another dtype; restore it with the model that it was saved with")
-    settings = facts["settings"]
-    known = settings["layout"]
-    if known is None and layout is None:
-        raise ValueError(f"the session that was saved in {saved.folder} was made with a layout function, which cannot be saved; give it as "
-                         f"layout=")
-    sampler = Sampler(**{**settings["sampler"], "bias": {int(token): value for token, value in settings["sampler"]["bias"]},
-                         "forbidden": tuple(settings["sampler"]["forbidden"])})
-    return {**settings, "layout": layout if known is None else known if isinstance(known, str) else _layout(known),
-            "format": Format.from_json(settings["format"]), "sampler": sampler}
-
-
-def _layout(facts: Mapping[str, Any]) -> WorkersLayout:
-    return WorkersLayout(**{**facts, "sees": {name: tuple(blocks) for name, blocks in facts["sees"].items()}})
+        return self._texts.opening(self._party, name, number, ask)
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -771,17 +683,6 @@ def _check_numbers(least: int, **numbers: int) -> None:
         raise ValueError(f"{low[0]} is {numbers[low[0]]}; it must be at least {least}")
 
 
-def _maker(layout: str | WorkersLayout | MakeLayout) -> MakeLayout:
-    if isinstance(layout, WorkersLayout):
-        return lambda names, format: layout
-    if not isinstance(layout, str):
-        return layout
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}, a function of names and format, or a "
-                         f"WorkersLayout")
-    return LAYOUTS[layout]
-
-
 def _ended(reasons: Collection[Reason]) -> str | None:
     """Why a session is over whose workers have stopped for these reasons, or None while one of them may go on."""
     if Reason.ANSWER in reasons and not {Reason.RUNNING, Reason.PAUSED} & set(reasons):
@@ -789,25 +690,6 @@ def _ended(reasons: Collection[Reason]) -> str | None:
     if {Reason.RUNNING, Reason.PAUSED, Reason.STEP} & set(reasons):
         return None
     return "full" if Reason.FULL in reasons else "budget" if Reason.BUDGET in reasons else "stopped"
-
-
-@functools.lru_cache(maxsize=8)
-def _tables(codec: Codec, separator: str, kind: str) -> tuple[TokenAutomaton, TokenAutomaton]:
-    """What finds the ends of steps and of answers.
-
-    Raises:
-      ValueError: a tokenizer that cannot write the separator.
-    """
-    automaton = step_automaton(separator)
-    check_separator(separator, codec.tokenizer, codec.vocabulary)
-    return automaton.lift(codec.vocabulary), KINDS[kind][1]().lift(codec.vocabulary)
-
-
-@functools.lru_cache(maxsize=8)
-def _finisher_tables(codec: Codec, prompt: str, automaton: Callable[[], ByteAutomaton]) -> tuple[TokenAutomaton, TokenAutomaton, int]:
-    """What never ends a step, what finds the end of the answer, and how far that is after the prompt."""
-    never, closes = ByteAutomaton.build(0, lambda state, byte: (0, False)), automaton()
-    return never.lift(codec.vocabulary), closes.lift(codec.vocabulary), closes.read(prompt.encode())[0]
 
 
 _clear = jax.jit(KVCache.clear, donate_argnums=0)

@@ -122,6 +122,21 @@ def test_the_session_goes_on_from_the_cache():
         np.testing.assert_allclose(logits[row, :real], expected[row, :real], **CLOSE)
 
 
+def test_it_fills_a_cache_that_held_something_else():
+    trace, _, ran, _, cache = scripted(1)
+    capacities = [c + 128 for c in trace.capacities.tolist()]
+    used = KVCache.create(TINY, capacities, jnp.float32)
+    _, used = layers.forward(TINY, tiny_params(), np.full((3, 6), 4), [6, 6, 6], used, Layout.from_blocks([[0], [1], [3]]), every=True)
+    used = dataclasses.replace(used, phases=used.phases + 5)
+    logits, got = reencode(tiny(), trace, at=[7], into=used)
+    np.testing.assert_allclose(logits, ran[[7]], **CLOSE)
+    assert got.capacities.tolist() == capacities
+    assert_same_cache(dataclasses.replace(got, capacities=cache.capacities), cache, **CLOSE)
+    for sizes in ([8] * 4, [512] * 3):
+        with pytest.raises(ValueError, match=r"blocks hold .* give a cache with room for them"):
+            reencode(tiny(), trace, into=KVCache.create(TINY, sizes, jnp.float32))
+
+
 def test_a_trace_of_one_row_is_plain_causal_attention():
     tokens = np.random.default_rng(3).integers(0, TINY.vocab_size, 2 * CHUNK + 20)
     recorder = Recorder(2)

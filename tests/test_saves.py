@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 from jaxshare import KVCache, contents
-from jaxshare.models import EMBEDDED, load
+from jaxshare.models import EMBEDDED, load, reencode
 from jaxshare.serving import Workers, WorkersLayout, cli, combined
 from jaxshare.serving.saves import Saved, SaveError, Saves
 from jaxshare.sharding import make_mesh
+from jaxshare.trace import Trace
 from tests.test_branches import model
 from tests.test_guests import made
+from tests.test_reencode import assert_same_cache
 from tests.test_workers import BUDGET, run, start, written
 
 AT = 33
@@ -78,9 +80,10 @@ def test_a_save_changes_nothing_and_later_ones_stand_beside_it(tmp_path, whole):
         Workers.restore(model(), tmp_path, number=1)
 
 
-def test_workers_that_came_and_went_and_people_that_spoke_are_restored(tmp_path):
+@pytest.mark.parametrize("cache", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_workers_that_came_and_went_and_people_that_spoke_are_restored(tmp_path, cache):
     def begin() -> Workers:
-        session = start()
+        session = start(record=not cache)
         for _ in session.stream(20):
             pass
         session.add("Carol")
@@ -99,7 +102,7 @@ def test_workers_that_came_and_went_and_people_that_spoke_are_restored(tmp_path)
         return [run(session), session.steps]
 
     session = begin()
-    session.save(tmp_path, wait=True)
+    session.save(tmp_path, cache=cache, wait=True)
     restored = Workers.restore(model(), tmp_path)
     assert (restored.names, restored.blocks, restored.layout) == (session.names, session.blocks, session.layout)
     np.testing.assert_array_equal(restored.rows.blocks, session.rows.blocks)
@@ -123,6 +126,175 @@ def test_a_session_moves_between_an_engine_and_memory_of_its_own(tmp_path, whole
         assert run(back) == whole["written"]
         other.close()
         back.close()
+
+
+# Without keys and values
+
+def same_trace(a: Trace, b: Trace) -> bool:
+    return all(np.array_equal(getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(Trace))
+
+
+def assert_goes_on(session: Workers, unbroken: Workers) -> None:
+    """From here to the end a restored session does what the unbroken one does, which stands at the same pass."""
+    assert session.passes == unbroken.passes and written(session) == written(unbroken)
+    assert_same_cache(session.cache, unbroken.cache, atol=1e-4)
+    assert same_trace(session.trace, unbroken.trace)
+    assert run(session) == run(unbroken)
+    assert session.finish() == unbroken.finish() and session.steps == unbroken.steps
+    assert_same_cache(session.cache, unbroken.cache, atol=1e-4)
+    assert same_trace(session.trace, unbroken.trace)
+
+
+def restored_small(tmp_path, passes: int, **options) -> None:
+    session = start(record=True, **options)
+    for _ in session.stream(passes):
+        pass
+    session.save(tmp_path, cache=False, wait=True)
+    assert not any(re.match(r"(keys|values)\.", name) for name in raw(tmp_path))
+    assert_goes_on(Workers.restore(model(), tmp_path), session)
+
+
+def test_a_save_without_keys_and_values_goes_on_as_the_unbroken_session(tmp_path):
+    restored_small(tmp_path, AT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("passes", [0, 1, 16, 50, BUDGET])
+@pytest.mark.parametrize("options", [{"layout": "contiguous"}, {"layout": "interleaved"}, {"layout": "combined"}, {"move": "reencode"},
+                                     {"step_tokens": 24}], ids=str)
+def test_keys_and_values_can_be_left_out_at_any_pass(tmp_path, passes, options):
+    """All layouts, steps that are encoded anew, and steps that move in pieces."""
+    restored_small(tmp_path, passes, ask_every=20, **options)
+
+
+def test_a_session_that_was_recorded_goes_on_recording_wherever_its_keys_come_from(tmp_path):
+    """One save whole, the next one small, made by the session that was restored from the first."""
+    unbroken, session = start(record=True), start(record=True)
+    for _ in session.stream(16):
+        pass
+    session.save(tmp_path, wait=True)
+    session = Workers.restore(model(), tmp_path)
+    for _ in session.stream(AT):
+        pass
+    session.save(tmp_path, cache=False, wait=True)
+    session.close()
+    for _ in unbroken.stream(AT):
+        pass
+    assert_goes_on(Workers.restore(model(), tmp_path), unbroken)
+
+
+def test_a_save_without_keys_and_values_is_small(tmp_path):
+    """Smaller by all that the blocks hold, but for some bytes a token."""
+    session = start(record=True)
+    for _ in session.stream():
+        pass
+    session.save(tmp_path / "large", wait=True)
+    session.save(tmp_path / "small", cache=False, wait=True)
+    sizes = {name: sum(file.stat().st_size for file in (tmp_path / name).rglob("*") if file.is_file()) for name in ("large", "small")}
+    held, fed = int(session.cache.lengths.sum()) * session.cache.token_bytes, session.trace.num_tokens
+    assert len(raw(tmp_path / "small")["trace"]) < 40 * fed + 3000
+    assert sizes["small"] < sizes["large"] - 0.7 * held, (sizes, held)  # keys and values are compressed a little
+
+
+@pytest.mark.slow
+def test_small_saves_move_between_an_engine_and_memory_of_its_own(tmp_path, whole):
+    with made(4096) as engine:
+        with engine.workers(**{**start().settings, "record": True}) as session:
+            for _ in session.stream(AT):
+                pass
+            session.save(tmp_path / "engine", cache=False, wait=True)
+        alone = Workers.restore(model(), tmp_path / "engine")
+        alone.save(tmp_path / "alone", cache=False, wait=True)
+        other = engine.workers(**{**start().settings, "problem": "1 + 1"})  # so that it lies elsewhere, and has something to lose
+        call = engine.submit("1 + 1", max_new_tokens=4)
+        back = Workers.restore(model(), tmp_path / "alone", engine=engine)
+        call.wait()
+        assert run(back) == whole["written"] == run(alone)
+        assert_same_cache(back.cache, alone.cache, atol=1e-4)
+        assert run(other) == run(start(text="1 + 1"))
+        other.close()
+        back.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"kv": 2}, {"tensor": 4, "kv": 2}])
+def test_keys_and_values_are_computed_again_on_a_mesh(tmp_path, whole, mesh):
+    session = start(record=True)
+    for _ in session.stream(AT):
+        pass
+    session.save(tmp_path / "one", cache=False, wait=True)
+    session = Workers.restore(on(mesh), tmp_path / "one")
+    for _ in session.stream(AT + 4):
+        pass
+    session.save(tmp_path / "many", cache=False, wait=True)
+    assert run(session) == whole["written"]
+    assert run(Workers.restore(model(), tmp_path / "many")) == whole["written"]
+
+
+def test_run_can_save_without_keys_and_values_on_the_way(tmp_path, whole):
+    session = start(record=True)
+    session.run([AT, BUDGET], save_to=tmp_path, save_every=16, save_cache=False)
+    with Saved(tmp_path) as newest:
+        assert "trace" in newest.arrays() and "keys.0" not in newest.arrays()
+        before = newest.number - 1
+    session.close()
+    assert run(Workers.restore(model(), tmp_path, number=before)) == whole["written"]
+
+
+def test_a_session_that_keeps_no_trace_is_saved_with_keys_and_values(tmp_path):
+    session = start()
+    for attempt in (lambda: session.save(tmp_path / "x", cache=False), lambda: session.run(save_to=tmp_path / "x", save_cache=False)):
+        with pytest.raises(ValueError, match="keeps no trace, so keys and values cannot be left out of a save; create it with record=True"):
+            attempt()
+    assert session.passes == 0 and not (tmp_path / "x").exists()
+
+
+def rewritten(folder, arrays: dict, **facts) -> None:
+    """The newest save once more, with something changed."""
+    with Saved(folder) as saved:
+        facts, arrays = {**saved.facts, **facts}, {**saved.arrays(), **arrays}
+    saves = Saves(folder)
+    saves.save(arrays, facts, wait=True)
+    saves.close()
+
+
+def test_a_trace_that_is_damaged_or_of_something_else_is_refused(tmp_path, whole):
+    session = start(record=True)
+    for _ in session.stream(AT):
+        pass
+    session.save(tmp_path, cache=False, wait=True)
+    trace, good = session.trace, raw(tmp_path)["trace"]
+    shorter = start(record=True)
+    other = dataclasses.replace(trace, fingerprint="of another")
+    cases = [(good[:-1], "save 2 of .* is a trace that is cut short or damaged.* or restore the save before it with number="),
+             (np.where(np.arange(len(good)) == len(good) // 2, good ^ 1, good), "save 3 of .* cut short or damaged"),
+             (np.frombuffer(other.to_bytes(), np.uint8), "the trace in save 4 of .* of another session, model or tokenizer; give number="),
+             (np.frombuffer(shorter.trace.to_bytes(), np.uint8), "the trace in save 5 of .* of another session")]
+    for content, said in cases:
+        rewritten(tmp_path, {"trace": content}, trace_bytes=len(content))
+        with pytest.raises(SaveError, match=said):
+            Workers.restore(model(), tmp_path)
+    rewritten(tmp_path, {"trace": good}, trace_bytes=len(good))
+    assert run(Workers.restore(model(), tmp_path)) == whole["written"]
+    rewritten(tmp_path, {}, tokenizer="another")
+    with pytest.raises(SaveError, match="another tokenizer"):
+        Workers.restore(model(), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_session_in_a_short_context_is_restored_where_keys_are_rotated_alike(tmp_path):
+    """longrope: a session alone is prepared for what it needs, one in an engine for the whole context."""
+    config = model().config
+    short = dataclasses.replace(config.rope, frequencies=tuple(f / 2 for f in config.rope.frequencies))
+    loaded = dataclasses.replace(model(), config=dataclasses.replace(config, short_rope=short, short_positions=config.max_positions - 1))
+    session = Workers(loaded, **{**start().settings, "record": True, "history_tokens": 512})
+    assert session.model.config.rope == short
+    session.run(save_to=tmp_path / "small", save_cache=False)
+    restored = Workers.restore(loaded, tmp_path / "small")
+    assert_same_cache(restored.cache, session.cache, atol=1e-4)
+    rewritten(tmp_path / "small", {}, context=config.max_positions)
+    with pytest.raises(SaveError, match=r"rotated as for texts of \d+ tokens, but here they would be as for \d+; restore it in an engine"):
+        Workers.restore(loaded, tmp_path / "small")
 
 
 @pytest.mark.slow
@@ -278,6 +450,21 @@ def test_a_killed_command_goes_on_with_resume_and_says_what_the_unbroken_one_say
 
 def test_wrong_arguments_of_the_command_are_said_before_the_model_is_loaded(capsys):
     for arguments, said in ((["--resume"], "give its folder as --checkpoint"),
-                            (["--checkpoint", "x", "--checkpoint-every", "0"], "at least 1")):
+                            (["--checkpoint", "x", "--checkpoint-every", "0"], "at least 1"),
+                            (["--trace", "no-such-folder/run.trace"], "there is no folder no-such-folder; give a file in a folder"),
+                            (["--trace", "."], "that is a folder; give a file")):
         assert cli.main(["workers", "no-such-model", "--problem", "1 + 1", *arguments]) == 1
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_writes_the_trace_of_the_session(tmp_path, capsys):
+    command = ["workers", "embedded", "--problem", "1. Compute 17 + 25. 2. Compute 6 * 7.", "--budget", "24", "--json"]
+    assert cli.main([*command, "--trace", str(tmp_path / "run.trace")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    trace = Trace.load(tmp_path / "run.trace")
+    assert [file.name for file in tmp_path.iterdir()] == ["run.trace"], "nothing is left beside it"
+    loaded = load(EMBEDDED)
+    assert trace.fingerprint == loaded.trace_fingerprint and trace.num_passes > told["passes"]
+    _, cache = reencode(loaded, trace, at=[])
+    assert int(cache.lengths.sum()) * cache.token_bytes == told["kv_bytes"]

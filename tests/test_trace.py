@@ -138,6 +138,43 @@ def test_a_dispatch_is_no_longer_than_what_it_can_record():
         run(tiny_state([[1]] * 4, record=4), passes=5)
 
 
+# recorders that go on
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_recorder_goes_on_where_a_trace_ends(seed):
+    """At several places of a session: what comes after is recorded as though it had never stopped."""
+    rng = random.Random(seed)
+    recorder, lists = random_session(seed, passes=8)
+    for _ in range(4):
+        recorder, before = Recorder.of(recorder.trace()), recorder
+        for _ in range(5):
+            for each in (before, recorder, lists):
+                each.move(1, 0)
+            tokens = [[rng.randrange(90)] * rng.choice((0, 1, 2)) for _ in LISTED]
+            for each in (before, recorder):
+                each.feed(tokens, LISTED)
+            lists.feed([*map(len, tokens)], LISTED)
+        assert same(recorder.trace(), before.trace()) and recorder.lengths.tolist() == [*map(len, lists.blocks)]
+    trace = recorder.trace()
+    for token, expected in enumerate(lists.sees):
+        assert seen_by(trace, token) == dict(enumerate(expected))
+
+
+def test_a_recorder_that_goes_on_keeps_to_its_capacities_if_it_is_told():
+    recorder = Recorder(2, [4, 4])
+    recorder.text([1, 2, 3], 0)
+    trace = recorder.trace()
+    with pytest.raises(ValueError, match="block 0 has 3 tokens of at most 4, and 2 more do not fit"):
+        Recorder.of(trace, trace.capacities.tolist()).text([4, 5], 0)
+    free = Recorder.of(trace)
+    free.text([4, 5], 0)
+    assert free.trace().capacities.tolist() == [5, 4]
+    with pytest.raises(ValueError, match="block 0 has 3 tokens in the end of the trace, but a capacity of 2; give the recorder larger"):
+        Recorder.of(trace, [2, 4])
+    with pytest.raises(ValueError, match="got 2 blocks and 1 capacities"):
+        Recorder.of(trace, [9])
+
+
 # files
 
 def same(a: Trace, b: Trace) -> bool:

@@ -1,0 +1,137 @@
+"""Who takes part in a session of workers: in which rows, over which blocks. By name for people, by number for the device."""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Self
+
+from jaxshare import Layout
+from jaxshare.serving.layouts import WorkersLayout
+
+_SPARE = "spare "
+_BLOCKS = 8
+"""The cache has a multiple of so many blocks."""
+
+
+def spare_blocks(count: int) -> list[str]:
+    """Names of blocks that are kept for workers who join later."""
+    return [f"{_SPARE}{i + 1}" for i in range(count)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Party:
+    """Workers, their rows and the blocks. R rows, B blocks.
+
+    Attributes:
+      names: of the workers that take part.
+      rows: of each row the worker in it, or None; R of them.
+      blocks: names of the cache's blocks; the index is the block's number. B of them.
+      layout: which blocks each worker sees.
+    """
+
+    names: tuple[str, ...]
+    rows: tuple[str | None, ...]
+    blocks: tuple[str, ...]
+    layout: WorkersLayout
+
+    @classmethod
+    def create(cls, names: Sequence[str], layout: WorkersLayout, *, room: int, small: Collection[str]) -> Self:
+        """The first workers of a session.
+
+        Args:
+          names: of the workers.
+          layout: of them.
+          room: R; blocks are kept for those that join later.
+          small: blocks that are not written on and on, whether the layout has them or not.
+        """
+        spare = spare_blocks(room - len(names))
+        # Large blocks come first, so that they lie on large tiles. Sessions of a few blocks more or less share programs.
+        blocks = sorted(dict.fromkeys((*layout.blocks, *spare, *small)), key=lambda block: block in small)
+        unused = [f"unused {i + 1}" for i in range(-len(blocks) % _BLOCKS)]
+        return cls(tuple(names), (*names, *[None] * len(spare)), (*blocks, *unused), layout)
+
+    @property
+    def spare(self) -> list[str]:
+        """Blocks for workers that join."""
+        return [block for block in self.blocks if block.startswith(_SPARE)]
+
+    def row(self, name: str) -> int:
+        """The row of a worker.
+
+        Raises:
+          ValueError: no such worker.
+        """
+        if name not in self.names:
+            raise ValueError(f"there is no worker {name!r}; the workers are {', '.join(self.names)}")
+        return self.rows.index(name)
+
+    def block(self, name: str) -> int:
+        """The number of the block that a worker writes."""
+        return self.blocks.index(self.layout.written(name))
+
+    def joined(self, name: str, layout: WorkersLayout) -> Self:
+        """With one worker more, in the first row that is free. The one block that may be new in the layout is that which it writes.
+
+        Raises:
+          ValueError: a layout that does not fit.
+        """
+        names = (*self.names, name)
+        layout.check(names)
+        blocks = tuple(layout.written(name) if block == self.spare[0] else block for block in self.blocks)
+        if new := [block for block in layout.blocks if block not in blocks]:
+            raise ValueError(f"the layout has a new block {new[0]!r}; a worker that joins brings the block that it writes and no other")
+        return dataclasses.replace(self, names=names, rows=self._with(self.rows.index(None), name), blocks=blocks, layout=layout)
+
+    def left(self, name: str) -> Self:
+        """With one worker less; its block is one for another to join with."""
+        own = self.layout.written(name)
+        spare = next(block for block in spare_blocks(len(self.blocks)) if block not in self.blocks)
+        return dataclasses.replace(
+            self, names=tuple(n for n in self.names if n != name), rows=self._with(self.row(name), None),
+            blocks=tuple(spare if block == own else block for block in self.blocks), layout=self.layout.without(name))
+
+    def _with(self, row: int, name: str | None) -> tuple[str | None, ...]:
+        return (*self.rows[:row], name, *self.rows[row + 1:])
+
+    # By number.
+
+    @property
+    def listed(self) -> list[list[int]]:
+        """The blocks that each row sees; none for a row without a worker."""
+        return [self.numbers(self.layout.sees[name]) if name else [] for name in self.rows]
+
+    @property
+    def writes(self) -> list[int]:
+        """The block of each row; the first for a row without a worker."""
+        return [self.block(name) if name else 0 for name in self.rows]
+
+    @property
+    def targets(self) -> list[int]:
+        """The block that each row's steps move to, or -1."""
+        moves = [self.layout.moves.get(name) if name else None for name in self.rows]
+        return [self.blocks.index(block) if block else -1 for block in moves]
+
+    @property
+    def device_layout(self) -> Layout:
+        """The layout as the device has it."""
+        return Layout.from_blocks(self.listed, width=len(self.blocks))
+
+    def numbers(self, blocks: Sequence[str]) -> list[int]:
+        """Numbers of blocks.
+
+        Raises:
+          ValueError: a block that there is not.
+        """
+        if unknown := [block for block in blocks if block not in self.blocks]:
+            raise ValueError(f"there is no block {unknown[0]!r}; the blocks are {', '.join(self.blocks)}")
+        return [self.blocks.index(block) for block in blocks]
+
+    # As JSON.
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, as JSON can say it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Self:
+        """What `as_json` gave."""
+        return cls(tuple(given["names"]), tuple(given["rows"]), tuple(given["blocks"]), WorkersLayout.from_json(given["layout"]))
