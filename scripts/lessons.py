@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from pair_attention import Pairs
 from teacher import Lesson, Script, play
 
 from jaxshare.models.loading import outline
@@ -26,10 +27,10 @@ _WORKERS = {1: 3, 2: 4, 3: 2, 4: 4, 5: 1, 6: 3}
 """How often there are so many."""
 _LAYOUTS = {"combined": 2, "contiguous": 1, "interleaved": 1}
 _DEPENDENT, _OTHER_NAMES, _ASKED, _CUT, _SLIPS = 0.35, 0.4, 0.5, 0.3, 0.03
-"""Shares of lessons with dependent questions, with names in another order or of others, with the question whether work is redundant, and of
-those that a budget cuts off; and of claims that are slips."""
-_NAMES = (*worker_names(8), "Ivan", "Judy", "Kim", "Leo", "Mia", "Nina", "Omar", "Pia", "Quinn", "Rosa", "Sam", "Tom", "Uma", "Vera", "Walt",
-          "Zoe")
+"""Shares of lessons with dependent questions, with names in another order or of others, with the question whether work is redundant, and
+of those that a budget cuts off; and of claims that are slips."""
+_NAMES = (*worker_names(8), "Ivan", "Judy", "Kim", "Leo", "Mia", "Nina", "Omar", "Pia", "Quinn", "Rosa", "Sam", "Tom", "Uma", "Vera",
+          "Walt", "Zoe")
 _GROUP = 24
 """Lessons that are packed together, so that few places stay empty and the long ones have the same chance as the short."""
 
@@ -43,8 +44,9 @@ class Shape:
     blocks: int = 40
 
 
-Batch = tuple[TraceBatch, np.ndarray, np.ndarray, np.ndarray]
-"""Numpy arrays: a trace of several sessions, and at int32[1, T], targets int32[1, T] and weights float32[1, T] of what was sampled."""
+Batch = tuple[TraceBatch, Pairs, np.ndarray, np.ndarray, np.ndarray]
+"""Numpy arrays: a trace of several sessions, who sees whom in it, and at int32[1, T], targets int32[1, T] and weights float32[1, T] of what was
+sampled."""
 
 
 def draw(script: Script, rng: random.Random) -> Lesson:
@@ -85,7 +87,8 @@ def batch(lesson: Lesson, shape: Shape) -> Batch:
     traces = TraceBatch.of([lesson.trace], tokens=shape.tokens, tiles=shape.tiles, blocks=shape.blocks)
     room = traces.shape[1] - len(lesson.at)
     at, targets, weights = (np.pad(array, (0, room))[None] for array in (lesson.at, lesson.targets, lesson.weights))
-    return jax.tree.map(np.asarray, traces), at, targets, weights
+    traces = jax.tree.map(np.asarray, traces)
+    return traces, Pairs.of(traces), at, targets, weights
 
 
 def group(script: Script, seed: int, number: int, shape: Shape) -> list[Batch]:

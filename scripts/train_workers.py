@@ -1,12 +1,12 @@
-"""Teaches a model to be one of several workers: fine-tunes it on traces that a teacher has played (Hogwild! Inference, appendices B and E.2).
+"""Teaches a model to be one of several workers: fine-tunes it on traces that a teacher has played (Hogwild! Inference, appendices B, E.2).
 
     python scripts/train_workers.py --run-dir runs/workers --out runs/taught                  # from the embedded model
     python scripts/train_workers.py --resume --run-dir runs/workers --out runs/taught         # goes on after an interruption
     python scripts/train_workers.py --layers 6 --hidden 288 --run-dir runs/new --out runs/new-model      # from scratch
     python scripts/train_workers.py --model FOLDER --dtype bf16 --optimizer adamw --learning-rate 1e-5 --out FOLDER-taught --run-dir runs/hf
 
-One parallel pass re-encodes several sessions at once, and what was sampled in them is learned. A run is a function of its settings alone: the
-lessons come from the seed and their numbers, so that a run that was interrupted goes on as though it had not been.
+One parallel pass re-encodes several sessions at once, and what was sampled in them is learned. Lessons come from the seed and their numbers
+alone, so that a run that was interrupted goes on as though it had not been.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from embedded_data import train_tokenizer
 from embedded_files import architecture, export, export_like
 from jax import Array
 from lessons import MOST_WORKERS, Batch, Shape, stream
+from pair_attention import logits
 from tqdm import tqdm
 from training import keep_memory, make_optimizer, schedule
 
 from jaxshare import Sampler
-from jaxshare.models import EMBEDDED, LoadedModel, load, reencode_logits
+from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.models.layers import Decoder
 from jaxshare.models.problems import QUESTIONS, SEPARATOR
-from jaxshare.reencoding import TraceBatch
 from jaxshare.serving import Format
 from jaxshare.serving.evaluation import Point, Scorer, load_task, passes_to, pieces, points, solve
 from jaxshare.serving.evaluation.mathematics import Mathematician
@@ -50,7 +50,7 @@ VOCAB_SIZE = 512
 GOAL = 0.9
 BUDGETS = tuple(range(20, 321, 20))
 """Forward passes after which held-out answers are taken."""
-_KEPT = ("model", "layers", "hidden", "seed", "steps", "learning_rate", "optimizer", "dtype", "accumulate", "tokens")
+_KEPT = ("model", "layers", "hidden", "seed", "learning_rate", "optimizer", "dtype", "accumulate", "tokens")
 """Settings that a run cannot change on its way."""
 
 
@@ -89,7 +89,7 @@ def teaching_format(model: LoadedModel) -> Format:
 # Learning.
 
 
-def loss_of(params: dict, module: Decoder, dtype: str, batch: tuple[TraceBatch, Array, Array, Array]) -> tuple[Array, Array]:
+def loss_of(params: dict, module: Decoder, dtype: str, batch: Batch) -> tuple[Array, Array]:
     """The weighted sum of the losses of what was sampled, in nats, and how many of the weighted tokens are the likeliest.
 
     Args:
@@ -97,17 +97,17 @@ def loss_of(params: dict, module: Decoder, dtype: str, batch: tuple[TraceBatch, 
       module: of the model; dtype: that it computes in.
       batch: as in `lessons.Batch`.
     """
-    traces, at, targets, weights = batch
-    logits = reencode_logits(module, jax.tree.map(lambda p: p.astype(dtype), params), traces, at)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    return jnp.sum(losses * weights), jnp.sum((jnp.argmax(logits, -1) == targets) * weights)
+    traces, pairs, at, targets, weights = batch
+    found = logits(module, jax.tree.map(lambda p: p.astype(dtype), params), traces, pairs, jnp.asarray(at))
+    losses = optax.softmax_cross_entropy_with_integer_labels(found, targets)
+    return jnp.sum(losses * weights), jnp.sum((jnp.argmax(found, -1) == targets) * weights)
 
 
 @functools.partial(jax.jit, static_argnames=("module", "dtype"), donate_argnames=("total",))
 def add_gradients(total: dict, params: dict, batch: Any, *, module: Decoder, dtype: str) -> dict:
     """The gradients, losses and weights of one more batch, added to a total."""
     (loss, right), gradients = jax.value_and_grad(loss_of, has_aux=True)(params, module, dtype, batch)
-    new = {"gradients": gradients, "loss": loss, "right": right, "weight": jnp.sum(batch[3])}
+    new = {"gradients": gradients, "loss": loss, "right": right, "weight": jnp.sum(batch[-1])}
     return jax.tree.map(jnp.add, total, new)
 
 
@@ -126,8 +126,8 @@ def update(state: dict, total: dict, *, optimizer: Any) -> tuple[dict, dict, dic
 
 
 def empty_total(params: dict) -> dict:
-    zero = jnp.zeros(())
-    return {"gradients": jax.tree.map(jnp.zeros_like, params), "loss": zero, "right": zero, "weight": zero}
+    """Of `add_gradients`, before the first batch."""
+    return {"gradients": jax.tree.map(jnp.zeros_like, params), **{name: jnp.zeros(()) for name in ("loss", "right", "weight")}}
 
 
 def optimizer_of(args: argparse.Namespace) -> optax.GradientTransformation:
@@ -231,7 +231,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     folder = start_folder(args)
     model = load(folder, dtype="float32")
     format, optimizer, shape = teaching_format(model), optimizer_of(args), Shape(tokens=args.tokens)
-    run = Run({"params": model.params, "opt": optimizer.init(model.params)})
+    params = jax.tree.map(jnp.copy, model.params)  # what a step takes over
+    run = Run({"params": params, "opt": optimizer.init(params)})
     if args.resume and has_saves(args.run_dir / "saves"):
         run.take_over(args.run_dir / "saves", settings)
     size = sum(p.size for p in jax.tree.leaves(model.params))
