@@ -19,13 +19,13 @@ from jaxshare.rope import Rope
 THETA = 10000.0
 
 
-def architecture(vocab_size: int, layers: int = 4, hidden: int = 144) -> ModelConfig:
-    """The shape of the embedded model, about one million parameters, or one of other depth and width with the same proportions."""
+def architecture(vocab_size: int, layers: int = 4, hidden: int = 144, positions: int = 2048) -> ModelConfig:
+    """The shape of the embedded model, about one million parameters, or one of other depth, width and context with the same proportions."""
     kv_heads = max(1, round(hidden / 72))
     return ModelConfig(
         architecture="qwen3", vocab_size=vocab_size, hidden_size=hidden, intermediate_size=28 * hidden // 9 // 32 * 32,
         num_layers=layers, num_heads=2 * kv_heads, num_kv_heads=kv_heads,
-        head_dim=32, rope=Rope.default(32, THETA), norm_eps=1e-6, max_positions=2048, tie_embeddings=True, qkv_bias=False,
+        head_dim=32, rope=Rope.default(32, THETA), norm_eps=1e-6, max_positions=positions, tie_embeddings=True, qkv_bias=False,
         out_bias=False, mlp_bias=False, qk_norm=True)
 
 

@@ -45,8 +45,8 @@ class Shape:
 
 
 Batch = tuple[TraceBatch, Pairs, np.ndarray, np.ndarray, np.ndarray]
-"""Numpy arrays: a trace of several sessions, who sees whom in it, and at int32[1, T], targets int32[1, T] and weights float32[1, T] of what was
-sampled."""
+"""Numpy arrays: a trace of several sessions, who sees whom in it, and at int32[1, T], targets int32[1, T] and weights float32[1, T] of what
+was sampled."""
 
 
 def draw(script: Script, rng: random.Random) -> Lesson:

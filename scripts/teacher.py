@@ -91,7 +91,8 @@ class Script:
         codec = codec_of(tokenizer, vocab_size)
         if len(codec.encode(format.separator)) != 1:
             raise ValueError(f"the separator {format.separator!r} is not one token of this tokenizer; choose a format with one that is")
-        return cls(codec, tokenizer, format, min(generation.stop_tokens))
+        end = tokenizer.eos_token_id
+        return cls(codec, tokenizer, format, end if end in generation.stop_tokens else min(generation.stop_tokens))
 
     @functools.cached_property
     def separator(self) -> int:

@@ -47,6 +47,8 @@ QUESTION = " Am I redundant?"
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 VOCAB_SIZE = 512
 """Of a tokenizer that is made for a model from scratch."""
+POSITIONS = 8192
+"""The context of such a model: six workers have room in it for steps of the length that sessions provide for."""
 GOAL = 0.9
 BUDGETS = tuple(range(20, 321, 20))
 """Forward passes after which held-out answers are taken."""
@@ -64,7 +66,7 @@ def start_folder(args: argparse.Namespace) -> Path:
     folder = args.run_dir / "start"
     if not (args.resume and folder.is_dir()):
         tokenizer = train_tokenizer(VOCAB_SIZE, args.seed, workers_texts())
-        config = architecture(tokenizer.get_vocab_size(), args.layers, args.hidden)
+        config = architecture(tokenizer.get_vocab_size(), args.layers, args.hidden, POSITIONS)
         params = Decoder(config).init(jax.random.key(args.seed), jnp.zeros((1, 8), jnp.int32), method="causal")
         export(params, config, tokenizer, folder)
     return folder
@@ -100,7 +102,7 @@ def loss_of(params: dict, module: Decoder, dtype: str, batch: Batch) -> tuple[Ar
     traces, pairs, at, targets, weights = batch
     found = logits(module, jax.tree.map(lambda p: p.astype(dtype), params), traces, pairs, jnp.asarray(at))
     losses = optax.softmax_cross_entropy_with_integer_labels(found, targets)
-    return jnp.sum(losses * weights), jnp.sum((jnp.argmax(found, -1) == targets) * weights)
+    return jnp.sum(losses * weights), jnp.sum(jnp.where(jnp.argmax(found, -1) == targets, weights, 0.0))
 
 
 @functools.partial(jax.jit, static_argnames=("module", "dtype"), donate_argnames=("total",))
@@ -143,7 +145,7 @@ def measure(model: LoadedModel, format: Format, problems: int, workers: Sequence
     """Greedy accuracy by number of workers and budget, on problems that no lesson draws, in the combined layout."""
     task = load_task("sums", samples=problems)
     runs = pieces(task.problems, method="workers", workers=workers, budgets=BUDGETS, seeds=1, seed=seed, answer_tokens=8 * QUESTIONS,
-                  sampler=Sampler(temperature=0.0), more={"format": format})
+                  sampler=Sampler(temperature=0.0), more={"format": format, "step_tokens": 128})
     scores = []
     scorer = Scorer(task.problems, Mathematician())  # answers are compared to the letter, so it never starts
     for piece in tqdm(runs, "held out", file=sys.stderr, leave=False):
