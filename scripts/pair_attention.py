@@ -18,7 +18,7 @@ from jaxshare.rope import rotate
 
 SIDE = 64
 """Queries and keys of a pair: they divide those of a `TraceBatch`."""
-_MULTIPLE = 128
+_MULTIPLE = 64
 _LOWEST = -1e30
 
 
@@ -36,7 +36,7 @@ class Pairs:
 
     @classmethod
     def of(cls, batch: TraceBatch) -> "Pairs":
-        """Those of a batch of one trace in which a query sees a key, in a multiple of 128."""
+        """Those of a batch of one trace in which a query sees a key, in a multiple of 64."""
         blocks, indices, begins, ends = (np.asarray(x) for x in _tiles(batch)[1:])
         seen, passes = np.asarray(batch.seen[0]), np.asarray(batch.passes[0])
         found = []
