@@ -5,7 +5,9 @@ import contextlib
 import dataclasses
 import functools
 import multiprocessing
+import os
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
@@ -130,7 +132,7 @@ def stream(folder: Path, format: Format, seed: int, shape: Shape, *, first: int 
     if not processes:
         yield ((number, group(_script(folder, format), seed, number, shape)) for number in _from(first))
         return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _on_cpu) as pool:
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin) as pool:
         def made() -> Iterator[tuple[int, list[Batch]]]:
             waiting: collections.deque[Future] = collections.deque()
             for number in _from(first):
@@ -150,9 +152,17 @@ def _from(first: int) -> Iterator[int]:
         first += 1
 
 
-def _on_cpu() -> None:
-    """The accelerator is the trainer's."""
+def _begin() -> None:
+    """A process that makes lessons: the accelerator is the trainer's, and a trainer that is killed leaves nobody behind."""
     jax.config.update("jax_platforms", "cpu")
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+
+    def follow() -> None:
+        trainer.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def _made(folder: Path, format: Format, seed: int, number: int, shape: Shape) -> list[Batch]:

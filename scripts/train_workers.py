@@ -50,7 +50,7 @@ VOCAB_SIZE = 512
 POSITIONS = 8192
 """The context of such a model: six workers have room in it for steps of the length that sessions provide for."""
 GOAL = 0.9
-BUDGETS = tuple(range(20, 321, 20))
+BUDGETS = tuple(range(40, 321, 40))
 """Forward passes after which held-out answers are taken."""
 _KEPT = ("model", "layers", "hidden", "seed", "learning_rate", "optimizer", "dtype", "accumulate", "tokens")
 """Settings that a run cannot change on its way."""

@@ -400,13 +400,14 @@ def test_a_run_that_was_killed_gives_the_same_parameters(tmp_path):
     while killed.poll() is None and not (saves.is_dir() and any(path.name.isdigit() for path in saves.iterdir())):
         time.sleep(0.02)
     killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    killed.communicate()
     again = start(tmp_path / "killed", "--resume")
     assert json.loads(again.communicate(timeout=600)[0])["steps"] == 4
     expected = weights(tmp_path / "whole" / "out")
     for name, array in weights(tmp_path / "killed" / "out").items():
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
     refused = start(tmp_path / "whole")
-    assert refused.wait() == 2, "a run that is there is not begun anew"
+    refused.communicate()
+    assert refused.returncode == 2, "a run that is there is not begun anew"
     session = Workers(load(tmp_path / "whole" / "out"), "1. 2 + 3", budget=8)
     assert session.format.question and session.run().passes == 8
