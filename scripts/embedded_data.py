@@ -5,6 +5,7 @@ A sample is (tokens, weights): weights[i] is not 0 where tokens[i] is something 
 
 import dataclasses
 import random
+from collections.abc import Sequence
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -44,8 +45,8 @@ _PIECES = (r"\n(?=\n\n(?!\n))|\n\n|\p{N}| ?\p{L}+(?: (?=\p{N}))?| ?[^\s\p{L}\p{N
 Sample = tuple[list[int], list[int]]
 
 
-def train_tokenizer(vocab_size: int, seed: int) -> Tokenizer:
-    """Byte-level BPE over generated chats: every byte has a token, so that any text can be encoded."""
+def train_tokenizer(vocab_size: int, seed: int, more: Sequence[str] = ()) -> Tokenizer:
+    """Byte-level BPE over generated chats and `more` texts: every byte has a token, so that any text can be encoded."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(_PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -53,7 +54,7 @@ def train_tokenizer(vocab_size: int, seed: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL), show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     rng = random.Random(f"tokenizer/{seed}")
-    texts = []
+    texts = [*more]
     for i in range(2000):
         problem = make_problem(rng)
         names = NAMES[:1 + i % 2]

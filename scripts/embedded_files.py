@@ -1,9 +1,11 @@
 """The embedded model's files in Hugging Face form, written after training."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from embedded_data import CHAT_TEMPLATE, END, PAD
 from safetensors.numpy import save_file
@@ -17,20 +19,19 @@ from jaxshare.rope import Rope
 THETA = 10000.0
 
 
-def architecture(vocab_size: int) -> ModelConfig:
-    """The shape of the embedded model, about one million parameters."""
+def architecture(vocab_size: int, layers: int = 4, hidden: int = 144, positions: int = 2048) -> ModelConfig:
+    """The shape of the embedded model, about one million parameters, or one of other depth, width and context with the same proportions."""
+    kv_heads = max(1, round(hidden / 72))
     return ModelConfig(
-        architecture="qwen3", vocab_size=vocab_size, hidden_size=144, intermediate_size=448, num_layers=4, num_heads=4, num_kv_heads=2,
-        head_dim=32, rope=Rope.default(32, THETA), norm_eps=1e-6, max_positions=2048, tie_embeddings=True, qkv_bias=False,
+        architecture="qwen3", vocab_size=vocab_size, hidden_size=hidden, intermediate_size=28 * hidden // 9 // 32 * 32,
+        num_layers=layers, num_heads=2 * kv_heads, num_kv_heads=kv_heads,
+        head_dim=32, rope=Rope.default(32, THETA), norm_eps=1e-6, max_positions=positions, tie_embeddings=True, qkv_bias=False,
         out_bias=False, mlp_bias=False, qk_norm=True)
 
 
 def export(params: dict, config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes the float32 weights and all files beside them that transformers asks for; replaces what stands in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {tensor_name(tuple(key.key for key in path)): np.ascontiguousarray(leaf, np.float32)
-               for path, leaf in jax.tree.leaves_with_path(params["params"])}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_weights(params, folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (folder / "workers.json").write_text((EMBEDDED / "workers.json").read_text())
@@ -49,6 +50,32 @@ def export(params: dict, config: ModelConfig, tokenizer: Tokenizer, folder: Path
     _write_json(folder / "tokenizer_config.json", {
         "clean_up_tokenization_spaces": False, "eos_token": END, "model_max_length": config.max_positions, "pad_token": PAD,
         "tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def export_like(params: dict, source: Path, dtype: str, workers: dict, folder: Path) -> None:
+    """Writes weights that have been trained further, with the files of the model that they come from.
+
+    Args:
+      params: {"params": ...}.
+      source: the folder of that model; dtype: of the weights, "float32" or "bfloat16".
+      workers: what workers.json is to say.
+      folder: where to; what stands there is replaced.
+    """
+    save_weights(params, folder, dtype)
+    for path in source.iterdir():
+        if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".md")):
+            shutil.copyfile(path, folder / path.name)
+    settings = json.loads((source / "config.json").read_text())
+    _write_json(folder / "config.json", {name: value for name, value in settings.items() if name != "torch_dtype"} | {"dtype": dtype})
+    _write_json(folder / "workers.json", workers)
+
+
+def save_weights(params: dict, folder: Path, dtype: str = "float32") -> None:
+    """Writes model.safetensors, with the names that transformers has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {tensor_name(tuple(key.key for key in path)): np.ascontiguousarray(leaf, jnp.dtype(dtype))
+               for path, leaf in jax.tree.leaves_with_path(params["params"])}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _write_json(path: Path, value: dict) -> None:

@@ -7,7 +7,6 @@ Data is drawn from the seed and the number of the step alone, so that a resumed 
 """
 
 import argparse
-import ctypes
 import functools
 import json
 import random
@@ -25,6 +24,7 @@ from embedded_files import architecture, export
 from jax import Array
 from tokenizers import Tokenizer
 from tqdm import tqdm
+from training import keep_memory, make_optimizer
 
 from jaxshare import DecodeState, KVCache, Layout, decode
 from jaxshare.models import load
@@ -39,8 +39,6 @@ WIDTH = 64
 LONG_LENGTH, LONG_ROWS, LONG_EVERY = 1024, 2, 6
 EXAMPLES = 2
 VIEWS, LATE_VIEWS, LATE_FROM = 0.4, 0.6, 0.5
-WARMUP, DECAY_FROM, ADAM_SHARE = 50, 0.5, 0.15
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8  # malloc.h
 EVALUATE_EVERY, SAVE_SECONDS = 250, 120.0
 
 
@@ -56,24 +54,6 @@ def make_batch(codec: Codec, seed: int, step: int, steps: int) -> tuple[np.ndarr
         if len(sample[0]) <= LENGTH + 1:  # two workers of very uneven pace wait more than is worth learning from
             samples.append(sample)
     return batch(codec, samples, LENGTH)
-
-
-def make_optimizer(steps: int, peak: float) -> optax.GradientTransformation:
-    """Muon for the layers' matrices, Adam for the embedding and the norms. The rate is constant, then falls to zero from DECAY_FROM
-    on: that depends on step / steps, so that an interrupted run may be resumed with another number of steps."""
-
-    def schedule(rate: float) -> optax.Schedule:
-        return lambda step: rate * jnp.minimum(jnp.minimum(1.0, (step + 1) / WARMUP), (1 - step / steps) / (1 - DECAY_FROM))
-
-    kernel = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)  # [out, in]
-
-    def dimensions(params: dict) -> dict:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, p: kernel if p.ndim == 2 and "embed" not in jax.tree_util.keystr(path) else None, params)
-
-    muon = optax.contrib.muon(schedule(peak), adam_learning_rate=schedule(ADAM_SHARE * peak), adam_b2=0.98,
-                              muon_weight_dimension_numbers=dimensions)
-    return optax.chain(optax.clip_by_global_norm(1.0), muon)
 
 
 def causal_logits(module: Decoder, tokens: Array) -> Array:
@@ -187,14 +167,6 @@ def train(args: argparse.Namespace) -> None:
                 saved = time.monotonic()
     export(state["params"], config, tokenizer, args.out)
     tqdm.write(f"exported to {args.out}", file=sys.stderr)
-
-
-def keep_memory() -> None:
-    """Asks glibc to keep freed memory: XLA allocates its temporaries anew every step, and page faults took up to half of the time."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        for parameter, value in ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, 2**31 - 1), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**29)):
-            libc.mallopt(parameter, value)
 
 
 def main() -> None:

@@ -1,0 +1,175 @@
+"""Lessons for workers: drawn from a seed, packed side by side into batches of one shape, made ahead in processes of their own."""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import multiprocessing
+import os
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+
+import jax
+import numpy as np
+from pair_attention import Pairs
+from teacher import Lesson, Script, play
+
+from jaxshare.models.loading import outline
+from jaxshare.models.problems import MOST_QUESTIONS, QUESTIONS, make_problem
+from jaxshare.reencoding import TILE, TraceBatch
+from jaxshare.serving import Format
+from jaxshare.serving.layouts import LAYOUTS, worker_names
+from jaxshare.trace import STANDS, Trace
+
+MOST_WORKERS = 6
+_WORKERS = {1: 3, 2: 4, 3: 2, 4: 4, 5: 1, 6: 3}
+"""How often there are so many."""
+_LAYOUTS = {"combined": 2, "contiguous": 1, "interleaved": 1}
+_DEPENDENT, _OTHER_NAMES, _ASKED, _CUT, _SLIPS = 0.35, 0.4, 0.5, 0.3, 0.03
+"""Shares of lessons with dependent questions, with names in another order or of others, with the question whether work is redundant, and
+of those that a budget cuts off; and of claims that are slips."""
+_NAMES = (*worker_names(8), "Ivan", "Judy", "Kim", "Leo", "Mia", "Nina", "Omar", "Pia", "Quinn", "Rosa", "Sam", "Tom", "Uma", "Vera",
+          "Walt", "Zoe")
+_GROUP = 24
+"""Lessons that are packed together, so that few places stay empty and the long ones have the same chance as the short."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of a batch: T tokens, J tiles and B blocks, as in `TraceBatch`."""
+
+    tokens: int = 2048
+    tiles: int = 40
+    blocks: int = 40
+
+
+Batch = tuple[TraceBatch, Pairs, np.ndarray, np.ndarray, np.ndarray]
+"""Numpy arrays: a trace of several sessions, who sees whom in it, and at int32[1, T], targets int32[1, T] and weights float32[1, T] of what
+was sampled."""
+
+
+def draw(script: Script, rng: random.Random) -> Lesson:
+    """One lesson: 1 to 6 workers, 5 to 9 questions, any layout."""
+    many = rng.choices([*_WORKERS], [*_WORKERS.values()])[0]
+    names = rng.sample(_NAMES, many) if rng.random() < _OTHER_NAMES else worker_names(many)
+    questions = rng.choice((QUESTIONS, rng.randint(QUESTIONS, MOST_QUESTIONS)))
+    problem = make_problem(rng, questions, dependent=rng.random() < _DEPENDENT)
+    layout = rng.choices([*_LAYOUTS], [*_LAYOUTS.values()])[0]
+    assert layout in LAYOUTS
+    cut = rng.randint(4, 30 + 40 * -(-questions // many)) if rng.random() < _CUT else 1024
+    return play(script, problem, names, layout, rng, ask_every=rng.choice((32, 64, 128, 256)) if rng.random() < _ASKED else 0,
+                seed=rng.randrange(2**32), slips=_SLIPS, budget=cut, guess=True)
+
+
+def pack(lessons: Sequence[Lesson]) -> Lesson:
+    """Lessons one behind the other as one, in blocks of their own, so that none sees another."""
+    tokens, views, passes, blocks, parts = 0, 0, 0, 0, []
+    total = sum(lesson.trace.num_blocks for lesson in lessons)
+    for lesson in lessons:
+        trace = lesson.trace
+        sides = ((0, 0), (blocks, total - blocks - trace.num_blocks))
+        parts.append({
+            "tokens": trace.tokens, "views": trace.views + views, "rows": trace.rows, "passes": trace.passes + passes,
+            "starts": np.pad(trace.starts, sides), "visible": np.pad(trace.visible, sides), "stay_tokens": trace.stay_tokens + tokens,
+            "stay_blocks": trace.stay_blocks + blocks, "stay_indices": trace.stay_indices, "stay_begins": trace.stay_begins + passes,
+            "stay_ends": np.where(trace.stay_ends == STANDS, STANDS, trace.stay_ends + np.minimum(passes, STANDS - trace.stay_ends)),
+            "capacities": trace.capacities, "at": lesson.at + tokens, "targets": lesson.targets, "weights": lesson.weights})
+        tokens, views, passes, blocks = (tokens + trace.num_tokens, views + len(trace.rows), passes + trace.num_passes,
+                                         blocks + trace.num_blocks)
+    whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    at, targets, weights = (whole.pop(name) for name in ("at", "targets", "weights"))
+    return Lesson(Trace(**whole), at, targets, weights)
+
+
+def batch(lesson: Lesson, shape: Shape) -> Batch:
+    """A lesson as arrays of a shape."""
+    traces = TraceBatch.of([lesson.trace], tokens=shape.tokens, tiles=shape.tiles, blocks=shape.blocks)
+    room = traces.shape[1] - len(lesson.at)
+    at, targets, weights = (np.pad(array, (0, room))[None] for array in (lesson.at, lesson.targets, lesson.weights))
+    traces = jax.tree.map(np.asarray, traces)
+    return traces, Pairs.of(traces), at, targets, weights
+
+
+def group(script: Script, seed: int, number: int, shape: Shape) -> list[Batch]:
+    """The batches of one group of lessons, which depend on seed and number alone."""
+    rng = random.Random(f"lessons/{seed}/{number}")
+    lessons = [draw(script, rng) for _ in range(_GROUP)]
+    bins: list[list[Lesson]] = []
+    for lesson in sorted(lessons, key=lambda lesson: -lesson.trace.num_tokens):
+        if not _fits([lesson], shape):
+            raise ValueError(f"a lesson has {lesson.trace.num_tokens} tokens, which a batch of {shape} does not hold; give it more")
+        place = next((held for held in bins if _fits([*held, lesson], shape)), None)
+        if place is None:
+            bins.append([lesson])
+        else:
+            place.append(lesson)
+    rng.shuffle(bins)
+    return [batch(pack(held), shape) for held in bins]
+
+
+def _fits(lessons: Sequence[Lesson], shape: Shape) -> bool:
+    tiles = sum(int(np.sum(-(-np.bincount(lesson.trace.stay_blocks) // TILE))) for lesson in lessons)
+    return (sum(lesson.trace.num_tokens for lesson in lessons) <= shape.tokens and tiles <= shape.tiles
+            and sum(lesson.trace.num_blocks for lesson in lessons) <= shape.blocks)
+
+
+@contextlib.contextmanager
+def stream(folder: Path, format: Format, seed: int, shape: Shape, *, first: int = 0, processes: int = 1,
+           ahead: int = 3) -> Iterator[Iterator[tuple[int, list[Batch]]]]:
+    """Groups of batches from the number `first` on, with their numbers, made ahead.
+
+    Args:
+      folder: of the model, for its tokenizer.
+      format: the texts of a session.
+      seed: of the lessons.
+      shape: of the batches.
+      processes: that make them; 0 makes them here, when they are asked for.
+      ahead: groups that are made before they are asked for.
+    """
+    if not processes:
+        yield ((number, group(_script(folder, format), seed, number, shape)) for number in _from(first))
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin) as pool:
+        def made() -> Iterator[tuple[int, list[Batch]]]:
+            waiting: collections.deque[Future] = collections.deque()
+            for number in _from(first):
+                while len(waiting) < ahead:
+                    waiting.append(pool.submit(_made, folder, format, seed, number + len(waiting), shape))
+                yield number, waiting.popleft().result()
+
+        try:
+            yield made()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _from(first: int) -> Iterator[int]:
+    while True:
+        yield first
+        first += 1
+
+
+def _begin() -> None:
+    """A process that makes lessons: the accelerator is the trainer's, and a trainer that is killed leaves nobody behind."""
+    jax.config.update("jax_platforms", "cpu")
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+
+    def follow() -> None:
+        trainer.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _made(folder: Path, format: Format, seed: int, number: int, shape: Shape) -> list[Batch]:
+    return group(_script(folder, format), seed, number, shape)
+
+
+@functools.lru_cache(maxsize=2)
+def _script(folder: Path, format: Format) -> Script:
+    model = outline(folder)
+    return Script.of(model.tokenizer, model.config.vocab_size, model.generation, format)
