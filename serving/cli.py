@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
                          "whether its work is redundant; 0 asks nobody (default 1024)")
     workers.add_argument("--move", choices=("rotate", "reencode"), default="rotate", help="how finished steps get to the history")
     _sampling_arguments(workers)
-    devices.add_arguments(workers, data=False)
+    devices.add_arguments(workers, groups="sessions (there is one)")
     devices.add_process_arguments(workers)
     workers.add_argument("--seed", type=int, default=0, help="of the first worker; worker i has seed + i (default 0)")
     workers.add_argument("--save", metavar="FILE", help="write a snapshot for `jaxshare inspect`, attention over time included")
@@ -196,6 +196,9 @@ def _workers(options: argparse.Namespace) -> int:
     problem = _text("problem", options.problem, options.problem_file)
     begun = _begun(options)
     _check_trace(options.trace)
+    if options.data > 1:
+        raise ValueError(f"--data is {options.data}, but a session is one group of rows; spread it with --tensor and --kv, or solve many "
+                         f"problems side by side with `jaxshare evaluate --data {options.data}`")
     mesh = devices.mesh_of(options)
 
     import dataclasses

@@ -18,13 +18,12 @@ _LOST_SECONDS = 30
 """A process that has said nothing for so long is lost, and the others end."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, data: bool = True) -> None:
-    """--tensor, --kv and --data; without `data` for what is one group of rows."""
+def add_arguments(parser: argparse.ArgumentParser, *, groups: str = "groups of completions") -> None:
+    """--tensor, --kv and --data; `groups` are what runs side by side."""
     parser.add_argument("--tensor", type=int, default=1, metavar="N", help="split heads, MLP and vocabulary over N devices (default 1)")
     parser.add_argument("--kv", type=int, default=1, metavar="N", help="split the tokens of the cache over N devices (default 1)")
-    if data:
-        parser.add_argument("--data", type=int, default=1, metavar="N", help="run N groups of completions side by side, each on devices of "
-                            "its own (default 1)")
+    parser.add_argument("--data", type=int, default=1, metavar="N", help=f"run N {groups} side by side, each on devices of its own "
+                        "(default 1)")
 
 
 def add_process_arguments(parser: argparse.ArgumentParser) -> None:

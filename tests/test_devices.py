@@ -179,3 +179,24 @@ def test_generate_runs_on_a_mesh_from_the_command_line(capsys):
         assert cli.main([*command, *more]) == 0
         found.append(json.loads(capsys.readouterr().out)["completions"][0]["tokens"])
     assert found[0] == found[1]
+
+
+# Evaluations.
+
+
+@pytest.mark.slow
+def test_an_evaluation_over_data_groups_comes_to_what_it_comes_to_on_one_device(tmp_path, capsys):
+    command = ["evaluate", "embedded", "--task", "sums", "--workers", "1,2", "--budgets", "16,96", "--samples", "3",
+               "--questions", "2", "--json"]
+    found = []
+    for name, more in (("mesh", ["--data", "2", "--tensor", "2"]), ("alone", [])):
+        assert cli.main([*command, "--out", str(tmp_path / name), *more]) == 0
+        runs = map(json.loads, (tmp_path / name / "runs.jsonl").read_text().splitlines())
+        texts = {(run["workers"], run["problem"]): (run["result"]["workers"], run["result"]["answers"]) for run in runs}
+        found.append((json.loads(capsys.readouterr().out)["points"], texts))
+    assert found[0] == found[1] and len(found[0][1]) == 6
+
+
+def test_a_session_is_one_group_of_rows(capsys):
+    assert cli.main(["workers", "no-such-model", "--problem", "1 + 1", "--data", "2"]) == 1
+    assert "--data is 2, but a session is one group of rows; spread it with" in capsys.readouterr().err

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "problems too; can be given again")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for all texts, scores, the table and the plot")
     parser.add_argument("--resume", action="store_true", help="go on with the evaluation that has begun the folder")
-    devices.add_arguments(parser, data=False)
+    devices.add_arguments(parser, groups="runs")
     fleet.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, everything else on stderr")
 

@@ -4,9 +4,11 @@ A run depends on its piece and the model alone. That is why an evaluation needs 
 rest is run, and all is as in an unbroken one.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import json
+import queue
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -131,13 +133,31 @@ call the second argument with the forward passes of the run that is under way.""
 
 
 def execute(model: LoadedModel) -> Execute:
-    """Makes runs here, one after the other."""
+    """Makes runs here: one after the other, or side by side on the data groups of the model's mesh."""
+    replicas = model.replicas()
+    free: queue.SimpleQueue[LoadedModel] = queue.SimpleQueue()
+    for replica in replicas:
+        free.put(replica)
+
+    def make(piece: Piece, on_pass: Callable[[int], None] | None) -> tuple[Piece, Run | ValueError]:
+        replica = free.get()
+        try:
+            return piece, solve(replica, piece, on_pass)
+        except ValueError as error:
+            return piece, error
+        finally:
+            free.put(replica)
+
     def run(wanted: Sequence[Piece], on_pass: Callable[[int], None]) -> Iterator[tuple[Piece, Run | ValueError]]:
-        for piece in wanted:
-            try:
-                yield piece, solve(model, piece, on_pass)
-            except ValueError as error:
-                yield piece, error
+        if len(replicas) == 1:
+            yield from (make(piece, on_pass) for piece in wanted)
+            return
+        pool = concurrent.futures.ThreadPoolExecutor(len(replicas), thread_name_prefix="jaxshare-data")
+        try:
+            for made in concurrent.futures.as_completed([pool.submit(make, piece, None) for piece in wanted]):
+                yield made.result()
+        finally:  # also where the caller wants no more
+            pool.shutdown(cancel_futures=True)
 
     return run
 
