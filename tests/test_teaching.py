@@ -127,8 +127,9 @@ def by_name(trace: Trace, names: tuple[str, ...]) -> dict[str, np.ndarray]:
     return {**arrays, "starts": trace.starts[:, places], "visible": trace.visible[:, places], "stay_blocks": blocks}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("count", "seed"), [(1, 0), (4, 1), (6, 2)])
+@pytest.mark.parametrize(("layout", "count", "seed"), [
+    ("combined", 4, 1), *(pytest.param(layout, count, seed, marks=pytest.mark.slow) for layout in LAYOUTS
+                          for count, seed in ((1, 0), (4, 1), (6, 2)) if (layout, count) != ("combined", 4))])
 def test_a_lesson_is_the_trace_of_a_session_that_samples_its_tokens(scripts, script, model, format, layout, count, seed):
     lesson, problem = play(scripts, script, seed, count, layout)
     session = Workers(forced(model, lesson), problem.prompt(), names=worker_names(count), layout=layout, budget=256, format=format,
