@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxshare import sharding
 from jaxshare.cache import ARENA, KVCache, put, take
 from jaxshare.sharding import KV, TENSOR, Stripes, on_each
+from jaxshare.sizes import bucket
 
 _LEAST = 128
 _ARENA, _WINDOW, _NONE = sharding.spec(ARENA), sharding.spec((ARENA[0], None, None)), PartitionSpec()
@@ -33,10 +34,11 @@ def places(runs: Sequence[tuple[int, int]]) -> np.ndarray:
 
 def padded(tokens: int) -> int:
     """N for so many tokens."""
-    return max(_LEAST, 1 << max(tokens - 1, 0).bit_length())
+    return max(_LEAST, bucket(tokens))
 
 
-def read(arena: Array, index: np.ndarray, mesh: Mesh | None, repeats: int = 1) -> Array:
+@functools.partial(jax.jit, static_argnames=("mesh", "repeats"))
+def read(arena: Array, index: Array | np.ndarray, mesh: Mesh | None, repeats: int = 1) -> Array:
     """What an arena has at these places, 0 where there is none.
 
     Args:
@@ -48,12 +50,25 @@ def read(arena: Array, index: np.ndarray, mesh: Mesh | None, repeats: int = 1) -
     Returns:
       [K / repeats, N, D]; on a mesh cut along N, so that every device has a part of it.
     """
-    return _read(arena, jnp.asarray(index), mesh, repeats)
+    stripes = Stripes.over(mesh)
+
+    def local(arena: Array, index: Array) -> Array:
+        return take(stripes, ((arena,), ()), index)[0][0]
+
+    found = on_each(local, mesh, in_specs=(_ARENA, _NONE), out_specs=_WINDOW)(arena, index)[::repeats]
+    return found if mesh is None else jax.lax.with_sharding_constraint(found, _lies(found.shape, mesh))
 
 
-def write(arena: Array, new: Array | np.ndarray, index: np.ndarray, mesh: Mesh | None, repeats: int = 1) -> Array:
+@functools.partial(jax.jit, static_argnames=("mesh", "repeats"), donate_argnames="arena")
+def write(arena: Array, new: Array | np.ndarray, index: Array | np.ndarray, mesh: Mesh | None, repeats: int = 1) -> Array:
     """The arena, which is donated, with `new` at these places; arguments as in `read`."""
-    return _write(arena, new, jnp.asarray(index), mesh, repeats)
+    stripes = Stripes.over(mesh)
+
+    def local(arena: Array, new: Array, index: Array) -> Array:
+        return put(stripes, ((arena,), ()), index, ((new,), ()))[0][0]
+
+    new = jnp.repeat(new, repeats, axis=0)
+    return on_each(local, mesh, in_specs=(_ARENA, _WINDOW, _NONE), out_specs=_ARENA)(arena, new, index)
 
 
 def like(shape: Sequence[int], dtype: np.typing.DTypeLike, mesh: Mesh | None) -> np.ndarray | jax.ShapeDtypeStruct:
@@ -75,25 +90,3 @@ def filled(cache: KVCache, index: np.ndarray, keys: Sequence[Array | np.ndarray]
         return tuple(write(arena, layer, index, cache.mesh, repeats) for arena, layer in zip(arenas, new, strict=True))
 
     return dataclasses.replace(cache, keys=written(cache.keys, keys), values=written(cache.values, values))
-
-
-@functools.partial(jax.jit, static_argnames=("mesh", "repeats"))
-def _read(arena: Array, index: Array, mesh: Mesh | None, repeats: int) -> Array:
-    stripes = Stripes.over(mesh)
-
-    def local(arena: Array, index: Array) -> Array:
-        return take(stripes, ((arena,), ()), index)[0][0]
-
-    found = on_each(local, mesh, in_specs=(_ARENA, _NONE), out_specs=_WINDOW)(arena, index)[::repeats]
-    return found if mesh is None else jax.lax.with_sharding_constraint(found, _lies(found.shape, mesh))
-
-
-@functools.partial(jax.jit, static_argnames=("mesh", "repeats"), donate_argnames="arena")
-def _write(arena: Array, new: Array, index: Array, mesh: Mesh | None, repeats: int) -> Array:
-    stripes = Stripes.over(mesh)
-
-    def local(arena: Array, new: Array, index: Array) -> Array:
-        return put(stripes, ((arena,), ()), index, ((new,), ()))[0][0]
-
-    new = jnp.repeat(new, repeats, axis=0)
-    return on_each(local, mesh, in_specs=(_ARENA, _WINDOW, _NONE), out_specs=_ARENA)(arena, new, index)

@@ -20,6 +20,7 @@ from jaxshare.kept import Kept, keep
 from jaxshare.layout import Layout
 from jaxshare.recording import Record
 from jaxshare.sampling import Sampler, Samplers, largest, logprob, whole_rows
+from jaxshare.sizes import bucket
 from jaxshare.steps import Steps, after_sampling, spill
 
 _STOPS = 8
@@ -242,8 +243,7 @@ class DecodeState:
                              f"the state with a longer queue, or feed them before")
         layout = dataclasses.replace(self.layout, blocks=jnp.asarray(listed))
         layout.check(self.cache.num_blocks)
-        # A power of two, so that few programs serve any number; what is too many falls behind the last row.
-        spare = max((1 << max(0, len(rows) - 1).bit_length()), logits.shape[0]) - len(rows)
+        spare = max(bucket(len(rows)), logits.shape[0]) - len(rows)  # what is too many falls behind the last row
         row = np.asarray([*rows, *[len(listed)] * spare], np.int32)
         given = jnp.concatenate([logits, jnp.zeros((more, logits.shape[1]))]) if (more := len(row) - logits.shape[0]) else logits
         waiting = np.zeros((len(row), queue), np.int32)

@@ -36,6 +36,8 @@ from jaxshare.sharding import DATA, axis_size, data_groups
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+EMBEDDED = Path(__file__).parent / "embedded"
+"""The folder of the small model that comes with the package."""
 _FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt", "*.model"]
 _FILES_WITHOUT_WEIGHTS = [pattern for pattern in _FILES if "safetensors" not in pattern]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -132,7 +134,7 @@ def load(path: str | os.PathLike, dtype: Any = None, revision: str | None = None
     """Loads a checkpoint in Hugging Face form, or in the Orbax form that `jaxshare convert` writes.
 
     Args:
-      path: a folder, or a hub id such as "Qwen/Qwen3-0.6B".
+      path: a folder, a hub id such as "Qwen/Qwen3-0.6B", or "embedded" for the small model that comes with the package.
       dtype: of the parameters: bfloat16, float16 or float32, by name or as a dtype. None is the checkpoint's own: what config.json
         says, or else the dtype of its tensors.
       revision: a branch, tag or commit on the hub.
@@ -195,7 +197,7 @@ def _placed(config: ModelConfig, module: ShardedDecoder, path: tuple[str, ...], 
 
 
 def _folder(path: str | os.PathLike, revision: str | None, files: list[str]) -> Path:
-    folder = Path(path)
+    folder = EMBEDDED if path == "embedded" else Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{folder} has no config.json: a model folder holds config.json and model.safetensors, as in "

@@ -73,7 +73,7 @@ def run(options: argparse.Namespace, sampling: dict[str, Any]) -> int:
     mesh = devices.mesh_of(options)
 
     def load() -> LoadedModel:
-        return models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype, mesh=mesh)
+        return models.load(options.model, dtype=options.dtype, mesh=mesh)
 
     return run_job(options, sampling, load, branches)
 
@@ -193,10 +193,7 @@ def _finished(job: Path, settings: Mapping[str, Any], file: BinaryIO) -> dict[st
         raise ValueError(f"there is no {job}, so nothing says which job wrote {output}; {do}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{job} cannot be read or is damaged ({type(error).__name__}: {error}); {do}") from error
-    for name in {**then, **settings}:
-        if then.get(name) != settings.get(name):
-            raise ValueError(f"the job of {output} began with {name} {json.dumps(then.get(name))}, not {json.dumps(settings.get(name))}; "
-                             f"give it as it was, or {do}")
+    records.check_settings(f"the job of {output} began", then, settings, do)
     unchanged = digest == records.sha256(file.read())
     file.seek(0)
     return finished if unchanged else None

@@ -21,7 +21,8 @@ from jaxshare.serving.folding import Arrangement, Stream, arrange, fold, unique_
 from jaxshare.serving.inputs import cache_devices, check_context, default_sampler, encode, token_bytes
 from jaxshare.serving.prefixes import Prefix, at_work
 from jaxshare.serving.trees import Prompt, Prompts, read_prompts
-from jaxshare.serving.waves import Residents, Wave, groups, power_of_two, widest_wave
+from jaxshare.serving.waves import Residents, Wave, groups, widest_wave
+from jaxshare.sizes import bucket
 
 _PASSES_AT_ONCE = 16
 _MAX_ROWS = 256
@@ -197,7 +198,7 @@ class Branches:
         # Somewhat larger than needed, so that runs of nearly the same size and depth share programs.
         self._arena_tokens = _arena_tokens(wave.tokens, bound) if prefix is None else 0
         self._slots = wave.rows + wave.blocks
-        self._depth = power_of_two(len(prefix.path if prefix else ()) + self.arrangement.depth + 1)
+        self._depth = bucket(len(prefix.path if prefix else ()) + self.arrangement.depth + 1)
         self._groups = groups([min(block.rows, self.rows) for block in self.arrangement.blocks], self.rows)
         self._live: dict[int, tuple[Stream, int]] = {}
         self._state: DecodeState | None = None
@@ -306,7 +307,7 @@ class Branches:
 
 def _arena_tokens(needed: int, bound: int) -> int:
     """Room for so many tokens, and a little more, so that runs of nearly the same size share programs; within the bound."""
-    step = max(ALIGNMENT, power_of_two(needed) // 16)
+    step = max(ALIGNMENT, bucket(needed) // 16)
     rounded = arena_size(needed + -needed % step)
     return next((size for size in (rounded, arena_size(needed), whole_tiles(bound)) if needed <= size <= bound), bound)
 

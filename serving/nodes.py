@@ -36,7 +36,7 @@ class NodeModel:
         Raises:
           FileNotFoundError, ConfigError, ValueError: see `jaxshare.models.load`.
         """
-        return models.outline(self._found)
+        return models.outline(self.path)
 
     def load(self) -> LoadedModel:
         """The model; on the node where this is called.
@@ -48,8 +48,4 @@ class NodeModel:
         if os.path.isabs(self.path) and not os.path.isdir(self.path):
             raise FileNotFoundError(f"there is no folder {self.path}; give every node the model at the same path, or name it by a hub id")
         mesh = devices.mesh_of(argparse.Namespace(tensor=self.tensor, kv=self.kv))
-        return models.load(self._found, dtype=self.dtype, mesh=mesh)
-
-    @property
-    def _found(self) -> str | Path:
-        return models.EMBEDDED if self.path == "embedded" else self.path
+        return models.load(self.path, dtype=self.dtype, mesh=mesh)

@@ -4,9 +4,11 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from jaxshare.files import whole_file
 
 
 def line(value: Any) -> bytes:
@@ -69,13 +71,40 @@ def write(path: Path, lines: Iterable[bytes], do: str) -> None:
     Raises:
       ValueError: it cannot be written; `do` is what to advise.
     """
-    path = Path(os.path.realpath(path))
-    temporary = path.with_name(f"{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with whole_file(path, "wb") as file:
             file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
     except OSError as error:
         raise ValueError(f"{path} cannot be written ({error}); make room, and {do}") from error
+
+
+def read_settings(path: Path, format: str) -> dict[str, Any]:
+    """The settings that a file {"format": ..., "settings": {...}} keeps.
+
+    Raises:
+      ValueError: there is none, it is damaged, or it has another format.
+    """
+    try:
+        known = json.loads(path.read_bytes())
+        if known["format"] != format:
+            raise ValueError(f"its format is not {format!r}")
+        return {**known["settings"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def check_settings(began: str, then: Mapping[str, Any], now: Mapping[str, Any], do: str) -> None:
+    """Finds what has changed since work began.
+
+    Args:
+      began: what did: "the job of out.jsonl began".
+      then, now: settings.
+      do: what to advise beside giving them as they were.
+
+    Raises:
+      ValueError: a setting is another one.
+    """
+    for name in {**then, **now}:
+        if then.get(name) != now.get(name):
+            raise ValueError(f"{began} with {name} {json.dumps(then.get(name))}, not {json.dumps(now.get(name))}; give it as it was, or "
+                             f"{do}")

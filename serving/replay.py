@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxshare.kept import Kept
 from jaxshare.sampling import Sampler, uniforms
+from jaxshare.sizes import bucket
 
 UNDECIDED = -1
 Numbers = np.ndarray | jax.Array
@@ -44,9 +45,8 @@ def redraw(kept: Kept, sampler: Sampler, seed: int, position: int) -> np.ndarray
 
 def uniform_run(seed: int, position: int, count: int) -> np.ndarray:
     """float32[count]: the random numbers of a row with this seed at `count` positions from `position` on."""
-    padded = 1 << max(count - 1, 0).bit_length()  # few sizes, few programs
     arguments = jax.device_put((np.uint32(seed), np.int32(position)), _host())
-    return np.asarray(_uniform_run(*arguments, padded))[:count]
+    return np.asarray(_uniform_run(*arguments, bucket(count)))[:count]
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -43,7 +43,20 @@ class Saves:
                 max_to_keep=_KEPT, cleanup_tmp_directories=True))
         except OSError as error:
             raise SaveError(f"{folder} cannot be written ({error}); give another folder for the saves") from error
-        self.close = weakref.finalize(self, self._manager.close)
+        self._end = weakref.finalize(self, self._manager.close)
+
+    @classmethod
+    def of(cls, folder: str | os.PathLike, before: "Saves | None") -> "Saves":
+        """Those of a folder: the ones that were written to before, if they are, which else are closed.
+
+        Raises:
+          SaveError: a folder that cannot be written, or the last save of another one could not be.
+        """
+        if before and before.folder == Path(folder):
+            return before
+        if before:
+            before.close()
+        return cls(folder)
 
     def save(self, arrays: Mapping[str, Any], facts: Mapping[str, Any], *, wait: bool = False) -> int:
         """Begins a save and comes back as soon as the arrays may change; one that is under way is waited for.
@@ -81,6 +94,17 @@ class Saves:
         """
         with self._failing():
             self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits for the last save, and ends.
+
+        Raises:
+          SaveError: it could not be written.
+        """
+        try:
+            self.wait()
+        finally:
+            self._end()
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:

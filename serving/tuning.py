@@ -21,6 +21,7 @@ from jaxshare.cache_folder import write_json
 from jaxshare.pallas import tiles as tables
 from jaxshare.pallas.device import Device
 from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, Key, Tiles, use_tiles
+from jaxshare.sizes import bucket
 
 ROWS = (1, 8, 64, 512)
 """What is measured for one of them is used for half and for twice as many too, so that these are enough for up to 1024."""
@@ -250,7 +251,7 @@ def _built_in(backend: str, device: Device, shape: Shape, queries: int) -> Tiles
 
 def _buckets(shape: Shape, rows: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Buckets of queries, and the numbers of rows that fall in them."""
-    grouped = itertools.groupby(sorted(set(rows)), lambda count: tables.bucket(count * shape.group))
+    grouped = itertools.groupby(sorted(set(rows)), lambda count: bucket(count * shape.group))
     return [(queries, [*counts]) for queries, counts in grouped]
 
 

@@ -17,6 +17,7 @@ from jaxshare.serving.arena import Arena, footprints
 from jaxshare.serving.folding import Arrangement, Stream
 from jaxshare.serving.prefill import Feed
 from jaxshare.serving.prefixes import Prefix
+from jaxshare.sizes import bucket
 
 
 class Residents:
@@ -185,11 +186,6 @@ def groups(fan_ins: Sequence[int], rows: int) -> tuple[int, ...]:
     few = [fan_in for fan_in in fan_ins if 1 < fan_in <= rows // 2]
     if not few:
         return ()
-    largest = power_of_two(max(few))
+    largest = bucket(max(few))
     small = [fan_in for fan_in in few if fan_in <= largest // 4]
-    return tuple(sorted({largest, *([power_of_two(statistics.median_high(small))] if small else [])}))
-
-
-def power_of_two(number: int) -> int:
-    """The next one, the number itself included."""
-    return 1 << (number - 1).bit_length()
+    return tuple(sorted({largest, *([bucket(statistics.median_high(small))] if small else [])}))

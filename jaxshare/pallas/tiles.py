@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxshare.cache_folder import cache_folder
 from jaxshare.pallas.device import Device
+from jaxshare.sizes import bucket
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 MOST_QUERY_HEADS = 16
@@ -104,11 +105,6 @@ def triton_bytes(tiles: TritonTiles, head_dim: int) -> int:
     """Bytes of shared memory that the Triton kernel takes at most: keys and values of every stage, and the queries."""
     columns = bucket(head_dim)
     return (tiles.num_stages * 2 * tiles.tile + tiles.span) * columns * _ITEMSIZE + 2 * _KIB
-
-
-def bucket(number: int) -> int:
-    """The next power of two that is not smaller. Calls are told apart by the bucket of their queries."""
-    return 1 << max(number - 1, 0).bit_length()
 
 
 def candidates_mosaic(head_dim: int) -> list[MosaicTiles]:

@@ -138,7 +138,7 @@ def _model(module: types.ModuleType, options: argparse.Namespace) -> tuple[Model
         return module.scripted(), "scripted, a dictionary of answers that comes with the file; no language model runs"
     from jaxshare import models  # here, so that --help and wrong arguments answer at once
 
-    loaded = models.load(models.EMBEDDED if name == "embedded" else name, dtype=options.dtype)
+    loaded = models.load(name, dtype=options.dtype)
     return EngineModel(loaded), "embedded, the small model that comes with jaxshare" if name == "embedded" else name
 
 

@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -297,8 +296,7 @@ class Engine:
                 if self._closed:
                     raise ClosedError("the engine is shut down; make another")
                 asked = [[key.hex(), count] for key, count in self._asked.items()]
-            if self._saves is None or self._saves.folder != Path(folder):
-                self._saves = Saves(folder)
+            self._saves = Saves.of(folder, self._saves)
             arrays, facts = saved.known(self._loop.memory, self.model)
             logits = self.logits_cache.known() if self.logits_cache else ({}, None)
             return self._saves.save({**arrays, **logits[0]}, {
@@ -359,7 +357,6 @@ class Engine:
         with self._guests.turn():
             self._loop.free()
             if self._saves:
-                self._saves.wait()
                 self._saves.close()
                 self._saves = None
         if self.logits_cache:

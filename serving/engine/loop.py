@@ -25,7 +25,7 @@ from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.queue import Queue
 from jaxshare.serving.engine.replies import Replies
 from jaxshare.serving.engine.tree import Node
-from jaxshare.serving.waves import power_of_two
+from jaxshare.sizes import bucket
 
 log = logging.getLogger("jaxshare.engine")
 
@@ -283,14 +283,14 @@ class Loop:
         if state is None:
             state = DecodeState.create(
                 *self._view({}, len(self.rows)), [], vocab_size=self.model.config.vocab_size, stops=self.model.generation.stop_tokens,
-                queue=PENDING, room=max(1024, power_of_two(room)), bias_slots=max(8, power_of_two(edits)), max_width=1,
+                queue=PENDING, room=max(1024, bucket(room)), bias_slots=max(8, bucket(edits)), max_width=1,
                 kept=self.replies.kept)
-        if (more := power_of_two(room) - state.tokens.shape[1]) > 0:
+        if (more := bucket(room) - state.tokens.shape[1]) > 0:
             def widened(array: Array) -> Array:
                 return jnp.pad(array, ((0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)))
 
             state = dataclasses.replace(state, tokens=widened(state.tokens), kept=jax.tree.map(widened, state.kept))
-        if (slots := power_of_two(max(edits, 1))) > state.samplers.bias_tokens.shape[1]:
+        if (slots := bucket(max(edits, 1))) > state.samplers.bias_tokens.shape[1]:
             state = dataclasses.replace(state, samplers=self._stacked(slots))
         return state
 

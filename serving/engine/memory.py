@@ -19,7 +19,7 @@ from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.pool import Extent, Pool
 from jaxshare.serving.engine.tree import LEAST_PIECE, Match, Node, PrefixTree
 from jaxshare.serving.residency import Observation, Policy
-from jaxshare.serving.waves import power_of_two
+from jaxshare.sizes import bucket
 
 GROWTH = 256
 """Tokens of room that a row is given at a time."""
@@ -256,8 +256,8 @@ class Memory:
                     slots[key] = len(spans)
                     spans.append(span)
                 listed[row].append(slots[key])
-        self.width = max(self.width, power_of_two(max(map(len, listed))))
-        self._slots = max(self._slots, power_of_two(len(spans)))
+        self.width = max(self.width, bucket(max(map(len, listed))))
+        self._slots = max(self._slots, bucket(len(spans)))
         own = {row: (listed[row][-1], spans[listed[row][-1]].length) for row in nodes}
         return self.pool.view(spans, self._slots), listed, own
 

@@ -111,11 +111,11 @@ def _open(files: contextlib.ExitStack, folder: Path, settings: Mapping[str, Any]
     """The file of gradings, and those that are in it."""
     path, do = folder / GRADINGS, f"move {folder / GRADINGS} and {folder / SETTINGS} away to begin anew"
     if os.path.lexists(folder / SETTINGS):
-        then = _read_settings(folder / SETTINGS, do)
-        if changed := [name for name in {**then, **settings} if then.get(name) != settings.get(name)]:
-            name = changed[0]
-            raise ValueError(f"{folder} was graded with {name} {json.dumps(then.get(name))}, not {json.dumps(settings.get(name))}; give it "
-                             f"as it was, or {do}")
+        try:
+            then = records.read_settings(folder / SETTINGS, _FORMAT)
+        except ValueError as error:
+            raise ValueError(f"{folder / SETTINGS} cannot be read or is damaged ({error}); {do}") from error
+        records.check_settings(f"{folder} was graded", then, settings, do)
     elif os.path.lexists(path):
         raise ValueError(f"{folder} has {GRADINGS} but no {SETTINGS}, so nothing says who has graded; {do}")
     else:
@@ -131,16 +131,6 @@ def _open(files: contextlib.ExitStack, folder: Path, settings: Mapping[str, Any]
             raise ValueError(f"line {number} of {path} is damaged ({error}); take that line out, and {_AGAIN}") from error
         found[grading.workers, grading.problem, grading.number, grading.grading] = grading
     return file, found
-
-
-def _read_settings(path: Path, do: str) -> dict[str, Any]:
-    try:
-        known = json.loads(path.read_bytes())
-        if known["format"] != _FORMAT:
-            raise ValueError(f"its format is not {_FORMAT!r}")
-        return {**known["settings"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read or is damaged ({type(error).__name__}: {error}); {do}") from error
 
 
 def _grade(endpoint: Endpoint, wanted: Mapping[_Key, Run], file: BinaryIO, tokens: int, before: int) -> Sequence[Grading]:
