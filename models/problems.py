@@ -23,15 +23,14 @@ NAMES = ("Alice", "Bob")
 SEPARATOR = "\n\n"
 """Opens every paragraph, and so ends the one before: one token of the embedded tokenizer."""
 QUESTIONS = 5
-MOST_QUESTIONS = 9
-"""So that a question's number is one digit."""
+MOST_QUESTIONS = 10
 BOX = -1
 WAIT = 0
 
 _THINGS = ("pens", "cups", "books", "eggs")
 _BOX = re.compile(r"\\boxed\{([^{}]*)\}")
-_CLAIM = re.compile(r"Question (\d)")
-_RESULT = re.compile(r"Answer (\d): (\d+)\.")
+_CLAIM = re.compile(r"Question (\d+)")
+_RESULT = re.compile(r"Answer (\d+): (\d+)\.")
 
 
 @dataclasses.dataclass(frozen=True)

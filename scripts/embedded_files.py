@@ -52,13 +52,14 @@ def export(params: dict, config: ModelConfig, tokenizer: Tokenizer, folder: Path
         "tokenizer_class": "PreTrainedTokenizerFast"})
 
 
-def export_like(params: dict, source: Path, dtype: str, workers: dict, folder: Path) -> None:
+def export_like(params: dict, source: Path, dtype: str, workers: dict, context: int | None, folder: Path) -> None:
     """Writes weights that have been trained further, with the files of the model that they come from.
 
     Args:
       params: {"params": ...}.
       source: the folder of that model; dtype: of the weights, "float32" or "bfloat16".
       workers: what workers.json is to say.
+      context: the most positions that the model is to take; None leaves that model's.
       folder: where to; what stands there is replaced.
     """
     save_weights(params, folder, dtype)
@@ -66,8 +67,12 @@ def export_like(params: dict, source: Path, dtype: str, workers: dict, folder: P
         if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".md")):
             shutil.copyfile(path, folder / path.name)
     settings = json.loads((source / "config.json").read_text())
-    _write_json(folder / "config.json", {name: value for name, value in settings.items() if name != "torch_dtype"} | {"dtype": dtype})
+    settings = {name: value for name, value in settings.items() if name != "torch_dtype"} | {"dtype": dtype}
+    _write_json(folder / "config.json", settings | ({"max_position_embeddings": context} if context else {}))
     _write_json(folder / "workers.json", workers)
+    if context and (folder / "tokenizer_config.json").exists():
+        of_tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+        _write_json(folder / "tokenizer_config.json", of_tokenizer | {"model_max_length": context})
 
 
 def save_weights(params: dict, folder: Path, dtype: str = "float32") -> None:

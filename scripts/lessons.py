@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import multiprocessing
 import os
 import random
@@ -15,13 +16,13 @@ from pathlib import Path
 import jax
 import numpy as np
 from pair_attention import Pairs
-from teacher import Lesson, Script, play
+from teacher import Lesson, Script, chat, play
 
 from jaxshare.models.loading import outline
 from jaxshare.models.problems import MOST_QUESTIONS, QUESTIONS, make_problem
 from jaxshare.reencoding import TILE, TraceBatch
 from jaxshare.serving import Format
-from jaxshare.serving.layouts import LAYOUTS, worker_names
+from jaxshare.serving.layouts import worker_names
 from jaxshare.trace import STANDS, Trace
 
 MOST_WORKERS = 6
@@ -31,6 +32,8 @@ _LAYOUTS = {"combined": 2, "contiguous": 1, "interleaved": 1}
 _DEPENDENT, _OTHER_NAMES, _ASKED, _CUT, _SLIPS = 0.35, 0.4, 0.5, 0.3, 0.03
 """Shares of lessons with dependent questions, with names in another order or of others, with the question whether work is redundant, and
 of those that a budget cuts off; and of claims that are slips."""
+_CHATS, _TURNS = 0.1, 3
+"""Share of chats, and the most problems in one."""
 _NAMES = (*worker_names(8), "Ivan", "Judy", "Kim", "Leo", "Mia", "Nina", "Omar", "Pia", "Quinn", "Rosa", "Sam", "Tom", "Uma", "Vera",
           "Walt", "Zoe")
 _GROUP = 24
@@ -52,13 +55,14 @@ was sampled."""
 
 
 def draw(script: Script, rng: random.Random) -> Lesson:
-    """One lesson: 1 to 6 workers, 5 to 9 questions, any layout."""
+    """One lesson: 1 to 6 workers, 5 to 10 questions, any layout; or a chat of a lone one."""
+    if script.tokenizer.chat_template and rng.random() < _CHATS:
+        return chat(script, [make_problem(rng) for _ in range(rng.randint(1, _TURNS))])
     many = rng.choices([*_WORKERS], [*_WORKERS.values()])[0]
     names = rng.sample(_NAMES, many) if rng.random() < _OTHER_NAMES else worker_names(many)
     questions = rng.choice((QUESTIONS, rng.randint(QUESTIONS, MOST_QUESTIONS)))
     problem = make_problem(rng, questions, dependent=rng.random() < _DEPENDENT)
     layout = rng.choices([*_LAYOUTS], [*_LAYOUTS.values()])[0]
-    assert layout in LAYOUTS
     cut = rng.randint(4, 30 + 40 * -(-questions // many)) if rng.random() < _CUT else 1024
     return play(script, problem, names, layout, rng, ask_every=rng.choice((32, 64, 128, 256)) if rng.random() < _ASKED else 0,
                 seed=rng.randrange(2**32), slips=_SLIPS, budget=cut, guess=True)
@@ -130,12 +134,12 @@ def stream(folder: Path, format: Format, seed: int, shape: Shape, *, first: int 
       ahead: groups that are made before they are asked for.
     """
     if not processes:
-        yield ((number, group(_script(folder, format), seed, number, shape)) for number in _from(first))
+        yield ((number, group(_script(folder, format), seed, number, shape)) for number in itertools.count(first))
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin) as pool:
         def made() -> Iterator[tuple[int, list[Batch]]]:
             waiting: collections.deque[Future] = collections.deque()
-            for number in _from(first):
+            for number in itertools.count(first):
                 while len(waiting) < ahead:
                     waiting.append(pool.submit(_made, folder, format, seed, number + len(waiting), shape))
                 yield number, waiting.popleft().result()
@@ -144,12 +148,6 @@ def stream(folder: Path, format: Format, seed: int, shape: Shape, *, first: int 
             yield made()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _from(first: int) -> Iterator[int]:
-    while True:
-        yield first
-        first += 1
 
 
 def _begin() -> None:

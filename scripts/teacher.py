@@ -22,11 +22,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from jaxshare.models.generation import Generation
-from jaxshare.models.problems import Problem, wait_body
+from jaxshare.models.problems import Problem, few_shot_messages, wait_body
 from jaxshare.recording import Recorder
 from jaxshare.sampling import uniforms
 from jaxshare.serving import Format
@@ -44,6 +44,7 @@ _CLAIM = re.compile(r"Question (\d+)(?!\d|: ?[^\d\s])")
 """A question that is being worked on: what goes on with a name was left to somebody else."""
 _RESULT = re.compile(r"Answer (\d+): (\d+)\.")
 _SENTENCE = re.compile(r"[.] ?$")
+_uniforms = jax.jit(uniforms)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,6 +322,29 @@ def play(script: Script, problem: Problem, names: Sequence[str], layout: str, rn
     return session.lesson()
 
 
+def chat(script: Script, problems: Sequence[Problem]) -> Lesson:
+    """A chat in which Alice solves problem after problem alone, headers and all, so that a model keeps what it can do without a session.
+
+    Args:
+      script: texts as tokens, of a model with a chat template.
+      problems: a turn each.
+    """
+    tokens: list[int] = []
+    turns: list[tuple[int, int]] = []
+    for i, problem in enumerate(problems):
+        text = script.tokenizer.apply_chat_template(few_shot_messages(problems[:i], problem), tokenize=False, add_generation_prompt=True)
+        asked = script.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        written = [*script.codec.encode(problem.solution()), script.end]
+        if asked[:len(tokens)] != tokens:  # a template that shows earlier turns in another way
+            turns.clear()
+        tokens = [*asked, *written]
+        turns.append((len(asked), len(tokens)))
+    recorder = Recorder(1)
+    recorder.text(tokens, 0)
+    at = np.concatenate([np.arange(begin - 1, end - 1) for begin, end in turns]).astype(np.int32)
+    return Lesson(recorder.trace(names=["prompt"]), at, np.asarray(tokens, np.int32)[at + 1], np.ones(len(at), np.float32))
+
+
 class _Session:
     """What a session of workers does on the device, in plain lists."""
 
@@ -340,7 +364,7 @@ class _Session:
         self._fed = [0] * len(names)  # the number of the last token that each row has fed
         self._sampled: set[int] = set()  # rows, after the last pass
         self._ask_every = ask_every if script.format.question else 0
-        self._chances = iter(np.asarray(uniforms(jnp.full(64, seed, jnp.uint32), jnp.arange(64))).tolist() if self._ask_every else [])
+        self._seed, self._asks = np.uint32(seed), 0
         self._since, self._due = 0, [False] * len(names)
         self._learned: list[tuple[int, int, float]] = []  # after which token, what, and what it weighs
 
@@ -424,4 +448,6 @@ class _Session:
         self._since += sampled
         if self._ask_every and self._since >= self._ask_every:
             self._since -= self._ask_every
-            self._due[int(np.float32(next(self._chances)) * np.float32(len(self._names)))] = True
+            [chance] = np.asarray(_uniforms(np.array([self._seed]), np.array([self._asks])))
+            self._asks += 1
+            self._due[int(chance * np.float32(len(self._names)))] = True

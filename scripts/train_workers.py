@@ -35,7 +35,7 @@ from training import keep_memory, make_optimizer, schedule
 from jaxshare import Sampler
 from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.models.layers import Decoder
-from jaxshare.models.problems import QUESTIONS, SEPARATOR
+from jaxshare.models.problems import MOST_QUESTIONS, QUESTIONS, SEPARATOR
 from jaxshare.serving import Format
 from jaxshare.serving.evaluation import Point, Scorer, load_task, passes_to, pieces, points, solve
 from jaxshare.serving.evaluation.mathematics import Mathematician
@@ -76,7 +76,7 @@ def workers_texts() -> list[str]:
     """What workers read and write beside problems and solutions, for a tokenizer to learn."""
     names = worker_names(MOST_WORKERS)
     texts = [f"system\n{', '.join(names[:n - 1])} and {names[n - 1]} work together." for n in range(2, len(names) + 1)]
-    for name, number in itertools.product(names, range(1, 10)):
+    for name, number in itertools.product(names, range(1, MOST_QUESTIONS + 1)):
         texts += [f"{SEPARATOR}{name} {number}:{QUESTION} no. I wait for {name}.", f" Question {number}: {name} has it.",
                   f"{QUESTION} yes. \\boxed{{?, {number}, ?}}", f"twice the answer of {number}, plus {number}"]
     return 40 * texts
@@ -266,7 +266,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         _measure(run, model, format, args)
     run.save(saves, settings, wait=True)
     saves.close()
-    export_like(run.state["params"], folder, DTYPES[args.dtype], dataclasses.asdict(format), args.out)
+    export_like(run.state["params"], folder, DTYPES[args.dtype], dataclasses.asdict(format), args.context, args.out)
     plot(run.history, args.run_dir / "training.png")
     held_out = run.history["held_out"][-1][1] if run.history["held_out"] else {}
     return {"steps": run.step, "loss": run.history["loss"][-1] if run.history["loss"] else None, "parameters": size,
@@ -303,6 +303,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argpar
     parser.add_argument("--hidden", type=int, help="and of this width, a multiple of 72; default 144")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/workers"), help="checkpoints and the plot")
     parser.add_argument("--out", type=Path, default=Path("runs/workers-model"), help="where the model is exported to")
+    parser.add_argument("--context", type=int, help="positions that the exported model is to take; default those of the one before")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --run-dir, if there is one")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--minutes", type=float, help="stop after so long, before the last step; --resume goes on")
@@ -320,7 +321,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argpar
     parser.add_argument("--log-seconds", type=float, default=0.5, help="seconds between updates of the progress bar")
     parser.add_argument("--json", action="store_true", help="print what came of it as one JSON object")
     args = parser.parse_args(argv)
-    for name in ("steps", "accumulate", "tokens", "problems", "learning_rate", "minutes", "layers"):
+    for name in ("steps", "accumulate", "tokens", "problems", "learning_rate", "minutes", "layers", "context"):
         if (value := getattr(args, name)) is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive; got {value}")
     if args.processes < 0 or args.evaluate_every < 0:

@@ -12,7 +12,7 @@ from jaxshare.serving import batch, devices, inspection, tune_command
 from jaxshare.serving.agents import command as agents_command
 from jaxshare.serving.evaluation import command as evaluate_command
 from jaxshare.serving.evaluation import judge_command
-from jaxshare.serving.layouts import worker_names
+from jaxshare.serving.layouts import MOVES, worker_names
 from jaxshare.serving.results import check_finish_at
 from jaxshare.serving.saves import has_saves
 from jaxshare.trace import Trace
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     workers.add_argument("--answer-tokens", type=int, default=16, help="most tokens of an answer that is asked for early (default 16)")
     workers.add_argument("--ask-every", type=int, default=1024, help="tokens, all workers together, after which one of them is asked "
                          "whether its work is redundant; 0 asks nobody (default 1024)")
-    workers.add_argument("--move", choices=("rotate", "reencode"), default="rotate", help="how finished steps get to the history")
+    workers.add_argument("--move", choices=MOVES, default="rotate", help="how finished steps get to the history")
     _sampling_arguments(workers)
     devices.add_arguments(workers, groups="sessions (there is one)")
     devices.add_process_arguments(workers)
@@ -167,7 +167,7 @@ def _generate(options: argparse.Namespace) -> int:
 
     from jaxshare import models
 
-    model: Any = models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype, mesh=mesh)
+    model: Any = models.load(options.model, dtype=options.dtype, mesh=mesh)
     if options.chat and (model.tokenizer is None or not model.tokenizer.chat_template):
         raise ValueError(f"{options.model} has no chat template; leave out --chat and write the prompt as the model wants it")
     if text is not None and not options.chat:
@@ -211,7 +211,7 @@ def _workers(options: argparse.Namespace) -> int:
     from jaxshare.serving.display import Streams
     from jaxshare.serving.inputs import default_sampler
 
-    model = models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype, mesh=mesh)
+    model = models.load(options.model, dtype=options.dtype, mesh=mesh)
     settings = dict[str, Any](
         problem=problem, names=names, layout=options.layout, budget=options.budget, ask_every=options.ask_every, seed=options.seed,
         move=options.move, kind=options.answer, finisher_tokens=options.answer_tokens, record=bool(options.trace),
@@ -298,7 +298,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     from jaxshare import models
     from jaxshare.serving import calibration
 
-    model = models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype)
+    model = models.load(options.model, dtype=options.dtype)
     costs, points = calibration.calibrate(model)
     try:
         file = calibration.save(model, costs)

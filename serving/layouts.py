@@ -112,6 +112,10 @@ LAYOUTS: Mapping[str, MakeLayout] = {
     "contiguous": contiguous, "interleaved": interleaved, "combined": combined}
 
 
+MOVES = ("rotate", "reencode")
+"""How a finished step gets to the history: as it is, or encoded anew behind it."""
+
+
 def layout_maker(layout: str | WorkersLayout | MakeLayout) -> MakeLayout:
     """What makes layouts: one of `LAYOUTS` by its name, a function as it is, or always the layout that is given.
 

@@ -16,7 +16,6 @@ import functools
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Self
 
 import jax
@@ -30,7 +29,7 @@ from jaxshare.serving import saved_sessions
 from jaxshare.serving.capacities import capacities, rounded_budget
 from jaxshare.serving.endings import KINDS, finisher_tables, tables
 from jaxshare.serving.inputs import cache_dtype, default_sampler
-from jaxshare.serving.layouts import MakeLayout, WorkersLayout, layout_maker
+from jaxshare.serving.layouts import MOVES, MakeLayout, WorkersLayout, layout_maker
 from jaxshare.serving.party import Party, spare_blocks
 from jaxshare.serving.prefill import prefill
 from jaxshare.serving.prompts import Format
@@ -122,8 +121,8 @@ class Workers:
             raise ValueError(f"ask_every is {ask_every}; it must be at least 1 token, or 0 to ask nobody")
         if room < len(names):
             raise ValueError(f"max_workers is {max_workers}, but there are {len(names)} workers")
-        if move not in ("rotate", "reencode"):
-            raise ValueError(f"move is {move!r}; it must be 'rotate' or 'reencode'")
+        if move not in MOVES:
+            raise ValueError(f"move is {move!r}; it must be {' or '.join(map(repr, MOVES))}")
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
         if engine and model.params is not engine.model.params:
@@ -235,7 +234,6 @@ class Workers:
         if self._guest:
             self._guest.close()
         if self._saves:
-            self._saves.wait()
             self._saves.close()
             self._saves = None
 
@@ -508,8 +506,7 @@ class Workers:
           SaveError: it cannot be written, or the one before it could not.
         """
         self._check_save(cache)
-        if self._saves is None or self._saves.folder != Path(folder):
-            self._saves = Saves(folder)
+        self._saves = Saves.of(folder, self._saves)
         return saved_sessions.write(self._saves, self._facts(), self._state, self.trace if self._recorder else None, cache=cache,
                                     kv_repeats=self.model.kv_repeats, wait=wait)
 

@@ -192,7 +192,7 @@ def drawn(seed: int, questions: int = 5):
     return make_problem(random.Random(seed), questions, dependent=True)
 
 
-@given(SEEDS, st.integers(2, 9))
+@given(SEEDS, st.integers(2, 10))
 def test_dependent_questions_ask_for_what_their_answers_are(seed, questions):
     problem = drawn(seed, questions)
     asked = [DEPENDENT.fullmatch(line) for line in problem.prompt().splitlines()[1:]]

@@ -53,8 +53,12 @@ def test_sums_are_questions_whose_answers_are_right():
 def test_samples_are_the_first_ones_and_tasks_differ():
     few, many = load_task("sums", samples=3), load_task("sums", samples=5)
     assert many.problems[:3] == few.problems and few.digest != many.digest and len(load_task("sums").problems) == 128
-    dependent = load_task("sums-dependent", samples=3, questions=6)
+    dependent = load_task("sums-dependent", samples=3, questions=(6, 6))
     assert [p.text.count("the answer of") for p in dependent.problems] == [2, 2, 2] and len(dependent.problems[0].answers) == 6
+    drawn = load_task("sums", samples=60, questions=(5, 10))
+    assert {len(p.answers) for p in drawn.problems} == {*range(5, 11)} and all(p.text.count("\n") == len(p.answers) for p in drawn.problems)
+    assert {p.text for p in drawn.problems if len(p.answers) == 5} <= {p.text for p in load_task("sums", samples=60).problems}
+    assert drawn.answer_tokens == load_task("sums", questions=(10, 10)).answer_tokens
 
 
 def gsm8k(folder: Path, count: int) -> None:
@@ -120,8 +124,9 @@ def test_a_bad_line_is_named(tmp_path, line, words):
     ("aime", {"data": "nowhere"}, r"needs a folder with aime2024.jsonl .* but nowhere is not there"),
     ("aime", {"data": "."}, r"but \. has no aime2024.jsonl"), ("sum", {}, "--task is 'sum'; it must be one of sums, sums-dependent, gsm"),
     ("nowhere.jsonl", {}, "the task file nowhere.jsonl cannot be read"), ("sums", {"samples": 0}, "--samples is 0"),
-    ("sums", {"questions": 10}, "--questions is 10; sums asks 1 to 9 at once"),
-    ("sums-dependent", {"questions": 1}, "--questions is 1; sums-dependent asks 2 to 9"),
+    ("sums", {"questions": (11, 11)}, "--questions is 11; sums asks 1 to 10 at once"),
+    ("sums-dependent", {"questions": (1, 1)}, "--questions is 1; sums-dependent asks 2 to 10"),
+    ("sums", {"questions": (5, 11)}, "--questions is 5-11; sums asks 1 to 10"), ("sums", {"questions": (7, 5)}, "--questions is 7-5; sums"),
 ])
 def test_tasks_that_are_not_there(name, more, words, monkeypatch):
     monkeypatch.delenv("JAXSHARE_DATA", raising=False)
@@ -331,7 +336,8 @@ def test_the_table_is_printed_and_kept(evaluation):
 
 
 def test_what_reaches_the_method(evaluation):
-    evaluation("--seeds", "2", "--seed", "7", "--layout", "interleaved", "--ask-every", "0", "--answer-tokens", "9",
+    evaluation("--seeds", "2", "--seed", "7", "--layout", "interleaved", "--move", "reencode", "--ask-every", "0",
+               "--answer-tokens", "9",
                sampling={"temperature": 0.5})
     made = evaluation.stand.made
     assert len(made) == 12 and len({piece.seed for piece in made}) == 6  # all numbers of workers draw from the same
@@ -339,7 +345,7 @@ def test_what_reaches_the_method(evaluation):
     assert min(b - a for a, b in zip(apart[::2], apart[2::2], strict=False)) >= 64
     assert {(p.budgets, p.answer_tokens, p.method, p.kind, p.sampler) for p in made} == {
         ((32, 64, 128, 256), 9, "workers", "box", Sampler(temperature=0.5))}
-    assert made[0].more == {"layout": "interleaved", "ask_every": 0} and made[0].text.startswith("Twice")
+    assert made[0].more == {"layout": "interleaved", "move": "reencode", "ask_every": 0} and made[0].text.startswith("Twice")
     evaluation("--method", "sequential", workers=(), out="other")
     assert [(p.workers, p.method, p.more) for p in evaluation.stand.made] == [(1, "sequential", {})] * 3
 
@@ -436,6 +442,7 @@ def test_damage_in_the_middle_is_named(evaluation, damage, words):
 @pytest.mark.parametrize(("arguments", "more", "words"), [
     ((), {"budgets": ()}, "--budgets is empty"), ((), {"budgets": (64, 0)}, "--budgets has 0; the numbers begin at 1"),
     ((), {"workers": (2, -1)}, "--workers has -1"), (("--seeds", "0"), {}, "--seeds is 0; it must be at least 1"),
+    (("--questions", "five"), {}, "--questions is 'five'; give a number such as 5, or two such as 5-10"),
     (("--answer-tokens", "0"), {}, "--answer-tokens is 0"), (("--method", "sequential"), {}, "sequential does not ask how many there are"),
     (("--method", "vote", "--layout", "combined"), {}, "--layout is of the method workers, and the method is vote"),
     (("--method", "vote", "--ask-every", "3"), {}, "--ask-every is of the method workers"), (("--test-seconds", "0"), {}, "seconds is 0.0"),

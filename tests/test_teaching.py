@@ -60,7 +60,7 @@ def script(scripts, model, format):
 def play(scripts, script, seed: int, count: int, layout: str, **options):
     """A lesson and its problem, of five to nine questions, every second one with dependent questions."""
     rng = random.Random(seed)
-    problem = options.pop("problem", None) or make_problem(rng, rng.randint(5, 9), dependent=seed % 2 == 1)
+    problem = options.pop("problem", None) or make_problem(rng, rng.randint(5, 10), dependent=seed % 2 == 1)
     options = {"ask_every": 64, "seed": seed, "slips": 0.05} | options
     return scripts["teacher"].play(script, problem, worker_names(count), layout, rng, **options), problem
 
@@ -300,6 +300,19 @@ def test_an_unknown_layout_and_a_model_without_a_tokenizer_are_refused(scripts, 
         teacher.Script.of(None, 402, model.generation, format)
 
 
+def test_a_chat_is_the_conversation_that_the_template_renders(scripts, script, model):
+    """Against the template's own rendering of all turns: what Alice has written is learned, to the end of each turn, and no more."""
+    problems = [make_problem(random.Random(seed)) for seed in range(3)]
+    lesson = scripts["teacher"].chat(script, problems)
+    turns = [[{"role": "user", "content": p.prompt()}, {"role": "assistant", "content": p.solution()}] for p in problems]
+    messages = [{"role": "system", "content": "Alice works alone."}, *itertools.chain.from_iterable(turns)]
+    whole = model.tokenizer.apply_chat_template(messages, tokenize=False)
+    assert model.tokenizer.decode(lesson.trace.tokens) + "\n" == whole
+    assert (lesson.trace.tokens[lesson.at + 1] == lesson.targets).all() and (lesson.weights == 1).all()
+    end = model.tokenizer.eos_token
+    assert model.tokenizer.decode(lesson.targets) == end.join(p.solution() for p in problems) + end
+
+
 # Batches
 
 
@@ -349,7 +362,7 @@ def test_groups_depend_on_seed_and_number_alone(scripts, script):
 
 def arguments(folder: Path, *more: str) -> list[str]:
     return ["--layers", "1", "--hidden", "72", "--steps", "4", "--accumulate", "1", "--evaluate-every", "0", "--run-dir",
-            str(folder / "run"), "--out", str(folder / "out"), "--json", "--learning-rate", "0.02", *more]
+            str(folder / "run"), "--out", str(folder / "out"), "--json", "--learning-rate", "0.02", "--context", "4096", *more]
 
 
 def weights(folder: Path) -> dict[str, np.ndarray]:
@@ -412,4 +425,4 @@ def test_a_run_that_was_killed_gives_the_same_parameters(tmp_path):
     refused.communicate()
     assert refused.returncode == 2, "a run that is there is not begun anew"
     session = Workers(load(tmp_path / "whole" / "out"), "1. 2 + 3", budget=8)
-    assert session.format.question and session.run().passes == 8
+    assert session.format.question and session.run().passes == 8 and session.model.config.max_positions == 4096

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ from jaxshare.serving.evaluation.sandbox import Limits
 from jaxshare.serving.evaluation.scoring import Point, Scorer
 from jaxshare.serving.evaluation.tasks import Task
 from jaxshare.serving.inputs import default_sampler
-from jaxshare.serving.layouts import LAYOUTS
+from jaxshare.serving.layouts import LAYOUTS, MOVES
 from jaxshare.serving.nodes import NodeModel
 
 FORMAT = "jaxshare evaluation 1"
@@ -50,11 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", default="workers", choices=tuple(METHODS), help="how problems are solved (default workers)")
     parser.add_argument("--workers", metavar="N,N,...", help="how many (default 1,2,4; 1 for methods of one stream)")
     parser.add_argument("--layout", choices=tuple(LAYOUTS), help="of the workers' cache (default combined)")
+    parser.add_argument("--move", choices=MOVES, help="how finished steps get to the history (default rotate)")
     parser.add_argument("--ask-every", type=int, metavar="TOKENS", help="as in `jaxshare workers` (default 1024)")
     parser.add_argument("--budgets", required=True, metavar="P,P,...", help="forward passes after which to answer, all in one run")
     parser.add_argument("--samples", type=int, metavar="N", help="the first N problems (default: 128 that are generated or grouped, all of "
                         "a file)")
-    parser.add_argument("--questions", type=int, default=QUESTIONS, metavar="N", help=f"of each generated problem (default {QUESTIONS})")
+    parser.add_argument("--questions", default=str(QUESTIONS), metavar="N or N-M", help="of each generated problem; N to M are drawn for "
+                        f"each (default {QUESTIONS})")
     parser.add_argument("--seeds", type=int, default=1, metavar="S", help="runs of each problem, which are averaged (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="that those of all runs are made of (default 0)")
     parser.add_argument("--answer-tokens", type=int, metavar="N", help="most tokens of an answer that is asked for early, which do not "
@@ -83,7 +86,7 @@ def run(options: argparse.Namespace, sampling: dict[str, Any], workers: Sequence
     mesh = devices.mesh_of(options)
 
     def load() -> LoadedModel:
-        return models.load(models.EMBEDDED if options.model == "embedded" else options.model, dtype=options.dtype, mesh=mesh)
+        return models.load(options.model, dtype=options.dtype, mesh=mesh)
 
     return run_evaluation(options, sampling, workers, budgets, load, runs.execute)
 
@@ -107,7 +110,7 @@ def run_evaluation(options: argparse.Namespace, sampling: dict[str, Any], worker
         or a package that is not there, or no problem that can be run.
     """
     workers = _checked(options, workers, budgets)
-    task = tasks.load_task(options.task, samples=options.samples, questions=options.questions, data=options.data_dir)
+    task = tasks.load_task(options.task, samples=options.samples, questions=_range(options.questions), data=options.data_dir)
     if task.needs_mathematics:
         Mathematician.check()
     limits = Limits(seconds=options.test_seconds)
@@ -155,10 +158,17 @@ def _checked(options: argparse.Namespace, workers: Sequence[int], budgets: Seque
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     if options.method in runs.ALONE and [*workers] not in ([], [1]):
         raise ValueError(f"--workers is given, but {options.method} does not ask how many there are; leave it out")
-    for name in ("layout", "ask_every"):
+    for name in ("layout", "move", "ask_every"):
         if options.method != "workers" and getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is of the method workers, and the method is {options.method}; leave it out")
     return sorted(set(workers)) or ([1] if options.method in runs.ALONE else [1, 2, 4])
+
+
+def _range(text: str) -> tuple[int, int]:
+    """The least and the most of "5" or "5-10"."""
+    if not (found := re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())):
+        raise ValueError(f"--questions is {text!r}; give a number such as 5, or two such as 5-10")
+    return int(found[1]), int(found[2] or found[1])
 
 
 def _settings(options: argparse.Namespace, sampling: dict[str, Any], workers: Sequence[int], budgets: Sequence[int],
@@ -172,7 +182,8 @@ def _settings(options: argparse.Namespace, sampling: dict[str, Any], workers: Se
 def _of_workers(options: argparse.Namespace) -> dict[str, Any]:
     if options.method != "workers":
         return {}
-    return {"layout": options.layout or "combined", "ask_every": 1024 if options.ask_every is None else options.ask_every}
+    return {"layout": options.layout or "combined", "move": options.move or "rotate",
+            "ask_every": 1024 if options.ask_every is None else options.ask_every}
 
 
 def _pieces(options: argparse.Namespace, sampling: dict[str, Any], workers: Sequence[int], budgets: Sequence[int], task: Task,
@@ -201,11 +212,7 @@ def _open(files: contextlib.ExitStack, folder: Path, settings: Mapping[str, Any]
         return None, []
     if not resume:
         raise ValueError(f"{folder} has an evaluation already; --resume goes on with it, or {_OTHER}")
-    then = read_settings(folder)
-    for name in {**then, **settings}:
-        if then.get(name) != settings.get(name):
-            raise ValueError(f"the evaluation in {folder} began with {name} {json.dumps(then.get(name))}, not "
-                             f"{json.dumps(settings.get(name))}; give it as it was, or {_OTHER}")
+    records.check_settings(f"the evaluation in {folder} began", read_settings(folder), settings, _OTHER)
     if not os.path.lexists(folder / RUNS):  # it was broken off between the two
         return None, []
     file = files.enter_context(records.open_alone(folder / RUNS, "r+b", _OTHER))
@@ -219,13 +226,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
       ValueError: there is none, or its file is damaged.
     """
     try:
-        known = json.loads((folder / SETTINGS).read_bytes())
-        if known["format"] != FORMAT:
-            raise ValueError(f"its format is not {FORMAT!r}")
-        return {**known["settings"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder} has no evaluation that can be read ({type(error).__name__}: {error}); name a folder that `jaxshare "
-                         f"evaluate` has written") from error
+        return records.read_settings(folder / SETTINGS, FORMAT)
+    except ValueError as error:
+        raise ValueError(f"{folder} has no evaluation that can be read ({error}); name a folder that `jaxshare evaluate` has "
+                         f"written") from error
 
 
 def _read_beside(folder: Path, settings: Mapping[str, Any]) -> dict[str, list[Point]]:

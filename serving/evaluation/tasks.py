@@ -77,14 +77,15 @@ class Task:
         return any(problem.answers and not problem.exact for problem in self.problems)
 
 
-def load_task(name: str, *, samples: int | None = None, questions: int = sums.QUESTIONS, data: str | Path | None = None) -> Task:
+def load_task(name: str, *, samples: int | None = None, questions: tuple[int, int] = (sums.QUESTIONS, sums.QUESTIONS),
+              data: str | Path | None = None) -> Task:
     """The problems of a task.
 
     Args:
       name: one of `TASKS`, or a file of JSON lines, each {"problem": "...", "answer": "..."}, with a list of answers if it asks several
         things, or {"problem": "...", "tests": "..."}; an "id" if wanted.
       samples: the first so many; default 128 of those that are generated or grouped, and all of a file.
-      questions: of each generated problem.
+      questions: the least and the most of a generated problem.
       data: the folder of the data sets; default $JAXSHARE_DATA.
 
     Raises:
@@ -109,16 +110,19 @@ def load_task(name: str, *, samples: int | None = None, questions: int = sums.QU
 # Generated.
 
 
-def _generated(name: str, samples: int, questions: int) -> Task:
+def _generated(name: str, samples: int, questions: tuple[int, int]) -> Task:
     """Problems of `jaxshare.models.problems`; none depends on how many there are."""
     dependent = name == "sums-dependent"
-    if not 1 + dependent <= questions <= sums.MOST_QUESTIONS:
-        raise ValueError(f"--questions is {questions}; {name} asks {1 + dependent} to {sums.MOST_QUESTIONS} at once")
+    least, most = questions
+    if not 1 + dependent <= least <= most <= sums.MOST_QUESTIONS:
+        raise ValueError(f"--questions is {least if least == most else f'{least}-{most}'}; {name} asks {1 + dependent} to "
+                         f"{sums.MOST_QUESTIONS} at once")
     found = []
     for i in range(samples):
-        made = sums.make_problem(random.Random(f"evaluate/{name}/{i}"), questions, dependent=dependent)
+        many = random.Random(f"evaluate/questions/{i}").randint(least, most)
+        made = sums.make_problem(random.Random(f"evaluate/{name}/{i}"), many, dependent=dependent)
         found.append(Problem(str(i + 1), made.prompt(), tuple(map(str, made.answers)), exact=True))
-    return Task(name, tuple(found), 8 * questions)
+    return Task(name, tuple(found), 8 * most)
 
 
 # Data sets.
