@@ -29,7 +29,7 @@ HOGWILD_PYTHON := .venv-hogwild/bin/python
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench bench-workers bench-sharing bench-agents bench-engine bench-logits-cache bench-residency bench-devices bench-attention gpu-compile parity parity-transformers parity-hogwild clean
+.PHONY: help demo test test-all lint bench bench-workers bench-sharing bench-agents bench-engine bench-logits-cache bench-residency bench-collaboration bench-devices bench-attention gpu-compile parity parity-transformers parity-hogwild clean
 # A recipe that fails must not leave a stamp behind.
 .DELETE_ON_ERROR:
 
@@ -73,6 +73,9 @@ bench-logits-cache: $(DEV) ## what the Logits Cache is worth for sampling again 
 
 bench-residency: $(DEV) ## what agent-aware residency is worth, on a tree of tokens and on the engine
 	$(BIN)/python scripts/bench_residency.py $(BENCH_ARGS)
+
+bench-collaboration: $(DEV) ## passes that workers save on unseen problems, against baselines and ablations (BENCH_ARGS= for the full run)
+	$(BIN)/python scripts/bench_collaboration.py $(BENCH_ARGS)
 
 bench-devices: $(DEV) ## what a decode step sends between eight devices, counted, and how long it should take (BENCH_ARGS= for the full run)
 	$(BIN)/python scripts/bench_devices.py $(BENCH_ARGS)

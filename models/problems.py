@@ -1,15 +1,14 @@
-"""The problems of the embedded model: five arithmetic questions, their worked solutions, and how two workers share them.
+"""The problems of the embedded model: arithmetic questions, their worked solutions, and how two workers share them.
 
 The form is the sanity check of Hogwild! Inference (section 4.1): five independent questions in one prompt, answered in one
-`\\boxed{...}`. There may be fewer or more of them, and some may go on from the answer of another one ("twice the answer of 2, plus 7");
-the embedded model has learned five that do not. A solution is a run of paragraphs, each opened by a blank line and a header that names its
-writer and its step:
+`\\boxed{...}`. There may be fewer or more of them, and some may go on from the answer of another one ("twice the answer of 2, plus 7").
+A solution is a run of paragraphs, each opened by a blank line and a header that names its writer and its step:
 
     Alice 1: Question 1: 47+38. 7+8=15, 4+3+1=8. Answer 1: 85.
 
     Alice 2: Question 2: ...
 
-Workers divide the questions by one rule (`next_move`): Alice takes the lowest-numbered question that nobody is seen to have
+Two workers divide the questions by one rule (`next_move`): Alice takes the lowest-numbered question that nobody is seen to have
 claimed, Bob the highest, of those that can be worked out by what they see; with none left a worker waits in a very short paragraph until
 it sees more results, and boxes them when it sees all.
 """

@@ -32,8 +32,8 @@ _LAYOUTS = {"combined": 2, "contiguous": 1, "interleaved": 1}
 _DEPENDENT, _OTHER_NAMES, _ASKED, _CUT, _SLIPS = 0.35, 0.4, 0.5, 0.3, 0.03
 """Shares of lessons with dependent questions, with names in another order or of others, with the question whether work is redundant, and
 of those that a budget cuts off; and of claims that are slips."""
-_CHATS, _TURNS = 0.1, 3
-"""Share of chats, and the most problems in one."""
+_CHATS, _TURNS, _SYSTEM = 0.15, 3, 0.6
+"""Share of chats, the most problems in one, and the share of those in which a message of the system says who works."""
 _NAMES = (*worker_names(8), "Ivan", "Judy", "Kim", "Leo", "Mia", "Nina", "Omar", "Pia", "Quinn", "Rosa", "Sam", "Tom", "Uma", "Vera",
           "Walt", "Zoe")
 _GROUP = 24
@@ -57,7 +57,8 @@ was sampled."""
 def draw(script: Script, rng: random.Random) -> Lesson:
     """One lesson: 1 to 6 workers, 5 to 10 questions, any layout; or a chat of a lone one."""
     if script.tokenizer.chat_template and rng.random() < _CHATS:
-        return chat(script, [make_problem(rng) for _ in range(rng.randint(1, _TURNS))])
+        asked = [rng.choice((QUESTIONS, rng.randint(1, MOST_QUESTIONS))) for _ in range(rng.randint(1, _TURNS))]
+        return chat(script, [make_problem(rng, many) for many in asked], system=rng.random() < _SYSTEM)
     many = rng.choices([*_WORKERS], [*_WORKERS.values()])[0]
     names = rng.sample(_NAMES, many) if rng.random() < _OTHER_NAMES else worker_names(many)
     questions = rng.choice((QUESTIONS, rng.randint(QUESTIONS, MOST_QUESTIONS)))

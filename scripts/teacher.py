@@ -322,17 +322,19 @@ def play(script: Script, problem: Problem, names: Sequence[str], layout: str, rn
     return session.lesson()
 
 
-def chat(script: Script, problems: Sequence[Problem]) -> Lesson:
+def chat(script: Script, problems: Sequence[Problem], *, system: bool = True) -> Lesson:
     """A chat in which Alice solves problem after problem alone, headers and all, so that a model keeps what it can do without a session.
 
     Args:
       script: texts as tokens, of a model with a chat template.
       problems: a turn each.
+      system: whether a message of the system says first that she works alone.
     """
     tokens: list[int] = []
     turns: list[tuple[int, int]] = []
     for i, problem in enumerate(problems):
-        text = script.tokenizer.apply_chat_template(few_shot_messages(problems[:i], problem), tokenize=False, add_generation_prompt=True)
+        messages = few_shot_messages(problems[:i], problem)[not system:]
+        text = script.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         asked = script.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         written = [*script.codec.encode(problem.solution()), script.end]
         if asked[:len(tokens)] != tokens:  # a template that shows earlier turns in another way

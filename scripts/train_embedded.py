@@ -1,7 +1,9 @@
-"""Trains the embedded model on generated problems, ships it in Hugging Face form, and measures what was shipped.
+"""Trains a model on generated problems from scratch, exports it in Hugging Face form, and measures such a model.
 
-    python scripts/train_embedded.py                 # train, or resume a run that was interrupted, then export
-    python scripts/train_embedded.py --evaluate      # greedy accuracy of the exported model on 500 unseen problems
+    python scripts/train_embedded.py                 # train, or resume a run that was interrupted, then export to runs/first-model
+    python scripts/train_embedded.py --evaluate      # greedy accuracy of the embedded model on 500 unseen problems
+
+It is the first half of how the embedded model was made: scripts/train_workers.py has then taught it to be one of several workers.
 
 Data is drawn from the seed and the number of the step alone, so that a resumed run sees what an uninterrupted one would have.
 """
@@ -27,7 +29,7 @@ from tqdm import tqdm
 from training import keep_memory, make_optimizer
 
 from jaxshare import DecodeState, KVCache, Layout, decode
-from jaxshare.models import load
+from jaxshare.models import EMBEDDED, load
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder
 from jaxshare.models.problems import check, few_shot_messages, make_problem
@@ -174,7 +176,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3500)
     parser.add_argument("--learning-rate", type=float, default=0.02)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("models/embedded"), help="where the model is exported to and evaluated from")
+    parser.add_argument("--out", type=Path, help="where the model is exported to and evaluated from (default runs/first-model, "
+                        "and the embedded model with --evaluate)")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/embedded"), help="checkpoints; a run found there is resumed")
     parser.add_argument("--log-seconds", type=float, default=0.5, help="seconds between updates of the progress bar")
     parser.add_argument("--evaluate", action="store_true", help="only measure the model in --out")
@@ -184,6 +187,8 @@ def main() -> None:
     for name in ("steps", "problems", "learning_rate"):
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive; got {getattr(args, name)}")
+    if args.out is None:
+        args.out = EMBEDDED if args.evaluate else Path("runs/first-model")
     keep_memory()
     if not args.evaluate:
         train(args)

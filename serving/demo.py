@@ -1,4 +1,4 @@
-"""The demo: one model as one worker, as two workers and as sixteen branches over one shared cache, in front of your eyes."""
+"""The demo: one model as one, two and four workers and as sixteen branches over one shared cache, in front of your eyes."""
 
 import collections
 import dataclasses
@@ -20,9 +20,11 @@ from jaxshare import Sampler
 from jaxshare.models import LoadedModel, problems
 from jaxshare.serving.branches import Branches, Completions, generate
 from jaxshare.serving.display import Streams
+from jaxshare.serving.layouts import worker_names
 from jaxshare.serving.results import Result
 from jaxshare.serving.workers import Workers
 
+_WORKERS = {1: "One worker", 2: "Two workers", 4: "Four workers"}
 _BRANCHES = 16
 _EXAMPLES = 3
 _BUDGET = 320
@@ -44,7 +46,7 @@ class Line:
 
 
 def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
-    """Runs all three parts on one problem and prints as it goes.
+    """Runs all parts on one problem and prints as it goes.
 
     Args:
       model: the embedded one, or any with a tokenizer and a chat template.
@@ -67,19 +69,18 @@ def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     def together(names: Sequence[str], implementation: str | None = None, streams: Streams | None = None) -> Result:
-        session = Workers(model, problem.prompt(), names=names, budget=_BUDGET, max_workers=2, sampler=Sampler(),
+        session = Workers(model, problem.prompt(), names=names, budget=_BUDGET, max_workers=max(_WORKERS), sampler=Sampler(),
                           implementation=implementation)
         return session.run(on_event=streams.show if streams else None)
 
-    console.print("\n[bold]One worker[/] (compiling takes a few seconds)")
-    with Streams(problems.NAMES[:1], console) as streams:
-        alone = together(problems.NAMES[:1], streams=streams)
-    console.print("\n[bold]Two workers[/], each reads what the other writes as it is written")
-    with Streams(problems.NAMES, console) as streams:
-        both = together(problems.NAMES, streams=streams)
-    copies = together(problems.NAMES, implementation="reference")
-    console.print(f"Right answers: {_right(_words(alone), problem)} of 5 alone in {alone.passes} passes, "
-                  f"{_right(_words(both), problem)} of 5 together in {both.passes}.")
+    groups: dict[int, Result] = {}
+    for count, title in _WORKERS.items():
+        said = "compiling takes a few seconds" if count == 1 else "each reads what the others write as it is written"
+        console.print(f"\n[bold]{title}[/]: {said}")
+        with Streams(worker_names(count), console) as streams:
+            groups[count] = together(worker_names(count), streams=streams)
+        console.print(f"{_right(_words(groups[count]), problem)} of {len(problem.answers)} answers right in {groups[count].passes} passes.")
+    copies = {count: together(worker_names(count), implementation="reference") for count in _WORKERS if count > 1}
 
     rng = random.Random(seed + 1)
     examples = [problems.make_problem(rng) for _ in range(_EXAMPLES)]
@@ -97,25 +98,31 @@ def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
     unshared = generate(model, prompt, sampler=Sampler(), share=False, **branch)
 
     lines = [
-        Line("1 worker", alone.passes, None, alone.tokens / alone.seconds, None, alone.kv_bytes, None, None),
-        Line("2 workers", both.passes, copies.passes, both.tokens / both.seconds, copies.tokens / copies.seconds, both.kv_bytes,
-             len(both.names) * both.kv_bytes, both.texts == copies.texts),
+        *(_line(count, group, copies.get(count)) for count, group in groups.items()),
         Line(f"{_BRANCHES} branches", shared.passes, unshared.passes, shared.tokens_per_second, unshared.tokens_per_second,
              shared.kv_bytes, unshared.kv_bytes, _texts(shared) == _texts(unshared)),
     ]
     console.print()
     console.print(_table(lines))
-    console.print("Without sharing, each of two workers gathers a copy of all it sees and rotates its keys anew in every pass;\n"
+    console.print("Without sharing, each of several workers gathers a copy of all it sees and rotates its keys anew in every pass;\n"
                   "each branch reads the prompt itself and keeps a copy. Identical: both ways wrote the same text, token for token.",
                   style="dim", highlight=False)
     return {
         "problem": problem.prompt(), "answers": list(problem.answers),
-        "one_worker": _words(alone), "two_workers": list(both.texts.values()),
+        "workers": {str(count): group.texts for count, group in groups.items()},
         "branches": _texts(sampled), "vote": vote,
-        "right": {"one_worker": _right(_words(alone), problem), "two_workers": _right(_words(both), problem),
-                  "vote": _right(voted, problem)},
+        "right": {**{str(count): _right(_words(group), problem) for count, group in groups.items()}, "vote": _right(voted, problem)},
         "table": [dataclasses.asdict(line) for line in lines],
     }
+
+
+def _line(count: int, group: Result, copies: Result | None) -> Line:
+    """Of workers, and of as many with a copy each of all that they see."""
+    name = f"{count} worker{'s' * (count > 1)}"
+    if copies is None:
+        return Line(name, group.passes, None, group.tokens / group.seconds, None, group.kv_bytes, None, None)
+    return Line(name, group.passes, copies.passes, group.tokens / group.seconds, copies.tokens / copies.seconds, group.kv_bytes,
+                count * group.kv_bytes, group.texts == copies.texts)
 
 
 class _Answers:
@@ -197,7 +204,7 @@ def _size(count: int) -> str:
 
 def load_embedded() -> LoadedModel:
     """The model that comes with the package, in float32."""
-    return jaxshare.models.load(jaxshare.models.EMBEDDED, dtype=jnp.float32)
+    return jaxshare.models.load("embedded", dtype=jnp.float32)
 
 
 def console_for(json: bool) -> Console:

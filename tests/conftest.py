@@ -16,6 +16,10 @@ os.environ["JAXSHARE_CACHE"] = os.path.join(os.path.dirname(__file__), "fixtures
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
+# Tests compile much and run it once: on the CPU, programs that are made quickly are done sooner.
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
 # What one process of a run has compiled the others take: those of xdist, and those that tests begin.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxshare-tests-")

@@ -300,12 +300,13 @@ def test_an_unknown_layout_and_a_model_without_a_tokenizer_are_refused(scripts, 
         teacher.Script.of(None, 402, model.generation, format)
 
 
-def test_a_chat_is_the_conversation_that_the_template_renders(scripts, script, model):
+@pytest.mark.parametrize("system", [True, False])
+def test_a_chat_is_the_conversation_that_the_template_renders(scripts, script, model, system):
     """Against the template's own rendering of all turns: what Alice has written is learned, to the end of each turn, and no more."""
     problems = [make_problem(random.Random(seed)) for seed in range(3)]
-    lesson = scripts["teacher"].chat(script, problems)
+    lesson = scripts["teacher"].chat(script, problems, system=system)
     turns = [[{"role": "user", "content": p.prompt()}, {"role": "assistant", "content": p.solution()}] for p in problems]
-    messages = [{"role": "system", "content": "Alice works alone."}, *itertools.chain.from_iterable(turns)]
+    messages = [{"role": "system", "content": "Alice works alone."}] * system + [*itertools.chain.from_iterable(turns)]
     whole = model.tokenizer.apply_chat_template(messages, tokenize=False)
     assert model.tokenizer.decode(lesson.trace.tokens) + "\n" == whole
     assert (lesson.trace.tokens[lesson.at + 1] == lesson.targets).all() and (lesson.weights == 1).all()

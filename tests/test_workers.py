@@ -194,8 +194,8 @@ def test_events_are_the_text():
         texts[event.worker, event.step] = texts.get((event.worker, event.step), "") + event.text
         assert not event.ends or texts[event.worker, event.step].endswith("\n\n")
     assert texts == {(s.worker, s.number): s.text for s in session.steps}
-    step = next(s for s in session.steps if s.worker == "Bob" and s.number == 2)
-    assert step.text == "Bob 2:" + model().tokenizer.decode(step.tokens)
+    step = next(s for s in session.steps if s.number == 2 and s.ended is not None)
+    assert step.text == f"{step.worker} 2:" + model().tokenizer.decode(step.tokens)
     assert step.ended - step.began + 1 >= len(step.tokens) > 0
     assert session.waits <= -(-session.passes // 16)
 
@@ -315,7 +315,7 @@ def test_pausing_all_changes_nothing():
 
 
 def test_others_go_on_beside_a_paused_worker():
-    session = start()
+    session = start(sampler=dataclasses.replace(WARM, forbidden=model().generation.stop_tokens))
     for _ in session.stream(24):
         pass
     before = written(session)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, told apart by colour-blind readers too.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_FEW = 10
+"""Budgets that have a tick each, on a logarithmic axis; more are taken to lie at even distances."""
 
 
 def available() -> bool:
@@ -39,9 +41,11 @@ def accuracy_picture(lines: Mapping[str, Sequence[Point]], title: str) -> "Figur
                           linewidth=0)
         axes.plot(budgets, [100 * point.accuracy for point in line], color=color, marker=marker, markersize=5, label=name)
     budgets = sorted({point.budget for line in lines.values() for point in line})
-    axes.set(title=title, xscale="log", xlabel="forward passes", ylabel="accuracy, %", ylim=(-3, 103))
-    axes.set_xticks(budgets, labels=[str(budget) for budget in budgets])
-    axes.minorticks_off()
+    axes.set(title=title, xlabel="forward passes", ylabel="accuracy, %", ylim=(-3, 103))
+    if len(budgets) <= _FEW:
+        axes.set_xscale("log")
+        axes.set_xticks(budgets, labels=[str(budget) for budget in budgets])
+        axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, loc="lower right")
     return figure
