@@ -34,6 +34,7 @@ WHOLE = [BOOK + QUESTION, BOOK + CHAPTER, BOOK + CHAPTER + SECTION, OTHER]
 NUMBERS = [(0, 0), (1, 0), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1)]
 """(prompt, index) of its completions."""
 NEW = 8
+DIGITS = tuple(range(18, 28))
 
 
 @functools.cache
@@ -89,14 +90,14 @@ def texts(done: Completions) -> dict[tuple[int, int], list[int]]:
 
 
 def with_stops() -> LoadedModel:
-    """The model with two frequent tokens for stop tokens, so that rows end at different times."""
-    return dataclasses.replace(model(), generation=dataclasses.replace(model().generation, stop_tokens=(19, 23)))
+    """The model with the digits for stop tokens, so that rows end at different times."""
+    return dataclasses.replace(model(), generation=dataclasses.replace(model().generation, stop_tokens=DIGITS))
 
 
 @functools.cache
-def at_once(sampler: Sampler, stops: bool = False) -> Completions:
+def at_once(sampler: Sampler, stops: bool = False, seed: int = 5) -> Completions:
     """All rows of the forest at once."""
-    return generate(with_stops() if stops else model(), FOREST, max_new_tokens=NEW, sampler=sampler, seed=5, share=True)
+    return generate(with_stops() if stops else model(), FOREST, max_new_tokens=NEW, sampler=sampler, seed=seed, share=True)
 
 
 def test_greedy_equals_a_plain_loop_shared_or_not():
@@ -330,12 +331,12 @@ def test_everything_skipped_runs_nothing():
 
 
 def test_completions_come_as_they_end():
-    run = Branches(with_stops(), FOREST, max_new_tokens=NEW, sampler=HOT, seed=5, share=True, max_rows=3)
+    run, expected = Branches(with_stops(), FOREST, max_new_tokens=NEW, sampler=HOT, seed=6, share=True, max_rows=3), at_once(HOT, True, 6)
     stream = run.stream()
     first = next(stream)
-    assert isinstance(first, Completion) and texts(at_once(HOT, True))[first.prompt, first.index] == first.tokens
+    assert isinstance(first, Completion) and texts(expected)[first.prompt, first.index] == first.tokens
     passes, running = run.passes, {(c.prompt, c.index): c.tokens for c in run.running()}
-    assert len(running) == 2 and all(texts(at_once(HOT, True))[number][:len(found)] == found for number, found in running.items())
+    assert len(running) == 2 and all(texts(expected)[number][:len(found)] == found for number, found in running.items())
     rest = list(stream)
     assert run.passes > passes
     assert sorted((c.prompt, c.index) for c in [first, *rest]) == NUMBERS
@@ -364,8 +365,8 @@ def test_the_prompts_text_and_tokens_are_the_same():
     ({"max_new_tokens": -3}, "max_new_tokens is -3"),
     ({"max_rows": 0}, "max_rows is 0; it must be at least 1"),
     ({"max_kv_bytes": 0}, "max_kv_bytes is 0; it must be at least 1"),
-    ({"prompts": "1 " * 5000}, "the prompt has .* but the model's context holds 2048"),
-    ({"prompts": [PROMPT, [5] * 2047], "max_new_tokens": 2}, "prompt 1 has 2047 tokens and 2 more may follow, but .* holds 2048"),
+    ({"prompts": "1 " * 5000}, "the prompt has .* but the model's context holds 8192"),
+    ({"prompts": [PROMPT, [5] * 8191], "max_new_tokens": 2}, "prompt 1 has 8191 tokens and 2 more may follow, but .* holds 8192"),
 ])
 def test_bad_input(options, words):
     with pytest.raises(ValueError, match=words):

@@ -185,7 +185,7 @@ def test_shipped_files():
 # other numbers of questions, and questions that go on from each other's answers
 
 
-DEPENDENT = re.compile(r"(\d)\. (twice )?the answer of (\d), plus (\d+)")
+DEPENDENT = re.compile(r"(\d+)\. (twice )?the answer of (\d+), plus (\d+)")
 
 
 def drawn(seed: int, questions: int = 5):
@@ -251,7 +251,7 @@ def test_problems_of_other_sizes():
         "\\boxed{answer1}:", "\\boxed{answer1, answer2}:", "\\boxed{answer1, ..., answer3}:", "\\boxed{answer1, ..., answer5}:"]
     two = make_problem(random.Random(4), 2)
     assert check(f"\\boxed{{{two.answers[0]}, 1, 2}}", two) == [False, False] and check(two.solution(), two) == [True, True]
-    for questions, dependent in ((0, False), (10, False), (1, True)):
+    for questions, dependent in ((0, False), (11, False), (1, True)):
         with pytest.raises(ValueError, match=f"{questions}"):
             make_problem(random.Random(0), questions, dependent=dependent)
     with pytest.raises(ValueError, match="question 1 goes on from the answer of 1, which is no question that stands by itself"):

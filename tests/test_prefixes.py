@@ -187,10 +187,10 @@ def test_a_prefix_belongs_to_its_model_and_brings_its_own_room(store):
             generate(other, FIRST, prefix=book)
         with pytest.raises(ValueError, match="max_kv_bytes and prefix are both given"):
             generate(model(), FIRST, prefix=book, max_kv_bytes=10**6)
-        with pytest.raises(ValueError, match="prompt 1 has 2049 tokens and 8 more may follow, but the model's context holds 2048"):
-            generate(model(), [FIRST, [5] * 2037], max_new_tokens=8, prefix=book)
-        with pytest.raises(ValueError, match="the prefix has 2049 tokens and 1 more may follow"):
-            book.extend([5] * 2037)
+        with pytest.raises(ValueError, match="prompt 1 has 8193 tokens and 8 more may follow, but the model's context holds 8192"):
+            generate(model(), [FIRST, [5] * 8181], max_new_tokens=8, prefix=book)
+        with pytest.raises(ValueError, match="the prefix has 8193 tokens and 1 more may follow"):
+            book.extend([5] * 8181)
 
 
 def test_stores_that_make_no_sense():

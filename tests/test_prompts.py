@@ -214,7 +214,7 @@ def test_the_embedded_model_gets_the_texts_it_learned():
         assert form.prompt(embedded().tokenizer, problem.prompt(), names) == learned
         assert form.opening("Bob", 1, names=names) == problems.header("Bob", 1)
     assert form.separator == problems.SEPARATOR and not form.others_header and not form.own_header
-    assert not form.question and form.forbidden_tokens(embedded().tokenizer) == ()
+    assert form.question == " Am I redundant?" and form.forbidden_tokens(embedded().tokenizer) == ()
 
 
 def test_the_embedded_model_answers_when_it_is_cut_short():

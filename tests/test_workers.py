@@ -32,9 +32,14 @@ def start(names=NAMES[:2], **options) -> Workers:
                    **{"budget": BUDGET, "sampler": WARM, "max_workers": 3, "format": CHAT, **options})
 
 
+def endless() -> Sampler:
+    """With which nobody stops before the budget."""
+    return dataclasses.replace(WARM, forbidden=model().generation.stop_tokens)
+
+
 def written(session: Workers) -> dict[str, list[tuple[int, list[int]]]]:
     steps = sorted(session.steps, key=lambda step: step.number)
-    return {name: [(step.number, step.tokens) for step in steps if step.worker == name] for name in session.names}
+    return {name: [(step.number, [*step.tokens]) for step in steps if step.worker == name] for name in session.names}
 
 
 def run(session: Workers) -> dict[str, list[tuple[int, list[int]]]]:
@@ -315,7 +320,7 @@ def test_pausing_all_changes_nothing():
 
 
 def test_others_go_on_beside_a_paused_worker():
-    session = start(sampler=dataclasses.replace(WARM, forbidden=model().generation.stop_tokens))
+    session = start(sampler=endless())
     for _ in session.stream(24):
         pass
     before = written(session)
@@ -382,8 +387,8 @@ def test_what_a_person_says_is_read_like_a_part_of_the_prompt():
     session.say(" 47 + 38 = 85.")
     assert run(session) == run(start(format=said))
     assert (session.steps[0].worker, session.steps[0].text) == ("User", "User 1: 47 + 38 = 85.")
-    later = start()
-    assert halves(later, lambda s: s.say(" 47 + 38 = 85.", "Teacher")) != run(start())
+    later = start(sampler=endless())
+    assert halves(later, lambda s: s.say(" 47 + 38 = 85.", "Teacher")) != run(start(sampler=endless()))
     assert [s.text for s in later.steps if s.worker == "Teacher"] == ["Teacher 1: 47 + 38 = 85."]
     with pytest.raises(ValueError, match="there is nothing to say"):
         session.say("  ")
@@ -409,8 +414,8 @@ def test_what_a_person_says_is_read_like_a_part_of_the_prompt():
     ({"max_workers": 1}, "max_workers is 1, but there are 2 workers"),
     ({"layout": "star"}, "layout is 'star'; it must be one of contiguous, interleaved, combined"),
     ({"layout": WorkersLayout({"Alice": ("prompt", "Zoe", "Alice"), "Bob": ("prompt", "Bob")})}, "reads the block 'Zoe', which nobody"),
-    ({"text": "1 + " * 3000}, r"the prompt has \d+ tokens, \d+ of the problem and \d+ of the rules.* the problem is the longer part"),
-    ({"format": dataclasses.replace(CHAT, system="1 + " * 3000)}, "the rules are the longer part: choose a format with fewer words"),
+    ({"text": "1 + " * 9000}, r"the prompt has \d+ tokens, \d+ of the problem and \d+ of the rules.* the problem is the longer part"),
+    ({"format": dataclasses.replace(CHAT, system="1 + " * 9000)}, "the rules are the longer part: choose a format with fewer words"),
     ({"history_tokens": 20}, "history_tokens is 20, but the prompt alone has"),
     ({"format": dataclasses.replace(CHAT, separator="--")}, "separator is '--'; it must be whitespace"),
 ])
