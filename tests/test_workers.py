@@ -33,8 +33,9 @@ def start(names=NAMES[:2], **options) -> Workers:
 
 
 def endless() -> Sampler:
-    """With which nobody stops before the budget."""
-    return dataclasses.replace(WARM, forbidden=model().generation.stop_tokens)
+    """With which nobody stops or closes a box before the budget."""
+    closing = [token for text, token in model().tokenizer.get_vocab().items() if "}" in text]
+    return dataclasses.replace(WARM, forbidden=(*model().generation.stop_tokens, *closing))
 
 
 def written(session: Workers) -> dict[str, list[tuple[int, list[int]]]]:
@@ -387,9 +388,9 @@ def test_what_a_person_says_is_read_like_a_part_of_the_prompt():
     session.say(" 47 + 38 = 85.")
     assert run(session) == run(start(format=said))
     assert (session.steps[0].worker, session.steps[0].text) == ("User", "User 1: 47 + 38 = 85.")
-    later = start(sampler=endless())
-    assert halves(later, lambda s: s.say(" 47 + 38 = 85.", "Teacher")) != run(start(sampler=endless()))
-    assert [s.text for s in later.steps if s.worker == "Teacher"] == ["Teacher 1: 47 + 38 = 85."]
+    later, taken = start(sampler=endless()), " Question 1: Bob has it. Question 2: Bob has it. Answer 3: 12. Answer 4: 15."
+    assert halves(later, lambda s: s.say(taken, "Teacher")) != run(start(sampler=endless()))
+    assert [s.text for s in later.steps if s.worker == "Teacher"] == [f"Teacher 1:{taken}"]
     with pytest.raises(ValueError, match="there is nothing to say"):
         session.say("  ")
     with pytest.raises(ValueError, match="Bob is a worker of this session"):
