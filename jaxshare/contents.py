@@ -55,7 +55,7 @@ def read(arena: Array, index: Array | np.ndarray, mesh: Mesh | None, repeats: in
     def local(arena: Array, index: Array) -> Array:
         return take(stripes, ((arena,), ()), index)[0][0]
 
-    found = on_each(local, mesh, in_specs=(_ARENA, _NONE), out_specs=_WINDOW)(arena, index)[::repeats]
+    found = on_each(local, mesh, in_specs=(_ARENA, _NONE), out_specs=_WINDOW)(arena, jnp.asarray(index))[::repeats]
     return found if mesh is None else jax.lax.with_sharding_constraint(found, _lies(found.shape, mesh))
 
 
@@ -68,7 +68,7 @@ def write(arena: Array, new: Array | np.ndarray, index: Array | np.ndarray, mesh
         return put(stripes, ((arena,), ()), index, ((new,), ()))[0][0]
 
     new = jnp.repeat(new, repeats, axis=0)
-    return on_each(local, mesh, in_specs=(_ARENA, _WINDOW, _NONE), out_specs=_ARENA)(arena, new, index)
+    return on_each(local, mesh, in_specs=(_ARENA, _WINDOW, _NONE), out_specs=_ARENA)(arena, new, jnp.asarray(index))
 
 
 def like(shape: Sequence[int], dtype: np.typing.DTypeLike, mesh: Mesh | None) -> np.ndarray | jax.ShapeDtypeStruct:
