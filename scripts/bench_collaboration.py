@@ -1,6 +1,6 @@
 """How many forward passes workers with a shared cache save on problems that the model has not seen, and what each part of that is worth.
 
-    python scripts/bench_collaboration.py                           # the full measurement: 200 problems, about an hour on two cores
+    python scripts/bench_collaboration.py                           # the full measurement: 200 problems, about two hours on two cores
     python scripts/bench_collaboration.py --quick                   # a few problems, one and two workers
     python scripts/bench_collaboration.py --json --output FILE      # one JSON object
 
@@ -164,17 +164,17 @@ def as_text(report: Mapping[str, Any], found: Mapping[str, Found]) -> str:
 def draw(found: Mapping[str, Found], folder: Path) -> None:
     """Pictures like figure 3 of the paper."""
     def lines(name: str, count: int) -> list[Point]:
-        return [point for point in found[name].points if point.workers == count]
+        return [point for point in found[name].points if point.workers == count] if name in found else []
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, title in ((BASE, "five questions"), ("five to ten", "five to ten questions")):
         if name in found:
-            of = {f"{count} worker{'s' * (count > 1)}": lines(name, count) for count in CASES[name].workers if lines(name, count)}
+            of = {f"{count} worker{'s' * (count > 1)}": line for count in CASES[name].workers if (line := lines(name, count))}
             plot.accuracy_picture(of, f"{title}, shared cache").savefig(folder / f"collaboration-{name.replace(' ', '-')}.png", dpi=130)
-    of = {f"{case.what}": lines(name, 4) for name, case in {BASE: Case("4 workers", (4,)), **BASELINES}.items()
-          if name in found and lines(name, 4)}
-    if len(of) > 1:
-        plot.accuracy_picture(of, "five questions, four rows each").savefig(folder / "collaboration-baselines.png", dpi=130)
+    baselines = {case.what: line for name, case in BASELINES.items() if (line := lines(name, 4))}
+    if baselines and (workers := lines(BASE, 4)):
+        plot.accuracy_picture({"4 workers": workers, **baselines}, "five questions, four rows each").savefig(
+            folder / "collaboration-baselines.png", dpi=130)
 
 
 def parse(arguments: Sequence[str] | None) -> Any:

@@ -337,8 +337,7 @@ def test_the_table_is_printed_and_kept(evaluation):
 
 def test_what_reaches_the_method(evaluation):
     evaluation("--seeds", "2", "--seed", "7", "--layout", "interleaved", "--move", "reencode", "--ask-every", "0",
-               "--answer-tokens", "9",
-               sampling={"temperature": 0.5})
+               "--answer-tokens", "9", sampling={"temperature": 0.5})
     made = evaluation.stand.made
     assert len(made) == 12 and len({piece.seed for piece in made}) == 6  # all numbers of workers draw from the same
     apart = sorted(piece.seed for piece in made)

@@ -58,7 +58,7 @@ def script(scripts, model, format):
 
 
 def play(scripts, script, seed: int, count: int, layout: str, **options):
-    """A lesson and its problem, of five to nine questions, every second one with dependent questions."""
+    """A lesson and its problem, of five to ten questions, every second one with dependent questions."""
     rng = random.Random(seed)
     problem = options.pop("problem", None) or make_problem(rng, rng.randint(5, 10), dependent=seed % 2 == 1)
     options = {"ask_every": 64, "seed": seed, "slips": 0.05} | options

@@ -290,7 +290,7 @@ class Loop:
                 return jnp.pad(array, ((0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)))
 
             state = dataclasses.replace(state, tokens=widened(state.tokens), kept=jax.tree.map(widened, state.kept))
-        if (slots := bucket(max(edits, 1))) > state.samplers.bias_tokens.shape[1]:
+        if (slots := bucket(edits)) > state.samplers.bias_tokens.shape[1]:
             state = dataclasses.replace(state, samplers=self._stacked(slots))
         return state
 
