@@ -16,7 +16,8 @@ from pathlib import Path
 import jax
 import numpy as np
 from pair_attention import Pairs
-from teacher import Lesson, Script, chat, play
+from playing import Lesson, chat, play
+from teacher import Script
 
 from jaxshare.models.loading import outline
 from jaxshare.models.problems import MOST_QUESTIONS, QUESTIONS, make_problem

@@ -1,8 +1,6 @@
-"""A teacher that plays workers against the clock: what each would write, pass by pass, from what it could see in that pass alone.
+"""The rule of a teacher that plays workers: what each would write next, from what it could see in that pass alone.
 
-Hogwild! Inference, appendices B ("Fine-tuning and re-encoding considerations") and E.2. `play` does what a session of
-`jaxshare.serving.Workers` does on the device: it feeds openings in wide passes, ends steps, moves them, puts the question whether work is
-redundant. The tokens are not sampled, though: a rule writes them.
+Hogwild! Inference, appendices B ("Fine-tuning and re-encoding considerations") and E.2. playing.py lets the workers of a session go by it.
 
 - A worker takes a free question of its own part of the list, and then goes on from there, each second worker downwards. Two of them are
   Alice, who takes the lowest, and Bob, who takes the highest, as in `jaxshare.models.problems`.
@@ -11,8 +9,6 @@ redundant. The tokens are not sampled, though: a rule writes them.
 - A question that goes on from the answer of another one is taken when that answer can be seen, whoever wrote it.
 - With nothing to take a worker waits; whoever sees all results boxes them.
 - Asked whether its work is redundant, a worker says yes if the step before has added nothing: it waited, or another had that question.
-
-What comes of it is a `Lesson`: a trace, and the tokens to learn in it.
 """
 
 import dataclasses
@@ -22,21 +18,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
 from jaxshare.models.generation import Generation
-from jaxshare.models.problems import Problem, few_shot_messages, wait_body
-from jaxshare.recording import Recorder
-from jaxshare.sampling import uniforms
+from jaxshare.models.problems import Problem, wait_body
 from jaxshare.serving import Format
-from jaxshare.serving.layouts import LAYOUTS, WorkersLayout
+from jaxshare.serving.layouts import WorkersLayout
 from jaxshare.serving.transcript import Codec, codec_of
-from jaxshare.serving.workers import FINISHER
-from jaxshare.trace import Trace
 
-WIDTH = 16
-"""Tokens of a row that a session feeds in one pass."""
 YES, NO = " yes.", " no."
 UNKNOWN = "?"
 """What stands in a box for an answer that nobody has given yet."""
@@ -44,24 +31,6 @@ _CLAIM = re.compile(r"Question (\d+)(?!\d|: ?[^\d\s])")
 """A question that is being worked on: what goes on with a name was left to somebody else."""
 _RESULT = re.compile(r"Answer (\d+): (\d+)\.")
 _SENTENCE = re.compile(r"[.] ?$")
-_uniforms = jax.jit(uniforms)
-
-
-@dataclasses.dataclass(frozen=True)
-class Lesson:
-    """A trace and what is to be learned in it. A tokens are sampled.
-
-    Attributes:
-      trace: as a session would have recorded it.
-      at: int32[A], numbers of the tokens of the trace after which each was sampled.
-      targets: int32[A], what was.
-      weights: float32[A], 0 for slips, which are there to be noticed and not to be repeated.
-    """
-
-    trace: Trace
-    at: np.ndarray
-    targets: np.ndarray
-    weights: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,171 +254,3 @@ def box(problem: Problem, known: Mapping[int, int]) -> str:
     """The answers in a box, `UNKNOWN` for those that are not known."""
     entries = (str(known.get(number, UNKNOWN)) for number in range(1, len(problem.questions) + 1))
     return f" \\boxed{{{', '.join(entries)}}}"
-
-
-def play(script: Script, problem: Problem, names: Sequence[str], layout: str, rng: random.Random, *, ask_every: int = 0, seed: int = 0,
-         slips: float = 0.0, budget: int = 1024, guess: bool = False) -> Lesson:
-    """A session from the prompt to the box, or to the budget.
-
-    Args:
-      script: texts as tokens.
-      problem: what is to be solved.
-      names: of the workers.
-      layout: one of `LAYOUTS`.
-      rng: decides on slips.
-      ask_every, seed: as in `Workers`: when a worker is asked whether its work is redundant, and which.
-      slips: how often a worker takes another question than the rule says.
-      budget: forward passes.
-      guess: where the budget ends the session, it is followed by the finisher's guess, which boxes what can be seen then.
-
-    Returns:
-      The lesson. The names of the trace's blocks are those of the session.
-
-    Raises:
-      ValueError: an unknown layout.
-    """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
-    session = _Session(script, problem, names, LAYOUTS[layout](names, script.format), rng, ask_every, seed, slips)
-    over = False
-    for _ in range(budget):
-        session.feed()
-        over = session.sample()
-        if over:
-            break
-    if guess and not over:
-        session.guess()
-    return session.lesson()
-
-
-def chat(script: Script, problems: Sequence[Problem], *, system: bool = True) -> Lesson:
-    """A chat in which Alice solves problem after problem alone, headers and all, so that a model keeps what it can do without a session.
-
-    Args:
-      script: texts as tokens, of a model with a chat template.
-      problems: a turn each.
-      system: whether a message of the system says first that she works alone.
-    """
-    tokens: list[int] = []
-    turns: list[tuple[int, int]] = []
-    for i, problem in enumerate(problems):
-        messages = few_shot_messages(problems[:i], problem)[not system:]
-        text = script.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        asked = script.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        written = [*script.codec.encode(problem.solution()), script.end]
-        if asked[:len(tokens)] != tokens:  # a template that shows earlier turns in another way
-            turns.clear()
-        tokens = [*asked, *written]
-        turns.append((len(asked), len(tokens)))
-    recorder = Recorder(1)
-    recorder.text(tokens, 0)
-    at = np.concatenate([np.arange(begin - 1, end - 1) for begin, end in turns]).astype(np.int32)
-    return Lesson(recorder.trace(names=["prompt"]), at, np.asarray(tokens, np.int32)[at + 1], np.ones(len(at), np.float32))
-
-
-class _Session:
-    """What a session of workers does on the device, in plain lists."""
-
-    def __init__(self, script: Script, problem: Problem, names: Sequence[str], layout: WorkersLayout, rng: random.Random, ask_every: int,
-                 seed: int, slips: float):
-        self._script, self._problem, self._names, self._layout = script, problem, names, layout
-        self._blocks = [*dict.fromkeys([*layout.blocks, *layout.texts, FINISHER])]
-        self._rows = [[*map(self._blocks.index, layout.sees[name])] for name in names]
-        self._recorder = Recorder(len(self._blocks))
-        for block, tokens in {layout.prompt: script.prompt(problem, names, layout),
-                              **{block: script.codec.encode(text) for block, text in layout.texts.items()}}.items():
-            self._recorder.text(tokens, self._blocks.index(block))
-        self._pupils = [Pupil(name, names, script, problem, rng, slips) for name in names]
-        self._finished: list[Paragraph] = []
-        self._numbers = [1] * len(names)
-        self._queues = [[script.separator, *self._opening(row)] for row in range(len(names))]
-        self._fed = [0] * len(names)  # the number of the last token that each row has fed
-        self._sampled: set[int] = set()  # rows, after the last pass
-        self._ask_every = ask_every if script.format.question else 0
-        self._seed, self._asks = np.uint32(seed), 0
-        self._since, self._due = 0, [False] * len(names)
-        self._learned: list[tuple[int, int, float]] = []  # after which token, what, and what it weighs
-
-    def feed(self) -> None:
-        """A pass."""
-        width = WIDTH if any(len(queue) > 1 for queue in self._queues) else 1
-        new = [queue[:width] for queue in self._queues]
-        self._queues = [queue[width:] for queue in self._queues]
-        for row, numbers in enumerate(self._recorder.feed(new, self._rows)):
-            if len(numbers):
-                self._fed[row] = int(numbers[-1])
-                own = self._pupils[row].own
-                own.text += self._script.codec.decode(new[row])
-                if not own.opening and not self._queues[row]:
-                    own.opening = len(own.text)
-
-    def sample(self) -> bool:
-        """Every worker that has fed all writes a token, by what it sees in this pass. Returns whether the session is over."""
-        new: dict[int, int] = {}
-        for row, pupil in enumerate(self._pupils):
-            if not self._queues[row]:
-                new[row], weight = pupil.write(self._sight(row))
-                self._learned.append((self._fed[row], new[row], weight))
-        if self._script.end in new.values():
-            return True
-        due = [*self._due]
-        self._ask(len(new))
-        self._sampled = {*new}
-        for row, token in new.items():
-            self._queues[row] = [token]
-            if token == self._script.separator:
-                self._turn(row, due[row])
-        return False
-
-    def guess(self) -> None:
-        """The finisher sees what the last worker does, with what was sampled last, and boxes what it knows."""
-        last = [queue[:row in self._sampled] for row, queue in enumerate(self._queues)]
-        self._recorder.feed(last, self._rows)
-        for pupil, tokens in zip(self._pupils, last, strict=True):
-            pupil.own.text += self._script.codec.decode(tokens)
-        asked = self._script.codec.encode(self._script.format.finisher)
-        sight = self._sight(len(self._names) - 1)
-        own = self._pupils[-1].own
-        text = box(self._problem, {**sight.results, **own.results}).partition("{")[2]
-        answer = self._script.behind(self._script.format.finisher, text)
-        blocks = [*self._rows[-1], self._blocks.index(FINISHER)]
-        [numbers] = self._recorder.feed([[*asked, *answer]], [blocks], rows=[len(self._names)])
-        self._learned += [(int(at), token, 1.0) for at, token in zip(numbers[len(asked) - 1:], answer, strict=False)]
-
-    def lesson(self) -> Lesson:
-        at, targets, weights = zip(*self._learned, strict=True) if self._learned else ((), (), ())
-        return Lesson(self._recorder.trace(names=self._blocks), np.asarray(at, np.int32), np.asarray(targets, np.int32),
-                      np.asarray(weights, np.float32))
-
-    def _sight(self, row: int) -> Sight:
-        """What a worker's blocks hold now, as paragraphs."""
-        seen = {self._blocks[block] for block in self._rows[row]}
-        others = [p.own for r, p in enumerate(self._pupils) if r != row and self._layout.written(p.name) in seen]
-        return Sight(self._finished, others)
-
-    def _turn(self, row: int, asked: bool) -> None:
-        """A step has ended."""
-        pupil = self._pupils[row]
-        name = pupil.name
-        if name in self._layout.moves:
-            self._recorder.move(self._rows[row][-1], self._blocks.index(self._layout.moves[name]))
-        self._finished.append(pupil.own)
-        self._numbers[row] += 1
-        self._queues[row] += self._opening(row, asked)
-        self._due[row] &= not asked
-        pupil.begin(asked)
-
-    def _opening(self, row: int, asked: bool = False) -> list[int]:
-        name, number, format = self._names[row], self._numbers[row], self._script.format
-        stays = number > 1 and name not in self._layout.moves
-        text = (format.question if asked else "") if stays else format.opening(name, number, names=self._names, ask=asked)
-        return self._script.codec.encode(text.rstrip(" "))
-
-    def _ask(self, sampled: int) -> None:
-        """After so many tokens of all workers one of them is to be asked in its next step."""
-        self._since += sampled
-        if self._ask_every and self._since >= self._ask_every:
-            self._since -= self._ask_every
-            [chance] = np.asarray(_uniforms(np.array([self._seed]), np.array([self._asks])))
-            self._asks += 1
-            self._due[int(chance * np.float32(len(self._names)))] = True

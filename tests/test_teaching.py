@@ -39,7 +39,7 @@ def scripts():
     """The scripts' modules by their names."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
-        yield {name: importlib.import_module(name) for name in ("teacher", "lessons", "pair_attention", "train_workers")}
+        yield {name: importlib.import_module(name) for name in ("teacher", "playing", "lessons", "pair_attention", "train_workers")}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def play(scripts, script, seed: int, count: int, layout: str, **options):
     rng = random.Random(seed)
     problem = options.pop("problem", None) or make_problem(rng, rng.randint(5, 10), dependent=seed % 2 == 1)
     options = {"ask_every": 64, "seed": seed, "slips": 0.05} | options
-    return scripts["teacher"].play(script, problem, worker_names(count), layout, rng, **options), problem
+    return scripts["playing"].play(script, problem, worker_names(count), layout, rng, **options), problem
 
 
 def sampled(lesson) -> dict[int, list[tuple[int, int]]]:
@@ -304,7 +304,7 @@ def test_an_unknown_layout_and_a_model_without_a_tokenizer_are_refused(scripts, 
 def test_a_chat_is_the_conversation_that_the_template_renders(scripts, script, model, system):
     """Against the template's own rendering of all turns: what Alice has written is learned, to the end of each turn, and no more."""
     problems = [make_problem(random.Random(seed)) for seed in range(3)]
-    lesson = scripts["teacher"].chat(script, problems, system=system)
+    lesson = scripts["playing"].chat(script, problems, system=system)
     turns = [[{"role": "user", "content": p.prompt()}, {"role": "assistant", "content": p.solution()}] for p in problems]
     messages = [{"role": "system", "content": "Alice works alone."}] * system + [*itertools.chain.from_iterable(turns)]
     whole = model.tokenizer.apply_chat_template(messages, tokenize=False)
