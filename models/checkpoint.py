@@ -21,8 +21,8 @@ from safetensors.numpy import save_file
 
 from jaxshare import sharding
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.fields import first_line
 from jaxshare.models.hf import INDEX, SINGLE, CheckpointError, Wanted, match_tensors, nested, read_tensors, stored_tensors, wanted_tensors
+from jaxshare.models.reads import ended_reads, why
 from jaxshare.models.sharded import ShardedDecoder, fit, fit_params, repeats
 from jaxshare.pallas.device import default_device
 
@@ -90,7 +90,11 @@ def _stored(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarray
 
 
 def _restored(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, value) of each tensor of a folder in Orbax form, one at a time."""
+    """(name, value) of each tensor of a folder in Orbax form, one at a time.
+
+    Raises:
+      CheckpointError: data that cannot be read.
+    """
     import orbax.checkpoint as ocp  # here, because it takes seconds
 
     wanted = wanted_tensors(config)
@@ -101,8 +105,12 @@ def _restored(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarr
             # Of a tree that has one leaf Orbax reads that alone.
             leaf = nested({path: jax.ShapeDtypeStruct(shape, stored[path], sharding=cpu)})
             arguments = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=cpu, global_shape=x.shape, dtype=x.dtype), leaf)
-            found = checkpointer.restore((folder / PARAMS).resolve(), args=ocp.args.PyTreeRestore(
-                item=leaf, restore_args=arguments, partial_restore=True))
+            try:
+                with ended_reads():
+                    found = checkpointer.restore((folder / PARAMS).resolve(), args=ocp.args.PyTreeRestore(
+                        item=leaf, restore_args=arguments, partial_restore=True))
+            except Exception as error:
+                raise CheckpointError(f"{folder / PARAMS} cannot be read ({why(error)}); convert the model again") from error
             yield name, np.asarray(jax.tree.leaves(found)[0])
 
 
@@ -164,7 +172,7 @@ def match_metadata(folder: Path, wanted: Mapping[str, Wanted]) -> dict[tuple[str
             shapes = {path: (tuple(leaf.shape), leaf.dtype) for path, leaf in stored.items()}
     except Exception as error:  # of many kinds, from a missing file to a format that this Orbax does not know
         raise CheckpointError(
-            f"{folder / PARAMS} is not a whole Orbax checkpoint ({first_line(error)}); convert the model again") from error
+            f"{folder / PARAMS} is not a whole Orbax checkpoint ({why(error)}); convert the model again") from error
     expected = {w.path: w.shape for w in wanted.values()}
     problems = [f"{'/'.join(path)} is missing" for path in expected.keys() - shapes.keys()]
     problems += [f"{'/'.join(path)} is unexpected" for path in shapes.keys() - expected.keys()]
@@ -201,10 +209,10 @@ def restore_params(folder: Path, config: ModelConfig, wanted: Mapping[str, Wante
 
     target = nested({w.path: jax.ShapeDtypeStruct(w.shape, dtype, sharding=where(w.path)) for w in wanted.values()})
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
+        with ocp.StandardCheckpointer() as checkpointer, ended_reads():
             params = checkpointer.restore((folder / PARAMS).resolve(), target)
     except Exception as error:
-        raise CheckpointError(f"{folder / PARAMS} cannot be restored ({first_line(error)}); convert the model again") from error
+        raise CheckpointError(f"{folder / PARAMS} cannot be restored ({why(error)}); convert the model again") from error
     if module is None:
         return {"params": params}
 

@@ -196,8 +196,13 @@ def _placed(config: ModelConfig, module: ShardedDecoder, path: tuple[str, ...], 
     return put(fit_params(value, path, config, module.mesh), module.names(path), module.mesh)
 
 
+def local_folder(name: str | os.PathLike) -> Path:
+    """The folder that a name of a model stands for on this machine, whether or not it is there: "embedded" for that of the package."""
+    return EMBEDDED if name == "embedded" else Path(name)
+
+
 def _folder(path: str | os.PathLike, revision: str | None, files: list[str]) -> Path:
-    folder = EMBEDDED if path == "embedded" else Path(path)
+    folder = local_folder(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{folder} has no config.json: a model folder holds config.json and model.safetensors, as in "

@@ -35,6 +35,7 @@ from training import keep_memory, make_optimizer, schedule
 from jaxshare import Sampler
 from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.models.layers import Decoder
+from jaxshare.models.loading import local_folder
 from jaxshare.models.problems import MOST_QUESTIONS, QUESTIONS, SEPARATOR
 from jaxshare.serving import Format
 from jaxshare.serving.evaluation import Point, Scorer, load_task, passes_to, pieces, points, solve
@@ -62,7 +63,7 @@ _KEPT = ("model", "layers", "hidden", "seed", "learning_rate", "optimizer", "dty
 def start_folder(args: argparse.Namespace) -> Path:
     """The folder of the model that is trained: a given one, or one of random parameters that is made in the run's."""
     if args.layers is None:
-        return EMBEDDED if args.model == "embedded" else Path(args.model)
+        return local_folder(args.model)
     folder = args.run_dir / "start"
     if not (args.resume and folder.is_dir()):
         tokenizer = train_tokenizer(VOCAB_SIZE, args.seed, workers_texts())

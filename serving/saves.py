@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshare.models.fields import first_line
+from jaxshare.models.reads import ended_reads, why
 
 _KEPT = 2
 """Saves of a folder that are kept: the newest, and the one before it."""
@@ -173,9 +174,10 @@ class Saved:
         import orbax.checkpoint as ocp
 
         try:
-            return self._manager.restore(self.number, args=ocp.args.Composite(**args))
+            with ended_reads():
+                return self._manager.restore(self.number, args=ocp.args.Composite(**args))
         except Exception as error:  # of many kinds, from a missing file to one that was cut short
-            raise SaveError(f"save {self.number} of {self.folder} cannot be read ({first_line(error)}); give number= for the one before "
+            raise SaveError(f"save {self.number} of {self.folder} cannot be read ({why(error)}); give number= for the one before "
                             f"it") from error
 
     def __enter__(self) -> Self:

@@ -113,8 +113,9 @@ def _model_shape(name: str, dtype: str | None) -> Shape:
     """Of the model's config.json, without its weights."""
     from jaxshare import models  # here, so that --help and wrong arguments answer at once
     from jaxshare.models.fields import read_json
+    from jaxshare.models.loading import local_folder
 
-    file = (models.EMBEDDED if name == "embedded" else Path(name)) / "config.json"
+    file = local_folder(name) / "config.json"
     if not file.parent.is_dir():
         import huggingface_hub
 

@@ -101,16 +101,29 @@ def test_a_checkpoint_of_another_architecture_is_refused(folder, tmp_path):
         assert part in str(error.value)
 
 
-# The reads that Orbax gives up complain when they are collected, which is to be here and not in some test that follows.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_damaged_checkpoint_is_refused(folder, tmp_path):
-    broken = tmp_path / "broken"
-    shutil.copytree(folder, broken)
-    data = max((p for p in (broken / "params").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+def damaged(folder, target):
+    shutil.copytree(folder, target)
+    data = max((p for p in (target / "params").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     data.write_bytes(data.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match=r"params cannot be restored|params is not a whole Orbax checkpoint"):
-        load(broken)
-    gc.collect()
+    return target
+
+
+@pytest.mark.parametrize("sizes", [None, {"tensor": 2, "data": 2}])
+def test_a_damaged_checkpoint_is_refused(folder, tmp_path, sizes):
+    broken = damaged(folder, tmp_path / "broken")
+    with pytest.raises(CheckpointError, match=r"params cannot be restored \(OUT_OF_RANGE: Error reading .*; convert the model again"):
+        load(broken, mesh=make_mesh(**sizes) if sizes else None)
+    gc.collect()  # what a read that was given up would have to say is said here
+
+
+def test_a_damaged_checkpoint_gets_one_sentence(folder, tmp_path):
+    """Of a whole process: reads that go on behind an error complain at its end."""
+    broken = damaged(folder, tmp_path / "broken")
+    for arguments in (["generate", str(broken), "--prompt", "x"], ["convert", str(broken), str(tmp_path / "target")]):
+        done = subprocess.run([sys.executable, "-P", "-m", "jaxshare.serving.cli", *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 1 and done.stdout == ""
+        assert done.stderr.count("\n") == 1 and "OUT_OF_RANGE" in done.stderr and "convert the model again" in done.stderr
+    assert not (tmp_path / "target").exists()
 
 
 KILLED = """
