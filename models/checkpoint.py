@@ -77,6 +77,12 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
     return {"form": "huggingface" if back else "orbax", "tensors": len(sizes), "bytes": sum(sizes)}
 
 
+def write_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
+    """Writes a safetensors file that transformers reads, for whoever may read new files: safetensors itself writes for the user alone."""
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(0o666 & ~_umask())
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
@@ -133,7 +139,7 @@ def _write_safetensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) 
 
     def flush() -> None:
         file = folder / f"part-{len(names)}"
-        save_file(parts[-1], file, metadata={"format": "pt"})  # as which transformers reads them
+        write_tensors(parts[-1], file)
         names.append([*parts[-1]])
         parts[-1] = {}
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from embedded_data import CHAT_TEMPLATE, END, PAD
-from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from jaxshare.models import EMBEDDED
+from jaxshare.models.checkpoint import write_tensors
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.hf import tensor_name
 from jaxshare.rope import Rope
@@ -80,7 +80,7 @@ def save_weights(params: dict, folder: Path, dtype: str = "float32") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {tensor_name(tuple(key.key for key in path)): np.ascontiguousarray(leaf, jnp.dtype(dtype))
                for path, leaf in jax.tree.leaves_with_path(params["params"])}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_tensors(tensors, folder / "model.safetensors")
 
 
 def _write_json(path: Path, value: dict) -> None:

@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     agents_command.add_arguments(agents)
 
     convert = commands.add_parser("convert", help="write a model in Orbax form, which is restored straight onto many devices, or back")
-    convert.add_argument("source", metavar="SOURCE", help="folder in Hugging Face form or in the form that this command has written, or embedded")
+    convert.add_argument("source", metavar="SOURCE", help="folder in Hugging Face form or in that which this command writes; or embedded")
     convert.add_argument("target", metavar="TARGET", help="folder to write, which does not exist yet")
     convert.add_argument("--json", action="store_true", help="one JSON object on stdout, everything else on stderr")
     convert.set_defaults(run=_convert)

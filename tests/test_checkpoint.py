@@ -33,6 +33,9 @@ def equal(one, other):
 def test_converted_and_back_every_bit_is_the_same(folder, tmp_path, capsys):
     assert cli.main(["convert", str(folder), str(tmp_path / "back"), "--json"]) == 0
     out = json.loads(capsys.readouterr().out)
+    other = tmp_path / "other"
+    other.touch()
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "back").iterdir()} == {other.stat().st_mode & 0o777}
     before, after = (load_file(path / "model.safetensors") for path in (EMBEDDED, tmp_path / "back"))
     assert before.keys() == after.keys() and out["tensors"] == len(before) and out["bytes"] == sum(v.nbytes for v in before.values())
     for name, value in before.items():

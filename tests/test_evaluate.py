@@ -272,8 +272,8 @@ def evaluation(tmp_path, capsys, monkeypatch):
         code = command.run_evaluation(options, dict(sampling), workers, budgets, load or (lambda: model), run.stand)
         return code, *capsys.readouterr()
 
-    model = types.SimpleNamespace(generation=Generation(temperature=0.0))
-    run.folder, run.out = tmp_path, tmp_path / "out"
+    model = types.SimpleNamespace(generation=Generation(temperature=0.0), params={"some": 1}, fingerprint="one")
+    run.model, run.folder, run.out = model, tmp_path, tmp_path / "out"
     return run
 
 
@@ -416,6 +416,19 @@ def test_other_settings_do_not_get_into_the_folder(evaluation, arguments, more, 
     with pytest.raises(ValueError, match=words):
         evaluation(*arguments, **more)
     assert (evaluation.out / "runs.jsonl").read_bytes() == before
+
+
+def test_another_model_of_the_same_name_does_not_go_on(evaluation):
+    """It may have been trained in the meantime."""
+    with pytest.raises(RuntimeError, match="killed"):
+        evaluation(stand=Stand(lives=2))
+    before = (evaluation.out / "runs.jsonl").read_bytes()
+    evaluation.model.fingerprint = "another"
+    with pytest.raises(ValueError, match=r"began with another model of this name: its parameters have changed; give another --out"):
+        evaluation("--resume")
+    assert (evaluation.out / "runs.jsonl").read_bytes() == before
+    evaluation.model.params = {}  # known by its outline alone, on other machines
+    assert evaluation("--resume")[0] == 0
 
 
 LINE = {"workers": 1, "problem": "1", "number": 0, "seed": 0, "text": "", "result": {"workers": {}, "answers": {}, "passes": 0}}

@@ -126,10 +126,11 @@ def run_evaluation(options: argparse.Namespace, sampling: dict[str, Any], worker
         before, refused = len(made), {}
         if before < len(keys):
             model = load()
+            weights = _weights(folder, model)
             done = {run.key for run in made}
             wanted = [piece for piece in _pieces(options, sampling, workers, budgets, task, model) if piece.key not in done]
             if file is None:
-                records.write(folder / SETTINGS, [records.line({"format": FORMAT, "settings": settings})], _AGAIN)
+                records.write(folder / SETTINGS, [records.line({"format": FORMAT, "settings": settings, **weights})], _AGAIN)
                 file = files.enter_context(records.open_alone(folder / RUNS, "xb", _OTHER))
             refused = _make(executes(model), wanted, file, made, len(keys), folder)
         made = [run for run in made if run.problem not in refused]
@@ -184,6 +185,20 @@ def _of_workers(options: argparse.Namespace) -> dict[str, Any]:
         return {}
     return {"layout": options.layout or "combined", "move": options.move or "rotate",
             "ask_every": 1024 if options.ask_every is None else options.ask_every}
+
+
+def _weights(folder: Path, model: LoadedModel) -> dict[str, str]:
+    """What tells the model from others of its name. One that is not on this machine is taken at its word.
+
+    Raises:
+      ValueError: the evaluation in the folder began with another one.
+    """
+    now = {"weights": model.fingerprint} if model.params else {}
+    if now and os.path.lexists(folder / SETTINGS):
+        then = json.loads((folder / SETTINGS).read_bytes()).get("weights", now["weights"])
+        if then != now["weights"]:
+            raise ValueError(f"the evaluation in {folder} began with another model of this name: its parameters have changed; {_OTHER}")
+    return now
 
 
 def _pieces(options: argparse.Namespace, sampling: dict[str, Any], workers: Sequence[int], budgets: Sequence[int], task: Task,
