@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from pair_attention import Pairs
 from playing import Lesson, chat, play
-from teacher import Script
+from teacher import Lapses, Script
 
 from jaxshare.models.loading import outline
 from jaxshare.models.problems import MOST_QUESTIONS, QUESTIONS, make_problem
@@ -30,9 +30,12 @@ MOST_WORKERS = 6
 _WORKERS = {1: 3, 2: 4, 3: 2, 4: 4, 5: 1, 6: 3}
 """How often there are so many."""
 _LAYOUTS = {"combined": 2, "contiguous": 1, "interleaved": 1}
-_DEPENDENT, _OTHER_NAMES, _ASKED, _CUT, _SLIPS = 0.35, 0.4, 0.5, 0.3, 0.03
-"""Shares of lessons with dependent questions, with names in another order or of others, with the question whether work is redundant, and
-of those that a budget cuts off; and of claims that are slips."""
+_DEPENDENT, _OTHER_NAMES, _ASKED, _CUT, _CROWDED = 0.35, 0.4, 0.5, 0.3, 0.15
+"""Shares of lessons with dependent questions, with names in another order or of others, with the question whether work is redundant, of
+those that a budget cuts off, and of those in which there is hardly a question for each worker: clashes from the first pass on."""
+_LAPSES = Lapses(slips=0.03, yields=0.15)
+_GUESSES = 3
+"""Times in a lesson, at most, that the finisher boxes what is known by then."""
 _CHATS, _TURNS, _SYSTEM = 0.15, 3, 0.6
 """Share of chats, the most problems in one, and the share of those in which a message of the system says who works."""
 _NAMES = (*worker_names(8), "Ivan", "Judy", "Kim", "Leo", "Mia", "Nina", "Omar", "Pia", "Quinn", "Rosa", "Sam", "Tom", "Uma", "Vera",
@@ -63,11 +66,15 @@ def draw(script: Script, rng: random.Random) -> Lesson:
     many = rng.choices([*_WORKERS], [*_WORKERS.values()])[0]
     names = rng.sample(_NAMES, many) if rng.random() < _OTHER_NAMES else worker_names(many)
     questions = rng.choice((QUESTIONS, rng.randint(QUESTIONS, MOST_QUESTIONS)))
+    if many > 1 and rng.random() < _CROWDED:
+        questions = rng.randint(2, many + 1)
     problem = make_problem(rng, questions, dependent=rng.random() < _DEPENDENT)
     layout = rng.choices([*_LAYOUTS], [*_LAYOUTS.values()])[0]
-    cut = rng.randint(4, 30 + 40 * -(-questions // many)) if rng.random() < _CUT else 1024
+    longest = 30 + 40 * -(-questions // many)
+    cut = rng.randint(4, longest) if rng.random() < _CUT else 1024
+    guesses = {rng.randint(4, longest) for _ in range(rng.randint(0, _GUESSES))}
     return play(script, problem, names, layout, rng, ask_every=rng.choice((32, 64, 128, 256)) if rng.random() < _ASKED else 0,
-                seed=rng.randrange(2**32), slips=_SLIPS, budget=cut, guess=True)
+                seed=rng.randrange(2**32), lapses=_LAPSES, budget=cut, guess=True, guesses=guesses)
 
 
 def pack(lessons: Sequence[Lesson]) -> Lesson:

@@ -7,11 +7,11 @@ the question whether work is redundant. The tokens are not sampled, though: the 
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import jax
 import numpy as np
-from teacher import Paragraph, Pupil, Script, Sight, box
+from teacher import Lapses, Paragraph, Pupil, Script, Sight, box, worked
 
 from jaxshare.models.problems import Problem, few_shot_messages
 from jaxshare.recording import Recorder
@@ -20,6 +20,7 @@ from jaxshare.serving.layouts import LAYOUTS, WorkersLayout
 from jaxshare.serving.workers import FINISHER
 from jaxshare.trace import Trace
 
+NO_LAPSES = Lapses()
 WIDTH = 16
 """Tokens of a row that a session feeds in one pass."""
 _uniforms = jax.jit(uniforms)
@@ -33,7 +34,7 @@ class Lesson:
       trace: as a session would have recorded it.
       at: int32[A], numbers of the tokens of the trace after which each was sampled.
       targets: int32[A], what was.
-      weights: float32[A], 0 for slips, which are there to be noticed and not to be repeated.
+      weights: float32[A], 0 for lapses, which are there to be noticed and not to be repeated.
     """
 
     trace: Trace
@@ -43,7 +44,7 @@ class Lesson:
 
 
 def play(script: Script, problem: Problem, names: Sequence[str], layout: str, rng: random.Random, *, ask_every: int = 0, seed: int = 0,
-         slips: float = 0.0, budget: int = 1024, guess: bool = False) -> Lesson:
+         lapses: Lapses = NO_LAPSES, budget: int = 1024, guess: bool = False, guesses: Container[int] = ()) -> Lesson:
     """A session from the prompt to the box, or to the budget.
 
     Args:
@@ -51,11 +52,12 @@ def play(script: Script, problem: Problem, names: Sequence[str], layout: str, rn
       problem: what is to be solved.
       names: of the workers.
       layout: one of `LAYOUTS`.
-      rng: decides on slips.
+      rng: decides on lapses.
       ask_every, seed: as in `Workers`: when a worker is asked whether its work is redundant, and which.
-      slips: how often a worker takes another question than the rule says.
+      lapses: how often workers do not go by the rule.
       budget: forward passes.
       guess: where the budget ends the session, it is followed by the finisher's guess, which boxes what can be seen then.
+      guesses: passes after which the finisher guesses as well.
 
     Returns:
       The lesson. The names of the trace's blocks are those of the session.
@@ -65,14 +67,17 @@ def play(script: Script, problem: Problem, names: Sequence[str], layout: str, rn
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
-    session = _Session(script, problem, names, LAYOUTS[layout](names, script.format), rng, ask_every, seed, slips)
+    session = _Session(script, problem, names, LAYOUTS[layout](names, script.format), rng, ask_every, seed, lapses)
     over = False
-    for _ in range(budget):
+    for number in range(budget):
         session.feed()
+        if number in guesses:
+            session.guess()
         over = session.sample()
         if over:
             break
     if guess and not over:
+        session.feed_sampled()
         session.guess()
     return session.lesson()
 
@@ -106,7 +111,7 @@ class _Session:
     """What a session of workers does on the device, in plain lists."""
 
     def __init__(self, script: Script, problem: Problem, names: Sequence[str], layout: WorkersLayout, rng: random.Random, ask_every: int,
-                 seed: int, slips: float):
+                 seed: int, lapses: Lapses):
         self._script, self._problem, self._names, self._layout = script, problem, names, layout
         self._blocks = [*dict.fromkeys([*layout.blocks, *layout.texts, FINISHER])]
         self._rows = [[*map(self._blocks.index, layout.sees[name])] for name in names]
@@ -114,7 +119,8 @@ class _Session:
         for block, tokens in {layout.prompt: script.prompt(problem, names, layout),
                               **{block: script.codec.encode(text) for block, text in layout.texts.items()}}.items():
             self._recorder.text(tokens, self._blocks.index(block))
-        self._pupils = [Pupil(name, names, script, problem, rng, slips) for name in names]
+        self._lulls: dict[int, int] = {}
+        self._pupils = [Pupil(name, names, script, problem, rng, lapses, self._lulls) for name in names]
         self._finished: list[Paragraph] = []
         self._numbers = [1] * len(names)
         self._queues = [[script.separator, *self._opening(row)] for row in range(len(names))]
@@ -147,6 +153,8 @@ class _Session:
                 self._learned.append((self._fed[row], new[row], weight))
         if self._script.end in new.values():
             return True
+        for question, left in self._lulls.items():
+            self._lulls[question] = max(0, left - 1)
         due = [*self._due]
         self._ask(len(new))
         self._sampled = {*new}
@@ -156,19 +164,23 @@ class _Session:
                 self._turn(row, due[row])
         return False
 
-    def guess(self) -> None:
-        """The finisher sees what the last worker does, with what was sampled last, and boxes what it knows."""
+    def feed_sampled(self) -> None:
+        """A pass for what was sampled last, as a session makes it before its end."""
         last = [queue[:row in self._sampled] for row, queue in enumerate(self._queues)]
         self._recorder.feed(last, self._rows)
         for pupil, tokens in zip(self._pupils, last, strict=True):
             pupil.own.text += self._script.codec.decode(tokens)
+
+    def guess(self) -> None:
+        """The finisher sees what the last worker does, and boxes what it knows. The one before is taken away."""
         asked = self._script.codec.encode(self._script.format.finisher)
-        sight = self._sight(len(self._names) - 1)
-        own = self._pupils[-1].own
-        text = box(self._problem, {**sight.results, **own.results}).partition("{")[2]
+        sight, own = self._sight(len(self._names) - 1), self._pupils[-1].own
+        known = worked(self._problem, (*sight.finished, *sight.others, own))
+        text = box(self._problem, {**sight.results, **own.results, **known}).partition("{")[2]
         answer = self._script.behind(self._script.format.finisher, text)
-        blocks = [*self._rows[-1], self._blocks.index(FINISHER)]
-        [numbers] = self._recorder.feed([[*asked, *answer]], [blocks], rows=[len(self._names)])
+        finisher = self._blocks.index(FINISHER)
+        self._recorder.cut(finisher, 0)
+        [numbers] = self._recorder.feed([[*asked, *answer]], [[*self._rows[-1], finisher]], rows=[len(self._names)])
         self._learned += [(int(at), token, 1.0) for at, token in zip(numbers[len(asked) - 1:], answer, strict=False)]
 
     def lesson(self) -> Lesson:

@@ -8,6 +8,7 @@ Hogwild! Inference, appendices B ("Fine-tuning and re-encoding considerations") 
   "Question 3: Bob has it. Question 4: ...". Where steps are private, that happens when the other's result appears.
 - A question that goes on from the answer of another one is taken when that answer can be seen, whoever wrote it.
 - With nothing to take a worker waits; whoever sees all results boxes them.
+- The finisher boxes what can be known when the time is up: also an answer whose working is complete and that only has to be written down.
 - Asked whether its work is redundant, a worker says yes if the step before has added nothing: it waited, or another had that question.
 """
 
@@ -15,7 +16,7 @@ import dataclasses
 import functools
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxshare.models.generation import Generation
@@ -31,6 +32,22 @@ _CLAIM = re.compile(r"Question (\d+)(?!\d|: ?[^\d\s])")
 """A question that is being worked on: what goes on with a name was left to somebody else."""
 _RESULT = re.compile(r"Answer (\d+): (\d+)\.")
 _SENTENCE = re.compile(r"[.] ?$")
+_LONGEST_LULL = 45
+"""Passes: a worker that waits begins a new paragraph after six."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lapses:
+    """How often the teacher does not do what the rule says, so that pupils see what comes of it and how to go on. None of it is learned.
+
+    Attributes:
+      slips: part of the claims that take another question than the rule says.
+      yields: part of the clashes in which the worker that has the question leaves it as well. For up to `_LONGEST_LULL` passes all then
+        believe that it is taken, and wait if nothing else is left.
+    """
+
+    slips: float = 0.0
+    yields: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,11 +157,18 @@ class Pupil:
       own: the paragraph that it is writing.
     """
 
-    def __init__(self, name: str, names: Sequence[str], script: Script, problem: Problem, rng: random.Random, slips: float):
+    def __init__(self, name: str, names: Sequence[str], script: Script, problem: Problem, rng: random.Random, lapses: Lapses,
+                 lulls: dict[int, int]):
+        """Of a session.
+
+        Args:
+          lulls: of it: questions that all believe to be taken, and for how many passes yet.
+        """
         self.name, self.names, self.rank = name, names, names.index(name)
         self.own, self.last = Paragraph(name), None
-        self._script, self._problem, self._rng, self._slips = script, problem, rng, slips
+        self._script, self._problem, self._rng, self._lapses, self._lulls = script, problem, rng, lapses, lulls
         self._queue: list[int] = []
+        self._wrong = 0  # how many of the tokens in the queue are not to be learned
         self._then, self._question = "open", 0
 
     def begin(self, asked: bool) -> None:
@@ -158,6 +182,8 @@ class Pupil:
             weight = getattr(self, f"_{self._then}")(sight)
         elif self._then == "end" and self._question and _SENTENCE.search(self.own.body) and (rival := self._rival(sight)):
             self._leave(rival)
+        if self._wrong:
+            self._wrong, weight = self._wrong - 1, 0.0
         return self._queue.pop(0), weight
 
     # What comes when all that was planned is written. Each plans more, and gives the weight of its first token.
@@ -167,21 +193,26 @@ class Pupil:
         return 1.0
 
     def _open(self, sight: Sight) -> float:
-        if self._free(sight):
+        free = self._free(sight)
+        self._question = 0
+        if free and not self._believed(free):
+            self._plan(self._script.behind(self.own.body, wait_body(self._awaited(sight))), "end")
+            return 0.0
+        if free:
             self._plan(self._script.claim, "number")
         elif len(sight.results) == len(self._problem.questions):
             self._plan(self._script.codec.encode(box(self._problem, sight.results)), "stop")
         else:
             self._plan(self._script.behind(self.own.body, wait_body(self._awaited(sight))), "end")
-        self._question = 0
         return 1.0
 
     def _number(self, sight: Sight) -> float:
         # Others may have taken the last ones since this worker began to write that it takes one.
         unsolved = self._problem.open(sight.results) - {*sight.results} or {*range(1, len(self._problem.questions) + 1)}
-        right = self._choice(self._free(sight) or sorted(unsolved))
-        slip = self._rng.random() < self._slips
-        self._question = self._rng.choice(sorted(unsolved)) if slip else right
+        free = self._free(sight) or sorted(unsolved)
+        right = self._choice(free)
+        slip = self._rng.random() < self._lapses.slips
+        self._question = self._rng.choice(sorted(unsolved)) if slip else self._choice(self._believed(free) or free)
         claim = self._script.claim
         self._plan(self._script.codec.encode(f" Question {self._question}")[len(claim):], "work")
         return float(self._question == right)
@@ -189,6 +220,10 @@ class Pupil:
     def _work(self, sight: Sight) -> float:
         if rival := self._rival(sight):
             self._leave(rival)
+        elif (other := self._follower(sight)) and self._rng.random() < self._lapses.yields:
+            self._lulls[self._question] = self._rng.randint(0, _LONGEST_LULL)
+            self._leave(other)
+            self._wrong = len(self._queue)
         else:
             claim, body = f" Question {self._question}", self._problem.body(self._question)
             self._plan(self._script.behind(claim, body.removeprefix(claim)), "end")
@@ -216,6 +251,10 @@ class Pupil:
     def _free(self, sight: Sight) -> list[int]:
         return sorted(self._problem.open(sight.results) - sight.claimed)
 
+    def _believed(self, free: Sequence[int]) -> list[int]:
+        """What the worker believes to be free."""
+        return [number for number in free if not self._lulls.get(number)]
+
     def _choice(self, free: Sequence[int]) -> int:
         """Of a worker's own part of the questions upwards from its first or, for each second one, downwards from its last, and then on
         around."""
@@ -236,6 +275,10 @@ class Pupil:
                 return other.writer
         return None
 
+    def _follower(self, sight: Sight) -> str | None:
+        """Who has begun this worker's question as well, and is to leave it."""
+        return next((other.writer for other in sight.others if self._question in other.claims), None)
+
     def _awaited(self, sight: Sight) -> str:
         """Who is at work on something, or else the next in the list."""
         busy = [p.writer for p in sight.others if p.claims.keys() - sight.results.keys()]
@@ -248,6 +291,12 @@ def redundant(last: Paragraph | None, sight: Sight) -> bool:
         return False
     others = {number for p in (*sight.finished, *sight.others) if p.writer != last.writer for number in p.claims}
     return last.claims.keys() <= others
+
+
+def worked(problem: Problem, paragraphs: Iterable[Paragraph]) -> dict[int, int]:
+    """The answers of which the whole working stands in a paragraph, whether or not they do."""
+    bodies = {number: problem.body(number).partition(" Answer ")[0] for number in range(1, len(problem.questions) + 1)}
+    return {number: problem.answers[number - 1] for p in paragraphs for number, body in bodies.items() if body in p.text}
 
 
 def box(problem: Problem, known: Mapping[int, int]) -> str:

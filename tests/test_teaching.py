@@ -61,7 +61,8 @@ def play(scripts, script, seed: int, count: int, layout: str, **options):
     """A lesson and its problem, of five to ten questions, every second one with dependent questions."""
     rng = random.Random(seed)
     problem = options.pop("problem", None) or make_problem(rng, rng.randint(5, 10), dependent=seed % 2 == 1)
-    options = {"ask_every": 64, "seed": seed, "slips": 0.05} | options
+    lapses = scripts["teacher"].Lapses(options.pop("slips", 0.05), options.pop("yields", 0.0))
+    options = {"ask_every": 64, "seed": seed, "lapses": lapses} | options
     return scripts["playing"].play(script, problem, worker_names(count), layout, rng, **options), problem
 
 
@@ -150,21 +151,37 @@ def test_a_lesson_is_the_trace_of_a_session_that_samples_its_tokens(scripts, scr
         assert [token for token in tokens if token != script.end] == written
 
 
-def test_the_finisher_guesses_from_what_the_last_worker_sees(scripts, script, model):
-    lesson, problem = play(scripts, script, 0, 2, "combined", budget=60, guess=True)
-    asked = script.codec.encode(script.format.finisher)
-    row = max(sampled(lesson))
-    assert row == 2 and lesson.trace.rows[-1] == 2
-    first, guessed = sampled(lesson)[row][0][0], [target for _, target in sampled(lesson)[row]]
-    seen = seen_text(script.codec, lesson.trace, first)
-    assert lesson.trace.tokens[first - len(asked) + 1:first + 1].tolist() == asked
-    known = dict(re.findall(r"Answer (\d): (\d+)\.", seen))
-    assert 0 < len(known) < len(problem.questions)
-    entries = [known.get(str(number), "?") for number in range(1, len(problem.questions) + 1)]
-    assert script.codec.decode(guessed) == ", ".join(entries) + "}"
-    before = lesson.trace.visible[-1]
-    alone, _ = play(scripts, script, 0, 2, "combined", budget=60)
-    assert alone.trace.num_tokens < lesson.trace.num_tokens and len(before) == alone.trace.num_blocks
+WORKING = re.compile(r"Question (\d+): [\d+*-]+\.(?: [\d+*-]+=\d+(?:, [\d+*-]+=\d+)+\.)")
+"""That of a question that stands by itself, with the full stop that ends it."""
+
+
+def can_be_boxed(problem: Problem, seen: str) -> str:
+    """What the finisher is to say: answers that stand there, or whose working does."""
+    known = {int(number) for number in re.findall(r"Answer (\d+): \d+\.", seen)} | {int(found[1]) for found in WORKING.finditer(seen)}
+    return ", ".join(str(answer) if number in known else "?" for number, answer in enumerate(text_of(problem), 1)) + "}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_finisher_guesses_from_what_the_last_worker_sees(scripts, script, layout):
+    """At the end, and on the way: what it then boxes, answers that are worked out and not yet written down among them."""
+    asked, at = script.codec.encode(script.format.finisher), (20, 27, 34, 41, 48)
+    problem = make_problem(random.Random(3), 7)
+    lesson, _ = play(scripts, script, 0, 2, layout, problem=problem, budget=60, guess=True, guesses=at)
+    said = sampled(lesson)[2]
+    texts = script.codec.decode([target for _, target in said]).split("}")[:-1]
+    begins = [token for token, _ in said if lesson.trace.tokens[token - len(asked) + 1:token + 1].tolist() == asked]
+    assert len(texts) == len(begins) == len(at) + 1 and lesson.trace.rows[-1] == 2
+    worked_out = 0
+    for text, first in zip(texts, begins, strict=True):
+        seen = seen_text(script.codec, lesson.trace, first).partition("assistant")[2]
+        assert text + "}" == can_be_boxed(problem, seen)
+        assert seen.count("Alice 6:") == 1, "sees an earlier guess"
+        worked_out += len({found[1] for found in WORKING.finditer(seen)} - {*re.findall(r"Answer (\d+): \d+\.", seen)})
+    assert worked_out and len({*texts}) > 2
+    alone, _ = play(scripts, script, 0, 2, layout, problem=problem, budget=60)
+    assert lesson.trace.num_tokens - alone.trace.num_tokens - len(asked) * len(begins) - len(said) in (1, 2), "what was sampled last"
+    ours, theirs = sampled(lesson), sampled(alone)
+    assert all([t for _, t in ours[row]] == [t for _, t in theirs[row]] for row in (0, 1)), "a guess changes nothing"
 
 
 # What the teacher says, by what could be seen
@@ -290,6 +307,35 @@ def test_workers_clash_and_turn_to_something_else(scripts, script):
     lesson, _ = play(scripts, script, 1, 4, "interleaved", slips=0.3)
     texts = [script.codec.decode([target for _, target in pairs]) for pairs in sampled(lesson).values()]
     assert any("has it" in text for text in texts), "where steps are private, a result shows it"
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_lapses_are_mended_and_not_learned(scripts, script, count):
+    """Both leave a question that they have begun at once, and for a while all believe that it is taken; then somebody takes it."""
+    codec, names, wrong = script.codec, worker_names(count), {"has it": 0, "I wait": 0}
+    for seed in range(6):
+        problem = make_problem(random.Random(seed), max(1, count - 1))
+        lesson, _ = play(scripts, script, seed, count, "combined", problem=problem, slips=0.0, yields=0.7, ask_every=0)
+        weight = dict(zip(zip(lesson.at.tolist(), lesson.targets.tolist(), strict=True), lesson.weights.tolist(), strict=True))
+        boxes = 0
+        for row, step in steps_of(codec, lesson):
+            text, weights = codec.decode([t for _, t in step]), [weight[pair] for pair in step for _ in codec.decode([pair[1]])]
+            for found in re.finditer(r": (\w+) has it\.", text):
+                phrase = {*weights[found.start(1):found.end()]}
+                assert len(phrase) == 1 and found[1] in names
+                if phrase == {0.0}:
+                    assert names.index(found[1]) > row, "the other had it"
+                    wrong["has it"] += 1
+            for found in re.finditer("I wait", text):
+                seen = before(codec, lesson.trace, step, found.start()).partition("assistant")[2] + text[:found.start()]
+                free = {*range(1, len(problem.questions) + 1)} - taken(seen)
+                assert (weights[found.start()] == 0) == bool(free), "waits though there is something to do"
+                wrong["I wait"] += bool(free)
+            if whole := re.search(r"\\boxed\{([^}]*)\}", text):
+                assert whole[1] == ", ".join(map(str, text_of(problem)))
+                boxes += 1
+        assert boxes and script.end in lesson.targets
+    assert min(wrong.values()) > 0, wrong
 
 
 def test_an_unknown_layout_and_a_model_without_a_tokenizer_are_refused(scripts, script, model, format):
