@@ -20,7 +20,7 @@ from playing import Lesson, chat, play
 from teacher import Lapses, Script
 
 from jaxshare.models.loading import outline
-from jaxshare.models.problems import MOST_QUESTIONS, QUESTIONS, make_problem
+from jaxshare.models.problems import MOST_QUESTIONS, QUESTIONS, Problem, Question, make_problem
 from jaxshare.reencoding import TILE, TraceBatch
 from jaxshare.serving import Format
 from jaxshare.serving.layouts import worker_names
@@ -33,7 +33,9 @@ _LAYOUTS = {"combined": 2, "contiguous": 1, "interleaved": 1}
 _DEPENDENT, _OTHER_NAMES, _ASKED, _CUT, _CROWDED = 0.35, 0.4, 0.5, 0.3, 0.15
 """Shares of lessons with dependent questions, with names in another order or of others, with the question whether work is redundant, of
 those that a budget cuts off, and of those in which there is hardly a question for each worker: clashes from the first pass on."""
-_LAPSES = Lapses(slips=0.03, yields=0.15)
+_EVEN = 0.5
+"""Share of lessons of several workers whose questions all take as long to write: all end in the same pass, and go for what is left."""
+_LAPSES = Lapses(slips=0.03, yields=0.3)
 _GUESSES = 3
 """Times in a lesson, at most, that the finisher boxes what is known by then."""
 _CHATS, _TURNS, _SYSTEM = 0.15, 3, 0.6
@@ -68,13 +70,27 @@ def draw(script: Script, rng: random.Random) -> Lesson:
     questions = rng.choice((QUESTIONS, rng.randint(QUESTIONS, MOST_QUESTIONS)))
     if many > 1 and rng.random() < _CROWDED:
         questions = rng.randint(2, many + 1)
-    problem = make_problem(rng, questions, dependent=rng.random() < _DEPENDENT)
+    if many > 1 and rng.random() < _EVEN:
+        questions = rng.choice([count for count in range(2, MOST_QUESTIONS + 1) if count % many])
+        problem = _even_problem(script, rng, questions)
+    else:
+        problem = make_problem(rng, questions, dependent=rng.random() < _DEPENDENT)
     layout = rng.choices([*_LAYOUTS], [*_LAYOUTS.values()])[0]
     longest = 30 + 40 * -(-questions // many)
     cut = rng.randint(4, longest) if rng.random() < _CUT else 1024
     guesses = {rng.randint(4, longest) for _ in range(rng.randint(0, _GUESSES))}
     return play(script, problem, names, layout, rng, ask_every=rng.choice((32, 64, 128, 256)) if rng.random() < _ASKED else 0,
                 seed=rng.randrange(2**32), lapses=_LAPSES, budget=cut, guess=True, guesses=guesses)
+
+
+def _even_problem(script: Script, rng: random.Random, questions: int) -> Problem:
+    """Questions that all take as long to write."""
+    alike: dict[int, list[Question]] = {}
+    for _ in range(6):
+        for number, question in enumerate((drawn := make_problem(rng, MOST_QUESTIONS)).questions, 1):
+            alike.setdefault(len(script.codec.encode(drawn.body(number))) - len(str(number)), []).append(question)
+    enough = [held for held in alike.values() if len(held) >= questions] or [max(alike.values(), key=len)]
+    return Problem(tuple(rng.choice(enough)[:questions]))
 
 
 def pack(lessons: Sequence[Lesson]) -> Lesson:
@@ -107,13 +123,18 @@ def batch(lesson: Lesson, shape: Shape) -> Batch:
 
 
 def group(script: Script, seed: int, number: int, shape: Shape) -> list[Batch]:
-    """The batches of one group of lessons, which depend on seed and number alone."""
+    """The batches of one group of lessons, which depend on seed and number alone. A lesson that is too long for a batch is left out.
+
+    Raises:
+      ValueError: most are.
+    """
     rng = random.Random(f"lessons/{seed}/{number}")
-    lessons = [draw(script, rng) for _ in range(_GROUP)]
+    drawn = sorted((draw(script, rng) for _ in range(_GROUP)), key=lambda lesson: -lesson.trace.num_tokens)
+    lessons = [lesson for lesson in drawn if _fits([lesson], shape)]
+    if 2 * len(lessons) < _GROUP:
+        raise ValueError(f"most lessons are longer than a batch of {shape}, up to {drawn[0].trace.num_tokens} tokens; give it more")
     bins: list[list[Lesson]] = []
-    for lesson in sorted(lessons, key=lambda lesson: -lesson.trace.num_tokens):
-        if not _fits([lesson], shape):
-            raise ValueError(f"a lesson has {lesson.trace.num_tokens} tokens, which a batch of {shape} does not hold; give it more")
+    for lesson in lessons:
         place = next((held for held in bins if _fits([*held, lesson], shape)), None)
         if place is None:
             bins.append([lesson])

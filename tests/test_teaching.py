@@ -309,6 +309,24 @@ def test_workers_clash_and_turn_to_something_else(scripts, script):
     assert any("has it" in text for text in texts), "where steps are private, a result shows it"
 
 
+def test_even_problems_end_everybody_in_the_same_pass(scripts, script):
+    """Four workers of five questions: all have written one when all go for the last."""
+    lengths = set()
+    for seed in range(8):
+        problem = scripts["lessons"]._even_problem(script, random.Random(seed), 5)
+        lesson, _ = play(scripts, script, seed, 4, "combined", problem=problem, slips=0.0, ask_every=0)
+        at, ends, seconds = lesson.trace.passes[lesson.trace.views], set(), []
+        for _, steps in itertools.groupby(steps_of(script.codec, lesson), key=lambda held: held[0]):
+            (_, first), *others = steps
+            ends.add(int(at[first[-1][0]]))
+            seconds += [text for _, step in others if "Question" in (text := script.codec.decode([t for _, t in step]))]
+        assert len(problem.questions) == 5 and len(ends) == 1
+        assert len({re.findall(r"Question (\d)", text)[0] for text in seconds}) == 1, "all go for the one that is left"
+        assert len(seconds) == 4 and sum("has it" in text for text in seconds) == 3
+        lengths |= ends
+    assert len(lengths) > 1
+
+
 @pytest.mark.parametrize("count", [2, 4, 6])
 def test_lapses_are_mended_and_not_learned(scripts, script, count):
     """Both leave a question that they have begun at once, and for a while all believe that it is taken; then somebody takes it."""
@@ -400,8 +418,18 @@ def test_groups_depend_on_seed_and_number_alone(scripts, script):
     assert not np.array_equal(one[0][0].tokens, other[0][0].tokens)
     held = sum(int(batch[0].seen.any(-1).sum()) for batch in one)
     assert held > 0.75 * shape.tokens * len(one)
-    with pytest.raises(ValueError, match="which a batch of Shape"):
+    with pytest.raises(ValueError, match=r"most lessons are longer than a batch of Shape\(tokens=256"):
         made.group(script, 3, 5, made.Shape(tokens=256))
+
+
+def test_a_lesson_that_no_batch_holds_is_left_out(scripts, script):
+    """One in several is a little longer than the rest."""
+    made = scripts["lessons"]
+    rng = random.Random("lessons/3/5")
+    lengths = sorted(made.draw(script, rng).trace.num_tokens for _ in range(24))
+    shape = made.Shape(tokens=lengths[-3])
+    held = made.group(script, 3, 5, shape)
+    assert sum(int(batch[0].seen.any(-1).sum()) for batch in held) == sum(lengths[:-2])
 
 
 # Training
