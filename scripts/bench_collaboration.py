@@ -120,7 +120,7 @@ def goals(found: Mapping[str, Found]) -> list[Goal]:
         if name in found:
             wanted += [Goal(f"{count} workers: points of accuracy above {case.what} at the worst budget", lead(base, found[name], count), 0)
                        for count in (2, 4)]
-    if ENCODED in found:
+    if {BASE, ENCODED} <= found.keys():
         wanted.append(Goal("rotated or encoded anew: budgets at which the 95% intervals lie apart", apart(base, found[ENCODED]), 0, True))
     last = {count: max(line.items())[1] for count in (4, 6) if (line := base.accuracy(count))}
     wanted.append(Goal("6 workers: points of accuracy above 4 at the largest budget",

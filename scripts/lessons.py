@@ -30,9 +30,10 @@ MOST_WORKERS = 6
 _WORKERS = {1: 3, 2: 4, 3: 2, 4: 4, 5: 1, 6: 3}
 """How often there are so many."""
 _LAYOUTS = {"combined": 2, "contiguous": 1, "interleaved": 1}
-_DEPENDENT, _OTHER_NAMES, _ASKED, _CUT, _CROWDED = 0.35, 0.4, 0.5, 0.3, 0.15
+_DEPENDENT, _OTHER_NAMES, _ASKED, _CUT, _CROWDED, _ANEW = 0.35, 0.4, 0.5, 0.3, 0.15, 0.2
 """Shares of lessons with dependent questions, with names in another order or of others, with the question whether work is redundant, of
-those that a budget cuts off, and of those in which there is hardly a question for each worker: clashes from the first pass on."""
+those that a budget cuts off, of those in which there is hardly a question for each worker (clashes from the first pass on), and of those
+that encode steps anew."""
 _EVEN = 0.5
 """Share of lessons of several workers whose questions all take as long to write: all end in the same pass, and go for what is left."""
 _LAPSES = Lapses(slips=0.03, yields=0.3)
@@ -79,8 +80,10 @@ def draw(script: Script, rng: random.Random) -> Lesson:
     longest = 30 + 40 * -(-questions // many)
     cut = rng.randint(4, longest) if rng.random() < _CUT else 1024
     guesses = {rng.randint(4, longest) for _ in range(rng.randint(0, _GUESSES))}
-    return play(script, problem, names, layout, rng, ask_every=rng.choice((32, 64, 128, 256)) if rng.random() < _ASKED else 0,
-                seed=rng.randrange(2**32), lapses=_LAPSES, budget=cut, guess=True, guesses=guesses)
+    ask_every = rng.choice((32, 64, 128, 256)) if rng.random() < _ASKED else 0
+    move = "reencode" if rng.random() < _ANEW else "rotate"
+    return play(script, problem, names, layout, rng, ask_every=ask_every, seed=rng.randrange(2**32), move=move, lapses=_LAPSES, budget=cut,
+                guess=True, guesses=guesses)
 
 
 def _even_problem(script: Script, rng: random.Random, questions: int) -> Problem:

@@ -44,7 +44,7 @@ class Lesson:
 
 
 def play(script: Script, problem: Problem, names: Sequence[str], layout: str, rng: random.Random, *, ask_every: int = 0, seed: int = 0,
-         lapses: Lapses = NO_LAPSES, budget: int = 1024, guess: bool = False, guesses: Container[int] = ()) -> Lesson:
+         move: str = "rotate", lapses: Lapses = NO_LAPSES, budget: int = 1024, guess: bool = False, guesses: Container[int] = ()) -> Lesson:
     """A session from the prompt to the box, or to the budget.
 
     Args:
@@ -54,6 +54,7 @@ def play(script: Script, problem: Problem, names: Sequence[str], layout: str, rn
       layout: one of `LAYOUTS`.
       rng: decides on lapses.
       ask_every, seed: as in `Workers`: when a worker is asked whether its work is redundant, and which.
+      move: as in `Workers`: whether a finished step moves as it is, or is encoded anew.
       lapses: how often workers do not go by the rule.
       budget: forward passes.
       guess: where the budget ends the session, it is followed by the finisher's guess, which boxes what can be seen then.
@@ -67,7 +68,7 @@ def play(script: Script, problem: Problem, names: Sequence[str], layout: str, rn
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
-    session = _Session(script, problem, names, LAYOUTS[layout](names, script.format), rng, ask_every, seed, lapses)
+    session = _Session(script, problem, names, LAYOUTS[layout](names, script.format), rng, ask_every, seed, move == "reencode", lapses)
     over = False
     for number in range(budget):
         session.feed()
@@ -111,7 +112,7 @@ class _Session:
     """What a session of workers does on the device, in plain lists."""
 
     def __init__(self, script: Script, problem: Problem, names: Sequence[str], layout: WorkersLayout, rng: random.Random, ask_every: int,
-                 seed: int, lapses: Lapses):
+                 seed: int, reencodes: bool, lapses: Lapses):
         self._script, self._problem, self._names, self._layout = script, problem, names, layout
         self._blocks = [*dict.fromkeys([*layout.blocks, *layout.texts, FINISHER])]
         self._rows = [[*map(self._blocks.index, layout.sees[name])] for name in names]
@@ -123,6 +124,8 @@ class _Session:
         self._pupils = [Pupil(name, names, script, problem, rng, lapses, self._lulls) for name in names]
         self._finished: list[Paragraph] = []
         self._numbers = [1] * len(names)
+        self._reencodes = reencodes
+        self._held: list[list[int]] = [[] for _ in names]  # the tokens of each worker's own block
         self._queues = [[script.separator, *self._opening(row)] for row in range(len(names))]
         self._fed = [0] * len(names)  # the number of the last token that each row has fed
         self._sampled: set[int] = set()  # rows, after the last pass
@@ -139,6 +142,7 @@ class _Session:
         for row, numbers in enumerate(self._recorder.feed(new, self._rows)):
             if len(numbers):
                 self._fed[row] = int(numbers[-1])
+                self._held[row] += new[row]
                 own = self._pupils[row].own
                 own.text += self._script.codec.decode(new[row])
                 if not own.opening and not self._queues[row]:
@@ -155,8 +159,10 @@ class _Session:
             return True
         for question, left in self._lulls.items():
             self._lulls[question] = max(0, left - 1)
-        due = [*self._due]
+        before = [*self._due]
         self._ask(len(new))
+        # The device ends a step before it decides who is asked; where the host encodes it anew, it has decided by then.
+        due = [*(self._due if self._reencodes else before)]
         self._sampled = {*new}
         for row, token in new.items():
             self._queues[row] = [token]
@@ -199,7 +205,13 @@ class _Session:
         pupil = self._pupils[row]
         name = pupil.name
         if name in self._layout.moves:
-            self._recorder.move(self._rows[row][-1], self._blocks.index(self._layout.moves[name]))
+            source, target = self._rows[row][-1], self._blocks.index(self._layout.moves[name])
+            if self._reencodes:
+                self._recorder.cut(source, 0)
+                self._recorder.text(self._held[row], target)
+            else:
+                self._recorder.move(source, target)
+            self._held[row] = []
         self._finished.append(pupil.own)
         self._numbers[row] += 1
         self._queues[row] += self._opening(row, asked)

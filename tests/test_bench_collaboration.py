@@ -52,6 +52,8 @@ def test_goals_by_hand(bench):
 def test_what_was_not_run_is_neither_met_nor_missed(bench):
     goals = bench.goals({"workers": found(bench, {1: {16: 0.0}, 2: {16: 0.1}}, {1: 50.0, 2: 31.0})})
     assert [goal.met for goal in goals] == [False, None, None]
+    alone = bench.goals({"encoded anew": found(bench, {2: {16: 0.3}}), "vote": found(bench, {2: {16: 0.3}})})
+    assert {goal.met for goal in alone} == {None}, "there is nothing to compare them with"
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

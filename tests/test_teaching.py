@@ -85,9 +85,9 @@ def seen_text(codec, trace: Trace, token: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Forced:
-    """What a model does to a cache without a thought: the logits say what a script has for the row after so many tokens in all.
+    """What a model does to a cache without a thought: the logits say what a script has for the row when so many tokens are cached.
 
-    Tokens only come, and moves keep them, so that their number says which pass it is.
+    What is cleared is encoded anew at once, and moves keep what they move, so that their number says which pass it is.
     """
 
     config: ModelConfig
@@ -110,7 +110,8 @@ def forced(model: LoadedModel, lesson) -> ForcedModel:
     """A model that samples what the lesson has sampled."""
     trace = lesson.trace
     said = np.zeros((1024, 256), np.float32)  # of one shape, so that sessions share programs
-    of_pass = np.bincount(trace.passes[trace.views], minlength=trace.num_passes).cumsum()
+    at = np.arange(trace.num_passes)[:, None]
+    of_pass = ((trace.stay_begins <= at) & (at < trace.stay_ends)).sum(axis=1)
     for row, pairs in sampled(lesson).items():
         for at, target in pairs:
             said[of_pass[trace.passes[trace.views[at]]], row] = target
@@ -128,14 +129,15 @@ def by_name(trace: Trace, names: tuple[str, ...]) -> dict[str, np.ndarray]:
     return {**arrays, "starts": trace.starts[:, places], "visible": trace.visible[:, places], "stay_blocks": blocks}
 
 
-@pytest.mark.parametrize(("layout", "count", "seed"), [
-    ("combined", 4, 1), *(pytest.param(layout, count, seed, marks=pytest.mark.slow) for layout in LAYOUTS
-                          for count, seed in ((1, 0), (4, 1), (6, 2)) if (layout, count) != ("combined", 4))])
-def test_a_lesson_is_the_trace_of_a_session_that_samples_its_tokens(scripts, script, model, format, layout, count, seed):
-    lesson, problem = play(scripts, script, seed, count, layout)
+@pytest.mark.parametrize(("layout", "count", "seed", "move"), [
+    ("combined", 4, 1, "rotate"), ("combined", 2, 1, "reencode"), pytest.param("interleaved", 4, 2, "reencode", marks=pytest.mark.slow),
+    *(pytest.param(layout, count, seed, "rotate", marks=pytest.mark.slow) for layout in LAYOUTS
+      for count, seed in ((1, 0), (4, 1), (6, 2)) if (layout, count) != ("combined", 4))])
+def test_a_lesson_is_the_trace_of_a_session_that_samples_its_tokens(scripts, script, model, format, layout, count, seed, move):
+    lesson, problem = play(scripts, script, seed, count, layout, move=move)
     budget = 512 if count == 1 else 256  # all that one worker has to write, and what the context has room for
     session = Workers(forced(model, lesson), problem.prompt(), names=worker_names(count), layout=layout, budget=budget, format=format,
-                      step_tokens=128, sampler=Sampler(temperature=0.0), seed=seed, ask_every=64, record=True, passes_at_once=64)
+                      step_tokens=128, sampler=Sampler(temperature=0.0), seed=seed, ask_every=64, record=True, passes_at_once=64, move=move)
     for _ in session.stream():
         pass
     assert session.ended == "answer"
