@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import random
 import re
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshare import Sampler
-from jaxshare.models import LoadedModel, problems
+from jaxshare.models import EMBEDDED, LoadedModel, problems
 from jaxshare.plan import make_plan
 from jaxshare.serving import demo
 from jaxshare.serving.branches import Branches, Completion, Completions, generate
@@ -22,7 +23,8 @@ from jaxshare.serving.trees import Branch, Prompts
 
 PROMPT = "<|im_start|>user\nSolve: 47 + 38<|im_end|>\n<|im_start|>assistant\n"
 WARM = Sampler(temperature=1.6, top_p=0.98)
-HOT = Sampler(temperature=3)
+HOT = Sampler(temperature=3, forbidden=tuple(json.loads((EMBEDDED / "generation_config.json").read_text())["eos_token_id"]))
+"""So that nothing ends before it has all its tokens, unless other tokens are to stop it."""
 
 # Most tests run a tree of this shape, or one with the same numbers of blocks and rows, so that they share their programs.
 TOKENS = np.random.default_rng(0).integers(3, 402, 64).tolist()

@@ -404,7 +404,7 @@ def test_packed_lessons_see_themselves_alone(scripts, lessons):
 def test_pairs_give_the_logits_of_the_core(scripts, model, lessons):
     pairs, made = scripts["pair_attention"], scripts["lessons"]
     packed = made.pack(lessons[:3])
-    shape = made.Shape(tokens=packed.trace.num_tokens)
+    shape = made.Shape(tokens=packed.trace.num_tokens, tiles=80, blocks=80)
     traces, found, at, _, _ = made.batch(packed, shape)
     ours = pairs.logits(model.module, model.params, traces, found, jnp.asarray(at))
     theirs = reencode_logits(model.module, model.params, jax.tree.map(jnp.asarray, traces), jnp.asarray(at))
