@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
-from unittest import mock
 
 from jaxshare.models.fields import first_line
 
 _PATIENCE = 60.0
 """Seconds that reads under way are waited for."""
+_one_at_a_time = threading.RLock()
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -29,9 +29,13 @@ def ended_reads() -> Iterator[None]:
     Orbax closes its event loop at the first error while other reads still run, and each of those then complains by itself, after the error
     that says what is wrong, at whatever moment it ends or is collected.
     """
-    here, others = threading.get_ident(), asyncio.new_event_loop
-    with mock.patch.object(asyncio, "new_event_loop", lambda: _Loop() if threading.get_ident() == here else others()):
-        yield
+    with _one_at_a_time:  # so that each thread puts back what it has found
+        here, others = threading.get_ident(), asyncio.new_event_loop
+        asyncio.new_event_loop = lambda: _Loop() if threading.get_ident() == here else others()
+        try:
+            yield
+        finally:
+            asyncio.new_event_loop = others
 
 
 def why(error: BaseException) -> str:

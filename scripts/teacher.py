@@ -195,15 +195,13 @@ class Pupil:
     def _open(self, sight: Sight) -> float:
         free = self._free(sight)
         self._question = 0
-        if free and not self._believed(free):
-            self._plan(self._script.behind(self.own.body, wait_body(self._awaited(sight))), "end")
-            return 0.0
-        if free:
+        if self._believed(free):
             self._plan(self._script.claim, "number")
         elif len(sight.results) == len(self._problem.questions):
             self._plan(self._script.codec.encode(box(self._problem, sight.results)), "stop")
         else:
             self._plan(self._script.behind(self.own.body, wait_body(self._awaited(sight))), "end")
+            return float(not free)
         return 1.0
 
     def _number(self, sight: Sight) -> float:
