@@ -1,6 +1,6 @@
 """How many forward passes workers with a shared cache save on problems that the model has not seen, and what each part of that is worth.
 
-    python scripts/bench_collaboration.py                           # the full measurement: 200 problems, about two hours on two cores
+    python scripts/bench_collaboration.py                           # the full measurement: 200 problems, an hour and a half on two cores
     python scripts/bench_collaboration.py --quick                   # a few problems, one and two workers
     python scripts/bench_collaboration.py --json --output FILE      # one JSON object
 
