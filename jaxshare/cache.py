@@ -9,7 +9,7 @@ and a block is cut in two without touching a key.
 import dataclasses
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import jax
@@ -261,27 +261,45 @@ class KVCache:
         Raises:
           ValueError: an unknown or repeated block, or an extent that leaves the arena or lies over another block's.
         """
-        found, begins, sizes = (np.array(x) for x in (self.lengths, self.offsets, self.capacities))
-        if not len(blocks) == len(offsets) == len(capacities):
-            raise ValueError(f"{len(blocks)} blocks, {len(offsets)} offsets and {len(capacities)} capacities are given; "
-                             f"give one of each a block")
-        if len(set(blocks)) < len(blocks):
-            raise ValueError(f"blocks must name each block once; got {list(blocks)}")
-        self._check_blocks(**{f"blocks[{i}]": block for i, block in enumerate(blocks)})
-        phases, arena = np.array(self.phases), self.keys[0].shape[1]
+        self._check_extents(blocks, offsets, capacities)
+        found, begins, sizes, phases = (np.array(x) for x in (self.lengths, self.offsets, self.capacities, self.phases))
         for block, offset, capacity in zip(blocks, offsets, capacities, strict=True):
-            if offset < 0 or capacity < 0 or offset + capacity > arena:
-                raise ValueError(f"block {block} would lie at {offset} to {offset + capacity}, but the arena has {arena} tokens")
             begins[block], sizes[block], found[block], phases[block] = offset, capacity, 0, 0
-        order = np.argsort(begins, kind="stable")
-        order = order[sizes[order] > 0]
-        ends = begins[order] + sizes[order]
-        if (over := np.flatnonzero(begins[order][1:] < ends[:-1])).size:
-            low, high = order[over[0]], order[over[0] + 1]
-            raise ValueError(f"blocks {low} and {high} would lie over each other, at {begins[low]} to {begins[low] + sizes[low]} and from "
-                             f"{begins[high]}")
+        _check_apart(begins, sizes)
         return dataclasses.replace(self, lengths=jnp.asarray(found), offsets=jnp.asarray(begins), capacities=jnp.asarray(sizes),
                                    phases=jnp.asarray(phases))
+
+    def relocate(self, blocks: Sequence[int], offsets: Sequence[int], capacities: Sequence[int]) -> "KVCache":
+        """Gives blocks other extents of the arena and takes their tokens there: how a block gets more room, or gives some back.
+
+        An extent may overlap the one that its block has now. Keys keep their rotation, so that nothing changes for rows that see the
+        block. The work follows the lengths of the blocks whose offset changes; where there are any, this cache is donated: use the
+        returned one. Not for use inside jit.
+
+        Args:
+          blocks: the blocks, each once.
+          offsets, capacities: the new extent of each, in tokens.
+
+        Raises:
+          ValueError: an unknown or repeated block, an extent that leaves the arena, lies over another block's or has too little room for
+            its tokens, or extents that cannot be reached one after the other without overwriting tokens.
+        """
+        self._check_extents(blocks, offsets, capacities)
+        begins, sizes, lengths = (np.array(x) for x in (self.offsets, self.capacities, self.lengths))
+        old = begins.copy()
+        for block, offset, capacity in zip(blocks, offsets, capacities, strict=True):
+            if capacity < lengths[block]:
+                raise ValueError(f"block {block} has {lengths[block]} tokens, and its new extent room for {capacity}; give it more")
+            begins[block], sizes[block] = offset, capacity
+        _check_apart(begins, sizes)
+        cache, left = self, [block for block in blocks if begins[block] != old[block] and lengths[block]]
+        while left:
+            free = [b for b in left if all(begins[b] + lengths[b] <= old[o] or old[o] + lengths[o] <= begins[b] for o in left if o != b)]
+            if not free:
+                raise ValueError(f"blocks {left} would overwrite each other, whichever is moved first; relocate them in several calls")
+            cache = _relocated(cache, jnp.asarray(free[0], jnp.int32), jnp.asarray(int(begins[free[0]]), jnp.int32))
+            left.remove(free[0])
+        return dataclasses.replace(cache, offsets=jnp.asarray(begins), capacities=jnp.asarray(sizes))
 
     def check(self) -> None:
         """Raises ValueError if a pass inside jit wrote beyond a capacity or was given a layout that cannot be."""
@@ -293,10 +311,33 @@ class KVCache:
             if is_concrete(block) and not 0 <= int(block) < self.num_blocks:
                 raise ValueError(f"{name} is {int(block)}, but the cache has blocks 0 to {self.num_blocks - 1}")
 
+    def _check_extents(self, blocks: Sequence[int], offsets: Sequence[int], capacities: Sequence[int]) -> None:
+        if not len(blocks) == len(offsets) == len(capacities):
+            raise ValueError(f"{len(blocks)} blocks, {len(offsets)} offsets and {len(capacities)} capacities are given; "
+                             f"give one of each a block")
+        if len(set(blocks)) < len(blocks):
+            raise ValueError(f"blocks must name each block once; got {list(blocks)}")
+        self._check_blocks(**{f"blocks[{i}]": block for i, block in enumerate(blocks)})
+        arena = self.keys[0].shape[1]
+        for block, offset, capacity in zip(blocks, offsets, capacities, strict=True):
+            if offset < 0 or capacity < 0 or offset + capacity > arena:
+                raise ValueError(f"block {block} would lie at {offset} to {offset + capacity}, but the arena has {arena} tokens")
+
     def _known(self, *blocks: int | Array) -> Array:
         """bool[]: whether the cache has all these blocks."""
         numbers = jnp.asarray(blocks, jnp.int32)
         return jnp.all((numbers >= 0) & (numbers < self.num_blocks))
+
+
+def _check_apart(begins: np.ndarray, sizes: np.ndarray) -> None:
+    """Raises ValueError where two extents of int[B] offsets and capacities lie over each other."""
+    order = np.argsort(begins, kind="stable")
+    order = order[sizes[order] > 0]
+    ends = begins[order] + sizes[order]
+    if (over := np.flatnonzero(begins[order][1:] < ends[:-1])).size:
+        low, high = order[over[0]], order[over[0] + 1]
+        raise ValueError(f"blocks {low} and {high} would lie over each other, at {begins[low]} to {begins[low] + sizes[low]} and from "
+                         f"{begins[high]}")
 
 
 @jax.jit
@@ -305,15 +346,29 @@ def _moved(cache: KVCache, source: Array, target: Array) -> KVCache:
     known = cache._known(source, target)
     fits = (start + count <= cache.capacities[target]) & (source != target)
     count = jnp.where(known & fits, count, 0)
-    cos, sin = cache.rope.cos_sin(cache.phases[target] + start - cache.phases[source], scaled=False)
+    angles = cache.rope.cos_sin(cache.phases[target] + start - cache.phases[source], scaled=False)
+    return dataclasses.replace(
+        _copied(cache, cache.offsets[source], cache.offsets[target] + start, count, angles),
+        lengths=cache.lengths.at[source].add(-count).at[target].add(count),
+        faults=cache.faults | jnp.where(known, jnp.where(fits, 0, Fault.OVERFLOW.value), Fault.UNKNOWN_BLOCK.value))
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _relocated(cache: KVCache, block: Array, offset: Array) -> KVCache:
+    """The cache with a block's tokens at another offset."""
+    angles = cache.rope.cos_sin(jnp.zeros((), jnp.int32), scaled=False)
+    return dataclasses.replace(_copied(cache, cache.offsets[block], offset, cache.lengths[block], angles),
+                               offsets=cache.offsets.at[block].set(offset))
+
+
+def _copied(cache: KVCache, source: Array, target: Array, count: Array, angles: tuple[Array, Array]) -> KVCache:
+    """The cache with `count` tokens of the arenas copied from `source` to `target`, keys rotated further by (cos, sin) of each pair."""
     stripes, none = cache.stripes, PartitionSpec()
     copy = _copy if stripes.axis is None else functools.partial(_copy_over, stripes)
     arenas = cache.specs.keys, cache.specs.values
     keys, values = on_each(copy, cache.mesh, in_specs=(arenas, none, none, none, none, none), out_specs=arenas)(
-        (cache.keys, cache.values), cache.offsets[source], cache.offsets[target] + start, count, cos, sin)
-    return dataclasses.replace(
-        cache, keys=keys, values=values, lengths=cache.lengths.at[source].add(-count).at[target].add(count),
-        faults=cache.faults | jnp.where(known, jnp.where(fits, 0, Fault.OVERFLOW.value), Fault.UNKNOWN_BLOCK.value))
+        (cache.keys, cache.values), source, target, count, *angles)
+    return dataclasses.replace(cache, keys=keys, values=values)
 
 
 def alignment(capacity: int) -> int:
@@ -386,12 +441,11 @@ def _write_windows(stripes: Stripes, arena: Array, new: Array, write_at: Array, 
 
 
 def _copy(arenas: Arenas, source: Array, target: Array, count: Array, cos: Array, sin: Array) -> Arenas:
-    """Copies `count` tokens from `source` to `target`, keys rotated further by one angle a pair."""
+    """Copies `count` tokens from `source` to `target`, which may overlap, keys rotated further by one angle a pair."""
     tokens = arenas[0][0].shape[1]
     tile = min(_MOVE_TILE, tokens)
 
-    def copy_tile(state):
-        done, (keys, values) = state
+    def copy_tile(done: Array, arenas: Arenas) -> Arenas:
         left = jnp.minimum(count - done, tile)
         read, write = (jnp.minimum(at + done, tokens - tile) for at in (source, target))
         # Window index i of the target holds token i - (target + done - write) of this tile.
@@ -405,22 +459,33 @@ def _copy(arenas: Arenas, source: Array, target: Array, count: Array, cos: Array
             window = jax.lax.dynamic_slice_in_dim(arena, write, tile, axis=1)
             return jax.lax.dynamic_update_slice_in_dim(arena, jnp.where(real, piece, window), write, axis=1)
 
-        return done + tile, (tuple(copied(k, True) for k in keys), tuple(copied(v, False) for v in values))
+        return tuple(copied(k, True) for k in arenas[0]), tuple(copied(v, False) for v in arenas[1])
 
-    return jax.lax.while_loop(lambda state: state[0] < count, copy_tile, (jnp.zeros((), jnp.int32), arenas))[1]
+    return _by_tiles(copy_tile, arenas, source, target, count, tile)
 
 
 def _copy_over(stripes: Stripes, arenas: Arenas, source: Array, target: Array, count: Array, cos: Array, sin: Array) -> Arenas:
     """`_copy` where tokens are spread over devices: who keeps them tells the others, and who is to keep them writes."""
-    def copy_tile(state: tuple[Array, Arenas]) -> tuple[Array, Arenas]:
-        done, arenas = state
+    def copy_tile(done: Array, arenas: Arenas) -> Arenas:
         token = done + jnp.arange(_MOVE_TILE)
         # What lies behind the last token is read and written nowhere.
         keys, values = take(stripes, arenas, jnp.where(token < count, source + token, -1))
         new = tuple(rotate(k, cos, sin) for k in keys), values
-        return done + _MOVE_TILE, put(stripes, arenas, jnp.where(token < count, target + token, -1), new)
+        return put(stripes, arenas, jnp.where(token < count, target + token, -1), new)
 
-    return jax.lax.while_loop(lambda state: state[0] < count, copy_tile, (jnp.zeros((), jnp.int32), arenas))[1]
+    return _by_tiles(copy_tile, arenas, source, target, count, _MOVE_TILE)
+
+
+def _by_tiles(copy_tile: Callable[[Array, Arenas], Arenas], arenas: Arenas, source: Array, target: Array, count: Array,
+              tile: int) -> Arenas:
+    """Copies tile by tile, from the end where the target lies behind the source: tokens are read before they are overwritten."""
+    tiles = -(-count // tile)
+
+    def step(state: tuple[Array, Arenas]) -> tuple[Array, Arenas]:
+        number, arenas = state
+        return number + 1, copy_tile(jnp.where(target > source, tiles - 1 - number, number) * tile, arenas)
+
+    return jax.lax.while_loop(lambda state: state[0] < tiles, step, (jnp.zeros((), jnp.int32), arenas))[1]
 
 
 def take(stripes: Stripes, arenas: Arenas, index: Array) -> Arenas:

@@ -21,7 +21,7 @@ from jaxshare.layout import Layout
 from jaxshare.recording import Record
 from jaxshare.sampling import Sampler, Samplers, largest, logprob, whole_rows
 from jaxshare.sizes import bucket
-from jaxshare.steps import Steps, after_sampling, spill
+from jaxshare.steps import Steps, after_sampling
 
 _STOPS = 8
 """Stop tokens are kept in a multiple of this many places, so that a few more or less share a program."""
@@ -355,15 +355,9 @@ def _feed(model: Model, params: Any, state: DecodeState, width: int) -> DecodeSt
     """One forward pass over the next pending tokens of every running row."""
     count = jnp.where(state.running, jnp.minimum(state.waiting, width), 0)
     target = jnp.maximum(state.layout.written, 0)
-    full = state.cache.lengths[target] + count > state.cache.capacities[target]
-    stuck = jnp.zeros((), bool)
-    if state.steps is not None:
-        cache, stuck, spilled = spill(state.steps, state.cache, state.layout, state.running & full)
-        record = None if state.record is None else state.record.spilled(state.passes, spilled)
-        state = dataclasses.replace(state, cache=cache, record=record)
-        full = cache.lengths[target] + count > cache.capacities[target]
-    reasons = jnp.where(state.running & (full | stuck), Reason.FULL.value, state.reasons)
-    count = jnp.where(full | stuck, 0, count)
+    full = state.running & (state.cache.lengths[target] + count > state.cache.capacities[target])
+    reasons = jnp.where(full, Reason.FULL.value, state.reasons)
+    count = jnp.where(full, 0, count)
     tokens = jax.vmap(lambda queue, head: jax.lax.dynamic_slice_in_dim(queue, head, width))(state.pending, state.head)
     logits, cache = model.apply(params, tokens, count, state.cache, state.layout)
     fed = count > 0

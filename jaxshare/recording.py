@@ -31,8 +31,7 @@ class Record:
       first: int32[], passes before the dispatch.
       tokens: int32[J, R, W], what each pass fed; counts: int32[J, R], how many tokens of each row.
       lengths: int32[J, B], of the blocks after each pass.
-      moved: bool[J + 1, 2, R], the rows whose blocks moved before each pass, and after the last: at the ends of steps, then, as the pass
-        began, where a block was full. Lower rows move first.
+      moved: bool[J + 1, R], the rows whose steps moved before each pass, and after the last. Lower rows move first.
     """
 
     first: Array
@@ -45,7 +44,7 @@ class Record:
     def empty(cls, passes: int, rows: int, width: int, num_blocks: int) -> Self:
         """Room for so many passes."""
         return cls(jnp.zeros((), jnp.int32), jnp.zeros((passes, rows, width), jnp.int32), jnp.zeros((passes, rows), jnp.int32),
-                   jnp.zeros((passes, num_blocks), jnp.int32), jnp.zeros((passes + 1, 2, rows), bool))
+                   jnp.zeros((passes, num_blocks), jnp.int32), jnp.zeros((passes + 1, rows), bool))
 
     @property
     def room(self) -> int:
@@ -65,11 +64,7 @@ class Record:
 
     def ended(self, passes: Array, rows: Array) -> Self:
         """The blocks of bool[R] rows moved because their steps had ended, after so many passes."""
-        return dataclasses.replace(self, moved=self.moved.at[passes - self.first, 0].set(rows, mode="drop"))
-
-    def spilled(self, passes: Array, rows: Array) -> Self:
-        """The blocks of bool[R] rows moved because they were full, as the pass after so many began."""
-        return dataclasses.replace(self, moved=self.moved.at[passes - self.first, 1].set(rows, mode="drop"))
+        return dataclasses.replace(self, moved=self.moved.at[passes - self.first].set(rows, mode="drop"))
 
 
 class Recorder:
@@ -88,7 +83,7 @@ class Recorder:
         if num_blocks < 1 or (capacities is not None and len(capacities) != num_blocks):
             raise ValueError(f"a trace needs at least 1 block, and a capacity for each; got {num_blocks} blocks and "
                              f"{'no' if capacities is None else len(capacities)} capacities")
-        self._capacities = None if capacities is None else np.asarray(capacities, np.int32)
+        self._capacities = None if capacities is None else np.array(capacities, np.int32)
         self._held: list[list[int]] = [[] for _ in range(num_blocks)]  # of each block its stays, as they lie
         self._tokens: list[int] = []
         self._views: list[int] = []
@@ -197,6 +192,12 @@ class Recorder:
             self._stay(token, target)
         self._most = np.maximum(self._most, self.lengths)
 
+    def widen(self, block: int, capacity: int) -> None:
+        """Gives a block room for so many tokens, if it has less."""
+        self._check_blocks(block)
+        if self._capacities is not None:
+            self._capacities[block] = max(int(self._capacities[block]), capacity)
+
     def cut(self, block: int, length: int) -> None:
         """A block loses all behind its first tokens; with length 0 it is cleared.
 
@@ -221,7 +222,7 @@ class Recorder:
         """
         ran = passes - int(record.first)
         for at in range(ran + 1):
-            for row in np.argwhere(np.asarray(record.moved[at]))[:, 1].tolist():
+            for row in np.flatnonzero(record.moved[at]).tolist():
                 self.move(layout[row][-1], targets[row])
             if at < ran:
                 self.feed([new[:count] for new, count in zip(record.tokens[at].tolist(), record.counts[at].tolist(), strict=True)], layout)
@@ -237,7 +238,7 @@ class Recorder:
         return Trace(
             tokens=np.asarray(self._tokens, np.int32), views=np.asarray(self._views, np.int32), rows=rows, passes=passes, starts=starts,
             visible=visible, stay_tokens=of, stay_blocks=blocks, stay_indices=indices, stay_begins=begins, stay_ends=ends,
-            capacities=self._most if self._capacities is None else self._capacities, names=tuple(names), fingerprint=fingerprint,
+            capacities=(self._most if self._capacities is None else self._capacities).copy(), names=tuple(names), fingerprint=fingerprint,
             context=context)
 
     def _stay(self, token: int, block: int) -> None:

@@ -1,7 +1,7 @@
 """Steps: rows that write a paragraph at a time, each of which moves to a shared block when it is finished (Hogwild! section 3.2).
 
-The decode loop calls `spill` before it feeds and `after_sampling` after it has sampled. Where a step ends, whether an answer is in
-it, what opens the next one and which worker is asked whether its work is redundant: all of it is found on the device.
+The decode loop calls `after_sampling` after it has sampled. Where a step ends, whether an answer is in it, what opens the next one and
+which worker is asked whether its work is redundant: all of it is found on the device.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Mark(enum.IntFlag):
     ANSWER = 2
     """It closed an answer."""
     ASKED = 4
-    """The step after it opens with the question."""
+    """The step after it opens with the question, whether the device or the host opens it."""
 
 
 @jax.tree_util.register_dataclass
@@ -41,10 +41,12 @@ class Steps:
       answered: bool[R], whether the step being written holds an answer.
       at_once: bool[], whether an answer ends a row where it closes, and not with the step that holds it.
       together: bool[], whether one row's answer ends all rows.
+      on_stop: bool[], whether a stop token of one row ends all rows, as an answer does.
       targets: int32[R], the block to whose end a finished step moves; -1 leaves it where it is.
       number: int32[R], the step being written, from 1.
       base: int32[R], the step that the first prepared opening is for.
-      prepared: int32[R], how many openings are prepared. A row that needs one that is not ends with `Reason.STEP`, unmoved.
+      prepared: int32[R], how many openings are prepared. A row that needs one that is not ends with `Reason.STEP`, unmoved, and so do the
+        rows after it whose steps end in the same pass, so that steps always move in the order of the rows.
       openings: int32[R, N, 2, E], tokens to feed after the one that ended a step: without and with the question.
       opening_sizes: int32[R, N, 2].
       ask_every: int32[], sampled tokens, all rows together, between questions; 0 never asks.
@@ -61,6 +63,7 @@ class Steps:
     answered: Array
     at_once: Array
     together: Array
+    on_stop: Array
     targets: Array
     number: Array
     base: Array
@@ -78,7 +81,7 @@ class Steps:
     @classmethod
     def create(cls, ends: TokenAutomaton, answers: TokenAutomaton, targets: Sequence[int], *, room: int, openings: int = 0,
                longest: int = 1, ask_every: int = 0, seed: int = 0, at_once: bool = False,
-               together: bool = True) -> "Steps":
+               together: bool = True, on_stop: bool = False) -> "Steps":
         """Steps about to begin, with room for openings but none prepared.
 
         Args:
@@ -86,13 +89,13 @@ class Steps:
           targets: for each row the block to which its finished steps move, or -1.
           room: X, places for the tokens that a row samples.
           openings: N; longest: E, at most.
-          ask_every, seed, at_once, together: see the class.
+          ask_every, seed, at_once, together, on_stop: see the class.
         """
         rows = len(targets)
         zeros = jnp.zeros(rows, jnp.int32)
         return cls(
             ends=ends, answers=answers, end_state=zeros + ends.start, answer_state=zeros + answers.start, answered=zeros > 0,
-            at_once=jnp.asarray(at_once), together=jnp.asarray(together),
+            at_once=jnp.asarray(at_once), together=jnp.asarray(together), on_stop=jnp.asarray(on_stop),
             targets=jnp.asarray(targets, jnp.int32), number=zeros + 1, base=zeros + 1, prepared=zeros,
             openings=jnp.zeros((rows, max(openings, 1), 2, longest), jnp.int32),
             opening_sizes=jnp.zeros((rows, max(openings, 1), 2), jnp.int32), ask_every=jnp.asarray(ask_every, jnp.int32),
@@ -122,8 +125,7 @@ class Steps:
         """A row begins to write a step, with nothing of it sampled yet."""
         return dataclasses.replace(
             self, number=self.number.at[row].set(number), end_state=self.end_state.at[row].set(self.ends.start),
-            answer_state=self.answer_state.at[row].set(self.answers.start), answered=self.answered.at[row].set(False),
-            due=self.due.at[row].set(False))
+            answer_state=self.answer_state.at[row].set(self.answers.start), answered=self.answered.at[row].set(False))
 
 
 @jax.tree_util.register_dataclass
@@ -132,7 +134,7 @@ class Outcome:
     """What `after_sampling` found.
 
     Attributes:
-      over: bool[R], rows that need not write on, because an answer stands.
+      over: bool[R], rows that need not write on, because an answer stands or, with `on_stop`, a row has stopped.
       full: bool[], a finished step finds no room where it has to move: nobody can write on.
       held: bool[R], rows whose step has ended and that have no opening prepared.
       opens: bool[R], rows whose step has ended and moved; they go on with the token that ended it and the opening
@@ -165,11 +167,12 @@ def after_sampling(steps: Steps, cache: KVCache, layout: Layout, token: Array, p
     answered = steps.answered | closed
     ended &= due & running
     over = (ended | (due & stopped) | (steps.at_once & closed)) & answered
-    over |= steps.together & jnp.any(over)
+    over |= (steps.together & jnp.any(over)) | (steps.on_stop & jnp.any(due & stopped))
     complete, ended = ended & over, ended & ~over
 
     index = steps.number + 1 - steps.base
     held = ended & ((index < 0) | (index >= steps.prepared))
+    held = ended & (jnp.cumsum(held, dtype=jnp.int32) > 0)
     moving = ended & ~held
     wanted = moving & (steps.targets >= 0)
     cache, left = _move(cache, layout, steps.targets, wanted)
@@ -180,7 +183,7 @@ def after_sampling(steps: Steps, cache: KVCache, layout: Layout, token: Array, p
     ask = (steps.ask_every > 0) & (since >= steps.ask_every) & jnp.any(running)
     turn = uniforms(steps.seed[None], steps.asked[None])[0] * jnp.sum(running, dtype=jnp.float32)
     chosen = running & (jnp.cumsum(running, dtype=jnp.int32) - 1 == turn.astype(jnp.int32))
-    asks = opens & steps.due
+    asks = (opens | held | complete) & steps.due
 
     index = jnp.clip(index, 0, steps.openings.shape[1] - 1)
     found = (Mark.STEP, complete | opens | held), (Mark.ANSWER, closed), (Mark.ASKED, asks)
@@ -196,20 +199,6 @@ def after_sampling(steps: Steps, cache: KVCache, layout: Layout, token: Array, p
     asking = asks.astype(jnp.int32)
     return steps, cache, Outcome(over, full, held, opens, steps.openings[row, index, asking], steps.opening_sizes[row, index, asking],
                                  wanted & ~left)
-
-
-def spill(steps: Steps, cache: KVCache, layout: Layout, full: Array) -> tuple[KVCache, Array, Array]:
-    """Empties blocks that are full in the middle of a step, as though the step had ended, where it has somewhere to move.
-
-    Args:
-      full: bool[R], rows whose block has no room for what they feed next.
-
-    Returns:
-      The cache; bool[]: whether a block found no room where it has to move; and bool[R]: the rows whose blocks moved.
-    """
-    wanted = full & (steps.targets >= 0) & (cache.lengths[jnp.maximum(layout.written, 0)] > 0)
-    cache, left = _move(cache, layout, steps.targets, wanted)
-    return cache, jnp.any(left), wanted & ~left
 
 
 def _move(cache: KVCache, layout: Layout, targets: Array, wanted: Array) -> tuple[KVCache, Array]:

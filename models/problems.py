@@ -18,6 +18,8 @@ import random
 import re
 from collections.abc import Container, Sequence
 
+from jaxshare.models.forms import TAUGHT, Form
+
 NAMES = ("Alice", "Bob")
 SEPARATOR = "\n\n"
 """Opens every paragraph, and so ends the one before: one token of the embedded tokenizer."""
@@ -27,6 +29,8 @@ BOX = -1
 WAIT = 0
 
 _THINGS = ("pens", "cups", "books", "eggs")
+_SHORT = 0.15
+"""The share of numbers of one digit among those that a person types."""
 _BOX = re.compile(r"\\boxed\{([^{}]*)\}")
 _CLAIM = re.compile(r"Question (\d+)")
 _RESULT = re.compile(r"Answer (\d+): (\d+)\.")
@@ -34,12 +38,16 @@ _RESULT = re.compile(r"Answer (\d+): (\d+)\.")
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One question: its text as the prompt shows it, and the expression it stands for (`operator` is one of + - *)."""
+    """One question: the expression it stands for (`operator` is one of + - *), and its text where that is not a sum in signs."""
 
     text: str
     left: int
     operator: str
     right: int
+
+    def typed(self, form: Form) -> str:
+        """The question as a form shows it; one in words stands as it is."""
+        return self.text or form.sum(self.left, self.operator, self.right)
 
     @property
     def answer(self) -> int:
@@ -49,8 +57,9 @@ class Question:
         """The expression, then digit by digit from the ones up, carry or borrow always written: `47+38. 7+8=15, 4+3+1=8.`"""
         (tens, ones), right = divmod(self.left, 10), self.right
         if self.operator == "*":
-            low, high = ones * right, tens * right
-            steps = f"{ones}*{right}={low}, {tens}*{right}={high}, {high}+{low // 10}={high + low // 10}"
+            (tens, ones), digit = divmod(max(self.left, right), 10), min(self.left, right)
+            low, high = ones * digit, tens * digit
+            steps = f"{ones}*{digit}={low}, {tens}*{digit}={high}, {high}+{low // 10}={high + low // 10}"
         elif self.operator == "+":
             low = ones + right % 10
             steps = f"{ones}+{right % 10}={low}, {tens}+{right // 10}+{low // 10}={tens + right // 10 + low // 10}"
@@ -75,9 +84,8 @@ class Dependent:
     times: int
     added: int
 
-    @property
-    def text(self) -> str:
-        """As the prompt shows it."""
+    def typed(self, form: Form) -> str:
+        """The question as every form shows it."""
         return f"{'twice ' if self.times == 2 else ''}the answer of {self.source}, plus {self.added}"
 
     def value(self, answer: int) -> int:
@@ -94,11 +102,16 @@ class Dependent:
 class Problem:
     """Questions, asked at once: 1 to `MOST_QUESTIONS`.
 
+    Attributes:
+      questions: what is asked.
+      form: how it stands in the user's message.
+
     Raises:
       ValueError: another number of questions, or one that depends on what is no `Question` of the problem.
     """
 
     questions: tuple[Question | Dependent, ...]
+    form: Form = TAUGHT
 
     def __post_init__(self):
         if not 1 <= len(self.questions) <= MOST_QUESTIONS:
@@ -114,7 +127,7 @@ class Problem:
 
     def prompt(self) -> str:
         """The text of the user's message."""
-        return "\n".join([instruction(len(self.questions)), *(f"{i}. {q.text}" for i, q in enumerate(self.questions, 1))])
+        return self.form.message(instruction(len(self.questions)), [question.typed(self.form) for question in self.questions])
 
     def messages(self, names: Sequence[str] = NAMES[:1]) -> list[dict[str, str]]:
         """Chat messages; the system message says who works: ("Alice",) or ("Alice", "Bob").
@@ -181,6 +194,20 @@ def make_problem(rng: random.Random, questions: int = QUESTIONS, *, dependent: b
         for place in order[:count]:
             made[place] = Dependent(1 + rng.choice(order[count:]), rng.randint(1, 2), rng.randint(1, 99))
     return Problem(tuple(made))
+
+
+def typed_problem(rng: random.Random, questions: int, form: Form) -> Problem:
+    """Draws a problem as a person would type it: as `make_problem`, with some numbers of one digit, on either side.
+
+    Args:
+      rng: what decides.
+      questions: how many, 1 to `MOST_QUESTIONS`.
+      form: of the message. Questions in words, such as "27 boxes of 6 pens", stand among those of `TAUGHT` alone.
+
+    Raises:
+      ValueError: another number of questions.
+    """
+    return Problem(tuple(_typed_question(rng, form) for _ in range(questions)), form)
 
 
 def few_shot_messages(examples: Sequence[Problem], problem: Problem) -> list[dict[str, str]]:
@@ -254,7 +281,7 @@ def _make_question(rng: random.Random) -> Question:
     right = {"+": (10, 99), "-": (10, left), "*": (2, 9)}[operator]
     right = rng.randint(*right)
     if not in_words:
-        text = f"{left} {operator} {right}"
+        text = ""
     elif operator == "+":
         text = f"{left} red and {right} blue {things}"
     elif operator == "-":
@@ -262,6 +289,21 @@ def _make_question(rng: random.Random) -> Question:
     else:
         text = f"{left} boxes of {right} {things}"
     return Question(text, left, operator, right)
+
+
+def _typed_question(rng: random.Random, form: Form) -> Question:
+    question = _make_question(rng)
+    if form == TAUGHT and question.text:
+        return question
+    left, operator, right = question.left, question.operator, question.right
+    if rng.random() < _SHORT:
+        left = rng.randint(1, 9)
+        right = rng.randint(0, left) if operator == "-" else right
+    elif rng.random() < _SHORT and operator != "*":
+        right = rng.randint(1, 9)
+    if operator == "*" and rng.random() < 0.5:
+        left, right = right, left
+    return Question("", left, operator, right)
 
 
 def _long_addition(left: int, right: int) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 from benchlib import Goal, Parser, command, finish, machine, table, versions
 from tqdm import tqdm
 
+from jaxshare.models.forms import FORMS
 from jaxshare.serving import cli
 from jaxshare.serving.evaluation import Point, plot
 
@@ -57,7 +58,9 @@ class Case:
         return tuple(range(16, self.most + 1, self.step))
 
 
-BASE, ENCODED = "workers", "encoded anew"
+BASE, ENCODED, TYPED = "workers", "encoded anew", "typed"
+RIGHT = 0.98
+"""Goal: what part of the questions is right in the end in the worst of the forms in which a person types sums."""
 BASELINES = {
     "self-consistency": Case("self-consistency", (2, 4), ("--method", "self-consistency", "--temperature", str(TEMPERATURE))),
     "vote": Case("self-consistency by vote", (2, 4), ("--method", "vote", "--temperature", str(TEMPERATURE))),
@@ -73,6 +76,7 @@ CASES = {
     BASE: Case("combined layout", (1, 2, 4, 6), ("--ask-every", "0"), most=256, step=8),
     **BASELINES, **ABLATIONS,
     "five to ten": Case("five to ten questions", (1, 2, 4, 6), ("--ask-every", "0"), questions="5-10", most=480),
+    TYPED: Case("sums as a person types them", (1, 2, 4), ("--ask-every", "0"), task="sums-typed", questions="1-10", most=480, step=48),
     "dependent": Case("dependent questions", (1, 2, 4), ("--ask-every", "0"), task="sums-dependent", most=304, step=32),
 }
 QUICK = {
@@ -87,10 +91,12 @@ class Found:
     Attributes:
       points: accuracy by number of workers and budget.
       passes_to_90: by number of workers.
+      forms: accuracy at the last budget by number of workers and form, where problems have one.
     """
 
     points: tuple[Point, ...]
     passes_to_90: Mapping[int, float | None]
+    forms: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     def accuracy(self, workers: int) -> dict[int, float]:
         """By budget."""
@@ -107,7 +113,20 @@ def evaluate(case: Case, model: str, problems: int, folder: Path) -> Found:
         raise RuntimeError(f"`jaxshare {' '.join(asked)}` ended with code {code}")
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     return Found(tuple(Point(**point) for point in result["points"]),
-                 {int(count): passes for count, passes in result["passes_to_90"].items()})
+                 {int(count): passes for count, passes in result["passes_to_90"].items()},
+                 by_form(folder) if case.task == "sums-typed" else {})
+
+
+def by_form(folder: Path) -> dict[int, dict[str, float]]:
+    """The part of the questions that is right at the last budget, by number of workers and by the form that a problem's id begins with."""
+    scores = [json.loads(line) for line in (folder / "scores.jsonl").read_text(encoding="utf-8").splitlines()]
+    last = max(score["budget"] for score in scores)
+    right: dict[int, dict[str, list[bool]]] = {}
+    for score in scores:
+        if score["budget"] == last:
+            form = score["problem"].rpartition(" ")[0]
+            right.setdefault(score["workers"], {}).setdefault(form, []).extend(score["right"])
+    return {count: {form: sum(marks) / len(marks) for form, marks in forms.items()} for count, forms in sorted(right.items())}
 
 
 def goals(found: Mapping[str, Found]) -> list[Goal]:
@@ -116,6 +135,9 @@ def goals(found: Mapping[str, Found]) -> list[Goal]:
     wanted = [share(base, count, goal, "five questions") for count, goal in ((2, OF_TWO), (4, OF_FOUR))]
     if "five to ten" in found:
         wanted += [share(found["five to ten"], count, goal, "five to ten questions") for count, goal in ((2, OF_TWO), (4, OF_FOUR))]
+    if TYPED in found:
+        wanted += [Goal(f"{count} worker{'s' * (count > 1)}: part of the questions that is right in the worst form of typing",
+                        min(forms.values()), RIGHT) for count, forms in found[TYPED].forms.items()]
     for name, case in BASELINES.items():
         if name in found:
             wanted += [Goal(f"{count} workers: points of accuracy above {case.what} at the worst budget", lead(base, found[name], count), 0)
@@ -157,6 +179,10 @@ def as_text(report: Mapping[str, Any], found: Mapping[str, Found]) -> str:
              for name, case in found.items() if _of_five(CASES[name])
              for count in counts if (line := case.accuracy(count))]
     parts.append(table(("accuracy, %, after passes", *map(str, budgets)), lines))
+    if TYPED in found:
+        by = found[TYPED].forms
+        parts.append(table(("right in the end, %, by form", *(f"{count} row{'s' * (count > 1)}" for count in by)),
+                           [[form, *(f"{100 * forms[form]:.1f}" for forms in by.values())] for form in FORMS]))
     head = f"{report['settings']['problems']} problems that the model has not seen, greedily but for streams that are to differ"
     return "\n\n".join([head, *parts])
 
@@ -208,7 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = {"benchmark": "collaboration", "command": asked, "machine": where, "versions": versions(("jax", "flax")),
               "settings": {"model": options.model, "problems": options.problems, "quick": options.quick,
                            "cases": {name: dataclasses.asdict(case) for name, case in cases.items()}},
-              "results": {name: {"passes_to_90": case.passes_to_90, "points": [dataclasses.asdict(point) for point in case.points]}
+              "results": {name: {"passes_to_90": case.passes_to_90, "points": [dataclasses.asdict(point) for point in case.points],
+                                 **({"forms": case.forms} if case.forms else {})}
                           for name, case in found.items()}}
     if options.plots:
         draw(found, options.plots)

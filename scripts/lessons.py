@@ -16,11 +16,12 @@ from pathlib import Path
 import jax
 import numpy as np
 from pair_attention import Pairs
-from playing import Lesson, chat, play
+from playing import Lesson, chat, plain, play
 from teacher import Lapses, Script
 
+from jaxshare.models.forms import draw_form
 from jaxshare.models.loading import outline
-from jaxshare.models.problems import MOST_QUESTIONS, QUESTIONS, Problem, Question, make_problem
+from jaxshare.models.problems import MOST_QUESTIONS, QUESTIONS, Problem, Question, make_problem, typed_problem
 from jaxshare.reencoding import TILE, TraceBatch
 from jaxshare.serving import Format
 from jaxshare.serving.layouts import worker_names
@@ -37,10 +38,15 @@ that encode steps anew."""
 _EVEN = 0.5
 """Share of lessons of several workers whose questions all take as long to write: all end in the same pass, and go for what is left."""
 _LAPSES = Lapses(slips=0.03, yields=0.3)
+_FEW = 0.3
+"""Share of typed problems with hardly any questions."""
 _GUESSES = 3
 """Times in a lesson, at most, that the finisher boxes what is known by then."""
-_CHATS, _TURNS, _SYSTEM = 0.15, 3, 0.6
-"""Share of chats, the most problems in one, and the share of those in which a message of the system says who works."""
+_CHATS, _TURNS, _SYSTEM, _PLAIN = 0.25, 3, 0.4, 0.4
+"""Share of chats, the most problems in one, and the shares of those in which a message of the system says who works, and of typed ones that
+are a plain text without a template."""
+_TYPED = 0.75
+"""Share of problems as a person would type them."""
 _NAMES = (*worker_names(8), "Ivan", "Judy", "Kim", "Leo", "Mia", "Nina", "Omar", "Pia", "Quinn", "Rosa", "Sam", "Tom", "Uma", "Vera",
           "Walt", "Zoe")
 _GROUP = 24
@@ -62,20 +68,24 @@ was sampled."""
 
 
 def draw(script: Script, rng: random.Random) -> Lesson:
-    """One lesson: 1 to 6 workers, 5 to 10 questions, any layout; or a chat of a lone one."""
+    """One lesson: 1 to 6 workers, 1 to 10 questions, any layout; or a chat of a lone one."""
+    typed = rng.random() < _TYPED
     if script.tokenizer.chat_template and rng.random() < _CHATS:
-        asked = [rng.choice((QUESTIONS, rng.randint(1, MOST_QUESTIONS))) for _ in range(rng.randint(1, _TURNS))]
-        return chat(script, [make_problem(rng, many) for many in asked], system=rng.random() < _SYSTEM)
+        return _chat(script, rng, typed)
     many = rng.choices([*_WORKERS], [*_WORKERS.values()])[0]
     names = rng.sample(_NAMES, many) if rng.random() < _OTHER_NAMES else worker_names(many)
     questions = rng.choice((QUESTIONS, rng.randint(QUESTIONS, MOST_QUESTIONS)))
     if many > 1 and rng.random() < _CROWDED:
         questions = rng.randint(2, many + 1)
-    if many > 1 and rng.random() < _EVEN:
+    if typed and rng.random() < _FEW:
+        questions = rng.randint(1, QUESTIONS)
+    if typed:
+        problem = typed_problem(rng, questions, draw_form(rng))
+    elif many > 1 and rng.random() < _EVEN:
         questions = rng.choice([count for count in range(2, MOST_QUESTIONS + 1) if count % many])
         problem = _even_problem(script, rng, questions)
     else:
-        problem = make_problem(rng, questions, dependent=rng.random() < _DEPENDENT)
+        problem = make_problem(rng, questions, dependent=questions > 1 and rng.random() < _DEPENDENT)
     layout = rng.choices([*_LAYOUTS], [*_LAYOUTS.values()])[0]
     longest = 30 + 40 * -(-questions // many)
     cut = rng.randint(4, longest) if rng.random() < _CUT else 1024
@@ -84,6 +94,16 @@ def draw(script: Script, rng: random.Random) -> Lesson:
     move = "reencode" if rng.random() < _ANEW else "rotate"
     return play(script, problem, names, layout, rng, ask_every=ask_every, seed=rng.randrange(2**32), move=move, lapses=_LAPSES, budget=cut,
                 guess=True, guesses=guesses)
+
+
+def _chat(script: Script, rng: random.Random, typed: bool) -> Lesson:
+    asked = [rng.choice((QUESTIONS, rng.randint(1, MOST_QUESTIONS))) for _ in range(rng.randint(1, _TURNS))]
+    if not typed:
+        return chat(script, [make_problem(rng, many) for many in asked], system=rng.random() < _SYSTEM)
+    if rng.random() < _PLAIN:
+        return plain(script, typed_problem(rng, asked[0], draw_form(rng)))
+    form = draw_form(rng)
+    return chat(script, [typed_problem(rng, many, form) for many in asked], system=rng.random() < _SYSTEM)
 
 
 def _even_problem(script: Script, rng: random.Random, questions: int) -> Problem:

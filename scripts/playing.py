@@ -108,6 +108,16 @@ def chat(script: Script, problems: Sequence[Problem], *, system: bool = True) ->
     return Lesson(recorder.trace(names=["prompt"]), at, np.asarray(tokens, np.int32)[at + 1], np.ones(len(at), np.float32))
 
 
+def plain(script: Script, problem: Problem) -> Lesson:
+    """A problem that stands alone, in no chat template, and its solution after it."""
+    asked = script.codec.encode(problem.prompt())
+    tokens = [*asked, *script.codec.encode(problem.solution()), script.end]
+    recorder = Recorder(1)
+    recorder.text(tokens, 0)
+    at = np.arange(len(asked) - 1, len(tokens) - 1, dtype=np.int32)
+    return Lesson(recorder.trace(names=["prompt"]), at, np.asarray(tokens, np.int32)[at + 1], np.ones(len(at), np.float32))
+
+
 class _Session:
     """What a session of workers does on the device, in plain lists."""
 
@@ -159,10 +169,8 @@ class _Session:
             return True
         for question, left in self._lulls.items():
             self._lulls[question] = max(0, left - 1)
-        before = [*self._due]
+        due = [*self._due]  # a step ends before it is decided who is asked
         self._ask(len(new))
-        # The device ends a step before it decides who is asked; where the host encodes it anew, it has decided by then.
-        due = [*(self._due if self._reencodes else before)]
         self._sampled = {*new}
         for row, token in new.items():
             self._queues[row] = [token]
@@ -178,15 +186,15 @@ class _Session:
             pupil.own.text += self._script.codec.decode(tokens)
 
     def guess(self) -> None:
-        """The finisher sees what the last worker does, and boxes what it knows. The one before is taken away."""
+        """The finisher sees what all workers have written, and boxes what is known. The one before is taken away."""
         asked = self._script.codec.encode(self._script.format.finisher)
-        sight, own = self._sight(len(self._names) - 1), self._pupils[-1].own
-        known = worked(self._problem, (*sight.finished, *sight.others, own))
-        text = box(self._problem, {**sight.results, **own.results, **known}).partition("{")[2]
+        sight = Sight(self._finished, [pupil.own for pupil in self._pupils])
+        text = box(self._problem, {**sight.results, **worked(self._problem, (*sight.finished, *sight.others))}).partition("{")[2]
         answer = self._script.behind(self._script.format.finisher, text)
         finisher = self._blocks.index(FINISHER)
         self._recorder.cut(finisher, 0)
-        [numbers] = self._recorder.feed([[*asked, *answer]], [[*self._rows[-1], finisher]], rows=[len(self._names)])
+        sees = [*map(self._blocks.index, self._layout.overview(self._names[-1])), finisher]
+        [numbers] = self._recorder.feed([[*asked, *answer]], [sees], rows=[len(self._names)])
         self._learned += [(int(at), token, 1.0) for at, token in zip(numbers[len(asked) - 1:], answer, strict=False)]
 
     def lesson(self) -> Lesson:

@@ -14,6 +14,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -31,8 +32,9 @@ from training import keep_memory, make_optimizer
 from jaxshare import DecodeState, KVCache, Layout, decode
 from jaxshare.models import EMBEDDED, load
 from jaxshare.models.config import ModelConfig
+from jaxshare.models.forms import FORMS
 from jaxshare.models.layers import Decoder
-from jaxshare.models.problems import check, few_shot_messages, make_problem
+from jaxshare.models.problems import MOST_QUESTIONS, Problem, check, few_shot_messages, make_problem, typed_problem
 from jaxshare.rope import rotate
 
 VOCAB_SIZE = 402
@@ -40,6 +42,7 @@ LENGTH, ROWS, CHUNK = 384, 8, 64
 WIDTH = 64
 LONG_LENGTH, LONG_ROWS, LONG_EVERY = 1024, 2, 6
 EXAMPLES = 2
+TYPED_LENGTH = 512
 VIEWS, LATE_VIEWS, LATE_FROM = 0.4, 0.6, 0.5
 EVALUATE_EVERY, SAVE_SECONDS = 250, 120.0
 
@@ -133,7 +136,23 @@ def evaluate(params: dict, config: ModelConfig, codec: Codec, problems: int, see
     few_shot = [check(text, problem) for text, (_, problem) in zip(texts, shot, strict=True)]
     return {"problems": problems, "question_accuracy": float(np.mean(right)), "problem_accuracy": float(np.mean(np.all(right, -1))),
             "two_worker_paragraph_accuracy": float(np.mean([b[:-1] == v.body[v.written:] for b, v in zip(bodies, views, strict=True)])),
-            "few_shot_question_accuracy": float(np.mean(few_shot)), "few_shot_prompt_tokens": float(np.mean([*map(len, prompts)]))}
+            "few_shot_question_accuracy": float(np.mean(few_shot)), "few_shot_prompt_tokens": float(np.mean([*map(len, prompts)])),
+            **typed_accuracy(params, config, codec, -(-problems // 5), rng)}
+
+
+def typed_accuracy(params: dict, config: ModelConfig, codec: Codec, problems: int, rng: random.Random) -> dict[str, float]:
+    """Greedy accuracy of questions as a person types them, one to ten in a message: in each form in a chat without a message of the system,
+    and in all forms as plain text without a template."""
+    def accuracy(asked: Sequence[Problem], prompts: list[list[int]]) -> float:
+        written = complete(params, config, codec, prompts, {codec.end}, max(map(len, prompts)) + TYPED_LENGTH)
+        return float(np.mean([right for made, problem in zip(written, asked, strict=True) for right in check(codec.text(made), problem)]))
+
+    found = {}
+    for name, form in FORMS.items():
+        asked = [typed_problem(rng, rng.randint(1, MOST_QUESTIONS), form) for _ in range(problems)]
+        found[f"typed: {name}"] = accuracy(asked, [codec.chat([{"role": "user", "content": p.prompt()}]) for p in asked])
+    asked = [typed_problem(rng, rng.randint(1, MOST_QUESTIONS), form) for _ in range(-(-problems // len(FORMS))) for form in FORMS.values()]
+    return {**found, "typed, no template": accuracy(asked, [codec.encode(p.prompt()) for p in asked])}
 
 
 def train(args: argparse.Namespace) -> None:

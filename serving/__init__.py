@@ -1,5 +1,6 @@
 """What people run: completions of trees of prompts, workers over one cache, the command line."""
 
+from jaxshare.serving.answers import AnswerRule, box_answers, code_answers
 from jaxshare.serving.branches import Branches, Completion, Completions, generate
 from jaxshare.serving.costs import Costs
 from jaxshare.serving.layouts import WorkersLayout, combined, contiguous, interleaved
@@ -11,6 +12,6 @@ from jaxshare.serving.transcript import Event, Step
 from jaxshare.serving.trees import Branch
 from jaxshare.serving.workers import Workers
 
-__all__ = ["COLLABORATIVE", "PLAIN", "Answer", "Branch", "Branches", "Completion", "Completions", "Costs", "Event", "Format", "Prefix",
-           "Prefixes", "Result", "Step", "Workers", "WorkersLayout", "best_of_n", "by_prompt", "collaborative", "combined", "contiguous",
-           "generate", "interleaved", "majority_vote", "pass_at", "pass_at_k"]
+__all__ = ["COLLABORATIVE", "PLAIN", "Answer", "AnswerRule", "Branch", "Branches", "Completion", "Completions", "Costs", "Event", "Format",
+           "Prefix", "Prefixes", "Result", "Step", "Workers", "WorkersLayout", "best_of_n", "box_answers", "by_prompt", "code_answers",
+           "collaborative", "combined", "contiguous", "generate", "interleaved", "majority_vote", "pass_at", "pass_at_k"]

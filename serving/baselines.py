@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving import answers
-from jaxshare.serving.endings import KINDS
+from jaxshare.serving.answers import AnswerRule, answer_rule
 from jaxshare.serving.layouts import PROMPT, WorkersLayout, worker_names
 from jaxshare.serving.prompts import PLAIN, Format
 from jaxshare.serving.results import Answer, Result, check_finish_at
@@ -32,9 +32,9 @@ _LIST_OVER = re.compile(r"\n\s*\n(?=\s*\S)(?!\s*\d)")
 """A paragraph that is no point of a numbered list."""
 
 
-def sequential(model: LoadedModel, problem: str, *, budget: int, finish_at: Sequence[int] = (), early_stop: bool = True, kind: str = "box",
-               sampler: Sampler | None = None, seed: int = 0, format: Format | None = None, finisher_tokens: int = 16,
-               on_event: Callable[[Event], None] | None = None) -> Result:
+def sequential(model: LoadedModel, problem: str, *, budget: int, finish_at: Sequence[int] = (), early_stop: bool = True,
+               kind: str | AnswerRule = "box", sampler: Sampler | None = None, seed: int = 0, format: Format | None = None,
+               finisher_tokens: int = 16, on_event: Callable[[Event], None] | None = None) -> Result:
     """One stream that sees the problem alone ("Baseline" in the paper).
 
     Args:
@@ -59,15 +59,14 @@ def sequential(model: LoadedModel, problem: str, *, budget: int, finish_at: Sequ
                     finisher_tokens=finisher_tokens)
 
     def written() -> Answer:
-        text = _text(session, _ALONE)
-        return Answer(KINDS[kind][0](text), text, session.passes, 0)
+        return Answer(_value(session, _ALONE), _text(session, _ALONE), session.passes, 0)
 
     answer = session.finish if early_stop else written
     return _result(session, _run(session, budget, finish_at, answer, on_event))
 
 
 def self_consistency(model: LoadedModel, problem: str, *, workers: int = 2, budget: int, finish_at: Sequence[int] = (),
-                     answer_by: str = "concatenate", kind: str = "box", sampler: Sampler | None = None, seed: int = 0,
+                     answer_by: str = "concatenate", kind: str | AnswerRule = "box", sampler: Sampler | None = None, seed: int = 0,
                      format: Format | None = None, finisher_tokens: int = 16, on_event: Callable[[Event], None] | None = None) -> Result:
     """Several streams that do not see each other, and one answer from all of them (Wang et al., 2022; section 4.1).
 
@@ -95,7 +94,7 @@ def self_consistency(model: LoadedModel, problem: str, *, workers: int = 2, budg
 
 
 def skeleton_of_thought(model: LoadedModel, problem: str, *, workers: int | None = None, budget: int, finish_at: Sequence[int] = (),
-                        kind: str = "box", sampler: Sampler | None = None, seed: int = 0, format: Format | None = None,
+                        kind: str | AnswerRule = "box", sampler: Sampler | None = None, seed: int = 0, format: Format | None = None,
                         finisher_tokens: int = 16, on_event: Callable[[Event], None] | None = None) -> Result:
     """An outline, its points worked out in threads of their own, then the model reads them all and goes on (sections 4.1 and D.2).
 
@@ -172,13 +171,13 @@ def skeleton_of_thought(model: LoadedModel, problem: str, *, workers: int | None
 class Method(Protocol):
     """How all methods are called; those of one stream pay no heed to `workers`."""
 
-    def __call__(self, model: LoadedModel, problem: str, *, workers: int = 2, budget: int, finish_at: Sequence[int] = (), kind: str = "box",
-                 sampler: Sampler | None = None, seed: int = 0, format: Format | None = None, finisher_tokens: int = 16,
-                 on_event: Callable[[Event], None] | None = None) -> Result: ...
+    def __call__(self, model: LoadedModel, problem: str, *, workers: int = 2, budget: int, finish_at: Sequence[int] = (),
+                 kind: str | AnswerRule = "box", sampler: Sampler | None = None, seed: int = 0, format: Format | None = None,
+                 finisher_tokens: int = 16, on_event: Callable[[Event], None] | None = None) -> Result: ...
 
 
-def _together(model: LoadedModel, problem: str, *, workers: int = 2, budget: int, finish_at: Sequence[int] = (), kind: str = "box",
-              on_event: Callable[[Event], None] | None = None, **more: Any) -> Result:
+def _together(model: LoadedModel, problem: str, *, workers: int = 2, budget: int, finish_at: Sequence[int] = (),
+              kind: str | AnswerRule = "box", on_event: Callable[[Event], None] | None = None, **more: Any) -> Result:
     """Workers in the combined layout, the method that the others are compared with."""
     _check_workers(workers)
     finish_at = _checked(budget, finish_at, kind)
@@ -205,13 +204,12 @@ METHODS: Mapping[str, Method] = {
 """All methods by name: baselines and workers."""
 
 
-def _checked(budget: int, finish_at: Sequence[int], kind: str) -> list[int]:
+def _checked(budget: int, finish_at: Sequence[int], kind: str | AnswerRule) -> list[int]:
     """The budgets to finish at, in ascending order."""
     if budget < 1:
         raise ValueError(f"budget is {budget}; it must be at least 1 forward pass")
     check_finish_at(finish_at, budget)
-    if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
+    answer_rule(kind)
     return sorted(set(finish_at or [budget]))
 
 
@@ -265,12 +263,17 @@ def _text(session: Workers, name: str) -> str:
     return "".join(step.text for step in session.steps if step.worker == name)
 
 
+def _value(session: Workers, name: str) -> str | None:
+    """The last valid answer of a stream, or None."""
+    steps = [step for step in session.steps if step.worker == name]
+    return next(filter(None, map(session.answer_of, reversed(steps))), None)
+
+
 def _vote(session: Workers) -> Answer:
     """The answer that most streams give, or guess where they have not given one."""
     given = []
     for name in session.names:
-        text = _text(session, name)
-        value = KINDS[session.kind][0](text)
+        text, value = _text(session, name), _value(session, name)
         given.append(session.finish(sees=session.layout.sees[name]) if value is None else Answer(value, text, session.passes, 0))
     return Answer(answers.vote([answer.value for answer in given]), "\n\n".join(answer.text for answer in given), session.passes,
                   sum(answer.extra_passes for answer in given))
@@ -289,8 +292,8 @@ def _outline_request(problem: str) -> str:
             f"nothing else.")
 
 
-def _thread_request(problem: str, outline: str, kind: str) -> str:
-    box = " and put its result in \\boxed{}" if kind == "box" else ""
+def _thread_request(problem: str, outline: str, code: bool) -> str:
+    box = "" if code else " and put its result in \\boxed{}"
     return (f"{problem}\n\nThe work has been divided into these parts:\n\n{outline}\n\nEach of them is worked out by itself. Your reply "
             f"begins with the title of one part: work that one out, briefly, and no other{box}.")
 
@@ -350,9 +353,13 @@ class _Threads:
         return sorted(found, key=lambda step: (step.ended is None, step.ended))
 
 
-def _threads(model: LoadedModel, rows: Callable[..., Workers], problem: str, outline: str, format: Format, kind: str, workers: int | None,
-             budget: int, seed: int) -> _Threads | None:
-    """Decodes a thread for each point of an outline, for at least `budget` passes or to their end; None if there is nothing to decode."""
+def _threads(model: LoadedModel, rows: Callable[..., Workers], problem: str, outline: str, format: Format,
+             kind: str | AnswerRule, workers: int | None, budget: int, seed: int) -> _Threads | None:
+    """Decodes a thread for each point of an outline, for at least `budget` passes or to their end; None if there is nothing to decode.
+
+    A thread ends with the result of its part, whatever the answer to the whole problem has to be.
+    """
+    code = answer_rule(kind).code
     names = [f"{i}. {point}" for i, point in enumerate(_points(outline), 1)]
     if not names or not budget:
         return None
@@ -360,8 +367,8 @@ def _threads(model: LoadedModel, rows: Callable[..., Workers], problem: str, out
     room = (model.config.max_positions - len(codec.encode(_main_request(problem, names)))) // 2
     most = min(budget, max(1, room // len(names)))
     # Titles are of different lengths, and the longest may take some passes before its thread begins.
-    session = rows(_thread_request(problem, outline, kind), names, dataclasses.replace(format, step_header="{name}\n"), seed=seed,
-                   budget=budget + max(len(codec.encode(name)) for name in names))
+    session = rows(_thread_request(problem, outline, code), names, dataclasses.replace(format, step_header="{name}\n"), seed=seed,
+                   kind="code" if code else "box", budget=budget + max(len(codec.encode(name)) for name in names))
     turns, complete = _known_turns(session, workers, most)
     while session.ended is None and session.passes < session.budget and _last(turns) < budget and max(map(len, turns)) < most:
         collections.deque(session.stream(session.passes + _LOOK), maxlen=0)

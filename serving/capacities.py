@@ -13,7 +13,8 @@ def rounded_budget(budget: int) -> int:
 
 
 def capacities(layout: WorkersLayout, spare: Sequence[str], *, context: int, prompt: int, problem: int, texts: Mapping[str, int],
-               opening: int, budget: int, ask_every: int, step_tokens: int, history_tokens: int | None) -> dict[str, int]:
+               opening: int, budget: int, ask_every: int, step_tokens: int, passes_at_once: int,
+               history_tokens: int | None) -> dict[str, int]:
     """Tokens that fit in each block, such that no worker ever sees more than the model's context.
 
     Args:
@@ -23,7 +24,7 @@ def capacities(layout: WorkersLayout, spare: Sequence[str], *, context: int, pro
       texts: tokens of blocks that are written once, and that every worker may see.
       opening: most tokens of what opens a step.
       budget: forward passes.
-      ask_every, step_tokens, history_tokens: see `Workers`.
+      ask_every, step_tokens, passes_at_once, history_tokens: see `Workers`.
 
     Raises:
       ValueError: the prompt leaves too little of the context, or `history_tokens` does not hold it.
@@ -33,11 +34,13 @@ def capacities(layout: WorkersLayout, spare: Sequence[str], *, context: int, pro
     staying = {*written.values()} - moving
     (staying or moving).update(spare)
     grow = {layout.prompt, *layout.moves.values()}
-    rows = [{*row, *spare} for row in layout.sees.values()]
-    workers, budget = len(rows) + len(spare), rounded_budget(budget)
+    workers, budget = len(layout.sees) + len(spare), rounded_budget(budget)
+    rows = [{*row, *spare} for row in (*layout.sees.values(), layout.overview([*layout.sees][-1]))]
 
     # Texts and steps that move are small. What is left of the context is for blocks that stay, and for those that others move to.
-    sizes = {**texts, **dict.fromkeys(moving, min(step_tokens, budget + opening))}
+    # A step that begins on the device must have room until the host can give it more.
+    step = min(max(step_tokens, opening + passes_at_once + 2), budget + opening)
+    sizes = {**texts, **dict.fromkeys(moving, step)}
     unseen = sum(size for block, size in texts.items() if block not in layout.blocks)
     free = context - prompt - unseen - max(sum(sizes.get(b, 0) for b in row - grow) for row in rows)
     wanted = 2 * workers * budget if moving else _ROUND

@@ -10,12 +10,15 @@ from typing import Any
 from jaxshare.sampling import Sampler
 from jaxshare.serving import batch, devices, inspection, tune_command
 from jaxshare.serving.agents import command as agents_command
+from jaxshare.serving.endings import STOP_ON
 from jaxshare.serving.evaluation import command as evaluate_command
 from jaxshare.serving.evaluation import judge_command
 from jaxshare.serving.layouts import MOVES, worker_names
 from jaxshare.serving.results import check_finish_at
 from jaxshare.serving.saves import has_saves
 from jaxshare.trace import Trace
+
+_ANSWER_TOKENS = {"box": 16, "code": 1024}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,8 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     workers.add_argument("--layout", default="combined", help="contiguous, interleaved or combined (default)")
     workers.add_argument("--budget", type=int, default=1024, help="forward passes (default 1024)")
     workers.add_argument("--finish-at", metavar="P,P,...", help="answer after these many forward passes (default: the budget)")
-    workers.add_argument("--answer", choices=("box", "code"), default="box", help="what stands in \\boxed{...}, or a program")
-    workers.add_argument("--answer-tokens", type=int, default=16, help="most tokens of an answer that is asked for early (default 16)")
+    workers.add_argument("--answer", choices=("box", "code"), default="box", help="what stands in \\boxed{...}, or a program in Python")
+    workers.add_argument("--stop-on", choices=STOP_ON, default="answer", help="what ends the session before the budget: a valid answer "
+                         "(default), the end token of one worker, or nothing")
+    workers.add_argument("--answer-tokens", type=int, help="most tokens of an answer that is asked for early (default 16, and 1024 for a "
+                         "program)")
     workers.add_argument("--ask-every", type=int, default=1024, help="tokens, all workers together, after which one of them is asked "
                          "whether its work is redundant; 0 asks nobody (default 1024)")
     workers.add_argument("--move", choices=MOVES, default="rotate", help="how finished steps get to the history")
@@ -214,7 +220,8 @@ def _workers(options: argparse.Namespace) -> int:
     model = models.load(options.model, dtype=options.dtype, mesh=mesh)
     settings = dict[str, Any](
         problem=problem, names=names, layout=options.layout, budget=options.budget, ask_every=options.ask_every, seed=options.seed,
-        move=options.move, kind=options.answer, finisher_tokens=options.answer_tokens, record=bool(options.trace),
+        move=options.move, kind=options.answer, stop_on=options.stop_on, record=bool(options.trace),
+        finisher_tokens=options.answer_tokens or _ANSWER_TOKENS[options.answer],
         sampler=dataclasses.replace(default_sampler(model), **given))
     if begun:
         session = Workers.restore(model, options.checkpoint)

@@ -48,6 +48,13 @@ class WorkersLayout:
         """The block that a worker writes."""
         return self.sees[name][-1]
 
+    def overview(self, last: str) -> tuple[str, ...]:
+        """Every block that a worker writes or moves its steps to, once, in the order of the worker `last`: what the early finisher sees
+        (Hogwild! Inference, section 4.1 and appendix C). Blocks that `last` does not see stand before the one that it writes."""
+        *before, own = self.sees[last]
+        filled = [block for name in self.sees for block in (self.moves.get(name), self.written(name)) if block is not None]
+        return tuple(dict.fromkeys([*before, *(block for block in filled if block != own), own]))
+
     def without(self, name: str) -> "WorkersLayout":
         """The layout after a worker has left: the others do not see its block any more."""
         own = self.written(name)

@@ -4,7 +4,7 @@ A session is saved whole, with keys and values, or small, with the trace that th
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxshare import DecodeState, KVCache, Reason, Sampler, contents
 from jaxshare.models import LoadedModel, reencode
+from jaxshare.serving.answers import AnswerRule
 from jaxshare.serving.layouts import MakeLayout, WorkersLayout
 from jaxshare.serving.party import Party
 from jaxshare.serving.prompts import Format
@@ -21,7 +22,7 @@ from jaxshare.serving.saves import Saved, SaveError, Saves, leaves, on_host
 from jaxshare.serving.transcript import Event
 from jaxshare.trace import Trace
 
-_FORMAT = "jaxshare session 2"
+_FORMAT = "jaxshare session 3"
 _TRACE = "trace"
 """The array that has the bytes of the trace."""
 
@@ -130,16 +131,16 @@ class SavedSession:
             raise SaveError(f"{self._name} is no session of workers ({found!r}, not {_FORMAT!r}); give a folder that one was saved to")
         self.facts = SessionFacts.from_json(saved.facts)
 
-    def settings(self, model: LoadedModel, layout: WorkersLayout | MakeLayout | None) -> dict[str, Any]:
+    def settings(self, model: LoadedModel, layout: WorkersLayout | MakeLayout | None, kind: AnswerRule | None) -> dict[str, Any]:
         """What the session was made with, by the names of `Workers`' arguments.
 
         Args:
           model: that is to go on with it.
-          layout: the function that the session was made with, if it was made with one.
+          layout, kind: what the session was made with, if it was made with one of its own.
 
         Raises:
           SaveError: a session of another model.
-          ValueError: a layout that is needed and not given.
+          ValueError: a layout or a kind that is needed and not given.
         """
         if self.facts.model != model.fingerprint:
             raise SaveError(f"{self._name} is of a session of another model, or of the same one with parameters of another dtype; restore "
@@ -148,7 +149,11 @@ class SavedSession:
         if known is None and layout is None:
             raise ValueError(f"the session that was saved in {self._saved.folder} was made with a layout function, which cannot be saved; "
                              f"give it as layout=")
-        return {**self.facts.settings, "layout": known or layout}
+        rule = self.facts.settings["kind"]
+        if rule is None and kind is None:
+            raise ValueError(f"the session that was saved in {self._saved.folder} was made with an AnswerRule of its own, which cannot be "
+                             f"saved; give it as kind=")
+        return {**self.facts.settings, "layout": known or layout, "kind": rule or kind}
 
     def check(self, model: LoadedModel, tokenizer: str, context: int) -> None:
         """Raises SaveError where a session of this tokenizer, prepared for texts of `context` tokens, cannot go on with what was saved."""
@@ -158,12 +163,14 @@ class SavedSession:
             raise SaveError(f"{self._name} has keys that are rotated as for texts of {self.facts.context} tokens, but here they would be "
                             f"as for {context}; restore it in an engine if it was saved in one, and else without")
 
-    def state(self, fresh: DecodeState, model: LoadedModel) -> tuple[DecodeState, Trace | None]:
+    def state(self, fresh: DecodeState, model: LoadedModel,
+              room_for: Callable[[KVCache, np.ndarray], KVCache]) -> tuple[DecodeState, Trace | None]:
         """The session's state and, if it was recorded, its trace.
 
         Args:
           fresh: of a session that has just been made with the same settings; its cache is donated when all else has been read.
           model: as it was loaded.
+          room_for: gives the blocks of a cache room for int[B] tokens.
 
         Raises:
           SaveError: what cannot be read, or does not belong together.
@@ -179,7 +186,8 @@ class SavedSession:
             like[_TRACE] = np.zeros(size, np.uint8)
         found = self._saved.arrays(like)
         trace = None if size is None else self._trace(np.asarray(found[_TRACE]), np.asarray(found["cache.lengths"]), model)
-        cache = _refilled(fresh.cache, found, model.kv_repeats) if tokens is not None else self._reencoded(fresh.cache, trace, model)
+        cache = room_for(fresh.cache, np.asarray(found["cache.lengths"]))
+        cache = _refilled(cache, found, model.kv_repeats) if tokens is not None else self._reencoded(cache, trace, model)
         state = jax.tree.unflatten(jax.tree.structure(small), [jnp.asarray(found[name]) for name in names])
         assert state.steps is not None and fresh.steps is not None
         steps = dataclasses.replace(state.steps, ends=fresh.steps.ends, answers=fresh.steps.answers)
@@ -219,10 +227,11 @@ def _refilled(cache: KVCache, found: Mapping[str, Any], kv_repeats: int) -> KVCa
 
 
 def _settings_as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
-    layout, sampler = settings["layout"], settings["sampler"]
+    layout, sampler, kind = settings["layout"], settings["sampler"], settings["kind"]
     if not isinstance(layout, str):
         layout = dataclasses.asdict(layout) if isinstance(layout, WorkersLayout) else None
-    return {**settings, "layout": layout, "format": dataclasses.asdict(settings["format"]),
+    return {**settings, "layout": layout, "kind": kind.name if isinstance(kind, AnswerRule) else kind,
+            "format": dataclasses.asdict(settings["format"]),
             "sampler": {**dataclasses.asdict(sampler), "bias": [*sampler.bias.items()]}}
 
 

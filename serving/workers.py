@@ -26,8 +26,10 @@ from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, decode
 from jaxshare.models import LoadedModel
 from jaxshare.recording import Recorder
 from jaxshare.serving import saved_sessions
+from jaxshare.serving.answers import AnswerRule, answer_rule
 from jaxshare.serving.capacities import capacities, rounded_budget
-from jaxshare.serving.endings import KINDS, finisher_tables, tables
+from jaxshare.serving.endings import STOP_ON, finisher_tables, never, tables
+from jaxshare.serving.growth import Growth, Writer
 from jaxshare.serving.inputs import cache_dtype, default_sampler
 from jaxshare.serving.layouts import MOVES, MakeLayout, WorkersLayout, layout_maker
 from jaxshare.serving.party import Party, spare_blocks
@@ -38,7 +40,7 @@ from jaxshare.serving.saved_sessions import SavedSession, SessionFacts
 from jaxshare.serving.saves import Saved, Saves
 from jaxshare.serving.session_texts import SessionTexts
 from jaxshare.serving.transcript import Event, Step, Transcript, codec_of
-from jaxshare.steps import Steps
+from jaxshare.steps import Mark, Steps
 from jaxshare.trace import Trace
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ class Workers:
       format: prompts and headers.
       rows: the layout as the device has it.
       budget: forward passes in all; passes: those so far.
-      kind: of answer, "box" or "code".
+      kind: of answers.
       waits: how often the host has waited for the device.
       ended: why the session is over, or None: see `Result`.
       settings: what it was made with, by the names of `Workers`' arguments.
@@ -82,8 +84,8 @@ class Workers:
                  layout: str | WorkersLayout | MakeLayout = "combined", budget: int = 1024,
                  format: Format | None = None, sampler: Sampler | None = None, seed: int = 0, ask_every: int = 1024,
                  move: str = "rotate", max_workers: int | None = None, step_tokens: int = 512, history_tokens: int | None = None,
-                 kind: str = "box", finisher_tokens: int = 16, passes_at_once: int = 16, together: bool = True,
-                 implementation: str | None = None, engine: "Engine | None" = None, record: bool = False):
+                 kind: str | AnswerRule = "box", stop_on: str = "answer", finisher_tokens: int = 16, passes_at_once: int = 16,
+                 together: bool = True, implementation: str | None = None, engine: "Engine | None" = None, record: bool = False):
         """Encodes the prompt; nothing is written yet.
 
         Args:
@@ -98,9 +100,14 @@ class Workers:
           ask_every: sampled tokens, all workers together, after which one of them is asked whether its work is redundant; 0 never asks.
           move: "rotate" moves a finished step as it is; "reencode" encodes it anew behind the history (the ablation of appendix E.1).
           max_workers: room for workers that join later; default len(names).
-          step_tokens: room for a step that moves, at least 16. A longer one moves in pieces.
+          step_tokens: room that is set aside for a step that moves, at least 16. A longer one gets more, up to the context: no step
+            moves before it has ended.
           history_tokens: room for the prompt and all that moves behind it; default what the budget can need, within the context.
-          kind: of answer: "box" is what stands in `\\boxed{...}`, "code" a program in a fenced block. A step that has one ends the session.
+          kind: what counts as an answer: "box" is what stands in `\\boxed{...}`, "code" a Python program in a fenced block, and an
+            `AnswerRule` decides as it likes (`box_answers`, `code_answers`). A box that is empty, repeats a placeholder of the prompt or
+            has nothing in it that could be an answer is none, and neither is a block in another language or one that does not parse.
+          stop_on: what ends the session before its budget: "answer", a step with a valid answer; "eos", a stop token of any worker;
+            "never", nothing: workers do not sample stop tokens then.
           finisher_tokens: most tokens of an answer that `finish` asks for.
           passes_at_once: forward passes between two looks of the host. It never changes what is written.
           together: one worker's answer ends the session for all; False lets the others write on.
@@ -123,8 +130,9 @@ class Workers:
             raise ValueError(f"max_workers is {max_workers}, but there are {len(names)} workers")
         if move not in MOVES:
             raise ValueError(f"move is {move!r}; it must be {' or '.join(map(repr, MOVES))}")
-        if kind not in KINDS:
-            raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
+        if stop_on not in STOP_ON:
+            raise ValueError(f"stop_on is {stop_on!r}; it must be one of {', '.join(STOP_ON)}")
+        self._rule = answer_rule(kind)
         if engine and model.params is not engine.model.params:
             raise ValueError("the engine is of another model; give the session that one, or call engine.workers")
         tokenizer: Any = model.tokenizer
@@ -136,11 +144,12 @@ class Workers:
         self.settings = dict[str, Any](
             problem=problem, names=names, layout=layout, budget=budget, format=self.format, sampler=sampler, seed=seed,
             ask_every=ask_every, move=move, max_workers=max_workers, step_tokens=step_tokens, history_tokens=history_tokens, kind=kind,
-            finisher_tokens=finisher_tokens, passes_at_once=passes_at_once, together=together, record=record)
+            stop_on=stop_on, finisher_tokens=finisher_tokens, passes_at_once=passes_at_once, together=together, record=record)
         self._make_layout = layout_maker(layout)
         first = self._make_layout(names, self.format)
         first.check(names)
         self.budget, self.kind, self.passes, self.waits = budget, kind, 0, 0
+        self._stop_on = stop_on
         self.ended: str | None = None
         self.seconds = 0.0
         self._reencodes, self._passes_at_once, self._finisher_tokens = move == "reencode", passes_at_once, finisher_tokens
@@ -153,21 +162,22 @@ class Workers:
         self._compiled = False
 
         codec = codec_of(tokenizer, model.config.vocab_size)
-        ends, closes = tables(codec, self.format.separator, kind)
+        ends, closes = tables(codec, self.format.separator, self._rule.automaton if stop_on == "answer" else never)
         # Workers that join may bring headers with them that one worker alone does without.
         spare = spare_blocks(room - len(names))
         headers = {**self._make_layout((*names, *spare), self.format).texts, **first.texts} if spare else first.texts
         headers = {block: codec.encode(text) for block, text in headers.items()}
         self._party = Party.create(names, first, room=room, small=(*headers, FINISHER))
         self._texts = SessionTexts.of(codec, self.format, problem, self._party)
+        self._told = self.format.instructions(names) + problem
         self._transcript = Transcript(codec.decode, model.generation.stop_tokens, self._opening)
         longest = self._texts.longest(self._party)
         finisher = max(len(codec.encode(text)) for text in (self.format.finisher, self.format.code_finisher)) + finisher_tokens
         sizes = capacities(
             first, spare, context=model.config.max_positions, prompt=len(self._texts.prompt), problem=len(codec.encode(problem)),
             texts={b: len(t) for b, t in headers.items()} | {FINISHER: finisher}, opening=longest, budget=budget,
-            ask_every=ask_every, step_tokens=step_tokens, history_tokens=history_tokens)
-        needed = max(sum(sizes[b] for b in (*row, FINISHER)) for row in first.sees.values())
+            ask_every=ask_every, step_tokens=step_tokens, passes_at_once=passes_at_once, history_tokens=history_tokens)
+        needed = max(sum(sizes[b] for b in (*row, FINISHER)) for row in (*first.sees.values(), first.overview(names[-1])))
         # An engine's memory holds keys that are rotated as for the whole context.
         self._context = model.config.max_positions if engine else needed
         self._loaded, self.model = model, model.for_context(self._context)
@@ -179,24 +189,31 @@ class Workers:
         with self._guest.turn() if self._guest else contextlib.nullcontext():
             cache = self._guest.attach() if self._guest else KVCache.create(
                 model.config, blocks, cache_dtype(model), mesh=model.mesh)
+            self._growth = Growth(np.asarray(cache.offsets), np.asarray(cache.capacities))
             cache = self._feed({first.prompt: self._texts.prompt, **headers}, cache)
             if self._guest:
                 self._guest.detach(cache)
 
-        self._sampler = dataclasses.replace(sampler, forbidden=(*sampler.forbidden, *self.format.forbidden_tokens(tokenizer)))
+        self._sampler = dataclasses.replace(sampler, forbidden=self._forbidden(sampler))
         self._prepared = dict.fromkeys(self.names, 0)
         leads = [self._texts.lead(self._party, name) for name in self.names]
         for row, name in enumerate(self.names):
             self._transcript.join(name, row, 0, leads[row])
         steps = Steps.create(
             ends, closes, self._party.targets, room=self._most, openings=max(_OPENINGS, 2 * passes_at_once), longest=longest,
-            together=together, ask_every=ask_every if self.format.question else 0, seed=seed)
+            together=together, on_stop=stop_on == "eos", ask_every=ask_every if self.format.question else 0, seed=seed)
         self.rows = self._party.device_layout
         self._state = DecodeState.create(
             cache, self.rows, [*leads, *[[] for _ in spare]], vocab_size=model.config.vocab_size,
             samplers=self._sampler, seeds=seed, budgets=self._most, stops=model.generation.stop_tokens, max_width=_WIDTH, steps=steps,
             queue=len(self._texts.separator) + longest, record=passes_at_once if record else 0)
         self._prepare()
+
+    def _forbidden(self, sampler: Sampler) -> tuple[int, ...]:
+        """The tokens that workers must not sample: stop tokens only as far as `stop_on` leaves them a meaning."""
+        stops = self.model.generation.stop_tokens
+        tokens = {*sampler.forbidden, *self.format.forbidden_tokens(self.model.tokenizer)}
+        return tuple(sorted(tokens - {*stops} if self._stop_on == "eos" else tokens | {*stops} if self._stop_on == "never" else tokens))
 
     def _feed(self, texts: Mapping[str, Sequence[int]], cache: KVCache) -> KVCache:
         """What blocks begin with."""
@@ -346,25 +363,24 @@ class Workers:
     def finish(self, *, sees: Sequence[str] | None = None) -> Answer:
         r"""The answer that the workers have given, or else their best guess now (section 4.1, appendix C).
 
-        For a guess the early-stop prompt is fed to a block of its own, behind all that the last worker sees, and a bounded number of
-        tokens is sampled greedily. The session goes on afterwards as though nothing had been asked.
+        For a guess the early-stop prompt is fed to a block of its own, after all that any worker has written, unfinished steps included,
+        and a bounded number of tokens is sampled greedily. The session goes on afterwards as though nothing had been asked.
 
         Args:
-          sees: the blocks to guess from, in order; default those of the last worker. Given, no answer is taken from the workers' words.
+          sees: the blocks to guess from, in order; default `WorkersLayout.overview`. Given, no answer is taken from the workers' words.
 
         Raises:
           ValueError: a block that there is not.
         """
-        extract, automaton = KINDS[self.kind]
-        written = "".join(step.text for step in self.steps if step.worker not in self._people)
-        if sees is None and automaton().read(written.encode())[1]:
-            return Answer(extract(written), written, self.passes, 0)
-        sees = self.layout.sees[self.names[-1]] if sees is None else sees
+        steps = [step for step in self.steps if step.worker not in self._people]
+        if sees is None and (value := next(filter(None, map(self.answer_of, reversed(steps))), None)) is not None:
+            return Answer(value, "".join(step.text for step in steps), self.passes, 0)
+        sees = self.layout.overview(self.names[-1]) if sees is None else sees
         blocks = self._party.numbers([*sees, FINISHER])
-        prompt = self.format.finisher if self.kind == "box" else self.format.code_finisher
+        prompt = self.format.code_finisher if self._rule.code else self.format.finisher
         codec = self._texts.codec
-        never, closes, start = finisher_tables(codec, prompt, automaton)
-        steps = Steps.create(never, closes, [-1], room=self._finisher_tokens, at_once=True)
+        no_step, closes, start = finisher_tables(codec, prompt, self._rule.automaton)
+        steps = Steps.create(no_step, closes, [-1], room=self._finisher_tokens, at_once=True)
         layout = Layout.from_blocks([blocks], width=len(self.blocks))
         lengths = self._state.cache.lengths + 0
         state = DecodeState.create(
@@ -376,7 +392,11 @@ class Workers:
         stops = self.model.generation.stop_tokens
         text = prompt + codec.decode([token for token in state.outputs()[0] if token not in stops])
         self._keep(dataclasses.replace(state.cache, lengths=lengths))
-        return Answer(extract(text), text, self.passes, int(state.passes))
+        return Answer(self._rule.extract(text) or self._rule.guess(text), text, self.passes, int(state.passes))
+
+    def answer_of(self, step: Step) -> str | None:
+        """The last valid answer in what was sampled for a step, or None. Its header is left out: it would hide a fence behind it."""
+        return self._rule.extract(self._texts.codec.decode(step.tokens), self._told)
 
     def _flushed(self, recorder: Recorder | None = None) -> KVCache:
         """The cache with what each worker has sampled last, which otherwise the next pass would feed, and will, to the same place."""
@@ -435,7 +455,7 @@ class Workers:
         if None not in self._party.rows:
             raise ValueError(f"the session has room for {len(self._party.rows)} workers; create it with a larger max_workers to add {name}")
         if self.ended:
-            raise ValueError(f"the session is over ({self.ended}), so {name} cannot join it; begin another one")
+            raise ValueError(f"the session is over ({self.ended}), so {name} cannot join it; start another one")
         assert self._state.steps is not None
         longest, opening = self._state.steps.openings.shape[-1], self._texts.codec.encode(self.format.opening(name, 10**6, ask=True))
         if len(opening) > longest:
@@ -451,8 +471,8 @@ class Workers:
         assert state.steps is not None
         self._state = dataclasses.replace(
             state, reasons=state.reasons.at[row].set(Reason.RUNNING.value), ready=state.ready.at[row].set(False),
-            drawn=state.drawn.at[row].set(0), waiting=state.waiting.at[row].set(0), steps=state.steps.begin(row, 1),
-            ).feed(row, lead)
+            drawn=state.drawn.at[row].set(0), waiting=state.waiting.at[row].set(0),
+            steps=dataclasses.replace(state.steps.begin(row, 1), due=state.steps.due.at[row].set(False))).feed(row, lead)
         self._prepare()
 
     @_with_device
@@ -465,18 +485,17 @@ class Workers:
         row = self.row(name)
         if len(self.names) == 1:
             raise ValueError(f"{name} is the only worker; a session needs at least one")
-        target = self.layout.moves.get(name, self.layout.prompt)
-        number, lengths = self._party.block(name), self._state.cache.lengths + 0
-        if int(lengths[number]) >= (room := self._room(target)):
-            raise ValueError(f"{name} has {int(lengths[number])} tokens in its block, but the block {target!r} has room for {room} more; "
+        block = self.layout.moves.get(name, self.layout.prompt)
+        number, target, lengths = self._party.block(name), self.blocks.index(block), self._state.cache.lengths + 0
+        if int(lengths[number]) >= (room := self._room_behind(target, number)):
+            raise ValueError(f"{name} has {int(lengths[number])} tokens in its block, but the block {block!r} has room for {room} more; "
                              f"create the session with more history_tokens")
         cache = self._flushed(self._recorder)
-        cache = dataclasses.replace(cache, lengths=lengths.at[number].set(cache.lengths[number]))
-        self._keep(cache.move(number, self.blocks.index(target)))
+        self._keep(dataclasses.replace(cache, lengths=lengths.at[number].set(cache.lengths[number])))
         if self._recorder:
-            for other, length in enumerate(np.asarray(cache.lengths).tolist()):
+            for other, length in enumerate(np.asarray(self._state.cache.lengths).tolist()):
                 self._recorder.cut(other, length)
-            self._recorder.move(number, self.blocks.index(target))
+        self._take_in(number, target)
         self._transcript.leave(name, self.passes)
         del self._reasons[name]
         self._party = self._party.left(name)
@@ -516,8 +535,8 @@ class Workers:
 
     @classmethod
     def restore(cls, model: LoadedModel, folder: str | os.PathLike, *, number: int | None = None,
-                layout: WorkersLayout | MakeLayout | None = None, passes_at_once: int | None = None, implementation: str | None = None,
-                engine: "Engine | None" = None) -> "Workers":
+                layout: WorkersLayout | MakeLayout | None = None, kind: AnswerRule | None = None, passes_at_once: int | None = None,
+                implementation: str | None = None, engine: "Engine | None" = None) -> "Workers":
         """A session as it was saved, on however many devices. One that kept a trace goes on with it.
 
         It goes on exactly as the one that was saved would have. Where keys and values were left out of the save, that holds in float32:
@@ -527,18 +546,19 @@ class Workers:
           model: the same, on any mesh or none.
           folder: that the session was saved to.
           number: of the save; default the newest.
-          layout: the function that the session was made with, if it was made with one, which cannot be saved.
+          layout, kind: the function and the rule that the session was made with, if it was made with one of its own, which cannot be
+            saved.
           passes_at_once, implementation, engine: as for `Workers`.
 
         Raises:
           SaveError: no save, one that cannot be read or is damaged, one of another model or tokenizer, or one of an engine's session that
             cannot go on without an engine, or the other way round (models whose rotation depends on the length of the context alone).
-          ValueError: a layout that is needed and not given.
+          ValueError: a layout or a kind that is needed and not given.
           TooLongError, EngineError, ClosedError: see `Engine.workers`.
         """
         with Saved(folder, number) as save:
             saved = SavedSession(save)
-            settings = saved.settings(model, layout)
+            settings = saved.settings(model, layout, kind)
             if passes_at_once is not None:
                 settings["passes_at_once"] = passes_at_once
             session = cls(model, **settings, implementation=implementation, engine=engine)
@@ -556,9 +576,14 @@ class Workers:
     @_with_device
     def _take_over(self, saved: SavedSession) -> None:
         """Becomes the session that was saved. This one has just been made, with the same settings."""
+        def room_for(cache: KVCache, lengths: np.ndarray) -> KVCache:
+            extents = self._extents(cache, lengths, {})
+            return cache.relocate([*extents], *zip(*extents.values(), strict=True)) if extents else cache
+
         facts = saved.facts
-        self._state, trace = saved.state(self._state, self._loaded)
-        self.rows, self._party = self._state.layout, facts.party
+        self._party = facts.party
+        self._state, trace = saved.state(self._state, self._loaded, room_for)
+        self.rows = self._state.layout
         self._recorder = Recorder.of(trace, trace.capacities.tolist()) if trace else None
         self.passes, self.waits, self.ended = facts.passes, facts.waits, facts.ended
         self.seconds, self.prefill_seconds = facts.seconds, facts.prefill_seconds
@@ -590,7 +615,9 @@ class Workers:
     @_with_device
     def _run(self, passes: int) -> None:
         """Some passes in one dispatch, then one look at what they wrote."""
-        settings: dict[str, Any] = dict(width=_WIDTH, until_any=self._reencodes)
+        self._make_room(passes)
+        self._prepare()
+        settings: dict[str, Any] = dict(width=_WIDTH, until_any=self._reencodes or any(map(self._is_away, self.names)))
         if not self._compiled:
             self._state = jax.block_until_ready(decode(self._module, self.model.params, self._state, passes=0, **settings))
             self._compiled = True
@@ -599,8 +626,7 @@ class Workers:
         steps = state.steps
         assert steps is not None
         seen = jax.device_get({"passes": state.passes, "drawn": state.drawn, "reasons": state.reasons, "tokens": state.tokens,
-                               "marks": steps.marks, "at": steps.at, "due": steps.due, "faults": state.cache.faults,
-                               "record": state.record})
+                               "marks": steps.marks, "at": steps.at, "faults": state.cache.faults, "record": state.record})
         self.waits += 1
         if seen["faults"]:
             self._state.cache.check()
@@ -608,39 +634,135 @@ class Workers:
         if self._recorder:
             self._recorder.read(seen["record"], self.passes, self._party.listed, self._party.targets)
         self._events.extend(self._transcript.read(seen))
-        self._reasons = {name: Reason(int(seen["reasons"][self.row(name)])) for name in self.names}
-        self.ended = _ended(self._reasons.values())
-        for name in [name for name, reason in self._reasons.items() if reason is Reason.STEP]:
+        before, self._reasons = self._reasons, {name: Reason(int(seen["reasons"][self.row(name)])) for name in self.names}
+        last = {name: Mark(int(seen["marks"][row, drawn - 1])) if (drawn := int(seen["drawn"][row])) else Mark(0)
+                for name in self.names for row in [self.row(name)]}
+        self._check_answers([name for name in self.names if self._reasons[name] is Reason.ANSWER is not before[name]], last)
+        self.ended = self._over()
+        for name in sorted((name for name, reason in self._reasons.items() if reason is Reason.STEP), key=self.row):
             if self.ended is None:
-                self._reencode(name, bool(seen["due"][self.row(name)]))
-                self._reasons[name] = Reason.RUNNING
-        self._prepare()
+                self._end_step(name, Mark.ASKED in last[name])
         self.seconds += time.perf_counter() - clock
 
-    def _reencode(self, name: str, asks: bool) -> None:
-        """What the device does at the end of a step, but the step is encoded anew behind what it moves to, seeing that alone."""
+    def _check_answers(self, names: Sequence[str], last: Mapping[str, Mark]) -> None:
+        """Lets workers go on that have ended because an answer has closed, where none of their answers is valid.
+
+        Args:
+          names: the workers that have just ended so, all of them where they end together.
+          last: what happened at the token that each has sampled last.
+        """
+        if self._stop_on != "answer":
+            return
+        ended = [step for step in self._transcript.finished if step.answer]
+        for group in [names] if self.settings["together"] else [[name] for name in names]:
+            if any(self.answer_of(step) is not None for step in ended if step.worker in group):
+                continue
+            for name in group:
+                voice, stops = self._transcript.voices[name], self.model.generation.stop_tokens
+                stopped = bool(voice.read) and int(self._state.tokens[voice.row, voice.read - 1]) in stops
+                reason = Reason.STOP if stopped else Reason.STEP if Mark.STEP in last[name] else Reason.RUNNING
+                self._state, self._reasons[name] = self._state.end(voice.row, reason), reason
+
+    def _over(self) -> str | None:
+        """Why the session is over, or None while a worker may go on."""
+        ended = _ended(self._reasons.values())
+        return "stopped" if ended == "answer" and self._stop_on == "eos" else ended
+
+    def _end_step(self, name: str, asked: bool) -> None:
+        """What the device does at the end of a step, where it has left that to the host: the step has outgrown its block, or it is encoded
+        anew behind what it moves to, seeing that alone."""
         row, source = self.row(name), self._party.block(name)
-        if target := self.layout.moves.get(name):
-            count = int(self._state.cache.lengths[source])  # a long step has moved in pieces: what is left of it
-            if count > self._room(target):
+        if block := self.layout.moves.get(name):
+            target, count = self.blocks.index(block), int(self._state.cache.lengths[source])
+            if count > self._room_behind(target, source):
+                self._make_room(0, reserve=count)
+            if count > self._room_behind(target, source):
                 self.ended = "full"
                 return
-            tokens = self._transcript.voices[name].block[-count - 1:-1]
-            cache = _clear(self._state.cache, source)
-            if self._recorder:
-                self._recorder.cut(source, 0)
-            self._keep(self._prefilled(tokens, cache, target))
-        opening = self._transcript.turn(name, self.passes, asked=asks)
+            if self._reencodes:
+                tokens = self._transcript.voices[name].block[-count - 1:-1]
+                self._keep(_clear(self._state.cache, source))
+                if self._recorder:
+                    self._recorder.cut(source, 0)
+                self._make_room(0)
+                self._keep(self._prefilled(tokens, self._state.cache, block))
+            else:
+                self._take_in(source, target)
+        opening = self._transcript.turn(name, self.passes, asked=asked)
         assert self._state.steps is not None
         self._state = dataclasses.replace(self._state, steps=self._state.steps.begin(row, self._transcript.voices[name].step.number))
         self._state = self._state.feed(row, opening) if opening else self._state.end(row, Reason.RUNNING)
+        self._reasons[name] = Reason.RUNNING
+
+    # Room for long steps.
+
+    def _is_away(self, name: str) -> bool:
+        """Whether a worker's step has outgrown its block and been given another extent."""
+        return name in self.layout.moves and not self._growth.at_home(self._party.block(name), self._capacities)
+
+    @property
+    def _capacities(self) -> np.ndarray:
+        return np.asarray(self._state.cache.capacities)
+
+    def _make_room(self, passes: int, reserve: int = 0) -> None:
+        """Gives every step the room that it may need in so many passes, and takes back what is not needed: all of what steps had that have
+        moved, and with `reserve` as much as leaves room for so many tokens where steps move to."""
+        waiting = np.asarray(self._state.waiting)
+        needs = {name: int(waiting[self.row(name)]) + passes + 1 for name, reason in self._reasons.items() if reason is Reason.RUNNING}
+        cache = self._state.cache
+        extents = self._extents(cache, np.asarray(cache.lengths), {} if reserve else needs, reserve)
+        if not extents:
+            return
+        self._keep(cache.relocate([*extents], *zip(*extents.values(), strict=True)))
+        self._prepared = dict.fromkeys(self._prepared, 0)  # where a step is away the host ends it, and nothing is prepared
+        if self._recorder:
+            for block, (_, capacity) in extents.items():
+                self._recorder.widen(block, capacity)
+
+    def _extents(self, cache: KVCache, lengths: np.ndarray, needs: Mapping[str, int], reserve: int = 0) -> dict[int, tuple[int, int]]:
+        """The blocks that must lie elsewhere in a cache where blocks have int[B] lengths and workers need room for more tokens."""
+        writers = []
+        for name in self.names:
+            if moves := self.layout.moves.get(name):
+                block, target = self._party.block(name), self.blocks.index(moves)
+                writers.append(Writer(block, target, needs.get(name, 0), self._most_tokens(name, target)))
+        return self._growth.extents(writers, np.asarray(cache.offsets), np.asarray(cache.capacities), lengths, reserve=reserve)
+
+    def _most_tokens(self, name: str, target: int) -> int:
+        """Tokens that a worker's block may ever have: what the others see beside it must leave room for it in the context."""
+        block, sizes = self._party.block(name), self._growth.capacities
+        others = [int(sum(sizes[b] for b in row if b != block)) for row in self._party.listed if block in row and target not in row]
+        return self._context - max(others, default=0)
+
+    def _room_behind(self, target: int, source: int) -> int:
+        """Tokens of the source that fit behind the target. The source's own extent counts where it lies next behind the target's."""
+        cache = self._state.cache
+        offsets, ends = np.asarray(cache.offsets), np.asarray(cache.offsets + cache.capacities)
+        next_behind = offsets[source] == ends[target] and not self._growth.at_home(source, self._capacities)
+        end = ends[source] if next_behind else ends[target]
+        return int(end - offsets[target] - cache.lengths[target])
+
+    def _take_in(self, source: int, target: int) -> None:
+        """Moves a block that is known to fit to the end of another."""
+        room = self._room_behind(target, source)
+        cache = self._state.cache
+        # The extents overlap for the moment: what the target takes of the source's has been read by then.
+        cache = dataclasses.replace(cache, capacities=cache.capacities.at[target].set(cache.lengths[target] + room))
+        self._keep(_moved(cache, source, target))
+        if self._recorder:
+            self._recorder.move(source, target)
+        self._make_room(0)
 
     def _prepare(self) -> None:
         """Sees to it that the device has openings for all steps that can end before the host looks in again."""
         for name, voice in self._transcript.voices.items():
             number, steps = voice.step.number, self._state.steps
             assert steps is not None
-            if not self._reencodes and number + self._passes_at_once >= self._prepared[name]:
+            if self._reencodes or number + self._passes_at_once < self._prepared[name]:
+                continue
+            if self._is_away(name):
+                self._state = dataclasses.replace(self._state, steps=steps.prepare(voice.row, number + 1, []))
+            else:
                 count = steps.openings.shape[1]
                 pairs = [(self._opening(name, n), self._opening(name, n, True)) for n in range(number + 1, number + 1 + count)]
                 self._state = dataclasses.replace(self._state, steps=steps.prepare(voice.row, number + 1, pairs))
@@ -690,3 +812,4 @@ def _ended(reasons: Collection[Reason]) -> str | None:
 
 
 _clear = jax.jit(KVCache.clear, donate_argnums=0)
+_moved = jax.jit(KVCache.move, donate_argnums=0)

@@ -231,13 +231,16 @@ def test_two_workers_share_the_work():
     assert both.texts == start(**options, implementation="reference").run().texts
 
 
-@pytest.mark.slow
-def test_a_step_longer_than_its_block_moves_in_pieces():
-    """For one worker the order of tokens does not change by that, so neither does what it writes."""
-    assert run(start(NAMES[:1], step_tokens=24)) == run(start(NAMES[:1]))
-    assert run(start(NAMES[:1], step_tokens=24, move="reencode")) == run(start(NAMES[:1]))
-    pieces = start(step_tokens=24)
-    assert run(pieces) and pieces.passes == BUDGET
+@pytest.mark.parametrize(("layout", "move"), [
+    ("combined", "rotate"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("interleaved", "rotate"), ("combined", "reencode")))])
+def test_steps_longer_than_what_is_set_aside_change_nothing(layout, move):
+    options = dict(layout=layout, move=move, ask_every=25, sampler=dataclasses.replace(WARM, temperature=0.6), budget=100)
+    roomy, tight = start(**options), start(step_tokens=16, passes_at_once=4, **options)
+    assert run(roomy) == run(tight) and asked(roomy) == asked(tight)
+    assert filled(roomy) == filled(tight)
+    longest = max(len(step.tokens) for step in tight.steps)
+    assert longest > tight._growth.capacities[tight._party.block("Alice")], "no step was long: the test shows nothing"
 
 
 def test_a_full_history_ends_the_session_with_all_that_was_written():

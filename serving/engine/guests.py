@@ -164,6 +164,7 @@ class Guest:
     def detach(self, cache: KVCache) -> None:
         """Gives the arrays back after passes over them. In the same turn."""
         self._memory.pool.cache = dataclasses.replace(self._memory.pool.cache, keys=cache.keys, values=cache.values)
+        self._offsets = np.asarray(cache.offsets) - self._extent.offset  # long steps lie elsewhere for a time
 
     def snapshot(self, cache: KVCache) -> KVCache:
         """A copy of the session's blocks alone, to look at."""

@@ -25,6 +25,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.models.problems import QUESTIONS
 from jaxshare.serving import devices, fleet, records
 from jaxshare.serving.baselines import METHODS
+from jaxshare.serving.endings import STOP_ON
 from jaxshare.serving.evaluation import plot, runs, scoring, tasks
 from jaxshare.serving.evaluation.mathematics import Mathematician
 from jaxshare.serving.evaluation.runs import Execute, Piece, Run
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", choices=tuple(LAYOUTS), help="of the workers' cache (default combined)")
     parser.add_argument("--move", choices=MOVES, help="how finished steps get to the history (default rotate)")
     parser.add_argument("--ask-every", type=int, metavar="TOKENS", help="as in `jaxshare workers` (default 1024)")
+    parser.add_argument("--stop-on", choices=STOP_ON, help="as in `jaxshare workers` (default answer)")
     parser.add_argument("--budgets", required=True, metavar="P,P,...", help="forward passes after which to answer, all in one run")
     parser.add_argument("--samples", type=int, metavar="N", help="the first N problems (default: 128 that are generated or grouped, all of "
                         "a file)")
@@ -159,7 +161,7 @@ def _checked(options: argparse.Namespace, workers: Sequence[int], budgets: Seque
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     if options.method in runs.ALONE and [*workers] not in ([], [1]):
         raise ValueError(f"--workers is given, but {options.method} does not ask how many there are; leave it out")
-    for name in ("layout", "move", "ask_every"):
+    for name in ("layout", "move", "ask_every", "stop_on"):
         if options.method != "workers" and getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is of the method workers, and the method is {options.method}; leave it out")
     return sorted(set(workers)) or ([1] if options.method in runs.ALONE else [1, 2, 4])
@@ -184,7 +186,7 @@ def _of_workers(options: argparse.Namespace) -> dict[str, Any]:
     if options.method != "workers":
         return {}
     return {"layout": options.layout or "combined", "move": options.move or "rotate",
-            "ask_every": 1024 if options.ask_every is None else options.ask_every}
+            "ask_every": 1024 if options.ask_every is None else options.ask_every, "stop_on": options.stop_on or "answer"}
 
 
 def _weights(folder: Path, model: LoadedModel) -> dict[str, str]:

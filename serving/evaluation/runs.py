@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving import records
+from jaxshare.serving.answers import AnswerRule, answer_rule, box_answers, has_entries
 from jaxshare.serving.baselines import METHODS
 from jaxshare.serving.evaluation.tasks import Problem
 from jaxshare.serving.fleet import Fleet, Work
@@ -35,7 +36,7 @@ class Piece:
     """One run that is to be made: plain data, which can be sent to wherever a model is.
 
     Attributes:
-      problem: id of the problem; text and kind as it has them.
+      problem: id of the problem; text, kind and parts as it has them.
       method: one of `METHODS`; workers: how many.
       number: of the seed, from 0; seed: itself.
       budgets: forward passes after which answers are taken, in ascending order.
@@ -47,6 +48,7 @@ class Piece:
     problem: str
     text: str
     kind: str
+    parts: int
     method: str
     workers: int
     number: int
@@ -59,6 +61,11 @@ class Piece:
     @property
     def key(self) -> Key:
         return self.workers, self.problem, self.number
+
+    @property
+    def rule(self) -> AnswerRule:
+        """What ends the run: an answer to all of the problem's questions."""
+        return box_answers(has_entries(self.parts)) if self.kind == "box" and self.parts > 1 else answer_rule(self.kind)
 
     def __str__(self) -> str:
         return f"the run of problem {self.problem} with {self.workers} worker{'s' * (self.workers > 1)}"
@@ -106,7 +113,7 @@ def pieces(problems: Sequence[Problem], *, method: str, workers: Sequence[int], 
            answer_tokens: int, sampler: Sampler, more: Mapping[str, Any]) -> list[Piece]:
     """All runs of an evaluation, problem by problem, so that one that is broken off has the same problems for all numbers of workers."""
     settings: Any = dict(budgets=tuple(sorted(set(budgets))), answer_tokens=answer_tokens, sampler=sampler, more=more)
-    return [Piece(problem.id, problem.text, problem.kind, method, count, number,
+    return [Piece(problem.id, problem.text, problem.kind, problem.parts, method, count, number,
                   (seed + place * _PROBLEMS_APART + number * _SEEDS_APART) % 2**32, **settings)
             for place, problem in enumerate(problems) for number in range(seeds) for count in workers]
 
@@ -122,7 +129,7 @@ def solve(model: LoadedModel, piece: Piece, on_pass: Callable[[int], None] | Non
     """
     on_event = (lambda event: on_pass(event.passes)) if on_pass else None
     result = METHODS[piece.method](
-        model, piece.text, workers=piece.workers, budget=piece.budgets[-1], finish_at=piece.budgets, kind=piece.kind, sampler=piece.sampler,
+        model, piece.text, workers=piece.workers, budget=piece.budgets[-1], finish_at=piece.budgets, kind=piece.rule, sampler=piece.sampler,
         seed=piece.seed, finisher_tokens=piece.answer_tokens, on_event=on_event, **piece.more)
     return Run(piece.workers, piece.problem, piece.number, piece.seed, piece.text, result.as_json())
 

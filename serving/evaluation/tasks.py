@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxshare.models import problems as sums
+from jaxshare.models.forms import FORMS
 from jaxshare.serving import records
 
 DATA_VARIABLE = "JAXSHARE_DATA"
+SUMS, TYPED, DEPENDENT = "sums", "sums-typed", "sums-dependent"
 _GROUP = 5
 _SAMPLES = 128
 """Of tasks that could give more (section 4.1)."""
@@ -94,7 +96,7 @@ def load_task(name: str, *, samples: int | None = None, questions: tuple[int, in
     """
     if samples is not None and samples < 1:
         raise ValueError(f"--samples is {samples}; evaluate on at least 1 problem")
-    if name in ("sums", "sums-dependent"):
+    if name in (SUMS, TYPED, DEPENDENT):
         return _generated(name, _SAMPLES if samples is None else samples, questions)
     if name == "gsm8k5":
         return _gsm8k5(_SAMPLES if samples is None else samples, data)
@@ -111,17 +113,20 @@ def load_task(name: str, *, samples: int | None = None, questions: tuple[int, in
 
 
 def _generated(name: str, samples: int, questions: tuple[int, int]) -> Task:
-    """Problems of `jaxshare.models.problems`; none depends on how many there are."""
-    dependent = name == "sums-dependent"
+    """Problems of `jaxshare.models.problems`; none depends on how many there are. Those of `TYPED` take the forms of a message in turn, and
+    have its name in their ids."""
+    alone = 1 + (name == DEPENDENT)
     least, most = questions
-    if not 1 + dependent <= least <= most <= sums.MOST_QUESTIONS:
-        raise ValueError(f"--questions is {least if least == most else f'{least}-{most}'}; {name} asks {1 + dependent} to "
+    if not alone <= least <= most <= sums.MOST_QUESTIONS:
+        raise ValueError(f"--questions is {least if least == most else f'{least}-{most}'}; {name} asks {alone} to "
                          f"{sums.MOST_QUESTIONS} at once")
-    found = []
+    found, forms = [], [*FORMS.items()]
     for i in range(samples):
         many = random.Random(f"evaluate/questions/{i}").randint(least, most)
-        made = sums.make_problem(random.Random(f"evaluate/{name}/{i}"), many, dependent=dependent)
-        found.append(Problem(str(i + 1), made.prompt(), tuple(map(str, made.answers)), exact=True))
+        rng, (form, shape) = random.Random(f"evaluate/{name}/{i}"), forms[i % len(forms)]
+        made = sums.typed_problem(rng, many, shape) if name == TYPED else sums.make_problem(rng, many, dependent=name == DEPENDENT)
+        label = f"{form} {i // len(forms) + 1}" if name == TYPED else str(i + 1)
+        found.append(Problem(label, made.prompt(), tuple(map(str, made.answers)), exact=True))
     return Task(name, tuple(found), 8 * most)
 
 
@@ -132,7 +137,7 @@ _SETS = {
     "aime": ("aime2024.jsonl", "AIME 2024", ("problem", "answer"), 16),
 }
 """The file, where it comes from, its fields, and the most tokens of an early answer (appendix C)."""
-TASKS = ("sums", "sums-dependent", "gsm8k5", *_SETS)
+TASKS = (SUMS, TYPED, DEPENDENT, "gsm8k5", *_SETS)
 
 
 def _in_data(folder: str | Path | None, task: str, file: str, source: str) -> Path:
