@@ -28,17 +28,18 @@ def boxed(text: str) -> str | None:
 def code(text: str) -> str | None:
     """The last fenced code block that is closed; or one that the text ends in, if none is closed; or None.
 
-    A fence is a line that begins with three backticks, blanks before them aside. Behind those that open a block there may be the name of
-    a language. Lines lose the blanks that stand before the opening fence. Blocks of nothing but whitespace do not count.
+    A fence is a line that begins with three backticks or tildes, blanks before them aside; the one that closes a block is of the same
+    characters. Behind those that open a block there may be the name of a language. Lines lose the blanks that stand before the opening
+    fence. Blocks of nothing but whitespace do not count.
     """
-    found, block, indent = None, None, ""
+    found, block, indent, opening = None, None, "", ""
     for line in text.split("\n"):
         inner = line.lstrip()
-        fence = inner.startswith("```")
+        fence = inner[:3] if inner.startswith(("```", "~~~")) else ""
         if block is None:
-            if fence and "`" not in inner.lstrip("`"):  # more backticks in the line: code within it
-                block, indent = [], line[:-len(inner)]
-        elif fence:
+            if fence == "~~~" or (fence and "`" not in inner.lstrip("`")):  # more backticks in the line: code within it
+                block, indent, opening = [], line[:-len(inner)], fence
+        elif fence == opening:
             found, block = _program(block) or found, None
         else:
             block.append(line.removeprefix(indent))
