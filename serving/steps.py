@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 SENTENCE_ENDS = ".?!…‽¶❧" + "。！？" + "۔؟" + "।॥" + "։჻።།။។᠃"  # noqa: RUF001 (each is meant, whatever it looks like)
 """Characters that end a sentence: of the Latin, Chinese and Japanese, Arabic, Indic, and other scripts."""
 
-PASSED_OVER = "\"')]*_" + "”’»›）」』】" + "\u00a0\u3000"  # noqa: RUF001 (likewise)
-"""What may stand between the end of a sentence and the separator, besides ASCII whitespace: marks that close, and two more spaces."""
+PASSED_OVER = "\"')]*_" + "”’»›）」』】" + "\u00a0\u3000\u202f\u205f\u2028\u2029" + "".join(map(chr, range(0x2000, 0x200B)))  # noqa: RUF001
+"""What may stand between the end of a sentence and the separator, besides ASCII whitespace: marks that close, and other spaces."""
 
 BOX = rb"\boxed{"
 MAX_NESTING = 16

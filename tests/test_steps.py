@@ -22,7 +22,8 @@ steps = functools.cache(step_automaton)
 
 # The oracle: the whole text so far is looked at again after every byte. -------------------------------------------------------------
 
-ENDS, OVER = [*".?!…‽¶❧。！？۔؟।॥։჻።།။។᠃"], [*"\"')]*_”’»›）」』】\u00a0\u3000"]  # noqa: RUF001 (each is meant)
+ENDS = [*".?!…‽¶❧。！？۔؟।॥։჻።།။។᠃"]  # noqa: RUF001 (each is meant)
+OVER = [*"\"')]*_”’»›）」』】\u00a0\u3000\u202f\u205f\u2028\u2029", *(chr(0x2000 + n) for n in range(11))]  # noqa: RUF001 (likewise)
 SENTENCE = re.compile(b"(?:%s)(?:%s|\\s)*\\Z" % tuple(b"|".join(re.escape(c.encode()) for c in marks) for marks in (ENDS, OVER)))
 OPENING = re.compile(rb"(?s)\s*(?:(```)`*[^`]*|(~~~).*)")
 SPAN_ESCAPE_FORMULA = re.compile(rb"(?s)`+[^`\n]*`*|\\[\\$`]|(\$\$)(?:\\[\\$`]|(?!\$\$).)*(\$\$)?")
@@ -193,6 +194,7 @@ def test_other_separators(separator):
     ("It is 5.\n\n", True), ("Is it?\n\n", True), ("It is!\n\n", True), ("It is 5.\n", False), ("", False), ("\n\n", False),
     ("It is:\n\n", False), ("It is,\n\n", False), ("It is;\n\n", False), ("It is\n\n", False), ("It. is\n\n", False),
     ("(It is.)\n\n", True), ("**It is.**\n\n", True), ("\"It is.'\n\n", True), ("“It is.”\n\n", True), ("« Oui.\u00a0»\n\n", True),
+    ("« Oui.\u202f»\n\n", True), ("Oui.\u2003\n\n", True), ("Oui.\u200b\n\n", False),
     ("It is. \t \n\n", True), ("It is.\n \n", False), ("It is.\n\n\n", True), ("It is:\n\n.\n\n", True),
     ("好。\n\n", True), ("好、\n\n", False), ("ठीक।\n\n", True), ("نعم؟\n\n", True), ("And so on…\n\n", True), ("（好。）\n\n", True),  # noqa: RUF001
     ("```\na.\n\nb.\n\n", False), ("```\na\n```\n\n", True), ("  ```py\na\n  ```  \n\n", True), ("```\na\n````\n\n", True),
