@@ -102,7 +102,7 @@ else
 parity-hogwild: $(DEV) $(HOGWILD_ENV)
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT TERM && \
 	$(HOGWILD_PYTHON) scripts/make_hogwild_fixtures.py --hogwild '$(HOGWILD)' --out "$$folder" && \
-	JAXSHARE_HOGWILD_FIXTURES="$$folder" $(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS) tests/test_hogwild_parity.py
+	JAXSHARE_HOGWILD_FIXTURES="$$folder" $(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS) tests/test_hogwild_parity.py tests/test_hogwild_formatting.py
 endif
 
 clean: ## remove what make has made: environments, caches, builds

@@ -1,7 +1,7 @@
 """The side of the authors' implementation of Hogwild! Inference, run by a Python that has PyTorch and transformers 4.50.
 
-`load_shared_cache` gives their module to make_hogwild_fixtures.py. As a program this is the other side of bench_workers.py: one JSON
-object a line, in on stdin, out on stdout.
+`load_shared_cache`, `load_attention` and `load_formatting` give their modules to make_hogwild_fixtures.py. As a program this is the
+other side of bench_workers.py: one JSON object a line, in on stdin, out on stdout.
 
     (at the start)                                              -> versions
     {"do": "load", "hogwild": DIR, "folder": PATH, "dtype": NAME, "threads": N}
@@ -16,9 +16,12 @@ Every answer has `idle_seconds`, between the answer before and the request, and 
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import time
 import types
+import unittest.mock
+import warnings
 from typing import Any
 
 from _torch_decode_worker import main
@@ -46,6 +49,40 @@ def load_shared_cache(folder: str) -> types.ModuleType:
         return importlib.import_module("shared_cache")
     finally:
         del sys.modules["triton"], sys.modules["triton.language"]
+
+
+def load_attention(folder: str) -> types.ModuleType:
+    """The module `hogwild.attention` of a checkout of the newer version, which works in PyTorch alone where its kernel is not built.
+
+    Raises:
+      ValueError: the folder has no such module.
+    """
+    # It looks for its own kernel through the distribution that it would be installed as, and goes on without where that file is not there.
+    with unittest.mock.patch("importlib.metadata.distribution", side_effect=FileNotFoundError), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Could not load hogatt")
+        return _load_file(folder, "inference_lib/python/hogwild/attention.py")
+
+
+def load_formatting(folder: str, version: str) -> types.ModuleType:
+    """The module of prompts and formatting rules of a checkout; version: "main" or "inference_lib".
+
+    Raises:
+      ValueError: the folder has no such module.
+    """
+    return _load_file(folder, {"main": "formatting.py", "inference_lib": "inference_lib/python/hogwild/formatting.py"}[version])
+
+
+def _load_file(folder: str, path: str) -> types.ModuleType:
+    """A module that imports none of its neighbours."""
+    file = os.path.join(folder, path)
+    if not os.path.isfile(file):
+        raise ValueError(f"{folder} has no {path}: name a checkout of https://github.com/eqimp/hogwild_llm that has it")
+    name = "hogwild_" + re.sub(r"\W", "_", path.removesuffix(".py"))
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec and spec.loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Session:

@@ -1,30 +1,42 @@
-"""Makes small random checkpoints and what the authors' implementation of Hogwild! Inference computes with them over shared caches:
-the other side of tests/test_hogwild_parity.py.
+"""Makes small random checkpoints, what the authors' implementation of Hogwild! Inference computes with them over shared caches, and where
+its formatting rules end steps and find answers: the other side of tests/test_hogwild_parity.py and tests/test_hogwild_formatting.py.
 
     git clone https://github.com/eqimp/hogwild_llm
-    git -C hogwild_llm checkout 1a87a99d7a13d4aff93e16f229c6733665754b66
+    git -C hogwild_llm checkout a72df341da69fd753c3c82012b920cb998578765
     .venv-hogwild/bin/python scripts/make_hogwild_fixtures.py --hogwild hogwild_llm --out tests/fixtures/hogwild
+
+There are two versions of it. "main" is the code at the top of their repository, at 1a87a99d7a13d4aff93e16f229c6733665754b66 (April 2025):
+caches whose keys are rotated for each worker. "inference_lib" is the library in the folder of that name, on the branch of that name, at
+the commit above (July 2025): queries are rotated, blocks of code and formulas guarded. A checkout of the branch has both, "main" unchanged.
 
 Runs in an environment of its own with torch and transformers 4.50; JAX is not needed there. For each family a folder is written:
 
-    config.json, model.safetensors   the checkpoint, as save_pretrained writes it
-    LAYOUT_WORKERS.npz               one run: its `Script`, and what `run` gives, lists padded with -1
+    config.json, model.safetensors        the checkpoint, as save_pretrained writes it
+    LAYOUT_WORKERS.npz                    one run of "main": its `Script`, and what `run` gives, lists padded with -1
+    inference_lib/LAYOUT_WORKERS.npz      the same script, run by "inference_lib"
+
+and beside them, for each version, formatting_VERSION.json: see _hogwild_formatting.py.
 """
 
 import argparse
+import copy
 import dataclasses
-import shutil
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import torch
-from _hogwild_worker import load_shared_cache
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, logging
+from _hogwild_formatting import record as record_formatting
+from _hogwild_worker import load_attention, load_formatting, load_shared_cache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, logging
 
 VOCABULARY, PROMPT, HEADER, PASSES, WORKERS = 128, 19, 3, 14, 4
 HISTORY, STEP_HEADER, OWN_HEADER, FIRST = 0, 1, 2, 3  # blocks; worker w writes FIRST + w
 LAYOUTS = ("contiguous", "interleaved", "combined", "headers")
+CASES = [(layout, workers) for layout in LAYOUTS for workers in range(1, WORKERS + 1) if layout != "headers" or workers == 2]
+
+# Of the newer version a few runs, to keep the fixtures small. It takes every worker to see every block, which leaves out "interleaved".
+CASES_OF = {"main": CASES, "inference_lib": [("contiguous", 3), ("combined", 2), ("combined", 3), ("combined", 4), ("headers", 2)]}
 
 # Greedy tokens are compared one by one: the best must lead by far more than the tolerance of the logits, 1e-4.
 MARGIN, DISTINCT = 4e-3, 10
@@ -91,27 +103,63 @@ def draw(layout: str, workers: int, rng: np.random.Generator) -> Script:
     return Script(rows_of(layout, workers), prompts, inserted, active, moved)
 
 
-def run(model: PreTrainedModel, shared_cache: ModuleType, script: Script) -> tuple[np.ndarray, np.ndarray]:
+class Main:
+    """The caches of "main"."""
+
+    def __init__(self, model: PreTrainedModel, shared_cache: ModuleType, script: Script):
+        self.model, self.rows = model, script.rows
+        self.blocks = [shared_cache.CacheBlock(config=model.config) for _ in script.prompts]
+        self.manager = shared_cache.SharedCacheManager(cache_structure=[[self.blocks[b] for b in row] for row in script.rows])
+
+    def prefill(self, block: int, tokens: torch.Tensor) -> None:
+        self.model(tokens, use_cache=True, past_key_values=self.blocks[block])
+
+    def move(self, block: int) -> None:
+        self.blocks[HISTORY].append_from(self.blocks[block], keep_other=False)
+
+    def forward(self, tokens: torch.Tensor, real: torch.Tensor, active: list[int]) -> np.ndarray:
+        return self.model(**self.manager.get_input_kwargs(tokens, real, active_worker_indices=active)).logits[:, -1].numpy()
+
+
+class InferenceLib:
+    """The caches of "inference_lib", with its attention of plain PyTorch, which it takes for models that are loaded as "eager"."""
+
+    def __init__(self, model: PreTrainedModel, attention: ModuleType, script: Script):
+        assert model.config._attn_implementation == "eager"
+        self.model, self.rows, self.attention = copy.deepcopy(model), script.rows, attention
+        attention.model_surgery(self.model)
+        self.blocks = [DynamicCache() for _ in script.prompts]
+
+    def prefill(self, block: int, tokens: torch.Tensor) -> None:
+        self.model(tokens, use_cache=True, past_key_values=self.attention.HogwildCache([[self.blocks[block]]], model=self.model))
+
+    def move(self, block: int) -> None:
+        self.attention.merge_caches(self.blocks[HISTORY], self.blocks[block], self.model.model)
+        self.blocks[block].crop(0)
+
+    def forward(self, tokens: torch.Tensor, real: torch.Tensor, active: list[int]) -> np.ndarray:
+        # A cache there is for a fixed set of workers; those of the active ones share the blocks of all.
+        cache = self.attention.HogwildCache([[self.blocks[b] for b in self.rows[w]] for w in active], model=self.model)
+        return self.model(**cache.get_input_kwargs(tokens, real)).logits[:, -1].numpy()
+
+
+def run(side: Main | InferenceLib, script: Script) -> tuple[np.ndarray, np.ndarray]:
     """Plays a script: logits float32[N, R, V] after each worker's last token, and the greedy int32[N, R]; 0 where one is paused."""
-    blocks = [shared_cache.CacheBlock(config=model.config) for _ in script.prompts]
-    for block, prompt in zip(blocks, script.prompts, strict=True):
+    for block, prompt in enumerate(script.prompts):
         if prompt:
-            model(torch.tensor([prompt]), use_cache=True, past_key_values=block)
-    manager = shared_cache.SharedCacheManager(cache_structure=[[blocks[b] for b in row] for row in script.rows])
+            side.prefill(block, torch.tensor([prompt]))
     last: list[list[int]] = [[] for _ in script.rows]
     logits = np.zeros((PASSES, len(script.rows), VOCABULARY), np.float32)
     greedy = np.zeros((PASSES, len(script.rows)), np.int32)
     for n in range(PASSES):
         for w in np.flatnonzero(script.moved[n]):
-            own = blocks[script.rows[w][-1]]
-            blocks[HISTORY].append_from(own, keep_other=False)
+            side.move(script.rows[w][-1])
         active = np.flatnonzero(script.active[n])
         new = [last[w] + script.inserted[n][w] for w in active]
         width = max(map(len, new))
         tokens = torch.tensor([[0] * (width - len(t)) + t for t in new])
         real = torch.tensor([[0] * (width - len(t)) + [1] * len(t) for t in new])
-        inputs = manager.get_input_kwargs(tokens, real, active_worker_indices=active.tolist())
-        logits[n, active] = model(**inputs).logits[:, -1].numpy()
+        logits[n, active] = side.forward(tokens, real, active.tolist())
         greedy[n, active] = logits[n, active].argmax(axis=-1)
         for w in active:
             last[w] = [int(greedy[n, w])]
@@ -144,41 +192,54 @@ def record(path: Path, script: Script, logits: np.ndarray, greedy: np.ndarray) -
                         active=script.active, moved=script.moved, logits=logits, greedy=greedy)
 
 
-def make(family: str, folder: Path, shared_cache: ModuleType, seed: int) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+def make(family: str, folder: Path, sides: dict[str, tuple[type[Main | InferenceLib], ModuleType]], seed: int) -> None:
+    """Writes a checkpoint and the runs of each version, instead of those that were there."""
     model = MODELS[family]().eval()
     fill(model, torch.Generator().manual_seed(seed))
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink()
-    cases = [(layout, workers) for layout in LAYOUTS for workers in range(1, WORKERS + 1) if layout != "headers" or workers == 2]
-    for number, (layout, workers) in enumerate(cases):
-        for attempt in range(100):
-            script = draw(layout, workers, np.random.default_rng([seed, number, attempt]))
-            logits, greedy = run(model, shared_cache, script)
-            if without_ties(logits, greedy, script.active):
-                break
-        else:
-            raise RuntimeError(f"{family}, {layout}, {workers} workers: no run has varied greedy tokens without near ties")
-        record(folder / f"{layout}_{workers}.npz", script, logits, greedy)
-        print(f"{family:6s} {layout:11s} {workers} workers: logits std {logits[script.active].std():.2f}, drawn {attempt + 1} times",
-              flush=True)
+    for version, (side, module) in sides.items():
+        runs = folder if version == "main" else folder / version
+        runs.mkdir(exist_ok=True)
+        for old in runs.glob("*.npz"):
+            old.unlink()
+        for layout, workers in CASES_OF[version]:
+            for attempt in range(100):
+                script = draw(layout, workers, np.random.default_rng([seed, CASES.index((layout, workers)), attempt]))
+                logits, greedy = run(side(model, module, script), script)
+                if without_ties(logits, greedy, script.active):
+                    break
+            else:
+                raise RuntimeError(f"{family}, {layout}, {workers} workers: no run has varied greedy tokens without near ties")
+            record(runs / f"{layout}_{workers}.npz", script, logits, greedy)
+            print(f"{version:13s} {family:6s} {layout:11s} {workers} workers: logits std {logits[script.active].std():.2f}, "
+                  f"drawn {attempt + 1} times", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--hogwild", required=True, metavar="DIR", help="a checkout of https://github.com/eqimp/hogwild_llm")
+    parser.add_argument("--versions", nargs="+", choices=[*CASES_OF], help="which to make; default those that the checkout has")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "tests" / "fixtures" / "hogwild")
     options = parser.parse_args()
+    versions = options.versions or ["main", *(["inference_lib"] if (Path(options.hogwild) / "inference_lib").is_dir() else [])]
+    sides: dict[str, tuple[type[Main | InferenceLib], ModuleType]] = {}
     try:
-        shared_cache = load_shared_cache(options.hogwild)
+        formatting = {version: load_formatting(options.hogwild, version) for version in versions}
+        if "main" in versions:
+            sides["main"] = Main, load_shared_cache(options.hogwild)
+        if "inference_lib" in versions:
+            sides["inference_lib"] = InferenceLib, load_attention(options.hogwild)
     except ValueError as error:
         parser.error(str(error))
     options.out.mkdir(parents=True, exist_ok=True)
     logging.set_verbosity_error()
     torch.set_num_threads(1)  # one order of summation everywhere
+    for version in versions:
+        record_formatting(options.out / f"formatting_{version}.json", formatting[version])
     with torch.no_grad():
         for seed, family in enumerate(MODELS):
-            make(family, options.out / family, shared_cache, seed)
+            make(family, options.out / family, sides, seed)
 
 
 if __name__ == "__main__":

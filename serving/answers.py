@@ -119,8 +119,9 @@ def boxed(text: str) -> str | None:
 def code(text: str) -> str | None:
     """The last fenced code block that is closed; or one that the text ends in, if none is closed; or None.
 
-    A fence is a line that begins with three backticks, blanks before them aside. Behind those that open a block there may be the name of
-    a language. Lines lose the blanks that stand before the opening fence. Blocks of nothing but whitespace do not count.
+    A fence is a line that begins with three backticks or tildes, blanks before them aside; the one that closes a block is of the same
+    characters. Behind those that open a block there may be the name of a language. Lines lose the blanks that stand before the opening
+    fence. Blocks of nothing but whitespace do not count.
     """
     return next(reversed([program for _, program in _blocks(text)] or [program for _, program in _blocks(text, open=True)]), None)
 
@@ -148,7 +149,7 @@ def _blocks(text: str, *, open: bool = False) -> list[tuple[str, str]]:
     """The fenced blocks that are closed, or with `open` the one that the text ends in: (name of the language, program), none blank."""
     found: list[tuple[str, str]] = []
     block: list[str] | None = None
-    name = indent = ""
+    name = indent = opening = ""
 
     def keep() -> None:
         if block is not None and (program := "\n".join(block)).strip():
@@ -156,11 +157,12 @@ def _blocks(text: str, *, open: bool = False) -> list[tuple[str, str]]:
 
     for line in text.split("\n"):
         inner = line.lstrip()
-        fence = inner.startswith("```")
+        fence = inner[:3] if inner.startswith(("```", "~~~")) else ""
         if block is None:
-            if fence and "`" not in inner.lstrip("`"):  # more backticks in the line: code within it
-                block, indent, name = [], line[:-len(inner)], next(iter(inner.lstrip("`").split()), "")
-        elif fence:
+            told = inner.lstrip(fence[:1] or None)
+            if fence == "~~~" or (fence and "`" not in told):  # more backticks in the line: code within it
+                block, indent, opening, name = [], line[:-len(inner)], fence, next(iter(told.split()), "")
+        elif fence == opening:
             if not open:
                 keep()
             block = None

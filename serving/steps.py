@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 SENTENCE_ENDS = ".?!…‽¶❧" + "。！？" + "۔؟" + "।॥" + "։჻።།။។᠃"  # noqa: RUF001 (each is meant, whatever it looks like)
 """Characters that end a sentence: of the Latin, Chinese and Japanese, Arabic, Indic, and other scripts."""
 
-PASSED_OVER = "\"')]*_" + "”’»›）」』】" + "\u00a0\u3000"  # noqa: RUF001 (likewise)
-"""What may stand between the end of a sentence and the separator, besides ASCII whitespace: marks that close, and two more spaces."""
+PASSED_OVER = "\"')]*_" + "”’»›）」』】" + "\u00a0\u3000\u202f\u205f\u2028\u2029" + "".join(map(chr, range(0x2000, 0x200B)))  # noqa: RUF001
+"""What may stand between the end of a sentence and the separator, besides ASCII whitespace: marks that close, and other spaces."""
 
 BOX = rb"\boxed{"
 MAX_NESTING = 16
@@ -27,7 +27,9 @@ MAX_NESTING = 16
 
 _SPACES = b" \t\n\r\v\f"
 _NEWLINE, _TICK, _BACKSLASH, _OPEN, _CLOSE = b"\n`\\{}"
-_START, _TEXT, _FENCE, _INFO = 0, "text", "fence", "info"
+_FENCES = _TICKS, _TILDES = b"```", b"~~~"
+_START, _INFO, _TEXT = b"", "info", "text"
+_PROSE, _SPAN, _MATH = "prose", "span", "math"
 
 _DECODERS = {"ByteLevel", "ByteFallback", "Metaspace", "Replace", "Fuse", "Strip"}
 """Decoders that work on one piece at a time; Fuse and Strip touch only where a whole text begins or ends."""
@@ -44,13 +46,19 @@ _BYTE_LEVEL = _byte_level()
 
 
 def step_automaton(separator: str = "\n\n") -> ByteAutomaton:
-    r"""Marks the byte that ends a step: it completes the separator, what stands before that ends a sentence, and it is not in a code block.
+    r"""Marks the byte that ends a step: it completes the separator, after the end of a sentence, in no code block and no formula.
 
-    A sentence ends with one of `SENTENCE_ENDS`; whitespace and `PASSED_OVER` may follow. A code block is what stands between fences: it
-    begins with a line whose first non-blank characters are three or more backticks, unless more backticks follow later in that line, and
-    ends with the next line that begins so. The closing backticks count as the end of a sentence. The text's start is the start of a line.
+    A sentence ends with one of `SENTENCE_ENDS`; whitespace and `PASSED_OVER` may follow. The text's start is the start of a line.
 
-    After a mark the automaton reads on; whoever begins a new step begins at the start state again.
+    A code block is the text between two fences. It opens with a line whose first non-blank characters are three or more backticks, unless
+    more backticks follow later in that line, or three or more tildes; it closes with the next line that starts with three of the same.
+    A displayed formula is the text between `$$` and the next `$$`, on one line or many. Neither is looked for in a code block, nor the
+    first in code within a line, which lasts from one run of backticks to the next or to the end of the line. `\$` is a dollar sign, and a
+    backtick after a backslash is one outside of code. The closing fence and the closing `$$` count as the end of a sentence.
+
+    A block or a formula that is never closed lasts until the text ends, and so does the step.
+
+    After a mark the automaton reads on; a new step begins at the start state again.
 
     Raises:
       ValueError: a separator that is empty or is not ASCII whitespace.
@@ -63,33 +71,48 @@ def step_automaton(separator: str = "\n\n") -> ByteAutomaton:
     beginnings = {c[:n] for c in known for n in range(1, len(c))}
 
     def step(state: Any, byte: int) -> tuple[Hashable, bool]:
-        (inside, _), ended, partial, matched = state
+        (fence, _), within, ended, partial, matched = state
         line, closes = _read_line(state[0], byte)
-        if line[0] or inside:  # what ends in a code block is of no interest, until it closes
-            return (line, closes, b"", 0), False
-        if line[1] == _FENCE:  # more backticks than three close the block
-            return (line, True, b"", 0), False
+        if within == _SPAN and (byte == _NEWLINE or line[0]):
+            within = _PROSE
+        if line[0] or fence:  # in a code block, until it closes; or backticks show that none has opened
+            return (line, within, closes and within != _MATH, b"" if line[0] or closes else b"`", 0), False
+        if line[1] in _FENCES:  # more characters than three close the block
+            return (line, within, within != _MATH, b"", 0), False
         if byte in _SPACES:
-            ended, matched = ended and not partial, _match(wanted, matched, byte)
-            return (line, ended, b"", matched), ended and matched == len(wanted)
+            ended = ended and not partial
+            matched = _match(wanted, matched, byte) if ended else 0
+            return (line, within, ended, b"", matched), ended and matched == len(wanted)
+        if partial == b"\\" and byte in b"\\$`":
+            return (line, within, False, b"", 0), False
+        if byte == _TICK and within != _MATH:
+            if partial != b"`":  # the first of a run
+                within = _PROSE if within == _SPAN else _SPAN
+            return (line, within, False, b"`", 0), False
+        if byte in b"\\$" and within != _SPAN:
+            if partial + bytes([byte]) == b"$$":
+                return (line, _PROSE if within == _MATH else _MATH, within == _MATH, b"", 0), False
+            return (line, within, False, bytes([byte]), 0), False
+        if within == _MATH:
+            return (line, within, False, b"", 0), False
         # The mark may be of several bytes. No byte inside one begins another, so that a mark which goes wrong is dropped as a whole.
         seen = partial + bytes([byte])
         if seen not in known and seen not in beginnings:
             ended, seen = False, bytes([byte])
         if seen in beginnings:
-            return (line, ended, seen, 0), False
-        return (line, seen in ends or (seen in over and ended), b"", 0), False
+            return (line, within, ended and any(c.startswith(seen) for c in over), seen, 0), False
+        return (line, within, seen in ends or (seen in over and ended), b"", 0), False
 
-    return ByteAutomaton.build(((False, _START), False, b"", 0), step)
+    return ByteAutomaton.build(((b"", _START), _PROSE, False, b"", 0), step)
 
 
 @functools.cache
 def code_automaton() -> ByteAutomaton:
-    r"""Marks the third backtick of the line that closes a fenced code block; see `step_automaton` for what that is.
+    r"""Marks the third backtick or tilde of the line that closes a fenced code block; see `step_automaton` for what that is.
 
     For text that goes on inside a block, begin at the state after its fence: `automaton.read(b"```python\n")[0]`.
     """
-    return ByteAutomaton.build((False, _START), _read_line)
+    return ByteAutomaton.build((b"", _START), _read_line)
 
 
 @functools.cache
@@ -117,26 +140,29 @@ def box_automaton() -> ByteAutomaton:
     return ByteAutomaton.build((0, False, False, 0), step)
 
 
-def _read_line(state: Any, byte: int) -> tuple[tuple[bool, int | str], bool]:
-    """((inside a code block, place in the line), byte) -> (the same after it, whether it closes the block).
+def _read_line(state: Any, byte: int) -> tuple[tuple[bytes, bytes | str], bool]:
+    """((fence of the code block that is open, or nothing; place in the line), byte) -> (the same after it, whether it closes the block).
 
-    Places: 0 while the line is blank, 1 and 2 after as many backticks at its start, then _FENCE; _INFO behind an opening fence; or _TEXT.
+    Places: the first one, two or three characters of a fence after blanks alone, or none yet; _INFO after backticks that open; or _TEXT.
     """
-    inside, place = state
+    fence, place = state
     if byte == _NEWLINE:
-        return (inside, _START), False
+        return (fence, _START), False
     if place == _START and byte in _SPACES:
-        return (inside, _START), False
-    if place in (0, 1) and byte == _TICK:
-        return (inside, place + 1), False
-    if place == 2 and byte == _TICK:
-        return (not inside, _FENCE), inside
-    if place == _FENCE and byte == _TICK:
-        return (inside, _FENCE), False
-    if inside and place in (_FENCE, _INFO):
-        # Backticks behind the opening ones: code within the line, no fence.
-        return ((False, _TEXT) if byte == _TICK else (True, _INFO)), False
-    return (inside, _TEXT), False
+        return (fence, _START), False
+    if isinstance(place, bytes) and len(place) < 3:
+        run = place + bytes([byte])
+        if not any(whole.startswith(run) for whole in ([fence] if fence else _FENCES)):
+            return (fence, _TEXT), False
+        if len(run) < 3:
+            return (fence, run), False
+        return (b"" if fence else run, run), bool(fence)
+    if place in _FENCES and byte == place[0]:
+        return (fence, place), False
+    if fence == _TICKS and place in (_TICKS, _INFO):
+        # Backticks after the opening ones: code within the line, no fence.
+        return ((b"", _TEXT) if byte == _TICK else (fence, _INFO)), False
+    return (fence, _TEXT), False
 
 
 def _match(wanted: bytes, matched: int, byte: int) -> int:

@@ -34,11 +34,13 @@ def scan_boxes(text: str) -> str | None:
 
 def scan_code(text: str) -> str | None:
     """Marks each line as fence, code or prose first, and cuts afterwards."""
-    kinds, inside = [], False
+    kinds, inside = [], ""
     for line in text.split("\n"):
         bare = line.strip()
-        fence = bare[:3] == "```" and (inside or bare.count("`") == len(bare) - len(bare.lstrip("`")))
-        inside ^= fence
+        fence = bare[:3] == inside if inside else bare[:3] == "~~~" or (
+            bare[:3] == "```" and bare.count("`") == len(bare) - len(bare.lstrip("`")))
+        if fence:
+            inside = "" if inside else bare[:3]
         kinds.append("f" if fence else "c" if inside else "p")
     lines, blocks, i = text.split("\n"), [], 0
     while i < len(kinds):
@@ -87,6 +89,9 @@ def test_boxed(text, answer):
     ("```\n```\nthen\n```\n\n```", None),
     ("```\na\n```\nthen\n```\n```", "a"),
     ("````\na\n````", "a"),
+    ("~~~python\na\n~~~", "a"),
+    ("~~~ `x`\na\n```\nb\n~~~~\nc", "a\n```\nb"),
+    ("```\na\n~~~\nb\n```", "a\n~~~\nb"),
     ("", None),
 ])
 def test_code(text, found):
@@ -98,7 +103,7 @@ def test_boxed_is_what_a_scan_finds(text):
     assert answers.boxed(text) == scan_boxes(text)
 
 
-@given(st.lists(st.sampled_from(["```", "`", "\n", "python", "x = 1", "\n\n"]), max_size=24).map("".join))
+@given(st.lists(st.sampled_from(["```", "`", "~~~", "~", "\n", "python", "x = 1", "\n\n"]), max_size=24).map("".join))
 def test_code_is_what_a_scan_finds(text):
     assert answers.code(text) == scan_code(text)
 
@@ -108,7 +113,7 @@ def test_a_box_is_found_when_the_automaton_has_marked_one(text):
     assert (answers.boxed(text) is not None) == box().read(text.encode())[1]
 
 
-@given(st.lists(st.sampled_from(["```", "`", "\n", "python", "x = 1", "  "]), max_size=16).map("".join))
+@given(st.lists(st.sampled_from(["```", "`", "~~~", "\n", "python", "x = 1", "  "]), max_size=16).map("".join))
 def test_a_program_is_found_when_the_automaton_has_marked_one(text):
     # The automaton marks empty blocks too, so none is left empty here.
     text = text.replace("\n", "\nx\n")

@@ -1,12 +1,12 @@
 """Workers over a shared cache against the authors' implementation of Hogwild! Inference.
 
-fixtures/hogwild holds small random Llama (llama3 scaling) and Qwen2 checkpoints and what github.com/eqimp/hogwild_llm at commit 1a87a99,
-with PyTorch 2.13 and transformers 4.50.3 in float32 on a CPU, computed with them over its own shared caches; they were written by
-scripts/make_hogwild_fixtures.py. Every run is a script that was drawn at random: prompts, tokens that a worker is fed behind the greedy
-one, passes in which one is paused, steps that move to the history. JAXSHARE_HOGWILD_FIXTURES names another folder of the same form, for
-example one that was just made from a checkout.
+fixtures/hogwild holds small random Llama (llama3 scaling) and Qwen2 checkpoints and what github.com/eqimp/hogwild_llm, with PyTorch 2.13
+and transformers 4.50.3 in float32 on a CPU, computed with them over its own shared caches: the code of commit 1a87a99, and, in the folders
+inference_lib, the library of that name at commit a72df34. They were written by scripts/make_hogwild_fixtures.py. Every run is a script
+that was drawn at random: prompts, tokens that a worker is fed behind the greedy one, passes in which one is paused, steps that move to the
+history. JAXSHARE_HOGWILD_FIXTURES names another folder of the same form, for example one that was just made from a checkout.
 
-YaRN is left out: there every further rotation of a key multiplies it by the attention factor once more, which YaRN does not do.
+YaRN is left out: in both every further rotation of a key multiplies it by the attention factor once more, which YaRN does not do.
 """
 
 import functools
@@ -19,8 +19,9 @@ import pytest
 
 from jaxshare import KVCache, Layout, models
 
-FOLDER = Path(os.environ.get("JAXSHARE_HOGWILD_FIXTURES") or Path(__file__).parent / "fixtures" / "hogwild")
-RUNS = sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.glob("*/*.npz"))
+COMMITTED = Path(__file__).parent / "fixtures" / "hogwild"
+FOLDER = Path(os.environ.get("JAXSHARE_HOGWILD_FIXTURES") or COMMITTED)
+RUNS = sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.glob("*/**/*.npz"))
 
 TOLERANCE = 1e-4  # float32 logits of order 1 to 6
 HISTORY, CAPACITIES = 0, (256, 8, 8, 64, 64, 64, 64)
@@ -30,6 +31,9 @@ ROWS, LISTED, WIDTH = 4, 7, 6  # of all passes, so that all runs of a family sha
 def test_there_are_fixtures():
     wanted = {f"{family}/{layout}_{workers}" for family in ("llama", "qwen2") for workers in range(1, 5)
               for layout in ("contiguous", "interleaved", "combined")} | {"llama/headers_2", "qwen2/headers_2"}
+    if FOLDER == COMMITTED or any("inference_lib" in run for run in RUNS):
+        wanted |= {f"{family}/inference_lib/{case}" for family in ("llama", "qwen2")
+                   for case in ("contiguous_3", "combined_2", "combined_3", "combined_4", "headers_2")}
     assert set(RUNS) == wanted, f"{FOLDER} lacks fixtures: make them with scripts/make_hogwild_fixtures.py"
 
 

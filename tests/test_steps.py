@@ -9,43 +9,57 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from jaxshare.automaton import TokenAutomaton
+from jaxshare.automaton import ByteAutomaton, TokenAutomaton
 from jaxshare.models import EMBEDDED
 from jaxshare.serving.steps import box_automaton, check_separator, code_automaton, step_automaton, token_bytes
 
+steps = functools.cache(step_automaton)
+
 # The oracle: the whole text so far is looked at again after every byte. -------------------------------------------------------------
 
-ENDS, OVER = [*".?!…‽¶❧。！？۔؟।॥։჻።།။។᠃"], [*"\"')]*_”’»›）」』】\u00a0\u3000"]  # noqa: RUF001 (each is meant)
+ENDS = [*".?!…‽¶❧。！？۔؟।॥։჻።།။។᠃"]  # noqa: RUF001 (each is meant)
+OVER = [*"\"')]*_”’»›）」』】\u00a0\u3000\u202f\u205f\u2028\u2029", *(chr(0x2000 + n) for n in range(11))]  # noqa: RUF001 (likewise)
 SENTENCE = re.compile(b"(?:%s)(?:%s|\\s)*\\Z" % tuple(b"|".join(re.escape(c.encode()) for c in marks) for marks in (ENDS, OVER)))
-OPENING, CLOSING = re.compile(rb"\s*```+[^`]*"), re.compile(rb"\s*```+")
+OPENING = re.compile(rb"(?s)\s*(?:(```)`*[^`]*|(~~~).*)")
+SPAN_ESCAPE_FORMULA = re.compile(rb"(?s)`+[^`\n]*`*|\\[\\$`]|(\$\$)(?:\\[\\$`]|(?!\$\$).)*(\$\$)?")
 
 
-def without_code(text: bytes) -> tuple[bytes, bool, int]:
-    """(text outside of code blocks, with a full stop for each block; is the last one open; how many closed)."""
-    outside, inside, closed = [], False, 0
+def without_code(text: bytes) -> tuple[bytes, bytes, int]:
+    """(text outside of code blocks, with a full stop for each block; the fence of the one that is open, if any; how many closed)."""
+    outside, fence, closed = [], b"", 0
     for line in text.split(b"\n"):
-        if inside and (fence := CLOSING.match(line)):
-            inside, closed = False, closed + 1
-            outside.append(b"." + line[fence.end():])
-        elif not inside and OPENING.fullmatch(line):
-            inside = True
-        elif not inside:
+        if fence and line.lstrip().startswith(fence):
+            outside.append(b"." + line.lstrip().lstrip(fence[:1]))
+            fence, closed = b"", closed + 1
+        elif not fence and (opening := OPENING.fullmatch(line)):
+            fence = opening[1] or opening[2]
+        elif not fence:
             outside.append(line)
-    return b"\n".join(outside), inside, closed
+    return b"\n".join(outside), fence, closed
+
+
+def without_formulas(text: bytes) -> tuple[bytes, bool]:
+    """(text with a full stop for each formula, is the last one open)."""
+    found = list(SPAN_ESCAPE_FORMULA.finditer(text))
+    outside = SPAN_ESCAPE_FORMULA.sub(lambda match: b"." if match[1] else match[0], text)
+    return outside, any(match[1] and not match[2] for match in found)
 
 
 def ends_step(text: bytes, separator: bytes = b"\n\n") -> bool:
     if not text.endswith(separator):
         return False
-    outside, inside, _ = without_code(text)
-    return not inside and SENTENCE.search(outside) is not None
+    outside, fence, _ = without_code(text)
+    outside, formula = without_formulas(outside)
+    return not fence and not formula and SENTENCE.search(outside) is not None
 
 
 def closes_code(text: bytes) -> bool:
-    return text.endswith(b"`") and without_code(text)[2] > without_code(text[:-1])[2]
+    return text.endswith((b"`", b"~")) and without_code(text)[2] > without_code(text[:-1])[2]
 
 
 def closes_box(text: bytes) -> bool:
@@ -108,7 +122,7 @@ SPARE = 3
 """Tokens of the model that the tokenizer does not know."""
 
 FRAGMENTS = ["\n", "\n\n", " ", ".", "a", "**", ")", ":", "```", "\n```", "`", "python", "\\boxed{", "{", "}", "5", "\\", "\\}", "。", "”",
-             "؟", "ok.\n\n", "```\n\n", "\u00a0", "é", "\r\n", "\\boxed{5}"]
+             "؟", "ok.\n\n", "```\n\n", "\u00a0", "é", "\r\n", "\\boxed{5}", "~~~", "\n~~~", "~", "$$", "$", "\\$", "``"]
 
 
 def random_tokens(tokenizer: PreTrainedTokenizerFast, pieces: list[bytes], count: int, length: int, always: tuple[str, ...]) -> np.ndarray:
@@ -153,9 +167,12 @@ def test_device_marks_are_those_of_plain_strings(name):
     tokenizer = TOKENIZERS[name]()
     pieces = token_bytes(tokenizer, len(tokenizer) + SPARE)
     for automaton, found, always in ((step_automaton(), ends_step, (".", "\n\n", ".\n\n")),
+                                     (step_automaton(), ends_step, ("$$", ".\n\n", "\n\n")),
+                                     (step_automaton(), ends_step, ("~~~", "```", "$$", "\n", "\n\n")),
                                      (box_automaton(), closes_box, ("\\boxed{", "}", "\\boxed{5}")),
-                                     (code_automaton(), closes_code, ("```", "\n", "\n```"))):
-        tokens = random_tokens(tokenizer, pieces, 3600, 16, always)
+                                     (code_automaton(), closes_code, ("```", "\n", "\n```")),
+                                     (code_automaton(), closes_code, ("~~~", "```", "\n", "\n~~~"))):
+        tokens = random_tokens(tokenizer, pieces, 4800, 16, always)
         expected = oracle_marks(found, pieces, tokens)
         np.testing.assert_array_equal(device_marks(automaton.lift(pieces), tokens), expected)
         assert expected.sum() > 500  # or the comparison says little
@@ -177,14 +194,37 @@ def test_other_separators(separator):
     ("It is 5.\n\n", True), ("Is it?\n\n", True), ("It is!\n\n", True), ("It is 5.\n", False), ("", False), ("\n\n", False),
     ("It is:\n\n", False), ("It is,\n\n", False), ("It is;\n\n", False), ("It is\n\n", False), ("It. is\n\n", False),
     ("(It is.)\n\n", True), ("**It is.**\n\n", True), ("\"It is.'\n\n", True), ("“It is.”\n\n", True), ("« Oui.\u00a0»\n\n", True),
+    ("« Oui.\u202f»\n\n", True), ("Oui.\u2003\n\n", True), ("Oui.\u200b\n\n", False),
     ("It is. \t \n\n", True), ("It is.\n \n", False), ("It is.\n\n\n", True), ("It is:\n\n.\n\n", True),
     ("好。\n\n", True), ("好、\n\n", False), ("ठीक।\n\n", True), ("نعم؟\n\n", True), ("And so on…\n\n", True), ("（好。）\n\n", True),  # noqa: RUF001
     ("```\na.\n\nb.\n\n", False), ("```\na\n```\n\n", True), ("  ```py\na\n  ```  \n\n", True), ("```\na\n````\n\n", True),
     ("```\na\n```\nSo:\n\n", False), ("```\na\n``` and so\n\n", False), ("```\na ```\nb.\n\n", False), ("a ```\nb.\n\n", True),
     ("```x``` is code.\n\n", True), ("``\na.\n\n", True),
+    ("~~~\na.\n\n", False), ("~~~\na\n~~~\n\n", True), ("  ~~~ py `x` ~~~\na.\n\n", False), ("~~~\na\n~~~~ \n\n", True),
+    ("~~\na.\n\n", True), ("a ~~~\nb.\n\n", True), ("~~~\na\n~~~\nSo:\n\n", False),
+    ("```\n~~~\na.\n\n", False), ("```\n~~~\n```\n\n", True), ("~~~\n```\na.\n\n", False), ("~~~\n```\n~~~\n\n", True),
+    ("$$\nx = 1.\n\n", False), ("$$\nx = 1.\n\n$$\n\n", True), ("$$x$$\n\n", True), ("So $$x$$ is it\n\n", False), ("$$x$$,\n\n", False),
+    ("So $$x$$ is it.\n\n", True), ("It costs $$ a lot.\n\n", False), ("$x.\n\n", True), ("$\n$x.\n\n", True), ("$$$x.\n\n", False),
+    ("$$$$\n\n", True), ("$$x$$$\n\n", False), ("$$x$$ $$y.\n\n", False), ("**$$x$$**\n\n", True),
+    (r"\$$x." "\n\n", True), (r"\$\$x." "\n\n", True), (r"\\$$x." "\n\n", False), (r"$$x\$$y." "\n\n", False), (r"$$x\\$$" "\n\n", True),
+    ("`$$` is the process.\n\n", True), ("`` $$ `` is it.\n\n", True), ("a ````$$```` b.\n\n", True), ("``x`` $$y.\n\n", False),
+    ("`$$\nx.\n\n", True), ("`a\n$$x.\n\n", False), (r"\`$$x." "\n\n", False), (r"`\`$$x." "\n\n", False), ("```$$``` is it.\n\n", True),
+    ("$$`x`$$\n\n", True), ("$$`$$\n\n", True), ("```\n$$\n```\n\n", True), ("~~~\n$$\n~~~\n\n", True), ("$$\n```\n$$\n```\n\n", False),
+    ("$$\n```\n$$\n```\n$$\n\n", True), ("好。$$x。\n\n", False), ("`a。\n\n", True),
 ])
 def test_ends_of_steps(text, ends):
-    assert step_automaton().read(text.encode())[1] == ends
+    assert steps().read(text.encode())[1] == ends_step(text.encode()) == ends
+
+
+@given(st.lists(st.sampled_from(["$", "$$", "`", "```", "~~~", "\\", "\n", "\n\n", ".", "。", "x", " "]), max_size=14).map("".join))
+def test_ends_of_steps_in_any_text(text):
+    assert ends_with_mark(steps(), text) == ends_step(text.encode())
+
+
+def ends_with_mark(automaton: ByteAutomaton, text: str) -> bool:
+    """Whether the last byte marks."""
+    state, _ = automaton.read(text.encode()[:-1])
+    return automaton.read(text.encode()[-1:], state)[1]
 
 
 def test_a_step_ends_at_the_byte_that_completes_the_separator():
@@ -208,7 +248,8 @@ def test_boxes(text, closes):
 
 @pytest.mark.parametrize(("text", "closes"), [
     ("```\na\n```", True), ("```python\na\n", False), ("```python\na\n  ```", True), ("```", False), ("```a```", False), ("```\n```", True),
-    ("```\na ```", False),
+    ("```\na ```", False), ("~~~\na\n~~~", True), ("~~~\na\n```", False), ("```\na\n~~~", False), ("~~~~\n\t~~~", True), ("~~~", False),
+    ("~~~ `x`\n~~~", True), ("$$\n```\nx\n```", True),
 ])
 def test_code_blocks(text, closes):
     assert code_automaton().read(text.encode())[1] == closes
