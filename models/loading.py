@@ -55,6 +55,7 @@ class LoadedModel:
       workers: what the folder's workers.json says of the texts that workers need, or None if it has no such file.
       mesh: the devices that the parameters lie on, or None for one device. Caches are to be made with it.
       kv_repeats: how often `config` has each kv head of the checkpoint, because there are more devices than kv heads.
+      name: the folder or hub id that it was loaded by; "" for a model that was not loaded.
     """
 
     config: ModelConfig
@@ -64,6 +65,7 @@ class LoadedModel:
     workers: dict[str, Any] | None = None
     mesh: Mesh | None = None
     kv_repeats: int = 1
+    name: str = ""
 
     @property
     def module(self) -> Decoder | ShardedDecoder:
@@ -166,7 +168,7 @@ def load(path: str | os.PathLike, dtype: Any = None, revision: str | None = None
     if wanted_dtype is None:
         wanted_dtype = _own_dtype(settings, dtypes)
     return LoadedModel(fitted, read(wanted_dtype), tokenizer, generation, _workers(folder), mesh,
-                       fitted.num_kv_heads // config.num_kv_heads)
+                       fitted.num_kv_heads // config.num_kv_heads, os.fspath(path))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -189,7 +191,7 @@ def outline(path: str | os.PathLike, revision: str | None = None) -> LoadedModel
     folder = _folder(path, revision, _FILES_WITHOUT_WEIGHTS)
     config = ModelConfig.from_json(folder)
     settings = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
-    return LoadedModel(config, {}, _tokenizer(folder), _generation(folder, settings), _workers(folder))
+    return LoadedModel(config, {}, _tokenizer(folder), _generation(folder, settings), _workers(folder), name=os.fspath(path))
 
 
 def _placed(config: ModelConfig, module: ShardedDecoder, path: tuple[str, ...], value: Any) -> Array:

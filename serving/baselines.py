@@ -16,6 +16,8 @@ from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving import answers
 from jaxshare.serving.answers import AnswerRule, answer_rule
+from jaxshare.serving.formats import format_named
+from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.layouts import PROMPT, WorkersLayout, worker_names
 from jaxshare.serving.prompts import PLAIN, Format
 from jaxshare.serving.results import Answer, Result, check_finish_at
@@ -33,7 +35,7 @@ _LIST_OVER = re.compile(r"\n\s*\n(?=\s*\S)(?!\s*\d)")
 
 
 def sequential(model: LoadedModel, problem: str, *, budget: int, finish_at: Sequence[int] = (), early_stop: bool = True,
-               kind: str | AnswerRule = "box", sampler: Sampler | None = None, seed: int = 0, format: Format | None = None,
+               kind: str | AnswerRule = "box", sampler: Sampler | None = None, seed: int = 0, format: Format | str | None = None,
                finisher_tokens: int = 16, on_event: Callable[[Event], None] | None = None) -> Result:
     """One stream that sees the problem alone ("Baseline" in the paper).
 
@@ -47,7 +49,8 @@ def sequential(model: LoadedModel, problem: str, *, budget: int, finish_at: Sequ
       sampler: default the checkpoint's own settings.
       seed: of the stream.
       format: what the model is told and what ends a run early; its headers and its question are left out. Default what the model's own
-        says of one who works alone, or else nothing but the problem.
+        says of one who works alone, or else nothing but the problem. The name of a preset stands for its family's chat with nothing
+        but the problem in it.
       finisher_tokens: most tokens of an answer that is asked for.
       on_event: called with the text as it appears.
 
@@ -55,7 +58,7 @@ def sequential(model: LoadedModel, problem: str, *, budget: int, finish_at: Sequ
       ValueError: a budget below 1, a budget to finish at beyond it, another kind, or what `Workers` refuses.
     """
     finish_at = _checked(budget, finish_at, kind)
-    session = _rows(model, problem, (_ALONE,), _alone(model, format), budget=budget, sampler=sampler, seed=seed, kind=kind,
+    session = _rows(model, problem, (_ALONE,), _alone(model, format, sampler), budget=budget, sampler=sampler, seed=seed, kind=kind,
                     finisher_tokens=finisher_tokens)
 
     def written() -> Answer:
@@ -67,7 +70,8 @@ def sequential(model: LoadedModel, problem: str, *, budget: int, finish_at: Sequ
 
 def self_consistency(model: LoadedModel, problem: str, *, workers: int = 2, budget: int, finish_at: Sequence[int] = (),
                      answer_by: str = "concatenate", kind: str | AnswerRule = "box", sampler: Sampler | None = None, seed: int = 0,
-                     format: Format | None = None, finisher_tokens: int = 16, on_event: Callable[[Event], None] | None = None) -> Result:
+                     format: Format | str | None = None, finisher_tokens: int = 16,
+                     on_event: Callable[[Event], None] | None = None) -> Result:
     """Several streams that do not see each other, and one answer from all of them (Wang et al., 2022; section 4.1).
 
     Args:
@@ -84,7 +88,7 @@ def self_consistency(model: LoadedModel, problem: str, *, workers: int = 2, budg
     if answer_by not in ("concatenate", "vote"):
         raise ValueError(f"answer_by is {answer_by!r}; it must be 'concatenate' or 'vote'")
     names = tuple(f"sample {i + 1}" for i in range(workers))
-    session = _rows(model, problem, names, _alone(model, format), budget=budget, sampler=sampler, seed=seed, kind=kind,
+    session = _rows(model, problem, names, _alone(model, format, sampler), budget=budget, sampler=sampler, seed=seed, kind=kind,
                     finisher_tokens=finisher_tokens)
     answer = functools.partial(_vote, session)
     if answer_by == "concatenate":
@@ -94,7 +98,7 @@ def self_consistency(model: LoadedModel, problem: str, *, workers: int = 2, budg
 
 
 def skeleton_of_thought(model: LoadedModel, problem: str, *, workers: int | None = None, budget: int, finish_at: Sequence[int] = (),
-                        kind: str | AnswerRule = "box", sampler: Sampler | None = None, seed: int = 0, format: Format | None = None,
+                        kind: str | AnswerRule = "box", sampler: Sampler | None = None, seed: int = 0, format: Format | str | None = None,
                         finisher_tokens: int = 16, on_event: Callable[[Event], None] | None = None) -> Result:
     """An outline, its points worked out in threads of their own, then the model reads them all and goes on (sections 4.1 and D.2).
 
@@ -121,7 +125,7 @@ def skeleton_of_thought(model: LoadedModel, problem: str, *, workers: int | None
     finish_at = _checked(budget, finish_at, kind)
     if workers is not None:
         _check_workers(workers)
-    format = _alone(model, format)
+    format = _alone(model, format, sampler)
     rows = functools.partial(_rows, model, sampler=sampler, kind=kind, finisher_tokens=finisher_tokens)
     emit = on_event or (lambda event: None)
 
@@ -172,7 +176,7 @@ class Method(Protocol):
     """How all methods are called; those of one stream pay no heed to `workers`."""
 
     def __call__(self, model: LoadedModel, problem: str, *, workers: int = 2, budget: int, finish_at: Sequence[int] = (),
-                 kind: str | AnswerRule = "box", sampler: Sampler | None = None, seed: int = 0, format: Format | None = None,
+                 kind: str | AnswerRule = "box", sampler: Sampler | None = None, seed: int = 0, format: Format | str | None = None,
                  finisher_tokens: int = 16, on_event: Callable[[Event], None] | None = None) -> Result: ...
 
 
@@ -218,12 +222,17 @@ def _check_workers(workers: int) -> None:
         raise ValueError(f"workers is {workers}; it must be at least 1")
 
 
-def _alone(model: LoadedModel, format: Format | None) -> Format:
+def _alone(model: LoadedModel, format: Format | str | None, sampler: Sampler | None) -> Format:
     """The plain format, with the words of another one for somebody who works alone and for what ends a run early."""
+    if sampler:
+        warn_of_greedy(model, sampler, format)
+    if isinstance(format, str):
+        format = format_named(format, plain=True)
     format = format or (PLAIN if model.workers is None else Format.of(model))
     told = format.instructions((_ALONE,))
     return dataclasses.replace(PLAIN, system=told, system_alone=told, in_system_role=format.in_system_role, separator=format.separator,
-                               finisher=format.finisher, code_finisher=format.code_finisher)
+                               finisher=format.finisher, code_finisher=format.code_finisher, think=format.think,
+                               chat_template_kwargs=format.chat_template_kwargs)
 
 
 def _rows(model: LoadedModel, problem: str, names: Sequence[str], format: Format, *, budget: int, **more: Any) -> Workers:

@@ -24,6 +24,7 @@ from jaxshare import models
 from jaxshare.models import LoadedModel
 from jaxshare.serving import devices, fleet, records
 from jaxshare.serving.batch_input import Item, read_input
+from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler
 from jaxshare.serving.nodes import NodeModel
 from jaxshare.serving.replicas import branches
@@ -130,9 +131,11 @@ def run_job(options: argparse.Namespace, sampling: dict[str, Any], load: Callabl
                 raise _damaged(output, number, "it is of no prompt of the input")
         branches = None
         if len(before) < len(places):  # made before anything is written, because what cannot fit is refused here
+            sampler = dataclasses.replace(default_sampler(model), **sampling)
+            warn_of_greedy(model, sampler)  # here, because what replicas on other nodes log is not shown
             branches = engine(
                 model, [Branch(item.tokens, n=item.n) for item in items], n=options.n, max_new_tokens=options.max_new_tokens,
-                sampler=dataclasses.replace(default_sampler(model), **sampling), seed=options.seed, share=_SHARE[options.share],
+                sampler=sampler, seed=options.seed, share=_SHARE[options.share],
                 max_rows=options.max_rows, max_kv_bytes=max_kv_bytes, skip={places[key] for key in before})
         if file is None:
             records.write(job, [records.line({"format": _FORMAT, "settings": settings, "finished": None, "output": None})], _AGAIN)

@@ -18,6 +18,7 @@ from jaxshare.serving import calibration, prefill
 from jaxshare.serving.arena import Arena, whole_tiles
 from jaxshare.serving.costs import Costs
 from jaxshare.serving.folding import Arrangement, Stream, arrange, fold, unique_tokens
+from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import cache_devices, check_context, default_sampler, encode, token_bytes
 from jaxshare.serving.prefixes import Prefix, at_work
 from jaxshare.serving.trees import Prompt, Prompts, read_prompts
@@ -168,6 +169,7 @@ class Branches:
         # Below a prefix keys must be rotated as the prefix's are; everything else is as this call's model says.
         self.model = dataclasses.replace(model, config=prefix.store.model.config) if prefix else model.for_context(longest + max_new_tokens)
         self.max_new_tokens, self.seed, self.sampler = max_new_tokens, seed, sampler or default_sampler(model)
+        warn_of_greedy(model, self.sampler)
         self.passes, self.seconds, self.sampled_tokens = 0, 0.0, 0
         self._prefix, self._peak = prefix, 0
 

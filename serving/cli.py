@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxshare.sampling import Sampler
-from jaxshare.serving import batch, devices, inspection, tune_command
+from jaxshare.serving import batch, devices, formats, inspection, prompt_view, tune_command
 from jaxshare.serving.agents import command as agents_command
 from jaxshare.serving.endings import STOP_ON
 from jaxshare.serving.evaluation import command as evaluate_command
@@ -70,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     who.add_argument("--workers", type=int, metavar="N", help="how many (default 2)")
     who.add_argument("--names", metavar="A,B,...", help="of the workers (default Alice,Bob,...)")
     workers.add_argument("--layout", default="combined", help="contiguous, interleaved or combined (default)")
+    formats.add_arguments(workers)
+    workers.add_argument("--show-prompt", action="store_true", help="print what workers read first and what blocks start with, as text "
+                         "and as tokens, and run nothing; the model's parameters are not needed")
     workers.add_argument("--budget", type=int, default=1024, help="forward passes (default 1024)")
     workers.add_argument("--finish-at", metavar="P,P,...", help="answer after these many forward passes (default: the budget)")
     workers.add_argument("--answer", choices=("box", "code"), default="box", help="what stands in \\boxed{...}, or a program in Python")
@@ -200,6 +203,9 @@ def _workers(options: argparse.Namespace) -> int:
     finish_at = _numbers("--finish-at", options.finish_at)
     check_finish_at(finish_at, options.budget)
     problem = _text("problem", options.problem, options.problem_file)
+    format = formats.format_named(options.format) if options.format is not None else None
+    if options.show_prompt:
+        return prompt_view.run(options, problem, names, format)
     begun = _begun(options)
     _check_trace(options.trace)
     if options.data > 1:
@@ -215,6 +221,7 @@ def _workers(options: argparse.Namespace) -> int:
     from jaxshare.serving import Workers
     from jaxshare.serving.demo import console_for
     from jaxshare.serving.display import Streams
+    from jaxshare.serving.greedy import warn_of_greedy
     from jaxshare.serving.inputs import default_sampler
 
     model = models.load(options.model, dtype=options.dtype, mesh=mesh)
@@ -223,14 +230,18 @@ def _workers(options: argparse.Namespace) -> int:
         move=options.move, kind=options.answer, stop_on=options.stop_on, record=bool(options.trace),
         finisher_tokens=options.answer_tokens or _ANSWER_TOKENS[options.answer],
         sampler=dataclasses.replace(default_sampler(model), **given))
+    warn_of_greedy(model, settings["sampler"], options.format)
     if begun:
         session = Workers.restore(model, options.checkpoint)
         if other := [name for name, value in settings.items() if session.settings[name] != value]:
             raise ValueError(f"the session in {options.checkpoint} has {other[0]} {session.settings[other[0]]!r}, not "
                              f"{settings[other[0]]!r}; give the same command, or another --checkpoint")
+        if format not in (None, session.format):
+            raise ValueError(f"the session in {options.checkpoint} has other prompts than --format {options.format}; give the same "
+                             f"command, or another --checkpoint")
         print(f"going on after {session.passes} passes", file=sys.stderr)
     else:
-        session = Workers(model, **settings)
+        session = Workers(model, **settings, format=format)
     recorder = inspection.Recorder(session) if options.save else None
     console = console_for(options.json)
     with Streams(session.names, console) as streams, \

@@ -15,6 +15,12 @@ from jaxshare.models import ConfigError, LoadedModel
 from jaxshare.models.fields import REQUIRED, Fields
 from jaxshare.serving.prompt_texts import ALONE, EXAMPLES, RULES, SUGGESTIONS, TASK
 
+_THINK = ("auto", "always", "never")
+_JSON_TYPES = {"in_system_role": bool, "forbidden": list, "chat_template_kwargs": dict}
+"""The types of the fields that are not strings."""
+_OURS = ("conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message")
+"""Arguments of `apply_chat_template` that are not for a format to say."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Format:
@@ -40,6 +46,10 @@ class Format:
       finisher: asks for the answer at once. It begins with the separator and leaves a box open.
       code_finisher: asks for the program at once. It begins with the separator and leaves a code block open.
       forbidden: texts that workers must not sample where they are single tokens; `{bos}` and `{eos}` are the tokenizer's own.
+      think: whether a think block is opened behind the chat where the chat template has neither opened nor closed one: "auto" opens it if
+        the tokenizer has a token `<think>`, "always" in any case, "never" leaves the chat as the template writes it.
+      chat_template_kwargs: further variables of the chat template, such as {"enable_thinking": true}. A template that does not ask for
+        them ignores them.
     """
 
     system: str
@@ -58,6 +68,8 @@ class Format:
     code_finisher: str = ("\n\nMy time is up, so I hand in a program now, as well as I can from all that has been worked out so far. "
                           "Here it is in full:\n\n```python\n")
     forbidden: tuple[str, ...] = ("#", "##", "###", "####", "</think>", "{bos}", "{eos}")
+    think: Literal["auto", "always", "never"] = "auto"
+    chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     @classmethod
     def of(cls, model: LoadedModel) -> "Format":
@@ -81,12 +93,16 @@ class Format:
         fields, read = Fields(values, source), {}
         for name, field in known.items():
             default = REQUIRED if field.default is dataclasses.MISSING else field.default
-            if name != "forbidden":
-                read[name] = fields.take(name, bool if name == "in_system_role" else str, default)
-                continue
-            read[name] = tuple(fields.take(name, list, default))
-            if not all(isinstance(text, str) for text in read[name]):
-                raise fields.error(name, "it must be a list of strings")
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            read[name] = fields.take(name, _JSON_TYPES.get(name, str), default)
+        read["forbidden"] = tuple(read["forbidden"])
+        if not all(isinstance(text, str) for text in read["forbidden"]):
+            raise fields.error("forbidden", "it must be a list of strings")
+        if read["think"] not in _THINK:
+            raise fields.error("think", f"it must be one of {', '.join(_THINK)}")
+        if taken := [name for name in _OURS if name in read["chat_template_kwargs"]]:
+            raise fields.error("chat_template_kwargs", f"{taken[0]} is set by the session: leave it out")
         return cls(**read)
 
     def instructions(self, names: Sequence[str]) -> str:
@@ -109,8 +125,8 @@ class Format:
     def prompt(self, tokenizer: Any, problem: str, names: Sequence[str]) -> str:
         """What all workers read first: the instructions and the problem as a chat, an open think block, the history's header.
 
-        A think block is opened where the tokenizer has a token for it, unless the chat template has opened or closed one there itself
-        (appendix C). A tokenizer without a chat template gets plain text. A chat template writes all special tokens, the first one
+        A think block is opened as `think` says, unless the chat template has opened or closed one there itself (appendix C), so that there
+        is never a second one. A tokenizer without a chat template gets plain text. A chat template writes all special tokens, the first one
         included: encode its prompt without adding any.
 
         Args:
@@ -119,17 +135,36 @@ class Format:
           names: of the workers.
 
         Raises:
-          ValueError: no names.
+          ValueError: no names, or messages that the chat template refuses.
         """
         told = self.instructions(names)
         if not tokenizer.chat_template:
             return "\n\n".join([*filter(None, [told, problem]), self.history_header])
-        text = _chat(tokenizer, told, problem, self.in_system_role)
+        text = self._chat(tokenizer, told, problem)
+        opens = self.think == "always" or (self.think == "auto" and "<think>" in tokenizer.get_vocab())
         if text.rstrip().endswith("<think>"):
             text = text.rstrip() + "\n"
-        elif "<think>" in tokenizer.get_vocab() and not text.rstrip().endswith("</think>"):
+        elif opens and not text.rstrip().endswith("</think>"):
             text += "<think>\n"
         return text + self.history_header
+
+    def _chat(self, tokenizer: Any, told: str, problem: str) -> str:
+        """The chat up to where the assistant's words start."""
+        if told and self.in_system_role:
+            try:
+                text = self._render(tokenizer, [{"role": "system", "content": told}, {"role": "user", "content": problem}])
+            except TemplateError:  # how templates refuse a role
+                text = ""
+            if told.strip() in text:  # some drop it without a word
+                return text
+        try:
+            return self._render(tokenizer, [{"role": "user", "content": f"{told}\n\n{problem}" if told else problem}])
+        except TemplateError as error:
+            raise ValueError(f"the model's chat template refuses the prompt ({error}); a format with other chat_template_kwargs may "
+                             f"do") from error
+
+    def _render(self, tokenizer: Any, messages: list[dict[str, str]]) -> str:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs)
 
     def opening(self, name: str, step: int, *, names: Sequence[str] = (), ask: bool = False) -> str:
         """What opens a step, behind the separator: its header and, with `ask`, the question, or else a greeting if it is the first.
@@ -157,22 +192,6 @@ class Format:
 
 def _fill(template: str, **words: Any) -> str:
     return re.sub(r"\{(\w+)\}", lambda found: str(words.get(found[1], found[0])), template)
-
-
-def _chat(tokenizer: Any, told: str, problem: str, in_system_role: bool) -> str:
-    """The chat up to where the assistant's words begin."""
-    if told and in_system_role:
-        try:
-            text = _render(tokenizer, [{"role": "system", "content": told}, {"role": "user", "content": problem}])
-        except TemplateError:  # how templates refuse a role
-            text = ""
-        if told.strip() in text:  # some drop it without a word
-            return text
-    return _render(tokenizer, [{"role": "user", "content": f"{told}\n\n{problem}" if told else problem}])
-
-
-def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def collaborative(person: Literal["first", "second"] = "second", *, suggestions: bool = True, examples: bool = True) -> Format:

@@ -29,6 +29,8 @@ from jaxshare.serving import saved_sessions
 from jaxshare.serving.answers import AnswerRule, answer_rule
 from jaxshare.serving.capacities import capacities, rounded_budget
 from jaxshare.serving.endings import STOP_ON, finisher_tables, never, tables
+from jaxshare.serving.formats import format_of
+from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.growth import Growth, Writer
 from jaxshare.serving.inputs import cache_dtype, default_sampler
 from jaxshare.serving.layouts import MOVES, MakeLayout, WorkersLayout, layout_maker
@@ -82,7 +84,7 @@ class Workers:
 
     def __init__(self, model: LoadedModel, problem: str, *, names: Sequence[str] = ("Alice", "Bob"),
                  layout: str | WorkersLayout | MakeLayout = "combined", budget: int = 1024,
-                 format: Format | None = None, sampler: Sampler | None = None, seed: int = 0, ask_every: int = 1024,
+                 format: Format | str | None = None, sampler: Sampler | None = None, seed: int = 0, ask_every: int = 1024,
                  move: str = "rotate", max_workers: int | None = None, step_tokens: int = 512, history_tokens: int | None = None,
                  kind: str | AnswerRule = "box", stop_on: str = "answer", finisher_tokens: int = 16, passes_at_once: int = 16,
                  together: bool = True, implementation: str | None = None, engine: "Engine | None" = None, record: bool = False):
@@ -94,7 +96,8 @@ class Workers:
           names: of the workers.
           layout: "contiguous", "interleaved" or "combined", a function that makes one for any names, or a layout of your own.
           budget: forward passes, which is also how many tokens a worker may sample.
-          format: prompts and headers; default the model's own, or else the collaborative prompt.
+          format: prompts and headers, or the name of a preset or file (`formats.format_named`); default the model's own, or else the
+            collaborative prompt.
           sampler: how to sample; default the checkpoint's own settings. The format's forbidden tokens are added.
           seed: worker i draws from seed + i.
           ask_every: sampled tokens, all workers together, after which one of them is asked whether its work is redundant; 0 never asks.
@@ -120,7 +123,7 @@ class Workers:
             context, or a tokenizer that cannot write the separator.
         """
         names = tuple(names)
-        _check_names(names)
+        check_names(names)
         room = len(names) if max_workers is None else max_workers
         _check_numbers(1, budget=budget, finisher_tokens=finisher_tokens, passes_at_once=passes_at_once)
         _check_numbers(_WIDTH, step_tokens=step_tokens)
@@ -140,7 +143,8 @@ class Workers:
             raise ValueError("workers need a model with a tokenizer; add the tokenizer's files to the model's folder")
         if not problem.strip():
             raise ValueError("the problem is empty; give at least one word")
-        self.format, sampler = format or Format.of(model), sampler or default_sampler(model)
+        self.format, sampler = format_of(model, format), sampler or default_sampler(model)
+        warn_of_greedy(model, sampler, format)
         self.settings = dict[str, Any](
             problem=problem, names=names, layout=layout, budget=budget, format=self.format, sampler=sampler, seed=seed,
             ask_every=ask_every, move=move, max_workers=max_workers, step_tokens=step_tokens, history_tokens=history_tokens, kind=kind,
@@ -451,7 +455,7 @@ class Workers:
         Raises:
           ValueError: a name that is taken or empty, no room for one more worker, or a layout that does not fit.
         """
-        _check_names((*self.names, name))
+        check_names((*self.names, name))
         if None not in self._party.rows:
             raise ValueError(f"the session has room for {len(self._party.rows)} workers; create it with a larger max_workers to add {name}")
         if self.ended:
@@ -792,7 +796,8 @@ class Workers:
         return self._texts.opening(self._party, name, number, ask)
 
 
-def _check_names(names: Sequence[str]) -> None:
+def check_names(names: Sequence[str]) -> None:
+    """Raises ValueError for no workers, and for names that are empty or not each its own."""
     if not names or not all(isinstance(name, str) and name.strip() for name in names) or len(set(names)) < len(names):
         raise ValueError(f"workers need names, each its own; got {list(names)}")
 

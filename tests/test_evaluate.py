@@ -1,6 +1,7 @@
 """Evaluations: tasks read from given files, runs of a stand-in whose answers are known, numbers worked out by hand, real ones killed."""
 
 import argparse
+import dataclasses
 import json
 import os
 import random
@@ -15,7 +16,7 @@ import pytest
 
 from jaxshare import Sampler
 from jaxshare.models import EMBEDDED, Generation, load, problems
-from jaxshare.serving import cli
+from jaxshare.serving import COLLABORATIVE, PLAIN, Format, cli
 from jaxshare.serving.evaluation import (
     Mathematician,
     Point,
@@ -347,6 +348,40 @@ def test_what_reaches_the_method(evaluation):
     assert made[0].more == {"layout": "interleaved", "move": "reencode", "ask_every": 0} and made[0].text.startswith("Twice")
     evaluation("--method", "sequential", workers=(), out="other")
     assert [(p.workers, p.method, p.more) for p in evaluation.stand.made] == [(1, "sequential", {})] * 3
+
+
+def test_the_format_reaches_the_method_and_is_one_of_the_settings(evaluation):
+    evaluation("--format", "qwen3+user")
+    assert {piece.more["format"].system for piece in evaluation.stand.made} == {COLLABORATIVE.system}
+    assert not evaluation.stand.made[0].more["format"].in_system_role
+    kept = json.loads((evaluation.out / "settings.json").read_bytes())["settings"]["format"]
+    assert kept["name"] == "qwen3+user" and kept["texts"].startswith("sha256:")
+    for again in ((), ("--format", "qwen3")):
+        with pytest.raises(ValueError, match=r'began with format \{"name": "qwen3\+user"'):
+            evaluation("--resume", *again)
+    evaluation("--resume", "--format", "qwen3+user")
+    assert evaluation.stand.made == []
+    evaluation("--method", "sequential", "--format", "qwen3-no-think", workers=(), out="alone")  # a baseline has no headers
+    (form,) = {id(piece.more["format"]): piece.more["format"] for piece in evaluation.stand.made}.values()
+    assert form == dataclasses.replace(PLAIN, think="never", chat_template_kwargs={"enable_thinking": False})
+
+
+def test_a_format_file_that_has_changed_does_not_go_on(evaluation):
+    file = evaluation.folder / "own.json"
+    file.write_text(json.dumps({"system": "{names} share.", "system_alone": "Alone."}))
+    evaluation("--format", str(file))
+    assert evaluation.stand.made[0].more["format"] == Format("{names} share.", "Alone.")
+    file.write_text(json.dumps({"system": "{names} share!", "system_alone": "Alone."}))
+    with pytest.raises(ValueError, match="began with format "):
+        evaluation("--resume", "--format", str(file))
+
+
+def test_an_evaluation_without_a_format_goes_on_as_before(evaluation):
+    evaluation()
+    assert "format" not in json.loads((evaluation.out / "settings.json").read_bytes())["settings"]
+    evaluation("--resume")
+    with pytest.raises(ValueError, match=r'began with format null, not \{"name": "qwq"'):
+        evaluation("--resume", "--format", "qwq")
 
 
 def test_bad_lines_and_refused_problems_are_named_and_the_others_run(evaluation):

@@ -24,6 +24,7 @@ from jaxshare.serving.engine.memory import Memory
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.queue import Queue
 from jaxshare.serving.engine.replies import Replies
+from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.hotspot import USUAL, Hotspot
 from jaxshare.serving.inputs import default_sampler, encode, encode_messages, token_bytes
 from jaxshare.serving.logits_cache import LogitsCache
@@ -155,6 +156,7 @@ class Engine:
         """
         tokens = self._tokens(asked)
         sampler = sampler or self._sampler
+        warn_of_greedy(self.model, sampler)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(text, str) and text for text in stops):
             raise ValueError(f"stop is {stop!r}; give texts that are not empty")

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from jaxshare import models
 from jaxshare.models import LoadedModel
 from jaxshare.models.problems import QUESTIONS
-from jaxshare.serving import devices, fleet, records
+from jaxshare.serving import devices, fleet, formats, records
 from jaxshare.serving.baselines import METHODS
 from jaxshare.serving.endings import STOP_ON
 from jaxshare.serving.evaluation import plot, runs, scoring, tasks
@@ -32,9 +32,11 @@ from jaxshare.serving.evaluation.runs import Execute, Piece, Run
 from jaxshare.serving.evaluation.sandbox import Limits
 from jaxshare.serving.evaluation.scoring import Point, Scorer
 from jaxshare.serving.evaluation.tasks import Task
+from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler
 from jaxshare.serving.layouts import LAYOUTS, MOVES
 from jaxshare.serving.nodes import NodeModel
+from jaxshare.serving.prompts import Format
 
 FORMAT = "jaxshare evaluation 1"
 SETTINGS, RUNS, SCORES, RESULT, TABLE, PICTURE = "settings.json", "runs.jsonl", "scores.jsonl", "result.json", "table.txt", "accuracy.png"
@@ -55,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--move", choices=MOVES, help="how finished steps get to the history (default rotate)")
     parser.add_argument("--ask-every", type=int, metavar="TOKENS", help="as in `jaxshare workers` (default 1024)")
     parser.add_argument("--stop-on", choices=STOP_ON, help="as in `jaxshare workers` (default answer)")
+    formats.add_arguments(parser)
     parser.add_argument("--budgets", required=True, metavar="P,P,...", help="forward passes after which to answer, all in one run")
     parser.add_argument("--samples", type=int, metavar="N", help="the first N problems (default: 128 that are generated or grouped, all of "
                         "a file)")
@@ -116,7 +119,8 @@ def run_evaluation(options: argparse.Namespace, sampling: dict[str, Any], worker
     if task.needs_mathematics:
         Mathematician.check()
     limits = Limits(seconds=options.test_seconds)
-    settings = _settings(options, sampling, workers, budgets, task)
+    format = formats.format_named(options.format, plain=options.method != "workers") if options.format is not None else None
+    settings = _settings(options, sampling, workers, budgets, task, format)
     beside = [_read_beside(Path(folder), settings) for folder in options.beside]
     for bad in task.bad_lines:
         print(f"line {bad['line']} of {task.name}: {bad['error']}", file=sys.stderr)
@@ -130,7 +134,7 @@ def run_evaluation(options: argparse.Namespace, sampling: dict[str, Any], worker
             model = load()
             weights = _weights(folder, model)
             done = {run.key for run in made}
-            wanted = [piece for piece in _pieces(options, sampling, workers, budgets, task, model) if piece.key not in done]
+            wanted = [piece for piece in _pieces(options, sampling, workers, budgets, task, model, format) if piece.key not in done]
             if file is None:
                 records.write(folder / SETTINGS, [records.line({"format": FORMAT, "settings": settings, **weights})], _AGAIN)
                 file = files.enter_context(records.open_alone(folder / RUNS, "xb", _OTHER))
@@ -175,11 +179,20 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def _settings(options: argparse.Namespace, sampling: dict[str, Any], workers: Sequence[int], budgets: Sequence[int],
-              task: Task) -> dict[str, Any]:
+              task: Task, format: Format | None) -> dict[str, Any]:
     """What decides the texts and what they are for. Where they are written does not."""
+    chosen = {"name": options.format, "texts": _digest(format)} if format else None
     asked = {name: getattr(options, name) for name in ("model", "method", "seeds", "seed", "dtype")}
-    return {**asked, **_of_workers(options), **sampling, "task": options.task, "problems": task.digest, "samples": len(task.problems),
-            "workers": [*workers], "budgets": sorted(set(budgets)), "answer_tokens": options.answer_tokens or task.answer_tokens}
+    return {**asked, **_of_workers(options), **({"format": chosen} if chosen else {}), **sampling, "task": options.task,
+            "problems": task.digest, "samples": len(task.problems), "workers": [*workers],
+            "budgets": sorted(set(budgets)), "answer_tokens": options.answer_tokens or task.answer_tokens}
+
+
+def _digest(format: Format) -> str:
+    """A sum over the texts of a format, because those of a file may change, and those of a preset may from one version to the next. Fields
+    that have their defaults are left out, so that a field which is added later changes nothing."""
+    default = dataclasses.asdict(Format("", ""))
+    return records.sha256(records.line({name: value for name, value in dataclasses.asdict(format).items() if value != default[name]}))
 
 
 def _of_workers(options: argparse.Namespace) -> dict[str, Any]:
@@ -204,13 +217,15 @@ def _weights(folder: Path, model: LoadedModel) -> dict[str, str]:
 
 
 def _pieces(options: argparse.Namespace, sampling: dict[str, Any], workers: Sequence[int], budgets: Sequence[int], task: Task,
-            model: LoadedModel) -> list[Piece]:
+            model: LoadedModel, format: Format | None) -> list[Piece]:
     sampler = dataclasses.replace(default_sampler(model), **sampling)
+    warn_of_greedy(model, sampler, options.format)
     if sampler.temperature == 0 and options.seeds > 1:
         raise ValueError(f"--seeds is {options.seeds}, but at temperature 0 all of them would write the same; give a --temperature, or one "
                          f"seed")
     return runs.pieces(task.problems, method=options.method, workers=workers, budgets=budgets, seeds=options.seeds, seed=options.seed,
-                       answer_tokens=options.answer_tokens or task.answer_tokens, sampler=sampler, more=_of_workers(options))
+                       answer_tokens=options.answer_tokens or task.answer_tokens, sampler=sampler,
+                       more={**_of_workers(options), **({"format": format} if format else {})})
 
 
 # The folder.

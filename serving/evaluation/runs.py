@@ -42,7 +42,7 @@ class Piece:
       budgets: forward passes after which answers are taken, in ascending order.
       answer_tokens: most tokens of an answer that is asked for early.
       sampler: for all of them.
-      more: further settings of `Workers`, for the method "workers".
+      more: further arguments of the method: the format, and settings of `Workers` for the method "workers".
     """
 
     problem: str

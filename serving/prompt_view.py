@@ -1,0 +1,124 @@
+"""The option `jaxshare workers --show-prompt`: what a session feeds before anything is sampled, as text and as tokens.
+
+    jaxshare workers Qwen/Qwen3-8B --problem "What is 12 * 7?" --format qwen3+user --show-prompt
+
+The model's parameters are not read. What is shown is encoded as `Workers` encodes it, from the same `SessionTexts`.
+"""
+
+import argparse
+import dataclasses
+import json
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from jaxshare import models
+from jaxshare.models import LoadedModel
+from jaxshare.serving import devices
+from jaxshare.serving.layouts import MakeLayout, WorkersLayout, layout_maker
+from jaxshare.serving.party import Party
+from jaxshare.serving.prompts import Format
+from jaxshare.serving.session_texts import SessionTexts
+from jaxshare.serving.transcript import Codec, codec_of
+from jaxshare.serving.workers import check_names
+
+_COLUMNS = 120
+
+
+@dataclasses.dataclass(frozen=True)
+class Fed:
+    """Tokens that are fed, and what they say.
+
+    Attributes:
+      text: special tokens included, as the tokenizer writes them.
+      tokens: their ids; pieces: what each of them says. Bytes that are no whole character are written as in `\\xf0`.
+    """
+
+    text: str
+    tokens: list[int]
+    pieces: list[str]
+
+    @classmethod
+    def of(cls, codec: Codec, tokens: Sequence[int]) -> "Fed":
+        """Of some tokens."""
+        tokenizer: Any = codec.tokenizer
+        # Special tokens say nothing in a text of workers, and have a name in the tokenizer.
+        said = [codec.vocabulary[token] or tokenizer.convert_ids_to_tokens(token).encode() for token in tokens]
+        text, *pieces = (part.decode(errors="backslashreplace") for part in (b"".join(said), *said))
+        return cls(text, list(tokens), pieces)
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptView:
+    """What a session starts with.
+
+    Attributes:
+      blocks: by name, what they hold before any worker has written; that of the prompt comes first.
+      workers: by name, what each of them is fed first, in the block that it writes.
+      sees: by name, the blocks that each of them sees, in order.
+      forbidden: tokens that no worker samples, and what they say.
+    """
+
+    blocks: dict[str, Fed]
+    workers: dict[str, Fed]
+    sees: dict[str, tuple[str, ...]]
+    forbidden: Fed
+
+
+def prompt_view(model: LoadedModel, problem: str, *, names: Sequence[str] = ("Alice", "Bob"),
+                layout: str | WorkersLayout | MakeLayout = "combined", format: Format | None = None) -> PromptView:
+    """What `Workers` with these arguments would feed before it samples. The model may be an outline.
+
+    Raises:
+      ValueError: a model without a tokenizer, an empty problem, or what is wrong with the names or the layout.
+    """
+    if model.tokenizer is None:
+        raise ValueError("workers need a model with a tokenizer; add the tokenizer's files to the model's folder")
+    if not problem.strip():
+        raise ValueError("the problem is empty; give at least one word")
+    check_names(names)
+    format, codec = format or Format.of(model), codec_of(model.tokenizer, model.config.vocab_size)
+    made = layout_maker(layout)(tuple(names), format)
+    made.check(names)
+    party = Party.create(names, made, room=len(names), small=[*made.texts])
+    texts = SessionTexts.of(codec, format, problem, party)
+    held = {made.prompt: texts.prompt, **{block: codec.encode(text) for block, text in made.texts.items()}}
+    return PromptView({block: Fed.of(codec, tokens) for block, tokens in held.items()},
+                      {name: Fed.of(codec, texts.lead(party, name)) for name in names}, dict(made.sees),
+                      Fed.of(codec, format.forbidden_tokens(model.tokenizer)))
+
+
+def run(options: argparse.Namespace, problem: str, names: Sequence[str], format: Format | None) -> int:
+    """Prints what the options of `jaxshare workers` come to.
+
+    Raises:
+      FileNotFoundError, ConfigError, ValueError: see `jaxshare.models.outline` and `prompt_view`.
+    """
+    model = models.outline(options.model)
+    view = prompt_view(model, problem, names=names, layout=options.layout, format=format)
+    if devices.speaks():
+        print(json.dumps({"model": options.model, "format": options.format, **dataclasses.asdict(view)}) if options.json else _text(view))
+    return 0
+
+
+def _text(view: PromptView) -> str:
+    first = next(iter(view.blocks))
+    parts = [_section(f"block {block!r}" + (", the prompt" if block == first else ""), fed)
+             for block, fed in view.blocks.items()]
+    parts += [_section(f"{name} sees {', '.join(map(repr, view.sees[name]))}; its first step is in the last one and starts with", fed)
+              for name, fed in view.workers.items()]
+    if view.forbidden.tokens:
+        parts.append(f"=== tokens that no worker samples\n{_tokens(view.forbidden)}")
+    return "\n\n".join(parts)
+
+
+def _section(title: str, fed: Fed) -> str:
+    return f"=== {title}: {len(fed.tokens)} tokens\n{fed.text}\n--- as tokens\n{_tokens(fed)}"
+
+
+def _tokens(fed: Fed) -> str:
+    """Pairs of an id and what it says in quotes."""
+    pairs = [f"{token} {json.dumps(piece, ensure_ascii=False)}" for token, piece in zip(fed.tokens, fed.pieces, strict=True)]
+    # Spaces inside a pair are no places to break a line at.
+    lines = textwrap.wrap("  ".join(pair.replace(" ", "\0") for pair in pairs), _COLUMNS, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\0", " ")
