@@ -38,7 +38,7 @@ _RESULT = re.compile(r"Answer (\d+): (\d+)\.")
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One question: the expression it stands for (`operator` is one of + - *), and its text where that is not a sum in signs."""
+    """One question: its text as the prompt shows it, and the expression it stands for (`operator` is one of + - *)."""
 
     text: str
     left: int
@@ -47,7 +47,8 @@ class Question:
 
     def typed(self, form: Form) -> str:
         """The question as a form shows it; one in words stands as it is."""
-        return self.text or form.sum(self.left, self.operator, self.right)
+        in_signs = self.text == TAUGHT.sum(self.left, self.operator, self.right)
+        return form.sum(self.left, self.operator, self.right) if in_signs else self.text
 
     @property
     def answer(self) -> int:
@@ -84,9 +85,14 @@ class Dependent:
     times: int
     added: int
 
-    def typed(self, form: Form) -> str:
-        """The question as every form shows it."""
+    @property
+    def text(self) -> str:
+        """The question as the prompt shows it."""
         return f"{'twice ' if self.times == 2 else ''}the answer of {self.source}, plus {self.added}"
+
+    def typed(self, form: Form) -> str:
+        """The question as a form shows it: as it is."""
+        return self.text
 
     def value(self, answer: int) -> int:
         """Its answer, from that of the other one."""
@@ -281,7 +287,7 @@ def _make_question(rng: random.Random) -> Question:
     right = {"+": (10, 99), "-": (10, left), "*": (2, 9)}[operator]
     right = rng.randint(*right)
     if not in_words:
-        text = ""
+        text = TAUGHT.sum(left, operator, right)
     elif operator == "+":
         text = f"{left} red and {right} blue {things}"
     elif operator == "-":
@@ -293,9 +299,9 @@ def _make_question(rng: random.Random) -> Question:
 
 def _typed_question(rng: random.Random, form: Form) -> Question:
     question = _make_question(rng)
-    if form == TAUGHT and question.text:
-        return question
     left, operator, right = question.left, question.operator, question.right
+    if form == TAUGHT and question.text != TAUGHT.sum(left, operator, right):
+        return question
     if rng.random() < _SHORT:
         left = rng.randint(1, 9)
         right = rng.randint(0, left) if operator == "-" else right
@@ -303,7 +309,7 @@ def _typed_question(rng: random.Random, form: Form) -> Question:
         right = rng.randint(1, 9)
     if operator == "*" and rng.random() < 0.5:
         left, right = right, left
-    return Question("", left, operator, right)
+    return Question(TAUGHT.sum(left, operator, right), left, operator, right)
 
 
 def _long_addition(left: int, right: int) -> str:

@@ -35,7 +35,7 @@ def capacities(layout: WorkersLayout, spare: Sequence[str], *, context: int, pro
     (staying or moving).update(spare)
     grow = {layout.prompt, *layout.moves.values()}
     workers, budget = len(layout.sees) + len(spare), rounded_budget(budget)
-    rows = [{*row, *spare} for row in (*layout.sees.values(), layout.overview([*layout.sees][-1]))]
+    rows = [{*row, *spare} for row in layout.views([*layout.sees][-1])]
 
     # Texts and steps that move are small. What is left of the context is for blocks that stay, and for those that others move to.
     # A step that begins on the device must have room until the host can give it more.

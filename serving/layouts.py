@@ -55,6 +55,11 @@ class WorkersLayout:
         filled = [block for name in self.sees for block in (self.moves.get(name), self.written(name)) if block is not None]
         return tuple(dict.fromkeys([*before, *(block for block in filled if block != own), own]))
 
+    def views(self, last: str) -> list[tuple[str, ...]]:
+        """Every list of blocks that must fit in the context: what the workers see and, where steps move, what the early finisher does.
+        Streams that do not move steps and do not see each other may fill the context each."""
+        return [*self.sees.values(), *([self.overview(last)] if self.moves else [])]
+
     def without(self, name: str) -> "WorkersLayout":
         """The layout after a worker has left: the others do not see its block any more."""
         own = self.written(name)

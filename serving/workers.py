@@ -181,7 +181,7 @@ class Workers:
             first, spare, context=model.config.max_positions, prompt=len(self._texts.prompt), problem=len(codec.encode(problem)),
             texts={b: len(t) for b, t in headers.items()} | {FINISHER: finisher}, opening=longest, budget=budget,
             ask_every=ask_every, step_tokens=step_tokens, passes_at_once=passes_at_once, history_tokens=history_tokens)
-        needed = max(sum(sizes[b] for b in (*row, FINISHER)) for row in (*first.sees.values(), first.overview(names[-1])))
+        needed = max(sum(sizes[b] for b in (*row, FINISHER)) for row in first.views(names[-1]))
         # An engine's memory holds keys that are rotated as for the whole context.
         self._context = model.config.max_positions if engine else needed
         self._loaded, self.model = model, model.for_context(self._context)
@@ -374,7 +374,7 @@ class Workers:
           sees: the blocks to guess from, in order; default `WorkersLayout.overview`. Given, no answer is taken from the workers' words.
 
         Raises:
-          ValueError: a block that there is not.
+          ValueError: a block that there is not, or blocks that are longer than the context together.
         """
         steps = [step for step in self.steps if step.worker not in self._people]
         if sees is None and (value := next(filter(None, map(self.answer_of, reversed(steps))), None)) is not None:
@@ -383,6 +383,10 @@ class Workers:
         blocks = self._party.numbers([*sees, FINISHER])
         prompt = self.format.code_finisher if self._rule.code else self.format.finisher
         codec = self._texts.codec
+        written = int(np.sum(np.asarray(self._state.cache.lengths)[blocks[:-1]]))
+        if written + int(self._capacities[blocks[-1]]) > self._context:
+            raise ValueError(f"{', '.join(sees)} have {written} tokens together, and the early-stop prompt needs room for "
+                             f"{int(self._capacities[blocks[-1]])}, but the context holds {self._context}; name fewer blocks in sees")
         no_step, closes, start = finisher_tables(codec, prompt, self._rule.automaton)
         steps = Steps.create(no_step, closes, [-1], room=self._finisher_tokens, at_once=True)
         layout = Layout.from_blocks([blocks], width=len(self.blocks))

@@ -1,6 +1,7 @@
 """The embedded model's problems, its tokenizer, and the samples it learned from. Oracles: Python's own arithmetic, a scan of the text
 for equations, and a replay of what each worker could see."""
 
+import dataclasses
 import importlib
 import json
 import random
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from jaxshare.models import problems
+from jaxshare.models import forms, problems
 from jaxshare.models.problems import BOX, NAMES, WAIT, check, few_shot_messages, header, make_problem, next_move
 
 ROOT = Path(__file__).parents[1]
@@ -256,3 +257,31 @@ def test_problems_of_other_sizes():
             make_problem(random.Random(0), questions, dependent=dependent)
     with pytest.raises(ValueError, match="question 1 goes on from the answer of 1, which is no question that stands by itself"):
         problems.Problem((problems.Dependent(1, 1, 1),))
+
+
+@given(SEEDS, st.integers(1, 10))
+def test_typed_problems_ask_what_they_answer_in_every_form(seed, count):
+    """Read back from the message by the signs between numbers alone."""
+    rng = random.Random(seed)
+    for form in (*forms.FORMS.values(), forms.draw_form(rng)):
+        problem = problems.typed_problem(rng, count, form)
+        text = problem.prompt().replace("\\boxed{" + problem.prompt().partition("\\boxed{")[2].partition("}")[0] + "}", "")
+        for name, sign in ((" plus ", "+"), (" minus ", "-"), (" times ", "*"), (" x ", "*"), ("x", "*")):
+            text = re.sub(rf"(?<=\d){name}(?=\d)", sign, text)
+        text = re.sub(r"(\d+) red and (\d+) blue \w+", r"\1+\2", text)
+        text = re.sub(r"(\d+) boxes of (\d+) \w+", r"\1*\2", text)
+        text = re.sub(r"(\d+) \w+, (\d+) sold", r"\1-\2", text)
+        sums = re.findall(r"(\d+) ?([-+*]) ?(\d+)", text)
+        assert tuple({"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign] for a, sign, b in sums) == problem.answers
+        assert min(problem.answers) >= 0 and check(problem.solution(), problem) == [True] * count
+        for expression, value in re.findall(r"([\d+*-]+)=(\d+)", problem.solution()):
+            assert eval(expression) == int(value), expression  # digits and operators alone
+
+
+def test_forms_by_hand():
+    asked = problems.Problem(tuple(problems.Question(f"{n} + 8", n, "+", 8) for n in (1, 2, 3)), forms.FORMS["what is, one line"])
+    assert asked.prompt() == "What is 1 + 8, 2 + 8 and 3 + 8?"
+    numbered = dataclasses.replace(asked, form=forms.FORMS["own sentence, numbered"])
+    assert numbered.prompt() == "Solve these problems:\n1. 1 + 8\n2. 2 + 8\n3. 3 + 8"
+    assert dataclasses.replace(asked, form=forms.FORMS["close signs"]).prompt() == "1+8\n2+8\n3+8"
+    assert dataclasses.replace(asked, questions=asked.questions[:1], form=forms.FORMS["what is"]).prompt() == "What is 1 + 8?"
