@@ -47,6 +47,7 @@ test-all: $(DEV) ## ruff and all tests, the slow ones too
 	$(BIN)/ruff check
 	$(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS)
 
+# Links stand in for jaxshare/checkout.py, which finds models/ and serving/ where a program runs: pyright runs nothing.
 lint: $(DEV) ## ruff and pyright
 	$(BIN)/ruff check
 	@rm -rf build/pyright && mkdir -p build/pyright/jaxshare

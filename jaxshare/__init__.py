@@ -6,6 +6,7 @@ blocks. The core is pure JAX; `jaxshare.models` has Llama and Qwen, `jaxshare.se
 
 from jaxshare.attention import block_attention
 from jaxshare.cache import KVCache
+from jaxshare.checkout import find_siblings, version
 from jaxshare.decode import DecodeState, Reason, decode
 from jaxshare.layout import Layout
 from jaxshare.plan import Plan, make_plan
@@ -15,5 +16,8 @@ from jaxshare.rope import Rope
 from jaxshare.sampling import Sampler, Samplers
 from jaxshare.trace import Trace
 
+find_siblings()
+__version__ = version()
+
 __all__ = ["DecodeState", "KVCache", "Layout", "Plan", "Reason", "Recorder", "Rope", "Sampler", "Samplers", "Trace", "TraceBatch",
-           "block_attention", "decode", "make_plan"]
+           "__version__", "block_attention", "decode", "make_plan"]

@@ -1,8 +1,9 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and finding out beforehand that one cannot be written."""
 
 import contextlib
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -11,7 +12,7 @@ from typing import IO, Any
 @contextlib.contextmanager
 def whole_file(file: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """A file to write to, which takes its name when all is written and on the disk or, where that fails, leaves what was there; a reader
-    never sees half of it. Makes the folder.
+    never sees half of it. Makes the folder. A device or a pipe, such as /dev/stdout, is written to as it is.
 
     Args:
       file: its name; of a link, that of what it leads to.
@@ -20,11 +21,15 @@ def whole_file(file: Path, mode: str = "w") -> Iterator[IO[Any]]:
     Raises:
       OSError: it cannot be written.
     """
-    file = Path(os.path.realpath(file))
+    file, encoding = Path(os.path.realpath(file)), None if "b" in mode else "utf-8"
+    if file.exists() and not file.is_file() and not file.is_dir():
+        with open(file, mode, encoding=encoding) as special:
+            yield special
+        return
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")  # of its own: several processes may write one file
     try:
-        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as whole:
+        with open(temporary, mode, encoding=encoding) as whole:
             yield whole
             whole.flush()
             os.fsync(whole.fileno())
@@ -32,3 +37,71 @@ def whole_file(file: Path, mode: str = "w") -> Iterator[IO[Any]]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def unwritable_file(file: str | os.PathLike, *, makes_folder: bool = False) -> str | None:
+    """Why a file cannot be written, as a clause such as "that is a folder", or None if it can be. Nothing is created, and nothing in the
+    file changes.
+
+    Args:
+      file: its name.
+      makes_folder: a folder that is not there is made when the file is written.
+    """
+    real, parent = Path(os.path.realpath(file)), Path(file).parent
+    try:
+        there = real.exists()
+        if real.is_dir():
+            return "that is a folder"
+        if there and not real.is_file():
+            return None if os.access(real, os.W_OK) else "that cannot be written"
+        if there:
+            open(real, "r+b").close()
+    except OSError as error:
+        return f"that cannot be written ({error.strerror})"
+    if not real.parent.is_dir():
+        if makes_folder:
+            why = unwritable_folder(real.parent)
+            return f"{real.parent} is a file" if why == "that is a file" else why
+        return f"there is no folder {real.parent if parent.is_dir() else parent}"
+    return _unwritable_in(real.parent)
+
+
+def unwritable_folder(folder: str | os.PathLike) -> str | None:
+    """Why nothing can be written in a folder, which is made with those around it if it is not there; or None. Nothing is created."""
+    real = found = Path(os.path.realpath(folder))
+    while not os.path.lexists(found):
+        found = found.parent
+    if not found.is_dir():
+        return "that is a file" if found == real else f"{found} is a file"
+    return _unwritable_in(found)
+
+
+def _unwritable_in(folder: Path) -> str | None:
+    try:  # os.access does not know of everything that keeps a file from being made
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"nothing can be written in {folder} ({error.strerror})"
+    return None
+
+
+def check_file(option: str, file: str | os.PathLike | None, *, makes_folder: bool = False) -> None:
+    """Refuses, before any work is done for it, a file that cannot be written. As `unwritable_file`.
+
+    Args:
+      option: what named the file, such as "--output".
+
+    Raises:
+      ValueError: it cannot be written; names the option.
+    """
+    if file is not None and (why := unwritable_file(file, makes_folder=makes_folder)):
+        raise ValueError(f"{option} is {os.fspath(file)!r}, but {why}; give a file in a folder that is there and can be written")
+
+
+def check_folder(option: str, folder: str | os.PathLike | None) -> None:
+    """Refuses, before any work is done for it, a folder that nothing can be written in. As `unwritable_folder`.
+
+    Raises:
+      ValueError: nothing can be written in it; names the option.
+    """
+    if folder is not None and (why := unwritable_folder(folder)):
+        raise ValueError(f"{option} is {os.fspath(folder)!r}, but {why}; give a folder that can be written")

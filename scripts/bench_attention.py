@@ -70,8 +70,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     if rounds < 1 or not 0 <= seed < 2**31:
         parser.error(f"--rounds is {rounds} and --seed {seed}, but rounds must be at least 1 and the seed from 0 to {2**31 - 1}")
     parser.check_output(given.output)
-    if given.plots and given.plots.exists() and not given.plots.is_dir():
-        parser.error(f"--plots is {given.plots}, but that is a file; name a folder")
+    parser.check_folder("--plots", given.plots)
     if given.plots and not plots.available():
         parser.error("--plots needs matplotlib: install jaxshare[plot]")
     if given.without_torch and given.torch_python:
@@ -116,10 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = {"benchmark": "attention", "command": asked, "machine": where, "versions": found, "settings": settings,
               "results": {"correctness": bench.checks, **results}}
     goals = parts.goals(results, tiny=options.cpu)
+    finish(report, as_text(report), goals, as_json=options.json, output=options.output)
     if options.plots:
         options.plots.mkdir(parents=True, exist_ok=True)
         plots.draw(results, options.plots)
-    finish(report, as_text(report), goals, as_json=options.json, output=options.output)
     return 1 if any(check["right"] is False for check in bench.checks) else 0
 
 

@@ -220,6 +220,8 @@ def parse(arguments: Sequence[str] | None) -> Any:
     if options.only and options.quick:
         parser.error("--only chooses cases of the full measurement; leave out --quick")
     parser.check_output(options.output)
+    parser.check_folder("--out", options.out)
+    parser.check_folder("--plots", options.plots)
     return options
 
 
@@ -237,9 +239,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
               "results": {name: {"passes_to_90": case.passes_to_90, "points": [dataclasses.asdict(point) for point in case.points],
                                  **({"forms": case.forms} if case.forms else {})}
                           for name, case in found.items()}}
+    finish(report, as_text(report, found), goals(found), as_json=options.json, output=options.output)
     if options.plots:
         draw(found, options.plots)
-    finish(report, as_text(report, found), goals(found), as_json=options.json, output=options.output)
     return 0
 
 

@@ -405,6 +405,9 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    if options.data is None:
+        print("bench_logits_cache.py: there is no game24.csv in $JAXSHARE_DATA or ../shared/data, so the puzzles are the few of "
+              "examples/game24.py; name more with --data", file=sys.stderr)
     asked = command([str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)])
     where = machine()
     try:

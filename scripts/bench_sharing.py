@@ -62,6 +62,7 @@ QUESTION_ROOM = 128
 PARTS = ("attention", "end-to-end", "needles", "levels", "rule")
 TORCH_PARTS = {"attention", "end-to-end"}
 WORKER = Path(__file__).with_name("_torch_sharing_worker.py")
+DEFAULT_TEXT = "war_and_peace.txt"
 PLOTS = ROOT / "benchmarks" / "plots"
 
 ATTENTION_POINT = {"rows": 64, "prefix": 4096, "suffix": 64}
@@ -128,8 +129,8 @@ QUICK = Scale(attention={"rows": (64,), "prefixes": (4096,), "suffixes": (64,)},
 """Compiling takes most of the time, so it has few programs rather than short turns."""
 
 
-def goals(results: Mapping[str, Any], heads: str) -> list[Goal]:
-    """The goals that these results can be held against; those set against PyTorch also where it did not run."""
+def goals(results: Mapping[str, Any], heads: str, unmeasured: Sequence[Goal] = ()) -> list[Goal]:
+    """The goals that these results can be held against; those set against PyTorch also where it did not run, and those `unmeasured`."""
     found = []
 
     def times(name: str, of: Mapping[str, Mapping[str, float]], side: str, goal: float) -> None:
@@ -149,20 +150,32 @@ def goals(results: Mapping[str, Any], heads: str) -> list[Goal]:
             found.append(Goal(f"{what}: a step, times the prediction", r["shared_to_predicted"]["median"], PREDICTION_GOAL, at_most=True))
     if "needles" in results:
         r = results["needles"]
-        first, last = r["questions"][0], r["questions"][-1]
-        if (first, last) == (16, 256):
-            found.append(Goal(f"needles: seconds of {last} questions, times those of {first}", r["last_to_first"],
-                              last / first * NEEDLES_GOAL, at_most=True))
-        if documents := r.get("documents"):
-            found.append(Goal("needles: seconds with a document twice as long, times", documents["longest_to_shortest"]["median"],
-                              DOCUMENT_GOAL, at_most=True))
+        documents = r.get("documents")
+        found += needle_goals(r["questions"], r["last_to_first"], bool(documents),
+                              documents["longest_to_shortest"]["median"] if documents else None)
     if "levels" in results:
         best = max(results["levels"]["one_level_to"].values(), key=lambda ratio: ratio["median"])
         found.append(Goal("two levels, memory of one: times faster than one level", best["median"], LEVELS_GOAL))
     if results.get("rule"):
         found += [Goal(f"cost rule, {rule} costs: the choice to the better of the two, worst", worst, RULE_GOAL, at_most=True)
                   for rule, worst in worst_choices(results["rule"]).items()]
+    return [*found, *unmeasured]
+
+
+def needle_goals(questions: Sequence[int], last_to_first: float | None, with_documents: bool, longer: float | None) -> list[Goal]:
+    """The goals of the part needles, for these numbers of questions; what was not measured is None."""
+    found, first, last = [], questions[0], questions[-1]
+    if (first, last) == (16, 256):
+        found.append(Goal(f"needles: seconds of {last} questions, times those of {first}", last_to_first, last / first * NEEDLES_GOAL,
+                          at_most=True))
+    if with_documents:
+        found.append(Goal("needles: seconds with a document twice as long, times", longer, DOCUMENT_GOAL, at_most=True))
     return found
+
+
+def _unmeasured(options: "Options") -> list[Goal]:
+    """The goals of parts that were left out."""
+    return needle_goals(options.scale.questions, None, bool(options.scale.documents), None) if "needles" in options.left_out else []
 
 
 def worst_choices(points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -244,7 +257,8 @@ def _rule_text(points: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for; `torch_python` is None without PyTorch, `text` where no needles are hidden, `plots` where none are drawn."""
+    """What was asked for; `torch_python` is None without PyTorch, `text` where no needles are hidden, `plots` where none are drawn.
+    `left_out` are parts that cannot be measured here, and why."""
 
     parts: tuple[str, ...]
     scale: Scale
@@ -258,11 +272,12 @@ class Options:
     json: bool
     output: Path | None
     plots: Path | None
+    left_out: Mapping[str, str]
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
     parser = Parser(prog="bench_sharing.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default=",".join(PARTS), metavar="P,P", help="what to measure (default %(default)s)")
+    parser.add_argument("--parts", metavar="P,P", help=f"what to measure (default {','.join(PARTS)}; needles where there is a text)")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller points, fewer turns: within three minutes on two cores")
     parser.add_argument("--rounds", type=int, help="turns of each side (default 5, of whole runs 3; quick 3 and 1)")
     parser.add_argument("--heads", choices=("model", "paper"), default="model",
@@ -281,7 +296,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.reporting()
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the results there (default benchmarks/plots; quick: nowhere)")
     given = parser.parse_args(arguments)
-    parts = parser.some_of("--parts", given.parts, PARTS)
+    parts = parser.some_of("--parts", given.parts or ",".join(PARTS), PARTS)
     for name, least in (("rounds", 1), ("document", 1), ("problems", 2), ("samples", 2), ("seed", 0)):
         if (value := getattr(given, name)) is not None and value < least:
             parser.error(f"--{name} is {value}, but it must be at least {least}")
@@ -289,8 +304,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
         parser.error(f"--max-copies-gib is {given.max_copies_gib}, but it must be more than 0")
     parser.check_output(given.output)
     folder = given.plots or (None if given.quick else PLOTS)
-    if folder and folder.exists() and not folder.is_dir():
-        parser.error(f"--plots is {folder}, but that is a file; name a folder")
+    parser.check_folder("--plots", folder)
     if folder and not plots.available():
         parser.error("plots need matplotlib: install jaxshare[plot], or measure with --quick, which draws none")
     if given.without_torch and given.torch_python:
@@ -299,24 +313,32 @@ def parse(arguments: Sequence[str] | None) -> Options:
     asked = {name: value for name in ("document", "problems", "samples") if (value := getattr(given, name)) is not None}
     if given.rounds is not None:
         asked |= {"rounds": given.rounds, "runs": given.rounds}
+    text, left_out = _text(parser, given.text, given.parts) if "needles" in parts else None, {}
+    if "needles" in parts and text is None:
+        parts = tuple(part for part in parts if part != "needles")
+        left_out["needles"] = f"there is no {DEFAULT_TEXT} in $JAXSHARE_DATA or ../shared/data; name any long text with --text"
     python = None
     if TORCH_PARTS & set(parts) and not given.without_torch:
         python = torch_python(parser, given.torch_python)
     return Options(parts, dataclasses.replace(scale, **asked), given.quick, given.heads, int(given.max_copies_gib * 2**30), given.seed,
-                   given.model, _text(parser, given.text) if "needles" in parts else None, python, given.json, given.output, folder)
+                   given.model, text, python, given.json, given.output, folder, left_out)
 
 
-def _text(parser: Parser, given: Path | None) -> Path:
-    """The file that needles are hidden in; ends the program where there is none."""
-    text = given or Path(os.environ.get("JAXSHARE_DATA") or ROOT.parent / "shared" / "data") / "war_and_peace.txt"
-    if not text.is_file():
+def _text(parser: Parser, given: Path | None, parts: str | None) -> Path | None:
+    """The file that needles are hidden in; ends the program where there is none but one was named, or needles were asked for by name."""
+    text = given or Path(os.environ.get("JAXSHARE_DATA") or ROOT.parent / "shared" / "data") / DEFAULT_TEXT
+    if text.is_file():
+        return text
+    if given is not None or parts is not None:
         parser.error(f"there is no {text.name} to hide needles in: name any long text with --text, or leave out the part needles"
                      if given is None else f"--text is {given}, but there is no such file")
-    return text
+    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    for part, why in options.left_out.items():
+        print(f"bench_sharing.py: the part {part} is left out: {why}", file=sys.stderr)
     asked = command([str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)])
     where, found = machine(), {"jaxshare": versions(("jax", "jaxlib", "flax", "numpy"))}
     with contextlib.ExitStack() as stack:
@@ -338,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"bench_sharing.py: {error}", file=sys.stderr)
             return 2
     report = {"benchmark": "sharing", "command": asked, "machine": where, "versions": found, "settings": settings, "results": results}
-    finish(report, as_text(report), goals(results, options.heads), as_json=options.json, output=options.output)
+    finish(report, as_text(report), goals(results, options.heads, _unmeasured(options)), as_json=options.json, output=options.output)
     if options.plots:
         options.plots.mkdir(parents=True, exist_ok=True)
         plots.draw(results, options.plots)
@@ -384,7 +406,8 @@ def measure_all(options: Options, workers: dict[str, Worker]) -> tuple[dict[str,
                 rules["calibrated"] = calibration.calibrate(part_model, progress=list)[0]
             results["rule"] = decoding.measure_rule(part_model, scale.rule_rows, scale.rule_prefixes, scale.steps, scale.rounds, most,
                                                     rules, seed, say)
-    settings = {"parameters": parameters, "dtype": "bfloat16", "parts": options.parts, "quick": options.quick, "seed": seed,
+    settings = {"parameters": parameters, "dtype": "bfloat16", "parts": options.parts, "left_out": options.left_out,
+                "quick": options.quick, "seed": seed,
                 "heads": options.heads, "max_copies_bytes": most, "rounds": scale.rounds, "scale": dataclasses.asdict(scale),
                 "layers_of_last_parts": part_model.config.num_layers, "suffix": decoding.SUFFIX,
                 "answer_tokens": generating.ANSWER_TOKENS, "torch": torch, "model": MODEL,

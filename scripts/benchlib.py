@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -24,6 +25,12 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# Not as a part of jaxshare, which imports JAX: gpu_compile.py has to set the environment before.
+_spec = importlib.util.spec_from_file_location("jaxshare_files", ROOT / "jaxshare" / "files.py")
+assert _spec and _spec.loader
+files = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(files)
 
 TORCH_PYTHON = ".venv-torch/bin/python"
 
@@ -63,8 +70,13 @@ class Parser(argparse.ArgumentParser):
 
     def check_output(self, output: Path | None) -> None:
         """Ends the program where --output, if it was given, names nothing that can be written."""
-        if output and (output.is_dir() or not output.absolute().parent.is_dir()):
-            self.error(f"--output is {output}, but it must name a file in a folder that exists")
+        if output is not None and (why := files.unwritable_file(output)):
+            self.error(f"--output is {output}, but it must name a file in a folder that exists and can be written: {why}")
+
+    def check_folder(self, option: str, folder: Path | None) -> None:
+        """Ends the program where a folder for results, if `option` named one, cannot be written to or made."""
+        if folder is not None and (why := files.unwritable_folder(folder)):
+            self.error(f"{option} is {folder}, but {why}; name a folder that can be written")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,14 +311,19 @@ def command(arguments: Sequence[str]) -> str:
 
 
 def finish(report: Mapping[str, Any], text: str, goals: Sequence[Goal], *, as_json: bool, output: Path | None) -> None:
-    """Prints a report, its goals last, as text or as one JSON object; writes the JSON object to `output` too."""
+    """Prints a report, its goals last, as text or as one JSON object; writes the JSON object to `output` too. Ends the program with code 1
+    where that cannot be written after all: what was measured has been printed."""
     report = {**report, "goals": [goal.as_json() for goal in goals]}
     encoded = json.dumps(report, indent=2)
-    if output:
-        output.write_text(encoded + "\n", encoding="utf-8")
     closing = goal_table(goals) if goals else "No goal is set for what was measured."
-    print(encoded if as_json else f"{text}\n\n{closing}")
-    sys.stdout.flush()
+    print(encoded if as_json else f"{text}\n\n{closing}", flush=True)
+    if output is not None:
+        try:
+            with files.whole_file(output) as file:
+                file.write(encoded + "\n")
+        except OSError as error:
+            print(f"--output: {output} cannot be written ({error}); what was measured is on stdout", file=sys.stderr)
+            raise SystemExit(1) from error
 
 
 def _published(argument: str) -> str:

@@ -232,7 +232,10 @@ def main() -> None:
             sides["inference_lib"] = InferenceLib, load_attention(options.hogwild)
     except ValueError as error:
         parser.error(str(error))
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out is {options.out}, which cannot be made ({error.strerror}); name a folder that can be written")
     logging.set_verbosity_error()
     torch.set_num_threads(1)  # one order of summation everywhere
     for version in versions:

@@ -257,7 +257,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "tests" / "fixtures" / "parity")
     out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out is {out}, which cannot be made ({error.strerror}); name a folder that can be written")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # one order of summation everywhere

@@ -30,6 +30,7 @@ from tqdm import tqdm
 from training import keep_memory, make_optimizer
 
 from jaxshare import DecodeState, KVCache, Layout, decode
+from jaxshare.files import check_folder
 from jaxshare.models import EMBEDDED, load
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.forms import FORMS
@@ -208,6 +209,12 @@ def main() -> None:
             parser.error(f"--{name.replace('_', '-')} must be positive; got {getattr(args, name)}")
     if args.out is None:
         args.out = EMBEDDED if args.evaluate else Path("runs/first-model")
+    if not args.evaluate:
+        try:
+            check_folder("--out", args.out)
+            check_folder("--run-dir", args.run_dir)
+        except ValueError as error:
+            parser.error(str(error))
     keep_memory()
     if not args.evaluate:
         train(args)

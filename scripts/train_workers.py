@@ -33,6 +33,7 @@ from tqdm import tqdm
 from training import keep_memory, make_optimizer, schedule
 
 from jaxshare import Sampler
+from jaxshare.files import check_folder
 from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.models.layers import Decoder
 from jaxshare.models.loading import local_folder
@@ -333,6 +334,11 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argpar
         args.hidden = args.hidden or 144
         if args.model != "embedded":
             parser.error("--layers starts from scratch, and --model goes on from a folder; give one of them")
+    try:
+        check_folder("--out", args.out)
+        check_folder("--run-dir", args.run_dir)
+    except ValueError as error:
+        parser.error(str(error))
     return args, parser
 
 

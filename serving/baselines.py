@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxshare import Sampler
+from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
 from jaxshare.serving import answers
 from jaxshare.serving.answers import AnswerRule, answer_rule
@@ -122,6 +123,7 @@ def skeleton_of_thought(model: LoadedModel, problem: str, *, workers: int | None
     Raises:
       ValueError: as `sequential`; or no workers.
     """
+    watch = Stopwatch.start()
     finish_at = _checked(budget, finish_at, kind)
     if workers is not None:
         _check_workers(workers)
@@ -169,7 +171,7 @@ def skeleton_of_thought(model: LoadedModel, problem: str, *, workers: int | None
     return Result(
         names=tuple(name for stage in stages for name in stage.names), steps=steps, answers=found, passes=before, ended=ended,
         seconds=sum(stage.seconds for stage in stages), prefill_seconds=sum(stage.prefill_seconds for stage in stages),
-        kv_bytes=stages[-1].result().kv_bytes)
+        kv_bytes=stages[-1].result().kv_bytes, compile_seconds=watch.split()[1])
 
 
 class Method(Protocol):

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from jaxshare import models
+from jaxshare.files import check_file
 from jaxshare.models import LoadedModel
 from jaxshare.serving import devices, fleet, records
 from jaxshare.serving.batch_input import Item, read_input
@@ -143,11 +144,14 @@ def run_job(options: argparse.Namespace, sampling: dict[str, Any], load: Callabl
         if branches:
             _sample(options, branches, items, file, len(before), len(places))
         lines = _in_order(output, places)
-        records.write(output, lines, _AGAIN)
         finished = {"completions": len(places), "prompts": len(items), "bad_lines": bad_lines}
         done = {"format": _FORMAT, "settings": settings, "finished": finished, "output": records.sha256(b"".join(lines))}
-        records.write(job, [records.line(done)], _AGAIN)
-        return _end(options, finished, len(before), branches)
+        try:
+            records.write(output, lines, _AGAIN)
+            records.write(job, [records.line(done)], _AGAIN)
+        finally:  # all is sampled, and said to be, even where the disk is full now
+            code = _end(options, finished, len(before), branches)
+        return code
 
 
 def _check(options: argparse.Namespace) -> int | None:
@@ -158,8 +162,7 @@ def _check(options: argparse.Namespace) -> int | None:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; ask for at least 1 {what}")
     if options.tree and options.chat:
         raise ValueError("--chat and --tree do not go together; write the texts of the tree as the chat template would")
-    if not Path(options.output).parent.is_dir():
-        raise ValueError(f"the output {options.output} cannot be written: there is no folder {Path(options.output).parent}; make it first")
+    check_file("--output", options.output)
     return None if options.max_kv_bytes is None else parse_bytes(options.max_kv_bytes)
 
 
@@ -264,16 +267,18 @@ def _sample(options: argparse.Namespace, engine: Any, items: Sequence[Item], fil
 
 def _end(options: argparse.Namespace, finished: Mapping[str, Any], before: int, engine: Any = None) -> int:
     """Says what the job came to; its exit code."""
-    tokens, passes, seconds, kv_bytes, unique = (
-        engine.sampled_tokens, engine.passes, engine.seconds, engine.kv_bytes, engine.unique_tokens) if engine else (0, 0, 0.0, 0, 0)
+    tokens, passes, seconds, kv_bytes, unique, compiling = (
+        engine.sampled_tokens, engine.passes, engine.seconds, engine.kv_bytes, engine.unique_tokens,
+        engine.compile_seconds) if engine else (0, 0, 0.0, 0, 0, 0.0)
     speed = tokens / max(seconds, 1e-9)
     if engine:
         old = f" ({before} of them from before)" if before else ""
         print(f"{finished['completions']} completions{old} of {finished['prompts']} prompts; {tokens} tokens in {passes} passes, "
-              f"{speed:,.0f} tokens/s, {kv_bytes / 1e6:.2f} MB of keys and values", file=sys.stderr)
+              f"{speed:,.0f} tokens/s after {compiling:.1f} s of compiling, {kv_bytes / 1e6:.2f} MB of keys and values", file=sys.stderr)
     else:
         print(f"the job is complete: all {before} completions are in {options.output}", file=sys.stderr)
     if options.json:
-        print(json.dumps({**finished, "tokens": tokens, "passes": passes, "seconds": seconds, "tokens_per_second": speed,
-                          "kv_bytes": kv_bytes, "unique_prompt_tokens": unique, "output": options.output, "resumed": before}))
+        print(json.dumps({**finished, "tokens": tokens, "passes": passes, "seconds": seconds, "compile_seconds": compiling,
+                          "tokens_per_second": speed, "kv_bytes": kv_bytes, "unique_prompt_tokens": unique, "output": options.output,
+                          "resumed": before}))
     return _BAD_LINES if finished["bad_lines"] else 0

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from jax.experimental import multihost_utils
 
 from jaxshare import DecodeState, Layout, Reason, Sampler, decode
 from jaxshare.cache import ALIGNMENT, arena_size
+from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
 from jaxshare.serving import calibration, prefill
 from jaxshare.serving.arena import Arena, whole_tiles
@@ -61,8 +61,9 @@ class Completions:
       prompt_tokens: tokens of all prompts together.
       unique_tokens: of these, what is left when every common prefix counts once.
       passes: forward passes, those over the prompts included.
-      seconds: of wall time in them; compilation of the decode loop is not counted.
+      seconds: of wall time in them, without compilation.
       kv_bytes: the most keys and values that were cached at a time, over all layers.
+      compile_seconds: of wall time in compilation.
     """
 
     completions: list[Completion]
@@ -71,10 +72,11 @@ class Completions:
     passes: int
     seconds: float
     kv_bytes: int
+    compile_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens sampled, all completions together, a second."""
+        """Tokens sampled, all completions together, a second; compilation is not counted."""
         return sum(len(c.tokens) for c in self.completions) / self.seconds
 
 
@@ -96,7 +98,8 @@ def generate(model: LoadedModel, prompts: Prompts | None, *, n: int = 1, max_new
     run = branches(model, prompts, n=n, max_new_tokens=max_new_tokens, sampler=sampler, seed=seed, share=share, prefix=prefix,
                    max_rows=max_rows, max_kv_bytes=max_kv_bytes, costs=costs)
     found = sorted(run.stream(on_tokens, warm_up=warm_up), key=lambda c: (c.prompt, c.index))
-    return Completions(found, run.prompt_tokens, run.unique_tokens, run.passes, run.seconds, run.kv_bytes)
+    return Completions(found, run.prompt_tokens, run.unique_tokens, run.passes, run.seconds, run.kv_bytes,
+                       run.compile_seconds)
 
 
 class Branches:
@@ -111,7 +114,7 @@ class Branches:
       arrangement: which common prefixes are blocks, and what stands in each row's own.
       rows: how many completions run at a time.
       prompt_tokens, unique_tokens: see `Completions`.
-      passes, seconds, kv_bytes: see `Completions`; so far.
+      passes, seconds, kv_bytes, compile_seconds: see `Completions`; so far.
       sampled_tokens: so far.
     """
 
@@ -170,7 +173,7 @@ class Branches:
         self.model = dataclasses.replace(model, config=prefix.store.model.config) if prefix else model.for_context(longest + max_new_tokens)
         self.max_new_tokens, self.seed, self.sampler = max_new_tokens, seed, sampler or default_sampler(model)
         warn_of_greedy(model, self.sampler)
-        self.passes, self.seconds, self.sampled_tokens = 0, 0.0, 0
+        self.passes, self.seconds, self.compile_seconds, self.sampled_tokens = 0, 0.0, 0.0, 0
         self._prefix, self._peak = prefix, 0
 
         tree = fold(self.prompts)
@@ -245,7 +248,7 @@ class Branches:
 
     def _stream(self, arena: Arena, residents: Residents, on_pass: Callable[["Branches"], None] | None,
                 warm_up: bool) -> Iterator[Completion]:
-        model, waiting = self.model, collections.deque(self._streams)
+        model, waiting, watch = self.model, collections.deque(self._streams), Stopwatch.start()
         empty = Layout.from_blocks([], num_rows=self.rows, width=self._depth, groups=self._groups)
         state = DecodeState.create(
             arena.settle(), empty, [], vocab_size=model.config.vocab_size, samplers=self.sampler, budgets=self.max_new_tokens,
@@ -258,7 +261,8 @@ class Branches:
         if warm_up:
             lengths = {len(tokens) for tokens in (*(b.tokens for b in self.arrangement.blocks), *(s.own for s in self._streams))} - {0}
             arena.cache = prefill.warm_up(model, arena.cache, sorted(lengths), self._depth)
-        clock = time.perf_counter()
+        self.compile_seconds += watch.split()[1]
+        watch = Stopwatch.start()
         while waiting or self._live:
             admitted = residents.admit(waiting, [row for row in range(self.rows) if row not in self._live], idle=not self._live)
             cache, logits, passes = residents.feed()
@@ -278,7 +282,8 @@ class Branches:
             self._state, self._written, arena.cache = state, None, state.cache
             reasons, drawn, lengths = (np.asarray(x) for x in (state.reasons, state.drawn, state.cache.lengths))
             state.cache.check()
-            self.seconds += time.perf_counter() - clock
+            seconds, compiled = watch.split()
+            self.seconds, self.compile_seconds = self.seconds + seconds, self.compile_seconds + compiled
             self.passes += int(state.passes) - int(begun)
             self._peak = max(self._peak, residents.cached(lengths))
             ended = [row for row in self._live if reasons[row] != Reason.RUNNING]
@@ -292,7 +297,7 @@ class Branches:
                 found = self._completion(row, reason.name.lower())
                 residents.end(*self._live.pop(row), len(found.tokens))
                 yield found
-            clock = time.perf_counter()
+            watch = Stopwatch.start()
 
     def _completion(self, row: int, reason: str) -> Completion:
         assert self._state is not None

@@ -3,10 +3,13 @@
 import argparse
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxshare import __version__
+from jaxshare.files import check_file, check_folder
 from jaxshare.sampling import Sampler
 from jaxshare.serving import batch, devices, formats, inspection, prompt_view, tune_command
 from jaxshare.serving.agents import command as agents_command
@@ -14,7 +17,7 @@ from jaxshare.serving.endings import STOP_ON
 from jaxshare.serving.evaluation import command as evaluate_command
 from jaxshare.serving.evaluation import judge_command
 from jaxshare.serving.layouts import MOVES, worker_names
-from jaxshare.serving.results import check_finish_at
+from jaxshare.serving.results import Result, check_finish_at
 from jaxshare.serving.saves import has_saves
 from jaxshare.trace import Trace
 
@@ -22,12 +25,15 @@ _ANSWER_TOKENS = {"box": 16, "code": 1024}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code. Errors of the user's making are one sentence on stderr and exit code 1."""
+    """Runs one command; returns its exit code. Errors of the user's making are one sentence on stderr, after the traceback with --debug,
+    and exit code 1."""
     given, args = agents_command.split(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(given, argparse.Namespace(args=args))
     try:
         return options.run(options)
     except (ValueError, FileNotFoundError, NotImplementedError) as error:
+        if "debug" in options:
+            traceback.print_exc()
         print(f"jaxshare: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -35,8 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose commands, at any depth, all take --debug."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        # Not set where it is not given, so that a command leaves one alone that was given before its name.
+        self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxshare", description="Inference for groups of language-model streams that share memory.")
+    parser = _Parser(prog="jaxshare", description="Inference for groups of language-model streams that share memory.")
+    parser.add_argument("--version", action="version", version=f"jaxshare {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="one model as two workers and as sixteen branches over one shared cache")
@@ -207,7 +223,10 @@ def _workers(options: argparse.Namespace) -> int:
     if options.show_prompt:
         return prompt_view.run(options, problem, names, format)
     begun = _begun(options)
-    _check_trace(options.trace)
+    if not devices.is_together(options) or devices.speaks():
+        for option, file in (("--save", options.save), ("--trace", options.trace)):
+            check_file(option, file)
+    check_folder("--checkpoint", options.checkpoint)
     if options.data > 1:
         raise ValueError(f"--data is {options.data}, but a session is one group of rows; spread it with --tensor and --kv, or solve many "
                          f"problems side by side with `jaxshare evaluate --data {options.data}`")
@@ -253,25 +272,52 @@ def _workers(options: argparse.Namespace) -> int:
             if recorder:
                 recorder(event)
 
-        with session:
-            result = session.run(finish_at, on_event=show, save_to=options.checkpoint, save_every=options.checkpoint_every)
+        result, unwritten = _run_session(session, finish_at, show, options)
     for budget, answer in result.answers.items():
         how = "written by the workers" if not answer.extra_passes else f"asked for, {answer.extra_passes} more passes"
         console.print(f"answer after {answer.passes} passes (budget {budget}): {answer.value or 'none'} ({how})", markup=False,
                       highlight=False)
     why = {"answer": "an answer stands", "stopped": "all workers have stopped", "budget": "the budget is used up",
            "full": "the cache is full; everything written so far is above: give a smaller budget, or a model with a longer context"}
-    console.print(f"{result.passes} passes, {result.tokens} tokens, {result.tokens / max(result.seconds, 1e-9):,.0f} tokens/s, "
-                  f"{result.kv_bytes / 1e6:.2f} MB of keys and values; {why[result.ended]}.", markup=False, highlight=False)
-    if recorder:
-        snapshot = recorder.snapshot()
-        if devices.speaks():
-            _save("snapshot", snapshot, "--save", options.save)
-    if options.trace and devices.speaks():
-        _save("trace", session.trace, "--trace", options.trace)
+    console.print(f"{result.passes} passes, {result.tokens} tokens, {result.tokens / max(result.seconds, 1e-9):,.0f} tokens/s after "
+                  f"{result.compile_seconds:.1f} s of compiling, {result.kv_bytes / 1e6:.2f} MB of keys and values; {why[result.ended]}.",
+                  markup=False, highlight=False)
+    snapshot = recorder.snapshot() if recorder else None
     if options.json:
-        print(json.dumps(result.as_json()))
+        print(json.dumps(result.as_json()), flush=True)  # before anything is written, which may fail
+    if devices.speaks():
+        if snapshot:
+            unwritten += _save("snapshot", snapshot, "--save", options.save)
+        if options.trace:
+            unwritten += _save("trace", session.trace, "--trace", options.trace)
+    for error in unwritten[1:]:
+        print(f"jaxshare: error: {error}", file=sys.stderr)
+    if unwritten:
+        raise unwritten[0]
     return 0
+
+
+def _run_session(session: Any, finish_at: Sequence[int], show: Any, options: argparse.Namespace) -> tuple[Result, list[ValueError]]:
+    """Runs a session of workers to its end, also where its saves cannot be written; (its result, what went wrong with the saves)."""
+    from jaxshare.serving.saves import SaveError
+
+    result: Result | None = None
+    unsaved: SaveError | None = None
+    try:
+        with session:
+            try:
+                result = session.run(finish_at, on_event=show, save_to=options.checkpoint, save_every=options.checkpoint_every)
+            except SaveError as error:
+                if devices.is_together(options):  # the others would wait for this one's part of the next save
+                    raise
+                print(f"jaxshare: --checkpoint: {error}; the session goes on without saves", file=sys.stderr)
+                unsaved, result = error, session.run(finish_at, on_event=show)
+    except SaveError as error:  # the last one, which the end of the session waits for
+        if result is None:
+            raise
+        unsaved = unsaved or error
+    assert result is not None
+    return result, [unsaved] if unsaved else []
 
 
 def _begun(options: argparse.Namespace) -> bool:
@@ -287,13 +333,6 @@ def _begun(options: argparse.Namespace) -> bool:
     return True
 
 
-def _check_trace(file: str | None) -> None:
-    """Raises ValueError for a place that no trace can be written to."""
-    if file is not None and (Path(file).is_dir() or not Path(file).parent.is_dir()):
-        why = "that is a folder" if Path(file).is_dir() else f"there is no folder {Path(file).parent}"
-        raise ValueError(f"--trace is {file!r}, but {why}; give a file in a folder that is there")
-
-
 def _evaluate(options: argparse.Namespace) -> int:
     workers, budgets = _numbers("--workers", options.workers), _numbers("--budgets", options.budgets)
     return evaluate_command.run(options, _sampling(options), workers, budgets)
@@ -303,6 +342,8 @@ def _convert(options: argparse.Namespace) -> int:
     from jaxshare.models import checkpoint
     from jaxshare.models.loading import local_folder
 
+    if not Path(options.target).exists():
+        check_folder("TARGET", options.target)
     written = checkpoint.convert(local_folder(options.source), Path(options.target))
     form = "Orbax" if written["form"] == "orbax" else "Hugging Face"
     print(f"{options.target}: {written['tensors']} tensors, {written['bytes'] / 1e6:,.1f} MB, in {form} form", file=sys.stderr)
@@ -317,28 +358,38 @@ def _calibrate(options: argparse.Namespace) -> int:
     from jaxshare import models
     from jaxshare.serving import calibration
 
+    check_file("the file in the cache folder JAXSHARE_CACHE", calibration.costs_file(), makes_folder=True)
     model = models.load(options.model, dtype=options.dtype)
     costs, points = calibration.calibrate(model)
+    file, unkept = None, None
     try:
         file = calibration.save(model, costs)
-    except OSError as error:
-        raise ValueError(f"the costs cannot be kept in {calibration.costs_file()} ({error}); set JAXSHARE_CACHE to a folder that can be "
-                         f"written") from error
+    except OSError as error:  # what was measured is shown all the same
+        unkept = error
     if options.json:
-        print(json.dumps({"costs": costs.as_json(), "points": [dataclasses.asdict(point) for point in points], "file": str(file)}))
-        return 0
-    print("microseconds of one attention layer\n   rows  prefix   shared   copies")
-    for shared, copies in zip(points[::2], points[1::2], strict=True):
-        print(f"{shared.rows:7} {shared.prefix:7} {shared.time:8.0f} {copies.time:8.0f}")
-    print(f"kept in {file}")
+        print(json.dumps({"costs": costs.as_json(), "points": [dataclasses.asdict(point) for point in points],
+                          "file": str(file) if file else None}))
+    else:
+        print("microseconds of one attention layer\n   rows  prefix   shared   copies")
+        for shared, copies in zip(points[::2], points[1::2], strict=True):
+            print(f"{shared.rows:7} {shared.prefix:7} {shared.time:8.0f} {copies.time:8.0f}")
+        if file:
+            print(f"kept in {file}")
+    if unkept:
+        raise ValueError(f"the costs cannot be kept in {calibration.costs_file()} ({unkept}); set JAXSHARE_CACHE to a folder that can be "
+                         f"written") from unkept
     return 0
 
 
-def _save(what: str, made: "inspection.Snapshot | Trace", option: str, file: str) -> None:
+def _save(what: str, made: "inspection.Snapshot | Trace", option: str, file: str) -> list[ValueError]:
+    """Writes it; the error, if it cannot be."""
     try:
         made.save(file)
+        return []
     except OSError as error:
-        raise ValueError(f"the {what} cannot be written to {file} ({error}); give another place to {option}") from error
+        found = ValueError(f"the {what} cannot be written to {file} ({error}); give another place to {option}")
+        found.__cause__ = error
+        return [found]
 
 
 def _numbers(name: str, text: str | None) -> list[int]:
@@ -380,7 +431,8 @@ def _answer(options: argparse.Namespace, model: Any, given: dict, prompt: str | 
                         on_tokens=show)
     if options.json:
         print(json.dumps({"completions": [dataclasses.asdict(c) for c in done.completions], "prompt_tokens": done.prompt_tokens,
-                          "passes": done.passes, "seconds": done.seconds, "tokens_per_second": done.tokens_per_second,
+                          "passes": done.passes, "seconds": done.seconds, "compile_seconds": done.compile_seconds,
+                          "tokens_per_second": done.tokens_per_second,
                           "kv_bytes": done.kv_bytes}), flush=True)
     else:
         for i, completion in enumerate(done.completions):

@@ -33,7 +33,7 @@ _TEMPERATURE = 0.7
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One line of the table: what ran, with sharing and without. Speeds are tokens per second, sizes bytes."""
+    """One line of the table: what ran, with sharing and without. Speeds are tokens per second without compilation, sizes bytes."""
 
     name: str
     passes: int
@@ -43,6 +43,8 @@ class Line:
     kv_bytes: int
     kv_bytes_unshared: int | None
     identical: bool | None
+    compile_seconds: float
+    compile_seconds_unshared: float | None
 
 
 def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
@@ -100,7 +102,8 @@ def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
     lines = [
         *(_line(count, group, copies.get(count)) for count, group in groups.items()),
         Line(f"{_BRANCHES} branches", shared.passes, unshared.passes, shared.tokens_per_second, unshared.tokens_per_second,
-             shared.kv_bytes, unshared.kv_bytes, _texts(shared) == _texts(unshared)),
+             shared.kv_bytes, unshared.kv_bytes, _texts(shared) == _texts(unshared),
+             sampled.compile_seconds + shared.compile_seconds, unshared.compile_seconds),
     ]
     console.print()
     console.print(_table(lines))
@@ -120,9 +123,10 @@ def _line(count: int, group: Result, copies: Result | None) -> Line:
     """Of workers, and of as many with a copy each of all that they see."""
     name = f"{count} worker{'s' * (count > 1)}"
     if copies is None:
-        return Line(name, group.passes, None, group.tokens / group.seconds, None, group.kv_bytes, None, None)
+        return Line(name, group.passes, None, group.tokens / group.seconds, None, group.kv_bytes, None, None,
+                    group.compile_seconds, None)
     return Line(name, group.passes, copies.passes, group.tokens / group.seconds, copies.tokens / copies.seconds, group.kv_bytes,
-                count * group.kv_bytes, group.texts == copies.texts)
+                count * group.kv_bytes, group.texts == copies.texts, group.compile_seconds, copies.compile_seconds)
 
 
 class _Answers:
@@ -183,7 +187,7 @@ def _texts(done: Completions) -> list[str]:
 
 def _table(lines: list[Line]) -> Table:
     table = Table(title="this run, with sharing | without", title_justify="left")
-    for heading in ("", "forward passes", "tokens per second", "KV cache", "same greedy text"):
+    for heading in ("", "forward passes", "tokens per second", "seconds compiling", "KV cache", "same greedy text"):
         table.add_column(heading, justify="left" if not heading else "right")
 
     def pair(shared: str, unshared: str | None) -> str:
@@ -193,6 +197,7 @@ def _table(lines: list[Line]) -> Table:
         table.add_row(
             line.name, pair(str(line.passes), None if line.passes_unshared is None else str(line.passes_unshared)),
             pair(f"{line.speed:,.0f}", None if line.speed_unshared is None else f"{line.speed_unshared:,.0f}"),
+            pair(f"{line.compile_seconds:.1f}", None if line.compile_seconds_unshared is None else f"{line.compile_seconds_unshared:.1f}"),
             pair(_size(line.kv_bytes), None if line.kv_bytes_unshared is None else _size(line.kv_bytes_unshared)),
             "-" if line.identical is None else "identical" if line.identical else "DIFFERENT")
     return table

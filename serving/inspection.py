@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxshare.cache import KVCache
+from jaxshare.files import check_file, check_folder, whole_file
 from jaxshare.layout import Layout
 from jaxshare.models.layers import Decoder
 
@@ -127,8 +128,13 @@ class Snapshot:
         return {"format": _FORMAT, **dataclasses.asdict(self)}
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), ensure_ascii=False, indent=1), encoding="utf-8")
+        """Writes JSON, the whole file or nothing.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        with whole_file(Path(path)) as file:
+            json.dump(self.to_json(), file, ensure_ascii=False, indent=1)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Snapshot":
@@ -383,17 +389,27 @@ def run(options: argparse.Namespace) -> int:
       ValueError: a file that is not a snapshot, a folder that cannot be written, or pictures without matplotlib.
     """
     snapshot, folder = Snapshot.load(options.snapshot), Path(options.out)
-    if not options.json:
-        Console().print(block_table(snapshot), row_table(snapshot))
     drawn = {"cache.png": cache_picture, **({"mass.png": mass_picture} if snapshot.masses else {})}
+    check_folder("--out", folder)
+    for name in drawn:
+        check_file("--out", folder / name, makes_folder=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, picture in drawn.items():
-            picture(snapshot).savefig(folder / name)
-    except OSError as error:
-        raise ValueError(f"the pictures cannot be written to {folder} ({error}); give another folder") from error
+        figures = {name: picture(snapshot) for name, picture in drawn.items()}
     except ImportError as error:
         raise ValueError(str(error)) from error
-    pictures = [str(folder / name) for name in drawn]
-    print(json.dumps({**snapshot.to_json(), "pictures": pictures}) if options.json else f"pictures: {', '.join(pictures)}")
+    if not options.json:
+        Console().print(block_table(snapshot), row_table(snapshot))
+    pictures: list[str] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, figure in figures.items():
+            figure.savefig(folder / name)
+            pictures.append(str(folder / name))
+    except OSError as error:
+        raise ValueError(f"the pictures cannot be written to {folder} ({error}); give another folder to --out") from error
+    finally:
+        if options.json:
+            print(json.dumps({**snapshot.to_json(), "pictures": pictures}))
+        elif pictures:
+            print(f"pictures: {', '.join(pictures)}")
     return 0

@@ -36,6 +36,7 @@ class Result:
       ended: why the run is over: "answer", "stopped" (all workers have), "full" (the cache is) or "budget"; "paused" if it is not.
       seconds: of wall time in the workers' passes; prefill_seconds: in those over the prompt. Compilation is not counted.
       kv_bytes: keys and values cached at the end, over all layers.
+      compile_seconds: of wall time in compilation, by the process that has made the result.
     """
 
     names: tuple[str, ...]
@@ -46,6 +47,7 @@ class Result:
     seconds: float
     prefill_seconds: float
     kv_bytes: int
+    compile_seconds: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -66,6 +68,7 @@ class Result:
             "answers": {str(budget): dataclasses.asdict(answer) for budget, answer in self.answers.items()},
             "passes": self.passes, "tokens": self.tokens, "ended": self.ended, "seconds": self.seconds,
             "prefill_seconds": self.prefill_seconds, "kv_bytes": self.kv_bytes,
+            "compile_seconds": self.compile_seconds,
         }
 
 

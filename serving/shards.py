@@ -1,5 +1,6 @@
 """Shards: branches over the replicas of a fleet. A run is cut into runs of neighbouring completions, several for each replica."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -53,6 +54,7 @@ class Cost:
 
     passes: int
     kv_bytes: int
+    compile_seconds: float = 0.0
 
 
 def cut(prompts: Sequence[Prompt], skip: Collection[tuple[int, int]], shards: int) -> list[Shard]:
@@ -86,7 +88,8 @@ class Shards:
       prompt_tokens, unique_tokens: see `Completions`.
       sampled_tokens: of the completions that have come, so far.
       passes, kv_bytes: of all replicas together, of shards that have ended: what a lost replica did is not known.
-      seconds: of wall time since the run began, so far.
+      compile_seconds: of the replica that has compiled longest; of shards that have ended.
+      seconds: of wall time since the run began, so far, without these.
     """
 
     def __init__(self, fleet: Fleet, load: Callable[[], LoadedModel], model: LoadedModel, prompts: Prompts, *, n: int = 1,
@@ -106,8 +109,8 @@ class Shards:
         read = read_prompts(prompts, n, lambda text, first: encode(model, text, first=first))
         self.prompt_tokens, self.unique_tokens = sum(len(prompt.tokens) for prompt in read), unique_tokens(fold(read))
         self.sampled_tokens = self.passes = 0
-        self.seconds = 0.0
-        self._fleet, self._peaks = fleet, {}
+        self._seconds = 0.0
+        self._fleet, self._peaks, self._compiled = fleet, {}, collections.Counter[int]()
         self._shards = cut(read, skip, _SHARDS_OF_A_REPLICA * fleet.replicas)
         longest = max(read, key=lambda prompt: len(prompt.tokens))
         fleet.start(functools.partial(_sampler, load, longest, settings), most=max(1, len(self._shards)))
@@ -115,6 +118,14 @@ class Shards:
     @property
     def kv_bytes(self) -> int:
         return sum(self._peaks.values())
+
+    @property
+    def compile_seconds(self) -> float:
+        return max(self._compiled.values(), default=0.0)
+
+    @property
+    def seconds(self) -> float:
+        return max(self._seconds - self.compile_seconds, 0.0)
 
     def stream(self, on_pass: Callable[["Shards"], None] | None = None) -> Iterator[Completion]:
         """Runs, and yields every completion as it ends. To be called once.
@@ -127,9 +138,10 @@ class Shards:
         """
         began = time.perf_counter()
         for result in self._fleet.run(self._shards):
-            self.seconds = time.perf_counter() - began
+            self._seconds = time.perf_counter() - began
             if result.key == _COST:
                 self.passes += result.value.passes
+                self._compiled[result.replica] += result.value.compile_seconds
                 self._peaks[result.replica] = max(self._peaks.get(result.replica, 0), result.value.kv_bytes)
                 continue
             self.sampled_tokens += len(result.value.tokens)
@@ -149,4 +161,4 @@ def _sample(model: LoadedModel, settings: dict[str, Any], shard: Shard, arrived:
     run = Branches(model, shard.prompts, skip=shard.skipped(arrived), **settings)
     for completion in run.stream():
         yield (completion.prompt, completion.index), completion
-    yield _COST, Cost(run.passes, run.kv_bytes)
+    yield _COST, Cost(run.passes, run.kv_bytes, run.compile_seconds)

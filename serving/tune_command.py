@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from jaxshare.files import check_file
 from jaxshare.pallas.device import Device, current_device
 from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, Tiles, tiles_file
 from jaxshare.serving import tuning
@@ -41,6 +42,10 @@ def run(options: argparse.Namespace, rows: Sequence[int]) -> int:
     """
     if wrong := [count for count in rows if count < 1]:
         raise ValueError(f"--rows has {wrong[0]}; numbers of rows begin at 1")
+    if options.output:
+        check_file("--output", options.output, makes_folder=True)
+    else:
+        check_file("the file in the cache folder JAXSHARE_CACHE", tiles_file(), makes_folder=True)
     shape = _shape(options)
     device = current_device()
     if device is None:
@@ -48,16 +53,16 @@ def run(options: argparse.Namespace, rows: Sequence[int]) -> int:
     rows = rows or (QUICK_ROWS if options.quick else ROWS)
     backends = [options.backend] if options.backend else [*KINDS]
     outcomes, file = [], options.output or tiles_file()
-    try:
-        with tqdm(total=tuning.num_measurements(shape, device, rows, backends), unit=" kernels", leave=False, disable=None) as bar:
-            # What is found is kept at once, so that ending the program early loses no more than what was under way.
-            for outcome in tuning.tune(shape, device, rows, backends, QUICK if options.quick else Effort(), tuning.prepare, bar.update):
-                outcomes.append(outcome)
+    unkept: OSError | None = None
+    with tqdm(total=tuning.num_measurements(shape, device, rows, backends), unit=" kernels", leave=False, disable=None) as bar:
+        # What is found is kept at once, so that ending the program early loses no more than what was under way.
+        for outcome in tuning.tune(shape, device, rows, backends, QUICK if options.quick else Effort(), tuning.prepare, bar.update):
+            outcomes.append(outcome)
+            try:
                 if outcome.best:
                     tuning.save(device, {outcome.key: outcome.best}, file)
-    except OSError as error:
-        raise ValueError(f"the tiles cannot be kept in {file} ({error}); give another --output, or set JAXSHARE_CACHE to a folder that can "
-                         "be written") from error
+            except OSError as error:  # what was measured is shown at the end all the same
+                unkept = error
     if not any(outcome.best for outcome in outcomes):
         reasons = dict.fromkeys(f"{m.backend}: {m.reason}" for outcome in outcomes for m in outcome.measurements if m.reason)
         raise ValueError(f"no kernel could be measured on this {device.kind}: {'; '.join([*reasons][:2])}")
@@ -69,7 +74,11 @@ def run(options: argparse.Namespace, rows: Sequence[int]) -> int:
             "measurements": [dataclasses.asdict(m) for outcome in outcomes for m in outcome.measurements]}))
     else:
         _show(device, shape, outcomes)
-        print(f"kept in {file}")
+        if not unkept:
+            print(f"kept in {file}")
+    if unkept:
+        raise ValueError(f"the tiles cannot be kept in {file} ({unkept}); give another --output, or set JAXSHARE_CACHE to a folder that "
+                         "can be written") from unkept
     return 0
 
 

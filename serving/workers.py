@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Self
 
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, decode
+from jaxshare.compile_time import Stopwatch, compile_seconds
 from jaxshare.models import LoadedModel
 from jaxshare.recording import Recorder
 from jaxshare.serving import saved_sessions
@@ -61,8 +61,12 @@ def _with_device[**P, R](method: "Callable[Concatenate[Workers, P], R]") -> "Cal
     """Of a method that works with the cache."""
     @functools.wraps(method)
     def run(self: "Workers", *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._device():
-            return method(self, *args, **kwargs)
+        begin, before = compile_seconds(), self.compile_seconds
+        try:
+            with self._device():
+                return method(self, *args, **kwargs)
+        finally:  # what it has called may have counted a part of this already
+            self.compile_seconds = before + compile_seconds() - begin
 
     return run
 
@@ -79,7 +83,7 @@ class Workers:
       waits: how often the host has waited for the device.
       ended: why the session is over, or None: see `Result`.
       settings: what it was made with, by the names of `Workers`' arguments.
-      seconds, prefill_seconds: see `Result`.
+      seconds, prefill_seconds, compile_seconds: see `Result`.
     """
 
     def __init__(self, model: LoadedModel, problem: str, *, names: Sequence[str] = ("Alice", "Bob"),
@@ -122,6 +126,7 @@ class Workers:
           ValueError: no workers, empty or repeated names, numbers out of range, a layout that cannot be, a prompt that does not fit the
             context, or a tokenizer that cannot write the separator.
         """
+        watch = Stopwatch.start()
         names = tuple(names)
         check_names(names)
         room = len(names) if max_workers is None else max_workers
@@ -212,6 +217,7 @@ class Workers:
             samplers=self._sampler, seeds=seed, budgets=self._most, stops=model.generation.stop_tokens, max_width=_WIDTH, steps=steps,
             queue=len(self._texts.separator) + longest, record=passes_at_once if record else 0)
         self._prepare()
+        self.compile_seconds = watch.split()[1]
 
     def _forbidden(self, sampler: Sampler) -> tuple[int, ...]:
         """The tokens that workers must not sample: stop tokens only as far as `stop_on` leaves them a meaning."""
@@ -222,12 +228,12 @@ class Workers:
     def _feed(self, texts: Mapping[str, Sequence[int]], cache: KVCache) -> KVCache:
         """What blocks begin with."""
         _, cache = prefill(self.model, [], cache, block=0)  # compiles
-        clock = time.perf_counter()
+        watch = Stopwatch.start()
         for block, tokens in texts.items():
             if tokens:
                 cache = self._prefilled(tokens, cache, block)
         jax.block_until_ready(cache.keys)
-        self.prefill_seconds = time.perf_counter() - clock
+        self.prefill_seconds, _ = watch.split()
         return cache
 
     def _prefilled(self, tokens: Sequence[int], cache: KVCache, block: str) -> KVCache:
@@ -361,7 +367,8 @@ class Workers:
         """What there is so far; `found` are the answers by budget."""
         ended = self.ended or ("budget" if self.passes >= self.budget else "paused")
         kv_bytes = int(np.sum(np.asarray(self._state.cache.lengths))) * self._state.cache.token_bytes
-        return Result(self.names, self.steps, dict(found or {}), self.passes, ended, self.seconds, self.prefill_seconds, kv_bytes)
+        return Result(self.names, self.steps, dict(found or {}), self.passes, ended, self.seconds, self.prefill_seconds, kv_bytes,
+                      self.compile_seconds)
 
     @_with_device
     def finish(self, *, sees: Sequence[str] | None = None) -> Answer:
@@ -623,13 +630,13 @@ class Workers:
     @_with_device
     def _run(self, passes: int) -> None:
         """Some passes in one dispatch, then one look at what they wrote."""
+        watch = Stopwatch.start()
         self._make_room(passes)
         self._prepare()
         settings: dict[str, Any] = dict(width=_WIDTH, until_any=self._reencodes or any(map(self._is_away, self.names)))
         if not self._compiled:
             self._state = jax.block_until_ready(decode(self._module, self.model.params, self._state, passes=0, **settings))
             self._compiled = True
-        clock = time.perf_counter()
         self._state = state = decode(self._module, self.model.params, self._state, passes=passes, **settings)
         steps = state.steps
         assert steps is not None
@@ -650,7 +657,7 @@ class Workers:
         for name in sorted((name for name, reason in self._reasons.items() if reason is Reason.STEP), key=self.row):
             if self.ended is None:
                 self._end_step(name, Mark.ASKED in last[name])
-        self.seconds += time.perf_counter() - clock
+        self.seconds += watch.split()[0]
 
     def _check_answers(self, names: Sequence[str], last: Mapping[str, Mark]) -> None:
         """Lets workers go on that have ended because an answer has closed, where none of their answers is valid.

@@ -233,6 +233,101 @@ def test_the_command_ends_with_the_agents_error(capsys, tmp_path):
     assert json.loads(out)["error"].startswith("ValueError: boom")
 
 
+AGENTS = """from jaxshare.serving.agents import agent, llm, spawn, tool
+class Holder:
+    def __deepcopy__(self, memo):
+        raise TypeError("no copies")
+def parsed(text):
+    return int(text)
+@agent
+async def child(text):
+    try:
+        values = [each for each in (1, 2)]
+    finally:
+        values = None
+    number = (
+        parsed(text))
+    return number
+@agent
+async def main(what, text="x"):
+    if what == "child":
+        return await spawn(child, text).result()
+    if what == "tool":
+        return await tool(parsed, text)
+    if what == "model":
+        return await llm("hello", parse=parsed)
+    if what == "copy":
+        held = Holder()
+        await tool(int, 1)
+        return held
+    if what == "caught":
+        try:
+            parsed(text)
+        except ValueError as error:
+            raise RuntimeError("no number\\nat all") from error
+    if what == "library":
+        import json
+        json.loads(text)
+    for i in range(3):
+        assert i < 2, "too far"
+    return 0
+AGENT, MODEL = main, "scripted"
+def scripted():
+    from jaxshare.serving.agents.models import ScriptedModel
+    return ScriptedModel({"hello": "seven"})
+"""
+LINES = AGENTS.splitlines()
+
+
+def line_of(code: str) -> int:
+    (number,) = [number for number, line in enumerate(LINES, 1) if line.strip() == code]
+    return number
+
+
+@pytest.mark.parametrize(("what", "error", "code", "function", "name"), [
+    ("child", "ValueError: invalid literal", "return int(text)", "parsed", "child"),
+    ("tool", "ValueError: invalid literal", "return int(text)", "parsed", "main"),
+    ("model", "ParseError: agent main: 1 answer", 'return await llm("hello", parse=parsed)', None, "main"),
+    ("copy", "UncopyableError: agent main waits", "await tool(int, 1)", None, "main"),
+    ("caught", "RuntimeError: no number at all", 'raise RuntimeError("no number\\nat all") from error', None, "main"),
+    ("library", "JSONDecodeError: Expecting value", "json.loads(text)", None, "main"),
+    ("assert", "AssertionError: too far", 'assert i < 2, "too far"', None, "main")])
+def test_an_error_of_an_agent_has_its_place(capsys, tmp_path, what, error, code, function, name):
+    file = tmp_path / "mine.py"
+    file.write_text(AGENTS, encoding="utf-8")
+    exit_code, out, err = run(capsys, str(file), "--json", "--", what)
+    place = f"({file}, line {line_of(code)}{f', in {function}' if function else ''}, in agent {name})"
+    (told,) = [line for line in err.splitlines() if line.startswith("jaxshare: error: ")]
+    assert exit_code == 1 and told.startswith(f"jaxshare: error: agent main raised {error}") and place in told
+    assert json.loads(out)["where"] == {"file": str(file), "line": line_of(code), "function": function, "agent": name}
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback_of_an_agents_error(capsys, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(AGENTS, encoding="utf-8")
+    code, _, err = run(capsys, str(file), "--debug", "--", "child")
+    assert code == 1 and f'File "{file}", line {line_of("return int(text)")}, in parsed' in err and "Traceback (most recent" in err
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("x = 1\n\n1 / 0\n", "{0} cannot be loaded: ZeroDivisionError: division by zero ({0}, line 3)"),
+    ("x = 1\ndef broken(:\n    pass\n", "({0}, line 2)"),
+    ("import json\ndef read():\n    json.loads('{{')\nread()\n", "({0}, line 3, in read)"),
+    ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module' ({0}, line 1)"),
+    ("{agent}def arguments(args):\n    return int(args[0]),\n", "invalid literal for int() with base 10: 'x' ({0}, line 8, in arguments)"),
+    ("{agent}def arguments(args):\n    raise KeyError('k')\n", "KeyError: 'k' ({0}, line 8, in arguments)"),
+    ("{agent}MODEL = 'scripted'\ndef scripted():\n    return 1 / 0\n", "division by zero ({0}, line 9, in scripted)"),
+    ("{agent}MODEL = 'scripted'\ndef scripted(): pass\ndef shown(value):\n    return value.x\n", "'x' ({0}, line 10, in shown)"),
+])
+def test_errors_of_the_file_have_their_place(capsys, tmp_path, text, words):
+    file = tmp_path / "mine.py"
+    made = "from jaxshare.serving.agents import agent\n@agent\nasync def one(x):\n    return x\n\nAGENT = one\n"
+    file.write_text(text.replace("{agent}", made).replace("{{", "{"), encoding="utf-8")
+    code, _, err = run(capsys, str(file), "--", "x")
+    assert code == 1 and words.format(file) in err and err.count("jaxshare: error:") == 1 and "Traceback" not in err
+
+
 @pytest.mark.parametrize(("text", "arguments", "words"), [
     (None, (), "there is no file"),
     ("x = 1", (), "has no AGENT"),
@@ -241,7 +336,8 @@ def test_the_command_ends_with_the_agents_error(capsys, tmp_path):
     ("{agent}", ("--", "1", "2"), "does not take these arguments"),
     ("{agent}", ("--model", "scripted", "--", "1"), "brings no scripted model"),
     ("{agent}", ("--model", "no/such/folder", "--", "1"), "there is no model folder no/such/folder"),
-    ("{agent}MODEL = 'scripted'\ndef scripted(): return None\n", ("--trace", "/no/such/folder/x.json", "--", "1"), "place to --trace"),
+    ("{agent}MODEL = 'scripted'\ndef scripted(): return None\n", ("--trace", "/no/such/folder/x.json", "--", "1"),
+     "--trace is '/no/such/folder/x.json', but there is no folder /no/such/folder"),
 ])
 def test_mistakes_are_one_clear_sentence(capsys, tmp_path, text, arguments, words):
     file = tmp_path / "mine.py"

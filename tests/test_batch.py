@@ -59,6 +59,7 @@ class Engine:
         self.prompts, self.most, self.seed, self.skip = prompts, max_new_tokens, seed, skip
         self.settings = {"n": n, "sampler": sampler, "share": share, "max_rows": max_rows, "max_kv_bytes": max_kv_bytes}
         self.sampled_tokens, self.passes, self.seconds, self.kv_bytes, self.unique_tokens = 0, 0, 0.5, 4096, 77
+        self.compile_seconds = 2.5
         self.wrote: list[tuple[int, int]] = []
         self.made.append(self)
 
@@ -389,8 +390,26 @@ def test_the_json_object(job):
     done = json.loads(out)
     tokens = sum(len(r["tokens"]) for r in results(job.output))
     assert done.pop("bad_lines")[0]["error"].startswith("is not JSON")
-    assert done == {"completions": 6, "prompts": 4, "tokens": tokens, "passes": 6, "seconds": 0.5, "tokens_per_second": 2 * tokens,
-                    "kv_bytes": 4096, "unique_prompt_tokens": 77, "output": str(job.output), "resumed": 0}
+    assert done == {"completions": 6, "prompts": 4, "tokens": tokens, "passes": 6, "seconds": 0.5, "compile_seconds": 2.5,
+                    "tokens_per_second": 2 * tokens, "kv_bytes": 4096, "unique_prompt_tokens": 77, "output": str(job.output), "resumed": 0}
+
+
+def test_a_disk_that_is_full_at_the_end_costs_no_result(job, monkeypatch, capsys):
+    write = batch.records.write
+
+    def failing(path, lines, do):
+        if path == job.output:
+            raise ValueError(f"{path} cannot be written (No space left on device); make room, and {do}")
+        write(path, lines, do)
+
+    monkeypatch.setattr(batch.records, "write", failing)
+    with pytest.raises(ValueError, match="No space left on device"):
+        job(LINES, "--json")
+    done = json.loads(capsys.readouterr().out)
+    assert done["completions"] == 6 and len(results(job.output)) == 6
+    monkeypatch.undo()
+    code, out, _ = job(LINES, "--json", "--resume")
+    assert code == 0 and json.loads(out)["resumed"] == 6 and [r["line"] for r in results(job.output)] == [1, 4, 4, 4, 5, 6]
 
 
 def test_a_terminal_gets_a_progress_bar(job, monkeypatch):

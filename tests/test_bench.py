@@ -83,6 +83,15 @@ def test_a_published_command_names_no_place_on_somebodys_machine():
     assert asked == "python scripts/x.py --torch-python python --output=r.json --batches 1,8 runs/a"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_report_that_cannot_be_written_is_printed_all_the_same(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        benchlib.finish({"benchmark": "x"}, "the text", [], as_json=True, output=Path("/dev/full"))
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 1 and json.loads(out) == {"benchmark": "x", "goals": []}
+    assert err == "--output: /dev/full cannot be written ([Errno 28] No space left on device); what was measured is on stdout\n"
+
+
 def test_machine_and_versions_are_told():
     machine = benchlib.machine()
     assert machine["cpu"] and machine["cores"] >= 1 and machine["memory_gib"] > 0 and machine["os"]

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import json
 import random
 import sys
 from pathlib import Path
@@ -275,6 +276,27 @@ def test_without_a_text_it_says_how_to_name_one(monkeypatch, tmp_path, capsys):
     told = capsys.readouterr().err
     assert stopped.value.code == 2 and "--text" in told and told.count("\n") == 1
     assert bench.parse(["--quick", "--parts", "levels,rule"]).text is None  # which hide no needles
+
+
+def test_without_a_text_needles_are_left_out_and_said_to_be(monkeypatch, tmp_path, capsys):
+    """A fresh clone has no text: `make bench-sharing` asks for no part by name."""
+    monkeypatch.setenv("JAXSHARE_DATA", str(tmp_path))
+    options = bench.parse(["--quick", "--without-torch"])
+    assert options.parts == tuple(part for part in bench.PARTS if part != "needles") and options.text is None
+
+    def measure_all(options, workers):
+        return {"parameters": 1, "rounds": 1, "parts": options.parts, "left_out": options.left_out}, {}
+
+    monkeypatch.setattr(bench, "measure_all", measure_all)
+    for quick in (["--quick"], ["--plots", str(tmp_path / "plots")]):
+        assert bench.main([*quick, "--without-torch", "--json"]) == 0
+        out, err = capsys.readouterr()
+        report = json.loads(out)
+        assert err.count("\n") == 1 and "the part needles is left out: there is no war_and_peace.txt in $JAXSHARE_DATA" in err
+        assert "--text" in report["settings"]["left_out"]["needles"]
+    assert [(goal["name"].partition(":")[0], goal["measured"], goal["met"]) for goal in report["goals"]] == [("needles", None, None)] * 2
+    (tmp_path / "war_and_peace.txt").write_text("Well, Prince.", encoding="utf-8")
+    assert bench.parse(["--quick", "--without-torch"]).left_out == {}
 
 
 def test_without_an_environment_for_torch_it_says_how_to_get_one(monkeypatch, tmp_path, capsys):

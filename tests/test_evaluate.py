@@ -303,6 +303,27 @@ def test_an_evaluation_by_hand(evaluation):
     assert all(w["result"]["answers"]["32"]["text"] == "ü\u2028" for w in wrote)
 
 
+@pytest.mark.parametrize("full", ["scores.jsonl", "result.json", "table.txt"])
+def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch, capsys, full):
+    write = command.records.write
+
+    def failing(path, lines, do):
+        if path.name == full:
+            raise ValueError(f"{path} cannot be written (No space left on device); make room, and {do}")
+        write(path, lines, do)
+
+    monkeypatch.setattr(command.records, "write", failing)
+    with pytest.raises(ValueError, match=rf"{full} cannot be written .*--resume goes on"):
+        evaluation("--json")
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"] == 6 and found["points"] and found["compile_seconds"] >= 0 and found["seconds"] > 0
+    monkeypatch.undo()
+    monkeypatch.setattr(command, "Mathematician", Letters)
+    code, out, _ = evaluation("--json", "--resume")
+    again = json.loads(out)
+    assert code == 0 and again["points"] == found["points"] and again["resumed"] == 6
+
+
 def test_answers_are_compared_as_mathematics_by_math_verify(evaluation, monkeypatch):
     pytest.importorskip("math_verify")
     monkeypatch.setattr(command, "Mathematician", Mathematician)

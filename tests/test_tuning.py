@@ -182,7 +182,18 @@ def test_what_was_found_before_an_interruption_is_kept(capsys, clock, monkeypatc
 
 def test_a_place_that_cannot_be_written(capsys, clock, tmp_path):
     code, out, err = run(capsys, *SHAPE, "--rows", "1", "--output", str(tmp_path))
-    assert (code, out) == (1, "") and "the tiles cannot be kept in" in err and "give another --output" in err
+    assert (code, out) == (1, "") and "--output is" in err and "that is a folder; give a file" in err
+
+
+def test_a_disk_that_is_full_costs_no_measurement(capsys, clock, monkeypatch):
+    def save(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tuning, "save", save)
+    code, out, err = run(capsys, *SHAPE, "--rows", "1,64", "--backend", "mosaic_gpu", "--json")
+    found = json.loads(out)
+    assert code == 1 and len(found["best"]) > 1 and {m["rows"] for m in found["measurements"]} >= {1, 64}
+    assert "the tiles cannot be kept in" in err and "No space left" in err and "give another --output" in err
 
 
 def test_the_shape_of_a_model(capsys, clock, tmp_path):

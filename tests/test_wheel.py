@@ -1,6 +1,7 @@
 """A built wheel, installed outside the tree, is the whole program: code, console script, embedded model."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -77,6 +78,19 @@ def test_packages_are_imported_from_the_environment(environment, tmp_path):
     program = "import jaxshare, jaxshare.models, jaxshare.serving as s; print(jaxshare.__file__, jaxshare.models.__file__, s.__file__)"
     for file in run(environment / "bin" / "python", "-c", program, cwd=tmp_path).split():
         assert environment.resolve() in Path(file).resolve().parents
+
+
+def test_checkout_hides_the_installation_as_a_whole(environment):
+    program = "import jaxshare, jaxshare.models, jaxshare.serving as s; print(jaxshare.__file__, jaxshare.models.__file__, s.__file__)"
+    files = run(environment / "bin" / "python", "-c", program, cwd=ROOT).split()
+    assert [Path(file).parent for file in files] == [ROOT / "jaxshare", ROOT / "models", ROOT / "serving"]
+
+
+def test_version_is_that_of_the_installation(environment, tmp_path):
+    expected = re.search(r'^version = "([^"]+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert expected
+    assert run(environment / "bin" / "python", "-c", "import jaxshare; print(jaxshare.__version__)", cwd=tmp_path).strip() == expected[1]
+    assert run(environment / "bin" / "jaxshare", "--version", cwd=tmp_path).strip() == f"jaxshare {expected[1]}"
 
 
 def test_demo_runs_from_the_environment(environment, tmp_path):

@@ -13,17 +13,21 @@ of which only AGENT has to be there.
 
 import argparse
 import asyncio
+import dataclasses
 import importlib.util
 import json
 import re
 import sys
+import traceback
 import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxshare.files import check_file, check_folder
 from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.calls import Model
+from jaxshare.serving.agents.frames import FRAME
 from jaxshare.serving.agents.models import EngineModel
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
 from jaxshare.serving.agents.trace import Trace, timeline_picture, tree_picture
@@ -35,7 +39,7 @@ _TREES = 16
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """What is for the command, and what stands behind a `--` after `agents run` and is for the agent's file."""
     given = [*arguments]
-    if given[:2] == ["agents", "run"] and "--" in given:
+    if [word for word in given if word != "--debug"][:2] == ["agents", "run"] and "--" in given:
         at = given.index("--")
         return given[:at], given[at + 1:]
     return given, []
@@ -57,16 +61,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """`jaxshare agents run`; options.args is what stood behind `--`. Exit code 1 where the agent raises: its error is on stderr.
+    """`jaxshare agents run`; options.args is what stood behind `--`. Exit code 1 where the agent raises: its error is on stderr, with its
+    place in the file, and its traceback with --debug.
 
     Raises:
       ValueError: a file that cannot be loaded or has no agent, no scripted model where one is asked for, or what cannot be written.
       FileNotFoundError: no such file, or no such model.
     """
+    check_file("--trace", options.trace)
+    if options.plots is not None:
+        check_folder("--plots", options.plots)
+        _check_matplotlib()
     module = _load(options.file)
     args = _arguments(module, options)
-    if options.plots:
-        _check_matplotlib()
     model, which = _model(module, options)
     out = sys.stderr if options.json else sys.stdout
     print(f"model: {which}", file=out, flush=True)
@@ -78,24 +85,35 @@ def run(options: argparse.Namespace) -> int:
         done, error = None, raised
     if isinstance(model, EngineModel):
         model.engine.drain()
-    written = _write(Trace.of(runtime), options)
+    written, unwritten = _write(Trace.of(runtime), options)
+    place = None if error is None else _place(error, module, options.file, runtime.runs)
+    engine = model.engine.metrics if isinstance(model, EngineModel) else None
+    compiling = engine.compile_seconds if engine else 0.0
     value = done.accepted.value if done and done.accepted else None
     runs = runtime.runs
     report = {
         "file": str(options.file), "agent": module.AGENT.name, "model": which, "seed": options.seed,
         "value": _plain(value), "error": None if error is None else _told(error),
+        "where": None if place is None else dataclasses.asdict(place),
         "agents": len(runs), "states": sum(len(one.states) for one in runs), "calls": sum(one.calls for one in runs),
         "new_tokens": sum(one.new_tokens for one in runs), "prompt_tokens": sum(one.prompt_tokens for one in runs),
-        "seconds": runs[0].ended - runs[0].began if runs else 0.0,
-        "passes": model.engine.metrics.passes if isinstance(model, EngineModel) else 0,
-        "reused_tokens": model.engine.metrics.reused if isinstance(model, EngineModel) else 0, "written": written}
+        "seconds": max(runs[0].ended - runs[0].began - compiling, 0.0) if runs else 0.0, "compile_seconds": compiling,
+        "passes": engine.passes if engine else 0, "reused_tokens": engine.reused if engine else 0, "written": written}
     if options.json:
-        print(json.dumps(report))
+        print(json.dumps(report), flush=True)
     elif error is None:
-        print(module.shown(value) if hasattr(module, "shown") else value)
+        try:
+            print(_called(module, "shown", options, value) if hasattr(module, "shown") else value)
+        except ValueError:
+            print(value)
+            raise
     if error is not None:
-        print(f"jaxshare: error: agent {module.AGENT.name} raised {report['error']}", file=sys.stderr)
+        if "debug" in options:
+            traceback.print_exception(error)
+        print(f"jaxshare: error: agent {module.AGENT.name} raised {_one_line(_told(error, place))}", file=sys.stderr)
     print(_summary(report), file=out)
+    if unwritten:
+        raise unwritten
     return 0 if error is None else 1
 
 
@@ -113,14 +131,14 @@ def _load(file: str) -> types.ModuleType:
     try:
         found.loader.exec_module(module)
     except Exception as error:  # whatever the file's own code raises
-        raise ValueError(f"{file} cannot be loaded: {_told(error)}") from error
+        raise ValueError(_one_line(f"{file} cannot be loaded: {_told(error, _place(error, module, file))}")) from error
     if not isinstance(getattr(module, "AGENT", None), Agent):
         raise ValueError(f"{file} has no AGENT; name the agent that is to be run, as in `AGENT = solve` behind an agent `solve`")
     return module
 
 
 def _arguments(module: types.ModuleType, options: argparse.Namespace) -> Sequence[Any]:
-    args = module.arguments(options.args) if hasattr(module, "arguments") else options.args
+    args = _called(module, "arguments", options, options.args) if hasattr(module, "arguments") else options.args
     try:
         module.AGENT.program.signature.bind(*args)
     except TypeError as error:
@@ -135,7 +153,7 @@ def _model(module: types.ModuleType, options: argparse.Namespace) -> tuple[Model
     if name == "scripted":
         if not hasattr(module, "scripted"):
             raise ValueError(f"{options.file} brings no scripted model; give --model embedded, a folder or a hub id")
-        return module.scripted(), "scripted, a dictionary of answers that comes with the file; no language model runs"
+        return _called(module, "scripted", options), "scripted, a dictionary of answers that comes with the file; no language model runs"
     from jaxshare import models  # here, so that --help and wrong arguments answer at once
 
     loaded = models.load(name, dtype=options.dtype)
@@ -148,8 +166,8 @@ def _check_matplotlib() -> None:
         raise ValueError("pictures are drawn with matplotlib, which is not installed: pip install 'jaxshare[plot]'")
 
 
-def _write(trace: Trace, options: argparse.Namespace) -> list[str]:
-    """The files written."""
+def _write(trace: Trace, options: argparse.Namespace) -> tuple[list[str], ValueError | None]:
+    """(the files written, the error where one could not be)."""
     written: list[str] = []
     try:
         if options.trace:
@@ -166,8 +184,72 @@ def _write(trace: Trace, options: argparse.Namespace) -> list[str]:
                 picture.savefig(folder / name)
                 written.append(str(folder / name))
     except OSError as error:
-        raise ValueError(f"what the agents did cannot be written ({error}); give another place to --trace or --plots") from error
-    return written
+        return written, ValueError(f"what the agents did cannot be written ({error}); give another place to --trace or --plots")
+    return written, None
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where an error was raised.
+
+    Attributes:
+      file: as it was given on the command line.
+      line: of the innermost call that is in the file.
+      function: what it is in, or None where that is the agent or the file itself.
+      agent: the innermost agent, or None outside of any.
+    """
+
+    file: str
+    line: int
+    function: str | None
+    agent: str | None
+
+    def __str__(self) -> str:
+        within = [self.function, self.agent and f"agent {self.agent}"]
+        return ", in ".join([f"{self.file}, line {self.line}", *filter(None, within)])
+
+
+def _place(error: BaseException, module: types.ModuleType, file: str, runs: Sequence[AgentRun] = ()) -> Place | None:
+    """The innermost place in the module's file that led to an error; or where one of the runs waited that it came over; or the place of
+    what caused it. None where there is none."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, SyntaxError) and cause.filename == module.__file__ and cause.lineno:
+            return Place(file, cause.lineno, None, None)
+        calls = [(frame.f_code, line) for frame, line in traceback.walk_tb(cause.__traceback__)]
+        if own := [(code, line) for code, line in calls if code.co_filename == module.__file__]:
+            # Every piece of a compiled agent takes the agent's frame, and is called as the agent is.
+            agents = [code for code, _ in calls if code.co_varnames[:1] == (FRAME,)]
+            code, line = own[-1]
+            function = None if code in agents or code.co_name == "<module>" else code.co_name
+            return Place(file, line, function, agents[-1].co_name if agents else None)
+        if waited := _waiting_place(cause, runs):
+            return waited
+        cause = cause.__cause__
+    return None
+
+
+def _waiting_place(error: BaseException, runs: Sequence[AgentRun]) -> Place | None:
+    """Where the agent waited that an error of the runtime's own came over, such as a variable that cannot be copied."""
+    for run in runs:
+        for state in run.states:
+            if state.error is error and (line := state.line or (state.parent.line if state.parent else 0)):
+                return Place(run.agent.program.file, line, None, run.agent.name)
+    return None
+
+
+def _called(module: types.ModuleType, name: str, options: argparse.Namespace, *args: Any) -> Any:
+    """What a function of the file returns.
+
+    Raises:
+      ValueError: it has raised something; says where.
+    """
+    try:
+        return getattr(module, name)(*args)
+    except Exception as error:  # whatever the file's own code raises
+        place = _place(error, module, options.file)
+        told = str(error) if isinstance(error, ValueError) else _told(error)
+        raise ValueError(_one_line(f"{told}{f' ({place})' if place else ''}")) from error
 
 
 def _plain(value: Any) -> Any:
@@ -177,17 +259,21 @@ def _plain(value: Any) -> Any:
         return repr(value)
 
 
-def _told(error: Exception) -> str:
-    """An error, and the agents that led to it."""
+def _told(error: Exception, place: Place | None = None) -> str:
+    """An error, its place, and the agents that led to it."""
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-    return f"{type(error).__name__}: {error}{notes}"
+    return f"{type(error).__name__}: {error}{f' ({place})' if place else ''}{notes}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _summary(report: dict[str, Any]) -> str:
-    engine = ""
+    engine, compiling = "", f" after {report['compile_seconds']:.1f} s of compiling" if report["compile_seconds"] else ""
     if report["passes"]:
         engine = (f" in {report['passes']} passes; prompts of {report['prompt_tokens']:,} tokens, {report['reused_tokens']:,} of them "
                   f"known before")
     lines = [f"{report['agents']} agents, {report['states']} states, {report['calls']} model calls{engine}; {report['new_tokens']:,} "
-             f"tokens written, {report['seconds']:.2f} s"]
+             f"tokens written, {report['seconds']:.2f} s{compiling}"]
     return "\n".join([*lines, *([f"written: {', '.join(report['written'])}"] if report["written"] else [])])

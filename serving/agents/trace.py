@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from jaxshare.files import whole_file
 from jaxshare.serving.agents.calls import Llm, Next, Result, Tool, Yielded
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
 from jaxshare.serving.agents.states import State
@@ -104,8 +105,13 @@ class Trace:
         return {"format": _FORMAT, **dataclasses.asdict(self)}
 
     def save(self, file: str | os.PathLike) -> None:
-        """Writes JSON."""
-        Path(file).write_text(json.dumps(self.to_json()), encoding="utf-8")
+        """Writes JSON, the whole file or nothing.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        with whole_file(Path(file)) as whole:
+            json.dump(self.to_json(), whole)
 
     @classmethod
     def load(cls, file: str | os.PathLike) -> Self:

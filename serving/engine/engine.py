@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxshare import Sampler
 from jaxshare.cache import ALIGNMENT, arena_size, extents
+from jaxshare.compile_time import compile_seconds
 from jaxshare.models import LoadedModel
 from jaxshare.serving.arena import whole_tiles
 from jaxshare.serving.engine import saved
@@ -384,12 +385,14 @@ class Engine:
             for call in self._new:
                 self._loop.queue.begin(call)
             self._new.clear()
+        compiled = compile_seconds()
         try:
             with self._guests.turn():
                 busy, failed = self._loop.round(admit=not self._guests.waiting), None
         except Exception as error:  # a mistake in jaxshare, or the device: no call may hang because of it
             log.exception("the engine's loop failed")
             busy, failed = False, error
+        self.metrics.compiled(compile_seconds() - compiled)
         with self._changed:
             if failed:
                 for call in [call for call in self._calls if call.state.done is None and call not in self._new]:

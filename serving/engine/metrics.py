@@ -22,11 +22,13 @@ class Metrics:
       registry: what Prometheus reads.
       passes: forward passes so far, those that feed prompts and those that sample.
       reused: tokens of prompts that were known when their calls were admitted first.
+      compile_seconds: that the engine's own thread has compiled so far; sessions on it count theirs.
     """
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self.passes = self.reused = 0
+        self.compile_seconds = 0.0
         self._passes = Counter("jaxshare_passes", "Forward passes, by what they do", ["kind"], registry=registry)
         self._rows = Gauge("jaxshare_rows", "Calls that are under way", ["state"], registry=registry)
         self._queue = Gauge("jaxshare_queue", "Calls that wait", registry=registry)
@@ -42,6 +44,7 @@ class Metrics:
         self._lookups = Counter("jaxshare_logits_lookups", "Calls that the Logits Cache was asked for", ["found"], registry=registry)
         self._guesses = Counter("jaxshare_guessed_tokens", "Tokens guessed after earlier answers", ["were"], registry=registry)
         self._preempted = Counter("jaxshare_preemptions", "Calls that had to make way for another", registry=registry)
+        self._compile = Counter("jaxshare_compile_seconds", "Seconds in which the engine compiled", registry=registry)
         self._first = Histogram("jaxshare_first_token_seconds", "From a call's submission to its first token", buckets=_SECONDS,
                                 registry=registry)
         self._whole = Histogram("jaxshare_call_seconds", "From a call's submission to its end", buckets=_SECONDS, registry=registry)
@@ -55,6 +58,10 @@ class Metrics:
     def ran(self, kind: str, passes: int) -> None:
         self.passes += passes
         self._passes.labels(kind).inc(passes)
+
+    def compiled(self, seconds: float) -> None:
+        self.compile_seconds += seconds
+        self._compile.inc(seconds)
 
     def fed(self, tokens: int) -> None:
         self.ran("feed", 1)

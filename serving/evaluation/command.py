@@ -13,7 +13,6 @@ import json
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +20,8 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from jaxshare import models
+from jaxshare.compile_time import Stopwatch
+from jaxshare.files import check_folder
 from jaxshare.models import LoadedModel
 from jaxshare.models.problems import QUESTIONS
 from jaxshare.serving import devices, fleet, formats, records
@@ -30,7 +31,7 @@ from jaxshare.serving.evaluation import plot, runs, scoring, tasks
 from jaxshare.serving.evaluation.mathematics import Mathematician
 from jaxshare.serving.evaluation.runs import Execute, Piece, Run
 from jaxshare.serving.evaluation.sandbox import Limits
-from jaxshare.serving.evaluation.scoring import Point, Scorer
+from jaxshare.serving.evaluation.scoring import Point, Score, Scorer
 from jaxshare.serving.evaluation.tasks import Task
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler
@@ -115,6 +116,7 @@ def run_evaluation(options: argparse.Namespace, sampling: dict[str, Any], worker
         or a package that is not there, or no problem that can be run.
     """
     workers = _checked(options, workers, budgets)
+    check_folder("--out", options.out)
     task = tasks.load_task(options.task, samples=options.samples, questions=_range(options.questions), data=options.data_dir)
     if task.needs_mathematics:
         Mathematician.check()
@@ -126,15 +128,14 @@ def run_evaluation(options: argparse.Namespace, sampling: dict[str, Any], worker
         print(f"line {bad['line']} of {task.name}: {bad['error']}", file=sys.stderr)
 
     keys = {(count, problem.id, number) for problem in task.problems for number in range(options.seeds) for count in workers}
-    folder, clock = Path(options.out), time.perf_counter()
+    folder, watch = Path(options.out), Stopwatch.start()
     with contextlib.ExitStack() as files:
         file, made = _open(files, folder, settings, options.resume, keys)
-        before, refused = len(made), {}
+        before, refused, known = len(made), {}, {run.key for run in made}
         if before < len(keys):
             model = load()
             weights = _weights(folder, model)
-            done = {run.key for run in made}
-            wanted = [piece for piece in _pieces(options, sampling, workers, budgets, task, model, format) if piece.key not in done]
+            wanted = [piece for piece in _pieces(options, sampling, workers, budgets, task, model, format) if piece.key not in known]
             if file is None:
                 records.write(folder / SETTINGS, [records.line({"format": FORMAT, "settings": settings, **weights})], _AGAIN)
                 file = files.enter_context(records.open_alone(folder / RUNS, "xb", _OTHER))
@@ -143,12 +144,22 @@ def run_evaluation(options: argparse.Namespace, sampling: dict[str, Any], worker
         if not made:
             problem, error = next(iter(refused.items()))
             raise ValueError(f"no problem of {task.name} can be run; the first, {problem}: {error}")
-        result = {"settings": settings, **_mark(task, made, limits, folder), "bad_lines": [*task.bad_lines],
+        scores = _mark(task, made, limits)
+        found = scoring.points(scores)
+        seconds, compiled = watch.split()
+        # Runs on data groups and replicas compile elsewhere, beside the work of others.
+        compiled = max(compiled, sum(run.result.get("compile_seconds", 0.0) for run in made if run.key not in known))
+        result = {"settings": settings, "points": [dataclasses.asdict(point) for point in found],
+                  "passes_to_90": {str(count): passes for count, passes in scoring.passes_to(found, _GOAL).items()},
+                  "bad_lines": [*task.bad_lines],
                   "refused": [{"problem": problem, "error": error} for problem, error in refused.items()],
-                  "runs": len(made), "resumed": before, "seconds": time.perf_counter() - clock, "out": str(folder)}
-        found = [Point(**point) for point in result["points"]]
-        records.write(folder / RESULT, [records.line(result)], _AGAIN)
-        _report(options, settings, found, beside, folder, result)
+                  "runs": len(made), "resumed": before, "seconds": seconds, "compile_seconds": compiled, "out": str(folder)}
+        try:
+            records.write(folder / SCORES, map(records.line, map(dataclasses.asdict, scores)), _AGAIN)
+            records.write(folder / RESULT, [records.line(result)], _AGAIN)
+            _write_report(settings, found, beside, folder)
+        finally:  # all is marked, and said, even where the disk is full now
+            _report(options, settings, found, folder, result)
     return _NOT_ALL if task.bad_lines or refused else 0
 
 
@@ -234,10 +245,6 @@ def _pieces(options: argparse.Namespace, sampling: dict[str, Any], workers: Sequ
 def _open(files: contextlib.ExitStack, folder: Path, settings: Mapping[str, Any], resume: bool,
           keys: set[runs.Key]) -> tuple[BinaryIO | None, list[Run]]:
     """The file of runs and those in it, or None where there is none yet."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"the folder {folder} cannot be made ({error}); {_OTHER}") from error
     if not os.path.lexists(folder / SETTINGS):
         if os.path.lexists(folder / RUNS):
             raise ValueError(f"{folder} has {RUNS} but no {SETTINGS}, so nothing says which evaluation wrote it; {_OTHER}")
@@ -308,8 +315,8 @@ def _make(execute: Execute, wanted: Sequence[Piece], file: BinaryIO, made: list[
     return refused
 
 
-def _mark(task: Task, made: Sequence[Run], limits: Limits, folder: Path) -> dict[str, Any]:
-    """Marks all answers and writes them down; the points that they come to."""
+def _mark(task: Task, made: Sequence[Run], limits: Limits) -> list[Score]:
+    """The marks of all answers."""
     order = {problem.id: place for place, problem in enumerate(task.problems)}
     scores = []
     with Mathematician() as mathematician:
@@ -317,31 +324,39 @@ def _mark(task: Task, made: Sequence[Run], limits: Limits, folder: Path) -> dict
         for run in tqdm(sorted(made, key=lambda run: (order[run.problem], run.number, run.workers)), "marking", unit=" runs", leave=False,
                         disable=not sys.stderr.isatty()):
             scores += scorer.score(run)
-    records.write(folder / SCORES, map(records.line, map(dataclasses.asdict, scores)), _AGAIN)
-    found = scoring.points(scores)
-    return {"points": [dataclasses.asdict(point) for point in found],
-            "passes_to_90": {str(count): passes for count, passes in scoring.passes_to(found, _GOAL).items()}}
+    return scores
 
 
 # What is said of it.
 
 
-def _report(options: argparse.Namespace, settings: Mapping[str, Any], found: Sequence[Point], beside: Sequence[Mapping[str, list[Point]]],
-            folder: Path, result: Mapping[str, Any]) -> None:
-    """The table, the picture and the closing words."""
-    table = scoring.table(found)
-    records.write(folder / TABLE, [table.encode() + b"\n"], _AGAIN)
+def _write_report(settings: Mapping[str, Any], found: Sequence[Point], beside: Sequence[Mapping[str, list[Point]]], folder: Path) -> None:
+    """Writes the table and the picture.
+
+    Raises:
+      ValueError: one of them cannot be written.
+    """
+    records.write(folder / TABLE, [scoring.table(found).encode() + b"\n"], _AGAIN)
     lines = dict(_lines(settings["method"], found))
     for more in beside:
         lines |= more
     if plot.available():
-        plot.accuracy_picture(lines, f"{settings['task']}, {settings['model']}").savefig(folder / PICTURE, dpi=130)
+        try:
+            plot.accuracy_picture(lines, f"{settings['task']}, {settings['model']}").savefig(folder / PICTURE, dpi=130)
+        except OSError as error:
+            raise ValueError(f"{folder / PICTURE} cannot be written ({error}); make room, and {_AGAIN}") from error
     else:
         print(f"{PICTURE} is left out, because matplotlib is not installed; `pip install 'jaxshare[plot]'` has it, and --resume draws",
               file=sys.stderr)
+
+
+def _report(options: argparse.Namespace, settings: Mapping[str, Any], found: Sequence[Point], folder: Path,
+            result: Mapping[str, Any]) -> None:
+    """Prints what came of it."""
     if options.json:
         print(json.dumps(result))
         return
+    table = scoring.table(found)
     print(f"accuracy in percent, with its interval of 95%, over {found[0].problems} problems\n{table}")
     for count, passes in result["passes_to_90"].items():
         reached = "not reached" if passes is None else f"{passes:.0f} forward passes"

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
+from jaxshare.files import check_folder
 from jaxshare.serving import records
 from jaxshare.serving.evaluation import judge
 from jaxshare.serving.evaluation.command import RUNS, read_settings
@@ -65,6 +66,7 @@ def run(options: argparse.Namespace) -> int:
                         attempts=options.attempts)
     folder = Path(options.folder)
     runs = _read_runs(folder)
+    check_folder("DIR", folder)
     settings = {"model": options.model, "gradings": options.gradings, "prefix_tokens": options.prefix_tokens,
                 "temperature": options.temperature, "prompt": records.sha256(judge.prompt_of("", {"": "", " ": ""}).encode())}
     wanted = {(*run.key, i): run for run in runs for i in range(options.gradings)}
@@ -76,14 +78,14 @@ def run(options: argparse.Namespace) -> int:
         found += _grade(endpoint, {key: run for key, run in wanted.items() if key not in done}, file, options.prefix_tokens, before)
     result = {"settings": settings, "levels": judge.average_levels(found), "gradings": len(found), "from_before": before,
               "folder": str(folder)}
-    records.write(folder / RESULT, [records.line(result)], _AGAIN)
     if options.json:
-        print(json.dumps(result))
-        return 0
-    print("level of collaboration, 1 to 6")
-    for level in result["levels"]:
-        error = "" if level["standard_error"] is None else f" +- {level['standard_error']:.2f}"
-        print(f"{level['workers']} workers: {level['level']:.2f}{error} ({level['runs']} runs)")
+        print(json.dumps(result), flush=True)
+    else:
+        print("level of collaboration, 1 to 6")
+        for level in result["levels"]:
+            error = "" if level["standard_error"] is None else f" +- {level['standard_error']:.2f}"
+            print(f"{level['workers']} workers: {level['level']:.2f}{error} ({level['runs']} runs)")
+    records.write(folder / RESULT, [records.line(result)], _AGAIN)
     return 0
 
 
