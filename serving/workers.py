@@ -390,10 +390,10 @@ class Workers:
         blocks = self._party.numbers([*sees, FINISHER])
         prompt = self.format.code_finisher if self._rule.code else self.format.finisher
         codec = self._texts.codec
-        written = int(np.sum(np.asarray(self._state.cache.lengths)[blocks[:-1]]))
-        if written + int(self._capacities[blocks[-1]]) > self._context:
-            raise ValueError(f"{', '.join(sees)} have {written} tokens together, and the early-stop prompt needs room for "
-                             f"{int(self._capacities[blocks[-1]])}, but the context holds {self._context}; name fewer blocks in sees")
+        known, room = int(np.sum(np.asarray(self._state.cache.lengths)[blocks[:-1]])), int(self._capacities[blocks[-1]])
+        if known + room > (context := self._loaded.config.max_positions):
+            raise ValueError(f"{', '.join(sees)} have {known} tokens together, and the early-stop prompt needs room for {room}, but the "
+                             f"model's context holds {context}; name fewer blocks in sees")
         no_step, closes, start = finisher_tables(codec, prompt, self._rule.automaton)
         steps = Steps.create(no_step, closes, [-1], room=self._finisher_tokens, at_once=True)
         layout = Layout.from_blocks([blocks], width=len(self.blocks))
@@ -502,7 +502,7 @@ class Workers:
             raise ValueError(f"{name} is the only worker; a session needs at least one")
         block = self.layout.moves.get(name, self.layout.prompt)
         number, target, lengths = self._party.block(name), self.blocks.index(block), self._state.cache.lengths + 0
-        if int(lengths[number]) >= (room := self._room_behind(target, number)):
+        if int(lengths[number]) >= (room := self._room_for(int(lengths[number]) + 1, target, number)):
             raise ValueError(f"{name} has {int(lengths[number])} tokens in its block, but the block {block!r} has room for {room} more; "
                              f"create the session with more history_tokens")
         cache = self._flushed(self._recorder)
@@ -689,9 +689,7 @@ class Workers:
         row, source = self.row(name), self._party.block(name)
         if block := self.layout.moves.get(name):
             target, count = self.blocks.index(block), int(self._state.cache.lengths[source])
-            if count > self._room_behind(target, source):
-                self._make_room(0, reserve=count)
-            if count > self._room_behind(target, source):
+            if count > self._room_for(count, target, source):
                 self.ended = "full"
                 return
             if self._reencodes:
@@ -756,6 +754,12 @@ class Workers:
         next_behind = offsets[source] == ends[target] and not self._growth.at_home(source, self._capacities)
         end = ends[source] if next_behind else ends[target]
         return int(end - offsets[target] - cache.lengths[target])
+
+    def _room_for(self, count: int, target: int, source: int) -> int:
+        """As `_room_behind`, after other long steps have made way where that is needed for so many tokens."""
+        if count > self._room_behind(target, source):
+            self._make_room(0, reserve=count)
+        return self._room_behind(target, source)
 
     def _take_in(self, source: int, target: int) -> None:
         """Moves a block that is known to fit to the end of another."""

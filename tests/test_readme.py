@@ -1,8 +1,9 @@
 """What README.md says runs, as it stands."""
 
+import json
 import os
-import random
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from jaxshare import Sampler
-from jaxshare.models import EMBEDDED, load, problems
+from jaxshare.models import EMBEDDED, load
 from jaxshare.serving import generate
+from jaxshare.serving.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,51 +30,68 @@ def printed(example: int) -> str:
     return done.stdout
 
 
-def test_the_library_example_runs_and_writes_two_branches():
-    first, second = printed(0).split("\n---\n")
-    answer = problems.make_problem(random.Random(0)).answers[0]
-    assert f"Answer 1: {answer}." in first and f"Answer 1: {answer}." in second
+def commands(start: str) -> list[str]:
+    """The arguments of the one command of README.md that starts so."""
+    [line] = re.findall(rf"^    jaxshare ({start} .*)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    return shlex.split(line)
+
+
+def test_the_library_example_answers_rightly_in_two_branches():
+    for text in printed(0).split("\n---\n"):
+        assert "47+38. 7+8=15, 4+3+1=8. Answer 1: 85." in text and "\\boxed{85}" in text
 
 
 @pytest.mark.slow
-def test_the_workers_example_runs():
+def test_the_workers_example_answers_rightly():
     out = printed(1)
     assert out.startswith("Alice 1:") and "Bob 1:" in out
-    text, passes, kv_bytes = out.rstrip().rsplit(" ", 2)
-    assert "Alice 2:" in text and 32 < int(passes) <= 64 and int(kv_bytes) > 10**5
+    text, answer, passes, kv_bytes = re.fullmatch(r"(?s)(.*) (85, 84, 77) (\d+) (\d+)\n", out).groups()
+    assert "Alice 2:" in text and answer and 32 < int(passes) <= 96 and int(kv_bytes) > 10**5
 
 
 @pytest.mark.slow
-def test_the_branches_example_runs():
+def test_the_branches_example_answers_rightly():
     summary, best, *streamed, passes = printed(2).rstrip().splitlines()
     order, prompt_tokens, unique_tokens, _ = re.fullmatch(r"(\[.*\]) (\d+) (\d+) (\d+)", summary).groups()
     assert order == str([(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]) and int(unique_tokens) < int(prompt_tokens)
-    assert float(best.split()[-1]) < 0
+    vote, logprob = best.split()
+    assert vote == "84" and float(logprob) < 0
+    right = {"0": "boxed{85}", "1": "boxed{81}"}
     assert sorted(line.split()[:2] for line in streamed) == [[str(p), str(i)] for p in range(2) for i in range(4)]
+    assert [line for line in streamed if not line.endswith(right[line[0]])] == []
     assert 1 <= int(passes) <= 8
 
 
 @pytest.mark.slow
-def test_the_agents_example_runs():
+def test_the_agents_example_answers_rightly():
     assert printed(3) == "['85, 84, 77, 83, 45', '55, 78, 18, 99, 196'] True\n"
 
 
-def test_the_engine_example_runs():
-    reused, *replayed = printed(4).splitlines()
+def test_the_engine_example_answers_rightly():
+    answers, reused, *replayed = printed(4).splitlines()
+    assert re.findall(r"boxed\{(\d+)\}", answers) == ["85", "90", "98"]
     known = [int(n) for n in reused.strip("[]").split(", ")]
     assert known[0] == 0 and min(known[1:]) > 30
     assert len(replayed) == 3 and replayed[0].startswith("0 of ") and not all(line.startswith("0 of ") for line in replayed)
 
 
 @pytest.mark.slow
-def test_the_example_of_many_devices_runs_and_writes_what_one_device_writes(monkeypatch):
+def test_the_example_of_many_devices_answers_rightly_with_the_text_of_one_device(monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
-    alone = generate(load(EMBEDDED), "Compute 17 + 25.", n=4, max_new_tokens=16, sampler=Sampler(temperature=1.5)).completions[3].text
-    assert printed(5) == f"{alone}\n"
+    alone = generate(load(EMBEDDED), "What is 17 + 25?", n=4, max_new_tokens=72, sampler=Sampler(temperature=0.7)).completions[3].text
+    assert printed(5) == f"{alone}\n" and alone.endswith("\\boxed{42}")
 
 
 @pytest.mark.slow
-def test_the_example_of_a_fleet_runs():
-    found = sorted(line for line in printed(6).splitlines() if line.startswith("Compute "))
-    assert [line.startswith(f"Compute {sum} {i} ") for line, (sum, i) in zip(found, [(s, i) for s in ("12 * 7.", "17 + 25.") for i in "01"],
-                                                                             strict=True)] == [True] * 4
+def test_the_example_of_a_fleet_answers_rightly():
+    found = sorted(line for line in printed(6).splitlines() if line.startswith("What is"))
+    assert [re.fullmatch(r"What is (.*)\? ([01]) .*boxed\{(\d+)\}", line).groups() for line in found] == [
+        ("12 * 7", "0", "84"), ("12 * 7", "1", "84"), ("17 + 25", "0", "42"), ("17 + 25", "1", "42")]
+
+
+def test_the_commands_on_the_embedded_model_answer_rightly(capsys):
+    assert main([*commands("generate embedded"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["completions"][0]["text"].endswith("Answer 1: 85.\n\nAlice 2: \\boxed{85}")
+    assert main([*commands("workers embedded"), "--json"]) == 0
+    [answer] = json.loads(capsys.readouterr().out)["answers"].values()
+    assert (answer["value"], answer["extra_passes"]) == ("85, 84, 77, 83, 45", 0)
