@@ -30,7 +30,7 @@ from jaxshare.serving.replicas import branches
 from jaxshare.serving.shards import Shards
 from jaxshare.serving.trees import Branch
 
-_FORMAT = "jaxshare batch job 1"
+_FORMAT = "jaxshare batch job 2"
 _SHARE = {"auto": None, "always": True, "never": False}
 _UNITS = {"": 1, "b": 1, **{f"{unit}b": 1000**i for i, unit in enumerate("kmgt", 1)},
           **{f"{unit}ib": 1024**i for i, unit in enumerate("kmgt", 1)}}
@@ -59,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-kv-bytes", metavar="BYTES", help="memory for keys and values, such as 2e9, 2GB or 512MiB")
     parser.add_argument("--share", choices=tuple(_SHARE), default="auto", help="keep common prefixes once for all: where it pays "
                         "(default), always or never")
-    parser.add_argument("--seed", type=int, default=0, help="of the whole job (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the whole job; no two completions, nor two seeds, share random "
+                        "numbers (default 0)")
     devices.add_arguments(parser)
     fleet.add_arguments(parser)
     parser.add_argument("--resume", action="store_true", help="go on with the job that has begun the output")

@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 from jaxshare import DecodeState, Layout, Reason, Sampler, decode
 from jaxshare.cache import ALIGNMENT, arena_size
 from jaxshare.models import LoadedModel
+from jaxshare.seeds import stream_seed
 from jaxshare.serving import calibration, prefill
 from jaxshare.serving.arena import Arena, whole_tiles
 from jaxshare.serving.costs import Costs
@@ -26,8 +27,6 @@ from jaxshare.sizes import bucket
 
 _PASSES_AT_ONCE = 16
 _MAX_ROWS = 256
-_SEED_STEP = 0x9E3779B1
-"""Between the seeds of two prompts: odd, so that no two of 2**32 are equal, and large, so that few completions of two prompts are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,11 +123,11 @@ class Branches:
           model: from `jaxshare.models.load`.
           prompts: text, tokens, a tree (`Branch`), or a list of these, which is folded into the tree of its common prefixes; or prompts
             with numbers of their own (`trees.Prompt`), such as a part of a longer list. None samples from the end of `prefix`.
-          n: completions of each prompt. Number i of prompt p draws from a seed made of `seed`, p and i, so its text depends neither on n
-            nor on what else there is; for the first prompt that is seed + i.
+          n: completions of each prompt. Number i of prompt p draws from the stream `jaxshare.seeds.stream_seed(seed, p, i)`, so its text
+            depends neither on n nor on what else there is, and two seeds share no stream.
           max_new_tokens: the most tokens of a completion; a stop token ends it earlier.
           sampler: how to sample; default the checkpoint's own settings.
-          seed: of the first completion.
+          seed: of all streams; the first completion of the first prompt draws from it itself.
           share: True keeps every common prefix once; False gives every completion a copy of its prompt; None decides for each prefix by
             `costs`.
           prefix: what stands before all prompts, prefilled already. Its store is where the rows run.
@@ -266,7 +265,7 @@ class Branches:
                 rows, streams, blocks = zip(*admitted, strict=True)
                 # A row that stays empty may not go on listing a block that another one writes now.
                 state = state.retire([row for row in range(self.rows) if row not in self._live and row not in rows])
-                seeds = [(self.seed + s.prompt * _SEED_STEP + s.index) % 2**32 for s in streams]
+                seeds = [stream_seed(self.seed, s.prompt, s.index) for s in streams]
                 state = state.admit(
                     rows, [residents.path(s, block) for s, block in zip(streams, blocks, strict=True)],
                     residents.logits(streams, blocks, logits), seeds=seeds, budgets=[self.max_new_tokens] * len(rows))

@@ -54,7 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     _sampling_arguments(generate)
     devices.add_arguments(generate)
     devices.add_process_arguments(generate)
-    generate.add_argument("--seed", type=int, default=0, help="of the first completion; number i has seed + i (default 0)")
+    generate.add_argument("--seed", type=int, default=0, help="of all completions; no two of them, nor of two seeds, share random numbers "
+                          "(default 0)")
     generate.add_argument("--json", action="store_true", help="one JSON object on stdout; with --chat and no prompt, one a line")
     generate.set_defaults(run=devices.together(_generate))
 
@@ -77,7 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     _sampling_arguments(workers)
     devices.add_arguments(workers, groups="sessions (there is one)")
     devices.add_process_arguments(workers)
-    workers.add_argument("--seed", type=int, default=0, help="of the first worker; worker i has seed + i (default 0)")
+    workers.add_argument("--seed", type=int, default=0, help="of all workers; no two of them, nor of two seeds, share random numbers "
+                         "(default 0)")
     workers.add_argument("--save", metavar="FILE", help="write a snapshot for `jaxshare inspect`, attention over time included")
     workers.add_argument("--checkpoint", metavar="DIR", help="save the session there on the way, so that it can go on after a kill")
     workers.add_argument("--checkpoint-every", type=int, default=256, metavar="P", help="forward passes between two saves (default 256)")

@@ -18,6 +18,7 @@ from rich.table import Table
 import jaxshare.models
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel, problems
+from jaxshare.seeds import stream_seed
 from jaxshare.serving.branches import Branches, Completions, generate
 from jaxshare.serving.display import Streams
 from jaxshare.serving.layouts import worker_names
@@ -82,7 +83,7 @@ def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
         console.print(f"{_right(_words(groups[count]), problem)} of {len(problem.answers)} answers right in {groups[count].passes} passes.")
     copies = {count: together(worker_names(count), implementation="reference") for count in _WORKERS if count > 1}
 
-    rng = random.Random(seed + 1)
+    rng = random.Random(stream_seed(seed, "examples"))  # none of which is the problem of another seed
     examples = [problems.make_problem(rng) for _ in range(_EXAMPLES)]
     prompt = asked(problems.few_shot_messages(examples, problem))
     console.print(f"\n[bold]{_BRANCHES} branches[/] of one prompt of {_EXAMPLES} worked examples, at temperature {_TEMPERATURE}")

@@ -21,7 +21,7 @@ from jaxshare.serving.saves import Saved, SaveError, Saves, leaves, on_host
 from jaxshare.serving.transcript import Event
 from jaxshare.trace import Trace
 
-_FORMAT = "jaxshare session 2"
+_FORMAT = "jaxshare session 3"
 _TRACE = "trace"
 """The array that has the bytes of the trace."""
 

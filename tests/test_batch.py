@@ -269,9 +269,9 @@ def test_an_output_that_exists_is_left_alone(job):
     assert job.output.read_text() == "mine" and not job.job.exists()
 
 
-@pytest.mark.parametrize("damage", ["", "[]", '{"settings": 3, "finished": null, "output": 1, "format": "jaxshare batch job 1"}', "{}",
+@pytest.mark.parametrize("damage", ["", "[]", '{"settings": 3, "finished": null, "output": 1, "format": "jaxshare batch job 2"}', "{}",
                                     '{"settings": {}, "finished": null, "output": 1, "format": "other"}',
-                                    '{"settings": {}, "finished": {"a": 1}, "output": 1, "format": "jaxshare batch job 1"}'])
+                                    '{"settings": {}, "finished": {"a": 1}, "output": 1, "format": "jaxshare batch job 2"}'])
 def test_a_damaged_job_is_refused(job, damage):
     job(LINES)
     job.job.write_text(damage)
