@@ -183,7 +183,7 @@ def _generate(options: argparse.Namespace) -> int:
         # As tokens, because the template has the special tokens in it already.
         tokens = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False,
                                                      tokenizer_kwargs={"verbose": False})
-        messages.append({"role": "assistant", "content": _answer(options, model, given, tokens)})
+        messages.append({"role": "assistant", "content": _answer(options, model, given, tokens, len(messages) == 1)})
     return 0
 
 
@@ -345,8 +345,8 @@ def _text(what: str, given: str | None, file: str | None, instead: str = "") -> 
     return text
 
 
-def _answer(options: argparse.Namespace, model: Any, given: dict, prompt: str | list[int]) -> str:
-    """Generates and prints; the first completion's text."""
+def _answer(options: argparse.Namespace, model: Any, given: dict, prompt: str | list[int], first: bool = True) -> str:
+    """Generates and prints; the first completion's text. What was chosen for the run is said with the first prompt alone."""
     import dataclasses
 
     from tqdm import tqdm
@@ -354,9 +354,13 @@ def _answer(options: argparse.Namespace, model: Any, given: dict, prompt: str | 
     from jaxshare.serving.branches import generate
     from jaxshare.serving.inputs import default_sampler
 
-    sampler = dataclasses.replace(default_sampler(model), **given)
+    sampler, notes = dataclasses.replace(default_sampler(model), **given), [first] * first
     with tqdm(total=options.n * options.max_new_tokens, unit=" tokens", leave=False, disable=not sys.stderr.isatty()) as bar:
         def show(run: Any) -> None:
+            if notes and devices.speaks():
+                for note in run.notes:
+                    bar.write(f"jaxshare: {note}", file=sys.stderr)
+            notes.clear()
             bar.n = run.sampled_tokens
             bar.refresh()
 
@@ -365,7 +369,8 @@ def _answer(options: argparse.Namespace, model: Any, given: dict, prompt: str | 
     if options.json:
         print(json.dumps({"completions": [dataclasses.asdict(c) for c in done.completions], "prompt_tokens": done.prompt_tokens,
                           "passes": done.passes, "seconds": done.seconds, "tokens_per_second": done.tokens_per_second,
-                          "kv_bytes": done.kv_bytes}), flush=True)
+                          "kv_bytes": done.kv_bytes, "rows": done.rows,
+                          "costs": done.costs and dataclasses.asdict(done.costs)}), flush=True)
     else:
         for i, completion in enumerate(done.completions):
             if options.n > 1:

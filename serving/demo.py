@@ -95,8 +95,10 @@ def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
     voted = f"\\boxed{{{', '.join(vote)}}}"
     single = np.mean([_right(c.text, problem) for c in sampled.completions])
     console.print(f"The vote: {voted}, {_right(voted, problem)} of 5 right; single branches have {single:.1f}.", highlight=False)
-    shared = generate(model, prompt, sampler=Sampler(), share=True, **branch)
-    unshared = generate(model, prompt, sampler=Sampler(), share=False, **branch)
+    # As many equal prompts: all of these write the same, and with and without sharing it has to be the same.
+    equal = [prompt] * branch.pop("n")
+    shared = generate(model, equal, sampler=Sampler(), share=True, **branch)
+    unshared = generate(model, equal, sampler=Sampler(), share=False, **branch)
 
     lines = [
         *(_line(count, group, copies.get(count)) for count, group in groups.items()),
