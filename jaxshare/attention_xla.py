@@ -20,6 +20,9 @@ from jaxshare.plan import Plan, Tiles
 _LOG2_E = 1.4426950408889634
 _MOST_QUERIES_AT_ONCE = 32
 """Queries of an item up to which all of an arena may be read in one product: the scores of more would take too much memory."""
+_MANY_ROWS, _ROWS_OF_A_TURN = 256, 16
+"""From this many rows on, and from this many times the rows that a turn reads for, a turn changes the state of those rows alone. With
+fewer, going over all rows is faster; with more, turns over all rows would make a pass cost the square of them."""
 
 
 def xla_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
@@ -115,6 +118,7 @@ def _grouped(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
     """(out [K, R, T, G, D], lse [K, R, T, G]) over the tiles that a few rows each, or one, read."""
     kv_heads, rows, width, group, dim = turn.q.shape
     readers = tiles.row.shape[1]
+    few = rows >= max(_MANY_ROWS, _ROWS_OF_A_TURN * tiles.at_once * readers)
 
     def add(running: _Running, item: Array, k: Array, v: Array) -> _Running:
         """Takes W items with their windows k, v [K * W, size, D] into the rows that read them."""
@@ -130,13 +134,24 @@ def _grouped(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
             """[K, W, Q * T * G, ...] -> [W * Q, K, T * G, ...]."""
             return jnp.moveaxis(x.reshape(kv_heads, row.shape[0], width * group, *x.shape[3:]), 0, 1)
 
-        highest = jax.ops.segment_max(by_reader(jnp.max(scores, axis=-1)), row, rows)
-        top = jnp.maximum(running.top, highest)  # [R, K, T * G]
-        under = _finite(top)[row].swapaxes(0, 1).reshape(shape)
+        highest = by_reader(jnp.max(scores, axis=-1))
+        if few:
+            # Read before it is written, or it would be copied as a whole.
+            before, highest = jax.lax.optimization_barrier((running.top[row], highest))
+            top = running.top.at[row].max(highest)
+        else:
+            before = running.top
+            top = jnp.maximum(before, jax.ops.segment_max(highest, row, rows))  # [R, K, T * G]
+        under = _finite(top[row]).swapaxes(0, 1).reshape(shape)
         weights = _weights(scores - under[..., None], v.dtype)
-        keep = jnp.exp(running.top - _finite(top))
         mixed = by_reader(_product(weights.reshape(-1, *scores.shape[2:]), v, 1).reshape(*shape, dim))
         total = by_reader(jnp.sum(weights, axis=-1, dtype=jnp.float32))
+        if few:
+            # A row that reads several of these items is set to the same value each time, and then adds what each of them brings.
+            keep = jnp.exp(before - _finite(top[row]))
+            return _Running(top, running.total.at[row].set(running.total[row] * keep).at[row].add(total),
+                            running.mixed.at[row].set(running.mixed[row] * keep[..., None]).at[row].add(mixed))
+        keep = jnp.exp(before - _finite(top))
         return _Running(top, running.total * keep + jax.ops.segment_sum(total, row, rows),
                         running.mixed * keep[..., None] + jax.ops.segment_sum(mixed, row, rows))
 

@@ -20,6 +20,7 @@ from jaxshare.kept import Kept, keep
 from jaxshare.layout import Layout
 from jaxshare.recording import Record
 from jaxshare.sampling import Sampler, Samplers, largest, logprob, whole_rows
+from jaxshare.seeds import seed_words, stream_seed
 from jaxshare.sizes import bucket
 from jaxshare.steps import Steps, after_sampling
 
@@ -66,7 +67,7 @@ class DecodeState:
       logits: float32[R, V] after each row's last fed token; they mean something where `ready`.
       ready: bool[R].
       pending: int32[R, P + slack], tokens to feed; waiting: int32[R], how many; head: int32[R], where the first is.
-      seeds: uint32[R], of each row's randomness.
+      seeds: uint32[R, 2], the key of each row's randomness: the words of its seed (`jaxshare.seeds`).
       drawn: int32[R], tokens sampled so far: the counter of the row's randomness.
       budgets: int32[R], tokens that a row may sample in all.
       stops: int32[S], tokens that end a row; -1 for an unused place.
@@ -116,7 +117,7 @@ class DecodeState:
           prompts: for each row the tokens to feed before it samples. Rows not in use take an empty one.
           vocab_size: V.
           samplers: one for all rows, or one a row.
-          seeds: of each row; one integer gives row r the seed `seeds + r`.
+          seeds: of each row, integers of 64 bits; one integer gives row r the stream r of that seed, `stream_seed(seeds, r)`.
           budgets: how many tokens a row may sample; one for all, or one a row.
           stops: tokens that end a row.
           logits: float32[R, V] or [V] after what each row has cached, for rows that have nothing to feed.
@@ -138,7 +139,7 @@ class DecodeState:
         listed = np.asarray(layout.listed)
         prompts = [*map(list, prompts), *([[]] * (rows - len(prompts)))]
         samplers = [samplers] * rows if isinstance(samplers, Sampler) else list(samplers)
-        seeds = [seeds + r for r in range(rows)] if isinstance(seeds, int) else list(seeds)
+        seeds = [stream_seed(seeds, r) for r in range(rows)] if isinstance(seeds, int) else list(seeds)
         budgets = [budgets] * rows if isinstance(budgets, int) else list(budgets)
         for name, values in (("prompts", prompts), ("samplers", samplers), ("seeds", seeds), ("budgets", budgets)):
             if len(values) != rows:
@@ -163,7 +164,7 @@ class DecodeState:
         return cls(
             cache=cache, layout=layout, samplers=Samplers.stack(samplers, bias_slots=bias_slots), logits=given,
             ready=jnp.asarray((waiting == 0) & (listed > 0)), pending=jnp.asarray(pending), waiting=jnp.asarray(waiting),
-            head=jnp.zeros(rows, jnp.int32), seeds=jnp.asarray(np.asarray(seeds, np.int64).astype(np.uint32)),
+            head=jnp.zeros(rows, jnp.int32), seeds=jnp.asarray(seed_words(seeds)),
             drawn=jnp.zeros(rows, jnp.int32), budgets=jnp.asarray(budgets, jnp.int32),
             stops=jnp.asarray(stops, jnp.int32),
             reasons=jnp.asarray(np.where(listed > 0, Reason.RUNNING, Reason.UNUSED), jnp.int32),
@@ -249,7 +250,7 @@ class DecodeState:
         waiting = np.zeros((len(row), queue), np.int32)
         for i, tokens in enumerate(pending):
             waiting[i, :len(tokens)] = tokens
-        new = (np.asarray([*seeds, *[0] * spare], np.int64).astype(np.uint32),
+        new = (seed_words([*seeds, *[0] * spare]),
                *(np.asarray([*values, *[0] * spare], np.int32) for values in (budgets, drawn, map(len, pending), recorded)), waiting)
         rest = dataclasses.replace(self, cache=None, logits=None, kept=None, layout=layout)  # pyright: ignore[reportArgumentType]
         admitted = _admit(self.logits, rest, row, given, *new)

@@ -182,7 +182,7 @@ def make_plan(cache: KVCache, layout: Layout, count: Array, width: int, *, share
         reads = (jnp.arange(group) < fan_in[run][:, None])[..., None] & (jnp.arange(run.shape[0]) < items)[:, None, None]
         grouped.append(_tiles(items, offsets[run], at, row, slot, jnp.where(reads, seen[row, slot], 0), size, at_once, arena))
 
-    size, at_once = private_tiling or _private_tiling(width)
+    size, at_once = private_tiling or _private_tiling(width, rows)
     size = min(size, arena)
     length = jnp.where(sees & (fan_in[block] == 1), held[block], 0)
     run, at, items = _cut(length.reshape(-1), size, at_once, arena)
@@ -207,9 +207,9 @@ def _shared_tiling(queries: int, arena: int) -> Tiling:
     return Tiling(LARGE_TILE, 2) if arena >= 4 * LARGE_TILE and arena % LARGE_TILE == 0 else Tiling(128, 4)
 
 
-def _private_tiling(queries: int) -> Tiling:
-    """The more queries a row brings, the larger its tiles, and the fewer of them in one product."""
-    return Tiling(128, 4) if queries <= 8 else Tiling(256, 2) if queries <= 32 else Tiling(LARGE_TILE, 1)
+def _private_tiling(queries: int, rows: int) -> Tiling:
+    """The more queries a row brings, the larger its tiles, and the fewer of them in one product. Many rows take fewer turns with more."""
+    return Tiling(128, 4 if rows < 256 else 16) if queries <= 8 else Tiling(256, 2) if queries <= 32 else Tiling(LARGE_TILE, 1)
 
 
 _GROUP_TILING = Tiling(128, 4)

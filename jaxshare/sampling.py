@@ -1,7 +1,7 @@
 """Choosing tokens: greedy, temperature, top-k, top-p, min-p, bias and forbidden tokens, each row its own way.
 
-Randomness is counter-based: a draw depends on (row seed, position) alone, never on who else is in the batch. Truncation is
-exact and needs no sort: thresholds are found by bisecting the ordered bits of the logits.
+Randomness is counter-based: a draw depends on (row key, position) alone, never on what else is in the batch; `jaxshare.seeds` says which
+key a row has. Truncation is exact and needs no sort: thresholds are found by bisecting the ordered bits of the logits.
 """
 
 import dataclasses
@@ -100,8 +100,8 @@ class Samplers:
 
         Args:
           logits: float32[R, V].
-          seeds: uint32[R].
-          positions: int32[R], the counter: the same seed and position always draw alike.
+          seeds: uint32[R, 2], each row's key (`jaxshare.seeds.seed_words`).
+          positions: int32[R], the counter: the same key and position always draw alike.
           mesh: of the model that the logits are from.
 
         Returns:
@@ -209,9 +209,13 @@ def _logprob(axis: str | None, logits: Array, tokens: Array) -> Array:
 
 
 def uniforms(seeds: Array, positions: Array) -> Array:
-    """float32[R] in [0, 1), each from its own (seed, position) alone."""
-    draw = jax.vmap(lambda seed, position: jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position)))
-    return draw(seeds, positions)
+    """float32[R] in [0, 1), each from its own (key, position) alone; seeds uint32[R, 2], positions int32[R]."""
+    def draw(words: Array, position: Array) -> Array:
+        # Named, because a process may make another generator the default.
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        return jax.random.uniform(jax.random.fold_in(key, position))
+
+    return jax.vmap(draw)(seeds, positions)
 
 
 def _place_of(top: Array, logits: Array, first: Array | int, axis: str | None) -> Array:

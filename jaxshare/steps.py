@@ -17,6 +17,7 @@ from jaxshare.automaton import TokenAutomaton
 from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
 from jaxshare.sampling import uniforms
+from jaxshare.seeds import seed_words, stream_seed
 
 
 class Mark(enum.IntFlag):
@@ -51,7 +52,7 @@ class Steps:
       opening_sizes: int32[R, N, 2].
       ask_every: int32[], sampled tokens, all rows together, between questions; 0 never asks.
       since: int32[], tokens since the last question; asked: int32[], questions so far; due: bool[R], rows whose next step asks.
-      seed: uint32[], of the choice whom to ask.
+      seed: uint32[2], the key of the choice which worker to ask.
       marks: int32[R, X], `Mark` flags of each sampled token.
       at: int32[R, X], how many passes there had been when it was sampled.
     """
@@ -89,7 +90,8 @@ class Steps:
           targets: for each row the block to which its finished steps move, or -1.
           room: X, places for the tokens that a row samples.
           openings: N; longest: E, at most.
-          ask_every, seed, at_once, together, on_stop: see the class.
+          ask_every, at_once, together, on_stop: see the class.
+          seed: of the session; the choice which worker to ask has a stream of its own under it.
         """
         rows = len(targets)
         zeros = jnp.zeros(rows, jnp.int32)
@@ -100,7 +102,8 @@ class Steps:
             openings=jnp.zeros((rows, max(openings, 1), 2, longest), jnp.int32),
             opening_sizes=jnp.zeros((rows, max(openings, 1), 2), jnp.int32), ask_every=jnp.asarray(ask_every, jnp.int32),
             since=jnp.zeros((), jnp.int32), asked=jnp.zeros((), jnp.int32), due=zeros > 0,
-            seed=jnp.asarray(np.uint32(seed % 2**32)), marks=jnp.zeros((rows, room), jnp.int32), at=jnp.zeros((rows, room), jnp.int32))
+            seed=jnp.asarray(seed_words([stream_seed(seed, "asked")])[0]),
+            marks=jnp.zeros((rows, room), jnp.int32), at=jnp.zeros((rows, room), jnp.int32))
 
     def prepare(self, row: int, base: int, openings: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "Steps":
         """Prepares what opens a row's steps `base`, `base + 1` and so on: tokens without and with the question.

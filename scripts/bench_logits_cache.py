@@ -29,6 +29,7 @@ from benchlib import ROOT, Goal, Parser, alternate, command, finish, machine, pr
 
 from jaxshare import KVCache, Layout, Sampler
 from jaxshare.models import EMBEDDED, LoadedModel, load
+from jaxshare.seeds import stream_seed
 from jaxshare.serving.engine import Completion, Engine
 from jaxshare.serving.inputs import cache_dtype, encode, token_bytes
 
@@ -147,8 +148,8 @@ def run_group(model: LoadedModel, prompts: Sequence[Sequence[int]], *, puzzles: 
 
 
 def hash_seed(seed: int, puzzle: int, turn: int) -> int:
-    """Of a request, the same on every side."""
-    return int(np.random.SeedSequence([seed, puzzle, turn]).generate_state(1)[0])
+    """The stream of a request, the same on every side."""
+    return stream_seed(seed, puzzle, turn)
 
 
 def summarise(temperature: float, groups: Sequence[Group], vocab: int) -> dict[str, Any]:
@@ -213,7 +214,8 @@ def model_profile(model: LoadedModel, prompts: Sequence[Sequence[int]], forbidde
     """How certain the model is of what it says at temperature 1."""
     some = [list(prompt) for prompt in prompts[:PROFILE_ROWS]]
     with Engine(model, max_rows=len(some), kv_bytes=len(some) * (len(max(some, key=len)) + 1024) * token_bytes(model)) as engine:
-        streams = [engine.submit(prompt, Sampler(temperature=1.0, forbidden=forbidden), max_new_tokens=PROFILE_TOKENS, seed=seed + i)
+        streams = [engine.submit(prompt, Sampler(temperature=1.0, forbidden=forbidden), max_new_tokens=PROFILE_TOKENS,
+                                 seed=stream_seed(seed, "profile", i))
                    for i, prompt in enumerate(some)]
         texts = [[*prompt, *stream.wait().tokens] for prompt, stream in zip(some, streams, strict=True)]
     length, logits = max(map(len, texts)), []
@@ -241,7 +243,7 @@ def measure(name: str, model: LoadedModel, prompts: Sequence[Sequence[int]], sca
     warm_up(model, prompts, forbidden, **more)
     for temperature in (0.3, 1.0):
         run_group(model, [prompts[i] for i in groups[0]], puzzles=groups[0], sampler=Sampler(temperature=temperature, forbidden=forbidden),
-                  tokens=min(tokens, WARM_UP_TOKENS), turns=1, seed=seed + 1, **more)
+                  tokens=min(tokens, WARM_UP_TOKENS), turns=1, seed=stream_seed(seed, "warm up"), **more)
     points = []
     for temperature in temperatures:
         sampler, done = Sampler(temperature=temperature, forbidden=forbidden), []

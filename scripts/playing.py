@@ -16,6 +16,7 @@ from teacher import Lapses, Paragraph, Pupil, Script, Sight, box, worked
 from jaxshare.models.problems import Problem, few_shot_messages
 from jaxshare.recording import Recorder
 from jaxshare.sampling import uniforms
+from jaxshare.seeds import seed_words, stream_seed
 from jaxshare.serving.layouts import LAYOUTS, WorkersLayout
 from jaxshare.serving.workers import FINISHER
 from jaxshare.trace import Trace
@@ -140,7 +141,7 @@ class _Session:
         self._fed = [0] * len(names)  # the number of the last token that each row has fed
         self._sampled: set[int] = set()  # rows, after the last pass
         self._ask_every = ask_every if script.format.question else 0
-        self._seed, self._asks = np.uint32(seed), 0
+        self._seed, self._asks = seed_words([stream_seed(seed, "asked")]), 0
         self._since, self._due = 0, [False] * len(names)
         self._learned: list[tuple[int, int, float]] = []  # after which token, what, and what it weighs
 
@@ -237,6 +238,6 @@ class _Session:
         self._since += sampled
         if self._ask_every and self._since >= self._ask_every:
             self._since -= self._ask_every
-            [chance] = np.asarray(_uniforms(np.array([self._seed]), np.array([self._asks])))
+            [chance] = np.asarray(_uniforms(self._seed, np.array([self._asks])))
             self._asks += 1
             self._due[int(chance * np.float32(len(self._names)))] = True

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxshare import DecodeState, KVCache, Layout, Sampler, decode
 from jaxshare.groups import decode_groups, stack, unstack
 from jaxshare.models import EMBEDDED, LoadedModel, load
+from jaxshare.seeds import stream_seed
 from jaxshare.serving.inputs import cache_dtype
 from jaxshare.sharding import make_mesh
 
@@ -71,7 +72,8 @@ def begin(model: LoadedModel, options: argparse.Namespace, group: int) -> Decode
     logits, cache = model.forward([prompt], [len(prompt)], cache, Layout.from_blocks([[0]]))
     return DecodeState.create(
         cache, Layout.from_blocks([[0, 1 + row] for row in range(options.rows)]), [[]] * options.rows, vocab_size=model.config.vocab_size,
-        samplers=Sampler(temperature=0.7), seeds=group * options.rows, budgets=options.tokens, stops=model.generation.stop_tokens,
+        samplers=Sampler(temperature=0.7), seeds=[stream_seed(0, group, row) for row in range(options.rows)],
+        budgets=options.tokens, stops=model.generation.stop_tokens,
         logits=logits[0], max_width=1)
 
 

@@ -1,6 +1,10 @@
 """Arena: one cache whose blocks come and go. The host hands out extents; the cache itself stays where it is."""
 
+import dataclasses
+import heapq
 from collections.abc import Sequence
+
+import jax.numpy as jnp
 
 from jaxshare import KVCache
 from jaxshare.cache import ALIGNMENT, LARGE_TILE
@@ -28,7 +32,7 @@ class Arena:
     Attributes:
       cache: the cache. Whoever runs passes puts the new one back here. `settle` first: it carries out what was taken and given back.
       tokens: the size of the arena.
-      slots: how many blocks there can be at a time.
+      slots: how many blocks there can be at a time; `grow` makes them more.
       busy: whether somebody is at work with the cache.
     """
 
@@ -37,12 +41,30 @@ class Arena:
         self.cache = KVCache.empty(model.config, tokens, slots, cache_dtype(model), mesh=model.mesh)
         self._holes = Holes(tokens)
         self._taken: dict[int, tuple[int, int]] = {}
+        self._spare = [*range(slots)]  # a heap
         self._changed: set[int] = set()
 
     @property
     def free(self) -> int:
         """Tokens that no block has."""
         return self._holes.free
+
+    @property
+    def used_slots(self) -> int:
+        """Blocks that are taken."""
+        return len(self._taken)
+
+    def grow(self, slots: int) -> None:
+        """Makes room for so many blocks at a time, if there is not. Keys and values stay where they are; what takes the cache compiles
+        anew, since it has longer tables of blocks."""
+        if slots <= self.slots:
+            return
+        more, cache = slots - self.slots, self.cache
+        tables = {name: jnp.pad(getattr(cache, name), (0, more)) for name in ("offsets", "lengths", "capacities", "phases")}
+        self.cache = dataclasses.replace(cache, **tables)
+        for block in range(self.slots, slots):
+            heapq.heappush(self._spare, block)
+        self.slots = slots
 
     @property
     def largest(self) -> int:
@@ -58,7 +80,7 @@ class Arena:
         """
         if len(self._taken) == self.slots or (at := self._holes.take(capacity, high=high)) is None:
             return None
-        block = next(b for b in range(self.slots) if b not in self._taken)
+        block = heapq.heappop(self._spare)
         self._taken[block] = at, capacity
         self._changed.add(block)
         return block
@@ -66,6 +88,7 @@ class Arena:
     def give_back(self, block: int) -> None:
         """Frees a block."""
         self._holes.give_back(*self._taken.pop(block))
+        heapq.heappush(self._spare, block)
         self._changed.add(block)
 
     def settle(self) -> KVCache:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from jaxshare import Sampler
 from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
+from jaxshare.seeds import stream_seed
 from jaxshare.serving import answers
 from jaxshare.serving.answers import AnswerRule, answer_rule
 from jaxshare.serving.formats import format_named
@@ -48,7 +49,7 @@ def sequential(model: LoadedModel, problem: str, *, budget: int, finish_at: Sequ
       early_stop: ask for the best guess where there is no answer yet; False takes what stands in the text, if anything does.
       kind: of answer; see `Workers`.
       sampler: default the checkpoint's own settings.
-      seed: of the stream.
+      seed: of the stream, which is the first of that seed (`jaxshare.seeds`).
       format: what the model is told and what ends a run early; its headers and its question are left out. Default what the model's own
         says of one who works alone, or else nothing but the problem. The name of a preset stands for its family's chat with nothing
         but the problem in it.
@@ -76,7 +77,8 @@ def self_consistency(model: LoadedModel, problem: str, *, workers: int = 2, budg
     """Several streams that do not see each other, and one answer from all of them (Wang et al., 2022; section 4.1).
 
     Args:
-      workers: streams; number i draws from seed + i, and writes what `sequential` writes with that seed.
+      workers: streams; number i, from 0, draws from `jaxshare.seeds.stream_seed(seed, i)`, and writes what `sequential` writes with that as
+        its seed.
       answer_by: "concatenate" asks for the answer behind all texts, one after the other; "vote" takes the most frequent of the streams'
         answers, guesses of those that have not answered included.
       Others are as in `sequential`.
@@ -113,7 +115,7 @@ def skeleton_of_thought(model: LoadedModel, problem: str, *, workers: int | None
 
     Args:
       workers: how many threads advance in one pass; None for all.
-      seed: of the outline; the threads draw from the seeds that follow, and then the main model.
+      seed: of the outline; the threads and the main model have seeds of their own that follow from it (`jaxshare.seeds`).
       on_event: called with the text as it appears, and with that of the threads when all of them have ended.
       Others are as in `sequential`.
 
@@ -147,7 +149,8 @@ def skeleton_of_thought(model: LoadedModel, problem: str, *, workers: int | None
     listed = _text(outline, _OUTLINE)[:over.start() if over else None]
     stages, steps, before = [outline], outline.steps, outline.passes
 
-    threads = _threads(model, rows, problem, listed, format, kind, workers, budget - before, seed + 1)
+    threads = _threads(model, rows, problem, listed, format, kind, workers, budget - before,
+                       stream_seed(seed, "threads"))
     if threads:
         stages.append(threads.session)
         used = min(budget - before, threads.passes)
@@ -162,7 +165,7 @@ def skeleton_of_thought(model: LoadedModel, problem: str, *, workers: int | None
     ended = "budget"
     if before < budget:
         notes = threads.texts(threads.passes) if threads else []
-        main = rows(_main_request(problem, notes), (_MAIN,), format, budget=budget, seed=seed + 1 + len(notes))
+        main = rows(_main_request(problem, notes), (_MAIN,), format, budget=budget, seed=stream_seed(seed, "main"))
         found |= _run(main, budget, [at for at in finish_at if at > before], main.finish, on_event, before)
         stages.append(main)
         ended = main.ended or ended

@@ -26,13 +26,13 @@ from jaxshare.models import LoadedModel
 from jaxshare.serving import devices, fleet, records
 from jaxshare.serving.batch_input import Item, read_input
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.inputs import default_sampler
+from jaxshare.serving.inputs import default_sampler, warn_of_equal_texts
 from jaxshare.serving.nodes import NodeModel
 from jaxshare.serving.replicas import branches
 from jaxshare.serving.shards import Shards
 from jaxshare.serving.trees import Branch
 
-_FORMAT = "jaxshare batch job 1"
+_FORMAT = "jaxshare batch job 2"
 _SHARE = {"auto": None, "always": True, "never": False}
 _UNITS = {"": 1, "b": 1, **{f"{unit}b": 1000**i for i, unit in enumerate("kmgt", 1)},
           **{f"{unit}ib": 1024**i for i, unit in enumerate("kmgt", 1)}}
@@ -57,11 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="a prompt is a user's message, put into the model's chat template")
     parser.add_argument("--n", type=int, default=1, help="completions of each prompt that names no other number (default 1)")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="most tokens of a completion (default 64)")
-    parser.add_argument("--max-rows", type=int, metavar="N", help="completions that run at once, at most (default: as many as fit)")
+    parser.add_argument("--max-rows", type=int, metavar="N", help="completions that run at once, at most (default: as many as the "
+                        "memory has room for, up to 4096)")
     parser.add_argument("--max-kv-bytes", metavar="BYTES", help="memory for keys and values, such as 2e9, 2GB or 512MiB")
     parser.add_argument("--share", choices=tuple(_SHARE), default="auto", help="keep common prefixes once for all: where it pays "
                         "(default), always or never")
-    parser.add_argument("--seed", type=int, default=0, help="of the whole job (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the whole job; no two completions, nor two seeds, share random "
+                        "numbers (default 0)")
     devices.add_arguments(parser)
     fleet.add_arguments(parser)
     parser.add_argument("--resume", action="store_true", help="go on with the job that has begun the output")
@@ -130,9 +132,9 @@ def run_job(options: argparse.Namespace, sampling: dict[str, Any], load: Callabl
         for number, key in enumerate(before, 1):
             if key not in places:
                 raise _damaged(output, number, "it is of no prompt of the input")
-        branches = None
+        branches, sampler = None, dataclasses.replace(default_sampler(model), **sampling)
+        warn_of_equal_texts(sampler, max(item.n for item in items))
         if len(before) < len(places):  # made before anything is written, because what cannot fit is refused here
-            sampler = dataclasses.replace(default_sampler(model), **sampling)
             warn_of_greedy(model, sampler)  # here, because what replicas on other nodes log is not shown
             branches = engine(
                 model, [Branch(item.tokens, n=item.n) for item in items], n=options.n, max_new_tokens=options.max_new_tokens,
@@ -142,6 +144,8 @@ def run_job(options: argparse.Namespace, sampling: dict[str, Any], load: Callabl
             records.write(job, [records.line({"format": _FORMAT, "settings": settings, "finished": None, "output": None})], _AGAIN)
             file = files.enter_context(records.open_alone(output, "xb", _OTHER))
         if branches:
+            for note in branches.notes:
+                print(f"jaxshare: {note}", file=sys.stderr)
             _sample(options, branches, items, file, len(before), len(places))
         lines = _in_order(output, places)
         finished = {"completions": len(places), "prompts": len(items), "bad_lines": bad_lines}
@@ -280,5 +284,5 @@ def _end(options: argparse.Namespace, finished: Mapping[str, Any], before: int, 
     if options.json:
         print(json.dumps({**finished, "tokens": tokens, "passes": passes, "seconds": seconds, "compile_seconds": compiling,
                           "tokens_per_second": speed, "kv_bytes": kv_bytes, "unique_prompt_tokens": unique, "output": options.output,
-                          "resumed": before}))
+                          "resumed": before, "rows": engine.rows if engine else 0}))
     return _BAD_LINES if finished["bad_lines"] else 0

@@ -8,27 +8,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxshare import DecodeState, Layout, Reason, Sampler, decode
 from jaxshare.cache import ALIGNMENT, arena_size
 from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
+from jaxshare.seeds import stream_seed
 from jaxshare.serving import calibration, prefill
 from jaxshare.serving.arena import Arena, whole_tiles
+from jaxshare.serving.calibration import Chosen
 from jaxshare.serving.costs import Costs
-from jaxshare.serving.folding import Arrangement, Stream, arrange, fold, unique_tokens
+from jaxshare.serving.folding import Arrangement, Stream, arrange, can_share, fold, unique_tokens
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.inputs import cache_devices, check_context, default_sampler, encode, token_bytes
+from jaxshare.serving.inputs import check_context, default_sampler, encode, token_bytes, warn_of_equal_texts
 from jaxshare.serving.prefixes import Prefix, at_work
+from jaxshare.serving.room import MOST_ROWS, Room
 from jaxshare.serving.trees import Prompt, Prompts, read_prompts
 from jaxshare.serving.waves import Residents, Wave, groups, widest_wave
 from jaxshare.sizes import bucket
 
 _PASSES_AT_ONCE = 16
-_MAX_ROWS = 256
-_SEED_STEP = 0x9E3779B1
-"""Between the seeds of two prompts: odd, so that no two of 2**32 are equal, and large, so that few completions of two prompts are."""
+_NARROW_FROM, _NARROW_TO = 256, 4
+"""A state of more rows than this goes on with fewer when only one in so many is at work and none is to come, since a pass costs what its
+rows do, at work or not. For smaller states the program for fewer rows takes longer to compile than it saves."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Completions:
       passes: forward passes, those over the prompts included.
       seconds: of wall time in them, without compilation.
       kv_bytes: the most keys and values that were cached at a time, over all layers.
+      rows: completions that ran at a time, at most.
+      costs: what decided which prefixes to share, where the rule had to.
       compile_seconds: of wall time in compilation.
     """
 
@@ -72,6 +76,8 @@ class Completions:
     passes: int
     seconds: float
     kv_bytes: int
+    rows: int = 1
+    costs: Chosen | None = None
     compile_seconds: float = 0.0
 
     @property
@@ -92,13 +98,16 @@ def generate(model: LoadedModel, prompts: Prompts | None, *, n: int = 1, max_new
     Args:
       warm_up: compile everything before the clock starts.
       on_tokens: called between dispatches with the run so far.
+
+    Several completions of one prompt at temperature 0 are all equal: a warning is logged (`jaxshare.generate`).
     """
     from jaxshare.serving.replicas import branches  # which is made of branches
 
     run = branches(model, prompts, n=n, max_new_tokens=max_new_tokens, sampler=sampler, seed=seed, share=share, prefix=prefix,
                    max_rows=max_rows, max_kv_bytes=max_kv_bytes, costs=costs)
+    warn_of_equal_texts(run.sampler, run.most_of_a_prompt)
     found = sorted(run.stream(on_tokens, warm_up=warm_up), key=lambda c: (c.prompt, c.index))
-    return Completions(found, run.prompt_tokens, run.unique_tokens, run.passes, run.seconds, run.kv_bytes,
+    return Completions(found, run.prompt_tokens, run.unique_tokens, run.passes, run.seconds, run.kv_bytes, run.rows, run.costs,
                        run.compile_seconds)
 
 
@@ -112,7 +121,8 @@ class Branches:
       model: for the context that the run needs.
       prompts: what is completed.
       arrangement: which common prefixes are blocks, and what stands in each row's own.
-      rows: how many completions run at a time.
+      rows: how many completions run at a time; rows_because: why as many.
+      costs: what the rule that decides which prefixes to share has counted with; None where it had nothing to decide.
       prompt_tokens, unique_tokens: see `Completions`.
       passes, seconds, kv_bytes, compile_seconds: see `Completions`; so far.
       sampled_tokens: so far.
@@ -128,18 +138,19 @@ class Branches:
           model: from `jaxshare.models.load`.
           prompts: text, tokens, a tree (`Branch`), or a list of these, which is folded into the tree of its common prefixes; or prompts
             with numbers of their own (`trees.Prompt`), such as a part of a longer list. None samples from the end of `prefix`.
-          n: completions of each prompt. Number i of prompt p draws from a seed made of `seed`, p and i, so its text depends neither on n
-            nor on what else there is; for the first prompt that is seed + i.
+          n: completions of each prompt. Number i of prompt p draws from the stream `jaxshare.seeds.stream_seed(seed, p, i)`, so its text
+            depends neither on n nor on what else there is, and two seeds share no stream.
           max_new_tokens: the most tokens of a completion; a stop token ends it earlier.
           sampler: how to sample; default the checkpoint's own settings.
-          seed: of the first completion.
+          seed: of all streams; the first completion of the first prompt draws from it itself.
           share: True keeps every common prefix once; False gives every completion a copy of its prompt; None decides for each prefix by
             `costs`.
           prefix: what stands before all prompts, prefilled already. Its store is where the rows run.
-          max_rows: the most completions at a time; default 256.
+          max_rows: the most completions at a time; default as many as the memory has room for, up to 4096.
           max_kv_bytes: bound on the memory for keys and values, of all devices of the mesh together but for its data groups, which have
-            as much each; default 80 % of what is free, where a device can tell.
-          costs: of a pass on this device; default what `jaxshare calibrate` has measured (`calibration.load`).
+            as much each; default 80 % of what is free on a device with memory of its own, and half of what the host has free on others.
+          costs: of a pass on this device; default what `jaxshare calibrate` has measured, or else a roofline of the device
+            (`calibration.choose`).
           skip: (prompt, index) of completions not to sample.
 
         Raises:
@@ -180,17 +191,20 @@ class Branches:
         self.prompt_tokens = sum(before + len(prompt.tokens) for prompt in self.prompts)
         self.unique_tokens = before + unique_tokens(tree)
         skipped = set(skip)
-        max_rows = min(_MAX_ROWS if max_rows is None else max_rows, prefix.store.arena.slots // 2 if prefix else 2**31)
-        bound = prefix.store.arena.free if prefix else _bound(max_kv_bytes, model)
+        most = MOST_ROWS if max_rows is None else max_rows
+        room = Room.of(model, max_new_tokens, max_kv_bytes=max_kv_bytes, arena_tokens=prefix.store.arena.free if prefix else None)
+        bound = room.tokens
+        self.costs: Chosen | None = None
+        if share is None and can_share(tree):
+            self.costs = calibration.choose(model) if costs is None else Chosen(costs, "as given")
 
         def arranged(share: bool | None) -> tuple[Arrangement, list[Stream], Wave]:
-            known = costs or calibration.load(model) if share is None else None
-            arrangement = arrange(tree, known, share, grow=max_new_tokens // 2)
+            arrangement = arrange(tree, self.costs.costs if self.costs else None, share, grow=max_new_tokens // 2)
             streams = [s for s in arrangement.streams if (s.prompt, s.index) not in skipped]
-            return arrangement, streams, widest_wave(arrangement, streams, max_new_tokens, max_rows, bound)
+            return arrangement, streams, widest_wave(arrangement, streams, max_new_tokens, most, room)
 
         self.arrangement, self._streams, wave = arranged(share)
-        if share is None and wave.rows < min(max_rows, len(self._streams)):  # memory is short: what saves it comes first
+        if share is None and wave.rows < min(most, len(self._streams)):  # memory is short: what saves it comes first
             self.arrangement, self._streams, wave = arranged(True)
         if wave.most > bound:
             worst = f" for prompt {wave.worst}" if many else ""
@@ -200,14 +214,30 @@ class Branches:
                                  "drop a prefix or give the store more room" if prefix else
                                  "raise max_kv_bytes, shorten the prompts or lower max_new_tokens"))
         self.rows = wave.rows
+        bounded = (prefix is not None or max_kv_bytes is not None) and wave.tokens * (wave.rows + 1) > room.tokens * wave.rows
+        self.rows_because = (
+            "all completions" if wave.rows >= len(self._streams) else "as many as were asked for" if wave.rows == max_rows else
+            "the most unless a number is asked for" if wave.rows == most else
+            f"as many as have room in {room.tokens:,} tokens of keys and values" if bounded else
+            f"as many as have room in {room.free / 1e9:,.1f} GB of memory")
         # Somewhat larger than needed, so that runs of nearly the same size and depth share programs.
         self._arena_tokens = _arena_tokens(wave.tokens, bound) if prefix is None else 0
         self._slots = wave.rows + wave.blocks
         self._depth = bucket(len(prefix.path if prefix else ()) + self.arrangement.depth + 1)
-        self._groups = groups([min(block.rows, self.rows) for block in self.arrangement.blocks], self.rows)
         self._live: dict[int, tuple[Stream, int]] = {}
         self._state: DecodeState | None = None
         self._written: tuple[np.ndarray, ...] | None = None  # of the state, on the host
+
+    @property
+    def most_of_a_prompt(self) -> int:
+        """The most completions of one prompt."""
+        return max(prompt.n for prompt in self.prompts)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was chosen for this run and why, a sentence each: rows at a time, and costs where they decide what is shared."""
+        found = [f"{self.rows} row{'s' * (self.rows > 1)} at a time: {self.rows_because}"] if len(self._streams) > 1 else []
+        return [*found, f"what is shared is decided by costs {self.costs.source}"] if self.costs else found
 
     @property
     def places(self) -> list[tuple[int, int]]:
@@ -237,6 +267,8 @@ class Branches:
             return
         arena = self._prefix.store.arena if self._prefix else Arena(self.model, self._arena_tokens, self._slots)
         with at_work(arena):
+            if (needed := arena.used_slots + self._slots) > arena.slots:
+                arena.grow(bucket(needed))
             residents = Residents(arena, model=self.model, arrangement=self.arrangement, streams=self._streams, prefix=self._prefix,
                                   width=self._depth, max_new_tokens=self.max_new_tokens)
             try:
@@ -248,8 +280,8 @@ class Branches:
 
     def _stream(self, arena: Arena, residents: Residents, on_pass: Callable[["Branches"], None] | None,
                 warm_up: bool) -> Iterator[Completion]:
-        model, waiting, watch = self.model, collections.deque(self._streams), Stopwatch.start()
-        empty = Layout.from_blocks([], num_rows=self.rows, width=self._depth, groups=self._groups)
+        model, waiting, num_rows, watch = self.model, collections.deque(self._streams), self.rows, Stopwatch.start()
+        empty = Layout.from_blocks([], num_rows=num_rows, width=self._depth, groups=self._groups_of(num_rows))
         state = DecodeState.create(
             arena.settle(), empty, [], vocab_size=model.config.vocab_size, samplers=self.sampler, budgets=self.max_new_tokens,
             stops=model.generation.stop_tokens, max_width=1, logprobs=True)
@@ -264,15 +296,15 @@ class Branches:
         self.compile_seconds += watch.split()[1]
         watch = Stopwatch.start()
         while waiting or self._live:
-            admitted = residents.admit(waiting, [row for row in range(self.rows) if row not in self._live], idle=not self._live)
+            admitted = residents.admit(waiting, [row for row in range(num_rows) if row not in self._live], idle=not self._live)
             cache, logits, passes = residents.feed()
             state = dataclasses.replace(state, cache=cache)
             self.passes += passes
             if admitted:
                 rows, streams, blocks = zip(*admitted, strict=True)
                 # A row that stays empty may not go on listing a block that another one writes now.
-                state = state.retire([row for row in range(self.rows) if row not in self._live and row not in rows])
-                seeds = [(self.seed + s.prompt * _SEED_STEP + s.index) % 2**32 for s in streams]
+                state = state.retire([*{*range(num_rows)}.difference(self._live, rows)])
+                seeds = [stream_seed(self.seed, s.prompt, s.index) for s in streams]
                 state = state.admit(
                     rows, [residents.path(s, block) for s, block in zip(streams, blocks, strict=True)],
                     residents.logits(streams, blocks, logits), seeds=seeds, budgets=[self.max_new_tokens] * len(rows))
@@ -298,6 +330,28 @@ class Branches:
                 residents.end(*self._live.pop(row), len(found.tokens))
                 yield found
             watch = Stopwatch.start()
+            if fewer := self._fewer(num_rows, bool(waiting), drawn):
+                state, num_rows = self._narrowed(state, num_rows, fewer), fewer
+
+    def _groups_of(self, rows: int) -> tuple[int, ...]:
+        return groups([min(block.rows, rows) for block in self.arrangement.blocks], rows)
+
+    def _fewer(self, rows: int, more: bool, drawn: np.ndarray) -> int:
+        """With how many rows to go on where that is worth a program of its own; 0 where it is not."""
+        if more or rows <= _NARROW_FROM or not self._live or _NARROW_TO * len(self._live) > rows:
+            return 0
+        left = self.max_new_tokens - min(int(drawn[row]) for row in self._live)
+        return bucket(len(self._live)) if left >= _NARROW_TO * _PASSES_AT_ONCE else 0
+
+    def _narrowed(self, state: DecodeState, rows: int, fewer: int) -> DecodeState:
+        """The state with those rows that are at work, in their order, and with others that are not to fill it up."""
+        idle = [row for row in range(rows) if row not in self._live]
+        at_work = sorted(self._live)
+        state = state.retire(idle)
+        state = _picked(state, np.asarray([*at_work, *idle[:fewer - len(at_work)]]))
+        self._live = {new: self._live[old] for new, old in enumerate(at_work)}
+        self._state, self._written = state, None
+        return dataclasses.replace(state, layout=dataclasses.replace(state.layout, groups=self._groups_of(fewer)))
 
     def _completion(self, row: int, reason: str) -> Completion:
         assert self._state is not None
@@ -312,23 +366,20 @@ class Branches:
                           float(np.sum(logprobs[row, :count], dtype=np.float64)), stream.prompt, stream.index)
 
 
+def _picked(state: DecodeState, rows: np.ndarray) -> DecodeState:
+    """Some rows of a state alone, over the same cache."""
+    of_rows = {name: getattr(state, name) for name in _OF_ROWS}
+    layout = dataclasses.replace(state.layout, blocks=state.layout.blocks[rows])
+    return dataclasses.replace(state, layout=layout, **jax.tree.map(lambda x: x[rows], of_rows))
+
+
+_OF_ROWS = ("samplers", "logits", "ready", "pending", "waiting", "head", "seeds", "drawn", "budgets", "reasons", "tokens", "logprobs",
+            "recorded")
+"""The fields of a decode state whose arrays have one entry a row."""
+
+
 def _arena_tokens(needed: int, bound: int) -> int:
     """Room for so many tokens, and a little more, so that runs of nearly the same size share programs; within the bound."""
     step = max(ALIGNMENT, bucket(needed) // 16)
     rounded = arena_size(needed + -needed % step)
     return next((size for size in (rounded, arena_size(needed), whole_tiles(bound)) if needed <= size <= bound), bound)
-
-
-def _bound(max_kv_bytes: int | None, model: LoadedModel) -> int:
-    """Tokens that the memory has room for."""
-    if max_kv_bytes is None:
-        devices = [jax.devices()[0]] if model.mesh is None else model.mesh.local_devices[:cache_devices(model)]
-        found = [device.memory_stats() or {} for device in devices]
-        if any("bytes_limit" not in stats for stats in found):
-            return 2**31 - 1
-        # As much on each device as there is on the fullest.
-        free = min(stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in found)
-        if jax.process_count() > 1:  # all have to decide alike
-            free = int(multihost_utils.process_allgather(np.asarray(free // 2**20)).min()) * 2**20
-        max_kv_bytes = int(0.8 * free) * cache_devices(model)
-    return max_kv_bytes // token_bytes(model)

@@ -22,6 +22,7 @@ from jaxshare.models.config import ModelConfig
 from jaxshare.serving import costs as defaults
 from jaxshare.serving.costs import PRIVATE_TILE, SHARED_TILE, Costs
 from jaxshare.serving.inputs import cache_dtype
+from jaxshare.sharding import TENSOR, axis_size
 
 ROWS = (2, 8, 64)
 PREFIXES = (64, 256, 1024, 4096)
@@ -84,20 +85,44 @@ def fit(points: Sequence[Point]) -> Costs:
     return Costs(*map(float, found[:-1]))
 
 
-def load(model: LoadedModel, file: Path | None = None) -> Costs:
-    """What was measured for this device and the model's shape; or for this device at all; or else `costs.DEFAULT`."""
-    file = file or costs_file()
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """Costs, and where they come from, in words that end a sentence."""
+
+    costs: Costs
+    source: str
+
+
+def choose(model: LoadedModel, file: Path | None = None) -> Chosen:
+    """What was measured for this device and the model's shape; or for this device at all; or else what is predicted of the device
+    (`costs.predicted`).
+
+    Warns:
+      UserWarning: a file of measurements that cannot be read.
+    """
+    file, kind, shape = file or costs_file(), _device(), _shape(model.config, model)
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        shapes = found.get(_device(), {})
-        data = shapes.get(_shape(model.config, model)) or next(iter(shapes.values()), None)
-        return Costs.from_json(data) if data else defaults.DEFAULT
+        shapes = json.loads(file.read_text(encoding="utf-8")).get(kind, {})
+        if data := shapes.get(shape):
+            return Chosen(Costs.from_json(data), f"measured on this device, {kind} ({file})")
+        if other := next(iter(shapes.items()), None):
+            return Chosen(Costs.from_json(other[1]), f"measured on this device, {kind}, for another shape, {other[0]} ({file})")
     except FileNotFoundError:
-        return defaults.DEFAULT
+        pass
     except (OSError, ValueError, AttributeError) as error:
         warnings.warn(f"the costs in {file} cannot be read ({error}); defaults are used until `jaxshare calibrate` writes it anew",
                       stacklevel=2)
-        return defaults.DEFAULT
+    c, tensor = model.config, axis_size(model.mesh, TENSOR)
+    costs, entry = defaults.predicted(kind, defaults.Shape(c.num_heads // tensor, c.num_kv_heads // tensor, c.head_dim,
+                                                           cache_dtype(model).itemsize))
+    known = "of two CPU cores" if entry == "cpu" else f"that a roofline predicts for {entry}" + (
+        "" if kind.startswith(entry) else f", since {kind} is not in the table")
+    return Chosen(costs, f"{known}; `jaxshare calibrate` measures this device")
+
+
+def load(model: LoadedModel, file: Path | None = None) -> Costs:
+    """The costs of `choose`."""
+    return choose(model, file).costs
 
 
 def save(model: LoadedModel, costs: Costs, file: Path | None = None) -> Path:

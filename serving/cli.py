@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     _sampling_arguments(generate)
     devices.add_arguments(generate)
     devices.add_process_arguments(generate)
-    generate.add_argument("--seed", type=int, default=0, help="of the first completion; number i has seed + i (default 0)")
+    generate.add_argument("--seed", type=int, default=0, help="of all completions; no two of them, nor of two seeds, share random numbers "
+                          "(default 0)")
     generate.add_argument("--json", action="store_true", help="one JSON object on stdout; with --chat and no prompt, one a line")
     generate.set_defaults(run=devices.together(_generate))
 
@@ -102,7 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     _sampling_arguments(workers)
     devices.add_arguments(workers, groups="sessions (there is one)")
     devices.add_process_arguments(workers)
-    workers.add_argument("--seed", type=int, default=0, help="of the first worker; worker i has seed + i (default 0)")
+    workers.add_argument("--seed", type=int, default=0, help="of all workers; no two of them, nor of two seeds, share random numbers "
+                         "(default 0)")
     workers.add_argument("--save", metavar="FILE", help="write a snapshot for `jaxshare inspect`, attention over time included")
     workers.add_argument("--checkpoint", metavar="DIR", help="save the session there on the way, so that it can go on after a kill")
     workers.add_argument("--checkpoint-every", type=int, default=256, metavar="P", help="forward passes between two saves (default 256)")
@@ -206,7 +208,7 @@ def _generate(options: argparse.Namespace) -> int:
         # As tokens, because the template has the special tokens in it already.
         tokens = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False,
                                                      tokenizer_kwargs={"verbose": False})
-        messages.append({"role": "assistant", "content": _answer(options, model, given, tokens)})
+        messages.append({"role": "assistant", "content": _answer(options, model, given, tokens, len(messages) == 1)})
     return 0
 
 
@@ -412,8 +414,8 @@ def _text(what: str, given: str | None, file: str | None, instead: str = "") -> 
     return text
 
 
-def _answer(options: argparse.Namespace, model: Any, given: dict, prompt: str | list[int]) -> str:
-    """Generates and prints; the first completion's text."""
+def _answer(options: argparse.Namespace, model: Any, given: dict, prompt: str | list[int], first: bool = True) -> str:
+    """Generates and prints; the first completion's text. What was chosen for the run is said with the first prompt alone."""
     import dataclasses
 
     from tqdm import tqdm
@@ -421,9 +423,13 @@ def _answer(options: argparse.Namespace, model: Any, given: dict, prompt: str | 
     from jaxshare.serving.branches import generate
     from jaxshare.serving.inputs import default_sampler
 
-    sampler = dataclasses.replace(default_sampler(model), **given)
+    sampler, notes = dataclasses.replace(default_sampler(model), **given), [first] * first
     with tqdm(total=options.n * options.max_new_tokens, unit=" tokens", leave=False, disable=not sys.stderr.isatty()) as bar:
         def show(run: Any) -> None:
+            if notes and devices.speaks():
+                for note in run.notes:
+                    bar.write(f"jaxshare: {note}", file=sys.stderr)
+            notes.clear()
             bar.n = run.sampled_tokens
             bar.refresh()
 
@@ -433,7 +439,8 @@ def _answer(options: argparse.Namespace, model: Any, given: dict, prompt: str | 
         print(json.dumps({"completions": [dataclasses.asdict(c) for c in done.completions], "prompt_tokens": done.prompt_tokens,
                           "passes": done.passes, "seconds": done.seconds, "compile_seconds": done.compile_seconds,
                           "tokens_per_second": done.tokens_per_second,
-                          "kv_bytes": done.kv_bytes}), flush=True)
+                          "kv_bytes": done.kv_bytes, "rows": done.rows,
+                          "costs": done.costs and dataclasses.asdict(done.costs)}), flush=True)
     else:
         for i, completion in enumerate(done.completions):
             if options.n > 1:

@@ -70,4 +70,117 @@ class Costs:
 
 
 DEFAULT = Costs(shared_start=71, shared_tile=121, shared_token_row=0.028, private_row=12, private_tile=12)
-"""For a device that has not been calibrated: two CPU cores, 8 heads and 4 kv heads of dimension 64 in bfloat16."""
+"""Of two CPU cores, measured with 8 heads and 4 kv heads of dimension 64 in bfloat16: for a CPU that has not been calibrated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One layer's attention, on one device.
+
+    Attributes:
+      heads, kv_heads: that the device has.
+      head_dim: D.
+      itemsize: bytes of one number in the cache.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """An accelerator by its data sheet.
+
+    Attributes:
+      memory: bytes/s.
+      products: FLOP/s of the matrix units in bfloat16 (float16 where there is no bfloat16), without sparsity.
+      units: multiprocessors, or cores, that work side by side.
+    """
+
+    memory: float
+    products: float
+    units: int
+
+    def costs(self, shape: Shape) -> Costs:
+        """What a roofline predicts of one layer's attention of this shape, in a pass that is limited by memory or by products alone.
+
+        As benchmarks/roofline.md reckons for the H200: copies reach 90 % of the data sheet's rate; products of attention, whose softmax is
+        hidden in part, reach 55 %; a block of one row is multiplied in tiles of 64 queries, most of them padding, at 72 %; a piece of work
+        ends in 1 us on its unit, and reading the results of a further block takes the merge 1 us.
+        """
+        token = 2 * shape.kv_heads * shape.head_dim * shape.itemsize
+        narrow = 1 if shape.itemsize <= 2 else _WIDE
+        flops = 4 * shape.head_dim
+        read = token / (_COPIES * self.memory)
+        padded = shape.kv_heads * _PADDED * flops * narrow / (_PRODUCTS * self.products)
+        merge = 2 * 4 * shape.heads * (shape.head_dim + 1) / (_COPIES * self.memory)
+        return Costs(*(1e6 * seconds for seconds in (
+            _MERGE, SHARED_TILE * read, shape.heads * flops * narrow / (_ATTENTION * self.products),
+            shape.kv_heads * _PIECE / self.units + merge, PRIVATE_TILE * max(read, padded))))
+
+
+_COPIES, _PRODUCTS, _ATTENTION = 0.90, 0.72, 0.55
+"""The parts of the data sheet's rates that copies, large products, and products with a softmax between them reach."""
+_PADDED = 64
+"""Queries that a tile is multiplied with at least."""
+_PIECE, _MERGE = 1e-6, 1e-6
+"""Seconds: the end of a piece of work on its unit; the merge of one more block."""
+_WIDE = 16
+"""How many times longer products of float32 take than those of bfloat16: they are not made by the matrix units."""
+
+DEVICES: Mapping[str, Device] = {
+    "NVIDIA GB200": Device(8.0e12, 2500e12, 148),
+    "NVIDIA B200": Device(8.0e12, 2250e12, 148),
+    "NVIDIA GH200": Device(4.0e12, 989e12, 132),
+    "NVIDIA H200": Device(4.8e12, 989e12, 132),
+    "NVIDIA H100": Device(3.35e12, 989e12, 132),
+    "NVIDIA H100 PCIe": Device(2.0e12, 756e12, 114),
+    "NVIDIA H100 NVL": Device(3.9e12, 835e12, 132),
+    "NVIDIA H20": Device(4.0e12, 148e12, 78),
+    "NVIDIA A100": Device(2.039e12, 312e12, 108),
+    "NVIDIA A100-SXM4-40GB": Device(1.555e12, 312e12, 108),
+    "NVIDIA A100-PCIE-40GB": Device(1.555e12, 312e12, 108),
+    "NVIDIA A40": Device(0.696e12, 150e12, 84),
+    "NVIDIA A30": Device(0.933e12, 165e12, 56),
+    "NVIDIA A10": Device(0.6e12, 125e12, 72),
+    "NVIDIA A10G": Device(0.6e12, 70e12, 80),
+    "NVIDIA L40S": Device(0.864e12, 362e12, 142),
+    "NVIDIA L40": Device(0.864e12, 181e12, 142),
+    "NVIDIA L4": Device(0.3e12, 121e12, 58),
+    "NVIDIA RTX 6000 Ada": Device(0.96e12, 364e12, 142),
+    "NVIDIA RTX A": Device(0.768e12, 155e12, 84),
+    "NVIDIA GeForce RTX 50": Device(1.792e12, 210e12, 170),
+    "NVIDIA GeForce RTX 40": Device(1.008e12, 165e12, 128),
+    "NVIDIA GeForce RTX 30": Device(0.936e12, 71e12, 82),
+    "Tesla V100": Device(0.9e12, 125e12, 80),
+    "Tesla T4": Device(0.32e12, 65e12, 40),
+}
+"""Data sheets, by what the name starts with that JAX gives the device (`device_kind`); the longest that fits counts. A family (RTX 30,
+RTX 40, RTX 50, RTX A) has its largest card here: a smaller one has less of everything in about the same proportion, which is what
+decides."""
+OTHER_DEVICE = "NVIDIA A100"
+"""The entry that an accelerator has which is not in the table: 153 FLOP a byte, amid what there is (H200: 206, RTX 3090: 76, L4: 403)."""
+
+
+def predicted(kind: str, shape: Shape) -> tuple[Costs, str]:
+    """The costs of a device that has not been calibrated, and the entry of the table that they come from.
+
+    Args:
+      kind: what JAX calls the device.
+      shape: of one layer's attention on it.
+
+    Returns:
+      `DEFAULT` and "cpu" for a CPU; for any other device what a roofline predicts, from its own entry or from `OTHER_DEVICE`.
+    """
+    if kind.lower() == "cpu":
+        return DEFAULT, "cpu"
+    entry = max((name for name in DEVICES if _begins(kind, name)), key=len, default=OTHER_DEVICE)
+    return DEVICES[entry].costs(shape), entry
+
+
+def _begins(kind: str, name: str) -> bool:
+    """Whether a device's kind begins with this name, and does not go on in the middle of a word: an L40 is no L4."""
+    rest = kind[len(name):]
+    return kind.startswith(name) and (not rest[:1].isalnum() or name[-1:] == "A" or name.startswith("NVIDIA GeForce"))

@@ -18,6 +18,7 @@ from rich.table import Table
 import jaxshare.models
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel, problems
+from jaxshare.seeds import stream_seed
 from jaxshare.serving.branches import Branches, Completions, generate
 from jaxshare.serving.display import Streams
 from jaxshare.serving.layouts import worker_names
@@ -84,7 +85,7 @@ def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
         console.print(f"{_right(_words(groups[count]), problem)} of {len(problem.answers)} answers right in {groups[count].passes} passes.")
     copies = {count: together(worker_names(count), implementation="reference") for count in _WORKERS if count > 1}
 
-    rng = random.Random(seed + 1)
+    rng = random.Random(stream_seed(seed, "examples"))  # none of which is the problem of another seed
     examples = [problems.make_problem(rng) for _ in range(_EXAMPLES)]
     prompt = asked(problems.few_shot_messages(examples, problem))
     console.print(f"\n[bold]{_BRANCHES} branches[/] of one prompt of {_EXAMPLES} worked examples, at temperature {_TEMPERATURE}")
@@ -96,8 +97,10 @@ def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
     voted = f"\\boxed{{{', '.join(vote)}}}"
     single = np.mean([_right(c.text, problem) for c in sampled.completions])
     console.print(f"The vote: {voted}, {_right(voted, problem)} of 5 right; single branches have {single:.1f}.", highlight=False)
-    shared = generate(model, prompt, sampler=Sampler(), share=True, **branch)
-    unshared = generate(model, prompt, sampler=Sampler(), share=False, **branch)
+    # As many equal prompts: all of these write the same, and with and without sharing it has to be the same.
+    equal = [prompt] * branch.pop("n")
+    shared = generate(model, equal, sampler=Sampler(), share=True, **branch)
+    unshared = generate(model, equal, sampler=Sampler(), share=False, **branch)
 
     lines = [
         *(_line(count, group, copies.get(count)) for count, group in groups.items()),

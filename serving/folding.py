@@ -134,6 +134,11 @@ def unique_tokens(root: Node) -> int:
     return sum(len(visit.node.tokens) for visit in _visits(root))
 
 
+def can_share(root: Node) -> bool:
+    """Whether two rows begin alike, so that there is something to decide."""
+    return any(visit.node.rows > 1 and visit.node.tokens for visit in _visits(root))
+
+
 def arrange(root: Node, costs: Costs | None = None, share: bool | None = None, *, grow: int = 0) -> Arrangement:
     """Decides which nodes become blocks that rows share. The tokens of the others are pushed down to the blocks and rows below them.
 

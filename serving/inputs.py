@@ -1,5 +1,6 @@
 """What every way of running a model asks first: the prompt's tokens, whether they fit, and the checkpoint's own settings."""
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.sharding import KV, TENSOR, axis_size
+
+_log = logging.getLogger("jaxshare.generate")
 
 
 def encode(model: LoadedModel, prompt: str | Sequence[int], *, first: bool = True) -> list[int]:
@@ -59,6 +62,13 @@ def default_sampler(model: LoadedModel) -> Sampler:
     """The checkpoint's own sampling settings."""
     g = model.generation
     return Sampler(temperature=g.temperature, top_k=g.top_k, top_p=g.top_p, min_p=g.min_p)
+
+
+def warn_of_equal_texts(sampler: Sampler, n: int) -> None:
+    """Logs a warning where n completions of a prompt are to be sampled at temperature 0, which come out equal."""
+    if n > 1 and sampler.temperature == 0:
+        _log.warning("all %d completions of a prompt will be equal, because temperature 0 takes the likeliest token every time; give a "
+                     "temperature above 0, such as 0.7, or ask for one completion", n)
 
 
 def cache_dtype(model: LoadedModel) -> jnp.dtype:

@@ -12,6 +12,7 @@ from jaxshare.serving.inputs import check_context, encode, token_bytes
 from jaxshare.serving.prefill import Feed, feed_all
 
 _SLOTS = 1024
+"""Blocks that a store can have at first. Calls with more rows than that make it have more."""
 
 
 class Prefixes:

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxshare.kept import Kept
 from jaxshare.sampling import Sampler, uniforms
+from jaxshare.seeds import seed_words
 from jaxshare.sizes import bucket
 
 UNDECIDED = -1
@@ -45,13 +46,13 @@ def redraw(kept: Kept, sampler: Sampler, seed: int, position: int) -> np.ndarray
 
 def uniform_run(seed: int, position: int, count: int) -> np.ndarray:
     """float32[count]: the random numbers of a row with this seed at `count` positions from `position` on."""
-    arguments = jax.device_put((np.uint32(seed), np.int32(position)), _host())
+    arguments = jax.device_put((seed_words([seed])[0], np.int32(position)), _host())
     return np.asarray(_uniform_run(*arguments, bucket(count)))[:count]
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _uniform_run(seed: jax.Array, position: jax.Array, count: int) -> jax.Array:
-    return uniforms(jnp.broadcast_to(seed, count), position + jnp.arange(count, dtype=jnp.int32))
+    return uniforms(jnp.broadcast_to(seed, (count, 2)), position + jnp.arange(count, dtype=jnp.int32))
 
 
 @functools.cache

@@ -5,8 +5,10 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.branches import Branches, Completion
+from jaxshare.serving.calibration import Chosen
 from jaxshare.serving.trees import Prompts
 from jaxshare.sharding import DATA, axis_size
 
@@ -35,11 +37,35 @@ class Replicas:
         if settings.get("prefix") is not None:
             raise ValueError("a prefix lies in the memory of one data group; run it with data=1, or give the whole prompts")
         models = model.replicas()
-        places = Branches(models[0], prompts, skip=skip, **settings).places
+        self._whole = Branches(models[0], prompts, skip=skip, **settings)
+        places = self._whole.places
         share = max(1, -(-len(places) // len(models)))
         parts = [places[first:first + share] for first in range(0, len(places), share)]
         self.runs = [Branches(replica, prompts, skip={*places, *skip}.difference(part), **settings)
                      for replica, part in zip(models, parts, strict=False)]
+
+    @property
+    def sampler(self) -> Sampler:
+        return self._whole.sampler
+
+    @property
+    def most_of_a_prompt(self) -> int:
+        return self._whole.most_of_a_prompt
+
+    @property
+    def rows(self) -> int:
+        """Completions that run at a time, of all groups together."""
+        return sum(run.rows for run in self.runs)
+
+    @property
+    def costs(self) -> Chosen | None:
+        return self._whole.costs
+
+    @property
+    def notes(self) -> list[str]:
+        """As of `Branches`: rows are those of the group that has most."""
+        widest = max(self.runs, key=lambda run: run.rows, default=None)
+        return [f"in each of {len(self.runs)} data groups: {note}" for note in widest.notes] if widest else []
 
     @property
     def sampled_tokens(self) -> int:

@@ -50,10 +50,11 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a shard took on its replica: see `Completions`."""
+    """What a shard took on its replica: see `Completions`. `rows` ran at a time."""
 
     passes: int
     kv_bytes: int
+    rows: int
     compile_seconds: float = 0.0
 
 
@@ -111,9 +112,20 @@ class Shards:
         self.sampled_tokens = self.passes = 0
         self._seconds = 0.0
         self._fleet, self._peaks, self._compiled = fleet, {}, collections.Counter[int]()
+        self._rows: int | None = None
         self._shards = cut(read, skip, _SHARDS_OF_A_REPLICA * fleet.replicas)
         longest = max(read, key=lambda prompt: len(prompt.tokens))
         fleet.start(functools.partial(_sampler, load, longest, settings), most=max(1, len(self._shards)))
+
+    @property
+    def rows(self) -> int | None:
+        """Completions that run at a time on one replica; None before a shard has ended."""
+        return self._rows
+
+    @property
+    def notes(self) -> list[str]:
+        """None: what is chosen is each replica's matter, whose device this process does not see."""
+        return []
 
     @property
     def kv_bytes(self) -> int:
@@ -142,6 +154,7 @@ class Shards:
             if result.key == _COST:
                 self.passes += result.value.passes
                 self._compiled[result.replica] += result.value.compile_seconds
+                self._rows = max(self._rows or 0, result.value.rows)
                 self._peaks[result.replica] = max(self._peaks.get(result.replica, 0), result.value.kv_bytes)
                 continue
             self.sampled_tokens += len(result.value.tokens)
@@ -161,4 +174,4 @@ def _sample(model: LoadedModel, settings: dict[str, Any], shard: Shard, arrived:
     run = Branches(model, shard.prompts, skip=shard.skipped(arrived), **settings)
     for completion in run.stream():
         yield (completion.prompt, completion.index), completion
-    yield _COST, Cost(run.passes, run.kv_bytes, run.compile_seconds)
+    yield _COST, Cost(run.passes, run.kv_bytes, run.rows, run.compile_seconds)

@@ -17,6 +17,7 @@ from jaxshare.serving.arena import Arena, footprints
 from jaxshare.serving.folding import Arrangement, Stream
 from jaxshare.serving.prefill import Feed
 from jaxshare.serving.prefixes import Prefix
+from jaxshare.serving.room import Room
 from jaxshare.sizes import bucket
 
 
@@ -158,7 +159,7 @@ class Wave:
     worst: int
 
 
-def widest_wave(arrangement: Arrangement, streams: Sequence[Stream], max_new_tokens: int, max_rows: int, bound: int) -> Wave:
+def widest_wave(arrangement: Arrangement, streams: Sequence[Stream], max_new_tokens: int, max_rows: int, room: Room) -> Wave:
     """The most that neighbouring streams need together, as many of them as the rows and the memory allow."""
     shared = footprints([len(block.tokens) for block in arrangement.blocks])
     users: collections.Counter[int] = collections.Counter()
@@ -171,7 +172,7 @@ def widest_wave(arrangement: Arrangement, streams: Sequence[Stream], max_new_tok
             wave = dataclasses.replace(wave, most=alone, worst=stream.prompt)
         rows, tokens = rows + 1, tokens + owns[last] + sum(shared[b] for b in path if not users[b])
         users.update(path)
-        while rows > 1 and (rows > max_rows or tokens > bound):
+        while rows > 1 and (rows > max_rows or not room.fits(rows, tokens, rows + len(users))):
             gone = arrangement.path(streams[first].block)
             users.subtract(gone)
             rows, tokens = rows - 1, tokens - owns[first] - sum(shared[b] for b in gone if not users[b])

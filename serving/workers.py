@@ -25,6 +25,7 @@ from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, decode
 from jaxshare.compile_time import Stopwatch, compile_seconds
 from jaxshare.models import LoadedModel
 from jaxshare.recording import Recorder
+from jaxshare.seeds import seed_words, stream_seed
 from jaxshare.serving import saved_sessions
 from jaxshare.serving.answers import AnswerRule, answer_rule
 from jaxshare.serving.capacities import capacities, rounded_budget
@@ -103,7 +104,7 @@ class Workers:
           format: prompts and headers, or the name of a preset or file (`formats.format_named`); default the model's own, or else the
             collaborative prompt.
           sampler: how to sample; default the checkpoint's own settings. The format's forbidden tokens are added.
-          seed: worker i draws from seed + i.
+          seed: worker i, from 0, draws from the stream `jaxshare.seeds.stream_seed(seed, i)`; one that joins later has a stream of its own.
           ask_every: sampled tokens, all workers together, after which one of them is asked whether its work is redundant; 0 never asks.
           move: "rotate" moves a finished step as it is; "reencode" encodes it anew behind the history (the ablation of appendix E.1).
           max_workers: room for workers that join later; default len(names).
@@ -487,7 +488,10 @@ class Workers:
         self._state = dataclasses.replace(
             state, reasons=state.reasons.at[row].set(Reason.RUNNING.value), ready=state.ready.at[row].set(False),
             drawn=state.drawn.at[row].set(0), waiting=state.waiting.at[row].set(0),
-            steps=dataclasses.replace(state.steps.begin(row, 1), due=state.steps.due.at[row].set(False))).feed(row, lead)
+            # Not that of a worker who had the row before, and who drew from the same positions.
+            seeds=state.seeds.at[row].set(seed_words([stream_seed(self.settings["seed"], "joined", row, self.passes)])[0]),
+            steps=dataclasses.replace(state.steps.begin(row, 1), due=state.steps.due.at[row].set(False))
+            ).feed(row, lead)
         self._prepare()
 
     @_with_device

@@ -147,3 +147,20 @@ def test_blocks_low_and_rows_high_fit_in_their_footprints(blocks, rows):
 def test_footprints_count_whole_tiles_and_gaps_where_sizes_mix():
     assert footprints([]) == [] and footprints([5, 127]) == [5, 127] and footprints([128, 129]) == [128, 256]
     assert footprints([5, 129]) == [5, 256 + 127]
+
+
+def test_slots_that_are_added_are_taken_after_the_others_and_leave_blocks_where_they_are():
+    arena = Arena(MODEL, TOKENS, 2)
+    held = [arena.take(100), arena.take(300)]
+    assert held == [0, 1] and arena.take(1) is None and arena.used_slots == 2
+    before = settled(arena)
+    arena.grow(2)
+    arena.grow(1)
+    assert arena.slots == 2, "it never has fewer"
+    arena.grow(5)
+    assert arena.slots == 5 and settled(arena) == [*before, (0, 0), (0, 0), (0, 0)]
+    arena.give_back(0)
+    assert [arena.take(10) for _ in range(4)] == [0, 2, 3, 4] and arena.take(1) is None
+    extents = settled(arena)
+    assert extents[1] == before[1] and len({at for at, _ in extents}) == 5
+    assert arena.cache.num_blocks == 5 and np.asarray(arena.cache.lengths).tolist() == [0] * 5

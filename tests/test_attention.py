@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxshare import Layout, Rope, attention, block_attention, make_plan
+from jaxshare import Layout, Rope, attention, attention_xla, block_attention, make_plan
 from jaxshare.attention import BACKENDS
 from tests.helpers import Shelf, cache_with, pad_rows, rotated
 
@@ -172,6 +172,24 @@ def test_groups_of_rows(case):
 @given(cases(GROUPED_WIDE))
 def test_groups_of_rows_with_ragged_tokens(case):
     check(GROUPED_WIDE, case, implementations=("xla",))
+
+
+@pytest.mark.parametrize("shape", [GROUPED, WIDE], ids=["groups", "ragged"])
+def test_turns_that_change_only_the_rows_they_read_for(shape, monkeypatch):
+    """As with many rows. Rows read several tiles of a block, some of them in one turn, and blocks one after the other."""
+    monkeypatch.setattr(attention_xla, "_MANY_ROWS", 0)
+    monkeypatch.setattr(attention_xla, "_ROWS_OF_A_TURN", 0)
+    attended.clear_cache()
+
+    @settings(max_examples=25)
+    @given(cases(shape))
+    def all_cases(case):
+        check(shape, case, implementations=("xla",))
+
+    try:
+        all_cases()
+    finally:
+        attended.clear_cache()
 
 
 SOME_LENGTHS = st.sampled_from([0, 0, 1, 2, 5, 17, 64, 65, 300])

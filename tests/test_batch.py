@@ -54,12 +54,14 @@ class Engine:
     lives: int | None = None
     error: BaseException = RuntimeError("killed")
     made: "list[Engine]"
+    says: tuple[str, ...] = ()
 
     def __init__(self, model, prompts, *, n, max_new_tokens, sampler, seed, share, max_rows, max_kv_bytes, skip):
         self.prompts, self.most, self.seed, self.skip = prompts, max_new_tokens, seed, skip
         self.settings = {"n": n, "sampler": sampler, "share": share, "max_rows": max_rows, "max_kv_bytes": max_kv_bytes}
         self.sampled_tokens, self.passes, self.seconds, self.kv_bytes, self.unique_tokens = 0, 0, 0.5, 4096, 77
         self.compile_seconds = 2.5
+        self.rows, self.notes = 3, self.says
         self.wrote: list[tuple[int, int]] = []
         self.made.append(self)
 
@@ -123,6 +125,23 @@ def test_every_completion_is_in_the_output_in_the_order_of_the_input(job):
     assert [(list(branch.text), branch.n) for branch in engine.prompts] == [(prompt, n) for _, _, prompt, n in PROMPTS]
     assert err.startswith("9 completions of 4 prompts; ") and err.count("\n") == 1
     assert {path.name for path in job.folder.iterdir()} == {"in.jsonl", "out.jsonl", "out.jsonl.job"}
+
+
+def test_what_the_engine_has_chosen_is_said_before_it_runs(job, monkeypatch):
+    monkeypatch.setattr(Engine, "says", ("3 rows at a time: all completions", "costs of two CPU cores"))
+    code, out, err = job(LINES, "--json")
+    assert code == 0 and err.splitlines()[:2] == ["jaxshare: 3 rows at a time: all completions", "jaxshare: costs of two CPU cores"]
+    assert json.loads(out)["rows"] == 3
+
+
+def test_a_job_of_equal_texts_is_announced_once(job, caplog):
+    job(LINES, "--n", "2", sampling={"temperature": 0.0})
+    [record] = caplog.records
+    assert record.getMessage().startswith("all 3 completions of a prompt will be equal, because temperature 0 takes the likeliest token")
+    caplog.clear()
+    job([{"prompt": "one"}], name="b", sampling={"temperature": 0.0})
+    job(LINES, "--n", "2", name="c", sampling={"temperature": 0.1})
+    assert not caplog.records
 
 
 def test_settings_reach_the_engine(job):
@@ -270,9 +289,9 @@ def test_an_output_that_exists_is_left_alone(job):
     assert job.output.read_text() == "mine" and not job.job.exists()
 
 
-@pytest.mark.parametrize("damage", ["", "[]", '{"settings": 3, "finished": null, "output": 1, "format": "jaxshare batch job 1"}', "{}",
+@pytest.mark.parametrize("damage", ["", "[]", '{"settings": 3, "finished": null, "output": 1, "format": "jaxshare batch job 2"}', "{}",
                                     '{"settings": {}, "finished": null, "output": 1, "format": "other"}',
-                                    '{"settings": {}, "finished": {"a": 1}, "output": 1, "format": "jaxshare batch job 1"}'])
+                                    '{"settings": {}, "finished": {"a": 1}, "output": 1, "format": "jaxshare batch job 2"}'])
 def test_a_damaged_job_is_refused(job, damage):
     job(LINES)
     job.job.write_text(damage)
@@ -391,7 +410,8 @@ def test_the_json_object(job):
     tokens = sum(len(r["tokens"]) for r in results(job.output))
     assert done.pop("bad_lines")[0]["error"].startswith("is not JSON")
     assert done == {"completions": 6, "prompts": 4, "tokens": tokens, "passes": 6, "seconds": 0.5, "compile_seconds": 2.5,
-                    "tokens_per_second": 2 * tokens, "kv_bytes": 4096, "unique_prompt_tokens": 77, "output": str(job.output), "resumed": 0}
+                    "tokens_per_second": 2 * tokens, "kv_bytes": 4096, "unique_prompt_tokens": 77, "output": str(job.output), "resumed": 0,
+                    "rows": 3}
 
 
 def test_a_disk_that_is_full_at_the_end_costs_no_result(job, monkeypatch, capsys):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jaxshare import Sampler
 from jaxshare.models import EMBEDDED, LoadedModel, problems
 from jaxshare.plan import make_plan
+from jaxshare.seeds import stream_seed
 from jaxshare.serving import demo
 from jaxshare.serving.branches import Branches, Completion, Completions, generate
 from jaxshare.serving.costs import Costs
@@ -114,7 +115,8 @@ def test_greedy_equals_a_plain_loop_shared_or_not():
 def test_samples_are_the_same_shared_or_not_and_for_any_n():
     shared = [c.tokens for c in generate(model(), PROMPT, n=4, max_new_tokens=24, sampler=WARM, seed=7, share=True).completions]
     unshared = [c.tokens for c in generate(model(), PROMPT, n=4, max_new_tokens=24, sampler=WARM, seed=7, share=False).completions]
-    single = [generate(model(), PROMPT, n=1, max_new_tokens=24, sampler=WARM, seed=7 + i).completions[0].tokens for i in (0, 3)]
+    single = [generate(model(), PROMPT, n=1, max_new_tokens=24, sampler=WARM, seed=stream_seed(7, 0, i)).completions[0].tokens
+              for i in (0, 3)]
     assert shared == unshared
     assert single == [shared[0], shared[3]]
     assert len({tuple(tokens) for tokens in shared}) > 1

@@ -27,6 +27,18 @@ def test_generate_prints_completions(capsys):
     assert "--- 1 of 2" in out and "--- 2 of 2" in out and "47+38" in out
 
 
+def test_generate_says_what_it_chose_and_warns_of_equal_texts():
+    """On stderr, in plain sentences, as a user's own process shows them."""
+    done = subprocess.run([sys.executable, "-m", "jaxshare.serving.cli", "generate", "embedded", "--prompt", QUESTION, "--n", "3",
+                           "--max-new-tokens", "3", "--temperature", "0", "--json"], capture_output=True, text=True, check=True)
+    equal, rows, costs = done.stderr.splitlines()
+    assert equal.startswith("all 3 completions of a prompt will be equal, because temperature 0") and "such as 0.7" in equal
+    assert rows == "jaxshare: 3 rows at a time: all completions"
+    assert costs.startswith("jaxshare: what is shared is decided by costs of two CPU cores;")
+    result = json.loads(done.stdout)
+    assert result["rows"] == 3 and result["costs"]["source"].startswith("of two CPU cores") and "private_row" in result["costs"]["costs"]
+
+
 def test_generate_json_is_one_object_and_repeats(capsys, tmp_path):
     (tmp_path / "prompt.txt").write_text(QUESTION, encoding="utf-8")
     arguments = ("generate", "embedded", "--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "12", "--json", "--temperature",

@@ -10,6 +10,7 @@ import pytest
 
 from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler
 from jaxshare.models.layers import forward
+from jaxshare.seeds import stream_seed
 from tests.helpers import (
     CAPACITIES,
     LISTED,
@@ -207,10 +208,10 @@ def test_each_row_may_start_from_its_own_logits():
     assert [o[0] for o in done.outputs()] == [greedy(p, 1)[0] for p in PROMPTS]
 
 
-def test_one_seed_for_all_counts_up_by_row():
+def test_one_seed_for_all_gives_each_row_a_stream_of_its_own():
     a = run(tiny_state(PROMPTS, samplers=Sampler(1.5), seeds=20))
-    b = run(tiny_state(PROMPTS, samplers=Sampler(1.5), seeds=[20, 21, 22, 23]))
-    c = run(tiny_state(PROMPTS, samplers=Sampler(1.5), seeds=[20, 21, 22, 24]))
+    b = run(tiny_state(PROMPTS, samplers=Sampler(1.5), seeds=[20, *(stream_seed(20, r) for r in (1, 2, 3))]))
+    c = run(tiny_state(PROMPTS, samplers=Sampler(1.5), seeds=[20, *(stream_seed(20, r) for r in (1, 2)), 24]))
     assert a.outputs() == b.outputs()
     assert c.outputs()[:3] == a.outputs()[:3] and c.outputs()[3] != a.outputs()[3]
 

@@ -44,7 +44,7 @@ def test_a_pass_over_guesses_draws_what_one_pass_a_token_would():
         tokens[0, :count] = [*prompt, *guessed]
         cache = KVCache.create(TINY, (64,), jnp.float32)
         _, drawn, finite, kept = confirm(MODEL, tiny_params(), cache, Layout.from_blocks([[0]]), tokens, np.asarray([count]),
-                                         Samplers.stack([hot]), np.asarray([seed], np.uint32), np.asarray([1 - len(prompt)]), 4)
+                                         Samplers.stack([hot]), np.asarray([[0, seed]], np.uint32), np.asarray([1 - len(prompt)]), 4)
         found = np.asarray(drawn)[0, len(prompt) - 1:count].tolist()
         assert found[:right + 1] == made[:right + 1] and bool(finite[0])
         assert kept.tokens.shape == (1, 16, 4)

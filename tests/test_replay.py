@@ -13,10 +13,10 @@ from jaxshare import Sampler, Samplers
 from jaxshare.kept import Kept, keep
 from jaxshare.sampling import uniforms
 from jaxshare.serving.replay import UNDECIDED, decide, probabilities, redraw, rows, uniform_run
-from tests.test_sampling import expected_probabilities
+from tests.test_sampling import expected_probabilities, keys
 
 KEEP = jax.jit(keep, static_argnums=2)
-SAMPLE = jax.jit(lambda samplers, logits, seeds, positions: samplers.sample(logits, seeds, positions))
+SAMPLE = jax.jit(lambda samplers, logits, seeds, positions: samplers.sample(logits, keys(seeds), positions))
 ROWS, SLOTS = 512, 8
 
 
@@ -132,7 +132,7 @@ def test_float32_sums_of_a_device_stay_well_inside_the_guard():
         edges /= edges[:, -1:]
         for seed in range(4):
             token = fresh(logits, Sampler(1.0), seed, 0)
-            u = np.asarray(uniforms(jnp.full(64, seed, jnp.uint32), jnp.arange(64, dtype=jnp.int32)), np.float64)
+            u = np.asarray(uniforms(keys(jnp.full(64, seed, jnp.uint32)), jnp.arange(64, dtype=jnp.int32)), np.float64)
             row = np.arange(64)
             begin = np.where(token > 0, edges[row, np.maximum(token - 1, 0)], 0)
             worst = max(worst, float((begin - u).max()), float((u - edges[row, token]).max()))
@@ -165,7 +165,7 @@ def test_extreme_temperatures_and_logits():
 
 
 def test_random_numbers_are_those_of_the_row():
-    want = uniforms(jnp.full(9, 2**32 - 1, jnp.uint32), jnp.arange(30, 39, dtype=jnp.int32))
+    want = uniforms(keys(jnp.full(9, 2**32 - 1, jnp.uint32)), jnp.arange(30, 39, dtype=jnp.int32))
     np.testing.assert_array_equal(uniform_run(2**32 - 1, 30, 9), want)
     assert len(uniform_run(1, 0, 0)) == 0 and len(uniform_run(1, 0, 1)) == 1
     assert redraw(rows(kept_of(np.zeros((1, 3), np.float32), 1.0, 2), slice(0, 0)), Sampler(1.0), 0, 0).tolist() == []
@@ -209,7 +209,7 @@ def test_replayed_sequences_are_distributed_as_fresh_ones(sampler):
     kept = {k: kept_of(logits, 1.0, k) for k in replayed}
     for position in range(LENGTH):
         positions = jnp.full(CALLS, position, jnp.int32)
-        u = np.asarray(uniforms(seeds, positions))
+        u = np.asarray(uniforms(keys(seeds), positions))
         token = np.asarray(SAMPLE(samplers, jnp.asarray(logits[last]), seeds, positions)).astype(np.int64)
         for k in kept:
             drawn = np.full(CALLS, UNDECIDED)

@@ -18,8 +18,14 @@ ROWS, ROUNDS = 4096, 8
 
 
 @jax.jit
+def keys(seeds):
+    """uint32[R, 2] of seeds below 2**32."""
+    return jnp.stack([jnp.zeros_like(seeds), seeds], axis=-1)
+
+
+@jax.jit
 def sample(samplers, logits, seeds, positions):
-    return samplers.sample(logits, seeds, positions)
+    return samplers.sample(logits, keys(seeds), positions)
 
 
 def expected_probabilities(logits: np.ndarray, s: Sampler) -> np.ndarray:
@@ -175,7 +181,7 @@ def test_a_draw_depends_on_its_seed_and_position_alone():
 
 def test_uniforms_differ_by_seed_and_by_position_and_are_uniform():
     seeds, positions = np.meshgrid(np.arange(200, dtype=np.uint32), np.arange(200, dtype=np.int32))
-    u = np.asarray(uniforms(jnp.asarray(seeds.ravel()), jnp.asarray(positions.ravel())))
+    u = np.asarray(uniforms(keys(jnp.asarray(seeds.ravel())), jnp.asarray(positions.ravel())))
     assert u.min() >= 0 and u.max() < 1
     assert len(np.unique(u)) > 0.995 * u.size  # 2**23 values: about 95 pairs of 40000 coincide
     assert np.abs(np.sort(u) - (np.arange(u.size) + 0.5) / u.size).max() < 1.6 / math.sqrt(u.size)  # Kolmogorov-Smirnov, 1%

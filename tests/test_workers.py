@@ -13,6 +13,7 @@ import transformers
 
 from jaxshare import KVCache, Layout, Sampler, Samplers
 from jaxshare.models import layers, problems
+from jaxshare.seeds import seed_words, stream_seed
 from jaxshare.serving import Format, Workers, WorkersLayout, answers, combined, contiguous, interleaved
 from tests.test_branches import model, plain_greedy, problem
 
@@ -80,13 +81,13 @@ def plain_run(names, layout: WorkersLayout, format: Format, sampler: Sampler, pa
         forward([encode(text)], [[block]])
     queues = [encode("\n\n") + encode(format.opening(name, 1, names=names)) for name in names]
     in_block = [list(queue) for queue in queues]
-    steps = [[(1, [])] for _ in names]
+    steps, keys = [[(1, [])] for _ in names], seed_words([stream_seed(0, r) for r in range(3)])
     for _ in range(passes):
         width = 16 if any(len(q) > 1 for q in queues) else 1
         feed, queues = [q[:width] for q in queues], [q[width:] for q in queues]
         logits = forward(feed, rows)
         drawn = [*(sum(len(tokens) for _, tokens in row) for row in steps), *[0] * (3 - len(steps))]
-        tokens = np.asarray(draw(Samplers.stack([sampler] * 3), logits, jnp.arange(3, dtype=jnp.uint32), jnp.asarray(drawn)))
+        tokens = np.asarray(draw(Samplers.stack([sampler] * 3), logits, keys, jnp.asarray(drawn)))
         for r, name in enumerate(names):
             if queues[r]:
                 continue
@@ -187,7 +188,7 @@ def test_workers_that_cannot_see_each_other_are_alone():
     told = dataclasses.replace(CHAT, system="Work.", system_alone="Work.", greeting_first="", greeting_later="")
     alone = {}
     for i, name in enumerate(NAMES):
-        alone |= run(start((name,), layout=WorkersLayout({name: ("prompt", name)}), ask_every=0, seed=i, format=told))
+        alone |= run(start((name,), layout=WorkersLayout({name: ("prompt", name)}), ask_every=0, seed=stream_seed(0, i), format=told))
     assert run(start(NAMES, layout=apart, ask_every=0, format=told)) == alone
 
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import contextvars
 import copy
-import hashlib
 import inspect
 import itertools
 import threading
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxshare.seeds import stream_seed
 from jaxshare.serving.agents.calls import Llm, Message, ModelCall, ParseError, Reply, Tool
 from jaxshare.serving.agents.runs import AgentRun
 from jaxshare.serving.agents.states import State
@@ -107,9 +107,8 @@ def check_budget(run: AgentRun, count: int) -> None:
 
 
 def _seed(seed: int, run: str, path: tuple[int, ...], number: int, attempt: int) -> int:
-    """Of what is random in one call of the model: from where it stands alone."""
-    place = f"{seed} {run} {path} {number} {attempt}".encode()
-    return int.from_bytes(hashlib.blake2b(place, digest_size=4).digest()) >> 1
+    """The stream of one call of the model: it follows from where the call stands in the program alone."""
+    return stream_seed(seed, "call", run, len(path), *path, number, attempt)
 
 
 async def use(request: Tool) -> Any:

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import hashlib
 import itertools
 import logging
 import os
@@ -16,6 +15,7 @@ from jaxshare import Sampler
 from jaxshare.cache import ALIGNMENT, arena_size, extents
 from jaxshare.compile_time import compile_seconds
 from jaxshare.models import LoadedModel
+from jaxshare.seeds import stream_seed
 from jaxshare.serving.arena import whole_tiles
 from jaxshare.serving.engine import saved
 from jaxshare.serving.engine.calls import Call, ClosedError, EngineError, QueueFullError, Stream, StreamState, Text, TooLongError
@@ -142,7 +142,8 @@ class Engine:
           sampler: how tokens are chosen; default the engine's.
           max_new_tokens: of the answer.
           stop: it ends before the first of these texts.
-          seed: of its randomness; default one that follows from the engine's seed, what is asked, and how often that was asked before.
+          seed: of its randomness, an integer of 64 bits; default one that follows from the engine's seed, what is asked, and how often that
+            was asked before (`jaxshare.seeds`).
           agent_id: whose call it is. Agents are served in turn, and what leaves the memory is decided by what they contribute.
           priority: calls of a higher one are served first, and take rows and memory from those of a lower one.
           resample: whether the same will be asked again: "stepwise" takes from the Logits Cache what it knows of this prompt, exactly, and
@@ -188,7 +189,7 @@ class Engine:
                     self._asked.popitem(last=False)
                 call.seed, call.next_seed = (self._seed_of(asked, self._asked[asked] + more) for more in (0, 1))
             else:
-                call.seed = seed % 2**32
+                call.seed = stream_seed(seed)
             self._new.append(call)
             self._calls[call] = None
             if self._thread is None:
@@ -228,9 +229,8 @@ class Engine:
                                f"but sessions have all but {left} of them; close one, raise kv_bytes or shorten them")
 
     def _seed_of(self, asked: bytes, time: int) -> int:
-        """Of the call that asks something for the so manieth time."""
-        place = asked + f"{self._seed} {time}".encode()
-        return int.from_bytes(hashlib.blake2b(place, digest_size=4).digest())
+        """The stream of the call that asks something for the n-th time."""
+        return stream_seed(self._seed, "call", asked, time)
 
     # Sessions.
 

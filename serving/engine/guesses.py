@@ -73,7 +73,7 @@ def confirm(model: Model, params: Any, cache: KVCache, layout: Layout, tokens: A
     Args:
       cache: donated.
       tokens: int32[R, T]; count: int32[R], how many of them are real.
-      samplers: of the rows; seeds: uint32[R]; positions: int32[R], of the draw after each row's first token.
+      samplers: of the rows; seeds: uint32[R, 2]; positions: int32[R], of the draw after each row's first token.
       kept: how many of the largest logits to keep of each distribution; 0 for nothing.
 
     Returns:
@@ -83,7 +83,7 @@ def confirm(model: Model, params: Any, cache: KVCache, layout: Layout, tokens: A
     rows, width, vocab = logits.shape
     flat = logits.reshape(rows * width, vocab)
     each = jax.tree.map(lambda of_row: jnp.repeat(of_row, width, axis=0), samplers)
-    drawn = each.sample(flat, jnp.repeat(seeds, width), (positions[:, None] + jnp.arange(width)).reshape(-1),
+    drawn = each.sample(flat, jnp.repeat(seeds, width, axis=0), (positions[:, None] + jnp.arange(width)).reshape(-1),
                         mesh=cache.mesh).reshape(rows, width)
     real = jnp.arange(width) < count[:, None]
     finite = jnp.all(jnp.isfinite(jnp.max(logits, axis=-1)) | ~real, axis=1)

@@ -17,6 +17,7 @@ from jax import Array
 from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, decode
 from jaxshare.models import LoadedModel
 from jaxshare.sampling import Samplers
+from jaxshare.seeds import seed_words
 from jaxshare.serving import prefill
 from jaxshare.serving.engine.calls import Call, End, NotANumberError
 from jaxshare.serving.engine.guesses import SHAPES, Guesses, confirm
@@ -210,7 +211,7 @@ class Loop:
             return unsure
         count, width = next(shape for shape in SHAPES if len(guessed) <= shape[0])
         tokens, counts, begins = np.zeros((count, width), np.int32), np.zeros(count, np.int32), np.zeros(count, np.int32)
-        samplers, seeds, positions = [Sampler()] * count, np.zeros(count, np.uint32), np.zeros(count, np.int32)
+        samplers, seeds, positions = [Sampler()] * count, [0] * count, np.zeros(count, np.int32)
         for i, (row, some) in enumerate(guessed):
             whole = [*row.left.tolist(), *some]
             tokens[i, :len(whole)], counts[i], begins[i] = whole, len(whole), len(row.left) - 1
@@ -219,8 +220,8 @@ class Loop:
         cache, layout = self._view({i: row for i, (row, _) in enumerate(guessed)}, count)
         edits = max(len(sampler.bias) + len(sampler.forbidden) for sampler in samplers)
         self.memory.pool.cache, drawn, finite, kept = confirm(
-            self.model.module, self.model.params, cache, layout, tokens, counts, Samplers.stack(samplers, bias_slots=max(8, edits)), seeds,
-            positions, self.replies.kept)
+            self.model.module, self.model.params, cache, layout, tokens, counts, Samplers.stack(samplers, bias_slots=max(8, edits)),
+            seed_words(seeds), positions, self.replies.kept)
         drawn, finite, kept = jax.device_get((drawn, finite, kept))
         self.metrics.ran("guess", 1)
         self.memory.moved = True

@@ -39,7 +39,7 @@ from jaxshare.serving.layouts import LAYOUTS, MOVES
 from jaxshare.serving.nodes import NodeModel
 from jaxshare.serving.prompts import Format
 
-FORMAT = "jaxshare evaluation 1"
+FORMAT = "jaxshare evaluation 2"
 SETTINGS, RUNS, SCORES, RESULT, TABLE, PICTURE = "settings.json", "runs.jsonl", "scores.jsonl", "result.json", "table.txt", "accuracy.png"
 _OTHER, _AGAIN = "give another --out", "--resume goes on with the evaluation"
 _NOT_ALL = 3

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
+from jaxshare.seeds import stream_seed
 from jaxshare.serving import records
 from jaxshare.serving.answers import AnswerRule, answer_rule, box_answers, has_entries
 from jaxshare.serving.baselines import METHODS
@@ -23,9 +24,6 @@ from jaxshare.serving.fleet import Fleet, Work
 
 ALONE = ("no-early-stop", "sequential", "skeleton-unlimited")
 """Methods that do not ask how many workers there are. They count as one."""
-_SEEDS_APART, _PROBLEMS_APART = 64, 0x9E3779B1
-"""Between the seeds of two runs of one problem: more than the streams of a run draw from. Between those of two problems: odd, so that no
-two of 2**32 are equal."""
 
 Key = tuple[int, str, int]
 """Of a run: how many workers, the problem's id, the number of the seed."""
@@ -111,10 +109,13 @@ class Run:
 
 def pieces(problems: Sequence[Problem], *, method: str, workers: Sequence[int], budgets: Sequence[int], seeds: int, seed: int,
            answer_tokens: int, sampler: Sampler, more: Mapping[str, Any]) -> list[Piece]:
-    """All runs of an evaluation, problem by problem, so that one that is broken off has the same problems for all numbers of workers."""
+    """All runs of an evaluation, problem by problem, so that one that is broken off has the same problems for all numbers of workers.
+
+    A run's seed follows from `seed`, the problem's place and the number of the run (`jaxshare.seeds`), not from the number of workers.
+    """
     settings: Any = dict(budgets=tuple(sorted(set(budgets))), answer_tokens=answer_tokens, sampler=sampler, more=more)
     return [Piece(problem.id, problem.text, problem.kind, problem.parts, method, count, number,
-                  (seed + place * _PROBLEMS_APART + number * _SEEDS_APART) % 2**32, **settings)
+                  stream_seed(seed, "evaluation run", place, number), **settings)
             for place, problem in enumerate(problems) for number in range(seeds) for count in workers]
 
 
