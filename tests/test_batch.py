@@ -39,7 +39,8 @@ class Tokenizer:
 
 
 def model(tokenizer=Tokenizer):
-    return types.SimpleNamespace(tokenizer=tokenizer and tokenizer(), config=types.SimpleNamespace(max_positions=CONTEXT, vocab_size=VOCAB),
+    config = types.SimpleNamespace(max_positions=CONTEXT, vocab_size=VOCAB, architecture="LlamaForCausalLM")
+    return types.SimpleNamespace(tokenizer=tokenizer and tokenizer(), config=config,
                                  generation=Generation(temperature=0.5, top_k=7))
 
 
