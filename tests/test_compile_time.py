@@ -144,7 +144,7 @@ def test_shards_report_the_replica_that_compiled_longest():
 
             time.sleep(0.2)
             for replica, compiled in ((0, 0.02), (1, 0.03), (0, 0.04)):
-                yield Result(None, "cost", Cost(passes=1, kv_bytes=10, compile_seconds=compiled), replica)
+                yield Result(None, "cost", Cost(passes=1, kv_bytes=10, rows=2, compile_seconds=compiled), replica)
 
     run = Shards(Fleet(), model, model(), [[5, 6], [5, 7]])
     begin = time.perf_counter()

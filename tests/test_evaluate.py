@@ -123,7 +123,8 @@ def test_a_bad_line_is_named(tmp_path, line, words):
 @pytest.mark.parametrize(("name", "more", "words"), [
     ("gsm8k5", {}, r"the task gsm8k5 needs a folder with gsm8k_test.jsonl \(.*\); name it with --data-dir or in JAXSHARE_DATA"),
     ("aime", {"data": "nowhere"}, r"needs a folder with aime2024.jsonl .* but nowhere is not there"),
-    ("aime", {"data": "."}, r"but \. has no aime2024.jsonl"), ("sum", {}, "--task is 'sum'; it must be one of sums, sums-dependent, gsm"),
+    ("aime", {"data": "."}, r"but \. has no aime2024.jsonl"),
+    ("sum", {}, "--task is 'sum'; it must be one of sums, sums-typed, sums-dependent, gsm"),
     ("nowhere.jsonl", {}, "the task file nowhere.jsonl cannot be read"), ("sums", {"samples": 0}, "--samples is 0"),
     ("sums", {"questions": (11, 11)}, "--questions is 11; sums asks 1 to 10 at once"),
     ("sums-dependent", {"questions": (1, 1)}, "--questions is 1; sums-dependent asks 2 to 10"),
@@ -357,14 +358,36 @@ def test_the_table_is_printed_and_kept(evaluation):
     assert "90%, 2 workers: not reached" in out and err == f"all texts and scores are in {evaluation.out}\n"
 
 
+def test_typed_sums_take_the_forms_in_turn():
+    task = load_task("sums-typed", samples=23, questions=(1, 3))
+    assert [problem.id for problem in task.problems[:2]] == ["sentence, numbered 1", "sentence, lines 1"]
+    assert task.problems[11].id == "sentence, numbered 2" and task.problems[22].id == "sentence, numbered 3"
+    by_form = {problem.id: problem for problem in task.problems}
+    assert by_form["what is 1"].text.startswith("What is ") and by_form["what is 1"].text.endswith("?")
+    assert task == load_task("sums-typed", samples=23, questions=(1, 3)) and all(problem.exact for problem in task.problems)
+
+
+def test_a_run_ends_with_a_box_for_all_of_its_questions():
+    def rule(parts: int, kind: str = "box"):
+        settings: dict = dict(budgets=(8,), answer_tokens=4, sampler=Sampler(), more={})
+        return runs.Piece("p", "text", kind, parts, "workers", 2, 0, 0, **settings).rule
+
+    assert rule(1).extract("\\boxed{7}") == "7" == rule(1).extract("\\boxed{7} and \\boxed{?}")
+    assert rule(3).extract("\\boxed{7}, so \\boxed{8, 9}") is None
+    assert rule(3).extract("\\boxed{7, 8, 9} or \\boxed{1, 2}") == "7, 8, 9"
+    assert rule(2).extract("\\boxed{1,234, 5}") == "1,234, 5" and rule(2).extract("\\boxed{(1, 2)}") is None
+    assert rule(1, "code").extract("```python\nx = 1\n```") == "x = 1"
+
+
 def test_what_reaches_the_method(evaluation):
     evaluation("--seeds", "2", "--seed", "7", "--layout", "interleaved", "--move", "reencode", "--ask-every", "0",
-               "--answer-tokens", "9", sampling={"temperature": 0.5})
+               "--answer-tokens", "9", "--stop-on", "eos", sampling={"temperature": 0.5})
     made = evaluation.stand.made
     assert len(made) == 12 and len({piece.seed for piece in made}) == 6  # all numbers of workers draw from the same
     assert {(p.budgets, p.answer_tokens, p.method, p.kind, p.sampler) for p in made} == {
         ((32, 64, 128, 256), 9, "workers", "box", Sampler(temperature=0.5))}
-    assert made[0].more == {"layout": "interleaved", "move": "reencode", "ask_every": 0} and made[0].text.startswith("Twice")
+    assert made[0].more == {"layout": "interleaved", "move": "reencode", "ask_every": 0, "stop_on": "eos"}
+    assert made[0].text.startswith("Twice")
     evaluation("--method", "sequential", workers=(), out="other")
     assert [(p.workers, p.method, p.more) for p in evaluation.stand.made] == [(1, "sequential", {})] * 3
 

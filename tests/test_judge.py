@@ -155,7 +155,7 @@ def test_averages_are_over_runs():
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """As `jaxshare evaluate` leaves it: two problems, for one worker and for two."""
-    settings = {"format": "jaxshare evaluation 1", "settings": {"method": "workers"}}
+    settings = {"format": "jaxshare evaluation 2", "settings": {"method": "workers"}}
     (tmp_path / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     made = [run(workers, problem) for problem in "pq" for workers in (1, 2)]
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps(vars(r)) + "\n" for r in made), encoding="utf-8")
@@ -237,7 +237,7 @@ def test_folders_that_cannot_be_judged(command, folder):
     assert "line 2 of" in command()[2]
     runs.unlink()
     assert "runs.jsonl cannot be read" in command()[2]
-    (folder / "settings.json").write_text('{"format": "jaxshare evaluation 1", "settings": {"method": "sequential"}}')
+    (folder / "settings.json").write_text('{"format": "jaxshare evaluation 2", "settings": {"method": "sequential"}}')
     assert "was written by the method sequential, which has no workers" in command()[2]
     (folder / "settings.json").write_text("{}")
     assert "has no evaluation that can be read" in command()[2]
