@@ -41,15 +41,18 @@ demo: $(RUNTIME) ## one model as two workers and as sixteen branches over one sh
 
 test: $(DEV) ## ruff and the quick tests (PYTEST_ARGS='-k rope')
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check --quiet
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 test-all: $(DEV) ## ruff and all tests, the slow ones too
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check --quiet
 	$(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS)
 
 # Links stand in for jaxshare/checkout.py, which finds models/ and serving/ where a program runs: pyright runs nothing.
 lint: $(DEV) ## ruff and pyright
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check --quiet
 	@rm -rf build/pyright && mkdir -p build/pyright/jaxshare
 	@ln -s "$(CURDIR)"/jaxshare/* "$(CURDIR)/models" "$(CURDIR)/serving" build/pyright/jaxshare/
 	$(BIN)/pyright --pythonpath $(BIN)/python

@@ -1,11 +1,14 @@
-"""Two agents repair a program whose test fails, in the shape of Hive's figure 6; a patch is believed when the test has really passed.
+"""Two agents repair a program whose test fails, in the shape of Hive's figure 6; a patch is
+believed when the test has really passed.
 
     jaxshare agents run examples/bug_repair.py
     jaxshare agents run examples/bug_repair.py --model Qwen/Qwen3-8B -- --source buggy.py --test test_buggy.py
 
-`context_gather` reads the program and yields what matters to the bug; `bug_repair` asks the model for a patch, runs the test, and resumes
-the other one with what came of it, until the test passes. The test runs in a process of its own, with bounds on time, memory and files, in
-a folder of its own. That keeps mistakes in, not attackers: give patches of a model that you do not trust to a container.
+`context_gather` reads the program and yields what matters to the bug; `bug_repair` asks the model
+for a patch, runs the test, and resumes the other one with what came of it, until the test passes.
+The test runs in a process of its own, with bounds on time, memory and files, in a folder of its
+own. That keeps mistakes in, not attackers: give patches of a model that you do not trust to a
+container.
 """
 
 import argparse
@@ -48,7 +51,7 @@ def spread(text):
     return max(values) - min(values)
 '''
 
-TEST = '''\
+TEST = """\
 from program import median
 
 
@@ -58,7 +61,7 @@ def test_the_middle_of_three():
 
 def test_the_mean_of_the_middle_two():
     assert median("4 1 3 2") == 2.5
-'''
+"""
 
 ROUNDS = 4
 SECONDS = 10.0
@@ -115,17 +118,35 @@ print(proof)
 def verify(source: str, test: str, seconds: float = SECONDS) -> Verdict:
     """Runs the functions of a test whose names begin with `test`, in a process of its own.
 
-    A program that ends the process early has not passed: a word that the process was given is said only behind the last test.
+    A program that ends the process early has not passed: a word that the process was given is said
+    only behind the last test.
     """
     proof = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="bug_repair-") as folder:
-        for name, text in (("program.py", source), ("test_program.py", test), ("runner.py", RUNNER)):
+        for name, text in (
+            ("program.py", source),
+            ("test_program.py", test),
+            ("runner.py", RUNNER),
+        ):
             (Path(folder) / name).write_text(text, encoding="utf-8")
         with (Path(folder) / "output").open("w+b") as output:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-B", "runner.py", str(int(seconds) + 1), str(MEMORY), str(FILES)], cwd=folder,
-                env={"HOME": folder, "TMPDIR": folder, "PATH": os.defpath}, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True)
+                [
+                    sys.executable,
+                    "-I",
+                    "-B",
+                    "runner.py",
+                    str(int(seconds) + 1),
+                    str(MEMORY),
+                    str(FILES),
+                ],
+                cwd=folder,
+                env={"HOME": folder, "TMPDIR": folder, "PATH": os.defpath},
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             try:
                 process.communicate(f"{proof}\n".encode(), timeout=seconds)
             except subprocess.TimeoutExpired:
@@ -141,12 +162,20 @@ def verify(source: str, test: str, seconds: float = SECONDS) -> Verdict:
             said = output.read(FILES).decode(errors="replace")
     if process.returncode == 0 and proof in said:
         return Verdict(True, "")
-    return Verdict(False, said.replace(folder, ".")[-REPORT:].strip() or f"The test ended with code {process.returncode}.")
+    return Verdict(
+        False,
+        said.replace(folder, ".")[-REPORT:].strip()
+        or f"The test ended with code {process.returncode}.",
+    )
 
 
 def functions_of(source: str) -> dict[str, str]:
     """The text of each function of a program."""
-    return {node.name: ast.get_source_segment(source, node) or "" for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name: ast.get_source_segment(source, node) or ""
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 def patched(source: str, patch: str) -> str:
@@ -177,7 +206,8 @@ def code_block(text: str) -> str:
 
 @agent
 async def context_gather(source, test):
-    """Yields the functions that matter to a failing test, each time that it is resumed with (program, what the test said)."""
+    """Yields the functions that matter to a failing test, each time that it is resumed with
+    (program, what the test said)."""
     functions = functions_of(source)
 
     def names(text):
@@ -187,7 +217,12 @@ async def context_gather(source, test):
         return list(dict.fromkeys(found))
 
     try:
-        chosen = await llm(READ_NEXT.format(names=", ".join(functions), test=test), parse=names, retries=1, max_new_tokens=32)
+        chosen = await llm(
+            READ_NEXT.format(names=", ".join(functions), test=test),
+            parse=names,
+            retries=1,
+            max_new_tokens=32,
+        )
     except ParseError:
         chosen = list(functions)
     while True:
@@ -197,7 +232,9 @@ async def context_gather(source, test):
             return
         source, report = news
         # What the test has come across since belongs to it too.
-        chosen += [name for name in functions_of(source) if name not in chosen and f"in {name}" in report]
+        chosen += [
+            name for name in functions_of(source) if name not in chosen and f"in {name}" in report
+        ]
 
 
 @agent
@@ -209,7 +246,12 @@ async def bug_repair(source, test):
     while not verdict.passed and len(tried) < ROUNDS:
         code = await gatherer.next()
         try:
-            patch = await llm(REPAIR.format(code=code, test=test, report=verdict.report), parse=code_block, retries=1, max_new_tokens=512)
+            patch = await llm(
+                REPAIR.format(code=code, test=test, report=verdict.report),
+                parse=code_block,
+                retries=1,
+                max_new_tokens=512,
+            )
             repaired = patched(source, patch)
         except ValueError as error:
             report = f"{verdict.report}\n(The last patch could not be used: {error})"
@@ -229,26 +271,41 @@ MODEL = "scripted"
 
 
 def arguments(args: list[str]):
-    parser = argparse.ArgumentParser(prog="bug_repair.py", description="Repair a program whose test fails.")
-    parser.add_argument("--source", metavar="FILE", help="the program, which its test imports as `program`")
-    parser.add_argument("--test", metavar="FILE", help="functions test_... that raise where it is wrong")
+    parser = argparse.ArgumentParser(
+        prog="bug_repair.py", description="Repair a program whose test fails."
+    )
+    parser.add_argument(
+        "--source", metavar="FILE", help="the program, which its test imports as `program`"
+    )
+    parser.add_argument(
+        "--test", metavar="FILE", help="functions test_... that raise where it is wrong"
+    )
     given = parser.parse_args(args)
     if (given.source is None) != (given.test is None):
         raise ValueError("--source and --test go together")
     if given.source is None:
         return SOURCE, TEST
     try:
-        source, test = (Path(file).read_text(encoding="utf-8") for file in (given.source, given.test))
+        source, test = (
+            Path(file).read_text(encoding="utf-8") for file in (given.source, given.test)
+        )
         ast.parse(source)
     except (OSError, ValueError, SyntaxError) as error:
-        raise ValueError(f"{given.source} and {given.test} have to be Python files that can be read ({error})") from error
+        raise ValueError(
+            f"{given.source} and {given.test} have to be Python files that can be read ({error})"
+        ) from error
     return source, test
 
 
 def shown(value) -> str:
     lines = []
     for number, one in enumerate(value["tried"], 1):
-        lines += [f"patch {number}:", one["patch"] or "(none)", "the test passes" if one["passed"] else one["report"].splitlines()[-1], ""]
+        lines += [
+            f"patch {number}:",
+            one["patch"] or "(none)",
+            "the test passes" if one["passed"] else one["report"].splitlines()[-1],
+            "",
+        ]
     return "\n".join([*lines, "repaired:" if value["passed"] else "not repaired:", value["source"]])
 
 
@@ -274,9 +331,12 @@ def median(text):
 
 
 def scripted() -> ScriptedModel:
-    """Answers to the program above: the first patch repairs one of two mistakes, the second the other."""
-    return ScriptedModel({
-        "Which functions have to be read": "numbers, median",
-        "in test_the_middle_of_three": SORTED,
-        "in test_the_mean_of_the_middle_two": BOTH,
-    })
+    """Answers to the program above: the first patch repairs one of two mistakes, the second the
+    other."""
+    return ScriptedModel(
+        {
+            "Which functions have to be read": "numbers, median",
+            "in test_the_middle_of_three": SORTED,
+            "in test_the_mean_of_the_middle_two": BOTH,
+        }
+    )

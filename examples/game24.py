@@ -1,11 +1,14 @@
-"""The game of 24 by Tree of Thoughts: make 24 of four numbers, each used once, with + - * / and brackets.
+"""The game of 24 by Tree of Thoughts: make 24 of four numbers, each used once, with + - * / and
+brackets.
 
     jaxshare agents run examples/game24.py -- 4 9 10 13
     jaxshare agents run examples/game24.py --model Qwen/Qwen3-8B --trace trace.json --plots pictures -- --puzzles game24.csv --limit 10
 
-The model proposes one step at a time, two numbers and what becomes of them; another agent asks it what the numbers that are left are good
-for, and the search goes on from the best. Nothing that the model says is believed: steps and the final expression are worked out in
-fractions. The scripted model is no language model: every second of its proposals is a step on a way to 24, found by trying all.
+The model proposes one step at a time, two numbers and what becomes of them; another agent asks it
+what the numbers that are left are good for, and the search goes on from the best. Nothing that the
+model says is believed: steps and the final expression are worked out in fractions. The scripted
+model is no language model: every second of its proposals is a step on a way to 24, found by trying
+all.
 """
 
 import argparse
@@ -45,7 +48,10 @@ Number = tuple[Fraction, str]
 """What it is, and the expression that it came from."""
 
 OPERATIONS = {
-    "+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: a / b if b else None,
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "/": lambda a, b: a / b if b else None,
 }
 
 
@@ -90,7 +96,10 @@ def value_of(expression: str) -> tuple[Fraction, list[int]]:
                 value = OPERATIONS[operators[type(operator)]](worked_out(left), worked_out(right))
                 if value is not None:
                     return value
-        raise ValueError(f"{expression!r} is not an expression of whole numbers with + - * / and brackets that has a value")
+        raise ValueError(
+            f"{expression!r} is not an expression of whole numbers with + - * / and brackets that "
+            "has a value"
+        )
 
     try:
         tree = ast.parse(expression.strip(), mode="eval")
@@ -122,7 +131,8 @@ def vote(text: str) -> float:
 
 @agent
 async def judge(judged: Judged):
-    """What the numbers that are left are good for: three opinions, added up. An expression that is checked is worth the most."""
+    """What the numbers that are left are good for: three opinions, added up. An expression that is
+    checked is worth the most."""
     if judged.finished:
         return 100.0
     prompt = VALUE.format(goal=GOAL, numbers=shown_numbers(judged.variables["numbers"]))
@@ -136,12 +146,21 @@ async def judge(judged: Judged):
     return total
 
 
-@agent(supervisor=TreeOfThoughts(breadth=6, keep=3, value=judge, prune=0.01, enough=100.0, budget=Budget(calls=400)))
+@agent(
+    supervisor=TreeOfThoughts(
+        breadth=6, keep=3, value=judge, prune=0.01, enough=100.0, budget=Budget(calls=400)
+    )
+)
 async def solve(puzzle):
     """An expression that makes 24 of the puzzle's numbers. A step that cannot be ends its path."""
     numbers = [(Fraction(number), str(number)) for number in puzzle]
     while len(numbers) > 1:
-        line = await llm(PROPOSE.format(goal=GOAL, numbers=shown_numbers(numbers)), temperature=0.9, max_new_tokens=32, stop="\n")
+        line = await llm(
+            PROPOSE.format(goal=GOAL, numbers=shown_numbers(numbers)),
+            temperature=0.9,
+            max_new_tokens=32,
+            stop="\n",
+        )
         numbers = step(line, numbers)
     expression = numbers[0][1].removeprefix("(").removesuffix(")")
     if not is_solution(expression, puzzle):
@@ -159,7 +178,10 @@ async def solve_all(puzzles):
             found.append(await child.result())
         except Exception:
             found.append(None)
-    return {" ".join(map(str, puzzle)): expression for puzzle, expression in zip(puzzles, found, strict=True)}
+    return {
+        " ".join(map(str, puzzle)): expression
+        for puzzle, expression in zip(puzzles, found, strict=True)
+    }
 
 
 # What `jaxshare agents run` looks for.
@@ -170,12 +192,22 @@ MODEL = "scripted"
 
 def arguments(args: list[str]):
     parser = argparse.ArgumentParser(prog="game24.py", description="Make 24 of four numbers.")
-    parser.add_argument("numbers", nargs="*", type=int, help="of one puzzle (default: a handful of puzzles)")
-    parser.add_argument("--puzzles", metavar="FILE", help="CSV with a column `Puzzles`, or a puzzle a line")
+    parser.add_argument(
+        "numbers", nargs="*", type=int, help="of one puzzle (default: a handful of puzzles)"
+    )
+    parser.add_argument(
+        "--puzzles", metavar="FILE", help="CSV with a column `Puzzles`, or a puzzle a line"
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="the first N puzzles alone")
     given = parser.parse_args(args)
-    puzzles = [given.numbers] if given.numbers else [*read(given.puzzles)] if given.puzzles else [puzzle_of(text) for text in PUZZLES]
-    return (puzzles[:given.limit],)
+    puzzles = (
+        [given.numbers]
+        if given.numbers
+        else [*read(given.puzzles)]
+        if given.puzzles
+        else [puzzle_of(text) for text in PUZZLES]
+    )
+    return (puzzles[: given.limit],)
 
 
 def read(file: str) -> Iterator[list[int]]:
@@ -202,11 +234,15 @@ def puzzle_of(text: str) -> list[int]:
 
 
 def shown(value: dict[str, str | None]) -> str:
-    lines = [f"{puzzle:>14}   {f'{expression} = {GOAL}' if expression else 'not solved'}" for puzzle, expression in value.items()]
+    lines = [
+        f"{puzzle:>14}   {f'{expression} = {GOAL}' if expression else 'not solved'}"
+        for puzzle, expression in value.items()
+    ]
     return "\n".join([*lines, f"{sum(map(bool, value.values()))} of {len(value)} solved"])
 
 
 # The stand-in for a model.
+
 
 def steps(numbers: Sequence[Fraction]) -> list[tuple[str, tuple[Fraction, ...]]]:
     """All steps that these numbers allow, and what they leave, in order."""
@@ -222,7 +258,11 @@ def steps(numbers: Sequence[Fraction]) -> list[tuple[str, tuple[Fraction, ...]]]
 @functools.cache
 def can_reach(numbers: tuple[Fraction, ...]) -> bool:
     """Whether 24 can be made of numbers in order, by trying everything."""
-    return numbers[0] == GOAL if len(numbers) == 1 else any(can_reach(left) for _, left in steps(numbers))
+    return (
+        numbers[0] == GOAL
+        if len(numbers) == 1
+        else any(can_reach(left) for _, left in steps(numbers))
+    )
 
 
 def asked_numbers(call: ModelCall) -> tuple[Fraction, ...]:
@@ -231,7 +271,8 @@ def asked_numbers(call: ModelCall) -> tuple[Fraction, ...]:
 
 
 def proposal(call: ModelCall) -> str:
-    """A firing of an even number gets a step from which 24 can be made, as far as there are such; one of an odd number any other."""
+    """A firing of an even number gets a step from which 24 can be made, as far as there are such;
+    one of an odd number any other."""
     sound: dict[bool, list[str]] = collections.defaultdict(list)
     for line, left in steps(asked_numbers(call)):
         sound[can_reach(left)].append(line)

@@ -1,7 +1,8 @@
 """jaxshare: inference for groups of language-model streams that share memory.
 
-One engine for Hogwild! Inference (workers), Hydragen (branches) and Hive (agents): rows that see ordered lists of cached
-blocks. The core is pure JAX; `jaxshare.models` has Llama and Qwen, `jaxshare.serving` what people run.
+One engine for Hogwild! Inference (workers), Hydragen (branches) and Hive (agents): rows that see
+ordered lists of cached blocks. The core is pure JAX; `jaxshare.models` has Llama and Qwen,
+`jaxshare.serving` what people run.
 """
 
 from jaxshare.attention import block_attention
@@ -19,5 +20,20 @@ from jaxshare.trace import Trace
 find_siblings()
 __version__ = version()
 
-__all__ = ["DecodeState", "KVCache", "Layout", "Plan", "Reason", "Recorder", "Rope", "Sampler", "Samplers", "Trace", "TraceBatch",
-           "__version__", "block_attention", "decode", "make_plan"]
+__all__ = [
+    "DecodeState",
+    "KVCache",
+    "Layout",
+    "Plan",
+    "Reason",
+    "Recorder",
+    "Rope",
+    "Sampler",
+    "Samplers",
+    "Trace",
+    "TraceBatch",
+    "__version__",
+    "block_attention",
+    "decode",
+    "make_plan",
+]

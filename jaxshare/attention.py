@@ -1,4 +1,5 @@
-"""block_attention: attention of new tokens over the blocks of a cache, by whichever backend can do it."""
+"""block_attention: attention of new tokens over the blocks of a cache, by whichever backend can do
+it."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -14,7 +15,9 @@ Backend = Callable[[Array, Array, Array, Plan, float], Array]
 
 
 def _imported(find: Callable[[], Backend]) -> Backend:
-    """A backend that is imported when it is called, and whose absence is no error but a reason to take another."""
+    """A backend that is imported when it is called, and whose absence is no error but a reason to
+    take another."""
+
     def backend(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
         try:
             found = find()
@@ -26,12 +29,21 @@ def _imported(find: Callable[[], Backend]) -> Backend:
 
 
 BACKENDS: dict[str, Backend] = {
-    "mosaic_gpu": _imported(lambda: importlib.import_module("jaxshare.pallas.block_attention_mosaic_gpu").mosaic_gpu_attention),
-    "triton": _imported(lambda: importlib.import_module("jaxshare.pallas.block_attention_triton").triton_attention),
+    "mosaic_gpu": _imported(
+        lambda: (
+            importlib.import_module(
+                "jaxshare.pallas.block_attention_mosaic_gpu"
+            ).mosaic_gpu_attention
+        )
+    ),
+    "triton": _imported(
+        lambda: importlib.import_module("jaxshare.pallas.block_attention_triton").triton_attention
+    ),
     "xla": xla_attention,
     "reference": reference_attention,
 }
-"""By name: (q, keys, values, plan, scale) -> out. A backend that cannot serve a call raises NotImplementedError, saying why."""
+"""By name: (q, keys, values, plan, scale) -> out. A backend that cannot serve a call raises
+NotImplementedError, saying why."""
 
 
 def preferred() -> tuple[str, ...]:
@@ -39,21 +51,31 @@ def preferred() -> tuple[str, ...]:
     return ("xla",) if current_device() is None else ("mosaic_gpu", "triton", "xla")
 
 
-def block_attention(q: Array, keys: Array, values: Array, plan: Plan, *, scale: float | None = None,
-                    implementation: str | Sequence[str] | None = None) -> Array:
+def block_attention(
+    q: Array,
+    keys: Array,
+    values: Array,
+    plan: Plan,
+    *,
+    scale: float | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Array:
     """Attention of each row's new tokens over the blocks that its layout lists, in its order.
 
-    A token sees all of every block listed before its own, this pass's appends included, and its own block up to itself
-    (Hogwild! section 3.4). Blocks that several rows see are read once for all of them (Hydragen section 3).
+    A token sees all of every block listed before its own, this pass's appends included, and its own
+    block up to itself (Hogwild! section 3.4). Blocks that several rows see are read once for all of
+    them (Hydragen section 3).
 
     Args:
       q: [R, T, H, D], not rotated; H is a multiple of K.
-      keys, values: one layer's arenas [K, tokens, D], this pass's keys and values already in them (`KVCache.append`).
+      keys, values: one layer's arenas [K, tokens, D], this pass's keys and values already in them
+        (`KVCache.append`).
       plan: of this pass.
       scale: of the scores; default 1 / sqrt(D).
-      implementation: a backend's name, several to try in order, or None for the best on this device: on an NVIDIA GPU mosaic_gpu, then
-        triton, then xla; elsewhere xla. The device is JAX's default one, so name "xla" for what is placed elsewhere. The next is tried only
-        where one says that it cannot do the job.
+      implementation: a backend's name, several to try in order, or None for the best on this
+        device: on an NVIDIA GPU mosaic_gpu, then triton, then xla; elsewhere xla. The device is
+        JAX's default one, so name "xla" for what is placed elsewhere. The next is tried only where
+        one says that it cannot do the job.
 
     Returns:
       [R, T, H, D] in q's dtype. Rows and tokens that are not real are finite and mean nothing.
@@ -64,17 +86,36 @@ def block_attention(q: Array, keys: Array, values: Array, plan: Plan, *, scale: 
     """
     rows, width = plan.positions.shape
     if q.ndim != 4 or q.shape[:2] != (rows, width):
-        raise ValueError(f"q must be [R, T, H, D] with R, T = {rows}, {width} as planned; got {q.shape}")
-    if keys.ndim != 3 or keys.shape != values.shape or keys.shape[2] != q.shape[3] or q.shape[2] % keys.shape[0]:
-        raise ValueError(f"keys and values must be arenas [K, tokens, {q.shape[3]}] of one shape, with K dividing {q.shape[2]} heads; "
-                         f"got {keys.shape} and {values.shape}")
-    names = preferred() if implementation is None else (implementation,) if isinstance(implementation, str) else tuple(implementation)
+        raise ValueError(
+            f"q must be [R, T, H, D] with R, T = {rows}, {width} as planned; got {q.shape}"
+        )
+    if (
+        keys.ndim != 3
+        or keys.shape != values.shape
+        or keys.shape[2] != q.shape[3]
+        or q.shape[2] % keys.shape[0]
+    ):
+        raise ValueError(
+            f"keys and values must be arenas [K, tokens, {q.shape[3]}] of one shape, with K "
+            f"dividing {q.shape[2]} heads; got {keys.shape} and {values.shape}"
+        )
+    names = (
+        preferred()
+        if implementation is None
+        else (implementation,)
+        if isinstance(implementation, str)
+        else tuple(implementation)
+    )
     if unknown := [name for name in names if name not in BACKENDS]:
-        raise ValueError(f"there is no attention backend {unknown[0]!r}; there are {', '.join(BACKENDS)}")
+        raise ValueError(
+            f"there is no attention backend {unknown[0]!r}; there are {', '.join(BACKENDS)}"
+        )
     reasons = []
     for name in names:
         try:
-            return BACKENDS[name](q, keys, values, plan, q.shape[3] ** -0.5 if scale is None else scale)
+            return BACKENDS[name](
+                q, keys, values, plan, q.shape[3] ** -0.5 if scale is None else scale
+            )
         except NotImplementedError as reason:
             reasons.append(f"{name}: {reason}")
     raise NotImplementedError("no attention backend can do this: " + "; ".join(reasons))

@@ -1,8 +1,9 @@
 """Block attention in plain XLA: for CPUs, TPUs and any GPU.
 
-Two loops whose trip counts follow the real lengths, each over groups of tiles, one batched product a group: for blocks that several
-rows see, with the queries of all rows (Hydragen section 3.2); for blocks that one row sees, whatever row each tile belongs to. Where
-tiles of a kind fill much of the arena, it is read as it lies, in one product. Both keep a running softmax; the two results are
+Two loops whose trip counts follow the real lengths, each over groups of tiles, one batched product
+a group: for blocks that several rows see, with the queries of all rows (Hydragen section 3.2); for
+blocks that one row sees, whatever row each tile belongs to. Where tiles of a kind fill much of the
+arena, it is read as it lies, in one product. Both keep a running softmax; the two results are
 merged by log-sum-exp.
 """
 
@@ -19,14 +20,17 @@ from jaxshare.plan import Plan, Tiles
 
 _LOG2_E = 1.4426950408889634
 _MOST_QUERIES_AT_ONCE = 32
-"""Queries of an item up to which all of an arena may be read in one product: the scores of more would take too much memory."""
+"""Queries of an item up to which all of an arena may be read in one product: the scores of more
+would take too much memory."""
 _MANY_ROWS, _ROWS_OF_A_TURN = 256, 16
-"""From this many rows on, and from this many times the rows that a turn reads for, a turn changes the state of those rows alone. With
-fewer, going over all rows is faster; with more, turns over all rows would make a pass cost the square of them."""
+"""From this many rows on, and from this many times the rows that a turn reads for, a turn changes
+the state of those rows alone. With fewer, going over all rows is faster; with more, turns over all
+rows would make a pass cost the square of them."""
 
 
 def xla_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
-    """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R, T, H, D] in q's dtype."""
+    """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R,
+    T, H, D] in q's dtype."""
     rows, width, heads, dim = q.shape
     kv_heads = keys.shape[0]
     grouped = (q.astype(jnp.float32) * scale).reshape(rows, width, kv_heads, heads // kv_heads, dim)
@@ -40,7 +44,8 @@ def xla_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Turn:
-    """Queries [K, R, T, G, D], and what rotates them in one expression: q * cos + swapped * sin, cos and sin [R, N, T, D]."""
+    """Queries [K, R, T, G, D], and what rotates them in one expression: q * cos + swapped * sin,
+    cos and sin [R, N, T, D]."""
 
     q: Array
     swapped: Array
@@ -51,14 +56,17 @@ class _Turn:
     def of(cls, plan: Plan, q: Array) -> "_Turn":
         half = plan.query_cos.shape[-1]
         rest = q.shape[-1] - 2 * half
-        swapped = jnp.concatenate([-q[..., half:2 * half], q[..., :half], jnp.zeros_like(q[..., 2 * half:])], axis=-1)
+        swapped = jnp.concatenate(
+            [-q[..., half : 2 * half], q[..., :half], jnp.zeros_like(q[..., 2 * half :])], axis=-1
+        )
         one = jnp.ones((*plan.query_cos.shape[:-1], rest))
         cos = jnp.concatenate([plan.query_cos, plan.query_cos, one], axis=-1)
         sin = jnp.concatenate([plan.query_sin, plan.query_sin, 0 * one], axis=-1)
         return cls(q, swapped, cos, sin)
 
     def queries(self, row: Array | slice, at_row: Array, at_slot: Array, dtype: jnp.dtype) -> Array:
-        """Queries of `row` towards the block that row `at_row` lists at `at_slot`: [K, *at_row.shape, T, G, D]."""
+        """Queries of `row` towards the block that row `at_row` lists at `at_slot`: [K,
+        *at_row.shape, T, G, D]."""
         cos, sin = self.cos[at_row, at_slot][..., None, :], self.sin[at_row, at_slot][..., None, :]
         return (self.q[:, row] * cos + self.swapped[:, row] * sin).astype(dtype)
 
@@ -66,7 +74,8 @@ class _Turn:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Running:
-    """A softmax on its way: the largest score so far, the sum of exponentials and the mixed values under it."""
+    """A softmax on its way: the largest score so far, the sum of exponentials and the mixed values
+    under it."""
 
     top: Array
     total: Array
@@ -79,7 +88,9 @@ class _Running:
     def finish(self) -> Partial:
         empty = self.total == 0
         out = self.mixed / jnp.where(empty, 1.0, self.total)[..., None]
-        return out, jnp.where(empty, -jnp.inf, self.top + jnp.log(jnp.where(empty, 1.0, self.total)))
+        return out, jnp.where(
+            empty, -jnp.inf, self.top + jnp.log(jnp.where(empty, 1.0, self.total))
+        )
 
 
 def _shared(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
@@ -90,13 +101,20 @@ def _shared(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
     def add(running: _Running, item: Array, k: Array, v: Array) -> _Running:
         """Takes W items with their windows k, v [K * W, size, D] into all rows."""
         shape = (kv_heads, item.shape[0], queries)
-        query = jax.vmap(lambda slot: turn.queries(slice(None), jnp.arange(rows), slot, keys.dtype), out_axes=1)(tiles.slot[item])
+        query = jax.vmap(
+            lambda slot: turn.queries(slice(None), jnp.arange(rows), slot, keys.dtype), out_axes=1
+        )(tiles.slot[item])
         scores = _product(query.reshape(-1, queries, dim), k, 2).reshape(*shape, -1)
-        last = jnp.broadcast_to(tiles.last[item][..., None], (shape[1], rows, width, group)).reshape(shape[1], -1)
+        last = jnp.broadcast_to(
+            tiles.last[item][..., None], (shape[1], rows, width, group)
+        ).reshape(shape[1], -1)
         if width == 1 and shape[1] == 1:
-            # All rows that see the item see the same tokens of it, so one bias serves all of them, and the others weigh nothing.
+            # All rows that see the item see the same tokens of it, so one bias serves all of them,
+            # and the others weigh nothing.
             sees = (last > tiles.first[item][:, None])[0]
-            scores = scores + _bias(tiles.first[item], jnp.max(last, axis=1), scores.shape[-1])[:, None]
+            scores = (
+                scores + _bias(tiles.first[item], jnp.max(last, axis=1), scores.shape[-1])[:, None]
+            )
             top = jnp.maximum(running.top, jnp.where(sees, _over_items(scores, jnp.max), -jnp.inf))
             under = jnp.where(sees, _finite(top), jnp.inf)
         else:
@@ -106,11 +124,15 @@ def _shared(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
         weights = _weights(scores - under[:, None, :, None], v.dtype)
         weights = jax.lax.optimization_barrier(weights) if shape[1] > 1 else weights
         keep = jnp.exp(running.top - _finite(top))
-        mixed = jnp.sum(_product(weights.reshape(-1, *scores.shape[2:]), v, 1).reshape(*shape, dim), axis=1)
+        mixed = jnp.sum(
+            _product(weights.reshape(-1, *scores.shape[2:]), v, 1).reshape(*shape, dim), axis=1
+        )
         total = _over_items(weights, functools.partial(jnp.sum, dtype=jnp.float32))
         return _Running(top, running.total * keep + total, running.mixed * keep[..., None] + mixed)
 
-    out, lse = _take_all(add, _Running.start((kv_heads, queries), dim), keys, values, tiles).finish()
+    out, lse = _take_all(
+        add, _Running.start((kv_heads, queries), dim), keys, values, tiles
+    ).finish()
     return out.reshape(turn.q.shape), lse.reshape(turn.q.shape[:-1])
 
 
@@ -126,13 +148,17 @@ def _grouped(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
         shape = (kv_heads, item.shape[0], readers * width * group)
         query = turn.queries(row, row, slot, keys.dtype)  # [K, W, Q, T, G, D]
         scores = _product(query.reshape(-1, shape[2], dim), k, 2).reshape(*shape, -1)
-        last = jnp.broadcast_to(tiles.last[item][..., None], (shape[1], readers, width, group)).reshape(shape[1], -1)
+        last = jnp.broadcast_to(
+            tiles.last[item][..., None], (shape[1], readers, width, group)
+        ).reshape(shape[1], -1)
         scores = _masked(scores, tiles.first[item], last)
         row = row.reshape(-1)
 
         def by_reader(x: Array) -> Array:
             """[K, W, Q * T * G, ...] -> [W * Q, K, T * G, ...]."""
-            return jnp.moveaxis(x.reshape(kv_heads, row.shape[0], width * group, *x.shape[3:]), 0, 1)
+            return jnp.moveaxis(
+                x.reshape(kv_heads, row.shape[0], width * group, *x.shape[3:]), 0, 1
+            )
 
         highest = by_reader(jnp.max(scores, axis=-1))
         if few:
@@ -144,25 +170,42 @@ def _grouped(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
             top = jnp.maximum(before, jax.ops.segment_max(highest, row, rows))  # [R, K, T * G]
         under = _finite(top[row]).swapaxes(0, 1).reshape(shape)
         weights = _weights(scores - under[..., None], v.dtype)
-        mixed = by_reader(_product(weights.reshape(-1, *scores.shape[2:]), v, 1).reshape(*shape, dim))
+        mixed = by_reader(
+            _product(weights.reshape(-1, *scores.shape[2:]), v, 1).reshape(*shape, dim)
+        )
         total = by_reader(jnp.sum(weights, axis=-1, dtype=jnp.float32))
         if few:
-            # A row that reads several of these items is set to the same value each time, and then adds what each of them brings.
+            # A row that reads several of these items is set to the same value each time, and then
+            # adds what each of them brings.
             keep = jnp.exp(before - _finite(top[row]))
-            return _Running(top, running.total.at[row].set(running.total[row] * keep).at[row].add(total),
-                            running.mixed.at[row].set(running.mixed[row] * keep[..., None]).at[row].add(mixed))
+            return _Running(
+                top,
+                running.total.at[row].set(running.total[row] * keep).at[row].add(total),
+                running.mixed.at[row].set(running.mixed[row] * keep[..., None]).at[row].add(mixed),
+            )
         keep = jnp.exp(before - _finite(top))
-        return _Running(top, running.total * keep + jax.ops.segment_sum(total, row, rows),
-                        running.mixed * keep[..., None] + jax.ops.segment_sum(mixed, row, rows))
+        return _Running(
+            top,
+            running.total * keep + jax.ops.segment_sum(total, row, rows),
+            running.mixed * keep[..., None] + jax.ops.segment_sum(mixed, row, rows),
+        )
 
-    out, lse = _take_all(add, _Running.start((rows, kv_heads, width * group), dim), keys, values, tiles).finish()
+    out, lse = _take_all(
+        add, _Running.start((rows, kv_heads, width * group), dim), keys, values, tiles
+    ).finish()
     shape = (rows, kv_heads, width, group)
     return out.reshape(*shape, dim).swapaxes(0, 1), lse.reshape(shape).swapaxes(0, 1)
 
 
-def _take_all(add: Callable[[_Running, Array, Array, Array], _Running], running: _Running, keys: Array, values: Array,
-              tiles: Tiles) -> _Running:
-    """Takes all items in: a few at a time, gathered; or, where they fill much of the arena, all in one product over it as it lies."""
+def _take_all(
+    add: Callable[[_Running, Array, Array, Array], _Running],
+    running: _Running,
+    keys: Array,
+    values: Array,
+    tiles: Tiles,
+) -> _Running:
+    """Takes all items in: a few at a time, gathered; or, where they fill much of the arena, all in
+    one product over it as it lies."""
     at_once, arena, dim = tiles.at_once, keys.shape[1], keys.shape[2]
 
     def gathered(running: _Running) -> _Running:
@@ -173,10 +216,14 @@ def _take_all(add: Callable[[_Running, Array, Array, Array], _Running], running:
         return jax.lax.fori_loop(0, -(-tiles.count // at_once), body, running)
 
     def whole(running: _Running) -> _Running:
-        # The arena as it lies is a list of windows: nothing is gathered. Which item each window is comes from where items start.
+        # The arena as it lies is a list of windows: nothing is gathered. Which item each window is
+        # comes from where items start.
         windows = arena // tiles.size
-        item = jnp.full(windows, tiles.start.shape[0] - 1).at[jnp.where(real, tiles.start // tiles.size, windows)].set(
-            jnp.arange(real.shape[0]), mode="drop")
+        item = (
+            jnp.full(windows, tiles.start.shape[0] - 1)
+            .at[jnp.where(real, tiles.start // tiles.size, windows)]
+            .set(jnp.arange(real.shape[0]), mode="drop")
+        )
         k, v = (a.reshape(-1, tiles.size, dim) for a in (keys, values))
         return add(running, item, k, v)
 
@@ -190,7 +237,8 @@ def _take_all(add: Callable[[_Running, Array, Array, Array], _Running], running:
 
 
 def _over_items(x: Array, reduce: Callable[..., Array]) -> Array:
-    """[K, W, Q, size] -> [K, Q]. In two steps, because XLA vectorises a reduction on the CPU if it leaves the last axis."""
+    """[K, W, Q, size] -> [K, Q]. In two steps, because XLA vectorises a reduction on the CPU if it
+    leaves the last axis."""
     if x.shape[1] == 1:
         return reduce(x, axis=(1, 3))
     return reduce(jax.lax.optimization_barrier(reduce(x, axis=1)), axis=-1)
@@ -198,7 +246,9 @@ def _over_items(x: Array, reduce: Callable[..., Array]) -> Array:
 
 def _windows(arena: Array, tiles: Tiles, item: Array) -> Array:
     """The windows of W items, [K * W, size, D]."""
-    window = jax.vmap(lambda start: jax.lax.dynamic_slice_in_dim(arena, start, tiles.size, axis=1), out_axes=1)
+    window = jax.vmap(
+        lambda start: jax.lax.dynamic_slice_in_dim(arena, start, tiles.size, axis=1), out_axes=1
+    )
     return window(tiles.start[item]).reshape(-1, tiles.size, arena.shape[2])
 
 
@@ -210,7 +260,8 @@ def _bias(first: Array, last: Array, size: int) -> Array:
 
 def _masked(scores: Array, first: Array, last: Array) -> Array:
     """scores [K, W, Q, size] where first [W] <= token < last [W, Q], else -inf."""
-    # One unsigned comparison for both ends. The barrier keeps the gathers that made `last` out of the wide loop.
+    # One unsigned comparison for both ends. The barrier keeps the gathers that made `last` out of
+    # the wide loop.
     first, last = jax.lax.optimization_barrier((first, last))
     token = (jnp.arange(scores.shape[-1]) - first[:, None]).astype(jnp.uint32)
     seen = jnp.maximum(last - first[:, None], 0).astype(jnp.uint32)
@@ -219,9 +270,11 @@ def _masked(scores: Array, first: Array, last: Array) -> Array:
 
 def _weights(x: Array, dtype: jnp.dtype) -> Array:
     """exp(x) for x <= 0, rounded to the dtype of the values; 0 for -inf."""
+
     def short(x: Array) -> Array:
-        # On a CPU the exponential costs as much as a product. What is rounded to 11 bits or fewer needs no more than a cubic: 2**n goes
-        # into the exponent's bits, 2**r with 0 <= r < 1 is off by 1e-4 of itself at most. Below 2**-126 it is 0.
+        # On a CPU the exponential costs as much as a product. What is rounded to 11 bits or fewer
+        # needs no more than a cubic: 2**n goes into the exponent's bits, 2**r with 0 <= r < 1 is
+        # off by 1e-4 of itself at most. Below 2**-126 it is 0.
         x = jnp.maximum(x * _LOG2_E, -127.0)
         n = jnp.floor(x)
         r = x - n
@@ -234,9 +287,16 @@ def _weights(x: Array, dtype: jnp.dtype) -> Array:
 
 
 def _product(a: Array, b: Array, contract: int) -> Array:
-    """Batched a [n, q, x] with b, contracting b's axis `contract`; float32 results, exact products for float32 input."""
+    """Batched a [n, q, x] with b, contracting b's axis `contract`; float32 results, exact products
+    for float32 input."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot_general(a, b, (((2,), (contract,)), ((0,), (0,))), precision=precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((2,), (contract,)), ((0,), (0,))),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
 
 
 def _finite(top: Array) -> Array:

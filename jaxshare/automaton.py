@@ -1,7 +1,9 @@
-"""Automata over the bytes of generated text, and the same automata over tokens, so that a jitted loop can read along.
+"""Automata over the bytes of generated text, and the same automata over tokens, so that a jitted
+loop can read along.
 
-What is looked for is said once, byte by byte, as a function of Python. Lifted to a vocabulary it is two small tables, exact for any
-tokenizer: a token does what its bytes would do one after the other, wherever in the token something ends.
+What is looked for is said once, byte by byte, as a function of Python. Lifted to a vocabulary it is
+two small tables, exact for any tokenizer: a token does what its bytes would do one after the other,
+wherever in the token something ends.
 """
 
 import dataclasses
@@ -15,7 +17,8 @@ from jax import Array
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByteAutomaton:
-    """A deterministic automaton over bytes that marks some of its transitions, on the host. S states.
+    """A deterministic automaton over bytes that marks some of its transitions, on the host. S
+    states.
 
     Attributes:
       transitions: int32[S, 256], the state after a byte.
@@ -31,19 +34,37 @@ class ByteAutomaton:
     start: int = 0
 
     def __post_init__(self) -> None:
-        if self.transitions.ndim != 2 or self.transitions.shape[1] != 256 or self.marks.shape != self.transitions.shape:
-            raise ValueError(f"transitions has shape {self.transitions.shape} and marks {self.marks.shape}; both must be [states, 256]")
+        if (
+            self.transitions.ndim != 2
+            or self.transitions.shape[1] != 256
+            or self.marks.shape != self.transitions.shape
+        ):
+            raise ValueError(
+                f"transitions has shape {self.transitions.shape} and marks {self.marks.shape}; "
+                "both must be [states, 256]"
+            )
         states = self.num_states
-        if not 0 <= self.start < states or self.transitions.min() < 0 or self.transitions.max() >= states:
-            raise ValueError(f"start or transitions name a state outside 0 to {states - 1}, the states that transitions has rows for")
+        if (
+            not 0 <= self.start < states
+            or self.transitions.min() < 0
+            or self.transitions.max() >= states
+        ):
+            raise ValueError(
+                f"start or transitions name a state outside 0 to {states - 1}, the states that "
+                "transitions has rows for"
+            )
 
     @classmethod
-    def build(cls, start: Hashable, step: Callable[[Hashable, int], tuple[Hashable, bool]]) -> "ByteAutomaton":
-        """The automaton of all states that can be reached from `start`, numbered in the order in which they are found.
+    def build(
+        cls, start: Hashable, step: Callable[[Hashable, int], tuple[Hashable, bool]]
+    ) -> "ByteAutomaton":
+        """The automaton of all states that can be reached from `start`, numbered in the order in
+        which they are found.
 
         Args:
           start: the state before the first byte; it gets number 0.
-          step: (state, byte) -> (state after it, whether it marks). It must reach finitely many states.
+          step: (state, byte) -> (state after it, whether it marks). It must reach finitely many
+            states.
         """
         numbers, found = {start: 0}, [start]
         transitions, marks = [], []
@@ -63,7 +84,8 @@ class ByteAutomaton:
         return self.transitions.shape[0]
 
     def read(self, text: bytes, state: int | None = None) -> tuple[int, bool]:
-        """Reads bytes on the host: the state after them, and whether any of them marked. `state` is where to begin; default the start."""
+        """Reads bytes on the host: the state after them, and whether any of them marked. `state` is
+        where to begin; default the start."""
         state, marked = self.start if state is None else state, False
         for byte in text:
             marked |= bool(self.marks[state, byte])
@@ -74,15 +96,20 @@ class ByteAutomaton:
         """The same automaton over tokens.
 
         Args:
-          tokens: for each token of the vocabulary the bytes that it adds to the text. One that adds none changes nothing.
+          tokens: for each token of the vocabulary the bytes that it adds to the text. One that adds
+            none changes nothing.
 
         Raises:
           ValueError: no tokens.
         """
         if not tokens:
-            raise ValueError("there are no tokens to lift the automaton to; give the bytes of each token of the vocabulary")
-        # Reading some bytes is a function from the state before to the state after and the mark: S numbers, state * 2 + mark. Many tokens
-        # are the same function. All tokens are read side by side, a byte at a time, and only new (function, byte) pairs are worked out.
+            raise ValueError(
+                "there are no tokens to lift the automaton to; give the bytes of each token of the "
+                "vocabulary"
+            )
+        # Reading some bytes is a function from the state before to the state after and the mark: S
+        # numbers, state * 2 + mark. Many tokens are the same function. All tokens are read side by
+        # side, a byte at a time, and only new (function, byte) pairs are worked out.
         table = 2 * self.transitions + self.marks
         functions = [2 * np.arange(self.num_states, dtype=np.int32)]
         numbers = {functions[0].tobytes(): 0}
@@ -92,7 +119,9 @@ class ByteAutomaton:
         classes = np.zeros(len(tokens), np.int64)
         for place in range(int(lengths.max())):
             longer = np.flatnonzero(lengths > place)
-            pairs, which = np.unique(classes[longer] * 256 + text[begins[longer] + place], return_inverse=True)
+            pairs, which = np.unique(
+                classes[longer] * 256 + text[begins[longer] + place], return_inverse=True
+            )
             reached = []
             for function, byte in (divmod(pair, 256) for pair in pairs.tolist()):
                 after = table[functions[function] >> 1, byte] | (functions[function] & 1)
@@ -103,17 +132,22 @@ class ByteAutomaton:
         used, classes = np.unique(classes, return_inverse=True)
         by_state = np.stack([functions[number] for number in used], axis=1)
         return TokenAutomaton(
-            classes=jnp.asarray(classes, jnp.int32), transitions=jnp.asarray(by_state >> 1, jnp.int32),
-            marks=jnp.asarray(by_state % 2 == 1), start=jnp.asarray(self.start, jnp.int32))
+            classes=jnp.asarray(classes, jnp.int32),
+            transitions=jnp.asarray(by_state >> 1, jnp.int32),
+            marks=jnp.asarray(by_state % 2 == 1),
+            start=jnp.asarray(self.start, jnp.int32),
+        )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenAutomaton:
-    """A `ByteAutomaton` over tokens, as data of a jitted program. S states, C classes of tokens, V vocabulary.
+    """A `ByteAutomaton` over tokens, as data of a jitted program. S states, C classes of tokens, V
+    vocabulary.
 
     Attributes:
-      classes: int32[V]; tokens that do the same in every state share a class, which keeps the tables small.
+      classes: int32[V]; tokens that do the same in every state share a class, which keeps the
+        tables small.
       transitions: int32[S, C], the state after a token.
       marks: bool[S, C], whether any byte of the token marks.
       start: int32[], the state before the first token.
@@ -125,6 +159,7 @@ class TokenAutomaton:
     start: Array
 
     def step(self, state: Array, token: Array) -> tuple[Array, Array]:
-        """Reads one token in each row: (int32[R], int32[R]) -> (the states after them int32[R], whether they marked bool[R])."""
+        """Reads one token in each row: (int32[R], int32[R]) -> (the states after them int32[R],
+        whether they marked bool[R])."""
         kind = self.classes[token]
         return self.transitions[state, kind], self.marks[state, kind]

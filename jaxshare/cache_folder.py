@@ -16,7 +16,8 @@ def cache_folder() -> Path:
 
 
 def write_json(file: Path, data: Any) -> None:
-    """Writes the whole file or, where that fails, leaves it as it was; a reader never sees half of it. Makes the folder.
+    """Writes the whole file or, where that fails, leaves it as it was; a reader never sees half of
+    it. Makes the folder.
 
     Raises:
       OSError: it cannot be written.

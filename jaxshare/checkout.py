@@ -1,4 +1,5 @@
-"""Running from a checkout of the repository, where models/ and serving/ are beside jaxshare/; an installation has them in it."""
+"""Running from a checkout of the repository, where models/ and serving/ are beside jaxshare/; an
+installation has them in it."""
 
 import importlib.abc
 import importlib.machinery
@@ -14,7 +15,8 @@ SIBLINGS = ("models", "serving")
 
 
 def checkout() -> Path | None:
-    """The root of the checkout that this module is imported from, or None where it is imported from an installation."""
+    """The root of the checkout that this module is imported from, or None where it is imported from
+    an installation."""
     package = Path(__file__).resolve().parent
     beside = not (package / SIBLINGS[0]).is_dir() and (package.parent / "pyproject.toml").is_file()
     return package.parent if beside else None
@@ -23,30 +25,37 @@ def checkout() -> Path | None:
 class SiblingFinder(importlib.abc.MetaPathFinder):
     """Finds `jaxshare.models` and `jaxshare.serving` in a checkout.
 
-    An entry of `jaxshare.__path__` would do that too, but make packages of all other folders of the checkout, such as `jaxshare.tests`.
+    An entry of `jaxshare.__path__` would do that too, but make packages of all other folders of the
+    checkout, such as `jaxshare.tests`.
     """
 
     def __init__(self, root: Path):
         self._root, self._names = str(root), {f"jaxshare.{name}" for name in SIBLINGS}
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None,
-                  /) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None, /
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self._names:
             return None
         return importlib.machinery.PathFinder.find_spec(fullname, [self._root], target)
 
 
 def find_siblings() -> None:
-    """Makes `jaxshare.models` and `jaxshare.serving` importable in a checkout, installed or not. Does nothing in an installation."""
-    if (root := checkout()) and not any(isinstance(finder, SiblingFinder) for finder in sys.meta_path):
+    """Makes `jaxshare.models` and `jaxshare.serving` importable in a checkout, installed or not.
+    Does nothing in an installation."""
+    if (root := checkout()) and not any(
+        isinstance(finder, SiblingFinder) for finder in sys.meta_path
+    ):
         sys.meta_path.append(SiblingFinder(root))
 
 
 def version() -> str:
-    """The version in pyproject.toml: read from it in a checkout, where an installation may be an older one, and else from the metadata of
-    the installation."""
+    """The version in pyproject.toml: read from it in a checkout, where an installation may be an
+    older one, and else from the metadata of the installation."""
     if root := checkout():
-        return tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+        return tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+            "version"
+        ]
     try:
         return importlib.metadata.version("jaxshare")
     except importlib.metadata.PackageNotFoundError:  # copied somewhere by hand

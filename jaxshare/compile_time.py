@@ -1,4 +1,5 @@
-"""The seconds that JAX takes to compile: tracing, lowering and the compiler itself, as `jax.monitoring` reports them.
+"""The seconds that JAX takes to compile: tracing, lowering and the compiler itself, as
+`jax.monitoring` reports them.
 
     begin = compile_seconds()
     ...
@@ -11,15 +12,20 @@ from typing import Self
 
 from jax import monitoring
 
-_EVENTS = frozenset(f"/jax/core/compile/{name}_duration" for name in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile"))
+_EVENTS = frozenset(
+    f"/jax/core/compile/{name}_duration"
+    for name in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
+)
 
 
 class CompileClock:
-    """The union of time spans that end now: of spans inside each other, such as a function traced inside another, the outer one counts."""
+    """The union of time spans that end now: of spans inside each other, such as a function traced
+    inside another, the outer one counts."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._spans: list[tuple[float, float]] = []  # (end, seconds counted), none inside another, in the order of time
+        # (end, seconds counted), none inside another, in the order of time
+        self._spans: list[tuple[float, float]] = []
 
     def add(self, seconds: float, now: float) -> None:
         """Counts a span that ended at `now`; spans end in the order of calls."""
@@ -49,16 +55,17 @@ monitoring.register_event_duration_secs_listener(_listen)
 
 
 def compile_seconds() -> float:
-    """The seconds that this thread has spent compiling since this module was imported. A program that comes from JAX's persistent cache
-    takes the seconds that tracing, lowering and reading it take."""
+    """The seconds that this thread has spent compiling since this module was imported. A program
+    that comes from JAX's persistent cache takes the seconds that tracing, lowering and reading it
+    take."""
     return _clocks.own.seconds
 
 
 class Stopwatch:
     """Times work of one thread: wall time, split into compilation and all else.
 
-        watch = Stopwatch.start()
-        seconds, compile_seconds = watch.split()
+    watch = Stopwatch.start()
+    seconds, compile_seconds = watch.split()
     """
 
     def __init__(self, begin: float, compiled: float):
@@ -69,7 +76,8 @@ class Stopwatch:
         return cls(time.perf_counter(), compile_seconds())
 
     def split(self) -> tuple[float, float]:
-        """(seconds without compilation, seconds of compilation) since the start; their sum is the wall time."""
+        """(seconds without compilation, seconds of compilation) since the start; their sum is the
+        wall time."""
         wall, compiled = time.perf_counter() - self._begin, compile_seconds() - self._compiled
         compiled = min(compiled, wall)
         return wall - compiled, compiled

@@ -1,6 +1,8 @@
-"""What a cache holds, apart from where it lies: all its tokens behind one another, on whatever devices. How caches are saved and restored.
+"""What a cache holds, apart from where it lies: all its tokens behind one another, on whatever
+devices. How caches are saved and restored.
 
-A cache of another arrangement takes it: spread over other devices, with kv heads repeated or not, or in the midst of an engine's memory.
+A cache of another arrangement takes it: spread over other devices, with kv heads repeated or not,
+or in the midst of an engine's memory.
 """
 
 import dataclasses
@@ -19,11 +21,16 @@ from jaxshare.sharding import KV, TENSOR, Stripes, on_each
 from jaxshare.sizes import bucket
 
 _LEAST = 128
-_ARENA, _WINDOW, _NONE = sharding.spec(ARENA), sharding.spec((ARENA[0], None, None)), PartitionSpec()
+_ARENA, _WINDOW, _NONE = (
+    sharding.spec(ARENA),
+    sharding.spec((ARENA[0], None, None)),
+    PartitionSpec(),
+)
 
 
 def places(runs: Sequence[tuple[int, int]]) -> np.ndarray:
-    """int32[N]: where in an arena the tokens of these runs (offset, length) are, one run after the other.
+    """int32[N]: where in an arena the tokens of these runs (offset, length) are, one run after the
+    other.
 
     N is a power of two, so that few programs serve any number; -1 stands behind the last.
     """
@@ -55,12 +62,22 @@ def read(arena: Array, index: Array | np.ndarray, mesh: Mesh | None, repeats: in
     def local(arena: Array, index: Array) -> Array:
         return take(stripes, ((arena,), ()), index)[0][0]
 
-    found = on_each(local, mesh, in_specs=(_ARENA, _NONE), out_specs=_WINDOW)(arena, jnp.asarray(index))[::repeats]
-    return found if mesh is None else jax.lax.with_sharding_constraint(found, _lies(found.shape, mesh))
+    found = on_each(local, mesh, in_specs=(_ARENA, _NONE), out_specs=_WINDOW)(
+        arena, jnp.asarray(index)
+    )[::repeats]
+    return (
+        found if mesh is None else jax.lax.with_sharding_constraint(found, _lies(found.shape, mesh))
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "repeats"), donate_argnames="arena")
-def write(arena: Array, new: Array | np.ndarray, index: Array | np.ndarray, mesh: Mesh | None, repeats: int = 1) -> Array:
+def write(
+    arena: Array,
+    new: Array | np.ndarray,
+    index: Array | np.ndarray,
+    mesh: Mesh | None,
+    repeats: int = 1,
+) -> Array:
     """The arena, which is donated, with `new` at these places; arguments as in `read`."""
     stripes = Stripes.over(mesh)
 
@@ -68,13 +85,21 @@ def write(arena: Array, new: Array | np.ndarray, index: Array | np.ndarray, mesh
         return put(stripes, ((arena,), ()), index, ((new,), ()))[0][0]
 
     new = jnp.repeat(new, repeats, axis=0)
-    return on_each(local, mesh, in_specs=(_ARENA, _WINDOW, _NONE), out_specs=_ARENA)(arena, new, jnp.asarray(index))
+    return on_each(local, mesh, in_specs=(_ARENA, _WINDOW, _NONE), out_specs=_ARENA)(
+        arena, new, jnp.asarray(index)
+    )
 
 
-def like(shape: Sequence[int], dtype: np.typing.DTypeLike, mesh: Mesh | None) -> np.ndarray | jax.ShapeDtypeStruct:
+def like(
+    shape: Sequence[int], dtype: np.typing.DTypeLike, mesh: Mesh | None
+) -> np.ndarray | jax.ShapeDtypeStruct:
     """What `write` takes on a mesh, for who brings it there: on one device an array of numpy."""
     # What is committed to a device makes programs of its own, so on one device nothing is.
-    return np.empty(shape, dtype) if mesh is None else jax.ShapeDtypeStruct(shape, dtype, sharding=_lies(shape, mesh))
+    return (
+        np.empty(shape, dtype)
+        if mesh is None
+        else jax.ShapeDtypeStruct(shape, dtype, sharding=_lies(shape, mesh))
+    )
 
 
 def _lies(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
@@ -83,10 +108,21 @@ def _lies(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, axes) if axes else _NONE)
 
 
-def filled(cache: KVCache, index: np.ndarray, keys: Sequence[Array | np.ndarray], values: Sequence[Array | np.ndarray],
-           repeats: int = 1) -> KVCache:
+def filled(
+    cache: KVCache,
+    index: np.ndarray,
+    keys: Sequence[Array | np.ndarray],
+    values: Sequence[Array | np.ndarray],
+    repeats: int = 1,
+) -> KVCache:
     """The cache, whose arenas are donated, with what was read from another one at these places."""
-    def written(arenas: Sequence[Array], new: Sequence[Array | np.ndarray]) -> tuple[Array, ...]:
-        return tuple(write(arena, layer, index, cache.mesh, repeats) for arena, layer in zip(arenas, new, strict=True))
 
-    return dataclasses.replace(cache, keys=written(cache.keys, keys), values=written(cache.values, values))
+    def written(arenas: Sequence[Array], new: Sequence[Array | np.ndarray]) -> tuple[Array, ...]:
+        return tuple(
+            write(arena, layer, index, cache.mesh, repeats)
+            for arena, layer in zip(arenas, new, strict=True)
+        )
+
+    return dataclasses.replace(
+        cache, keys=written(cache.keys, keys), values=written(cache.values, values)
+    )

@@ -1,7 +1,8 @@
 """The decode loop: one jitted function for workers, branches and agents.
 
-Every row has a queue of pending tokens. While it is not empty the row feeds from it; when it runs empty the row samples, and
-what it samples is the next pending token. So prompts, injected text and decoding are one mechanism.
+Every row has a queue of pending tokens. While it is not empty the row feeds from it; when it runs
+empty the row samples, and what it samples is the next pending token. So prompts, injected text and
+decoding are one mechanism.
 """
 
 import dataclasses
@@ -25,14 +26,17 @@ from jaxshare.sizes import bucket
 from jaxshare.steps import Steps, after_sampling
 
 _STOPS = 8
-"""Stop tokens are kept in a multiple of this many places, so that a few more or less share a program."""
+"""Stop tokens are kept in a multiple of this many places, so that a few more or less share a
+program."""
 
 
 class Model(Protocol):
-    """What decode needs of a model: hashable (it is static under jit), and pure. Flax linen modules are both."""
+    """What decode needs of a model: hashable (it is static under jit), and pure. Flax linen modules
+    are both."""
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """(params, int32[R, T], int32[R], cache, layout) -> (float32[R, V] after each row's last real token, cache)."""
+        """(params, int32[R, T], int32[R], cache, layout) -> (float32[R, V] after each row's last
+        real token, cache)."""
         ...
 
 
@@ -60,14 +64,17 @@ class Reason(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """Everything the loop carries. R rows, P places in a queue, X places for generated tokens, V vocabulary.
+    """Everything the loop carries. R rows, P places in a queue, X places for generated tokens, V
+    vocabulary.
 
     Attributes:
       cache, layout, samplers: what is cached, who sees what, how each row samples.
       logits: float32[R, V] after each row's last fed token; they mean something where `ready`.
       ready: bool[R].
-      pending: int32[R, P + slack], tokens to feed; waiting: int32[R], how many; head: int32[R], where the first is.
-      seeds: uint32[R, 2], the key of each row's randomness: the words of its seed (`jaxshare.seeds`).
+      pending: int32[R, P + slack], tokens to feed; waiting: int32[R], how many; head: int32[R],
+        where the first is.
+      seeds: uint32[R, 2], the key of each row's randomness: the words of its seed
+        (`jaxshare.seeds`).
       drawn: int32[R], tokens sampled so far: the counter of the row's randomness.
       budgets: int32[R], tokens that a row may sample in all.
       stops: int32[S], tokens that end a row; -1 for an unused place.
@@ -75,7 +82,8 @@ class DecodeState:
       tokens: int32[R, X], what each row sampled, a stop token included.
       logprobs: float32[R, X] of the sampled tokens, or [R, 0] where not asked for.
       passes: int32[], forward passes so far.
-      kept: [R, X], what is kept of the distributions that the tokens were drawn from, or None where nothing is.
+      kept: [R, X], what is kept of the distributions that the tokens were drawn from, or None where
+        nothing is.
       recorded: bool[R], the rows that it is kept of.
       steps: how rows end their steps, or None where they just write.
       record: what the last dispatch has fed and moved, or None where that is not noted.
@@ -105,73 +113,136 @@ class DecodeState:
     max_width: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def create(cls, cache: KVCache, layout: Layout, prompts: Sequence[Sequence[int]], *, vocab_size: int,
-               samplers: Sampler | Sequence[Sampler] = Sampler(), seeds: int | Sequence[int] = 0,
-               budgets: int | Sequence[int] = 64, stops: Sequence[int] = (), logits: Array | None = None,
-               queue: int = 0, room: int = 0, bias_slots: int | None = None, max_width: int = 256,
-               logprobs: bool = False, kept: int = 0, steps: Steps | None = None, record: int = 0) -> "DecodeState":
+    def create(
+        cls,
+        cache: KVCache,
+        layout: Layout,
+        prompts: Sequence[Sequence[int]],
+        *,
+        vocab_size: int,
+        samplers: Sampler | Sequence[Sampler] = Sampler(),
+        seeds: int | Sequence[int] = 0,
+        budgets: int | Sequence[int] = 64,
+        stops: Sequence[int] = (),
+        logits: Array | None = None,
+        queue: int = 0,
+        room: int = 0,
+        bias_slots: int | None = None,
+        max_width: int = 256,
+        logprobs: bool = False,
+        kept: int = 0,
+        steps: Steps | None = None,
+        record: int = 0,
+    ) -> "DecodeState":
         """A state about to run.
 
         Args:
           cache, layout: as for a forward pass.
-          prompts: for each row the tokens to feed before it samples. Rows not in use take an empty one.
+          prompts: for each row the tokens to feed before it samples. Rows not in use take an empty
+            one.
           vocab_size: V.
           samplers: one for all rows, or one a row.
-          seeds: of each row, integers of 64 bits; one integer gives row r the stream r of that seed, `stream_seed(seeds, r)`.
+          seeds: of each row, integers of 64 bits; one integer gives row r the stream r of that
+            seed, `stream_seed(seeds, r)`.
           budgets: how many tokens a row may sample; one for all, or one a row.
           stops: tokens that end a row.
-          logits: float32[R, V] or [V] after what each row has cached, for rows that have nothing to feed.
+          logits: float32[R, V] or [V] after what each row has cached, for rows that have nothing to
+            feed.
           queue: places of a row's queue, for what `feed` brings later; at least the longest prompt.
-          room: places for the tokens that a row samples; at least the largest budget. States of the same room share a program.
-          bias_slots: places for biased and forbidden tokens of a row, likewise; default what the samplers need.
+          room: places for the tokens that a row samples; at least the largest budget. States of the
+            same room share a program.
+          bias_slots: places for biased and forbidden tokens of a row, likewise; default what the
+            samplers need.
           max_width: the widest pass that will be asked of `decode`.
           logprobs: keep the log-probabilities of the sampled tokens.
-          kept: keep so many of the largest logits that each token is drawn from; rows are `recorded` where they are admitted so.
+          kept: keep so many of the largest logits that each token is drawn from; rows are
+            `recorded` where they are admitted so.
           steps: for rows that write in steps, with room for what a row samples.
-          record: note what each dispatch feeds and moves, in room for so many passes; 0 notes nothing.
+          record: note what each dispatch feeds and moves, in room for so many passes; 0 notes
+            nothing.
 
         Raises:
-          ValueError: counts that do not fit the layout, a token outside the vocabulary in a prompt, a bias or a ban, a negative
-            budget, or a row in use with nothing to feed and no logits.
+          ValueError: counts that do not fit the layout, a token outside the vocabulary in a prompt,
+            a bias or a ban, a negative budget, or a row in use with nothing to feed and no logits.
         """
         rows = layout.num_rows
         layout.check(cache.num_blocks)
         listed = np.asarray(layout.listed)
         prompts = [*map(list, prompts), *([[]] * (rows - len(prompts)))]
         samplers = [samplers] * rows if isinstance(samplers, Sampler) else list(samplers)
-        seeds = [stream_seed(seeds, r) for r in range(rows)] if isinstance(seeds, int) else list(seeds)
+        seeds = (
+            [stream_seed(seeds, r) for r in range(rows)] if isinstance(seeds, int) else list(seeds)
+        )
         budgets = [budgets] * rows if isinstance(budgets, int) else list(budgets)
-        for name, values in (("prompts", prompts), ("samplers", samplers), ("seeds", seeds), ("budgets", budgets)):
+        for name, values in (
+            ("prompts", prompts),
+            ("samplers", samplers),
+            ("seeds", seeds),
+            ("budgets", budgets),
+        ):
             if len(values) != rows:
-                raise ValueError(f"{name} has {len(values)} entries, but the layout has {rows} rows")
+                raise ValueError(
+                    f"{name} has {len(values)} entries, but the layout has {rows} rows"
+                )
         for r, prompt in enumerate(prompts):
             if outside := [t for t in prompt if not 0 <= t < vocab_size]:
-                raise ValueError(f"the prompt of row {r} has token {outside[0]}, outside the vocabulary of {vocab_size}")
+                raise ValueError(
+                    f"the prompt of row {r} has token {outside[0]}, outside the vocabulary of "
+                    f"{vocab_size}"
+                )
             if listed[r] and not prompt and logits is None:
-                raise ValueError(f"row {r} has an empty prompt and no logits to sample from; give it at least one token")
-            if outside := [t for t in (*samplers[r].bias, *samplers[r].forbidden) if t >= vocab_size]:
-                raise ValueError(f"the sampler of row {r} names token {outside[0]}, outside the vocabulary of {vocab_size}")
+                raise ValueError(
+                    f"row {r} has an empty prompt and no logits to sample from; give it at least "
+                    "one token"
+                )
+            if outside := [
+                t for t in (*samplers[r].bias, *samplers[r].forbidden) if t >= vocab_size
+            ]:
+                raise ValueError(
+                    f"the sampler of row {r} names token {outside[0]}, outside the vocabulary of "
+                    f"{vocab_size}"
+                )
             if budgets[r] < 0:
-                raise ValueError(f"the budget of row {r} is {budgets[r]}; it must be at least 0 tokens")
+                raise ValueError(
+                    f"the budget of row {r} is {budgets[r]}; it must be at least 0 tokens"
+                )
         queue = max(queue, 1 + (steps.openings.shape[-1] if steps else 0), *map(len, prompts))
         pending = np.zeros((rows, queue + max_width), np.int32)
         for r, prompt in enumerate(prompts):
-            pending[r, :len(prompt)] = prompt
-        waiting = np.asarray([len(p) if n else 0 for p, n in zip(prompts, listed, strict=True)], np.int32)
+            pending[r, : len(prompt)] = prompt
+        waiting = np.asarray(
+            [len(p) if n else 0 for p, n in zip(prompts, listed, strict=True)], np.int32
+        )
         room = max(room, *budgets)
         stops = [*stops, *[-1] * (-len(stops) % _STOPS if stops else _STOPS)]
-        given = jnp.zeros((rows, vocab_size)) if logits is None else jnp.broadcast_to(logits, (rows, vocab_size)) + 0.0
+        given = (
+            jnp.zeros((rows, vocab_size))
+            if logits is None
+            else jnp.broadcast_to(logits, (rows, vocab_size)) + 0.0
+        )
         return cls(
-            cache=cache, layout=layout, samplers=Samplers.stack(samplers, bias_slots=bias_slots), logits=given,
-            ready=jnp.asarray((waiting == 0) & (listed > 0)), pending=jnp.asarray(pending), waiting=jnp.asarray(waiting),
-            head=jnp.zeros(rows, jnp.int32), seeds=jnp.asarray(seed_words(seeds)),
-            drawn=jnp.zeros(rows, jnp.int32), budgets=jnp.asarray(budgets, jnp.int32),
+            cache=cache,
+            layout=layout,
+            samplers=Samplers.stack(samplers, bias_slots=bias_slots),
+            logits=given,
+            ready=jnp.asarray((waiting == 0) & (listed > 0)),
+            pending=jnp.asarray(pending),
+            waiting=jnp.asarray(waiting),
+            head=jnp.zeros(rows, jnp.int32),
+            seeds=jnp.asarray(seed_words(seeds)),
+            drawn=jnp.zeros(rows, jnp.int32),
+            budgets=jnp.asarray(budgets, jnp.int32),
             stops=jnp.asarray(stops, jnp.int32),
             reasons=jnp.asarray(np.where(listed > 0, Reason.RUNNING, Reason.UNUSED), jnp.int32),
-            tokens=jnp.zeros((rows, room), jnp.int32), logprobs=jnp.zeros((rows, room if logprobs else 0)),
-            passes=jnp.zeros((), jnp.int32), kept=Kept.empty((rows, room), kept, vocab_size) if kept else None,
-            recorded=jnp.zeros(rows, bool), steps=steps,
-            record=Record.empty(record, rows, max_width, cache.num_blocks) if record else None, max_width=max_width)
+            tokens=jnp.zeros((rows, room), jnp.int32),
+            logprobs=jnp.zeros((rows, room if logprobs else 0)),
+            passes=jnp.zeros((), jnp.int32),
+            kept=Kept.empty((rows, room), kept, vocab_size) if kept else None,
+            recorded=jnp.zeros(rows, bool),
+            steps=steps,
+            record=Record.empty(record, rows, max_width, cache.num_blocks) if record else None,
+            max_width=max_width,
+        )
 
     def feed(self, row: int, tokens: Sequence[int]) -> "DecodeState":
         """Puts tokens behind what a row has pending, and lets a row that had stopped run on.
@@ -180,49 +251,82 @@ class DecodeState:
           ValueError: no tokens, a row that is not in use, or more tokens than the queue holds.
         """
         if not tokens or int(self.reasons[row]) == Reason.UNUSED:
-            raise ValueError(f"row {row} is not in use" if tokens else f"there are no tokens to feed to row {row}")
+            raise ValueError(
+                f"row {row} is not in use"
+                if tokens
+                else f"there are no tokens to feed to row {row}"
+            )
         head, waiting = int(self.head[row]), int(self.waiting[row])
-        queue = [*np.asarray(self.pending[row, head:head + waiting]).tolist(), *tokens]
+        queue = [*np.asarray(self.pending[row, head : head + waiting]).tolist(), *tokens]
         if len(queue) > (most := self.pending.shape[1] - self.max_width):
-            raise ValueError(f"row {row} would have {len(queue)} tokens pending, but its queue holds {most}; create the state with a "
-                             f"longer queue")
+            raise ValueError(
+                f"row {row} would have {len(queue)} tokens pending, but its queue holds {most}; "
+                "create the state with a longer queue"
+            )
         return dataclasses.replace(
-            self, pending=self.pending.at[row, :len(queue)].set(jnp.asarray(queue, jnp.int32)), head=self.head.at[row].set(0),
-            waiting=self.waiting.at[row].set(len(queue)), reasons=self.reasons.at[row].set(Reason.RUNNING.value))
+            self,
+            pending=self.pending.at[row, : len(queue)].set(jnp.asarray(queue, jnp.int32)),
+            head=self.head.at[row].set(0),
+            waiting=self.waiting.at[row].set(len(queue)),
+            reasons=self.reasons.at[row].set(Reason.RUNNING.value),
+        )
 
-    def admit(self, rows: Sequence[int], blocks: Sequence[Sequence[int]], logits: Array, *, seeds: Sequence[int],
-              budgets: Sequence[int], drawn: Sequence[int] | None = None,
-              pending: Sequence[Sequence[int]] | None = None, recorded: Sequence[bool] | None = None) -> "DecodeState":
-        """Gives rows that are not running something new to write; each samples at once from the logits after what it sees, or first feeds
-        what it has pending.
+    def admit(
+        self,
+        rows: Sequence[int],
+        blocks: Sequence[Sequence[int]],
+        logits: Array,
+        *,
+        seeds: Sequence[int],
+        budgets: Sequence[int],
+        drawn: Sequence[int] | None = None,
+        pending: Sequence[Sequence[int]] | None = None,
+        recorded: Sequence[bool] | None = None,
+    ) -> "DecodeState":
+        """Gives rows that are not running something new to write; each samples at once from the
+        logits after what it sees, or first feeds what it has pending.
 
         The logits of this state are donated: use the returned one. Rows keep their samplers.
 
         Args:
           rows: which, each once.
           blocks: for each of them the blocks it sees, in order; it writes the last.
-          logits: float32[A, V], for each of them. There may be more, which count for nothing: a caller that always gives as many has one
-            program for any number of rows.
+          logits: float32[A, V], for each of them. There may be more, which count for nothing: a
+            caller that always gives as many has one program for any number of rows.
           seeds, budgets: for each of them.
-          drawn: how many tokens each has sampled before, which count for its budget and its randomness; default none. `tokens` has those
-            that come, at their places.
-          pending: tokens that each is to feed first; default none. The logits of a row that has any mean nothing.
+          drawn: how many tokens each has sampled before, which count for its budget and its
+            randomness; default none. `tokens` has those that come, at their places.
+          pending: tokens that each is to feed first; default none. The logits of a row that has any
+            mean nothing.
           recorded: whether what each draws from is kept; default not.
 
         Raises:
-          ValueError: rows that write in steps, a row that is named twice, still running or not there, more blocks than the layout is wide,
-            blocks that make no layout, a budget that is negative or beyond the state's room, more pending tokens than the queue holds, or
-            counts that do not agree.
+          ValueError: rows that write in steps, a row that is named twice, still running or not
+            there, more blocks than the layout is wide, blocks that make no layout, a budget that is
+            negative or beyond the state's room, more pending tokens than the queue holds, or counts
+            that do not agree.
         """
         if self.steps is not None:
-            raise ValueError("rows of this state write in steps, and nothing can be admitted between them; create the state without")
+            raise ValueError(
+                "rows of this state write in steps, and nothing can be admitted between them; "
+                "create the state without"
+            )
         drawn = [0] * len(rows) if drawn is None else drawn
         pending = [()] * len(rows) if pending is None else pending
         recorded = [False] * len(rows) if recorded is None else recorded
-        for name, count in (("blocks", len(blocks)), ("logits", min(logits.shape[0], len(rows))), ("seeds", len(seeds)),
-                            ("budgets", len(budgets)), ("drawn", len(drawn)), ("pending", len(pending)), ("recorded", len(recorded))):
+        for name, count in (
+            ("blocks", len(blocks)),
+            ("logits", min(logits.shape[0], len(rows))),
+            ("seeds", len(seeds)),
+            ("budgets", len(budgets)),
+            ("drawn", len(drawn)),
+            ("pending", len(pending)),
+            ("recorded", len(recorded)),
+        ):
             if count != len(rows):
-                raise ValueError(f"{name} has {count} entries, but {len(rows)} rows are to be admitted")
+                raise ValueError(
+                    f"{name} has {count} entries, but {len(rows)} rows are to be admitted"
+                )
         if len(set(rows)) < len(rows):
             raise ValueError(f"rows must name each row once; got {list(rows)}")
         listed, reasons = np.array(self.layout.blocks), np.asarray(self.reasons)
@@ -230,38 +334,69 @@ class DecodeState:
             if negative := [block for block in seen if block < 0]:
                 raise ValueError(f"row {row} lists block {negative[0]}; blocks are numbered from 0")
             if not 0 <= row < len(listed):
-                raise ValueError(f"there is no row {row}; the state has rows 0 to {len(listed) - 1}")
+                raise ValueError(
+                    f"there is no row {row}; the state has rows 0 to {len(listed) - 1}"
+                )
             if reasons[row] == Reason.RUNNING:
                 raise ValueError(f"row {row} is running; end it before it is given something new")
             if not 1 <= len(seen) <= listed.shape[1]:
-                raise ValueError(f"row {row} would list {len(seen)} blocks, but the layout has room for 1 to {listed.shape[1]}")
+                raise ValueError(
+                    f"row {row} would list {len(seen)} blocks, but the layout has room for 1 to "
+                    f"{listed.shape[1]}"
+                )
             if not 0 <= budget <= self.tokens.shape[1]:
-                raise ValueError(f"the budget of row {row} is {budget}; the state has room for 0 to {self.tokens.shape[1]} tokens a row")
+                raise ValueError(
+                    f"the budget of row {row} is {budget}; the state has room for 0 to "
+                    f"{self.tokens.shape[1]} tokens a row"
+                )
             listed[row] = [*seen, *[-1] * (listed.shape[1] - len(seen))]
         queue = self.pending.shape[1]
-        if long := [row for row, tokens in zip(rows, pending, strict=True) if len(tokens) > queue - self.max_width]:
-            raise ValueError(f"row {long[0]} would have more than the {queue - self.max_width} tokens pending that its queue holds; create "
-                             f"the state with a longer queue, or feed them before")
+        if long := [
+            row
+            for row, tokens in zip(rows, pending, strict=True)
+            if len(tokens) > queue - self.max_width
+        ]:
+            raise ValueError(
+                f"row {long[0]} would have more than the {queue - self.max_width} tokens pending "
+                "that its queue holds; create the state with a longer queue, or feed them before"
+            )
         layout = dataclasses.replace(self.layout, blocks=jnp.asarray(listed))
         layout.check(self.cache.num_blocks)
-        spare = max(bucket(len(rows)), logits.shape[0]) - len(rows)  # what is too many falls behind the last row
+        # what is too many falls behind the last row
+        spare = max(bucket(len(rows)), logits.shape[0]) - len(rows)
         row = np.asarray([*rows, *[len(listed)] * spare], np.int32)
-        given = jnp.concatenate([logits, jnp.zeros((more, logits.shape[1]))]) if (more := len(row) - logits.shape[0]) else logits
+        given = (
+            jnp.concatenate([logits, jnp.zeros((more, logits.shape[1]))])
+            if (more := len(row) - logits.shape[0])
+            else logits
+        )
         waiting = np.zeros((len(row), queue), np.int32)
         for i, tokens in enumerate(pending):
-            waiting[i, :len(tokens)] = tokens
-        new = (seed_words([*seeds, *[0] * spare]),
-               *(np.asarray([*values, *[0] * spare], np.int32) for values in (budgets, drawn, map(len, pending), recorded)), waiting)
+            waiting[i, : len(tokens)] = tokens
+        new = (
+            seed_words([*seeds, *[0] * spare]),
+            *(
+                np.asarray([*values, *[0] * spare], np.int32)
+                for values in (budgets, drawn, map(len, pending), recorded)
+            ),
+            waiting,
+        )
         rest = dataclasses.replace(self, cache=None, logits=None, kept=None, layout=layout)  # pyright: ignore[reportArgumentType]
         admitted = _admit(self.logits, rest, row, given, *new)
         return dataclasses.replace(admitted, cache=self.cache, kept=self.kept)
 
     def retire(self, rows: Sequence[int]) -> "DecodeState":
-        """Takes rows out of use: they list no block any more, so that others may write those, and can be admitted again."""
+        """Takes rows out of use: they list no block any more, so that others may write those, and
+        can be admitted again."""
         gone = np.zeros(self.layout.num_rows, bool)
         gone[list(rows)] = True
         blocks, reasons, waiting = _retired(self.layout.blocks, self.reasons, self.waiting, gone)
-        return dataclasses.replace(self, layout=dataclasses.replace(self.layout, blocks=blocks), reasons=reasons, waiting=waiting)
+        return dataclasses.replace(
+            self,
+            layout=dataclasses.replace(self.layout, blocks=blocks),
+            reasons=reasons,
+            waiting=waiting,
+        )
 
     def end(self, row: int, reason: Reason = Reason.STOP) -> "DecodeState":
         """Ends a row from outside."""
@@ -274,60 +409,127 @@ class DecodeState:
 
     def outputs(self) -> list[list[int]]:
         """What each row has sampled so far, on the host."""
-        return [row[:n].tolist() for row, n in zip(np.asarray(self.tokens), np.asarray(self.drawn), strict=True)]
+        return [
+            row[:n].tolist()
+            for row, n in zip(np.asarray(self.tokens), np.asarray(self.drawn), strict=True)
+        ]
 
 
 @functools.partial(jax.jit, donate_argnames=("logits",))
-def _admit(logits: Array, rest: DecodeState, row: Array, given: Array, seeds: Array, budgets: Array, drawn: Array, waiting: Array,
-           recorded: Array, pending: Array) -> DecodeState:
+def _admit(
+    logits: Array,
+    rest: DecodeState,
+    row: Array,
+    given: Array,
+    seeds: Array,
+    budgets: Array,
+    drawn: Array,
+    waiting: Array,
+    recorded: Array,
+    pending: Array,
+) -> DecodeState:
     def put(whole: Array, value: Any) -> Array:
         return whole.at[row].set(value, mode="drop")
 
     return dataclasses.replace(
-        rest, logits=put(logits, given), ready=put(rest.ready, waiting == 0), waiting=put(rest.waiting, waiting),
-        pending=put(rest.pending, pending), head=put(rest.head, 0), seeds=put(rest.seeds, seeds), drawn=put(rest.drawn, drawn),
-        budgets=put(rest.budgets, budgets), recorded=put(rest.recorded, recorded > 0),
-        reasons=put(rest.reasons, Reason.RUNNING.value))
+        rest,
+        logits=put(logits, given),
+        ready=put(rest.ready, waiting == 0),
+        waiting=put(rest.waiting, waiting),
+        pending=put(rest.pending, pending),
+        head=put(rest.head, 0),
+        seeds=put(rest.seeds, seeds),
+        drawn=put(rest.drawn, drawn),
+        budgets=put(rest.budgets, budgets),
+        recorded=put(rest.recorded, recorded > 0),
+        reasons=put(rest.reasons, Reason.RUNNING.value),
+    )
 
 
 @jax.jit
-def _retired(blocks: Array, reasons: Array, waiting: Array, gone: Array) -> tuple[Array, Array, Array]:
-    return (jnp.where(gone[:, None], -1, blocks), jnp.where(gone, Reason.UNUSED.value, reasons), jnp.where(gone, 0, waiting))
+def _retired(
+    blocks: Array, reasons: Array, waiting: Array, gone: Array
+) -> tuple[Array, Array, Array]:
+    return (
+        jnp.where(gone[:, None], -1, blocks),
+        jnp.where(gone, Reason.UNUSED.value, reasons),
+        jnp.where(gone, 0, waiting),
+    )
 
 
-def decode(model: Model, params: Any, state: DecodeState, *, passes: int, width: int = 1, until_any: bool = False) -> DecodeState:
-    """Runs up to `passes` forward passes in one dispatch; fewer if every row ends, or with `until_any` if one does.
+def decode(
+    model: Model,
+    params: Any,
+    state: DecodeState,
+    *,
+    passes: int,
+    width: int = 1,
+    until_any: bool = False,
+) -> DecodeState:
+    """Runs up to `passes` forward passes in one dispatch; fewer if every row ends, or with
+    `until_any` if one does.
 
-    While a row has more than one pending token, passes take up to `width` of them; then one token a row. Rows whose block
-    has no room for what they must write end with `Reason.FULL` before anything is lost.
+    While a row has more than one pending token, passes take up to `width` of them; then one token a
+    row. Rows whose block has no room for what they must write end with `Reason.FULL` before
+    anything is lost.
 
     Args:
       model, params: the model and its variables.
-      state: its cache, its logits and what it keeps of them are donated: use the returned state from here on.
+      state: its cache, its logits and what it keeps of them are donated: use the returned state
+        from here on.
       passes: data, not shape: any number runs the same program.
       width: of passes that feed prompts; at most the state's `max_width`. Static.
       until_any: come back as soon as a row ends, so that the host can give it more to do. Data.
 
     Raises:
-      ValueError: a negative number of passes, more than the state has room to record, or a width that it cannot take.
+      ValueError: a negative number of passes, more than the state has room to record, or a width
+        that it cannot take.
     """
     if passes < 0 or not 1 <= width <= state.max_width:
-        raise ValueError(f"passes is {passes} and width {width}; passes must be at least 0, and width from 1 to the state's "
-                         f"max_width, {state.max_width}")
+        raise ValueError(
+            f"passes is {passes} and width {width}; passes must be at least 0, and width from 1 to "
+            f"the state's max_width, {state.max_width}"
+        )
     if state.record is not None and passes > state.record.room:
-        raise ValueError(f"passes is {passes}, but the state has room to record {state.record.room}; create it with more, or run fewer at "
-                         f"once")
+        raise ValueError(
+            f"passes is {passes}, but the state has room to record {state.record.room}; create it "
+            "with more, or run fewer at once"
+        )
     rest = dataclasses.replace(state, cache=None, logits=None, kept=None)  # pyright: ignore[reportArgumentType]
-    return _decode(model, params, state.cache, state.logits, state.kept, rest, jnp.asarray(passes, jnp.int32), jnp.asarray(until_any),
-                   width)
+    return _decode(
+        model,
+        params,
+        state.cache,
+        state.logits,
+        state.kept,
+        rest,
+        jnp.asarray(passes, jnp.int32),
+        jnp.asarray(until_any),
+        width,
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("model", "width"), donate_argnames=("cache", "logits", "kept"))
-def _decode(model: Model, params: Any, cache: KVCache, logits: Array, kept: Kept | None, rest: DecodeState, passes: Array,
-            until_any: Array, width: int) -> DecodeState:
+@functools.partial(
+    jax.jit, static_argnames=("model", "width"), donate_argnames=("cache", "logits", "kept")
+)
+def _decode(
+    model: Model,
+    params: Any,
+    cache: KVCache,
+    logits: Array,
+    kept: Kept | None,
+    rest: DecodeState,
+    passes: Array,
+    until_any: Array,
+    width: int,
+) -> DecodeState:
     state = dataclasses.replace(rest, cache=cache, logits=logits, kept=kept)
     began, last = state.running, state.passes + passes
-    state = state if state.record is None else dataclasses.replace(state, record=state.record.begin(state.passes))
+    state = (
+        state
+        if state.record is None
+        else dataclasses.replace(state, record=state.record.begin(state.passes))
+    )
     state = _sample(state)
 
     def goes_on(state: DecodeState) -> Array:
@@ -336,7 +538,11 @@ def _decode(model: Model, params: Any, cache: KVCache, logits: Array, kept: Kept
 
     def feed(state: DecodeState, width: int, whether: Array) -> DecodeState:
         # A loop of one turn or none, because a conditional would copy the cache.
-        return jax.lax.while_loop(lambda s: s[1], lambda s: (_feed(model, params, s[0], width), jnp.zeros((), bool)), (state, whether))[0]
+        return jax.lax.while_loop(
+            lambda s: s[1],
+            lambda s: (_feed(model, params, s[0], width), jnp.zeros((), bool)),
+            (state, whether),
+        )[0]
 
     def step(state: DecodeState) -> DecodeState:
         if width == 1:
@@ -359,46 +565,75 @@ def _feed(model: Model, params: Any, state: DecodeState, width: int) -> DecodeSt
     full = state.running & (state.cache.lengths[target] + count > state.cache.capacities[target])
     reasons = jnp.where(full, Reason.FULL.value, state.reasons)
     count = jnp.where(full, 0, count)
-    tokens = jax.vmap(lambda queue, head: jax.lax.dynamic_slice_in_dim(queue, head, width))(state.pending, state.head)
+    tokens = jax.vmap(lambda queue, head: jax.lax.dynamic_slice_in_dim(queue, head, width))(
+        state.pending, state.head
+    )
     logits, cache = model.apply(params, tokens, count, state.cache, state.layout)
     fed = count > 0
-    record = None if state.record is None else state.record.fed(state.passes, tokens, count, cache.lengths)
+    record = (
+        None
+        if state.record is None
+        else state.record.fed(state.passes, tokens, count, cache.lengths)
+    )
     return dataclasses.replace(
-        state, cache=cache, record=record, logits=jnp.where(fed[:, None], logits, state.logits), ready=state.ready | fed,
-        reasons=reasons, waiting=state.waiting - count, head=state.head + count, passes=state.passes + 1)
+        state,
+        cache=cache,
+        record=record,
+        logits=jnp.where(fed[:, None], logits, state.logits),
+        ready=state.ready | fed,
+        reasons=reasons,
+        waiting=state.waiting - count,
+        head=state.head + count,
+        passes=state.passes + 1,
+    )
 
 
 def _sample(state: DecodeState) -> DecodeState:
-    """Rows with an empty queue sample; the token goes to the output and, unless it ends the row, into the queue."""
+    """Rows with an empty queue sample; the token goes to the output and, unless it ends the row,
+    into the queue."""
     due = state.running & (state.waiting == 0) & state.ready
     spent = due & (state.drawn >= state.budgets)
     due = due & ~spent
-    # Of logits that are not numbers the largest is none either. They end a row that has more to feed, too.
+    # Of logits that are not numbers the largest is none either. They end a row that has more to
+    # feed, too.
     mesh = state.cache.mesh
     lost = state.running & state.ready & ~jnp.isfinite(largest(state.logits, mesh))
     due = due & ~lost
 
     def sampled() -> tuple[Array, Array]:
         token = state.samplers.sample(state.logits, state.seeds, state.drawn, mesh=mesh)
-        return token, logprob(state.logits, token, mesh=mesh) if state.logprobs.shape[1] else jnp.zeros(token.shape)
+        return token, logprob(state.logits, token, mesh=mesh) if state.logprobs.shape[
+            1
+        ] else jnp.zeros(token.shape)
 
     nothing = jnp.zeros(due.shape, jnp.int32), jnp.zeros(due.shape)
     token, chance = jax.lax.cond(jnp.any(due), sampled, lambda: nothing)
     drawn = state.drawn + due.astype(jnp.int32)
     stopped = due & jnp.any(token[:, None] == state.stops, axis=1)
     spent = spent | (due & ~stopped & (drawn >= state.budgets))
-    reasons = jnp.where(stopped, Reason.STOP.value, jnp.where(spent, Reason.BUDGET.value, state.reasons))
+    reasons = jnp.where(
+        stopped, Reason.STOP.value, jnp.where(spent, Reason.BUDGET.value, state.reasons)
+    )
     reasons = jnp.where(lost, Reason.NOT_A_NUMBER.value, reasons)
     goes_on = due & ~stopped & ~spent
     place = jnp.where(due, state.drawn, state.tokens.shape[1])
     row = jnp.arange(due.shape[0])
     if state.kept is not None:
-        state = dataclasses.replace(state, kept=_record(state.kept, state, due & state.recorded, row, place))
+        state = dataclasses.replace(
+            state, kept=_record(state.kept, state, due & state.recorded, row, place)
+        )
     state = dataclasses.replace(
-        state, reasons=reasons, drawn=drawn, waiting=jnp.where(goes_on, 1, state.waiting), head=jnp.where(due, 0, state.head),
+        state,
+        reasons=reasons,
+        drawn=drawn,
+        waiting=jnp.where(goes_on, 1, state.waiting),
+        head=jnp.where(due, 0, state.head),
         pending=state.pending.at[:, 0].set(jnp.where(goes_on, token, state.pending[:, 0])),
         tokens=state.tokens.at[row, place].set(token, mode="drop"),
-        logprobs=state.logprobs.at[row, place].set(chance, mode="drop") if state.logprobs.shape[1] else state.logprobs)
+        logprobs=state.logprobs.at[row, place].set(chance, mode="drop")
+        if state.logprobs.shape[1]
+        else state.logprobs,
+    )
     return state if state.steps is None else _step(state, token, due, stopped)
 
 
@@ -419,10 +654,20 @@ def _record(kept: Kept, state: DecodeState, which: Array, row: Array, place: Arr
 
 
 def _step(state: DecodeState, token: Array, due: Array, stopped: Array) -> DecodeState:
-    """Ends the steps that the sampled tokens end, opens the next ones, and ends all rows where an answer stands or nothing can move."""
+    """Ends the steps that the sampled tokens end, opens the next ones, and ends all rows where an
+    answer stands or nothing can move."""
     assert state.steps is not None
-    steps, cache, found = after_sampling(state.steps, state.cache, state.layout, token, state.drawn - 1, due, stopped, state.running,
-                                         state.passes)
+    steps, cache, found = after_sampling(
+        state.steps,
+        state.cache,
+        state.layout,
+        token,
+        state.drawn - 1,
+        due,
+        stopped,
+        state.running,
+        state.passes,
+    )
     reasons = jnp.where(found.held, Reason.STEP.value, state.reasons)
     reasons = jnp.where(found.full & state.running, Reason.FULL.value, reasons)
     reasons = jnp.where(found.over & (state.running | stopped), Reason.ANSWER.value, reasons)
@@ -430,6 +675,13 @@ def _step(state: DecodeState, token: Array, due: Array, stopped: Array) -> Decod
     opening = jnp.concatenate([token[:, None], found.opening], axis=1)
     size = opening.shape[1]
     return dataclasses.replace(
-        state, steps=steps, cache=cache, record=record, reasons=reasons,
+        state,
+        steps=steps,
+        cache=cache,
+        record=record,
+        reasons=reasons,
         waiting=jnp.where(found.opens, 1 + found.opening_size, state.waiting),
-        pending=state.pending.at[:, :size].set(jnp.where(found.opens[:, None], opening, state.pending[:, :size])))
+        pending=state.pending.at[:, :size].set(
+            jnp.where(found.opens[:, None], opening, state.pending[:, :size])
+        ),
+    )

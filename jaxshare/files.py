@@ -1,4 +1,5 @@
-"""Files that are written whole or not at all, and finding out beforehand that one cannot be written."""
+"""Files that are written whole or not at all, and finding out beforehand that one cannot be
+written."""
 
 import contextlib
 import os
@@ -11,8 +12,9 @@ from typing import IO, Any
 
 @contextlib.contextmanager
 def whole_file(file: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """A file to write to, which takes its name when all is written and on the disk or, where that fails, leaves what was there; a reader
-    never sees half of it. Makes the folder. A device or a pipe, such as /dev/stdout, is written to as it is.
+    """A file to write to, which takes its name when all is written and on the disk or, where that
+    fails, leaves what was there; a reader never sees half of it. Makes the folder. A device or a
+    pipe, such as /dev/stdout, is written to as it is.
 
     Args:
       file: its name; of a link, that of what it leads to.
@@ -27,7 +29,8 @@ def whole_file(file: Path, mode: str = "w") -> Iterator[IO[Any]]:
             yield special
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")  # of its own: several processes may write one file
+    # of its own: several processes may write one file
+    temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, mode, encoding=encoding) as whole:
             yield whole
@@ -40,8 +43,8 @@ def whole_file(file: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 def unwritable_file(file: str | os.PathLike, *, makes_folder: bool = False) -> str | None:
-    """Why a file cannot be written, as a clause such as "that is a folder", or None if it can be. Nothing is created, and nothing in the
-    file changes.
+    """Why a file cannot be written, as a clause such as "that is a folder", or None if it can be.
+    Nothing is created, and nothing in the file changes.
 
     Args:
       file: its name.
@@ -67,7 +70,8 @@ def unwritable_file(file: str | os.PathLike, *, makes_folder: bool = False) -> s
 
 
 def unwritable_folder(folder: str | os.PathLike) -> str | None:
-    """Why nothing can be written in a folder, which is made with those around it if it is not there; or None. Nothing is created."""
+    """Why nothing can be written in a folder, which is made with those around it if it is not
+    there; or None. Nothing is created."""
     real = found = Path(os.path.realpath(folder))
     while not os.path.lexists(found):
         found = found.parent
@@ -94,14 +98,20 @@ def check_file(option: str, file: str | os.PathLike | None, *, makes_folder: boo
       ValueError: it cannot be written; names the option.
     """
     if file is not None and (why := unwritable_file(file, makes_folder=makes_folder)):
-        raise ValueError(f"{option} is {os.fspath(file)!r}, but {why}; give a file in a folder that is there and can be written")
+        raise ValueError(
+            f"{option} is {os.fspath(file)!r}, but {why}; give a file in a folder that is there "
+            "and can be written"
+        )
 
 
 def check_folder(option: str, folder: str | os.PathLike | None) -> None:
-    """Refuses, before any work is done for it, a folder that nothing can be written in. As `unwritable_folder`.
+    """Refuses, before any work is done for it, a folder that nothing can be written in. As
+    `unwritable_folder`.
 
     Raises:
       ValueError: nothing can be written in it; names the option.
     """
     if folder is not None and (why := unwritable_folder(folder)):
-        raise ValueError(f"{option} is {os.fspath(folder)!r}, but {why}; give a folder that can be written")
+        raise ValueError(
+            f"{option} is {os.fspath(folder)!r}, but {why}; give a folder that can be written"
+        )

@@ -1,11 +1,13 @@
-"""Groups: decode states that run side by side along the `data` axis of a mesh, in one dispatch (data parallel).
+"""Groups: decode states that run side by side along the `data` axis of a mesh, in one dispatch
+(data parallel).
 
     groups = [prepare(replica, prompts) for replica, prompts in zip(model.replicas(), parts)]   # a DecodeState each, of the same shapes
     state = stack(groups, model.mesh)
     state = decode_groups(model.module, model.params, state, passes=64)
     texts = [group.outputs() for group in unstack(state)]
 
-Each group runs its own loop: none waits for another, and they end after different numbers of passes.
+Each group runs its own loop: none waits for another, and they end after different numbers of
+passes.
 """
 
 import dataclasses
@@ -24,27 +26,42 @@ from jaxshare.sharding import DATA, axis_size, data_groups
 
 
 def stack(states: Sequence[DecodeState], mesh: Mesh) -> DecodeState:
-    """One state of all groups: every array with a new first dimension, which is cut over `data`. What is on a group's devices stays there.
+    """One state of all groups: every array with a new first dimension, which is cut over `data`.
+    What is on a group's devices stays there.
 
     Args:
-      states: one for each group, all of the same shapes; that of group i for the i-th of `data_groups(mesh)`, and on it.
+      states: one for each group, all of the same shapes; that of group i for the i-th of
+        `data_groups(mesh)`, and on it.
       mesh: of all groups.
 
     Raises:
       ValueError: another number of states, or states that differ in shape.
     """
     if len(states) != axis_size(mesh, DATA):
-        raise ValueError(f"there are {len(states)} states, but the mesh has {axis_size(mesh, DATA)} data groups; give one state a group")
-    meshes, states = data_groups(mesh), [dataclasses.replace(s, cache=dataclasses.replace(s.cache, mesh=mesh)) for s in states]
+        raise ValueError(
+            f"there are {len(states)} states, but the mesh has {axis_size(mesh, DATA)} data "
+            "groups; give one state a group"
+        )
+    meshes, states = (
+        data_groups(mesh),
+        [dataclasses.replace(s, cache=dataclasses.replace(s.cache, mesh=mesh)) for s in states],
+    )
     for i, other in enumerate(states):
         if jax.tree.map(_shape, other) != jax.tree.map(_shape, states[0]):
-            raise ValueError(f"the state of group {i} has other shapes than that of group 0; give both as many rows, blocks and room")
+            raise ValueError(
+                f"the state of group {i} has other shapes than that of group 0; give both as many "
+                "rows, blocks and room"
+            )
 
     def joined(spec: PartitionSpec, *parts: Array) -> Array:
-        there = [shard.data[None] for part, own in zip(parts, meshes, strict=True)
-                 for shard in jax.device_put(part, NamedSharding(own, spec)).addressable_shards]
+        there = [
+            shard.data[None]
+            for part, own in zip(parts, meshes, strict=True)
+            for shard in jax.device_put(part, NamedSharding(own, spec)).addressable_shards
+        ]
         return jax.make_array_from_single_device_arrays(
-            (len(parts), *parts[0].shape), NamedSharding(mesh, PartitionSpec(DATA, *spec)), there)
+            (len(parts), *parts[0].shape), NamedSharding(mesh, PartitionSpec(DATA, *spec)), there
+        )
 
     return jax.tree.map(joined, _specs(states[0], mesh), *states)
 
@@ -56,7 +73,9 @@ def unstack(state: DecodeState) -> list[DecodeState]:
     def part(own: Mesh, spec: PartitionSpec, whole: Array) -> Array:
         devices = {*own.devices.flat}
         there = [shard.data[0] for shard in whole.addressable_shards if shard.device in devices]
-        return jax.make_array_from_single_device_arrays(whole.shape[1:], NamedSharding(own, spec), there)
+        return jax.make_array_from_single_device_arrays(
+            whole.shape[1:], NamedSharding(own, spec), there
+        )
 
     groups = []
     for own in data_groups(mesh):
@@ -65,11 +84,14 @@ def unstack(state: DecodeState) -> list[DecodeState]:
     return groups
 
 
-def decode_groups(model: Model, params: Any, state: DecodeState, *, passes: int, width: int = 1) -> DecodeState:
+def decode_groups(
+    model: Model, params: Any, state: DecodeState, *, passes: int, width: int = 1
+) -> DecodeState:
     """`decode` for all groups at once: up to `passes` forward passes of each.
 
     Args:
-      model, params: on the mesh of all groups; the model has `specs(params)`, which says how they are cut (`ShardedDecoder`).
+      model, params: on the mesh of all groups; the model has `specs(params)`, which says how they
+        are cut (`ShardedDecoder`).
       state: from `stack`; its caches and logits are donated.
       passes, width: as for `decode`.
     """
@@ -77,26 +99,44 @@ def decode_groups(model: Model, params: Any, state: DecodeState, *, passes: int,
     return _decode_groups(model, params, state.cache, state.logits, state.kept, rest, passes, width)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "passes", "width"), donate_argnames=("cache", "logits", "kept"))
-def _decode_groups(model: Any, params: Any, cache: Any, logits: Array, kept: Any, rest: DecodeState, passes: int,
-                   width: int) -> DecodeState:
+@functools.partial(
+    jax.jit,
+    static_argnames=("model", "passes", "width"),
+    donate_argnames=("cache", "logits", "kept"),
+)
+def _decode_groups(
+    model: Any,
+    params: Any,
+    cache: Any,
+    logits: Array,
+    kept: Any,
+    rest: DecodeState,
+    passes: int,
+    width: int,
+) -> DecodeState:
     state = dataclasses.replace(rest, cache=cache, logits=logits, kept=kept)
     mesh = _mesh(state)
     leaves, form = jax.tree.flatten(state)
-    specs = jax.tree.leaves(jax.tree.map(lambda spec: PartitionSpec(DATA, *spec), _specs(state, mesh)))
-    # Arrays without elements stay outside: jaxlib 0.11.2 crashes over those that a shard_map is given.
+    specs = jax.tree.leaves(
+        jax.tree.map(lambda spec: PartitionSpec(DATA, *spec), _specs(state, mesh))
+    )
+    # Arrays without elements stay outside: jaxlib 0.11.2 crashes over those that a shard_map is
+    # given.
     full = [i for i, leaf in enumerate(leaves) if leaf.size]
 
     def group(params: Any, given: list[Array]) -> list[Array]:
         own = [jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves]
         for i, leaf in zip(full, given, strict=True):
             own[i] = leaf[0]
-        found = jax.tree.leaves(decode(model, params, form.unflatten(own), passes=passes, width=width))
+        found = jax.tree.leaves(
+            decode(model, params, form.unflatten(own), passes=passes, width=width)
+        )
         return [found[i][None] for i in full]
 
     cut = [specs[i] for i in full]
-    found = jax.shard_map(group, mesh=mesh, in_specs=(model.specs(params), cut), out_specs=cut, check_vma=False)(
-        params, [leaves[i] for i in full])
+    found = jax.shard_map(
+        group, mesh=mesh, in_specs=(model.specs(params), cut), out_specs=cut, check_vma=False
+    )(params, [leaves[i] for i in full])
     for i, leaf in zip(full, found, strict=True):
         leaves[i] = leaf
     return form.unflatten(leaves)
@@ -105,7 +145,9 @@ def _decode_groups(model: Any, params: Any, cache: Any, logits: Array, kept: Any
 def _specs(state: DecodeState, mesh: Mesh) -> DecodeState:
     """How each array of a group's state is cut over the devices of the group."""
     logits = vocab_spec(vocab_axis(mesh, state.logits.shape[-1]))
-    return dataclasses.replace(jax.tree.map(lambda _: PartitionSpec(), state), cache=state.cache.specs, logits=logits)
+    return dataclasses.replace(
+        jax.tree.map(lambda _: PartitionSpec(), state), cache=state.cache.specs, logits=logits
+    )
 
 
 def _mesh(state: DecodeState) -> Mesh:

@@ -1,8 +1,9 @@
 """What is kept of a next-token distribution, so that it can be sampled again without the model.
 
-A full row of logits is 600 KB at a vocabulary of 150,000. Kept are its largest logits, and of everything else the mass, exact, in
-the places where an inverse of the cumulative sum needs it: before each kept token. Whether a draw falls on a kept token is then
-known, and on which; a draw that falls between them is one for the model. Host code that draws is in `jaxshare.serving.replay`.
+A full row of logits is 600 KB at a vocabulary of 150,000. Kept are its largest logits, and of
+everything else the mass, exact, in the places where an inverse of the cumulative sum needs it:
+before each kept token. Whether a draw falls on a kept token is then known, and on which; a draw
+that falls between them is one for the model. Host code that draws is in `jaxshare.serving.replay`.
 """
 
 import dataclasses
@@ -18,14 +19,18 @@ _CHUNK = 256
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """Distributions of any leading shape, here [...]; K kept tokens each. Arrays of JAX on a device, of numpy on the host.
+    """Distributions of any leading shape, here [...]; K kept tokens each. Arrays of JAX on a
+    device, of numpy on the host.
 
-    Mass is relative to the largest logit: the mass of some tokens at temperature t is the sum of exp((logit - largest) / t) over them.
+    Mass is relative to the largest logit: the mass of some tokens at temperature t is the sum of
+    exp((logit - largest) / t) over them.
 
     Attributes:
-      tokens: int32[..., K], the tokens of the K largest logits, ascending. Where logits tie with the last of them, the lower tokens.
+      tokens: int32[..., K], the tokens of the K largest logits, ascending. Where logits tie with
+        the last of them, the lower tokens.
       logits: float32[..., K], theirs, as the model gave them.
-      below: float32[..., K], for each kept token the mass, at `kept_at`, of the tokens before it that are not kept.
+      below: float32[..., K], for each kept token the mass, at `kept_at`, of the tokens before it
+        that are not kept.
       rest: float32[...], the mass of all that are not kept, at `kept_at`.
       rest_at_1: float32[...], the same at temperature 1.
       kept_at: float32[...], the temperature that `below` and `rest` are for.
@@ -42,11 +47,20 @@ class Kept:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], k: int, vocab: int) -> "Kept":
-        """Room for distributions [*shape] of `k` tokens each, or of the whole vocabulary where it is smaller. All zeros."""
+        """Room for distributions [*shape] of `k` tokens each, or of the whole vocabulary where it
+        is smaller. All zeros."""
         many = (*shape, min(k, vocab))
         # An array each, so that all can be donated.
         rest, rest_at_1, kept_at = (jnp.zeros(shape) for _ in range(3))
-        return cls(jnp.zeros(many, jnp.int32), jnp.zeros(many), jnp.zeros(many), rest, rest_at_1, kept_at, vocab)
+        return cls(
+            jnp.zeros(many, jnp.int32),
+            jnp.zeros(many),
+            jnp.zeros(many),
+            rest,
+            rest_at_1,
+            kept_at,
+            vocab,
+        )
 
 
 def keep(logits: Array, temperature: Array, k: int) -> Kept:
@@ -71,20 +85,35 @@ def keep(logits: Array, temperature: Array, k: int) -> Kept:
     else:
         tokens = jnp.sort(jax.lax.top_k(logits, k)[1].astype(jnp.int32), axis=-1)
     largest = jnp.max(logits, axis=-1, keepdims=True)
-    others = jnp.ones(logits.shape, bool).at[row, tokens].set(False, unique_indices=True, indices_are_sorted=True)
+    others = (
+        jnp.ones(logits.shape, bool)
+        .at[row, tokens]
+        .set(False, unique_indices=True, indices_are_sorted=True)
+    )
     below_largest = logits - largest
 
     def chunks(t: Array) -> Array:
         mass = jnp.where(others, jnp.exp(below_largest / t[:, None]), 0.0)
         return jnp.pad(mass, ((0, 0), (0, -vocab % _CHUNK))).reshape(rows, -1, _CHUNK)
 
-    # In two levels, as a draw sums it: chunks of tokens, then those of the kept token's own chunk that come before it.
+    # In two levels, as a draw sums it: chunks of tokens, then those of the kept token's own chunk
+    # that come before it.
     mass = chunks(kept_at)
     sums = jnp.sum(mass, axis=-1)
     cumulative = jnp.cumsum(sums, axis=-1)
     before = jnp.pad(cumulative, ((0, 0), (1, 0)))[:, :-1]
     inside = jnp.cumsum(mass, axis=-1).reshape(rows, -1)
     # The mass at a kept token is 0, so that a sum up to it is a sum before it.
-    below = jnp.take_along_axis(before, tokens // _CHUNK, axis=1) + jnp.take_along_axis(inside, tokens, axis=1)
+    below = jnp.take_along_axis(before, tokens // _CHUNK, axis=1) + jnp.take_along_axis(
+        inside, tokens, axis=1
+    )
     rest_at_1 = jnp.sum(jnp.sum(chunks(jnp.ones_like(kept_at)), axis=-1), axis=-1)
-    return Kept(tokens, jnp.take_along_axis(logits, tokens, axis=1), below, cumulative[:, -1], rest_at_1, kept_at, vocab)
+    return Kept(
+        tokens,
+        jnp.take_along_axis(logits, tokens, axis=1),
+        below,
+        cumulative[:, -1],
+        rest_at_1,
+        kept_at,
+        vocab,
+    )

@@ -13,23 +13,31 @@ from jax.core import Tracer
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The blocks that each row sees, in that row's order. Data, not shape: changing it never recompiles.
+    """The blocks that each row sees, in that row's order. Data, not shape: changing it never
+    recompiles.
 
     A row writes its new tokens to the last block it lists. A row that lists none is not in use.
 
     Attributes:
       blocks: int32[R, N] block numbers, each row's from the left, -1 after its last.
-      groups: how many rows read a block together where not all of them see it: numbers of rows, ascending (static). A block is read by
-        the smallest group that holds its fan-in; with no group large enough, in one product with the queries of all rows, those that
-        do not see it masked. For trees of prompts (Hydragen section 3.3); it decides speed alone.
+      groups: how many rows read a block together where not all of them see it: numbers of rows,
+        ascending (static). A block is read by the smallest group that holds its fan-in; with no
+        group large enough, in one product with the queries of all rows, those that do not see it
+        masked. For trees of prompts (Hydragen section 3.3); it decides speed alone.
     """
 
     blocks: Array
     groups: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @classmethod
-    def from_blocks(cls, rows: Sequence[Sequence[int]], *, num_rows: int | None = None, width: int | None = None,
-                    groups: Sequence[int] = ()) -> "Layout":
+    def from_blocks(
+        cls,
+        rows: Sequence[Sequence[int]],
+        *,
+        num_rows: int | None = None,
+        width: int | None = None,
+        groups: Sequence[int] = (),
+    ) -> "Layout":
         """A layout from lists of block numbers, one list a row.
 
         Args:
@@ -39,21 +47,29 @@ class Layout:
           groups: as in the attributes.
 
         Raises:
-          ValueError: a row lists a block twice or a negative one, two rows write the same block, or a group of fewer than two rows.
+          ValueError: a row lists a block twice or a negative one, two rows write the same block, or
+            a group of fewer than two rows.
         """
         num_rows = len(rows) if num_rows is None else num_rows
         width = max([1, *(len(row) for row in rows)]) if width is None else width
         if num_rows < max(1, len(rows)):
-            raise ValueError(f"num_rows is {num_rows}, but {len(rows)} rows are given; ask for at least that many, and at least 1")
+            raise ValueError(
+                f"num_rows is {num_rows}, but {len(rows)} rows are given; ask for at least that "
+                "many, and at least 1"
+            )
         blocks = np.full((num_rows, width), -1, np.int32)
         for r, row in enumerate(rows):
             if len(row) > width:
-                raise ValueError(f"row {r} lists {len(row)} blocks, but width is {width}; make the layout wider")
+                raise ValueError(
+                    f"row {r} lists {len(row)} blocks, but width is {width}; make the layout wider"
+                )
             if negative := [b for b in row if b < 0]:
                 raise ValueError(f"row {r} lists block {negative[0]}; blocks are numbered from 0")
-            blocks[r, :len(row)] = row
+            blocks[r, : len(row)] = row
         if few := [g for g in groups if g < 2]:
-            raise ValueError(f"groups has {few[0]}; a group that reads a block together has at least 2 rows")
+            raise ValueError(
+                f"groups has {few[0]}; a group that reads a block together has at least 2 rows"
+            )
         _check(blocks)
         return cls(jnp.asarray(blocks), tuple(sorted(set(groups))))
 
@@ -74,7 +90,8 @@ class Layout:
         return jnp.take_along_axis(self.blocks, last[:, None], axis=1)[:, 0]
 
     def fork(self, block: int | Array, tail: int | Array) -> "Layout":
-        """The layout after `KVCache.fork(block, at, tail)`: every row that lists `block` lists `tail` right after it.
+        """The layout after `KVCache.fork(block, at, tail)`: every row that lists `block` lists
+        `tail` right after it.
 
         Raises:
           ValueError: a row that lists `block` has no room for one more; make the layout wider.
@@ -83,19 +100,25 @@ class Layout:
         here = blocks == block
         found = jnp.any(here, axis=1)
         if is_concrete(blocks, block) and bool(jnp.any(found & (self.listed == width))):
-            raise ValueError(f"a row that lists block {int(block)} lists {width} blocks and has no room for its tail; "
-                             f"make the layout wider (Layout.from_blocks(..., width={width + 1}))")
+            raise ValueError(
+                f"a row that lists block {int(block)} lists {width} blocks and has no room for its "
+                f"tail; make the layout wider (Layout.from_blocks(..., width={width + 1}))"
+            )
         after = jnp.where(found, jnp.argmax(here, axis=1), width)[:, None]
         column = jnp.arange(width)[None]
         shifted = jnp.concatenate([blocks[:, :1], blocks[:, :-1]], axis=1)
         tail = jnp.asarray(tail, jnp.int32)
         forked = jnp.where(column <= after, blocks, jnp.where(column == after + 1, tail, shifted))
-        # Inside jit nothing can be raised: a row without room is given a block that no cache has, and the next pass sets a fault.
+        # Inside jit nothing can be raised: a row without room is given a block that no cache has,
+        # and the next pass sets a fault.
         full = (found & (self.listed == width))[:, None]
-        return dataclasses.replace(self, blocks=jnp.where(full & (column == width - 1), jnp.iinfo(jnp.int32).max, forked))
+        return dataclasses.replace(
+            self, blocks=jnp.where(full & (column == width - 1), jnp.iinfo(jnp.int32).max, forked)
+        )
 
     def check(self, num_blocks: int | None = None) -> None:
-        """Raises ValueError for what `from_blocks` refuses, and for blocks beyond `num_blocks`; does nothing while tracing."""
+        """Raises ValueError for what `from_blocks` refuses, and for blocks beyond `num_blocks`;
+        does nothing while tracing."""
         if is_concrete(self.blocks):
             _check(np.asarray(self.blocks), num_blocks)
 
@@ -108,10 +131,14 @@ def _check(blocks: np.ndarray, num_blocks: int | None = None) -> None:
             repeated = next(b for b in seen if seen.count(b) > 1)
             raise ValueError(f"row {r} lists block {repeated} twice: {seen}; list every block once")
         if num_blocks is not None and (unknown := [b for b in seen if b >= num_blocks]):
-            raise ValueError(f"row {r} lists block {unknown[0]}, but the cache has blocks 0 to {num_blocks - 1}")
+            raise ValueError(
+                f"row {r} lists block {unknown[0]}, but the cache has blocks 0 to {num_blocks - 1}"
+            )
         if seen and seen[-1] in writer:
-            raise ValueError(f"rows {writer[seen[-1]]} and {r} both write block {seen[-1]}, the last block each lists; "
-                             f"give every row a last block of its own")
+            raise ValueError(
+                f"rows {writer[seen[-1]]} and {r} both write block {seen[-1]}, the last block each "
+                "lists; give every row a last block of its own"
+            )
         if seen:
             writer[seen[-1]] = r
 

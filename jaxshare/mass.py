@@ -1,4 +1,5 @@
-"""Attention mass: how much of its attention each new token gives to each block that its row lists. For looking, not for speed."""
+"""Attention mass: how much of its attention each new token gives to each block that its row lists.
+For looking, not for speed."""
 
 import dataclasses
 
@@ -14,9 +15,11 @@ _TILE = 512
 
 
 def block_mass(q: Array, keys: Array, plan: Plan, scale: float) -> Array:
-    """The share of the softmax that falls on each listed block: exp(lse_b) / sum_b exp(lse_b), as in merging (Hydragen section 3.1).
+    """The share of the softmax that falls on each listed block: exp(lse_b) / sum_b exp(lse_b), as
+    in merging (Hydragen section 3.1).
 
-    One block of one row at a time, a tile of keys after the other: what is held does not grow with the cache.
+    One block of one row at a time, a tile of keys after the other: what is held does not grow with
+    the cache.
 
     Args:
       q: [R, T, H, D], not rotated.
@@ -25,7 +28,8 @@ def block_mass(q: Array, keys: Array, plan: Plan, scale: float) -> Array:
       scale: of the scores.
 
     Returns:
-      float32[R, T, H, N], in the order in which the row lists its blocks; it sums to 1 over N. All 0 for a row that brings no token;
+      float32[R, T, H, N], in the order in which the row lists its blocks; it sums to 1 over N. All
+        0 for a row that brings no token;
       padding is finite and means nothing.
     """
     rows, width, heads, dim = q.shape
@@ -37,26 +41,34 @@ def block_mass(q: Array, keys: Array, plan: Plan, scale: float) -> Array:
     def block_lse(listed: Array) -> Array:
         """float32[T, K, G] of one block as one row sees it."""
         r, n = listed // slots, listed % slots
-        query = rotate(grouped[r], *(wave[r, n][:, None, None] for wave in (plan.query_cos, plan.query_sin)))
+        query = rotate(
+            grouped[r], *(wave[r, n][:, None, None] for wave in (plan.query_cos, plan.query_sin))
+        )
         first = plan.offsets[jnp.maximum(plan.blocks[r, n], 0)]
         seen = plan.seen[r, n]  # [T]
 
         def add(i: Array, lse: Array) -> Array:
-            # Where a tile would hang over the arena's end it begins earlier; what was counted before is masked.
+            # Where a tile would hang over the arena's end it begins earlier; what was counted
+            # before is masked.
             start = jnp.minimum(first + i * tile, arena - tile)
             token = start + jnp.arange(tile) - first
             k = jax.lax.dynamic_slice_in_dim(keys, start, tile, axis=1).astype(jnp.float32)
             scores = jnp.einsum("tkgd,ksd->tkgs", query, k, precision="highest")
             real = (token >= i * tile) & (token < seen[:, None])
-            return jnp.logaddexp(lse, jax.nn.logsumexp(jnp.where(real[:, None, None], scores, -jnp.inf), axis=-1))
+            return jnp.logaddexp(
+                lse, jax.nn.logsumexp(jnp.where(real[:, None, None], scores, -jnp.inf), axis=-1)
+            )
 
-        return jax.lax.fori_loop(0, -(-jnp.max(seen) // tile), add, jnp.full(query.shape[:-1], -jnp.inf))
+        return jax.lax.fori_loop(
+            0, -(-jnp.max(seen) // tile), add, jnp.full(query.shape[:-1], -jnp.inf)
+        )
 
     lse = jax.lax.map(block_lse, jnp.arange(rows * slots)).reshape(rows, slots, width, heads)
     lse = _over_devices(lse, plan.stripes.axis)
     top = jnp.max(lse, axis=1, keepdims=True)
     share = jnp.exp(lse - jnp.where(jnp.isneginf(top), 0.0, top))
-    share = share / jnp.maximum(jnp.sum(share, axis=1, keepdims=True), 1.0)  # at least 1 where anything is seen
+    # at least 1 where anything is seen
+    share = share / jnp.maximum(jnp.sum(share, axis=1, keepdims=True), 1.0)
     return share.transpose(0, 2, 3, 1)
 
 
@@ -70,11 +82,16 @@ def _over_devices(lse: Array, axis: str | None) -> Array:
 
 
 def last_tokens(q: Array, plan: Plan) -> tuple[Array, Plan]:
-    """What `block_mass` reads, of each row's last real token alone: q [R, 1, H, D] and a plan that is good for nothing else."""
+    """What `block_mass` reads, of each row's last real token alone: q [R, 1, H, D] and a plan that
+    is good for nothing else."""
     last = jnp.maximum(plan.count - 1, 0)
 
     def picked(x: Array, axis: int) -> Array:
         return jnp.take_along_axis(x, last.reshape(-1, *[1] * (x.ndim - 1)), axis=axis)
 
     return picked(q, 1), dataclasses.replace(
-        plan, seen=picked(plan.seen, 2), query_cos=picked(plan.query_cos, 2), query_sin=picked(plan.query_sin, 2))
+        plan,
+        seen=picked(plan.seen, 2),
+        query_cos=picked(plan.query_cos, 2),
+        query_sin=picked(plan.query_sin, 2),
+    )

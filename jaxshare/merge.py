@@ -8,24 +8,29 @@ from jax import Array
 from jaxshare.sharding import pmax, psum
 
 Partial = tuple[Array, Array]
-"""(out [..., D], lse [...]) of attention over some of the keys, both float32. lse is -inf where there were no keys."""
+"""(out [..., D], lse [...]) of attention over some of the keys, both float32. lse is -inf where
+there were no keys."""
 
 
 def merge(*parts: Partial) -> Partial:
-    """Attention over the union of the parts' keys: sum_b exp(lse_b - max) out_b / sum_b exp(lse_b - max)."""
+    """Attention over the union of the parts' keys: sum_b exp(lse_b - max) out_b / sum_b exp(lse_b -
+    max)."""
     top = functools.reduce(jnp.maximum, (lse for _, lse in parts))
     top = jnp.where(jnp.isneginf(top), 0.0, top)
     weights = [jnp.exp(lse - top) for _, lse in parts]
     total = functools.reduce(jnp.add, weights)
-    out = functools.reduce(jnp.add, (w[..., None] * out for w, (out, _) in zip(weights, parts, strict=True)))
+    out = functools.reduce(
+        jnp.add, (w[..., None] * out for w, (out, _) in zip(weights, parts, strict=True))
+    )
     return out / jnp.where(total == 0, 1.0, total)[..., None], jnp.log(total) + top
 
 
 def merge_over(axis: str | None, out: Array, lse: Array) -> Array:
-    """Attention over the union of the keys that the devices of an axis of the mesh keep: `merge`, each device having one part.
+    """Attention over the union of the keys that the devices of an axis of the mesh keep: `merge`,
+    each device having one part.
 
-    Two all-reduces, one of a number a query. Queries are on all of the devices, so that none has to be sent (Hogwild! appendix B sends the
-    queries to the blocks, and leaves the merging open).
+    Two all-reduces, one of a number a query. Queries are on all of the devices, so that none has to
+    be sent (Hogwild! appendix B sends the queries to the blocks, and leaves the merging open).
     """
     if axis is None:
         return out

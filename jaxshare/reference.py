@@ -1,8 +1,9 @@
 """The oracle: attention written down as its definition says, without a thought for speed.
 
-Every row gathers the keys it sees, rotates each to its position in the row's order, and takes a plain softmax in float32.
-It shares no helper with the fast paths: starts and masks are worked out from the layout again, angles in another way.
-Memory grows with rows x arena tokens: it is for tests and for small models.
+Every row gathers the keys it sees, rotates each to its position in the row's order, and takes a
+plain softmax in float32. It shares no helper with the fast paths: starts and masks are worked out
+from the layout again, angles in another way. Memory grows with rows x arena tokens: it is for tests
+and for small models.
 """
 
 import jax.numpy as jnp
@@ -16,13 +17,16 @@ _FINE = 1024
 
 
 def reference_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
-    """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R, T, H, D] in q's dtype.
+    """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R,
+    T, H, D] in q's dtype.
 
     Raises:
       NotImplementedError: tokens that are spread over devices.
     """
     if plan.stripes.axis is not None:
-        raise NotImplementedError("it reads whole blocks, and here each device keeps a part of them")
+        raise NotImplementedError(
+            "it reads whole blocks, and here each device keeps a part of them"
+        )
     kv_heads, tokens, _ = keys.shape
     rows, width, heads, dim = q.shape
     entry = jnp.arange(tokens)
@@ -46,12 +50,23 @@ def reference_attention(q: Array, keys: Array, values: Array, plan: Plan, scale:
         k = _turned(keys.astype(jnp.float32), *_table(plan.rope, turn))
         cos, sin = _table(plan.rope, new_at + jnp.arange(width))
         factor = np.float32(plan.rope.attention_factor)
-        query = _turned(q[r].astype(jnp.float32).swapaxes(0, 1), cos * factor, sin * factor)  # [H, T, D]
-        scores = jnp.einsum("kgtd,ksd->kgts", query.reshape(kv_heads, heads // kv_heads, width, dim), k, precision="highest") * scale
+        # [H, T, D]
+        query = _turned(q[r].astype(jnp.float32).swapaxes(0, 1), cos * factor, sin * factor)
+        scores = (
+            jnp.einsum(
+                "kgtd,ksd->kgts",
+                query.reshape(kv_heads, heads // kv_heads, width, dim),
+                k,
+                precision="highest",
+            )
+            * scale
+        )
         scores = jnp.where(sees, scores, -jnp.inf)
         weights = jnp.exp(scores - jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), -1e30))
         weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
-        mixed = jnp.einsum("kgts,ksd->kgtd", weights, values.astype(jnp.float32), precision="highest")
+        mixed = jnp.einsum(
+            "kgts,ksd->kgtd", weights, values.astype(jnp.float32), precision="highest"
+        )
         out.append(mixed.reshape(heads, width, dim).swapaxes(0, 1))
     return jnp.stack(out).astype(q.dtype)
 
@@ -68,7 +83,8 @@ def _written(plan: Plan) -> Array:
 
 
 def _table(rope: Rope, positions: Array) -> tuple[Array, Array]:
-    """cos and sin by the addition theorem from two float64 tables: multiples of 1024, and what is left."""
+    """cos and sin by the addition theorem from two float64 tables: multiples of 1024, and what is
+    left."""
     fine = np.arange(_FINE)[:, None] * np.asarray(rope.frequencies)
     coarse = np.arange(-_FINE, _FINE)[:, None] * np.asarray(rope.frequencies) * _FINE
     low, high = positions % _FINE, positions // _FINE + _FINE
@@ -79,5 +95,5 @@ def _table(rope: Rope, positions: Array) -> tuple[Array, Array]:
 
 def _turned(x: Array, cos: Array, sin: Array) -> Array:
     pairs = cos.shape[-1]
-    a, b = x[..., :pairs], x[..., pairs:2 * pairs]
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos, x[..., 2 * pairs:]], axis=-1)
+    a, b = x[..., :pairs], x[..., pairs : 2 * pairs]
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos, x[..., 2 * pairs :]], axis=-1)

@@ -1,8 +1,9 @@
 """Rotary position embeddings: the frequencies of every variant, accurate angles, rotation.
 
-A position is turned into an angle without a float32 product of a large number: frequencies are kept as 48-bit fixed-point
-fractions of a turn, the product with the position is taken in integers modulo one turn, and only what is left, less than
-half a turn, becomes a float. So angles at position 1,000,000 are as good as at position 1.
+A position is turned into an angle without a float32 product of a large number: frequencies are kept
+as 48-bit fixed-point fractions of a turn, the product with the position is taken in integers modulo
+one turn, and only what is left, less than half a turn, becomes a float. So angles at position
+1,000,000 are as good as at position 1.
 
 Pairs are (i, i + rotary_dim / 2), as in Llama and Qwen checkpoints in Hugging Face form.
 Sources: RoFormer (Su et al.), Hogwild! Inference section 3.4 for rotating queries in place of keys.
@@ -26,8 +27,9 @@ class Rope:
 
     Attributes:
       frequencies: radians per position, one for each rotated pair: rotary_dim / 2 of them.
-      attention_factor: cos and sin are multiplied by it when a query or a key is first rotated (YaRN, longrope), so that
-        their product carries its square. It is never applied again when a cached key is rotated further.
+      attention_factor: cos and sin are multiplied by it when a query or a key is first rotated
+        (YaRN, longrope), so that their product carries its square. It is never applied again when a
+        cached key is rotated further.
     """
 
     frequencies: tuple[float, ...]
@@ -35,7 +37,8 @@ class Rope:
 
     @property
     def rotary_dim(self) -> int:
-        """How many leading entries of a head are rotated; the rest passes unchanged (partial rotary)."""
+        """How many leading entries of a head are rotated; the rest passes unchanged (partial
+        rotary)."""
         return 2 * len(self.frequencies)
 
     @classmethod
@@ -49,22 +52,45 @@ class Rope:
         return cls(_as_tuple(_base_frequencies(rotary_dim, theta) / factor))
 
     @classmethod
-    def llama3(cls, rotary_dim: int, theta: float, factor: float, low_freq_factor: float, high_freq_factor: float,
-               original_max_position: int) -> "Rope":
-        """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a linear ramp between."""
+    def llama3(
+        cls,
+        rotary_dim: int,
+        theta: float,
+        factor: float,
+        low_freq_factor: float,
+        high_freq_factor: float,
+        original_max_position: int,
+    ) -> "Rope":
+        """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a linear ramp
+        between."""
         frequencies = _base_frequencies(rotary_dim, theta)
         turns = original_max_position * frequencies / (2 * math.pi)
         keep = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
         return cls(_as_tuple(keep * frequencies + (1 - keep) * frequencies / factor))
 
     @classmethod
-    def yarn(cls, rotary_dim: int, theta: float, factor: float, original_max_position: int, beta_fast: float = 32.0,
-             beta_slow: float = 1.0, attention_factor: float | None = None, mscale: float | None = None,
-             mscale_all_dim: float | None = None, truncate: bool = True) -> "Rope":
-        """YaRN (Peng et al.): interpolation below `beta_slow` turns of the original context, none above `beta_fast`."""
+    def yarn(
+        cls,
+        rotary_dim: int,
+        theta: float,
+        factor: float,
+        original_max_position: int,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        attention_factor: float | None = None,
+        mscale: float | None = None,
+        mscale_all_dim: float | None = None,
+        truncate: bool = True,
+    ) -> "Rope":
+        """YaRN (Peng et al.): interpolation below `beta_slow` turns of the original context, none
+        above `beta_fast`."""
 
         def pair_with(turns: float) -> float:
-            return rotary_dim * math.log(original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            return (
+                rotary_dim
+                * math.log(original_max_position / (turns * 2 * math.pi))
+                / (2 * math.log(theta))
+            )
 
         low, high = pair_with(beta_fast), pair_with(beta_slow)
         if truncate:
@@ -79,21 +105,35 @@ class Rope:
             return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
 
         if attention_factor is None:
-            attention_factor = scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
-        return cls(_as_tuple(ramp * frequencies / factor + (1 - ramp) * frequencies), attention_factor)
+            attention_factor = (
+                scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
+            )
+        return cls(
+            _as_tuple(ramp * frequencies / factor + (1 - ramp) * frequencies), attention_factor
+        )
 
     @classmethod
-    def longrope(cls, rotary_dim: int, theta: float, divisors: Sequence[float], attention_factor: float) -> "Rope":
-        """LongRoPE: a divisor for each pair. The caller chooses the short or the long list, once for a whole run."""
+    def longrope(
+        cls, rotary_dim: int, theta: float, divisors: Sequence[float], attention_factor: float
+    ) -> "Rope":
+        """LongRoPE: a divisor for each pair. The caller chooses the short or the long list, once
+        for a whole run."""
         if len(divisors) != rotary_dim // 2:
-            raise ValueError(f"longrope wants {rotary_dim // 2} factors, one for each rotated pair; got {len(divisors)}")
-        return cls(_as_tuple(_base_frequencies(rotary_dim, theta) / np.asarray(divisors, np.float64)), attention_factor)
+            raise ValueError(
+                f"longrope wants {rotary_dim // 2} factors, one for each rotated pair; got "
+                f"{len(divisors)}"
+            )
+        return cls(
+            _as_tuple(_base_frequencies(rotary_dim, theta) / np.asarray(divisors, np.float64)),
+            attention_factor,
+        )
 
     def cos_sin(self, positions: Array, *, scaled: bool = True) -> tuple[Array, Array]:
         """cos and sin of position x frequency.
 
         Args:
-          positions: int32[...], of either sign; exact for magnitudes up to 2**24, good to 1e-4 up to 2**31.
+          positions: int32[...], of either sign; exact for magnitudes up to 2**24, good to 1e-4 up
+            to 2**31.
           scaled: multiply by `attention_factor`. False for keys that are rotated further.
 
         Returns:
@@ -104,26 +144,34 @@ class Rope:
         return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
     def _angles(self, positions: Array) -> Array:
-        # The frequency in turns is f1 / 2**16 + f2 / 2**32 + f3 / 2**48, the position p1 * 2**16 + p0, all limbs below
-        # 2**16: every product fits uint32, and what a shift or the sum pushes out of the top is whole turns.
+        # The frequency in turns is f1 / 2**16 + f2 / 2**32 + f3 / 2**48, the position p1 * 2**16 +
+        # p0, all limbs below 2**16: every product fits uint32, and what a shift or the sum pushes
+        # out of the top is whole turns.
         turns = [round(f / (2 * math.pi) * 2**_TURN_BITS) for f in self.frequencies]
-        f1, f2, f3 = (jnp.asarray([t >> shift & 0xFFFF for t in turns], jnp.uint32) for shift in (32, 16, 0))
+        f1, f2, f3 = (
+            jnp.asarray([t >> shift & 0xFFFF for t in turns], jnp.uint32) for shift in (32, 16, 0)
+        )
         size = jnp.abs(positions).astype(jnp.uint32)[..., None]
         p0, p1 = size & 0xFFFF, size >> 16
         fraction = (p0 * f1 << 16) + p0 * f2 + (p0 * f3 >> 16) + (p1 * f2 << 16) + p1 * f3
         signed = jax.lax.bitcast_convert_type(fraction, jnp.int32).astype(jnp.float32)
-        return jnp.where(positions < 0, -1.0, 1.0)[..., None] * signed * np.float32(2 * math.pi / 2**32)
+        return (
+            jnp.where(positions < 0, -1.0, 1.0)[..., None]
+            * signed
+            * np.float32(2 * math.pi / 2**32)
+        )
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotates the leading rotary_dim entries of the last axis; float32 inside, the result in x's dtype.
+    """Rotates the leading rotary_dim entries of the last axis; float32 inside, the result in x's
+    dtype.
 
     Args:
       x: [..., D].
       cos, sin: float32, broadcast against [..., rotary_dim / 2].
     """
     half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     first, second = first.astype(jnp.float32), second.astype(jnp.float32)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate([*(t.astype(x.dtype) for t in turned), rest], axis=-1)
@@ -131,7 +179,10 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 def _base_frequencies(rotary_dim: int, theta: float) -> np.ndarray:
     if rotary_dim < 2 or rotary_dim % 2:
-        raise ValueError(f"the rotated part of a head must be an even number of entries, at least 2; got {rotary_dim}")
+        raise ValueError(
+            "the rotated part of a head must be an even number of entries, at least 2; got "
+            f"{rotary_dim}"
+        )
     if not theta > 0:
         raise ValueError(f"the rope theta must be positive; got {theta}")
     return theta ** -(np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)

@@ -1,7 +1,9 @@
-"""Choosing tokens: greedy, temperature, top-k, top-p, min-p, bias and forbidden tokens, each row its own way.
+"""Choosing tokens: greedy, temperature, top-k, top-p, min-p, bias and forbidden tokens, each row
+its own way.
 
-Randomness is counter-based: a draw depends on (row key, position) alone, never on what else is in the batch; `jaxshare.seeds` says which
-key a row has. Truncation is exact and needs no sort: thresholds are found by bisecting the ordered bits of the logits.
+Randomness is counter-based: a draw depends on (row key, position) alone, never on what else is in
+the batch; `jaxshare.seeds` says which key a row has. Truncation is exact and needs no sort:
+thresholds are found by bisecting the ordered bits of the logits.
 """
 
 import dataclasses
@@ -15,7 +17,17 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxshare.sharding import TENSOR, axis_in_use, axis_size, gathered, inside, on_each, pmax, psum, spec
+from jaxshare.sharding import (
+    TENSOR,
+    axis_in_use,
+    axis_size,
+    gathered,
+    inside,
+    on_each,
+    pmax,
+    psum,
+    spec,
+)
 
 _CHUNK = 256
 
@@ -27,7 +39,8 @@ class Sampler:
     Attributes:
       temperature: logits are divided by it; 0 takes the likeliest token.
       top_k: keep the k likeliest tokens, and those that tie with the last; 0 keeps all.
-      top_p: keep the smallest set of likeliest tokens with at least this probability, and what ties; in (0, 1].
+      top_p: keep the smallest set of likeliest tokens with at least this probability, and what
+        ties; in (0, 1].
       min_p: keep tokens at least this fraction as likely as the likeliest; in [0, 1].
       bias: added to the logits of single tokens.
       forbidden: tokens that are never chosen.
@@ -45,17 +58,29 @@ class Sampler:
 
     def __post_init__(self):
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature is {self.temperature}; it must be at least 0 (0 takes the likeliest token)")
+            raise ValueError(
+                f"temperature is {self.temperature}; it must be at least 0 (0 takes the likeliest "
+                "token)"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; it must be at least 0 (0 keeps all tokens)")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (1 keeps all tokens)")
+            raise ValueError(
+                f"top_p is {self.top_p}; it must be above 0 and at most 1 (1 keeps all tokens)"
+            )
         if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p is {self.min_p}; it must be between 0 and 1 (0 keeps all tokens)")
+            raise ValueError(
+                f"min_p is {self.min_p}; it must be between 0 and 1 (0 keeps all tokens)"
+            )
         if negative := [t for t in (*self.bias, *self.forbidden) if t < 0]:
-            raise ValueError(f"a bias or a ban names token {negative[0]}; tokens are numbered from 0")
+            raise ValueError(
+                f"a bias or a ban names token {negative[0]}; tokens are numbered from 0"
+            )
         if odd := [t for t, value in self.bias.items() if not math.isfinite(value)]:
-            raise ValueError(f"the bias of token {odd[0]} is {self.bias[odd[0]]}; it must be finite (forbidden tokens are listed apart)")
+            raise ValueError(
+                f"the bias of token {odd[0]} is {self.bias[odd[0]]}; it must be finite (forbidden "
+                "tokens are listed apart)"
+            )
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +90,8 @@ class Samplers:
 
     Attributes:
       temperature, top_p, min_p: float32[R]; top_k: int32[R].
-      bias_tokens, bias_values: int32 and float32[R, X], additions to single logits; an unused place has token -1.
+      bias_tokens, bias_values: int32 and float32[R, X], additions to single logits; an unused place
+        has token -1.
     """
 
     temperature: Array
@@ -77,7 +103,8 @@ class Samplers:
 
     @classmethod
     def stack(cls, samplers: Sequence[Sampler], *, bias_slots: int | None = None) -> "Samplers":
-        """One row for each sampler. `bias_slots` is X, to leave room for later rows; default what these need.
+        """One row for each sampler. `bias_slots` is X, to leave room for later rows; default what
+        these need.
 
         Raises:
           ValueError: a sampler has more biased and forbidden tokens than `bias_slots`.
@@ -85,18 +112,36 @@ class Samplers:
         edits = [{**s.bias, **dict.fromkeys(s.forbidden, -math.inf)} for s in samplers]
         slots = max((len(e) for e in edits), default=0) if bias_slots is None else bias_slots
         if over := [i for i, e in enumerate(edits) if len(e) > slots]:
-            raise ValueError(f"sampler {over[0]} has {len(edits[over[0]])} biased or forbidden tokens; bias_slots is {slots}")
-        tokens, values = np.full((len(edits), slots), -1, np.int32), np.zeros((len(edits), slots), np.float32)
+            raise ValueError(
+                f"sampler {over[0]} has {len(edits[over[0]])} biased or forbidden tokens; "
+                f"bias_slots is {slots}"
+            )
+        tokens, values = (
+            np.full((len(edits), slots), -1, np.int32),
+            np.zeros((len(edits), slots), np.float32),
+        )
         for r, edit in enumerate(edits):
-            tokens[r, :len(edit)], values[r, :len(edit)] = list(edit), list(edit.values())
-        return cls(*jax.device_put((
-            np.asarray([s.temperature for s in samplers], np.float32), np.asarray([s.top_k for s in samplers], np.int32),
-            np.asarray([s.top_p for s in samplers], np.float32), np.asarray([s.min_p for s in samplers], np.float32), tokens, values)))
+            tokens[r, : len(edit)], values[r, : len(edit)] = list(edit), list(edit.values())
+        return cls(
+            *jax.device_put(
+                (
+                    np.asarray([s.temperature for s in samplers], np.float32),
+                    np.asarray([s.top_k for s in samplers], np.int32),
+                    np.asarray([s.top_p for s in samplers], np.float32),
+                    np.asarray([s.min_p for s in samplers], np.float32),
+                    tokens,
+                    values,
+                )
+            )
+        )
 
-    def sample(self, logits: Array, seeds: Array, positions: Array, *, mesh: Mesh | None = None) -> Array:
+    def sample(
+        self, logits: Array, seeds: Array, positions: Array, *, mesh: Mesh | None = None
+    ) -> Array:
         """One token a row.
 
-        Logits that are cut over a mesh's vocabulary stay where they are, but for top_k and top_p, which look at all of a row.
+        Logits that are cut over a mesh's vocabulary stay where they are, but for top_k and top_p,
+        which look at all of a row.
 
         Args:
           logits: float32[R, V].
@@ -108,8 +153,12 @@ class Samplers:
           int32[R].
         """
         axis, none = vocab_axis(mesh, logits.shape[-1]), PartitionSpec()
-        return on_each(functools.partial(_sample, axis), mesh, in_specs=(none, vocab_spec(axis), none, none), out_specs=none)(
-            self, logits, seeds, positions)
+        return on_each(
+            functools.partial(_sample, axis),
+            mesh,
+            in_specs=(none, vocab_spec(axis), none, none),
+            out_specs=none,
+        )(self, logits, seeds, positions)
 
     def _biased(self, logits: Array, first: Array | int = 0) -> Array:
         """The logits of the vocabulary from token `first` on."""
@@ -117,7 +166,9 @@ class Samplers:
             return logits
         place = self.bias_tokens - first
         place = jnp.where((self.bias_tokens < 0) | (place < 0), logits.shape[1], place)
-        return logits.at[jnp.arange(logits.shape[0])[:, None], place].add(self.bias_values, mode="drop")
+        return logits.at[jnp.arange(logits.shape[0])[:, None], place].add(
+            self.bias_values, mode="drop"
+        )
 
     def _floor(self, scaled: Array) -> Array:
         """float32[R, 1]: the smallest scaled logit that the cuts leave in, of all of a row."""
@@ -126,18 +177,22 @@ class Samplers:
         k = jnp.where(self.top_k > 0, self.top_k, scaled.shape[1])[:, None].astype(jnp.float32)
         kept_by_k = _threshold(order, jnp.ones_like(scaled), k)
         mass = jnp.where(order >= kept_by_k, jnp.exp(scaled - top), 0.0)
-        p = jnp.where(self.top_p < 1, self.top_p, 0.0)[:, None] * jnp.sum(mass, axis=-1, keepdims=True)
+        p = jnp.where(self.top_p < 1, self.top_p, 0.0)[:, None] * jnp.sum(
+            mass, axis=-1, keepdims=True
+        )
         kept_by_p = jnp.where(self.top_p[:, None] < 1, _threshold(order, mass, p), kept_by_k)
         min_p = top + jnp.log(self.min_p)[:, None]
         return jnp.maximum(_unordered(jnp.maximum(kept_by_k, kept_by_p)), min_p)
 
 
 def vocab_axis(mesh: Mesh | None, vocab: int) -> str | None:
-    """The axis of a mesh along which rows of logits are cut, or None where every device has all of them.
+    """The axis of a mesh along which rows of logits are cut, or None where every device has all of
+    them.
 
     Args:
       mesh: of the model.
-      vocab: how long the rows are, as the caller sees them. A vocabulary that does not divide is not cut.
+      vocab: how long the rows are, as the caller sees them. A vocabulary that does not divide is
+        not cut.
     """
     axis = axis_in_use(mesh, TENSOR)
     # One device's part of the logits is known by where it is.
@@ -149,7 +204,9 @@ def vocab_spec(axis: str | None) -> PartitionSpec:
     return spec((None, "vocab")) if axis else PartitionSpec()
 
 
-def _sample(axis: str | None, samplers: Samplers, logits: Array, seeds: Array, positions: Array) -> Array:
+def _sample(
+    axis: str | None, samplers: Samplers, logits: Array, seeds: Array, positions: Array
+) -> Array:
     """`Samplers.sample` on one device, which has the logits of its part of the vocabulary."""
     first = 0 if axis is None else lax.axis_index(axis) * logits.shape[1]
     logits = samplers._biased(logits, first)
@@ -158,12 +215,21 @@ def _sample(axis: str | None, samplers: Samplers, logits: Array, seeds: Array, p
 
     def drawn() -> Array:
         # The largest becomes 0 before the division, so that no temperature overflows it.
-        scaled = (logits - top) / jnp.where(samplers.temperature > 0, samplers.temperature, 1.0)[:, None]
+        scaled = (logits - top) / jnp.where(samplers.temperature > 0, samplers.temperature, 1.0)[
+            :, None
+        ]
         cuts = (samplers.top_k > 0) | (samplers.top_p < 1)
         # The largest is 0 now, so that min_p alone has to see no other logit.
-        floor = lax.cond(jnp.any(cuts), lambda x: samplers._floor(gathered(x, axis)), lambda x: jnp.log(samplers.min_p)[:, None], scaled)
+        floor = lax.cond(
+            jnp.any(cuts),
+            lambda x: samplers._floor(gathered(x, axis)),
+            lambda x: jnp.log(samplers.min_p)[:, None],
+            scaled,
+        )
         weights = jnp.where(scaled >= floor, jnp.exp(scaled), 0.0)
-        return jnp.where(samplers.temperature > 0, _draw(weights, uniforms(seeds, positions), axis), likeliest)
+        return jnp.where(
+            samplers.temperature > 0, _draw(weights, uniforms(seeds, positions), axis), likeliest
+        )
 
     return lax.cond(jnp.any(samplers.temperature > 0), drawn, lambda: likeliest)
 
@@ -171,11 +237,17 @@ def _sample(axis: str | None, samplers: Samplers, logits: Array, seeds: Array, p
 def largest(logits: Array, mesh: Mesh | None) -> Array:
     """float32[R]: each row's largest logit, NaN where one is. `mesh` as in `Samplers.sample`."""
     axis = vocab_axis(mesh, logits.shape[-1])
-    return on_each(functools.partial(_largest, axis), mesh, in_specs=(vocab_spec(axis),), out_specs=PartitionSpec())(logits)
+    return on_each(
+        functools.partial(_largest, axis),
+        mesh,
+        in_specs=(vocab_spec(axis),),
+        out_specs=PartitionSpec(),
+    )(logits)
 
 
 def whole_rows(logits: Array, mesh: Mesh | None) -> Array:
-    """Logits [R, V] for what has to see all of a row: within one device's part of a computation gathered, elsewhere as they are."""
+    """Logits [R, V] for what has to see all of a row: within one device's part of a computation
+    gathered, elsewhere as they are."""
     return gathered(logits, vocab_axis(mesh, logits.shape[-1])) if inside() else logits
 
 
@@ -190,9 +262,12 @@ def _largest(axis: str | None, logits: Array) -> Array:
 
 
 def logprob(logits: Array, tokens: Array, *, mesh: Mesh | None = None) -> Array:
-    """float32[R]: the model's own log-probability of each row's token, before temperature, cuts and bias. `mesh`: as in `sample`."""
+    """float32[R]: the model's own log-probability of each row's token, before temperature, cuts and
+    bias. `mesh`: as in `sample`."""
     axis, none = vocab_axis(mesh, logits.shape[-1]), PartitionSpec()
-    return on_each(functools.partial(_logprob, axis), mesh, in_specs=(vocab_spec(axis), none), out_specs=none)(logits, tokens)
+    return on_each(
+        functools.partial(_logprob, axis), mesh, in_specs=(vocab_spec(axis), none), out_specs=none
+    )(logits, tokens)
 
 
 def _logprob(axis: str | None, logits: Array, tokens: Array) -> Array:
@@ -201,7 +276,9 @@ def _logprob(axis: str | None, logits: Array, tokens: Array) -> Array:
         return chosen - jax.nn.logsumexp(logits, axis=-1)
     place = tokens - lax.axis_index(axis) * logits.shape[1]
     here = (place >= 0) & (place < logits.shape[1])
-    chosen = jnp.take_along_axis(logits, jnp.clip(place, 0, logits.shape[1] - 1)[:, None], axis=1)[:, 0]
+    chosen = jnp.take_along_axis(logits, jnp.clip(place, 0, logits.shape[1] - 1)[:, None], axis=1)[
+        :, 0
+    ]
     top = pmax(jnp.max(logits, axis=-1), axis)
     total = jnp.sum(jnp.exp(logits - top[:, None]), axis=-1)
     chosen, total = psum((jnp.where(here, chosen, 0.0), total), axis)
@@ -209,7 +286,9 @@ def _logprob(axis: str | None, logits: Array, tokens: Array) -> Array:
 
 
 def uniforms(seeds: Array, positions: Array) -> Array:
-    """float32[R] in [0, 1), each from its own (key, position) alone; seeds uint32[R, 2], positions int32[R]."""
+    """float32[R] in [0, 1), each from its own (key, position) alone; seeds uint32[R, 2], positions
+    int32[R]."""
+
     def draw(words: Array, position: Array) -> Array:
         # Named, because a process may make another generator the default.
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
@@ -219,19 +298,24 @@ def uniforms(seeds: Array, positions: Array) -> Array:
 
 
 def _place_of(top: Array, logits: Array, first: Array | int, axis: str | None) -> Array:
-    """The first of the largest, as jnp.argmax; plain reductions, which XLA vectorises on the CPU, where it does not argmax."""
+    """The first of the largest, as jnp.argmax; plain reductions, which XLA vectorises on the CPU,
+    where it does not argmax."""
     place = jnp.where(logits == top, jnp.arange(logits.shape[-1]), logits.shape[-1])
     place = jnp.min(place, axis=-1).astype(jnp.int32)
     if axis is not None:
-        place = lax.pmin(jnp.where(place < logits.shape[-1], first + place, jnp.iinfo(jnp.int32).max), axis)
+        place = lax.pmin(
+            jnp.where(place < logits.shape[-1], first + place, jnp.iinfo(jnp.int32).max), axis
+        )
         return jnp.minimum(place, logits.shape[-1] * lax.axis_size(axis) - 1)
     return jnp.minimum(place, logits.shape[-1] - 1)
 
 
 def _draw(weights: Array, uniform: Array, axis: str | None = None) -> Array:
-    """Inverts the cumulative sum of weights [R, V] at uniform [R], in two levels: a chunk of tokens, then one of them.
+    """Inverts the cumulative sum of weights [R, V] at uniform [R], in two levels: a chunk of
+    tokens, then one of them.
 
-    Where devices have parts of the vocabulary, all learn the sums of all chunks, and then the weights of the one chunk.
+    Where devices have parts of the vocabulary, all learn the sums of all chunks, and then the
+    weights of the one chunk.
     """
     rows, vocab = weights.shape
     padded = jnp.pad(weights, ((0, 0), (0, -vocab % _CHUNK))).reshape(rows, -1, _CHUNK)
@@ -248,17 +332,22 @@ def _draw(weights: Array, uniform: Array, axis: str | None = None) -> Array:
 
 
 def _invert(weights: Array, cumulative: Array, target: Array) -> tuple[Array, Array]:
-    """The first place of positive weight where the cumulative sum exceeds the target, and what of the target lies within it.
+    """The first place of positive weight where the cumulative sum exceeds the target, and what of
+    the target lies within it.
 
-    Sums are rounded, and on some devices not even monotone: where the target reaches the whole sum, it is the last place of
-    positive weight, and a place of weight 0 is never taken.
+    Sums are rounded, and on some devices not even monotone: where the target reaches the whole sum,
+    it is the last place of positive weight, and a place of weight 0 is never taken.
     """
     places = jnp.arange(weights.shape[1])
     reached = (weights > 0) & (cumulative > target[:, None])
     first = jnp.min(jnp.where(reached, places, weights.shape[1]), axis=-1)
     last = jnp.max(jnp.where(weights > 0, places, 0), axis=-1)
     place = jnp.minimum(first, last).astype(jnp.int32)
-    below = jnp.where(place > 0, jnp.take_along_axis(cumulative, jnp.maximum(place - 1, 0)[:, None], axis=1)[:, 0], 0.0)
+    below = jnp.where(
+        place > 0,
+        jnp.take_along_axis(cumulative, jnp.maximum(place - 1, 0)[:, None], axis=1)[:, 0],
+        0.0,
+    )
     return place, target - below
 
 
@@ -273,12 +362,15 @@ def _unordered(order: Array) -> Array:
 
 
 def _threshold(order: Array, weights: Array, wanted: Array) -> Array:
-    """int32[R, 1]: the largest threshold at which the weights of what is at or above it reach `wanted` [R, 1]."""
+    """int32[R, 1]: the largest threshold at which the weights of what is at or above it reach
+    `wanted` [R, 1]."""
 
     def halve(_, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds  # reached at low, not reached at high
         middle = (low & high) + ((low ^ high) >> 1)
-        reached = jnp.sum(jnp.where(order >= middle, weights, 0.0), axis=-1, keepdims=True) >= wanted
+        reached = (
+            jnp.sum(jnp.where(order >= middle, weights, 0.0), axis=-1, keepdims=True) >= wanted
+        )
         return jnp.where(reached, middle, low), jnp.where(reached, high, middle)
 
     low = jnp.min(order, axis=-1, keepdims=True)

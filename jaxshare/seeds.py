@@ -1,9 +1,10 @@
 """Seeds: one rule that says which stream of random numbers each row draws from.
 
-A stream has a key of 64 bits, its seed, and a draw depends on that key and its position in the stream alone (`jaxshare.sampling`). A host
-that needs several streams makes each one's key from the seed that it was given and from the place of the stream: prompt and index, the
-number of a worker, the path of a firing, the run of an evaluation. Keys are hashes, not sums, so that neither neighbouring seeds nor
-neighbouring places share a stream.
+A stream has a key of 64 bits, its seed, and a draw depends on that key and its position in the
+stream alone (`jaxshare.sampling`). A host that needs several streams makes each one's key from the
+seed that it was given and from the place of the stream: prompt and index, the number of a worker,
+the path of a firing, the run of an evaluation. Keys are hashes, not sums, so that neither
+neighbouring seeds nor neighbouring places share a stream.
 """
 
 import hashlib
@@ -14,36 +15,45 @@ import numpy as np
 
 _BITS = 64
 _PERSON = b"jaxshare streams"
-"""The personalization of BLAKE2: what is hashed elsewhere with the same function gives other values."""
+"""The personalization of BLAKE2: what is hashed elsewhere with the same function gives other
+values."""
 
 
 def stream_seed(seed: int, *place: int | str | bytes) -> int:
     """The key of the stream that belongs to a place under a seed.
 
-    Where the place is all zeros, or nothing, the key is the seed itself: the first stream of a seed. So a stream has the same key in every
-    host that runs it alone, and one of many can be drawn again by itself, with its key as the seed. Every other key is a keyed BLAKE2b
-    hash of the place. Among n streams the chance that any two have one key is about n**2 / 2**64.
+    Where the place is all zeros, or nothing, the key is the seed itself: the first stream of a
+    seed. So a stream has the same key in every host that runs it alone, and one of many can be
+    drawn again by itself, with its key as the seed. Every other key is a keyed BLAKE2b hash of the
+    place. Among n streams the chance that any two have one key is about n**2 / 2**64.
 
     Args:
       seed: any integer; seeds that differ by a multiple of 2**64 are one.
-      place: where the stream stands under the seed: integers, texts or bytes. Different places have different hashes: (1, 2) is not (12,).
+      place: where the stream stands under the seed: integers, texts or bytes. Different places have
+        different hashes: (1, 2) is not (12,).
 
     Returns:
-      An integer from 0 to 2**63 - 1, which fits a signed 64-bit integer; or the seed itself, from 0 to 2**64 - 1.
+      An integer from 0 to 2**63 - 1, which fits a signed 64-bit integer; or the seed itself, from 0
+        to 2**64 - 1.
     """
     seed = operator.index(seed) % 2**_BITS
     parts = [_part(part) for part in place]
     if all(part == 0 for part in place):
         return seed
     message = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-    digest = hashlib.blake2b(message, digest_size=8, key=seed.to_bytes(8, "little"), person=_PERSON).digest()
+    digest = hashlib.blake2b(
+        message, digest_size=8, key=seed.to_bytes(8, "little"), person=_PERSON
+    ).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_words(seeds: Sequence[int]) -> np.ndarray:
-    """uint32[len(seeds), 2]: the high and the low word of each seed, which is the form in which a device has keys."""
+    """uint32[len(seeds), 2]: the high and the low word of each seed, which is the form in which a
+    device has keys."""
     whole = np.asarray([operator.index(seed) % 2**_BITS for seed in seeds], np.uint64)
-    return np.stack([whole >> np.uint64(32), whole & np.uint64(2**32 - 1)], axis=-1).astype(np.uint32)
+    return np.stack([whole >> np.uint64(32), whole & np.uint64(2**32 - 1)], axis=-1).astype(
+        np.uint32
+    )
 
 
 def _part(part: int | str | bytes) -> bytes:

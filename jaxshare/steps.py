@@ -1,7 +1,9 @@
-"""Steps: rows that write a paragraph at a time, each of which moves to a shared block when it is finished (Hogwild! section 3.2).
+"""Steps: rows that write a paragraph at a time, each of which moves to a shared block when it is
+finished (Hogwild! section 3.2).
 
-The decode loop calls `after_sampling` after it has sampled. Where a step ends, whether an answer is in it, what opens the next one and
-which worker is asked whether its work is redundant: all of it is found on the device.
+The decode loop calls `after_sampling` after it has sampled. Where a step ends, whether an answer is
+in it, what opens the next one and which worker is asked whether its work is redundant: all of it is
+found on the device.
 """
 
 import dataclasses
@@ -34,24 +36,30 @@ class Mark(enum.IntFlag):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """What decode needs to end steps by itself. R rows, X places for sampled tokens, N prepared openings, E tokens of the longest.
+    """What decode needs to end steps by itself. R rows, X places for sampled tokens, N prepared
+    openings, E tokens of the longest.
 
     Attributes:
       ends, answers: find the end of a step, and the end of an answer, in what a row samples.
-      end_state, answer_state: int32[R], how far each automaton has come; both begin anew with a step.
+      end_state, answer_state: int32[R], how far each automaton has come; both begin anew with a
+        step.
       answered: bool[R], whether the step being written holds an answer.
-      at_once: bool[], whether an answer ends a row where it closes, and not with the step that holds it.
+      at_once: bool[], whether an answer ends a row where it closes, and not with the step that
+        holds it.
       together: bool[], whether one row's answer ends all rows.
       on_stop: bool[], whether a stop token of one row ends all rows, as an answer does.
       targets: int32[R], the block to whose end a finished step moves; -1 leaves it where it is.
       number: int32[R], the step being written, from 1.
       base: int32[R], the step that the first prepared opening is for.
-      prepared: int32[R], how many openings are prepared. A row that needs one that is not ends with `Reason.STEP`, unmoved, and so do the
-        rows after it whose steps end in the same pass, so that steps always move in the order of the rows.
-      openings: int32[R, N, 2, E], tokens to feed after the one that ended a step: without and with the question.
+      prepared: int32[R], how many openings are prepared. A row that needs one that is not ends with
+        `Reason.STEP`, unmoved, and so do the rows after it whose steps end in the same pass, so
+        that steps always move in the order of the rows.
+      openings: int32[R, N, 2, E], tokens to feed after the one that ended a step: without and with
+        the question.
       opening_sizes: int32[R, N, 2].
       ask_every: int32[], sampled tokens, all rows together, between questions; 0 never asks.
-      since: int32[], tokens since the last question; asked: int32[], questions so far; due: bool[R], rows whose next step asks.
+      since: int32[], tokens since the last question; asked: int32[], questions so far; due:
+        bool[R], rows whose next step asks.
       seed: uint32[2], the key of the choice which worker to ask.
       marks: int32[R, X], `Mark` flags of each sampled token.
       at: int32[R, X], how many passes there had been when it was sampled.
@@ -80,9 +88,21 @@ class Steps:
     at: Array
 
     @classmethod
-    def create(cls, ends: TokenAutomaton, answers: TokenAutomaton, targets: Sequence[int], *, room: int, openings: int = 0,
-               longest: int = 1, ask_every: int = 0, seed: int = 0, at_once: bool = False,
-               together: bool = True, on_stop: bool = False) -> "Steps":
+    def create(
+        cls,
+        ends: TokenAutomaton,
+        answers: TokenAutomaton,
+        targets: Sequence[int],
+        *,
+        room: int,
+        openings: int = 0,
+        longest: int = 1,
+        ask_every: int = 0,
+        seed: int = 0,
+        at_once: bool = False,
+        together: bool = True,
+        on_stop: bool = False,
+    ) -> "Steps":
         """Steps about to begin, with room for openings but none prepared.
 
         Args:
@@ -96,17 +116,34 @@ class Steps:
         rows = len(targets)
         zeros = jnp.zeros(rows, jnp.int32)
         return cls(
-            ends=ends, answers=answers, end_state=zeros + ends.start, answer_state=zeros + answers.start, answered=zeros > 0,
-            at_once=jnp.asarray(at_once), together=jnp.asarray(together), on_stop=jnp.asarray(on_stop),
-            targets=jnp.asarray(targets, jnp.int32), number=zeros + 1, base=zeros + 1, prepared=zeros,
+            ends=ends,
+            answers=answers,
+            end_state=zeros + ends.start,
+            answer_state=zeros + answers.start,
+            answered=zeros > 0,
+            at_once=jnp.asarray(at_once),
+            together=jnp.asarray(together),
+            on_stop=jnp.asarray(on_stop),
+            targets=jnp.asarray(targets, jnp.int32),
+            number=zeros + 1,
+            base=zeros + 1,
+            prepared=zeros,
             openings=jnp.zeros((rows, max(openings, 1), 2, longest), jnp.int32),
-            opening_sizes=jnp.zeros((rows, max(openings, 1), 2), jnp.int32), ask_every=jnp.asarray(ask_every, jnp.int32),
-            since=jnp.zeros((), jnp.int32), asked=jnp.zeros((), jnp.int32), due=zeros > 0,
+            opening_sizes=jnp.zeros((rows, max(openings, 1), 2), jnp.int32),
+            ask_every=jnp.asarray(ask_every, jnp.int32),
+            since=jnp.zeros((), jnp.int32),
+            asked=jnp.zeros((), jnp.int32),
+            due=zeros > 0,
             seed=jnp.asarray(seed_words([stream_seed(seed, "asked")])[0]),
-            marks=jnp.zeros((rows, room), jnp.int32), at=jnp.zeros((rows, room), jnp.int32))
+            marks=jnp.zeros((rows, room), jnp.int32),
+            at=jnp.zeros((rows, room), jnp.int32),
+        )
 
-    def prepare(self, row: int, base: int, openings: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "Steps":
-        """Prepares what opens a row's steps `base`, `base + 1` and so on: tokens without and with the question.
+    def prepare(
+        self, row: int, base: int, openings: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> "Steps":
+        """Prepares what opens a row's steps `base`, `base + 1` and so on: tokens without and with
+        the question.
 
         Raises:
           ValueError: more openings, or longer ones, than there is room for.
@@ -114,21 +151,31 @@ class Steps:
         most, _, longest = self.openings.shape[1:]
         given = max((len(opening) for pair in openings for opening in pair), default=0)
         if len(openings) > most or given > longest:
-            raise ValueError(f"{len(openings)} openings of up to {given} tokens are given, but there is room for {most} of {longest}; "
-                             f"create the steps with more")
+            raise ValueError(
+                f"{len(openings)} openings of up to {given} tokens are given, but there is room "
+                f"for {most} of {longest}; create the steps with more"
+            )
         tokens, sizes = np.zeros((most, 2, longest), np.int32), np.zeros((most, 2), np.int32)
         for i, pair in enumerate(openings):
             for j, opening in enumerate(pair):
-                tokens[i, j, :len(opening)], sizes[i, j] = list(opening), len(opening)
+                tokens[i, j, : len(opening)], sizes[i, j] = list(opening), len(opening)
         return dataclasses.replace(
-            self, base=self.base.at[row].set(base), prepared=self.prepared.at[row].set(len(openings)),
-            openings=self.openings.at[row].set(tokens), opening_sizes=self.opening_sizes.at[row].set(sizes))
+            self,
+            base=self.base.at[row].set(base),
+            prepared=self.prepared.at[row].set(len(openings)),
+            openings=self.openings.at[row].set(tokens),
+            opening_sizes=self.opening_sizes.at[row].set(sizes),
+        )
 
     def begin(self, row: int, number: int) -> "Steps":
         """A row begins to write a step, with nothing of it sampled yet."""
         return dataclasses.replace(
-            self, number=self.number.at[row].set(number), end_state=self.end_state.at[row].set(self.ends.start),
-            answer_state=self.answer_state.at[row].set(self.answers.start), answered=self.answered.at[row].set(False))
+            self,
+            number=self.number.at[row].set(number),
+            end_state=self.end_state.at[row].set(self.ends.start),
+            answer_state=self.answer_state.at[row].set(self.answers.start),
+            answered=self.answered.at[row].set(False),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -137,11 +184,12 @@ class Outcome:
     """What `after_sampling` found.
 
     Attributes:
-      over: bool[R], rows that need not write on, because an answer stands or, with `on_stop`, a row has stopped.
+      over: bool[R], rows that need not write on, because an answer stands or, with `on_stop`, a row
+        has stopped.
       full: bool[], a finished step finds no room where it has to move: nobody can write on.
       held: bool[R], rows whose step has ended and that have no opening prepared.
-      opens: bool[R], rows whose step has ended and moved; they go on with the token that ended it and the opening
-        int32[R, E] of int32[R] tokens.
+      opens: bool[R], rows whose step has ended and moved; they go on with the token that ended it
+        and the opening int32[R, E] of int32[R] tokens.
       moved: bool[R], those of them whose steps have a block to move to.
     """
 
@@ -154,12 +202,22 @@ class Outcome:
     moved: Array
 
 
-def after_sampling(steps: Steps, cache: KVCache, layout: Layout, token: Array, place: Array, due: Array, stopped: Array, running: Array,
-                   passes: Array) -> tuple[Steps, KVCache, Outcome]:
+def after_sampling(
+    steps: Steps,
+    cache: KVCache,
+    layout: Layout,
+    token: Array,
+    place: Array,
+    due: Array,
+    stopped: Array,
+    running: Array,
+    passes: Array,
+) -> tuple[Steps, KVCache, Outcome]:
     """Reads the tokens just sampled, and moves the steps that they end, those of lower rows first.
 
     Args:
-      token: int32[R]; place: int32[R], where each stands in `Steps.marks`; due: bool[R], the rows that sampled.
+      token: int32[R]; place: int32[R], where each stands in `Steps.marks`; due: bool[R], the rows
+        that sampled.
       stopped: bool[R], rows whose token is a stop token; running: bool[R], rows that may write on.
       passes: int32[], so far.
     """
@@ -193,19 +251,38 @@ def after_sampling(steps: Steps, cache: KVCache, layout: Layout, token: Array, p
     marks = sum(jnp.where(where, mark.value, 0) for mark, where in found)
     place = jnp.where(due, place, steps.marks.shape[1])
     steps = dataclasses.replace(
-        steps, end_state=jnp.where(opens, steps.ends.start, jnp.where(due, end_state, steps.end_state)),
-        answer_state=jnp.where(opens, steps.answers.start, jnp.where(due, answer_state, steps.answer_state)),
-        answered=answered & ~opens, number=steps.number + opens.astype(jnp.int32),
-        since=jnp.where(ask, since - steps.ask_every, since), asked=steps.asked + ask.astype(jnp.int32),
-        due=(steps.due & ~asks) | (ask & chosen), marks=steps.marks.at[row, place].set(marks, mode="drop"),
-        at=steps.at.at[row, place].set(passes, mode="drop"))
+        steps,
+        end_state=jnp.where(opens, steps.ends.start, jnp.where(due, end_state, steps.end_state)),
+        answer_state=jnp.where(
+            opens, steps.answers.start, jnp.where(due, answer_state, steps.answer_state)
+        ),
+        answered=answered & ~opens,
+        number=steps.number + opens.astype(jnp.int32),
+        since=jnp.where(ask, since - steps.ask_every, since),
+        asked=steps.asked + ask.astype(jnp.int32),
+        due=(steps.due & ~asks) | (ask & chosen),
+        marks=steps.marks.at[row, place].set(marks, mode="drop"),
+        at=steps.at.at[row, place].set(passes, mode="drop"),
+    )
     asking = asks.astype(jnp.int32)
-    return steps, cache, Outcome(over, full, held, opens, steps.openings[row, index, asking], steps.opening_sizes[row, index, asking],
-                                 wanted & ~left)
+    return (
+        steps,
+        cache,
+        Outcome(
+            over,
+            full,
+            held,
+            opens,
+            steps.openings[row, index, asking],
+            steps.opening_sizes[row, index, asking],
+            wanted & ~left,
+        ),
+    )
 
 
 def _move(cache: KVCache, layout: Layout, targets: Array, wanted: Array) -> tuple[KVCache, Array]:
-    """Moves the blocks of the `wanted` rows to their targets in the order of the rows; stops at one that does not fit.
+    """Moves the blocks of the `wanted` rows to their targets in the order of the rows; stops at one
+    that does not fit.
 
     Returns:
       The cache, and bool[R]: rows that have not moved.

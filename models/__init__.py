@@ -1,6 +1,6 @@
 """Llama and Qwen models in Flax, and the files they come from.
 
-    model = jaxshare.models.load("Qwen/Qwen3-0.6B")
+model = jaxshare.models.load("Qwen/Qwen3-0.6B")
 """
 
 from jaxshare.models.config import ModelConfig
@@ -11,5 +11,16 @@ from jaxshare.models.layers import Decoder
 from jaxshare.models.loading import EMBEDDED, LoadedModel, load, outline
 from jaxshare.models.reencoding import reencode, reencode_logits
 
-__all__ = ["EMBEDDED", "CheckpointError", "ConfigError", "Decoder", "Generation", "LoadedModel", "ModelConfig", "load", "outline",
-           "reencode", "reencode_logits"]
+__all__ = [
+    "EMBEDDED",
+    "CheckpointError",
+    "ConfigError",
+    "Decoder",
+    "Generation",
+    "LoadedModel",
+    "ModelConfig",
+    "load",
+    "outline",
+    "reencode",
+    "reencode_logits",
+]

@@ -1,8 +1,10 @@
-"""Checkpoints in Orbax form: what `jaxshare convert` writes, and what is restored straight onto a mesh.
+"""Checkpoints in Orbax form: what `jaxshare convert` writes, and what is restored straight onto a
+mesh.
 
-A folder holds what a Hugging Face folder holds beside its weights (config.json, the tokenizer), and `params`, an Orbax checkpoint of the
-parameters as `Decoder` has them. Every device reads its own part of each, so a model that no host could hold can be restored. A folder is
-written under another name and renamed at its end: what is there is whole.
+A folder holds what a Hugging Face folder holds beside its weights (config.json, the tokenizer), and
+`params`, an Orbax checkpoint of the parameters as `Decoder` has them. Every device reads its own
+part of each, so a model that no host could hold can be restored. A folder is written under another
+name and renamed at its end: what is there is whole.
 """
 
 import json
@@ -21,7 +23,17 @@ from safetensors.numpy import save_file
 
 from jaxshare import sharding
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.hf import INDEX, SINGLE, CheckpointError, Wanted, match_tensors, nested, read_tensors, stored_tensors, wanted_tensors
+from jaxshare.models.hf import (
+    INDEX,
+    SINGLE,
+    CheckpointError,
+    Wanted,
+    match_tensors,
+    nested,
+    read_tensors,
+    stored_tensors,
+    wanted_tensors,
+)
 from jaxshare.models.reads import ended_reads, why
 from jaxshare.models.sharded import ShardedDecoder, fit, fit_params, repeats
 from jaxshare.pallas.device import default_device
@@ -29,7 +41,17 @@ from jaxshare.pallas.device import default_device
 PARAMS = "params"
 _SHARD = 5 * 10**9
 """Bytes of a safetensors file at most, as the Hugging Face libraries cut them."""
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", INDEX.rpartition("/")[2])
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".msgpack",
+    ".h5",
+    INDEX.rpartition("/")[2],
+)
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -38,7 +60,8 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def convert(source: Path, target: Path) -> dict[str, Any]:
-    """Writes a model in the other form: from Hugging Face's to Orbax, or back. Every tensor keeps its dtype and its bits.
+    """Writes a model in the other form: from Hugging Face's to Orbax, or back. Every tensor keeps
+    its dtype and its bits.
 
     Args:
       source: a folder in either form.
@@ -54,8 +77,10 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
     if target.exists():
         raise ValueError(f"{target} exists; give a folder that does not, or take it away first")
     if not (source / "config.json").is_file():
-        raise FileNotFoundError(f"{source} has no config.json: a model folder holds config.json and model.safetensors, or {PARAMS} as "
-                                f"`jaxshare convert` writes it")
+        raise FileNotFoundError(
+            f"{source} has no config.json: a model folder holds config.json and model.safetensors, "
+            f"or {PARAMS} as `jaxshare convert` writes it"
+        )
     config = ModelConfig.from_json(source)
     back = is_checkpoint(source)
     tensors = _restored(source, config) if back else _stored(source, config)
@@ -67,7 +92,11 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
     try:
         whole.chmod(0o777 & ~_umask())
         for file in source.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHTS) and not file.name.startswith("."):
+            if (
+                file.is_file()
+                and not file.name.endswith(_WEIGHTS)
+                and not file.name.startswith(".")
+            ):
                 shutil.copyfile(file, whole / file.name)
         sizes = _write_safetensors(whole, tensors) if back else _write_orbax(whole, tensors, config)
         os.rename(whole, target)
@@ -78,7 +107,8 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
 
 
 def write_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
-    """Writes a safetensors file that transformers reads, for whoever may read new files: safetensors itself writes for the user alone."""
+    """Writes a safetensors file that transformers reads, for whoever may read new files:
+    safetensors itself writes for the user alone."""
     save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(0o666 & ~_umask())
 
@@ -110,17 +140,28 @@ def _restored(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarr
         for name, (path, shape) in sorted((name, (w.path, w.shape)) for name, w in wanted.items()):
             # Of a tree that has one leaf Orbax reads that alone.
             leaf = nested({path: jax.ShapeDtypeStruct(shape, stored[path], sharding=cpu)})
-            arguments = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=cpu, global_shape=x.shape, dtype=x.dtype), leaf)
+            arguments = jax.tree.map(
+                lambda x: ocp.ArrayRestoreArgs(sharding=cpu, global_shape=x.shape, dtype=x.dtype),
+                leaf,
+            )
             try:
                 with ended_reads():
-                    found = checkpointer.restore((folder / PARAMS).resolve(), args=ocp.args.PyTreeRestore(
-                        item=leaf, restore_args=arguments, partial_restore=True))
+                    found = checkpointer.restore(
+                        (folder / PARAMS).resolve(),
+                        args=ocp.args.PyTreeRestore(
+                            item=leaf, restore_args=arguments, partial_restore=True
+                        ),
+                    )
             except Exception as error:
-                raise CheckpointError(f"{folder / PARAMS} cannot be read ({why(error)}); convert the model again") from error
+                raise CheckpointError(
+                    f"{folder / PARAMS} cannot be read ({why(error)}); convert the model again"
+                ) from error
             yield name, np.asarray(jax.tree.leaves(found)[0])
 
 
-def _write_orbax(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], config: ModelConfig) -> list[int]:
+def _write_orbax(
+    folder: Path, tensors: Iterator[tuple[str, np.ndarray]], config: ModelConfig
+) -> list[int]:
     import orbax.checkpoint as ocp
 
     wanted = wanted_tensors(config)
@@ -157,7 +198,9 @@ def _write_safetensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) 
         file = f"model-{i + 1:05}-of-{len(names):05}.safetensors"
         (folder / f"part-{i}").rename(folder / file)
         places |= dict.fromkeys(own, file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": places}, indent=2) + "\n")
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": places}, indent=2) + "\n"
+    )
     return sizes
 
 
@@ -165,7 +208,8 @@ def match_metadata(folder: Path, wanted: Mapping[str, Wanted]) -> dict[tuple[str
     """The dtype of every parameter of a checkpoint, by path, from its metadata alone.
 
     Raises:
-      CheckpointError: it cannot be read, or its parameters are not those of the model; lists all that differ.
+      CheckpointError: it cannot be read, or its parameters are not those of the model; lists all
+        that differ.
     """
     import orbax.checkpoint as ocp
 
@@ -173,24 +217,42 @@ def match_metadata(folder: Path, wanted: Mapping[str, Wanted]) -> dict[tuple[str
         with ocp.StandardCheckpointer() as checkpointer:
             tree: Any = checkpointer.metadata((folder / PARAMS).resolve())
             tree = getattr(tree, "item_metadata", tree)
-            stored = {tuple(str(getattr(key, "key", key)) for key in keys): leaf for keys, leaf in jax.tree.leaves_with_path(
-                getattr(tree, "tree", tree))}
+            stored = {
+                tuple(str(getattr(key, "key", key)) for key in keys): leaf
+                for keys, leaf in jax.tree.leaves_with_path(getattr(tree, "tree", tree))
+            }
             shapes = {path: (tuple(leaf.shape), leaf.dtype) for path, leaf in stored.items()}
-    except Exception as error:  # of many kinds, from a missing file to a format that this Orbax does not know
+    except (
+        Exception
+    ) as error:  # of many kinds, from a missing file to a format that this Orbax does not know
         raise CheckpointError(
-            f"{folder / PARAMS} is not a whole Orbax checkpoint ({why(error)}); convert the model again") from error
+            f"{folder / PARAMS} is not a whole Orbax checkpoint ({why(error)}); convert the model "
+            "again"
+        ) from error
     expected = {w.path: w.shape for w in wanted.values()}
     problems = [f"{'/'.join(path)} is missing" for path in expected.keys() - shapes.keys()]
     problems += [f"{'/'.join(path)} is unexpected" for path in shapes.keys() - expected.keys()]
-    problems += [f"{'/'.join(path)} has shape {shapes[path][0]}, not {expected[path]}"
-                 for path in expected.keys() & shapes.keys() if shapes[path][0] != expected[path]]
+    problems += [
+        f"{'/'.join(path)} has shape {shapes[path][0]}, not {expected[path]}"
+        for path in expected.keys() & shapes.keys()
+        if shapes[path][0] != expected[path]
+    ]
     if problems:
-        raise CheckpointError(f"the parameters in {folder / PARAMS} are not those that its config.json describes: "
-                              f"{'; '.join(sorted(problems))}; they are of another architecture: convert the model again")
+        raise CheckpointError(
+            f"the parameters in {folder / PARAMS} are not those that its config.json describes: "
+            f"{'; '.join(sorted(problems))}; they are of another architecture: convert the model "
+            "again"
+        )
     return {path: jnp.dtype(dtype) for path, (_, dtype) in shapes.items()}
 
 
-def restore_params(folder: Path, config: ModelConfig, wanted: Mapping[str, Wanted], dtype: jnp.dtype, mesh: Mesh | None) -> dict[str, Any]:
+def restore_params(
+    folder: Path,
+    config: ModelConfig,
+    wanted: Mapping[str, Wanted],
+    dtype: jnp.dtype,
+    mesh: Mesh | None,
+) -> dict[str, Any]:
     """The parameters of a checkpoint, each part on the device that it is for.
 
     Args:
@@ -211,14 +273,25 @@ def restore_params(folder: Path, config: ModelConfig, wanted: Mapping[str, Wante
         if module is None:
             return SingleDeviceSharding(default_device())
         whole = repeats(path, config, module.mesh) > 1  # until its heads are repeated
-        return NamedSharding(module.mesh, PartitionSpec()) if whole else sharding.sharding(module.mesh, module.names(path))
+        return (
+            NamedSharding(module.mesh, PartitionSpec())
+            if whole
+            else sharding.sharding(module.mesh, module.names(path))
+        )
 
-    target = nested({w.path: jax.ShapeDtypeStruct(w.shape, dtype, sharding=where(w.path)) for w in wanted.values()})
+    target = nested(
+        {
+            w.path: jax.ShapeDtypeStruct(w.shape, dtype, sharding=where(w.path))
+            for w in wanted.values()
+        }
+    )
     try:
         with ocp.StandardCheckpointer() as checkpointer, ended_reads():
             params = checkpointer.restore((folder / PARAMS).resolve(), target)
     except Exception as error:
-        raise CheckpointError(f"{folder / PARAMS} cannot be restored ({why(error)}); convert the model again") from error
+        raise CheckpointError(
+            f"{folder / PARAMS} cannot be restored ({why(error)}); convert the model again"
+        ) from error
     if module is None:
         return {"params": params}
 
@@ -227,6 +300,8 @@ def restore_params(folder: Path, config: ModelConfig, wanted: Mapping[str, Wante
         if repeats(path, config, module.mesh) == 1:
             return value
         where = sharding.sharding(module.mesh, module.names(path))
-        return jax.jit(lambda v: fit_params(v, path, config, module.mesh), out_shardings=where)(value)
+        return jax.jit(lambda v: fit_params(v, path, config, module.mesh), out_shardings=where)(
+            value
+        )
 
     return {"params": jax.tree.map_with_path(fitted, params)}

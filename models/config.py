@@ -14,36 +14,110 @@ from jaxshare.rope import Rope
 FAMILIES = llama.FAMILIES | qwen.FAMILIES
 
 # Settings found in real Llama and Qwen files that leave the model's numbers alone.
-_NO_EFFECT = frozenset({
-    # tokens and text generation
-    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "max_length", "min_length",
-    "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p",
-    "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens",
-    "begin_suppress_tokens", "num_return_sequences", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
-    "exponential_decay_length_penalty", "use_cache", "tokenizer_class", "max_sequence_length", "model_max_length",
-    "tokenizer_model_max_length", "tokenizer_padding_side", "prefix", "task_specific_params",
-    # training
-    "initializer_range", "attention_dropout", "attention_probs_dropout_prob", "hidden_dropout", "hidden_dropout_prob", "resid_pdrop",
-    "embd_pdrop", "attn_pdrop", "classifier_dropout", "gradient_checkpointing", "unsloth_fixed", "unsloth_version", "finetuning_task",
-    # how the numbers are stored and computed, not what they are; `chunk_size_feed_forward` cuts a product into parts
-    "dtype", "torch_dtype", "use_bfloat16", "chunk_size_feed_forward", "use_flash_attn", "use_flash_attention", "attn_implementation",
-    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_experts_implementation_internal",
-    "_flash_attn_2_enabled", "fused_qkv", "tf_legacy_loss", "torchscript", "transformers.js_config",
-    # names, outputs, labels; code of a checkpoint (auto_map) is never run
-    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "auto_map", "custom_pipelines", "output_attentions",
-    "output_hidden_states", "output_scores", "return_dict", "return_dict_in_generate", "use_return_dict", "tie_last_hidden_states",
-    "id2label", "label2id", "num_labels", "problem_type",
-})
+_NO_EFFECT = frozenset(
+    {
+        # tokens and text generation
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "unk_token_id",
+        "decoder_start_token_id",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "num_return_sequences",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "use_cache",
+        "tokenizer_class",
+        "max_sequence_length",
+        "model_max_length",
+        "tokenizer_model_max_length",
+        "tokenizer_padding_side",
+        "prefix",
+        "task_specific_params",
+        # training
+        "initializer_range",
+        "attention_dropout",
+        "attention_probs_dropout_prob",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+        "classifier_dropout",
+        "gradient_checkpointing",
+        "unsloth_fixed",
+        "unsloth_version",
+        "finetuning_task",
+        # how the numbers are stored and computed, not what they are; `chunk_size_feed_forward` cuts
+        # a product into parts
+        "dtype",
+        "torch_dtype",
+        "use_bfloat16",
+        "chunk_size_feed_forward",
+        "use_flash_attn",
+        "use_flash_attention",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_attn_implementation_internal",
+        "_experts_implementation_internal",
+        "_flash_attn_2_enabled",
+        "fused_qkv",
+        "tf_legacy_loss",
+        "torchscript",
+        "transformers.js_config",
+        # names, outputs, labels; code of a checkpoint (auto_map) is never run
+        "_name_or_path",
+        "name_or_path",
+        "_commit_hash",
+        "transformers_version",
+        "auto_map",
+        "custom_pipelines",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "return_dict",
+        "return_dict_in_generate",
+        "use_return_dict",
+        "tie_last_hidden_states",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape and variant of a decoder. Hashable, so that it can be static under jit. No field that config.json sets has a default.
+    """Shape and variant of a decoder. Hashable, so that it can be static under jit. No field that
+    config.json sets has a default.
 
     Attributes:
       rope: the rotation for the whole context, max_positions.
       max_positions: the longest text, in tokens.
-      short_rope: for runs of at most short_positions tokens, of models that have another rotation for them (longrope); see for_context.
+      short_rope: for runs of at most short_positions tokens, of models that have another rotation
+        for them (longrope); see for_context.
     """
 
     architecture: str
@@ -74,40 +148,59 @@ class ModelConfig:
 
         Raises:
           FileNotFoundError: no such file.
-          ConfigError: a field that is missing, wrong, or not understood and able to change the model's numbers.
+          ConfigError: a field that is missing, wrong, or not understood and able to change the
+            model's numbers.
         """
         if isinstance(source, Mapping):
             return _from_fields(Fields(source, "config.json"))
         path = Path(source)
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist: a model folder holds a config.json, as in Hugging Face checkpoints")
+            raise FileNotFoundError(
+                f"{path} does not exist: a model folder holds a config.json, as in Hugging Face "
+                "checkpoints"
+            )
         return _from_fields(Fields(read_json(path), str(path)))
 
     def for_context(self, positions: int) -> "ModelConfig":
         """The configuration for runs of at most `positions` tokens, prompt and answer together.
 
-        It differs from this one only for longrope, whose rotation depends on whether a text passes the original context. Cached keys
-        are shared between rows of all lengths, so the choice is made once for a whole run, not while a text grows.
+        It differs from this one only for longrope, whose rotation depends on whether a text passes
+        the original context. Cached keys are shared between rows of all lengths, so the choice is
+        made once for a whole run, not while a text grows.
 
         Raises:
           ValueError: not between 1 and max_positions.
         """
         if not 1 <= positions <= self.max_positions:
-            raise ValueError(f"a context of {positions} tokens was asked for, but the model takes 1 to {self.max_positions}")
+            raise ValueError(
+                f"a context of {positions} tokens was asked for, but the model takes 1 to "
+                f"{self.max_positions}"
+            )
         if self.short_rope is None or positions > self.short_positions:
             return self
-        return dataclasses.replace(self, rope=self.short_rope, max_positions=self.short_positions, short_rope=None, short_positions=0)
+        return dataclasses.replace(
+            self,
+            rope=self.short_rope,
+            max_positions=self.short_positions,
+            short_rope=None,
+            short_positions=0,
+        )
 
 
 def _from_fields(fields: Fields) -> ModelConfig:
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
-    hidden_size, num_heads = fields.positive("hidden_size", int), fields.positive("num_attention_heads", int)
+    hidden_size, num_heads = (
+        fields.positive("hidden_size", int),
+        fields.positive("num_attention_heads", int),
+    )
     num_layers = fields.positive("num_hidden_layers", int)
     specific = family.read(fields, hidden_size, num_heads, num_layers)
     if num_heads % specific["num_kv_heads"]:
-        raise fields.error("num_key_value_heads", f"it must divide num_attention_heads, {num_heads}")
+        raise fields.error(
+            "num_key_value_heads", f"it must divide num_attention_heads, {num_heads}"
+        )
     _check_fixed(fields, num_layers)
     max_positions = fields.positive("max_position_embeddings", int)
     config = ModelConfig(
@@ -145,8 +238,17 @@ def _check_fixed(fields: Fields, num_layers: int) -> None:
         raise fields.error("is_causal", "only models that look back are known")
     kinds = fields.take("layer_types", list, None)
     # "attention" is the older name of "full_attention".
-    if kinds is not None and (len(kinds) != num_layers or any(kind not in ("full_attention", "attention") for kind in kinds)):
-        raise fields.error("layer_types", f"it must be full_attention for each of the {num_layers} layers; no other kind is known")
+    if kinds is not None and (
+        len(kinds) != num_layers
+        or any(kind not in ("full_attention", "attention") for kind in kinds)
+    ):
+        raise fields.error(
+            "layer_types",
+            f"it must be full_attention for each of the {num_layers} layers; no other kind is "
+            "known",
+        )
     if fields.values.get("quantization_config"):
-        raise fields.error("quantization_config", "quantized weights are not supported: take the checkpoint in bfloat16 or float16")
-
+        raise fields.error(
+            "quantization_config",
+            "quantized weights are not supported: take the checkpoint in bfloat16 or float16",
+        )

@@ -1,4 +1,5 @@
-"""Reading JSON settings field by field: what is taken is understood, and what is left over is an error that names it."""
+"""Reading JSON settings field by field: what is taken is understood, and what is left over is an
+error that names it."""
 
 import dataclasses
 import json
@@ -29,16 +30,21 @@ class Fields:
         self._taken: set[str] = set()
 
     def take(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
-        """The value of a field of type `kind` (bool, int, float, str, list or dict; an int is a float, a bool is neither).
+        """The value of a field of type `kind` (bool, int, float, str, list or dict; an int is a
+        float, a bool is neither).
 
         Raises:
-          ConfigError: the field is absent and has no default, or has another type, or is not finite.
+          ConfigError: the field is absent and has no default, or has another type, or is not
+            finite.
         """
         self._taken.add(name)
         value = self.values.get(name)
         if value is None:
             if default is REQUIRED:
-                raise ConfigError(f"{self.source} lacks {self.prefix}{name}, which the model cannot be built without: add it")
+                raise ConfigError(
+                    f"{self.source} lacks {self.prefix}{name}, which the model cannot be built "
+                    "without: add it"
+                )
             return default
         if kind is float and type(value) is int:
             value = float(value)
@@ -60,17 +66,28 @@ class Fields:
 
     def error(self, name: str, problem: str) -> ConfigError:
         """The error that says what is wrong with a field."""
-        return ConfigError(f"{self.source}: {self.prefix}{name} is {_short(self.values.get(name))}, but {problem}")
+        return ConfigError(
+            f"{self.source}: {self.prefix}{name} is {_short(self.values.get(name))}, but {problem}"
+        )
 
     def finish(self, ignored: Collection[str] = ()) -> None:
-        """Raises ConfigError naming every field that is switched on, was not taken and is not in `ignored`.
+        """Raises ConfigError naming every field that is switched on, was not taken and is not in
+        `ignored`.
 
-        Null, false, zero and empty values are how these files say that something is switched off; they pass.
+        Null, false, zero and empty values are how these files say that something is switched off;
+        they pass.
         """
-        left = [f"{self.prefix}{k} = {_short(v)}" for k, v in self.values.items() if v and k not in self._taken and k not in ignored]
+        left = [
+            f"{self.prefix}{k} = {_short(v)}"
+            for k, v in self.values.items()
+            if v and k not in self._taken and k not in ignored
+        ]
         if left:
-            raise ConfigError(f"{self.source} has settings that are not understood and may change the model's numbers: {', '.join(left)}; "
-                              "such a model would be computed wrongly, so remove a field only if it is known to have no effect")
+            raise ConfigError(
+                f"{self.source} has settings that are not understood and may change the model's "
+                f"numbers: {', '.join(left)}; such a model would be computed wrongly, so remove a "
+                "field only if it is known to have no effect"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +96,8 @@ class Family:
 
     Attributes:
       model_type: the `model_type` that goes with the architecture.
-      read: (fields, hidden_size, num_heads, num_layers) -> num_kv_heads, head_dim, qkv_bias, out_bias, mlp_bias, qk_norm.
+      read: (fields, hidden_size, num_heads, num_layers) -> num_kv_heads, head_dim, qkv_bias,
+        out_bias, mlp_bias, qk_norm.
       default_theta: the rope theta of files that have none; None where every file must have one.
     """
 
@@ -92,7 +110,10 @@ def read_head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
     """head_dim, which is hidden_size / num_heads in files that do not give it."""
     head_dim = fields.positive("head_dim", int, None)
     if head_dim is None and hidden_size % num_heads:
-        raise fields.error("head_dim", f"it must be given, as {num_heads} heads do not divide hidden_size, {hidden_size}")
+        raise fields.error(
+            "head_dim",
+            f"it must be given, as {num_heads} heads do not divide hidden_size, {hidden_size}",
+        )
     return head_dim or hidden_size // num_heads
 
 
@@ -111,7 +132,14 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     return values
 
 
-_KINDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a string", list: "a list", dict: "an object"}
+_KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
 
 
 def _short(value: Any) -> str:

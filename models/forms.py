@@ -1,4 +1,5 @@
-"""The forms in which a person types sums: with or without a sentence, numbered or not, on lines or in one, in signs or in words."""
+"""The forms in which a person types sums: with or without a sentence, numbered or not, on lines or
+in one, in signs or in words."""
 
 import dataclasses
 import random
@@ -12,9 +13,11 @@ class Form:
     """How the questions of a problem stand in a user's message.
 
     Attributes:
-      sentence: the text before the questions; None is the instruction of `jaxshare.models.problems`, "" is no sentence.
+      sentence: the text before the questions; None is the instruction of
+        `jaxshare.models.problems`, "" is no sentence.
       marker: the text before each question; "{}" in it is the number.
-      joint: the text between two questions, and between the sentence and the first one where that is a line break.
+      joint: the text between two questions, and between the sentence and the first one where that
+        is a line break.
       last: the text before the last of several questions; "" is `joint`.
       ask: the text around each sum, which stands in the place of "{}".
       end: the text after the last question.
@@ -65,19 +68,59 @@ FORMS: Mapping[str, Form] = {
 }
 """Forms by name, each of which the embedded model is measured on."""
 
-_SENTENCES = ("Solve these problems:", "Solve:", "Solve", "Solve these problems", "Compute:", "Compute", "Calculate:", "Calculate",
-              "Please solve these problems:", "What is", "What are", "Work out", "Find the answers:", "Answer these:", "How much is",
-              "Can you solve these?", "Solve these sums:", "Add, subtract or multiply:", "Please compute", "The questions:")
+_SENTENCES = (
+    "Solve these problems:",
+    "Solve:",
+    "Solve",
+    "Solve these problems",
+    "Compute:",
+    "Compute",
+    "Calculate:",
+    "Calculate",
+    "Please solve these problems:",
+    "What is",
+    "What are",
+    "Work out",
+    "Find the answers:",
+    "Answer these:",
+    "How much is",
+    "Can you solve these?",
+    "Solve these sums:",
+    "Add, subtract or multiply:",
+    "Please compute",
+    "The questions:",
+)
 _MARKERS = ("{}. ", "{}) ", "{}: ", "({}) ", "- ", "", "", "")
-_ASKS = ("{}", "{} =", "{} = ?", "{}?", "What is {}?", "what is {}", "Compute {}.", "Calculate {}.", "How much is {}?", "{}.")
-_SIGNS = (SIGNS, SIGNS, ("+", "-", "*"), (" plus ", " minus ", " times "), (" + ", " - ", " x "), ("+", "-", "x"))
+_ASKS = (
+    "{}",
+    "{} =",
+    "{} = ?",
+    "{}?",
+    "What is {}?",
+    "what is {}",
+    "Compute {}.",
+    "Calculate {}.",
+    "How much is {}?",
+    "{}.",
+)
+_SIGNS = (
+    SIGNS,
+    SIGNS,
+    ("+", "-", "*"),
+    (" plus ", " minus ", " times "),
+    (" + ", " - ", " x "),
+    ("+", "-", "x"),
+)
 _JOINTS = ("\n", "\n", "\n", ", ", "; ", " ")
 
 
 def draw_form(rng: random.Random) -> Form:
-    """Draws a form to learn from: one of `FORMS`, those without numbers more often, or one that is put together anew."""
+    """Draws a form to learn from: one of `FORMS`, those without numbers more often, or one that is
+    put together anew."""
     if rng.random() < 0.6:
-        return rng.choices([*FORMS.values()], [1 if "{}" in form.marker else 3 for form in FORMS.values()])[0]
+        return rng.choices(
+            [*FORMS.values()], [1 if "{}" in form.marker else 3 for form in FORMS.values()]
+        )[0]
     sentence = rng.choice((None, "", rng.choice(_SENTENCES)))
     joint, marker = rng.choice(_JOINTS), rng.choice(_MARKERS)
     if joint == "\n":
@@ -87,4 +130,12 @@ def draw_form(rng: random.Random) -> Form:
         joint = ", "
     last = rng.choice(("", " and ")) if joint == ", " else ""
     ask = rng.choice(("{}", "{}", "{} =")) if numbered or not last else "{}"
-    return Form(sentence, marker if numbered else "", joint, last, ask, rng.choice(("", "", "?", ".")), rng.choice(_SIGNS))
+    return Form(
+        sentence,
+        marker if numbered else "",
+        joint,
+        last,
+        ask,
+        rng.choice(("", "", "?", ".")),
+        rng.choice(_SIGNS),
+    )

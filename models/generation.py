@@ -26,10 +26,16 @@ class Generation:
     min_p: float = 0.0
 
     @classmethod
-    def from_json(cls, generation: Mapping[str, Any], config: Mapping[str, Any], source: str = "generation_config.json") -> "Generation":
+    def from_json(
+        cls,
+        generation: Mapping[str, Any],
+        config: Mapping[str, Any],
+        source: str = "generation_config.json",
+    ) -> "Generation":
         """Reads generation_config.json; stop tokens that it lacks are taken from config.json.
 
-        A checkpoint samples only if it says `do_sample`, with temperature 1 unless it gives one. What it does not give is off.
+        A checkpoint samples only if it says `do_sample`, with temperature 1 unless it gives one.
+        What it does not give is off.
 
         Raises:
           ConfigError: a value outside of its range.
@@ -47,8 +53,16 @@ class Generation:
         min_p = fields.take("min_p", float, 0.0)
         if not 0 <= min_p <= 1:
             raise fields.error("min_p", "must be in [0, 1]")
-        stops = fields if generation.get("eos_token_id") is not None else Fields(config, "config.json")
-        return cls(_stop_tokens(stops), temperature if fields.take("do_sample", bool, False) else 0.0, top_k, top_p, min_p)
+        stops = (
+            fields if generation.get("eos_token_id") is not None else Fields(config, "config.json")
+        )
+        return cls(
+            _stop_tokens(stops),
+            temperature if fields.take("do_sample", bool, False) else 0.0,
+            top_k,
+            top_p,
+            min_p,
+        )
 
 
 def _stop_tokens(fields: Fields) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """The layers that all models share, as Flax linen modules.
 
-Axis letters: R rows, T new tokens of a row, H query heads, K kv heads, D head dim, M model dim, F mlp dim, V vocabulary.
+Axis letters: R rows, T new tokens of a row, H query heads, K kv heads, D head dim, M model dim, F
+mlp dim, V vocabulary.
 """
 
 import functools
@@ -29,11 +30,13 @@ Params = Mapping[str, Any]
 """Flax variables: {"params": {...}}."""
 
 Attend = Callable[[int, Array, Array, Array], Array]
-"""(layer, q [R, T, H, D], k [R, T, K, D], v [R, T, K, D]) -> [R, T, H, D]; q and k are not rotated yet."""
+"""(layer, q [R, T, H, D], k [R, T, K, D], v [R, T, K, D]) -> [R, T, H, D]; q and k are not rotated
+yet."""
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * scale over the last axis, computed in float32, rounded before the scale as the checkpoints expect."""
+    """x / rms(x) * scale over the last axis, computed in float32, rounded before the scale as the
+    checkpoints expect."""
 
     eps: float
 
@@ -46,9 +49,11 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x @ kernel.T + bias; kernel [out, in], as checkpoints store it. The result has x's dtype unless `dtype` asks for another.
+    """x @ kernel.T + bias; kernel [out, in], as checkpoints store it. The result has x's dtype
+    unless `dtype` asks for another.
 
-    Where the devices of an axis of a mesh have parts of x and of the kernel's columns, `axis` names it, and the result is their sum.
+    Where the devices of an axis of a mesh have parts of x and of the kernel's columns, `axis` names
+    it, and the result is their sum.
     """
 
     features: int
@@ -60,7 +65,8 @@ class Linear(nn.Module):
     def __call__(self, x: Array) -> Array:
         init = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
         kernel = self.param("kernel", init, (self.features, x.shape[-1]))
-        # Added up before it is rounded, so that a split model's numbers are those of the whole one up to the order of the sum.
+        # Added up before it is rounded, so that a split model's numbers are those of the whole one
+        # up to the order of the sum.
         y = psum(product(x, kernel), self.axis).astype(self.dtype or x.dtype)
         if self.bias:
             y += self.param("bias", nn.initializers.zeros, (self.features,)).astype(y.dtype)
@@ -70,18 +76,23 @@ class Linear(nn.Module):
 def product(x: Array, kernel: Array) -> Array:
     """x [..., in] @ kernel [out, in].T with float32 accumulation and a float32 result.
 
-    Rows of the kernel are read as they lie, which is fastest for few rows of x, and an embedding serves as a head unchanged.
+    Rows of the kernel are read as they lie, which is fastest for few rows of x, and an embedding
+    serves as a head unchanged.
     """
     flat = x.reshape(-1, x.shape[-1])
-    # For a single row XLA on the CPU converts the whole kernel to float32; two rows take the fast path.
+    # For a single row XLA on the CPU converts the whole kernel to float32; two rows take the fast
+    # path.
     lone = flat.shape[0] == 1 and x.dtype != jnp.float32
     rows = jnp.concatenate([flat, flat]) if lone else flat
-    y = jax.lax.dot_general(rows, kernel.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return y[:flat.shape[0]].reshape(*x.shape[:-1], -1)
+    y = jax.lax.dot_general(
+        rows, kernel.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return y[: flat.shape[0]].reshape(*x.shape[:-1], -1)
 
 
 class Attention(nn.Module):
-    """Projections around `attend`, which owns positions, masks and the cache. `axis`: over which heads are split."""
+    """Projections around `attend`, which owns positions, masks and the cache. `axis`: over which
+    heads are split."""
 
     config: ModelConfig
     axis: str | None = None
@@ -89,13 +100,21 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: Array, attend: Callable[[Array, Array, Array], Array]) -> Array:
         c = self.config
-        q = Linear(c.num_heads * c.head_dim, c.qkv_bias, name="q")(x).reshape(*x.shape[:-1], c.num_heads, c.head_dim)
-        k = Linear(c.num_kv_heads * c.head_dim, c.qkv_bias, name="k")(x).reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim)
-        v = Linear(c.num_kv_heads * c.head_dim, c.qkv_bias, name="v")(x).reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim)
+        q = Linear(c.num_heads * c.head_dim, c.qkv_bias, name="q")(x).reshape(
+            *x.shape[:-1], c.num_heads, c.head_dim
+        )
+        k = Linear(c.num_kv_heads * c.head_dim, c.qkv_bias, name="k")(x).reshape(
+            *x.shape[:-1], c.num_kv_heads, c.head_dim
+        )
+        v = Linear(c.num_kv_heads * c.head_dim, c.qkv_bias, name="v")(x).reshape(
+            *x.shape[:-1], c.num_kv_heads, c.head_dim
+        )
         if c.qk_norm:
             q, k = RMSNorm(c.norm_eps, name="q_norm")(q), RMSNorm(c.norm_eps, name="k_norm")(k)
         out = attend(q, k, v)
-        return Linear(c.hidden_size, c.out_bias, axis=self.axis, name="o")(out.reshape(*x.shape[:-1], c.num_heads * c.head_dim))
+        return Linear(c.hidden_size, c.out_bias, axis=self.axis, name="o")(
+            out.reshape(*x.shape[:-1], c.num_heads * c.head_dim)
+        )
 
 
 class MLP(nn.Module):
@@ -113,7 +132,8 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One pre-norm decoder layer. `axis`: over which heads and MLP are split; both end with a sum over it."""
+    """One pre-norm decoder layer. `axis`: over which heads and MLP are split; both end with a sum
+    over it."""
 
     config: ModelConfig
     axis: str | None = None
@@ -121,15 +141,19 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(self, x: Array, attend: Callable[[Array, Array, Array], Array]) -> Array:
         eps = self.config.norm_eps
-        x = x + Attention(self.config, self.axis, name="attention")(RMSNorm(eps, name="attention_norm")(x), attend)
+        x = x + Attention(self.config, self.axis, name="attention")(
+            RMSNorm(eps, name="attention_norm")(x), attend
+        )
         return x + MLP(self.config, self.axis, name="mlp")(RMSNorm(eps, name="mlp_norm")(x))
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer. Parameters: embed, layers_0 .. layers_{L-1}, norm, and head where it is not tied.
+    """A decoder-only transformer. Parameters: embed, layers_0 .. layers_{L-1}, norm, and head where
+    it is not tied.
 
     Attributes:
-      config: of the whole model, or of the part that each device of a mesh has (`jaxshare.models.sharded`).
+      config: of the whole model, or of the part that each device of a mesh has
+        (`jaxshare.models.sharded`).
       implementation: attention backend.
       axis, vocab_axis: of the mesh, over which heads and MLP, and the vocabulary, are split.
     """
@@ -147,8 +171,9 @@ class Decoder(nn.Module):
         if not c.tie_embeddings:
             self.head = Linear(c.vocab_size, dtype=jnp.float32)
 
-    def __call__(self, tokens: Array, count: Array, cache: KVCache, layout: Layout, *,
-                 every: bool = False) -> tuple[Array, KVCache]:
+    def __call__(
+        self, tokens: Array, count: Array, cache: KVCache, layout: Layout, *, every: bool = False
+    ) -> tuple[Array, KVCache]:
         """One forward pass over a shared cache.
 
         Args:
@@ -158,16 +183,21 @@ class Decoder(nn.Module):
           every: return the logits of every new token, not of each row's last alone.
 
         Returns:
-          logits float32[R, V] of each row's last real token (float32[R, T, V] with `every`), and the cache with the new
-          tokens in it. Logits of rows with count 0, and of padding, mean nothing. Those of a row are NaN where the model came to
-          something that is not finite at any of its tokens. Where the vocabulary is split they are this device's part.
+          logits float32[R, V] of each row's last real token (float32[R, T, V] with `every`), and
+            the cache with the new
+          tokens in it. Logits of rows with count 0, and of padding, mean nothing. Those of a row
+            are NaN where the model came to
+          something that is not finite at any of its tokens. Where the vocabulary is split they are
+            this device's part.
         """
         plan = make_plan(cache, layout, count, tokens.shape[1])
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             nonlocal cache
             cache = cache.append(layer, k, v, plan)
-            return block_attention(q, cache.keys[layer], cache.values[layer], plan, implementation=self.implementation)
+            return block_attention(
+                q, cache.keys[layer], cache.values[layer], plan, implementation=self.implementation
+            )
 
         x = self._trunk(tokens, attend)
         if not every:
@@ -180,7 +210,8 @@ class Decoder(nn.Module):
         return self._logits(x), cache.advance(plan)
 
     def causal(self, tokens: Array) -> Array:
-        """Logits of whole sequences with plain causal attention and no cache: for training and as a check.
+        """Logits of whole sequences with plain causal attention and no cache: for training and as a
+        check.
 
         Args:
           tokens: int32[R, T]; token t stands at position t.
@@ -191,19 +222,25 @@ class Decoder(nn.Module):
         cos, sin = self.config.rope.cos_sin(jnp.arange(tokens.shape[1])[:, None])
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            return jax.nn.dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+            return jax.nn.dot_product_attention(
+                rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True
+            )
 
         return self._logits(self._trunk(tokens, attend))
 
-    def encode(self, batch: TraceBatch, at: Array | None = None) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
-        """All that traces have fed, in one parallel pass without a cache; differentiable. See `jaxshare.models.reencode`.
+    def encode(
+        self, batch: TraceBatch, at: Array | None = None
+    ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+        """All that traces have fed, in one parallel pass without a cache; differentiable. See
+        `jaxshare.models.reencode`.
 
         Args:
           batch: of the traces.
           at: int32[N, A], numbers of the tokens whose logits are wanted; default all.
 
         Returns:
-          logits float32[N, A, V] ([N, T, V] without `at`), and of each layer keys, not rotated, and values [N, T, K, D].
+          logits float32[N, A, V] ([N, T, V] without `at`), and of each layer keys, not rotated, and
+            values [N, T, K, D].
         """
         keys: list[Array] = []
         values: list[Array] = []
@@ -218,12 +255,14 @@ class Decoder(nn.Module):
         return self._logits(x), tuple(keys), tuple(values)
 
     def attention_mass(self, tokens: Array, count: Array, cache: KVCache, layout: Layout) -> Array:
-        """How much of its attention each row's last real token gives to each block, in a pass whose cache is thrown away.
+        """How much of its attention each row's last real token gives to each block, in a pass whose
+        cache is thrown away.
 
         Arguments as in `__call__`.
 
         Returns:
-          float32[L, R, N], the mean over heads, in the order in which each row lists its blocks. It sums to 1 over N, and is all 0 for
+          float32[L, R, N], the mean over heads, in the order in which each row lists its blocks. It
+            sums to 1 over N, and is all 0 for
           a row that brings no token.
         """
         plan = make_plan(cache, layout, count, tokens.shape[1])
@@ -233,9 +272,14 @@ class Decoder(nn.Module):
             nonlocal cache
             cache = cache.append(layer, k, v, plan)
             last, last_plan = last_tokens(q, plan)
-            mass = jnp.mean(block_mass(last, cache.keys[layer], last_plan, self.config.head_dim**-0.5)[:, 0], axis=1)
+            mass = jnp.mean(
+                block_mass(last, cache.keys[layer], last_plan, self.config.head_dim**-0.5)[:, 0],
+                axis=1,
+            )
             masses.append(mass if self.axis is None else jax.lax.pmean(mass, self.axis))
-            return block_attention(q, cache.keys[layer], cache.values[layer], plan, implementation=self.implementation)
+            return block_attention(
+                q, cache.keys[layer], cache.values[layer], plan, implementation=self.implementation
+            )
 
         self._trunk(tokens, attend)
         return jnp.stack(masses)
@@ -252,50 +296,93 @@ class Decoder(nn.Module):
             return table[tokens]
         place = tokens - jax.lax.axis_index(self.vocab_axis) * table.shape[0]
         here = (place >= 0) & (place < table.shape[0])
-        return psum(jnp.where(here[..., None], table[jnp.clip(place, 0, table.shape[0] - 1)], 0), self.vocab_axis)
+        return psum(
+            jnp.where(here[..., None], table[jnp.clip(place, 0, table.shape[0] - 1)], 0),
+            self.vocab_axis,
+        )
 
     def _logits(self, x: Array) -> Array:
         return product(x, self.embed.embedding) if self.config.tie_embeddings else self.head(x)
 
 
-def forward(config: ModelConfig, params: Params, tokens: ArrayLike, count: ArrayLike, cache: KVCache, layout: Layout, *,
-            every: bool = False, implementation: str | tuple[str, ...] | None = None, module: Any = None) -> tuple[Array, KVCache]:
-    """One jitted pass with everything checked that can be known before it. The cache is donated: use the returned one.
+def forward(
+    config: ModelConfig,
+    params: Params,
+    tokens: ArrayLike,
+    count: ArrayLike,
+    cache: KVCache,
+    layout: Layout,
+    *,
+    every: bool = False,
+    implementation: str | tuple[str, ...] | None = None,
+    module: Any = None,
+) -> tuple[Array, KVCache]:
+    """One jitted pass with everything checked that can be known before it. The cache is donated:
+    use the returned one.
 
-    Arguments and results as in `Decoder.__call__`. `module` is what `params` belong to; default `Decoder(config, implementation)`.
+    Arguments and results as in `Decoder.__call__`. `module` is what `params` belong to; default
+    `Decoder(config, implementation)`.
 
     Raises:
-      ValueError: shapes or counts that do not fit the layout, a token outside the vocabulary, an unknown or repeated block, two
-        rows writing one block, or a block that would be written beyond its capacity.
+      ValueError: shapes or counts that do not fit the layout, a token outside the vocabulary, an
+        unknown or repeated block, two rows writing one block, or a block that would be written
+        beyond its capacity.
     """
     tokens, count = jnp.asarray(tokens, jnp.int32), jnp.asarray(count, jnp.int32)
     _check(config, tokens, count, cache, layout)
-    return _forward(module or Decoder(config, implementation), params, tokens, count, cache, layout, every)
+    return _forward(
+        module or Decoder(config, implementation), params, tokens, count, cache, layout, every
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("model", "every"), donate_argnames=("cache",))
-def _forward(model: Model, params: Params, tokens: Array, count: Array, cache: KVCache, layout: Layout,
-             every: bool) -> Any:
+def _forward(
+    model: Model,
+    params: Params,
+    tokens: Array,
+    count: Array,
+    cache: KVCache,
+    layout: Layout,
+    every: bool,
+) -> Any:
     return model.apply(params, tokens, count, cache, layout, every=every)
 
 
-def _check(config: ModelConfig, tokens: Array, count: Array, cache: KVCache, layout: Layout) -> None:
+def _check(
+    config: ModelConfig, tokens: Array, count: Array, cache: KVCache, layout: Layout
+) -> None:
     if tokens.ndim != 2 or tokens.shape[0] != layout.num_rows or count.shape != tokens.shape[:1]:
-        raise ValueError(f"tokens must be int32[R, T] and count int32[R] with R = {layout.num_rows}, the layout's rows; "
-                         f"got {tokens.shape} and {count.shape}")
+        raise ValueError(
+            f"tokens must be int32[R, T] and count int32[R] with R = {layout.num_rows}, the "
+            f"layout's rows; got {tokens.shape} and {count.shape}"
+        )
     layout.check(cache.num_blocks)
     if not is_concrete(tokens, count, cache.lengths, layout.blocks):
         return
     cache.check()
     real = np.arange(tokens.shape[1]) < np.asarray(count)[:, None]
     if (np.asarray(count) < 0).any() or (np.asarray(count) > tokens.shape[1]).any():
-        raise ValueError(f"count must lie between 0 and the {tokens.shape[1]} tokens given; got {np.asarray(count).tolist()}")
+        raise ValueError(
+            f"count must lie between 0 and the {tokens.shape[1]} tokens given; got "
+            f"{np.asarray(count).tolist()}"
+        )
     if ((np.asarray(tokens) < 0) | (np.asarray(tokens) >= config.vocab_size))[real].any():
-        raise ValueError(f"tokens must lie between 0 and {config.vocab_size - 1}, the model's vocabulary")
-    written, lengths, capacities = np.asarray(layout.written), np.asarray(cache.lengths), np.asarray(cache.capacities)
+        raise ValueError(
+            f"tokens must lie between 0 and {config.vocab_size - 1}, the model's vocabulary"
+        )
+    written, lengths, capacities = (
+        np.asarray(layout.written),
+        np.asarray(cache.lengths),
+        np.asarray(cache.capacities),
+    )
     for r in np.flatnonzero(np.asarray(count)):
         if written[r] < 0:
-            raise ValueError(f"row {r} brings {int(count[r])} tokens but lists no block to write them to")
+            raise ValueError(
+                f"row {r} brings {int(count[r])} tokens but lists no block to write them to"
+            )
         if lengths[written[r]] + int(count[r]) > capacities[written[r]]:
-            raise ValueError(f"row {r} brings {int(count[r])} tokens, but block {written[r]} holds {lengths[written[r]]} of at most "
-                             f"{capacities[written[r]]}; create the cache with larger capacities")
+            raise ValueError(
+                f"row {r} brings {int(count[r])} tokens, but block {written[r]} holds "
+                f"{lengths[written[r]]} of at most {capacities[written[r]]}; create the cache with "
+                "larger capacities"
+            )

@@ -1,6 +1,8 @@
-"""load: a model, its tokenizer and its generation settings from a folder or from the Hugging Face hub.
+"""load: a model, its tokenizer and its generation settings from a folder or from the Hugging Face
+hub.
 
-Weights come from safetensors alone: nothing pickled is loaded, and code that a checkpoint brings is never run.
+Weights come from safetensors alone: nothing pickled is loaded, and code that a checkpoint brings is
+never run.
 """
 
 import contextlib
@@ -38,7 +40,15 @@ if TYPE_CHECKING:
 
 EMBEDDED = Path(__file__).parent / "embedded"
 """The folder of the small model that comes with the package."""
-_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt", "*.model"]
+_FILES = [
+    "*.json",
+    "model*.safetensors",
+    "*.jinja",
+    "tokenizer*",
+    "merges.txt",
+    "vocab.txt",
+    "*.model",
+]
 _FILES_WITHOUT_WEIGHTS = [pattern for pattern in _FILES if "safetensors" not in pattern]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -52,9 +62,12 @@ class LoadedModel:
       params: {"params": ...}, what `Decoder.apply` takes.
       tokenizer: with the chat template, or None if the folder has none.
       generation: stop tokens and sampling defaults.
-      workers: what the folder's workers.json says of the texts that workers need, or None if it has no such file.
-      mesh: the devices that the parameters lie on, or None for one device. Caches are to be made with it.
-      kv_repeats: how often `config` has each kv head of the checkpoint, because there are more devices than kv heads.
+      workers: what the folder's workers.json says of the texts that workers need, or None if it has
+        no such file.
+      mesh: the devices that the parameters lie on, or None for one device. Caches are to be made
+        with it.
+      kv_repeats: how often `config` has each kv head of the checkpoint, because there are more
+        devices than kv heads.
       name: the folder or hub id that it was loaded by; "" for a model that was not loaded.
     """
 
@@ -73,27 +86,39 @@ class LoadedModel:
         return Decoder(self.config) if self.mesh is None else ShardedDecoder(self.config, self.mesh)
 
     def on(self, mesh: Mesh) -> "LoadedModel":
-        """The model with its parameters cut over a mesh; everything that takes a model takes it (`jaxshare.sharding.make_mesh`).
+        """The model with its parameters cut over a mesh; everything that takes a model takes it
+        (`jaxshare.sharding.make_mesh`).
 
         Raises:
-          ValueError: heads or MLP that do not divide over the mesh, or a model that lies on one already.
+          ValueError: heads or MLP that do not divide over the mesh, or a model that lies on one
+            already.
         """
         if self.mesh is not None:
             raise ValueError("the model lies on a mesh already; load it again to lay it on another")
         fitted = fit(self.config, mesh)
-        return dataclasses.replace(self, config=fitted, params=place(self.params, self.config, mesh), mesh=mesh,
-                                   kv_repeats=fitted.num_kv_heads // self.config.num_kv_heads)
+        return dataclasses.replace(
+            self,
+            config=fitted,
+            params=place(self.params, self.config, mesh),
+            mesh=mesh,
+            kv_repeats=fitted.num_kv_heads // self.config.num_kv_heads,
+        )
 
     def replicas(self) -> "list[LoadedModel]":
-        """The model once for each data group of its mesh, on that group's devices. Nothing is copied."""
+        """The model once for each data group of its mesh, on that group's devices. Nothing is
+        copied."""
         if self.mesh is None or axis_size(self.mesh, DATA) == 1:
             return [self]
-        return [dataclasses.replace(self, params=part_on(self.params, mesh), mesh=mesh) for mesh in data_groups(self.mesh)]
+        return [
+            dataclasses.replace(self, params=part_on(self.params, mesh), mesh=mesh)
+            for mesh in data_groups(self.mesh)
+        ]
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """What stands for the model where something of it is kept: its shape and a sum over the bits of each parameter. The same on every
-        mesh; of parameters of another dtype it is another one."""
+        """What stands for the model where something of it is kept: its shape and a sum over the
+        bits of each parameter. The same on every mesh; of parameters of another dtype it is another
+        one."""
         config = self._config_of_checkpoint
         sums = _bit_sums(self.params, self.config.num_kv_heads, self.kv_repeats)
         where = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
@@ -103,8 +128,8 @@ class LoadedModel:
 
     @functools.cached_property
     def trace_fingerprint(self) -> str:
-        """What a trace remembers of the model: its shape and the tokens of its tokenizer. The same on every mesh, and while its parameters
-        are trained."""
+        """What a trace remembers of the model: its shape and the tokens of its tokenizer. The same
+        on every mesh, and while its parameters are trained."""
         tokens = sorted(self.tokenizer.get_vocab().items()) if self.tokenizer else []
         of = json.dumps([dataclasses.asdict(self._config_of_checkpoint), tokens], sort_keys=True)
         return hashlib.blake2b(of.encode(), digest_size=16).hexdigest()
@@ -112,14 +137,25 @@ class LoadedModel:
     @property
     def _config_of_checkpoint(self) -> ModelConfig:
         """With each kv head once."""
-        return dataclasses.replace(self.config, num_kv_heads=self.config.num_kv_heads // self.kv_repeats)
+        return dataclasses.replace(
+            self.config, num_kv_heads=self.config.num_kv_heads // self.kv_repeats
+        )
 
     def for_context(self, positions: int) -> "LoadedModel":
         """The model for runs of at most `positions` tokens; see `ModelConfig.for_context`."""
         return dataclasses.replace(self, config=self.config.for_context(positions))
 
-    def forward(self, tokens: ArrayLike, count: ArrayLike, cache: KVCache, layout: Layout, *, every: bool = False) -> tuple[Array, KVCache]:
-        """One forward pass over a shared cache, which is donated; see `jaxshare.models.layers.forward`.
+    def forward(
+        self,
+        tokens: ArrayLike,
+        count: ArrayLike,
+        cache: KVCache,
+        layout: Layout,
+        *,
+        every: bool = False,
+    ) -> tuple[Array, KVCache]:
+        """One forward pass over a shared cache, which is donated; see
+        `jaxshare.models.layers.forward`.
 
         Args:
           tokens: int32[R, T], new tokens of each row, padded on the right.
@@ -127,26 +163,38 @@ class LoadedModel:
           every: return the logits of every new token.
 
         Returns:
-          logits float32[R, V] of each row's last real token (float32[R, T, V] with `every`), and the cache with the new tokens in it.
+          logits float32[R, V] of each row's last real token (float32[R, T, V] with `every`), and
+            the cache with the new tokens in it.
         """
-        return layers.forward(self.config, self.params, tokens, count, cache, layout, every=every, module=self.module)
+        return layers.forward(
+            self.config, self.params, tokens, count, cache, layout, every=every, module=self.module
+        )
 
 
-def load(path: str | os.PathLike, dtype: Any = None, revision: str | None = None, mesh: Mesh | None = None) -> LoadedModel:
+def load(
+    path: str | os.PathLike,
+    dtype: Any = None,
+    revision: str | None = None,
+    mesh: Mesh | None = None,
+) -> LoadedModel:
     """Loads a checkpoint in Hugging Face form, or in the Orbax form that `jaxshare convert` writes.
 
     Args:
-      path: a folder, a hub id such as "Qwen/Qwen3-0.6B", or "embedded" for the small model that comes with the package.
-      dtype: of the parameters: bfloat16, float16 or float32, by name or as a dtype. None is the checkpoint's own: what config.json
-        says, or else the dtype of its tensors.
+      path: a folder, a hub id such as "Qwen/Qwen3-0.6B", or "embedded" for the small model that
+        comes with the package.
+      dtype: of the parameters: bfloat16, float16 or float32, by name or as a dtype. None is the
+        checkpoint's own: what config.json says, or else the dtype of its tensors.
       revision: a branch, tag or commit on the hub.
-      mesh: the devices to lay the model on. From Orbax form each reads its part alone; no device is ever given more.
+      mesh: the devices to lay the model on. From Orbax form each reads its part alone; no device is
+        ever given more.
 
     Raises:
       FileNotFoundError: no such folder, or a file that it must have is not there.
-      ConfigError: config.json describes a model that is not supported, or a settings file is not a JSON object.
+      ConfigError: config.json describes a model that is not supported, or a settings file is not a
+        JSON object.
       CheckpointError: weights that are truncated, corrupt or not those of the model.
-      ValueError: an unknown dtype, a tokenizer that cannot be read, or heads or MLP that do not divide over the mesh.
+      ValueError: an unknown dtype, a tokenizer that cannot be read, or heads or MLP that do not
+        divide over the mesh.
     """
     wanted_dtype = None if dtype is None else _dtype(dtype)
     folder = _folder(path, revision, _FILES)
@@ -162,18 +210,32 @@ def load(path: str | os.PathLike, dtype: Any = None, revision: str | None = None
         stored = stored_tensors(folder)
         wanted = match_tensors(config, stored, folder)
         dtypes = {jnp.dtype(DTYPES[stored[name].dtype]) for name in wanted}
-        place = None if mesh is None else functools.partial(_placed, config, ShardedDecoder(fitted, mesh))
+        place = (
+            None
+            if mesh is None
+            else functools.partial(_placed, config, ShardedDecoder(fitted, mesh))
+        )
         read = functools.partial(read_params, stored, wanted, place=place)
     generation, tokenizer = _generation(folder, settings), _tokenizer(folder)
     if wanted_dtype is None:
         wanted_dtype = _own_dtype(settings, dtypes)
-    return LoadedModel(fitted, read(wanted_dtype), tokenizer, generation, _workers(folder), mesh,
-                       fitted.num_kv_heads // config.num_kv_heads, os.fspath(path))
+    return LoadedModel(
+        fitted,
+        read(wanted_dtype),
+        tokenizer,
+        generation,
+        _workers(folder),
+        mesh,
+        fitted.num_kv_heads // config.num_kv_heads,
+        os.fspath(path),
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _bit_sums(params: dict[str, Any], kv_heads: int, repeats: int) -> dict[str, Any]:
-    """For each parameter uint32[], the sum of its bits as numbers, which does not depend on the order; repeated heads count once."""
+    """For each parameter uint32[], the sum of its bits as numbers, which does not depend on the
+    order; repeated heads count once."""
+
     def summed(keys: Any, value: Array) -> Array:
         if keys[-2].key in ("k", "v"):
             value = value.reshape(kv_heads, -1)[::repeats]
@@ -184,22 +246,33 @@ def _bit_sums(params: dict[str, Any], kv_heads: int, repeats: int) -> dict[str, 
 
 
 def outline(path: str | os.PathLike, revision: str | None = None) -> LoadedModel:
-    """A model without its parameters, for a process that reads prompts while others run the model: `params` is empty.
+    """A model without its parameters, for a process that reads prompts while others run the model:
+    `params` is empty.
 
     Arguments and errors as in `load`, but for those of weights.
     """
     folder = _folder(path, revision, _FILES_WITHOUT_WEIGHTS)
     config = ModelConfig.from_json(folder)
     settings = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
-    return LoadedModel(config, {}, _tokenizer(folder), _generation(folder, settings), _workers(folder), name=os.fspath(path))
+    return LoadedModel(
+        config,
+        {},
+        _tokenizer(folder),
+        _generation(folder, settings),
+        _workers(folder),
+        name=os.fspath(path),
+    )
 
 
-def _placed(config: ModelConfig, module: ShardedDecoder, path: tuple[str, ...], value: Any) -> Array:
+def _placed(
+    config: ModelConfig, module: ShardedDecoder, path: tuple[str, ...], value: Any
+) -> Array:
     return put(fit_params(value, path, config, module.mesh), module.names(path), module.mesh)
 
 
 def local_folder(name: str | os.PathLike) -> Path:
-    """The folder that a name of a model stands for on this machine, whether or not it is there: "embedded" for that of the package."""
+    """The folder that a name of a model stands for on this machine, whether or not it is there:
+    "embedded" for that of the package."""
     return EMBEDDED if name == "embedded" else Path(name)
 
 
@@ -207,24 +280,34 @@ def _folder(path: str | os.PathLike, revision: str | None, files: list[str]) -> 
     folder = local_folder(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"{folder} has no config.json: a model folder holds config.json and model.safetensors, as in "
-                                    "Hugging Face checkpoints")
+            raise FileNotFoundError(
+                f"{folder} has no config.json: a model folder holds config.json and "
+                "model.safetensors, as in Hugging Face checkpoints"
+            )
         return folder
     if folder.exists():
-        raise FileNotFoundError(f"{folder} is a file: give the folder that holds config.json and the weights")
+        raise FileNotFoundError(
+            f"{folder} is a file: give the folder that holds config.json and the weights"
+        )
     name = os.fspath(path)
     if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", name):
-        raise FileNotFoundError(f"there is no model folder {name}: give a folder with config.json and model.safetensors, or a hub id such "
-                                "as Qwen/Qwen3-0.6B")
+        raise FileNotFoundError(
+            f"there is no model folder {name}: give a folder with config.json and "
+            "model.safetensors, or a hub id such as Qwen/Qwen3-0.6B"
+        )
     import huggingface_hub  # here, because most programs never ask the hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=files))
+        return Path(
+            huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=files)
+        )
     except Exception as error:  # the kinds differ between versions: no network, no such repository or revision, not allowed
         at = f" at revision {revision}" if revision else ""
-        raise FileNotFoundError(f"there is no model folder {name}, and the hub did not give a model of this name{at} "
-                                f"({first_line(error)}): give an existing folder, or check the name, the network and the access "
-                                "rights") from error
+        raise FileNotFoundError(
+            f"there is no model folder {name}, and the hub did not give a model of this name{at} "
+            f"({first_line(error)}): give an existing folder, or check the name, the network and "
+            "the access rights"
+        ) from error
 
 
 def _dtype(value: Any) -> jnp.dtype:
@@ -241,13 +324,18 @@ def _own_dtype(settings: Fields, stored: set[jnp.dtype]) -> jnp.dtype:
             try:
                 return _dtype(value.removeprefix("torch."))
             except ValueError as error:
-                raise settings.error(name, "it must be bfloat16, float16 or float32: pass dtype to load") from error
-    return stored.pop() if len(stored) == 1 else jnp.dtype(jnp.float32)  # which holds both of the others
+                raise settings.error(
+                    name, "it must be bfloat16, float16 or float32: pass dtype to load"
+                ) from error
+    # which holds both of the others
+    return stored.pop() if len(stored) == 1 else jnp.dtype(jnp.float32)
 
 
 def _generation(folder: Path, settings: Fields) -> Generation:
     file = folder / "generation_config.json"
-    return Generation.from_json(read_json(file) if file.is_file() else {}, settings.values, str(file))
+    return Generation.from_json(
+        read_json(file) if file.is_file() else {}, settings.values, str(file)
+    )
 
 
 def _workers(folder: Path) -> dict[str, Any] | None:
@@ -264,7 +352,11 @@ def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # many kinds, from a malformed file to a library that is not installed
-        raise ValueError(f"the tokenizer in {folder} cannot be read ({first_line(error)}); a tokenizer.json as the tokenizers "
-                         "library writes it would do, and so would a folder without tokenizer files") from error
-
+    except (
+        Exception
+    ) as error:  # many kinds, from a malformed file to a library that is not installed
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be read ({first_line(error)}); a tokenizer.json as "
+            "the tokenizers library writes it would do, and so would a folder without tokenizer "
+            "files"
+        ) from error

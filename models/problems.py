@@ -1,16 +1,19 @@
-"""The problems of the embedded model: arithmetic questions, their worked solutions, and how two workers share them.
+"""The problems of the embedded model: arithmetic questions, their worked solutions, and how two
+workers share them.
 
-The form is the sanity check of Hogwild! Inference (section 4.1): five independent questions in one prompt, answered in one
-`\\boxed{...}`. There may be fewer or more of them, and some may go on from the answer of another one ("twice the answer of 2, plus 7").
-A solution is a run of paragraphs, each opened by a blank line and a header that names its writer and its step:
+The form is the sanity check of Hogwild! Inference (section 4.1): five independent questions in one
+prompt, answered in one `\\boxed{...}`. There may be fewer or more of them, and some may go on from
+the answer of another one ("twice the answer of 2, plus 7"). A solution is a run of paragraphs, each
+opened by a blank line and a header that names its writer and its step:
 
     Alice 1: Question 1: 47+38. 7+8=15, 4+3+1=8. Answer 1: 85.
 
     Alice 2: Question 2: ...
 
-Two workers divide the questions by one rule (`next_move`): Alice takes the lowest-numbered question that nobody is seen to have
-claimed, Bob the highest, of those that can be worked out by what they see; with none left a worker waits in a very short paragraph until
-it sees more results, and boxes them when it sees all.
+Two workers divide the questions by one rule (`next_move`): Alice takes the lowest-numbered question
+that nobody is seen to have claimed, Bob the highest, of those that can be worked out by what they
+see; with none left a worker waits in a very short paragraph until it sees more results, and boxes
+them when it sees all.
 """
 
 import dataclasses
@@ -38,7 +41,8 @@ _RESULT = re.compile(r"Answer (\d+): (\d+)\.")
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One question: its text as the prompt shows it, and the expression it stands for (`operator` is one of + - *)."""
+    """One question: its text as the prompt shows it, and the expression it stands for (`operator`
+    is one of + - *)."""
 
     text: str
     left: int
@@ -52,10 +56,15 @@ class Question:
 
     @property
     def answer(self) -> int:
-        return {"+": self.left + self.right, "-": self.left - self.right, "*": self.left * self.right}[self.operator]
+        return {
+            "+": self.left + self.right,
+            "-": self.left - self.right,
+            "*": self.left * self.right,
+        }[self.operator]
 
     def working(self) -> str:
-        """The expression, then digit by digit from the ones up, carry or borrow always written: `47+38. 7+8=15, 4+3+1=8.`"""
+        """The expression, then digit by digit from the ones up, carry or borrow always written:
+        `47+38. 7+8=15, 4+3+1=8.`"""
         (tens, ones), right = divmod(self.left, 10), self.right
         if self.operator == "*":
             (tens, ones), digit = divmod(max(self.left, right), 10), min(self.left, right)
@@ -73,7 +82,8 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Dependent:
-    """A question that goes on from the answer of another one of its problem: `times` that answer, plus `added`.
+    """A question that goes on from the answer of another one of its problem: `times` that answer,
+    plus `added`.
 
     Attributes:
       source: the number of the other question, from 1. That one is a `Question`.
@@ -88,7 +98,9 @@ class Dependent:
     @property
     def text(self) -> str:
         """The question as the prompt shows it."""
-        return f"{'twice ' if self.times == 2 else ''}the answer of {self.source}, plus {self.added}"
+        return (
+            f"{'twice ' if self.times == 2 else ''}the answer of {self.source}, plus {self.added}"
+        )
 
     def typed(self, form: Form) -> str:
         """The question as a form shows it: as it is."""
@@ -99,7 +111,8 @@ class Dependent:
         return self.times * answer + self.added
 
     def working(self, answer: int) -> str:
-        """As `Question.working`, the answer of the other question put in: `84+84+7. 4+4=8, 8+8+0=16. 8+7=15, 6+0+1=7, 1+0+0=1.`"""
+        """As `Question.working`, the answer of the other question put in: `84+84+7. 4+4=8,
+        8+8+0=16. 8+7=15, 6+0+1=7, 1+0+0=1.`"""
         sums = [(answer, answer)] * (self.times - 1) + [(self.times * answer, self.added)]
         return f"{'+'.join([str(answer)] * self.times)}+{self.added}. {' '.join(f'{_long_addition(*pair)}.' for pair in sums)}"
 
@@ -113,7 +126,8 @@ class Problem:
       form: how it stands in the user's message.
 
     Raises:
-      ValueError: another number of questions, or one that depends on what is no `Question` of the problem.
+      ValueError: another number of questions, or one that depends on what is no `Question` of the
+        problem.
     """
 
     questions: tuple[Question | Dependent, ...]
@@ -121,11 +135,16 @@ class Problem:
 
     def __post_init__(self):
         if not 1 <= len(self.questions) <= MOST_QUESTIONS:
-            raise ValueError(f"a problem has 1 to {MOST_QUESTIONS} questions; got {len(self.questions)}")
+            raise ValueError(
+                f"a problem has 1 to {MOST_QUESTIONS} questions; got {len(self.questions)}"
+            )
         alone = {number for number, q in enumerate(self.questions, 1) if isinstance(q, Question)}
         for number, q in enumerate(self.questions, 1):
             if isinstance(q, Dependent) and q.source not in alone:
-                raise ValueError(f"question {number} goes on from the answer of {q.source}, which is no question that stands by itself")
+                raise ValueError(
+                    f"question {number} goes on from the answer of {q.source}, which is no "
+                    "question that stands by itself"
+                )
 
     @property
     def answers(self) -> tuple[int, ...]:
@@ -133,7 +152,10 @@ class Problem:
 
     def prompt(self) -> str:
         """The text of the user's message."""
-        return self.form.message(instruction(len(self.questions)), [question.typed(self.form) for question in self.questions])
+        return self.form.message(
+            instruction(len(self.questions)),
+            [question.typed(self.form) for question in self.questions],
+        )
 
     def messages(self, names: Sequence[str] = NAMES[:1]) -> list[dict[str, str]]:
         """Chat messages; the system message says who works: ("Alice",) or ("Alice", "Bob").
@@ -152,11 +174,16 @@ class Problem:
         if move == BOX:
             return f" \\boxed{{{', '.join(map(str, self.answers))}}}"
         question = self.questions[move - 1]
-        working = question.working(self._source(question)) if isinstance(question, Dependent) else question.working()
+        working = (
+            question.working(self._source(question))
+            if isinstance(question, Dependent)
+            else question.working()
+        )
         return f" Question {move}: {working} Answer {move}: {self._answer(question)}."
 
     def solution(self) -> str:
-        """All that a lone Alice writes, from the first separator to the closed box; the end token comes after it."""
+        """All that a lone Alice writes, from the first separator to the closed box; the end token
+        comes after it."""
         text, step, move = "", 0, WAIT
         while move != BOX:
             step, move = step + 1, next_move(NAMES[0], text, self)
@@ -165,10 +192,18 @@ class Problem:
 
     def open(self, solved: Container[int]) -> set[int]:
         """The questions that can be worked out by somebody who knows the answers of `solved`."""
-        return {number for number, q in enumerate(self.questions, 1) if isinstance(q, Question) or q.source in solved}
+        return {
+            number
+            for number, q in enumerate(self.questions, 1)
+            if isinstance(q, Question) or q.source in solved
+        }
 
     def _answer(self, question: Question | Dependent) -> int:
-        return question.value(self._source(question)) if isinstance(question, Dependent) else question.answer
+        return (
+            question.value(self._source(question))
+            if isinstance(question, Dependent)
+            else question.answer
+        )
 
     def _source(self, question: Dependent) -> int:
         return self._answer(self.questions[question.source - 1])
@@ -176,39 +211,56 @@ class Problem:
 
 def instruction(questions: int) -> str:
     """The first line of a prompt."""
-    listed = "answer1, ..., answer{}" if questions > 2 else "answer1, answer{}" if questions == 2 else "answer{}"
+    listed = (
+        "answer1, ..., answer{}"
+        if questions > 2
+        else "answer1, answer{}"
+        if questions == 2
+        else "answer{}"
+    )
     return f"Solve these problems and return comma-separated answers \\boxed{{{listed.format(questions)}}}:"
 
 
-def make_problem(rng: random.Random, questions: int = QUESTIONS, *, dependent: bool = False) -> Problem:
-    """Draws a problem: sums and differences of two-digit numbers, products of a two-digit number and a digit.
+def make_problem(
+    rng: random.Random, questions: int = QUESTIONS, *, dependent: bool = False
+) -> Problem:
+    """Draws a problem: sums and differences of two-digit numbers, products of a two-digit number
+    and a digit.
 
     Args:
       rng: what decides.
       questions: how many, 1 to `MOST_QUESTIONS`.
-      dependent: two in five of them, and one at least, go on from the answer of another one, which may come before or after it.
+      dependent: two in five of them, and one at least, go on from the answer of another one, which
+        may come before or after it.
 
     Raises:
       ValueError: another number of questions, or a single one that is to depend on another.
     """
     if dependent and questions < 2:
-        raise ValueError(f"a problem of {questions} questions has none that another one could go on from; draw at least 2")
+        raise ValueError(
+            f"a problem of {questions} questions has none that another one could go on from; draw "
+            "at least 2"
+        )
     made: list[Question | Dependent] = [_make_question(rng) for _ in range(questions)]
     if dependent:
         order = rng.sample(range(questions), questions)
         count = max(1, 2 * questions // 5)
         for place in order[:count]:
-            made[place] = Dependent(1 + rng.choice(order[count:]), rng.randint(1, 2), rng.randint(1, 99))
+            made[place] = Dependent(
+                1 + rng.choice(order[count:]), rng.randint(1, 2), rng.randint(1, 99)
+            )
     return Problem(tuple(made))
 
 
 def typed_problem(rng: random.Random, questions: int, form: Form) -> Problem:
-    """Draws a problem as a person would type it: as `make_problem`, with some numbers of one digit, on either side.
+    """Draws a problem as a person would type it: as `make_problem`, with some numbers of one digit,
+    on either side.
 
     Args:
       rng: what decides.
       questions: how many, 1 to `MOST_QUESTIONS`.
-      form: of the message. Questions in words, such as "27 boxes of 6 pens", stand among those of `TAUGHT` alone.
+      form: of the message. Questions in words, such as "27 boxes of 6 pens", stand among those of
+        `TAUGHT` alone.
 
     Raises:
       ValueError: another number of questions.
@@ -217,15 +269,20 @@ def typed_problem(rng: random.Random, questions: int, form: Form) -> Problem:
 
 
 def few_shot_messages(examples: Sequence[Problem], problem: Problem) -> list[dict[str, str]]:
-    """A chat in which Alice has solved `examples`, a turn each, and is now asked `problem`. An example takes about 300 tokens."""
+    """A chat in which Alice has solved `examples`, a turn each, and is now asked `problem`. An
+    example takes about 300 tokens."""
     turns = [_system(NAMES[:1])]
     for example in examples:
-        turns += [{"role": "user", "content": example.prompt()}, {"role": "assistant", "content": example.solution()}]
+        turns += [
+            {"role": "user", "content": example.prompt()},
+            {"role": "assistant", "content": example.solution()},
+        ]
     return [*turns, {"role": "user", "content": problem.prompt()}]
 
 
 def header(name: str, step: int) -> str:
-    """What stands between the separator and the body of a paragraph; `step` counts a worker's own paragraphs from 1."""
+    """What stands between the separator and the body of a paragraph; `step` counts a worker's own
+    paragraphs from 1."""
     return f"{name} {step}:"
 
 
@@ -235,7 +292,8 @@ def wait_body(other: str) -> str:
 
 
 def next_move(name: str, seen: str, problem: Problem | None = None) -> int:
-    """What `name` does next, given everything visible to it after the prompt: finished paragraphs and the other's unfinished one.
+    """What `name` does next, given everything visible to it after the prompt: finished paragraphs
+    and the other's unfinished one.
 
     Args:
       problem: that is solved; default one of five questions that stand by themselves.
@@ -257,19 +315,21 @@ def claimed(text: str) -> set[int]:
 
 
 def results(text: str) -> dict[int, int]:
-    """The answers that finished paragraphs in `text` give, by question; the last one stands where a question was answered twice."""
+    """The answers that finished paragraphs in `text` give, by question; the last one stands where a
+    question was answered twice."""
     return {int(n): int(answer) for n, answer in _RESULT.findall(text)}
 
 
 def boxed(text: str) -> list[str] | None:
-    """The comma-separated entries of the last closed `\\boxed{...}` in `text`, stripped; None without one."""
+    """The comma-separated entries of the last closed `\\boxed{...}` in `text`, stripped; None
+    without one."""
     found = _BOX.findall(text)
     return [entry.strip() for entry in found[-1].split(",")] if found else None
 
 
 def check(text: str, problem: Problem) -> list[bool]:
-    """Whether each of the boxed answers in `text` is right. All are wrong without a box, or with more entries in it than questions; a
-    missing entry is wrong."""
+    """Whether each of the boxed answers in `text` is right. All are wrong without a box, or with
+    more entries in it than questions; a missing entry is wrong."""
     entries, count = boxed(text) or [], len(problem.questions)
     entries = [*entries, *[""] * (count - len(entries))] if len(entries) <= count else [""] * count
     return [entry == str(answer) for entry, answer in zip(entries, problem.answers, strict=True)]
@@ -277,8 +337,14 @@ def check(text: str, problem: Problem) -> list[bool]:
 
 def _system(names: Sequence[str]) -> dict[str, str]:
     if tuple(names) not in (NAMES[:1], NAMES):
-        raise ValueError(f"the workers of a problem are ('Alice',) or ('Alice', 'Bob'), the names the model learned; got {tuple(names)}")
-    return {"role": "system", "content": "Alice works alone." if len(names) == 1 else "Alice and Bob work together."}
+        raise ValueError(
+            "the workers of a problem are ('Alice',) or ('Alice', 'Bob'), the names the model "
+            f"learned; got {tuple(names)}"
+        )
+    return {
+        "role": "system",
+        "content": "Alice works alone." if len(names) == 1 else "Alice and Bob work together.",
+    }
 
 
 def _make_question(rng: random.Random) -> Question:

@@ -31,13 +31,17 @@ def _qwen3(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) ->
 
 
 def _refuse_sliding_windows(fields: Fields, num_layers: int) -> None:
-    """Layers from max_window_layers on have a window if use_sliding_window is set, unless layer_types says otherwise."""
+    """Layers from max_window_layers on have a window if use_sliding_window is set, unless
+    layer_types says otherwise."""
     on = fields.take("use_sliding_window", bool, False)
     fields.take("sliding_window", int, None)
     first = fields.take("max_window_layers", int, 0)
     no_window = "sliding_window" in fields.values and fields.values["sliding_window"] is None
     if on and not no_window and first < num_layers and fields.values.get("layer_types") is None:
-        raise fields.error("use_sliding_window", f"sliding windows are not supported, and layers {first} to {num_layers - 1} have one")
+        raise fields.error(
+            "use_sliding_window",
+            f"sliding windows are not supported, and layers {first} to {num_layers - 1} have one",
+        )
 
 
 FAMILIES = {

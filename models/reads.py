@@ -26,8 +26,9 @@ class _Loop(asyncio.SelectorEventLoop):
 def ended_reads() -> Iterator[None]:
     """Where Orbax is to restore something: a read that fails leaves no others under way.
 
-    Orbax closes its event loop at the first error while other reads still run, and each of those then complains by itself, after the error
-    that says what is wrong, at whatever moment it ends or is collected.
+    Orbax closes its event loop at the first error while other reads still run, and each of those
+    then complains by itself, after the error that says what is wrong, at whatever moment it ends or
+    is collected.
     """
     with _one_at_a_time:  # so that each thread puts back what it has found
         here, others = threading.get_ident(), asyncio.new_event_loop
@@ -39,7 +40,8 @@ def ended_reads() -> Iterator[None]:
 
 
 def why(error: BaseException) -> str:
-    """What was wrong at first: Orbax wraps what TensorStore says in errors that name the index of an array alone."""
+    """What was wrong at first: Orbax wraps what TensorStore says in errors that name the index of
+    an array alone."""
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)

@@ -1,7 +1,9 @@
-"""The rotary embedding as config.json describes it, in the form of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
+"""The rotary embedding as config.json describes it, in the form of transformers 4 (`rope_theta`,
+`rope_scaling`) or 5 (`rope_parameters`).
 
-Frequencies and attention factors follow transformers 5; its source is `modeling_rope_utils.py`. One thing differs: the rotary classes
-of its Llama and Qwen models cannot rotate a part of a head, here `partial_rotary_factor` is applied wherever it is given.
+Frequencies and attention factors follow transformers 5; its source is `modeling_rope_utils.py`. One
+thing differs: the rotary classes of its Llama and Qwen models cannot rotate a part of a head, here
+`partial_rotary_factor` is applied wherever it is given.
 """
 
 import math
@@ -14,7 +16,9 @@ from jaxshare.rope import Rope
 _Read = Callable[[Fields, int, float, int, int], Rope | tuple[Rope, Rope]]
 
 
-def read_rope(fields: Fields, head_dim: int, max_positions: int, default_theta: float | None) -> dict[str, Any]:
+def read_rope(
+    fields: Fields, head_dim: int, max_positions: int, default_theta: float | None
+) -> dict[str, Any]:
     """The fields of ModelConfig that describe the rotation.
 
     Args:
@@ -27,18 +31,25 @@ def read_rope(fields: Fields, head_dim: int, max_positions: int, default_theta: 
       rope, short_rope, short_positions.
 
     Raises:
-      ConfigError: a missing or unknown field, an unknown rope type, or one whose frequencies depend on the current length.
+      ConfigError: a missing or unknown field, an unknown rope type, or one whose frequencies depend
+        on the current length.
     """
     inner = _one_object(fields)
     theta = inner.positive("rope_theta", float, default_theta)
     if theta is None:
-        raise ConfigError(f"{fields.source} lacks rope_theta, which the model cannot be built without: add it")
+        raise ConfigError(
+            f"{fields.source} lacks rope_theta, which the model cannot be built without: add it"
+        )
     partial = inner.positive("partial_rotary_factor", float, 1.0)
     original = inner.positive("original_max_position_embeddings", int, max_positions)
     kind = inner.take("rope_type", str, "default")
     if kind == "dynamic":
-        raise inner.error("rope_type", "its frequencies depend on the current length, so cached keys could not be shared between rows of "
-                          "different lengths: choose a fixed scaling such as yarn, linear or longrope")
+        raise inner.error(
+            "rope_type",
+            "its frequencies depend on the current length, so cached keys could not be shared "
+            "between rows of different lengths: choose a fixed scaling such as yarn, linear or "
+            "longrope",
+        )
     if kind not in _KINDS:
         raise inner.error("rope_type", f"must be one of {', '.join(_KINDS)}")
     if partial > 1:
@@ -49,25 +60,41 @@ def read_rope(fields: Fields, head_dim: int, max_positions: int, default_theta: 
     except ConfigError:
         raise
     except (ArithmeticError, ValueError) as error:
-        raise ConfigError(f"{fields.source} has a rotation of type {kind} that cannot be computed: {error}") from error
+        raise ConfigError(
+            f"{fields.source} has a rotation of type {kind} that cannot be computed: {error}"
+        ) from error
     inner.finish(ignored)
     if isinstance(ropes, Rope):
         return dict(rope=ropes)
     short, long = ropes
-    return dict(rope=long, short_rope=short, short_positions=original) if max_positions > original else dict(rope=short)
+    return (
+        dict(rope=long, short_rope=short, short_positions=original)
+        if max_positions > original
+        else dict(rope=short)
+    )
 
 
 def _one_object(fields: Fields) -> Fields:
     """Both forms, and what stands outside of them at the top level, as one object."""
     scaling, parameters = fields.inside("rope_scaling"), fields.inside("rope_parameters")
-    outside = {name: fields.values[name] for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-               if fields.take(name, float, None) is not None}
+    outside = {
+        name: fields.values[name]
+        for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+        if fields.take(name, float, None) is not None
+    }
     merged: dict[str, Any] = {}
-    for values in (outside, parameters.values if parameters else {}, scaling.values if scaling else {}):
+    for values in (
+        outside,
+        parameters.values if parameters else {},
+        scaling.values if scaling else {},
+    ):
         for key, value in values.items():
             name = "rope_type" if key == "type" else key  # its older name
             if None not in (value, merged.get(name)) and value != merged[name]:
-                raise ConfigError(f"{fields.source} gives {name} twice, as {merged[name]} and as {value}: keep the right one")
+                raise ConfigError(
+                    f"{fields.source} gives {name} twice, as {merged[name]} and as {value}: keep "
+                    "the right one"
+                )
             merged[name] = value if value is not None else merged.get(name)
     place = parameters or scaling
     return Fields(merged, fields.source, place.prefix if place else "")
@@ -82,7 +109,10 @@ def _linear(fields: Fields, dim: int, theta: float, original: int, max_positions
 
 
 def _llama3(fields: Fields, dim: int, theta: float, original: int, max_positions: int) -> Rope:
-    low, high = fields.positive("low_freq_factor", float), fields.positive("high_freq_factor", float)
+    low, high = (
+        fields.positive("low_freq_factor", float),
+        fields.positive("high_freq_factor", float),
+    )
     if high <= low:
         raise fields.error("high_freq_factor", f"must be greater than low_freq_factor, {low}")
     return Rope.llama3(dim, theta, fields.positive("factor", float), low, high, original)
@@ -92,7 +122,10 @@ def _yarn(fields: Fields, dim: int, theta: float, original: int, max_positions: 
     # A null factor is the ratio of the contexts; no factor at all is a file that lacks it.
     ratio = max_positions / original if "factor" in fields.values else REQUIRED
     return Rope.yarn(
-        dim, theta, fields.positive("factor", float, ratio), original,
+        dim,
+        theta,
+        fields.positive("factor", float, ratio),
+        original,
         # Zero means the default here, as in transformers.
         beta_fast=fields.take("beta_fast", float, None) or 32.0,
         beta_slow=fields.take("beta_slow", float, None) or 1.0,
@@ -103,9 +136,12 @@ def _yarn(fields: Fields, dim: int, theta: float, original: int, max_positions: 
     )
 
 
-def _longrope(fields: Fields, dim: int, theta: float, original: int, max_positions: int) -> tuple[Rope, Rope]:
-    """The rotations for contexts up to `original` and beyond. transformers changes between them as a text grows past `original`; keys in a
-    shared cache cannot follow, so ModelConfig.for_context chooses once."""
+def _longrope(
+    fields: Fields, dim: int, theta: float, original: int, max_positions: int
+) -> tuple[Rope, Rope]:
+    """The rotations for contexts up to `original` and beyond. transformers changes between them as
+    a text grows past `original`; keys in a shared cache cannot follow, so ModelConfig.for_context
+    chooses once."""
     factor = fields.positive("factor", float, max_positions / original)
     scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     scale = fields.positive("attention_factor", float, scale)
@@ -116,7 +152,8 @@ def _longrope(fields: Fields, dim: int, theta: float, original: int, max_positio
     return Rope.longrope(dim, theta, short, scale), Rope.longrope(dim, theta, long, scale)
 
 
-_KINDS: dict[str, tuple[_Read, tuple[str, ...]]] = {  # name: (how it is read, fields that have no effect)
+# name: (how it is read, fields that have no effect)
+_KINDS: dict[str, tuple[_Read, tuple[str, ...]]] = {
     "default": (_default, ()),
     "linear": (_linear, ()),
     "llama3": (_llama3, ()),

@@ -22,7 +22,10 @@ def available() -> bool:
 def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
     """Draws every part that was measured; the files written."""
     written = []
-    if points := [*results.get("private", []), *([results["shared"]] if "shared" in results else [])]:
+    if points := [
+        *results.get("private", []),
+        *([results["shared"]] if "shared" in results else []),
+    ]:
         written.append(_saved(_roofline(points), folder / "attention-roofline.png"))
     if results.get("workers", {}).get("to_one_row"):
         written.append(_saved(_workers(results["workers"]), folder / "attention-workers.png"))
@@ -44,27 +47,69 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def _roofline(points: list[Mapping[str, Any]]) -> Any:
-    """TFLOP/s over FLOPs for each byte that has to be read, under the ceilings that were measured beside the first point."""
+    """TFLOP/s over FLOPs for each byte that has to be read, under the ceilings that were measured
+    beside the first point."""
     figure, axes = _figure(7.5, 4.6)
-    others = sorted({name for point in points for name in point["sides"]} - {*BACKENDS, *(f"{b}, {UNSHARED}" for b in _COLORS), *_COLORS})
-    colors = _COLORS | {f"{b}, {UNSHARED}": color for b, color in _COLORS.items()} | dict(zip(others, _OTHERS * len(others), strict=False))
+    others = sorted(
+        {name for point in points for name in point["sides"]}
+        - {*BACKENDS, *(f"{b}, {UNSHARED}" for b in _COLORS), *_COLORS}
+    )
+    colors = (
+        _COLORS
+        | {f"{b}, {UNSHARED}": color for b, color in _COLORS.items()}
+        | dict(zip(others, _OTHERS * len(others), strict=False))
+    )
     intensities = []
     for point, marker in zip(points, _MARKERS * len(points), strict=False):
         for name, side in point["sides"].items():
             intensities.append(side["flops"] / side["read_bytes"])
-            axes.plot(intensities[-1], side["teraflops"], marker, color=colors[name], markersize=7, linestyle="none", label=name,
-                      fillstyle="none" if name.endswith(UNSHARED) else "full")
-        axes.plot([], [], marker, color="white", markeredgecolor="black", linestyle="none",
-                  label=f"{point['case']}, G {point['group']}")
+            axes.plot(
+                intensities[-1],
+                side["teraflops"],
+                marker,
+                color=colors[name],
+                markersize=7,
+                linestyle="none",
+                label=name,
+                fillstyle="none" if name.endswith(UNSHARED) else "full",
+            )
+        axes.plot(
+            [],
+            [],
+            marker,
+            color="white",
+            markeredgecolor="black",
+            linestyle="none",
+            label=f"{point['case']}, G {point['group']}",
+        )
     copy, product = points[0]["copy_gigabytes_per_second"] / 1e3, points[0]["product_teraflops"]
     ends = [min([*intensities, product / copy]) / 3, max([*intensities, product / copy]) * 3]
-    axes.plot([ends[0], product / copy, ends[1]], [copy * ends[0], product, product], color="#888888", linestyle="--",
-              label="copy bandwidth, rate of products")
-    axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte that has to be read", ylabel="TFLOP/s",
-             title="attention of one layer")
+    axes.plot(
+        [ends[0], product / copy, ends[1]],
+        [copy * ends[0], product, product],
+        color="#888888",
+        linestyle="--",
+        label="copy bandwidth, rate of products",
+    )
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="FLOPs for each byte that has to be read",
+        ylabel="TFLOP/s",
+        title="attention of one layer",
+    )
     axes.grid(alpha=0.3)
-    entries = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    entries = {
+        label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        entries.values(),
+        entries.keys(),
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+        fontsize=8,
+    )
     return figure
 
 
@@ -72,11 +117,29 @@ def _workers(found: Mapping[str, Any]) -> Any:
     """Each number of workers' time to that of one row whose query is not rotated."""
     figure, axes = _figure(5.5, 3.4)
     for name, to_one in found["to_one_row"].items():
-        axes.plot([int(n) for n in to_one], [ratio["median"] for ratio in to_one.values()], "o-", color=_COLORS[name], label=name)
+        axes.plot(
+            [int(n) for n in to_one],
+            [ratio["median"] for ratio in to_one.values()],
+            "o-",
+            color=_COLORS[name],
+            label=name,
+        )
     counts = sorted({int(n) for to_one in found["to_one_row"].values() for n in to_one})
     goals = {n: most for n, most in WORKERS_GOALS.items() if n in counts}
-    axes.plot(list(goals), list(goals.values()), "_", color="#888888", markersize=24, markeredgewidth=2, label="at most")
-    axes.set(title=f"workers over {found['history']} tokens", xlabel="workers", ylabel="time, to one row not rotated")
+    axes.plot(
+        list(goals),
+        list(goals.values()),
+        "_",
+        color="#888888",
+        markersize=24,
+        markeredgewidth=2,
+        label="at most",
+    )
+    axes.set(
+        title=f"workers over {found['history']} tokens",
+        xlabel="workers",
+        ylabel="time, to one row not rotated",
+    )
     axes.set_xticks(counts)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

@@ -1,4 +1,5 @@
-"""The model of about 100 M parameters that the engine's benchmarks run, with random weights, and with a realistic profile of entropy."""
+"""The model of about 100 M parameters that the engine's benchmarks run, with random weights, and
+with a realistic profile of entropy."""
 
 import dataclasses
 import tempfile
@@ -19,7 +20,8 @@ FORKS = 0.05
 _CANDIDATES = 8
 """The most tokens that stand to choose from after those."""
 _CONSTANT = 8.0
-"""One element of every embedding, in standard deviations of the others: what the head's bias is multiplied with."""
+"""One element of every embedding, in standard deviations of the others: what the head's bias is
+multiplied with."""
 
 
 def random_model(seed: int, *, dtype: str, model: dict[str, Any] = MODEL) -> LoadedModel:
@@ -29,25 +31,35 @@ def random_model(seed: int, *, dtype: str, model: dict[str, Any] = MODEL) -> Loa
         return load(folder, dtype)
 
 
-def forking_model(seed: int, *, dtype: str, forks: float = FORKS, rejoin: float = 0.0,
-                  model: dict[str, Any] = MODEL) -> LoadedModel:
-    """A Llama with random weights that is certain of most tokens and in doubt about a few, as language models are.
+def forking_model(
+    seed: int,
+    *,
+    dtype: str,
+    forks: float = FORKS,
+    rejoin: float = 0.0,
+    model: dict[str, Any] = MODEL,
+) -> LoadedModel:
+    """A Llama with random weights that is certain of most tokens and in doubt about a few, as
+    language models are.
 
-    Random weights alone give next to even distributions. Here embeddings outweigh what the layers add to them, and the head answers each
-    token's embedding with a successor of its own, whose logit stands some way above all others; after a share `forks` of the tokens
-    it answers with two to eight successors that are close to each other. Beside them every token has the logit -log(rank), as the
-    frequencies of words (Zipf). The layers' part depends on the whole text, and moves all of this a little: the same token is not
-    followed by the same distribution twice.
+    Random weights alone give next to even distributions. Here embeddings outweigh what the layers
+    add to them, and the head answers each token's embedding with a successor of its own, whose
+    logit stands some way above all others; after a share `forks` of the tokens it answers with two
+    to eight successors that are close to each other. Beside them every token has the logit
+    -log(rank), as the frequencies of words (Zipf). The layers' part depends on the whole text, and
+    moves all of this a little: the same token is not followed by the same distribution twice.
 
-    Texts that part at a fork have nothing in common from there on; but at a share `rejoin` of the forks all successors are followed by the
-    same token, as where one thing can be said in several ways.
+    Texts that part at a fork have nothing in common from there on; but at a share `rejoin` of the
+    forks all successors are followed by the same token, as where one thing can be said in several
+    ways.
     """
     made = random_model(seed, dtype=dtype, model=model)
     rng = np.random.default_rng([seed, 2])
     vocab, hidden = made.config.vocab_size, made.config.hidden_size
     embedding = rng.standard_normal((vocab, hidden), np.float32)
     embedding[:, 0] = _CONSTANT
-    # Of a normalised state the part along the last token's embedding is about `share` of its length: the layers add the rest.
+    # Of a normalised state the part along the last token's embedding is about `share` of its
+    # length: the layers add the rest.
     share = 0.8
     answers = embedding / (hidden * share)
     answers[:, 0] = 0
@@ -99,5 +111,10 @@ def profile(logits: np.ndarray) -> Profile:
     shifted[weights == 0] = 0  # of what cannot be said
     total = weights.sum(axis=1, keepdims=True)
     entropy = np.log(total[:, 0]) - (weights * shifted).sum(axis=1) / total[:, 0]
-    return Profile(len(logits), float(np.mean(1 / total[:, 0] > 0.9)), float(np.mean(entropy < 0.01)), float(entropy.mean()),
-                   float(np.quantile(entropy, 0.8)))
+    return Profile(
+        len(logits),
+        float(np.mean(1 / total[:, 0] > 0.9)),
+        float(np.mean(entropy < 0.01)),
+        float(entropy.mean()),
+        float(np.quantile(entropy, 0.8)),
+    )

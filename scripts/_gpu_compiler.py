@@ -1,8 +1,10 @@
-"""Compiling for a GPU that is described, not there: the environment this needs, and what can be read from what the compilers leave behind.
+"""Compiling for a GPU that is described, not there: the environment this needs, and what can be
+read from what the compilers leave behind.
 
-Nothing here imports JAX at the top, because XLA and Mosaic read their settings from the environment once: `Toolchain.prepare` comes
-first, then JAX, then a `Compiler`. Three things tell what a program became: its optimised HLO; XLA's list of launches with their shared
-memory; and what ptxas says of each kernel, which Mosaic writes down itself and which is asked here for all other kernels.
+Nothing here imports JAX at the top, because XLA and Mosaic read their settings from the environment
+once: `Toolchain.prepare` comes first, then JAX, then a `Compiler`. Three things tell what a program
+became: its optimised HLO; XLA's list of launches with their shared memory; and what ptxas says of
+each kernel, which Mosaic writes down itself and which is asked here for all other kernels.
 """
 
 import contextlib
@@ -29,12 +31,14 @@ INSTALL = "pip install '.[gpu-compile]', or run `make gpu-compile`"
 
 
 class MissingError(RuntimeError):
-    """Something that compiling takes is not installed; the message is one sentence and says what would do."""
+    """Something that compiling takes is not installed; the message is one sentence and says what
+    would do."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Toolchain:
-    """What compiling takes besides JAX: packages by name with their versions, ptxas and its CUDA release."""
+    """What compiling takes besides JAX: packages by name with their versions, ptxas and its CUDA
+    release."""
 
     packages: Mapping[str, str]
     ptxas: Path
@@ -53,50 +57,75 @@ class Toolchain:
             try:
                 found[name] = importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:
-                raise MissingError(f"{name} is not installed, which compiles for an NVIDIA GPU where none is: {INSTALL}") from None
+                raise MissingError(
+                    f"{name} is not installed, which compiles for an NVIDIA GPU where none is: "
+                    f"{INSTALL}"
+                ) from None
             if found[name] != jax:
-                raise MissingError(f"{name} is {found[name]} and jax {jax}, but they must be of one version: pip install {name}=={jax}")
+                raise MissingError(
+                    f"{name} is {found[name]} and jax {jax}, but they must be of one version: pip "
+                    f"install {name}=={jax}"
+                )
         return cls(found, *find_ptxas())
 
     def prepare(self, folder: Path) -> None:
-        """Sets the environment: kernels, lists of launches and Mosaic's own reports go to `folder`. Before JAX is imported."""
+        """Sets the environment: kernels, lists of launches and Mosaic's own reports go to `folder`.
+        Before JAX is imported."""
         os.environ["JAX_PLATFORMS"] = "cpu"
-        # Everyone who looks for ptxas is to find the one that makes the report: XLA writes PTX for the one that it finds. JAX would rather
-        # name NVIDIA's Python package to XLA, if it is installed, than the folder that XLA_FLAGS names.
+        # Everyone who looks for ptxas is to find the one that makes the report: XLA writes PTX for
+        # the one that it finds. JAX would rather name NVIDIA's Python package to XLA, if it is
+        # installed, than the folder that XLA_FLAGS names.
         os.environ["PATH"] = os.pathsep.join([str(self.ptxas.parent), os.environ.get("PATH", "")])
         os.environ["CUDA_ROOT"] = str(self.ptxas.parent.parent)
         # Tiles are to be the built-in ones, whatever was measured on this machine.
         os.environ["JAXSHARE_CACHE"] = str(folder / "none")
         os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
-        os.environ["XLA_FLAGS"] = " ".join([
-            os.environ.get("XLA_FLAGS", ""),
-            "--xla_gpu_autotune_level=0",  # there is nothing to measure on
-            f"--xla_gpu_cuda_data_dir={self.ptxas.parent.parent}", f"--xla_dump_to={folder}", "--xla_dump_emitter_re=ptx"])
+        os.environ["XLA_FLAGS"] = " ".join(
+            [
+                os.environ.get("XLA_FLAGS", ""),
+                "--xla_gpu_autotune_level=0",  # there is nothing to measure on
+                f"--xla_gpu_cuda_data_dir={self.ptxas.parent.parent}",
+                f"--xla_dump_to={folder}",
+                "--xla_dump_emitter_re=ptx",
+            ]
+        )
 
 
 def find_ptxas() -> tuple[Path, str]:
-    """(ptxas, its CUDA release): the first that is new enough of PATH, $CUDA_HOME, /usr/local/cuda and NVIDIA's Python packages.
+    """(ptxas, its CUDA release): the first that is new enough of PATH, $CUDA_HOME, /usr/local/cuda
+    and NVIDIA's Python packages.
 
     Raises:
       MissingError: there is none.
     """
     on_path = shutil.which("ptxas")
-    folders = [Path(on_path).parent if on_path else None,
-               Path(os.environ["CUDA_HOME"]) / "bin" if os.environ.get("CUDA_HOME") else None,
-               CUDA_FOLDER / "bin", *_wheel_folders()]
+    folders = [
+        Path(on_path).parent if on_path else None,
+        Path(os.environ["CUDA_HOME"]) / "bin" if os.environ.get("CUDA_HOME") else None,
+        CUDA_FOLDER / "bin",
+        *_wheel_folders(),
+    ]
     old = []
     for folder in filter(None, folders):
         program = folder / "ptxas"
         if not os.access(program, os.X_OK):
             continue
-        said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+        said = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, check=False
+        ).stdout
         release = re.search(r"release (\d+)\.(\d+)", said)
         if release and (int(release[1]), int(release[2])) >= CUDA:
             return program, f"{release[1]}.{release[2]}"
-        old.append(f"{program} is of CUDA {release[1]}.{release[2]}" if release else f"{program} does not say its version")
+        old.append(
+            f"{program} is of CUDA {release[1]}.{release[2]}"
+            if release
+            else f"{program} does not say its version"
+        )
     reason = f"; {', '.join(old)}" if old else ""
-    raise MissingError(f"there is no ptxas of CUDA {CUDA[0]}.{CUDA[1]} or newer{reason}: put one on PATH, set CUDA_HOME, or "
-                       f"pip install 'nvidia-cuda-nvcc>={CUDA[0]}'")
+    raise MissingError(
+        f"there is no ptxas of CUDA {CUDA[0]}.{CUDA[1]} or newer{reason}: put one on PATH, set "
+        f"CUDA_HOME, or pip install 'nvidia-cuda-nvcc>={CUDA[0]}'"
+    )
 
 
 def _wheel_folders() -> Iterator[Path]:
@@ -134,28 +163,42 @@ class Kernel:
 
 
 def read_ptxas(report: str) -> dict[str, dict[str, int]]:
-    """What `ptxas -v` said of each kernel: registers, spill_bytes and static_shared_bytes by its name."""
+    """What `ptxas -v` said of each kernel: registers, spill_bytes and static_shared_bytes by its
+    name."""
     kernels = {}
-    for name, body in re.findall(r"Compiling entry function '([^']+)'(.*?)(?=Compiling entry function|\Z)", report, re.S):
+    for name, body in re.findall(
+        r"Compiling entry function '([^']+)'(.*?)(?=Compiling entry function|\Z)", report, re.S
+    ):
+
         def number(pattern: str, body: str = body) -> int:
             return max(map(int, re.findall(pattern, body)), default=0)
 
-        kernels[name] = {"registers": number(r"Used (\d+) registers"), "spill_bytes": number(r"(\d+) bytes spill (?:stores|loads)"),
-                         "static_shared_bytes": number(r"(\d+) bytes smem")}
+        kernels[name] = {
+            "registers": number(r"Used (\d+) registers"),
+            "spill_bytes": number(r"(\d+) bytes spill (?:stores|loads)"),
+            "static_shared_bytes": number(r"(\d+) bytes smem"),
+        }
     return kernels
 
 
 def read_launches(sequence: str) -> dict[str, int]:
     """Kernels in XLA's list of launches: all bytes of shared memory by the kernel's name."""
-    return {name: int(size) for name, size in re.findall(r"(\S+) grid: \[.*?shared_memory: (\d+) bytes", sequence)}
+    return {
+        name: int(size)
+        for name, size in re.findall(r"(\S+) grid: \[.*?shared_memory: (\d+) bytes", sequence)
+    }
 
 
 def read_dynamic_shared(passes: str) -> int:
-    """Bytes that a Mosaic kernel asks for at its launch, from what its compiler wrote between its passes."""
+    """Bytes that a Mosaic kernel asks for at its launch, from what its compiler wrote between its
+    passes."""
     launch = re.search(r"gpu\.launch.*dynamic_shared_memory_size (%[\w.]+)", passes)
     size = launch and re.search(rf"{re.escape(launch[1])} = arith\.constant (\d+) : i32", passes)
     if not size:
-        raise ValueError("Mosaic's dump does not say how much shared memory its kernel is launched with: look for it anew in this JAX")
+        raise ValueError(
+            "Mosaic's dump does not say how much shared memory its kernel is launched with: look "
+            "for it anew in this JAX"
+        )
     return int(size[1])
 
 
@@ -173,7 +216,8 @@ _STRING = r'"((?:[^"\\]|\\.)*)"'
 
 
 class Compiler:
-    """Compiles jitted functions for the GPU that TARGET describes. `folder` is the one that `Toolchain.prepare` was given."""
+    """Compiles jitted functions for the GPU that TARGET describes. `folder` is the one that
+    `Toolchain.prepare` was given."""
 
     def __init__(self, toolchain: Toolchain, folder: Path):
         import jax
@@ -190,15 +234,20 @@ class Compiler:
         from jax.experimental import topologies
 
         described = TARGET.read_text(encoding="utf-8")
-        return topologies.get_topology_desc("h200", "cuda", topology=f"1x1x{number}", target_config=described).devices
+        return topologies.get_topology_desc(
+            "h200", "cuda", topology=f"1x1x{number}", target_config=described
+        ).devices
 
     def compile(self, function: Any, *arguments: Any, mesh: Any = None, **options: Any) -> Program:
-        """Compiles `function` for arguments that are pytrees of arrays or shapes; options are those of `jax.jit`.
+        """Compiles `function` for arguments that are pytrees of arrays or shapes; options are those
+        of `jax.jit`.
 
-        With a `mesh` of described devices it is compiled for them all. Shapes that say how they are cut over it lie so, and all else is
-        whole on every device. Bytes of the program are then those of one device.
+        With a `mesh` of described devices it is compiled for them all. Shapes that say how they are
+        cut over it lie so, and all else is whole on every device. Bytes of the program are then
+        those of one device.
 
-        Raises whatever tracing, lowering and compiling do: a kernel that wants more shared memory than there is, is an error here.
+        Raises whatever tracing, lowering and compiling do: a kernel that wants more shared memory
+        than there is, is an error here.
         """
         import jax
 
@@ -212,33 +261,60 @@ class Compiler:
         shapes = jax.tree.map(placed, arguments)
         try:
             with _silence(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                compiled = jax.jit(function, **options).trace(*shapes).lower(lowering_platforms=("cuda",)).compile()
+                compiled = (
+                    jax.jit(function, **options)
+                    .trace(*shapes)
+                    .lower(lowering_platforms=("cuda",))
+                    .compile()
+                )
             text = compiled.as_text() or ""
             memory = compiled.memory_analysis()
-            return Program(text, (*self._mosaic_kernels(text), *self._triton_kernels(text)),
-                           memory.temp_size_in_bytes, memory.alias_size_in_bytes)
+            return Program(
+                text,
+                (*self._mosaic_kernels(text), *self._triton_kernels(text)),
+                memory.temp_size_in_bytes,
+                memory.alias_size_in_bytes,
+            )
         finally:
             self._clear()
 
     def _mosaic_kernels(self, text: str) -> list[Kernel]:
-        """Of the kernels that are in the program. Mosaic compiles, and reports, a kernel that it has met before no second time."""
+        """Of the kernels that are in the program. Mosaic compiles, and reports, a kernel that it
+        has met before no second time."""
         fresh = {}
-        for report in sorted(self._folder.glob("*.ptxas"), key=lambda path: int(path.stem.rpartition("_")[2])):
-            dynamic = read_dynamic_shared(report.with_name(f"{report.stem}.mlir-passes.log").read_text(encoding="utf-8", errors="replace"))
+        for report in sorted(
+            self._folder.glob("*.ptxas"), key=lambda path: int(path.stem.rpartition("_")[2])
+        ):
+            dynamic = read_dynamic_shared(
+                report.with_name(f"{report.stem}.mlir-passes.log").read_text(
+                    encoding="utf-8", errors="replace"
+                )
+            )
             for name, numbers in read_ptxas(report.read_text(encoding="utf-8")).items():
                 fresh[report.stem] = Kernel(name, "mosaic", dynamic_shared_bytes=dynamic, **numbers)
-        used = [re.search(r'op_name="([^"]*)".*?kernel_hash = ' + _STRING, line) for line in text.splitlines() if '"mosaic_gpu_v2"' in line]
+        used = [
+            re.search(r'op_name="([^"]*)".*?kernel_hash = ' + _STRING, line)
+            for line in text.splitlines()
+            if '"mosaic_gpu_v2"' in line
+        ]
         for call in filter(None, used):
             if call[2] not in self._mosaic:
                 if not fresh:
-                    raise ValueError(f"the program has a Mosaic kernel, {call[1]}, that there is no report on")
+                    raise ValueError(
+                        f"the program has a Mosaic kernel, {call[1]}, that there is no report on"
+                    )
                 named = [stem for stem in fresh if stem.rpartition("_")[0] in call[1].split("/")]
                 self._mosaic[call[2]] = fresh.pop(named[0] if named else next(iter(fresh)))
         return list({call[2]: self._mosaic[call[2]] for call in filter(None, used)}.values())
 
     def _triton_kernels(self, text: str) -> list[Kernel]:
-        """XLA compiles these with its own and says how much shared memory they are launched with; ptxas is asked here for the rest."""
-        used = set(re.findall(rf'"__gpu\$xla\.gpu\.triton".*?backend_config=\{{.*?\bname = {_STRING}', text))
+        """XLA compiles these with its own and says how much shared memory they are launched with;
+        ptxas is asked here for the rest."""
+        used = set(
+            re.findall(
+                rf'"__gpu\$xla\.gpu\.triton".*?backend_config=\{{.*?\bname = {_STRING}', text
+            )
+        )
         if not used:
             return []
         launches, numbers = {}, {}
@@ -248,16 +324,31 @@ class Compiler:
             entries = re.findall(r"\.entry (\w+)", ptx.read_text(encoding="utf-8"))
             # Of kernels of one name all but the first get a number.
             if any(re.sub(r"_+\d+$", "", name) in used or name in used for name in entries):
-                done = subprocess.run([self._ptxas, "-v", f"-arch={ARCHITECTURE}", ptx, "-o", os.devnull], capture_output=True, text=True,
-                                      check=False)
+                done = subprocess.run(
+                    [self._ptxas, "-v", f"-arch={ARCHITECTURE}", ptx, "-o", os.devnull],
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
                 if done.returncode:
-                    raise ValueError(f"{self._ptxas} cannot read what XLA wrote: {done.stderr.strip()[:300]}")
+                    raise ValueError(
+                        f"{self._ptxas} cannot read what XLA wrote: {done.stderr.strip()[:300]}"
+                    )
                 numbers |= read_ptxas(done.stderr)
         if len(numbers) < len(used) or numbers.keys() - launches.keys():
-            raise ValueError(f"the program has the Triton kernels {sorted(used)}, but there are reports on {sorted(numbers)} and launches "
-                             f"of {sorted(launches)}")
-        return [Kernel(name, "triton", dynamic_shared_bytes=launches[name] - found["static_shared_bytes"], **found)
-                for name, found in numbers.items()]
+            raise ValueError(
+                f"the program has the Triton kernels {sorted(used)}, but there are reports on "
+                f"{sorted(numbers)} and launches of {sorted(launches)}"
+            )
+        return [
+            Kernel(
+                name,
+                "triton",
+                dynamic_shared_bytes=launches[name] - found["static_shared_bytes"],
+                **found,
+            )
+            for name, found in numbers.items()
+        ]
 
     def _clear(self) -> None:
         for file in self._folder.iterdir():
@@ -267,7 +358,8 @@ class Compiler:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Nothing that a compiler writes on stderr comes through: Mosaic wants to disassemble what it dumps, and complains where it cannot."""
+    """Nothing that a compiler writes on stderr comes through: Mosaic wants to disassemble what it
+    dumps, and complains where it cannot."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:
@@ -284,14 +376,47 @@ def _silence() -> Iterator[None]:
 _RESULT = re.compile(r"^\s*(?:ROOT )?%\S+ = (.*?) ([a-z][a-z0-9-]*)\(")
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 # Names for memory that is there already.
-_IN_PLACE = frozenset({"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "optimization-barrier",
-                       "dynamic-update-slice", "scatter"})
+_IN_PLACE = frozenset(
+    {
+        "parameter",
+        "get-tuple-element",
+        "tuple",
+        "bitcast",
+        "while",
+        "conditional",
+        "call",
+        "optimization-barrier",
+        "dynamic-update-slice",
+        "scatter",
+    }
+)
 # What the GPU does nothing for.
-_FREE = frozenset({"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call",
-                   "optimization-barrier", "after-all"})
+_FREE = frozenset(
+    {
+        "parameter",
+        "get-tuple-element",
+        "tuple",
+        "bitcast",
+        "constant",
+        "while",
+        "conditional",
+        "call",
+        "optimization-barrier",
+        "after-all",
+    }
+)
 # What devices do together.
-_COLLECTIVES = frozenset({"all-reduce", "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast",
-                          "reduce-scatter"})
+_COLLECTIVES = frozenset(
+    {
+        "all-reduce",
+        "all-gather",
+        "all-to-all",
+        "ragged-all-to-all",
+        "collective-permute",
+        "collective-broadcast",
+        "reduce-scatter",
+    }
+)
 _OF_OURS = re.compile(r'custom_call_target="(?:mosaic_gpu_v2|__gpu\$xla\.gpu\.triton)"')
 
 
@@ -308,12 +433,14 @@ def computations(text: str) -> dict[str, list[str]]:
 
 
 def executed(found: Mapping[str, Sequence[str]], name: str = "ENTRY") -> Iterator[str]:
-    """The instructions that computation `name` runs, those of its loops and branches once each; bodies of fusions and reductions are
-    no instructions of their own."""
+    """The instructions that computation `name` runs, those of its loops and branches once each;
+    bodies of fusions and reductions are no instructions of their own."""
     for line in found[name]:
         yield line
         if opcode(line) in ("while", "conditional", "call"):
-            for called in re.findall(r"(?:body|condition|to_apply|true_computation|false_computation)=%([^\s,}]+)", line):
+            for called in re.findall(
+                r"(?:body|condition|to_apply|true_computation|false_computation)=%([^\s,}]+)", line
+            ):
                 yield from executed(found, called)
             if branches := re.search(r"branch_computations=\{([^}]*)\}", line):
                 for called in re.findall(r"%([^\s,]+)", branches[1]):
@@ -328,18 +455,26 @@ def opcode(line: str) -> str:
 
 
 def large_results(text: str, elements: int) -> Counter[str]:
-    """Instructions that write an array of `elements` or more to new memory, by what they do; a fusion counts as what its results are.
+    """Instructions that write an array of `elements` or more to new memory, by what they do; a
+    fusion counts as what its results are.
 
-    Updates of a part of an array, which XLA makes in place, and kernels whose result is an argument's memory do not count.
+    Updates of a part of an array, which XLA makes in place, and kernels whose result is an
+    argument's memory do not count.
     """
     found, kinds = computations(text), Counter()
     for line in executed(found):
         done = opcode(line)
         in_place = done in _IN_PLACE or done.endswith("-done")
-        if in_place or largest(line) < elements or (done == "custom-call" and "output_to_operand_aliasing" in line):
+        if (
+            in_place
+            or largest(line) < elements
+            or (done == "custom-call" and "output_to_operand_aliasing" in line)
+        ):
             continue
         if done == "fusion" and (called := re.search(r"calls=%([^\s,}]+)", line)):
-            kinds.update(kind for kind in _written_by(found[called[1]], elements) if kind not in _IN_PLACE)
+            kinds.update(
+                kind for kind in _written_by(found[called[1]], elements) if kind not in _IN_PLACE
+            )
         else:
             kinds[done.removesuffix("-start")] += 1
     return kinds
@@ -347,20 +482,33 @@ def large_results(text: str, elements: int) -> Counter[str]:
 
 def _written_by(body: Sequence[str], elements: int) -> Iterator[str]:
     """What a fusion's large results are."""
-    lines = {match[1]: line for line in body if (match := re.match(r"\s*(?:ROOT )?(%\S+) = ", line))}
+    lines = {
+        match[1]: line for line in body if (match := re.match(r"\s*(?:ROOT )?(%\S+) = ", line))
+    }
 
     def source(line: str) -> str:
         done = opcode(line)
-        operand = re.search(r"\((%[^\s,)]+)", line[_RESULT.match(line).end() - 1:])
-        if done not in ("bitcast", "dynamic-update-slice", "scatter") or not operand or operand[1] not in lines:
+        operand = re.search(r"\((%[^\s,)]+)", line[_RESULT.match(line).end() - 1 :])
+        if (
+            done not in ("bitcast", "dynamic-update-slice", "scatter")
+            or not operand
+            or operand[1] not in lines
+        ):
             return done
         # An update is in place only of what came in: of anything else, all of it is written.
         found = source(lines[operand[1]])
         return done if found == "parameter" else found
 
     root = next(line for line in body if line.lstrip().startswith("ROOT"))
-    parts = [lines[name] for name in re.findall(r"%[^\s,()]+", root[_RESULT.match(root).end():]) if name in lines] \
-        if opcode(root) == "tuple" else [root]
+    parts = (
+        [
+            lines[name]
+            for name in re.findall(r"%[^\s,()]+", root[_RESULT.match(root).end() :])
+            if name in lines
+        ]
+        if opcode(root) == "tuple"
+        else [root]
+    )
     yield from (source(part) for part in parts if largest(part) >= elements)
 
 
@@ -368,12 +516,18 @@ def largest(line: str) -> int:
     """Elements of the largest array of an instruction's result."""
     match = _RESULT.match(line)
     assert match, line
-    return max((math.prod(int(n) for n in dims.split(",") if n) for dims in _ARRAY.findall(match[1])), default=0)
+    return max(
+        (math.prod(int(n) for n in dims.split(",") if n) for dims in _ARRAY.findall(match[1])),
+        default=0,
+    )
 
 
 def launches(lines: Iterator[str] | Sequence[str]) -> list[str]:
-    """Those of the instructions that the GPU has to be told to do: kernels, copies, calls of libraries, collectives."""
-    return [line for line in lines if opcode(line) not in _FREE and not opcode(line).endswith("-done")]
+    """Those of the instructions that the GPU has to be told to do: kernels, copies, calls of
+    libraries, collectives."""
+    return [
+        line for line in lines if opcode(line) not in _FREE and not opcode(line).endswith("-done")
+    ]
 
 
 def kernel_calls(lines: Iterator[str] | Sequence[str]) -> list[str]:
@@ -402,11 +556,16 @@ class Collective:
 
 
 def collectives(lines: Iterator[str] | Sequence[str]) -> list[Collective]:
-    """The collectives among instructions, each once, whether they are waited for at once or later."""
+    """The collectives among instructions, each once, whether they are waited for at once or
+    later."""
     found = []
     for line in lines:
         kind = opcode(line).removesuffix("-start")
         if kind in _COLLECTIVES:
             named = re.search(r"replica_groups=mesh\[[^]]*\] \{([^}]*)\}", line)
-            found.append(Collective(kind, re.sub(r"['\s]", "", named[1]) if named else "", largest(line), line))
+            found.append(
+                Collective(
+                    kind, re.sub(r"['\s]", "", named[1]) if named else "", largest(line), line
+                )
+            )
     return found

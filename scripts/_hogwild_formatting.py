@@ -1,5 +1,5 @@
-r"""Where the authors' formatting rules of Hogwild! Inference end steps and find answers, token by token, in texts made for that:
-a part of make_hogwild_fixtures.py.
+r"""Where the authors' formatting rules of Hogwild! Inference end steps and find answers, token by
+token, in texts made for that: a part of make_hogwild_fixtures.py.
 
 A file has for every text, by name:
 
@@ -42,7 +42,7 @@ TEXTS = {
     "quotes": "\"It is 5.\"\n\n'It is 6.'\n\n“It is 7.”\n\n« C'est 8.\u00a0»\n\n",
     "emphasis": "**It is 5.**\n\n_It is 6._\n\n",
     "wide marks": "（好。）\n\n「好。」\n\n『好。』\n\n【好。】\n\n",  # noqa: RUF001 (meant as they are)
-    "quotes without a sentence": "\"It is\"\n\n(so):\n\n",
+    "quotes without a sentence": '"It is"\n\n(so):\n\n',
     # Code blocks.
     "block": "So:\n```python\nx = 1.\n\ny = 2.\n```\n\nIt is 2.\n\n",
     "block in a list": "1. So:\n   ```\n   x = 1.\n\n   ```\n\n2. It is 2.\n\n",
@@ -107,7 +107,15 @@ PIECES = {
     "separator behind a newline": ["It is 5", ".", "\n", "\n\n", "So", ".\n", "\n\n"],
     "two separators": ["It is 5", ".", "\n\n", "\n\n", "So"],
     "two separators in a token": ["It is 5", ".\n\nSo\n\n", "It is", ".\n\n"],
-    "bytes of a character": ["好".encode(), "。".encode()[:1], "。".encode()[1:], "\n\n", "对".encode()[:2], "对".encode()[2:], "\n\n"],
+    "bytes of a character": [
+        "好".encode(),
+        "。".encode()[:1],
+        "。".encode()[1:],
+        "\n\n",
+        "对".encode()[:2],
+        "对".encode()[2:],
+        "\n\n",
+    ],
     "fence of two tokens": ["``", "`\n", "x = 1", ".\n\n", "`", "``\n\n", "So", ".\n\n"],
     "formula of two tokens": ["$", "$\n", "x = 1", ".\n\n", "$", "$\n\n", "So", ".\n\n"],
 }
@@ -121,27 +129,41 @@ CUTS = {
 
 def cases() -> dict[str, list[bytes]]:
     """The tokens of each text, cut in each way that gives other ones, or as given."""
-    found = {name: [piece.encode() if isinstance(piece, str) else piece for piece in pieces] for name, pieces in PIECES.items()}
+    found = {
+        name: [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
+        for name, pieces in PIECES.items()
+    }
     for name, text in TEXTS.items():
         glued, apart = (cut.findall(text) for cut in CUTS.values())
         assert "".join(glued) == "".join(apart) == text, name
-        ways = {name: glued} if glued == apart else {f"{name}, glued": glued, f"{name}, apart": apart}
+        ways = (
+            {name: glued} if glued == apart else {f"{name}, glued": glued, f"{name}, apart": apart}
+        )
         found |= {way: [piece.encode() for piece in pieces] for way, pieces in ways.items()}
     return found
 
 
 def tokenizer_of(pieces: Iterable[bytes]) -> tuple[PreTrainedTokenizerFast, list[bytes]]:
-    """A byte-level tokenizer with these pieces among its tokens, and a pair of newlines, which it encodes as one; the bytes of each."""
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # the bytes that stand for themselves, as in GPT-2
+    """A byte-level tokenizer with these pieces among its tokens, and a pair of newlines, which it
+    encodes as one; the bytes of each."""
+    # the bytes that stand for themselves, as in GPT-2
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = itertools.count(256)
     letters = {byte: chr(byte) if byte in seen else chr(next(hidden)) for byte in range(256)}
     single = {bytes([byte]) for byte in range(256)}
-    spelled = {piece: "".join(letters[byte] for byte in piece) for piece in sorted({*single, b"\n\n", *pieces})}
+    spelled = {
+        piece: "".join(letters[byte] for byte in piece)
+        for piece in sorted({*single, b"\n\n", *pieces})
+    }
     newline = letters[0x0A]
-    tokenizer = tokenizers.Tokenizer(models.BPE({word: n for n, word in enumerate(spelled.values())}, [(newline, newline)]))
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE({word: n for n, word in enumerate(spelled.values())}, [(newline, newline)])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False), [*spelled]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False
+    ), [*spelled]
 
 
 def number(text: str) -> str:
@@ -151,8 +173,13 @@ def number(text: str) -> str:
 
 
 def changes(values: list[Any]) -> list[list[Any]]:
-    """[n, value] for each place from which on there is another value; None stands before the first."""
-    return [[n, value] for n, (before, value) in enumerate(itertools.pairwise([None, *values])) if value != before]
+    """[n, value] for each place from which on there is another value; None stands before the
+    first."""
+    return [
+        [n, value]
+        for n, (before, value) in enumerate(itertools.pairwise([None, *values]))
+        if value != before
+    ]
 
 
 def record(path: Path, formatting: ModuleType) -> None:
@@ -165,17 +192,26 @@ def record(path: Path, formatting: ModuleType) -> None:
         return lambda tokens: rules.get_final_answer(tokenizer.decode(tokens))
 
     numbers = formatting.MathFormatting(tokenizer, extract_result=number, **plain)
-    kinds = {"any": formatting.MathFormatting(tokenizer, extract_result=lambda text: text, **plain), "number": numbers}
+    kinds = {
+        "any": formatting.MathFormatting(tokenizer, extract_result=lambda text: text, **plain),
+        "number": numbers,
+    }
     if hasattr(formatting, "CodeFormatting"):
         kinds["code"] = formatting.CodeFormatting(tokenizer, **plain)
     lines = []
     for name, pieces in texts.items():
         tokens = [vocabulary.index(piece) for piece in pieces]
         steps = [tokens[:n] for n in range(1, len(tokens) + 1)]
-        said: dict[str, Any] = {"pieces": [piece.decode("latin-1") for piece in pieces],
-                                "ends": "".join("01"[numbers.is_end_of_step(step)] for step in steps)}
+        said: dict[str, Any] = {
+            "pieces": [piece.decode("latin-1") for piece in pieces],
+            "ends": "".join("01"[numbers.is_end_of_step(step)] for step in steps),
+        }
         if hasattr(numbers, "should_finish_reasoning"):
-            said["finishes"] = "".join("01"[numbers.should_finish_reasoning(step)] for step in steps)
-        said["answers"] = {kind: changes([*map(answers_of(rules), steps)]) for kind, rules in kinds.items()}
+            said["finishes"] = "".join(
+                "01"[numbers.should_finish_reasoning(step)] for step in steps
+            )
+        said["answers"] = {
+            kind: changes([*map(answers_of(rules), steps)]) for kind, rules in kinds.items()
+        }
         lines.append(f"{json.dumps(name)}: {json.dumps(said)}")
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -1,7 +1,9 @@
-"""The side of the authors' implementation of Hogwild! Inference, run by a Python that has PyTorch and transformers 4.50.
+"""The side of the authors' implementation of Hogwild! Inference, run by a Python that has PyTorch
+and transformers 4.50.
 
-`load_shared_cache`, `load_attention` and `load_formatting` give their modules to make_hogwild_fixtures.py. As a program this is the
-other side of bench_workers.py: one JSON object a line, in on stdin, out on stdout.
+`load_shared_cache`, `load_attention` and `load_formatting` give their modules to
+make_hogwild_fixtures.py. As a program this is the other side of bench_workers.py: one JSON object a
+line, in on stdin, out on stdout.
 
     (at the start)                                              -> versions
     {"do": "load", "hogwild": DIR, "folder": PATH, "dtype": NAME, "threads": N}
@@ -9,8 +11,9 @@ other side of bench_workers.py: one JSON object a line, in on stdin, out on stdo
     {"do": "prepare", "workers": N, "history": S, "current": C} -> nothing more; N steps of C tokens, all keys and values random
     {"do": "step", "workers": N, "passes": P}                   -> seconds
 
-Every answer has `idle_seconds`, between the answer before and the request, and the CPU time that this process took in them,
-`idle_cpu_seconds`. What cannot be done is answered with {"error": SENTENCE}.
+Every answer has `idle_seconds`, between the answer before and the request, and the CPU time that
+this process took in them, `idle_cpu_seconds`. What cannot be done is answered with {"error":
+SENTENCE}.
 """
 
 import importlib
@@ -28,22 +31,32 @@ from _torch_decode_worker import main
 
 
 def load_shared_cache(folder: str) -> types.ModuleType:
-    """The module `shared_cache` of a checkout of https://github.com/eqimp/hogwild_llm, without its kernels for GPUs.
+    """The module `shared_cache` of a checkout of https://github.com/eqimp/hogwild_llm, without its
+    kernels for GPUs.
 
     Raises:
       ValueError: the folder has no such module.
     """
     if not os.path.isfile(os.path.join(folder, "shared_cache", "cache_block.py")):
-        raise ValueError(f"{folder} has no shared_cache/cache_block.py: name a checkout of https://github.com/eqimp/hogwild_llm")
+        raise ValueError(
+            f"{folder} has no shared_cache/cache_block.py: name a checkout of "
+            "https://github.com/eqimp/hogwild_llm"
+        )
     os.environ.update(HOGWILD_USE_TRITON="0", HOGWILD_NO_COMPILE="1")
     sys.path.insert(0, folder)
     if importlib.util.find_spec("triton"):
         return importlib.import_module("shared_cache")
-    # PyTorch for CPUs comes without Triton. Their module names it where it defines those kernels, so something of that name stands
-    # there meanwhile; PyTorch's compiler would take it for the real one, so that goes first.
+    # PyTorch for CPUs comes without Triton. Their module names it where it defines those kernels,
+    # so something of that name stands there meanwhile; PyTorch's compiler would take it for the
+    # real one, so that goes first.
     importlib.import_module("torch._dynamo")
     triton, language = types.ModuleType("triton"), types.ModuleType("triton.language")
-    triton.jit, triton.language, language.tensor, language.constexpr = lambda kernel: kernel, language, object, object
+    triton.jit, triton.language, language.tensor, language.constexpr = (
+        lambda kernel: kernel,
+        language,
+        object,
+        object,
+    )
     sys.modules.update({"triton": triton, "triton.language": language})
     try:
         return importlib.import_module("shared_cache")
@@ -52,13 +65,18 @@ def load_shared_cache(folder: str) -> types.ModuleType:
 
 
 def load_attention(folder: str) -> types.ModuleType:
-    """The module `hogwild.attention` of a checkout of the newer version, which works in PyTorch alone where its kernel is not built.
+    """The module `hogwild.attention` of a checkout of the newer version, which works in PyTorch
+    alone where its kernel is not built.
 
     Raises:
       ValueError: the folder has no such module.
     """
-    # It looks for its own kernel through the distribution that it would be installed as, and goes on without where that file is not there.
-    with unittest.mock.patch("importlib.metadata.distribution", side_effect=FileNotFoundError), warnings.catch_warnings():
+    # It looks for its own kernel through the distribution that it would be installed as, and goes
+    # on without where that file is not there.
+    with (
+        unittest.mock.patch("importlib.metadata.distribution", side_effect=FileNotFoundError),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("ignore", "Could not load hogatt")
         return _load_file(folder, "inference_lib/python/hogwild/attention.py")
 
@@ -69,14 +87,22 @@ def load_formatting(folder: str, version: str) -> types.ModuleType:
     Raises:
       ValueError: the folder has no such module.
     """
-    return _load_file(folder, {"main": "formatting.py", "inference_lib": "inference_lib/python/hogwild/formatting.py"}[version])
+    return _load_file(
+        folder,
+        {"main": "formatting.py", "inference_lib": "inference_lib/python/hogwild/formatting.py"}[
+            version
+        ],
+    )
 
 
 def _load_file(folder: str, path: str) -> types.ModuleType:
     """A module that imports none of its neighbours."""
     file = os.path.join(folder, path)
     if not os.path.isfile(file):
-        raise ValueError(f"{folder} has no {path}: name a checkout of https://github.com/eqimp/hogwild_llm that has it")
+        raise ValueError(
+            f"{folder} has no {path}: name a checkout of https://github.com/eqimp/hogwild_llm that "
+            "has it"
+        )
     name = "hogwild_" + re.sub(r"\W", "_", path.removesuffix(".py"))
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec and spec.loader
@@ -95,17 +121,21 @@ class Session:
         torch.set_num_threads(threads)
         self.shared_cache = load_shared_cache(hogwild)
         self.groups = {}
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, torch_dtype=getattr(torch, dtype)).eval()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, torch_dtype=getattr(torch, dtype)
+        ).eval()
         return {"threads": torch.get_num_threads()}
 
     def prepare(self, workers: int, history: int, current: int) -> dict[str, Any]:
-        """Caches in the combined layout, as after a history and the beginnings of all current steps. Those of this many workers go."""
+        """Caches in the combined layout, as after a history and the beginnings of all current
+        steps. Those of this many workers go."""
         import torch
 
         self.groups.pop(workers, None)
         common, *steps = (self.block(length) for length in (history, *[current] * workers))
         manager = self.shared_cache.SharedCacheManager(
-            cache_structure=[[common, *(s for s in steps if s is not own), own] for own in steps])
+            cache_structure=[[common, *(s for s in steps if s is not own), own] for own in steps]
+        )
         self.groups[workers] = manager, torch.arange(workers)[:, None]
         return {}
 
@@ -125,7 +155,9 @@ class Session:
         manager, token = self.groups[workers]
         begin = time.perf_counter()
         for _ in range(passes):
-            token = self.model(**manager.get_input_kwargs(token)).logits[:, -1].argmax(-1, keepdim=True)
+            token = (
+                self.model(**manager.get_input_kwargs(token)).logits[:, -1].argmax(-1, keepdim=True)
+            )
         self.groups[workers] = manager, token
         return {"seconds": time.perf_counter() - begin}
 

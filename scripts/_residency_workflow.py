@@ -1,9 +1,11 @@
-"""The five agents' workflow of section 8.3 of Hive, as the prompts of its calls: who is called when never changes, what is said does.
+"""The five agents' workflow of section 8.3 of Hive, as the prompts of its calls: who is called when
+never changes, what is said does.
 
-A round is what figure 3 of that paper describes. Decision looks at where things stand; Patcher and Viewer take turns over a growing
-record, each reading it under a system prompt of its own; Decision looks again; Searcher reads documents that nobody reads again; Summary
-consolidates what was found, which goes into the record. Every third Summary consolidates the record too, and takes its place. All
-prompts begin with the same rules of the house.
+A round is what figure 3 of that paper describes. Decision looks at where things stand; Patcher and
+Viewer take turns over a growing record, each reading it under a system prompt of its own; Decision
+looks again; Searcher reads documents that nobody reads again; Summary consolidates what was found,
+which goes into the record. Every third Summary consolidates the record too, and takes its place.
+All prompts begin with the same rules of the house.
 """
 
 import dataclasses
@@ -40,7 +42,8 @@ class Call:
 
 
 def workflow(rounds: int, seed: int) -> list[Call]:
-    """The calls of so many rounds, one after the other. Equal arguments give equal calls, and fewer rounds the first of more.
+    """The calls of so many rounds, one after the other. Equal arguments give equal calls, and fewer
+    rounds the first of more.
 
     Args:
       rounds: from 1 up.
@@ -49,7 +52,12 @@ def workflow(rounds: int, seed: int) -> list[Call]:
     rng = np.random.default_rng(seed)
 
     def text(length: int | tuple[int, int]) -> tuple[int, ...]:
-        return tuple(rng.integers(VOCABULARY, size=length if isinstance(length, int) else rng.integers(*length, endpoint=True)).tolist())
+        return tuple(
+            rng.integers(
+                VOCABULARY,
+                size=length if isinstance(length, int) else rng.integers(*length, endpoint=True),
+            ).tolist()
+        )
 
     rules = text(RULES)
     system = {name: rules + text(length) for name, length in SYSTEM.items()}

@@ -1,4 +1,5 @@
-"""Needles in a text, for bench_sharing.py: a document with facts spread over it, and questions about them (Hydragen appendix D.3)."""
+"""Needles in a text, for bench_sharing.py: a document with facts spread over it, and questions
+about them (Hydragen appendix D.3)."""
 
 import dataclasses
 import random
@@ -8,16 +9,51 @@ from collections.abc import Callable, Sequence
 EXAMPLES = 5
 """Questions that stand answered behind the document."""
 MOST_FACTS = 256
-COLORS = ("black", "blue", "brown", "gold", "gray", "green", "orange", "pink", "purple", "red", "silver", "white", "yellow")
+COLORS = (
+    "black",
+    "blue",
+    "brown",
+    "gold",
+    "gray",
+    "green",
+    "orange",
+    "pink",
+    "purple",
+    "red",
+    "silver",
+    "white",
+    "yellow",
+)
 
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
-_BEGINNINGS = ("Ba", "Bel", "Cor", "Da", "Fen", "Gil", "Ha", "Jas", "Kel", "Lo", "Mar", "Nim", "Or", "Pip", "Ru", "Sol", "Tam", "Vel",
-               "Win", "Zor")
+_BEGINNINGS = (
+    "Ba",
+    "Bel",
+    "Cor",
+    "Da",
+    "Fen",
+    "Gil",
+    "Ha",
+    "Jas",
+    "Kel",
+    "Lo",
+    "Mar",
+    "Nim",
+    "Or",
+    "Pip",
+    "Ru",
+    "Sol",
+    "Tam",
+    "Vel",
+    "Win",
+    "Zor",
+)
 _ENDS = ("bo", "dan", "fi", "gus", "ko", "lix", "mo", "na", "per", "ra", "sky", "ta", "vin", "zo")
 
 
 class UnfitError(ValueError):
-    """The text or the model that was named cannot be used; the message is one sentence that says what would do."""
+    """The text or the model that was named cannot be used; the message is one sentence that says
+    what would do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +102,13 @@ def make_facts(count: int, rng: random.Random) -> list[Fact]:
 
 
 def hide(text: str, tokens: int, questions: int, count: Callable[[str], int], seed: int) -> Needles:
-    """A document with the facts for `questions` questions and for the examples, each once, spread evenly over its sentences.
+    """A document with the facts for `questions` questions and for the examples, each once, spread
+    evenly over its sentences.
 
     Args:
       text: what the document is made of, from its begin.
-      tokens: of what all questions have in common: it has at most so many, and less than a sentence fewer.
+      tokens: of what all questions have in common: it has at most so many, and less than a sentence
+        fewer.
       questions: how many; beyond MOST_FACTS they ask for the same facts again.
       count: tokens of a text.
 
@@ -83,17 +121,23 @@ def hide(text: str, tokens: int, questions: int, count: Callable[[str], int], se
     hidden = rng.sample(facts, len(facts))
     needed = count(Needles(" ".join(fact.sentence for fact in hidden), examples, asked).prefix)
     if needed > tokens:
-        raise UnfitError(f"--document is {tokens}, but {len(asked)} facts and the examples have {needed} tokens; ask for a longer "
-                         "document or for fewer questions")
+        raise UnfitError(
+            f"--document is {tokens}, but {len(asked)} facts and the examples have {needed} "
+            "tokens; ask for a longer document or for fewer questions"
+        )
     sentences, kept, used = _sentences(text), 0, needed
     while kept < len(sentences) and used <= tokens:
         used += count(" " + sentences[kept])
         kept += 1
     if used <= tokens:
-        raise UnfitError(f"--text has {used - needed} tokens, too few for a document of {tokens}; name a longer text or ask for a "
-                         "shorter document")
+        raise UnfitError(
+            f"--text has {used - needed} tokens, too few for a document of {tokens}; name a longer "
+            "text or ask for a shorter document"
+        )
     while True:  # tokens may cross the borders of sentences, so the sum can be a little off
-        needles = Needles(_spread(sentences[:kept], [fact.sentence for fact in hidden]), examples, asked)
+        needles = Needles(
+            _spread(sentences[:kept], [fact.sentence for fact in hidden]), examples, asked
+        )
         if count(needles.prefix) <= tokens or not kept:
             return needles
         kept -= 1
@@ -101,7 +145,9 @@ def hide(text: str, tokens: int, questions: int, count: Callable[[str], int], se
 
 def accuracy(facts: Sequence[Fact], answers: Sequence[str]) -> float:
     """The part of the questions whose answer is right."""
-    return sum(fact.is_answered(text) for fact, text in zip(facts, answers, strict=True)) / len(facts)
+    return sum(fact.is_answered(text) for fact, text in zip(facts, answers, strict=True)) / len(
+        facts
+    )
 
 
 def _answered(facts: Sequence[Fact]) -> str:

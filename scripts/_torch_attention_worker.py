@@ -1,4 +1,5 @@
-"""PyTorch's side of bench_attention.py, run by a Python that has PyTorch with CUDA. One JSON object a line, in on stdin, out on stdout.
+"""PyTorch's side of bench_attention.py, run by a Python that has PyTorch with CUDA. One JSON object
+a line, in on stdin, out on stdout.
 
     (at the start)                       -> versions
     {"do": "prepare", "rows": R, "heads": H, "kv_heads": K, "head_dim": D, "tokens": S, "layers": L, "calls": N}
@@ -6,10 +7,11 @@
                                             other ways cannot be taken
     {"do": "attend", "passes": P}        -> seconds of P times N calls, in that way
 
-Each row has keys and values of its own and one query a head. Ways differ in the kernel, and in whether the G queries of a kv head are heads
-(enable_gqa) or stand side by side like tokens, which is the same without a mask. N calls are captured as a CUDA graph, so that the host's
-part of a launch does not count. Every answer has `idle_seconds` and `idle_cpu_seconds` of the wait for the request; what cannot be done is
-answered with {"error": SENTENCE}.
+Each row has keys and values of its own and one query a head. Ways differ in the kernel, and in
+whether the G queries of a kv head are heads (enable_gqa) or stand side by side like tokens, which
+is the same without a mask. N calls are captured as a CUDA graph, so that the host's part of a
+launch does not count. Every answer has `idle_seconds` and `idle_cpu_seconds` of the wait for the
+request; what cannot be done is answered with {"error": SENTENCE}.
 """
 
 import itertools
@@ -32,16 +34,30 @@ class Session:
         self.torch = torch
         self.graph = self.made = None
 
-    def prepare(self, rows: int, heads: int, kv_heads: int, head_dim: int, tokens: int, layers: int, calls: int) -> dict[str, Any]:
+    def prepare(
+        self,
+        rows: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        tokens: int,
+        layers: int,
+        calls: int,
+    ) -> dict[str, Any]:
         torch = self.torch
         self.graph = self.made = None
         torch.cuda.empty_cache()
         shape = rows, kv_heads, tokens, head_dim
-        arenas = [[torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)] for _ in range(layers)]
+        arenas = [
+            [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+            for _ in range(layers)
+        ]
         query = torch.randn(rows, heads, 1, head_dim, device="cuda", dtype=torch.bfloat16)
         side_by_side = query.view(rows, kv_heads, heads // kv_heads, head_dim)
         seconds, graphs, reasons = {}, {}, {}
-        for kernel, (form, q) in itertools.product(KERNELS, {"grouped heads": query, "side by side": side_by_side}.items()):
+        for kernel, (form, q) in itertools.product(
+            KERNELS, {"grouped heads": query, "side by side": side_by_side}.items()
+        ):
             way = f"{kernel}, {form}"
             try:
                 graphs[way] = self._captured(kernel, q, arenas, calls)
@@ -64,7 +80,9 @@ class Session:
 
         def attend(i: int) -> Any:
             keys, values = arenas[i % len(arenas)]
-            return torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=q.shape[1] != keys.shape[1])
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, keys, values, enable_gqa=q.shape[1] != keys.shape[1]
+            )
 
         with sdpa_kernel([getattr(SDPBackend, kernel)]):
             stream = torch.cuda.Stream()
@@ -102,12 +120,21 @@ def main(make: Callable[[Any], Any]) -> None:
         return answer(error=str(error))
     if not torch.cuda.is_available():
         return answer(error=f"PyTorch {torch.__version__} finds no CUDA device")
-    answer(versions={"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda})
+    answer(
+        versions={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+        }
+    )
     session, since, since_cpu = make(torch), time.perf_counter(), time.process_time()
     with torch.inference_mode():
         for line in sys.stdin:
             request = json.loads(line)
-            idle = {"idle_seconds": time.perf_counter() - since, "idle_cpu_seconds": time.process_time() - since_cpu}
+            idle = {
+                "idle_seconds": time.perf_counter() - since,
+                "idle_cpu_seconds": time.process_time() - since_cpu,
+            }
             try:
                 said = getattr(session, request.pop("do"))(**request)
             except Exception as error:

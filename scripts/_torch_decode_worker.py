@@ -1,4 +1,5 @@
-"""transformers' side of bench_decode.py, run by a Python that has PyTorch. One JSON object a line, in on stdin, out on stdout.
+"""transformers' side of bench_decode.py, run by a Python that has PyTorch. One JSON object a line,
+in on stdin, out on stdout.
 
     (at the start)                                 -> versions
     {"do": "load", "folder": PATH, "threads": N}   -> threads
@@ -7,8 +8,9 @@
                                                       beat the second best
     {"do": "step", "steps": N}                     -> seconds
 
-Every answer has `idle_seconds`, between the answer before and the request, and the CPU time that this process took in them,
-`idle_cpu_seconds`. What cannot be done is answered with {"error": SENTENCE}.
+Every answer has `idle_seconds`, between the answer before and the request, and the CPU time that
+this process took in them, `idle_cpu_seconds`. What cannot be done is answered with {"error":
+SENTENCE}.
 """
 
 import json
@@ -27,7 +29,9 @@ class Session:
         import transformers
 
         torch.set_num_threads(threads)
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, attn_implementation="sdpa"
+        ).eval()
         self.prefill([[0] * 64])  # what is set up at the first use is not to be measured
         self.step(2)
         return {"threads": torch.get_num_threads()}
@@ -62,7 +66,9 @@ class Session:
 
     def feed(self, ids: Any) -> Any:
         """int64[R, T] -> the logits [R, V] after each row's last token."""
-        return self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        return self.model(
+            input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+        ).logits[:, -1]
 
 
 def _near(logits: Any) -> list[float]:
@@ -84,7 +90,11 @@ def main(session: Any) -> None:
     except ImportError as error:
         print(json.dumps({"error": str(error)}), file=out)
         return
-    found = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
     print(json.dumps({"versions": found}), file=out, flush=True)
     idle, idle_cpu = time.perf_counter(), time.process_time()
     with torch.inference_mode():

@@ -1,12 +1,13 @@
-"""What the runtime of agents costs by itself: a thousand agents with ten states each, and a model and tools that answer at once.
+"""What the runtime of agents costs by itself: a thousand agents with ten states each, and a model
+and tools that answer at once.
 
     python scripts/bench_agents.py                           # the full measurement
     python scripts/bench_agents.py --quick                   # within half a minute on two cores
     python scripts/bench_agents.py --json --output FILE      # one JSON object
 
-A transition is one firing of one state: what it waits for is had, the agent's code runs to its next wait, and the new state is committed
-to its supervisor. The time holds all of that, the agent's own code and copies of its variables too. How to read the result is in
-benchmarks/README.md.
+A transition is one firing of one state: what it waits for is had, the agent's code runs to its next
+wait, and the new state is committed to its supervisor. The time holds all of that, the agent's own
+code and copies of its variables too. How to read the result is in benchmarks/README.md.
 """
 
 import asyncio
@@ -83,7 +84,8 @@ KINDS = {"model": asks, "tool": calls_tools, "next": takes}
 
 
 class Collector(contextlib.AbstractContextManager):
-    """How long Python's garbage collector was at work. A full collection looks through all that was imported, too."""
+    """How long Python's garbage collector was at work. A full collection looks through all that was
+    imported, too."""
 
     def __enter__(self):
         self.seconds = 0.0
@@ -107,7 +109,9 @@ async def once(kind: Agent, count: int, states: int) -> tuple[float, int, int]:
 
 
 def leaks(kind: Agent, count: int, states: int) -> dict[str, int]:
-    """What LEAK_ROUNDS runs leave behind: tasks, runs of agents, and bytes that Python has allocated for good, a run."""
+    """What LEAK_ROUNDS runs leave behind: tasks, runs of agents, and bytes that Python has
+    allocated for good, a run."""
+
     def bytes_now() -> int:
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
@@ -123,11 +127,16 @@ def leaks(kind: Agent, count: int, states: int) -> dict[str, int]:
         left = bytes_now() - before
     finally:
         tracemalloc.stop()
-    return {"tasks": tasks, "runs": sum(isinstance(each, AgentRun) for each in gc.get_objects()), "bytes_a_run": round(left / LEAK_ROUNDS)}
+    return {
+        "tasks": tasks,
+        "runs": sum(isinstance(each, AgentRun) for each in gc.get_objects()),
+        "bytes_a_run": round(left / LEAK_ROUNDS),
+    }
 
 
 def measure(count: int, states: int, rounds: int) -> list[dict[str, Any]]:
-    """Every kind of agent: microseconds a transition in every round, after one that is not counted, and what is left."""
+    """Every kind of agent: microseconds a transition in every round, after one that is not counted,
+    and what is left."""
     transitions: dict[str, int] = {}
     collecting: dict[str, list[float]] = {name: [] for name in KINDS}
 
@@ -139,37 +148,86 @@ def measure(count: int, states: int, rounds: int) -> list[dict[str, Any]]:
         return seconds
 
     times = alternate({name: lambda name=name: side(name) for name in KINDS}, rounds + 1)
-    return [summarise(name, transitions[name], times[name][1:], collecting[name][1:], leaks(KINDS[name], max(1, count // 10), states))
-            for name in KINDS]
+    return [
+        summarise(
+            name,
+            transitions[name],
+            times[name][1:],
+            collecting[name][1:],
+            leaks(KINDS[name], max(1, count // 10), states),
+        )
+        for name in KINDS
+    ]
 
 
-def summarise(name: str, transitions: int, seconds: Sequence[float], collecting: Sequence[float], left: dict[str, int]) -> dict[str, Any]:
-    """Microseconds a transition: the median of rounds, the lowest, the highest, and of the garbage collector in them."""
+def summarise(
+    name: str,
+    transitions: int,
+    seconds: Sequence[float],
+    collecting: Sequence[float],
+    left: dict[str, int],
+) -> dict[str, Any]:
+    """Microseconds a transition: the median of rounds, the lowest, the highest, and of the garbage
+    collector in them."""
     of_rounds = [each / transitions * 1e6 for each in seconds]
-    return {"waits_for": name, "transitions": transitions, "microseconds": statistics.median(of_rounds), "lowest": min(of_rounds),
-            "highest": max(of_rounds), "collector_microseconds": statistics.median(collecting) / transitions * 1e6,
-            "round_seconds": list(seconds), "left": left}
+    return {
+        "waits_for": name,
+        "transitions": transitions,
+        "microseconds": statistics.median(of_rounds),
+        "lowest": min(of_rounds),
+        "highest": max(of_rounds),
+        "collector_microseconds": statistics.median(collecting) / transitions * 1e6,
+        "round_seconds": list(seconds),
+        "left": left,
+    }
 
 
 def goals(results: Sequence[dict[str, Any]]) -> list[Goal]:
     """The goals that these results can be held against."""
     found = []
     for r in results:
-        found.append(Goal(f"{r['waits_for']}: microseconds a transition", r["microseconds"], MICROSECONDS_GOAL, at_most=True))
+        found.append(
+            Goal(
+                f"{r['waits_for']}: microseconds a transition",
+                r["microseconds"],
+                MICROSECONDS_GOAL,
+                at_most=True,
+            )
+        )
         left = r["left"]["tasks"] + r["left"]["runs"]
-        found.append(Goal(f"{r['waits_for']}: tasks and runs that are left", left, LEAK_GOAL, at_most=True))
+        found.append(
+            Goal(f"{r['waits_for']}: tasks and runs that are left", left, LEAK_GOAL, at_most=True)
+        )
     return found
 
 
 def as_text(report: dict[str, Any]) -> str:
     """The report without its goals."""
     settings, where = report["settings"], report["machine"]
-    rows = [(r["waits_for"], str(r["transitions"]), f"{r['microseconds']:.1f}", f"{r['lowest']:.1f} to {r['highest']:.1f}",
-             f"{r['collector_microseconds']:.1f}", f"{r['left']['bytes_a_run']}") for r in report["results"]]
-    return "\n".join([f"{settings['agents']} agents with {settings['states']} waits each; medians of {settings['rounds']} rounds",
-                      f"{where['cpu']}, {where['cores']} cores, load {where['load_average']} at the start; "
-                      f"Python {report['versions']['python']}", "",
-                      table(("waits for", "transitions", "us each", "of rounds", "collector", "bytes left"), rows)])
+    rows = [
+        (
+            r["waits_for"],
+            str(r["transitions"]),
+            f"{r['microseconds']:.1f}",
+            f"{r['lowest']:.1f} to {r['highest']:.1f}",
+            f"{r['collector_microseconds']:.1f}",
+            f"{r['left']['bytes_a_run']}",
+        )
+        for r in report["results"]
+    ]
+    return "\n".join(
+        [
+            f"{settings['agents']} agents with {settings['states']} waits each; medians of "
+            f"{settings['rounds']} rounds",
+            f"{where['cpu']}, {where['cores']} cores, load {where['load_average']} at the start; "
+            f"Python {report['versions']['python']}",
+            "",
+            table(
+                ("waits for", "transitions", "us each", "of rounds", "collector", "bytes left"),
+                rows,
+            ),
+        ]
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,28 +244,53 @@ class Options:
 
 def parse(arguments: Sequence[str] | None) -> Options:
     parser = Parser(prog="bench_agents.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--agents", type=int, default=AGENTS, help="side by side (default %(default)s)")
-    parser.add_argument("--states", type=int, default=STATES, help="waits of each (default %(default)s)")
-    parser.add_argument("--rounds", type=int, help="turns of each kind of wait (default 15; quick 3)")
-    parser.add_argument("--quick", action="store_true", help="fewer turns: within half a minute on two cores")
+    parser.add_argument(
+        "--agents", type=int, default=AGENTS, help="side by side (default %(default)s)"
+    )
+    parser.add_argument(
+        "--states", type=int, default=STATES, help="waits of each (default %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, help="turns of each kind of wait (default 15; quick 3)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer turns: within half a minute on two cores"
+    )
     parser.reporting()
     given = parser.parse_args(arguments)
     rounds = given.rounds if given.rounds is not None else 3 if given.quick else 15
     if min(given.agents, given.states, rounds) < 1:
-        parser.error(f"--agents is {given.agents}, --states {given.states} and --rounds {rounds}, but all begin at 1")
+        parser.error(
+            f"--agents is {given.agents}, --states {given.states} and --rounds {rounds}, but all "
+            "begin at 1"
+        )
     parser.check_output(given.output)
     return Options(given.agents, given.states, rounds, given.quick, given.json, given.output)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    asked = command([str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)])
+    asked = command(
+        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
+    )
     where = machine()
     results = measure(options.agents, options.states, options.rounds)
-    settings = {"agents": options.agents, "states": options.states, "rounds": options.rounds, "warm_up_turns": 1,
-                "leak_rounds": LEAK_ROUNDS, "quick": options.quick}
-    report = {"benchmark": "agents", "command": asked, "machine": where, "versions": versions(("jax",)), "settings": settings,
-              "results": results}
+    settings = {
+        "agents": options.agents,
+        "states": options.states,
+        "rounds": options.rounds,
+        "warm_up_turns": 1,
+        "leak_rounds": LEAK_ROUNDS,
+        "quick": options.quick,
+    }
+    report = {
+        "benchmark": "agents",
+        "command": asked,
+        "machine": where,
+        "versions": versions(("jax",)),
+        "settings": settings,
+        "results": results,
+    }
     finish(report, as_text(report), goals(results), as_json=options.json, output=options.output)
     return 0
 

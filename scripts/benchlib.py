@@ -1,4 +1,5 @@
-"""What the benchmarks share: measuring sides in turn, goals, tables, and what a result says about the machine it comes from."""
+"""What the benchmarks share: measuring sides in turn, goals, tables, and what a result says about
+the machine it comes from."""
 
 import argparse
 import contextlib
@@ -34,13 +35,29 @@ _spec.loader.exec_module(files)
 
 TORCH_PYTHON = ".venv-torch/bin/python"
 
-# How PyTorch's threads may wait for their next piece of work. Spinning is often faster where nothing else runs, and far slower where
-# something does, so both are tried.
+# How PyTorch's threads may wait for their next piece of work. Spinning is often faster where
+# nothing else runs, and far slower where something does, so both are tried.
 WAITING = {"passive": {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}, "default": {}}
 # Workers neither ask the network nor write what their reader would have to skip.
-_QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+_QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
 # Instructions that decide how fast low-precision products are, as /proc/cpuinfo names them.
-_CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
+_CPU_FEATURES = (
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "bf16",
+    "i8mm",
+    "sve",
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,38 +67,56 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
     def numbers(self, option: str, text: str, such_as: str) -> tuple[int, ...]:
-        """Different numbers from 1 up with commas between them; ends the program where `text`, which `option` was given, is not that."""
+        """Different numbers from 1 up with commas between them; ends the program where `text`,
+        which `option` was given, is not that."""
         found = text.split(",")
-        if not all(n.isascii() and n.isdigit() and int(n) for n in found) or len({int(n) for n in found}) < len(found):
-            self.error(f"{option} is {text!r}, but it must be different numbers from 1 up with commas between, such as {such_as}")
+        if not all(n.isascii() and n.isdigit() and int(n) for n in found) or len(
+            {int(n) for n in found}
+        ) < len(found):
+            self.error(
+                f"{option} is {text!r}, but it must be different numbers from 1 up with commas "
+                f"between, such as {such_as}"
+            )
         return tuple(map(int, found))
 
     def reporting(self) -> None:
         """Adds what all benchmarks have: how the result is to be given."""
         self.add_argument("--json", action="store_true", help="print one JSON object")
-        self.add_argument("--output", type=Path, metavar="FILE", help="write the JSON object to this file too")
+        self.add_argument(
+            "--output", type=Path, metavar="FILE", help="write the JSON object to this file too"
+        )
 
     def some_of(self, option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
-        """Different ones of these names with commas between; ends the program where `text`, which `option` was given, is not that."""
+        """Different ones of these names with commas between; ends the program where `text`, which
+        `option` was given, is not that."""
         found = tuple(text.split(","))
-        if wrong := [name for i, name in enumerate(found) if name not in known or name in found[:i]]:
-            self.error(f"{option} has {wrong[0]!r}, but it must be some of {', '.join(known)}, each once")
+        if wrong := [
+            name for i, name in enumerate(found) if name not in known or name in found[:i]
+        ]:
+            self.error(
+                f"{option} has {wrong[0]!r}, but it must be some of {', '.join(known)}, each once"
+            )
         return found
 
     def check_output(self, output: Path | None) -> None:
         """Ends the program where --output, if it was given, names nothing that can be written."""
         if output is not None and (why := files.unwritable_file(output)):
-            self.error(f"--output is {output}, but it must name a file in a folder that exists and can be written: {why}")
+            self.error(
+                f"--output is {output}, but it must name a file in a folder that exists and can be "
+                f"written: {why}"
+            )
 
     def check_folder(self, option: str, folder: Path | None) -> None:
-        """Ends the program where a folder for results, if `option` named one, cannot be written to or made."""
+        """Ends the program where a folder for results, if `option` named one, cannot be written to
+        or made."""
         if folder is not None and (why := files.unwritable_folder(folder)):
             self.error(f"{option} is {folder}, but {why}; name a folder that can be written")
 
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """`measured` is to be at least `goal`, or with `at_most` at most; None is what was not measured, and neither met nor missed."""
+    """`measured` is to be at least `goal`, or with `at_most` at most; None is what was not
+    measured, and neither met nor missed."""
 
     name: str
     measured: float | None
@@ -95,27 +130,51 @@ class Goal:
         return self.measured <= self.goal if self.at_most else self.measured >= self.goal
 
     def as_json(self) -> dict[str, Any]:
-        return {"name": self.name, "measured": self.measured, "goal": self.goal, "at_most": self.at_most, "met": self.met}
+        return {
+            "name": self.name,
+            "measured": self.measured,
+            "goal": self.goal,
+            "at_most": self.at_most,
+            "met": self.met,
+        }
 
 
 def goal_table(goals: Sequence[Goal]) -> str:
     """The goals as text, one a line."""
-    return table(("goal", "measured", "wanted", "met"),
-                 [(g.name, "" if g.measured is None else f"{g.measured:.2f}", f"{'at most' if g.at_most else 'at least'} {g.goal:.2f}",
-                   {True: "yes", False: "NO", None: "not measured"}[g.met]) for g in goals])
+    return table(
+        ("goal", "measured", "wanted", "met"),
+        [
+            (
+                g.name,
+                "" if g.measured is None else f"{g.measured:.2f}",
+                f"{'at most' if g.at_most else 'at least'} {g.goal:.2f}",
+                {True: "yes", False: "NO", None: "not measured"}[g.met],
+            )
+            for g in goals
+        ],
+    )
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns of text: the first set to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return "\n".join("  ".join([cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]).rstrip()
-                     for cells in (header, ["-" * w for w in widths], *rows))
+    return "\n".join(
+        "  ".join(
+            [
+                cells[0].ljust(widths[0]),
+                *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True)),
+            ]
+        ).rstrip()
+        for cells in (header, ["-" * w for w in widths], *rows)
+    )
 
 
 def alternate[T](sides: Mapping[T, Callable[[], float]], rounds: int) -> dict[T, list[float]]:
-    """Measures every side once a round, one after the other, each round beginning with another side.
+    """Measures every side once a round, one after the other, each round beginning with another
+    side.
 
-    What slows the machine down for a while then slows down all sides, and none is always the one that comes after a certain other.
+    What slows the machine down for a while then slows down all sides, and none is always the one
+    that comes after a certain other.
 
     Args:
       sides: for each side what runs it once and returns its seconds.
@@ -146,25 +205,51 @@ def progress(steps: int) -> Iterator[Callable[[str], None]]:
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
-    """One side's times divided by another's, round by round: the median, the lowest and the highest."""
+    """One side's times divided by another's, round by round: the median, the lowest and the
+    highest."""
     of_rounds = [a / b for a, b in zip(above, below, strict=True)]
-    return {"median": statistics.median(of_rounds), "lowest": min(of_rounds), "highest": max(of_rounds)}
+    return {
+        "median": statistics.median(of_rounds),
+        "lowest": min(of_rounds),
+        "highest": max(of_rounds),
+    }
 
 
 def write_checkpoint(folder: Path, model: Mapping[str, Any], seed: int) -> int:
-    """Writes a Llama whose config.json is `model`, in bfloat16 and with a head of its own, with random weights as a Hugging Face folder;
-    returns the number of parameters."""
+    """Writes a Llama whose config.json is `model`, in bfloat16 and with a head of its own, with
+    random weights as a Hugging Face folder; returns the number of parameters."""
     rng = np.random.default_rng(seed)
     hidden, mlp, vocab = model["hidden_size"], model["intermediate_size"], model["vocab_size"]
-    q, kv = model["num_attention_heads"] * model["head_dim"], model["num_key_value_heads"] * model["head_dim"]
-    shapes = {"model.embed_tokens": (vocab, hidden), "model.norm": (hidden,), "lm_head": (vocab, hidden)}
+    q, kv = (
+        model["num_attention_heads"] * model["head_dim"],
+        model["num_key_value_heads"] * model["head_dim"],
+    )
+    shapes = {
+        "model.embed_tokens": (vocab, hidden),
+        "model.norm": (hidden,),
+        "lm_head": (vocab, hidden),
+    }
     for i in range(model["num_hidden_layers"]):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in {
-            "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "self_attn.q_proj": (q, hidden),
-            "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, q),
-            "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden), "mlp.down_proj": (hidden, mlp)}.items()}
-    tensors = {f"{name}.weight": (np.ones(shape) if len(shape) == 1 else rng.standard_normal(shape, np.float32) * 0.02)
-               .astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
+        shapes |= {
+            f"model.layers.{i}.{name}": shape
+            for name, shape in {
+                "input_layernorm": (hidden,),
+                "post_attention_layernorm": (hidden,),
+                "self_attn.q_proj": (q, hidden),
+                "self_attn.k_proj": (kv, hidden),
+                "self_attn.v_proj": (kv, hidden),
+                "self_attn.o_proj": (hidden, q),
+                "mlp.gate_proj": (mlp, hidden),
+                "mlp.up_proj": (mlp, hidden),
+                "mlp.down_proj": (hidden, mlp),
+            }.items()
+        }
+    tensors = {
+        f"{name}.weight": (
+            np.ones(shape) if len(shape) == 1 else rng.standard_normal(shape, np.float32) * 0.02
+        ).astype(ml_dtypes.bfloat16)
+        for name, shape in shapes.items()
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(model), encoding="utf-8")
     return sum(t.size for t in tensors.values())
@@ -177,8 +262,9 @@ class WorkerError(RuntimeError):
 class Worker:
     """A side that runs under another interpreter, and only while it answers a request.
 
-    Its script speaks one JSON object a line on stdin and stdout. It begins with {"versions": ...}; each answer to a request has what
-    the script did between the answer before and the request, `idle_seconds` and `idle_cpu_seconds`, or is {"error": SENTENCE}.
+    Its script speaks one JSON object a line on stdin and stdout. It begins with {"versions": ...};
+    each answer to a request has what the script did between the answer before and the request,
+    `idle_seconds` and `idle_cpu_seconds`, or is {"error": SENTENCE}.
 
     Attributes:
       idle_here, idle_there: what each process did while the other was at work, since `reset_idle`.
@@ -189,8 +275,15 @@ class Worker:
 
     def __init__(self, python: str, script: Path, environment: Mapping[str, str]):
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115, `close` closes it
-        self._process = subprocess.Popen([python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-                                         encoding="utf-8", env={**os.environ, **_QUIET, **environment})
+        self._process = subprocess.Popen(
+            [python, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            encoding="utf-8",
+            env={**os.environ, **_QUIET, **environment},
+        )
         self.reset_idle()
 
     def __enter__(self) -> Self:
@@ -230,7 +323,10 @@ class Worker:
         if not line:
             self._log.seek(0)
             said = self._log.read().strip().splitlines()
-            raise WorkerError(f"it ended with code {self._process.wait()}: {said[-1] if said else 'it said nothing'}")
+            raise WorkerError(
+                f"it ended with code {self._process.wait()}: "
+                f"{said[-1] if said else 'it said nothing'}"
+            )
         answer = json.loads(line)
         if "error" in answer:
             raise WorkerError(answer["error"])
@@ -250,27 +346,50 @@ class Idle:
 
     @property
     def cores(self) -> float:
-        """Cores that were kept busy by waiting; more than a few hundredths would spoil the other side's times."""
+        """Cores that were kept busy by waiting; more than a few hundredths would spoil the other
+        side's times."""
         return round(self.cpu / self.seconds, 3) if self.seconds else 0.0
 
 
 def fastest(workers: Mapping[str, Worker], folder: str) -> tuple[Worker, dict[str, Any]]:
-    """transformers with the weights in `folder`, its threads waiting in the way (of WAITING) that is faster here; how it was set up."""
-    threads = {worker.ask("load", folder=folder, threads=cores())["threads"] for worker in workers.values()}
-    seconds = alternate({name: lambda worker=worker: worker.ask("step", steps=4)["seconds"] for name, worker in workers.items()}, 3)
+    """transformers with the weights in `folder`, its threads waiting in the way (of WAITING) that
+    is faster here; how it was set up."""
+    threads = {
+        worker.ask("load", folder=folder, threads=cores())["threads"] for worker in workers.values()
+    }
+    seconds = alternate(
+        {
+            name: lambda worker=worker: worker.ask("step", steps=4)["seconds"]
+            for name, worker in workers.items()
+        },
+        3,
+    )
     step = {name: statistics.median(times) / 4 * 1e3 for name, times in seconds.items()}
     best = min(step, key=step.__getitem__)
     for name in workers.keys() - {best}:
         workers[name].close()
-    return workers[best], {"threads": threads.pop(), "waiting": best, "step_milliseconds_waiting": step}
+    return workers[best], {
+        "threads": threads.pop(),
+        "waiting": best,
+        "step_milliseconds_waiting": step,
+    }
 
 
-def torch_python(parser: argparse.ArgumentParser, given: str | None, *, option: str = "--torch-python", made: str = TORCH_PYTHON,
-                 made_by: str = "make parity") -> str:
-    """The Python that `option` names, or the one that make has made; ends the program where there is neither."""
+def torch_python(
+    parser: argparse.ArgumentParser,
+    given: str | None,
+    *,
+    option: str = "--torch-python",
+    made: str = TORCH_PYTHON,
+    made_by: str = "make parity",
+) -> str:
+    """The Python that `option` names, or the one that make has made; ends the program where there
+    is neither."""
     if given is None and not (ROOT / made).exists():
-        parser.error(f"there is no {made} to run transformers with: `{made_by}` makes it, or name a Python that has PyTorch and "
-                     f"transformers with {option}")
+        parser.error(
+            f"there is no {made} to run transformers with: `{made_by}` makes it, or name a Python "
+            f"that has PyTorch and transformers with {option}"
+        )
     python = shutil.which(given or ROOT / made)
     if python is None:
         parser.error(f"{option} is {given}, but there is no such program")
@@ -283,7 +402,8 @@ def cores() -> int:
 
 
 def machine() -> dict[str, Any]:
-    """The machine, and how busy it was when it was asked: a load near 0 is what a measurement wants."""
+    """The machine, and how busy it was when it was asked: a load near 0 is what a measurement
+    wants."""
     info = _cpu_info()
     flags = info.get("flags", info.get("Features", "")).split()
     return {
@@ -299,20 +419,32 @@ def machine() -> dict[str, Any]:
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
     """Of Python and the named packages, as they run here."""
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}}
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in packages},
+    }
 
 
 def command(arguments: Sequence[str]) -> str:
     """The command line of a run, with `arguments` = sys.argv, fit to be published.
 
-    A path that is not inside this repository tells about somebody's machine, not about the run: its last component stays.
+    A path that is not inside this repository tells about somebody's machine, not about the run: its
+    last component stays.
     """
     return shlex.join(["python", *map(_published, arguments)])
 
 
-def finish(report: Mapping[str, Any], text: str, goals: Sequence[Goal], *, as_json: bool, output: Path | None) -> None:
-    """Prints a report, its goals last, as text or as one JSON object; writes the JSON object to `output` too. Ends the program with code 1
-    where that cannot be written after all: what was measured has been printed."""
+def finish(
+    report: Mapping[str, Any],
+    text: str,
+    goals: Sequence[Goal],
+    *,
+    as_json: bool,
+    output: Path | None,
+) -> None:
+    """Prints a report, its goals last, as text or as one JSON object; writes the JSON object to
+    `output` too. Ends the program with code 1 where that cannot be written after all: what was
+    measured has been printed."""
     report = {**report, "goals": [goal.as_json() for goal in goals]}
     encoded = json.dumps(report, indent=2)
     closing = goal_table(goals) if goals else "No goal is set for what was measured."
@@ -322,12 +454,17 @@ def finish(report: Mapping[str, Any], text: str, goals: Sequence[Goal], *, as_js
             with files.whole_file(output) as file:
                 file.write(encoded + "\n")
         except OSError as error:
-            print(f"--output: {output} cannot be written ({error}); what was measured is on stdout", file=sys.stderr)
+            print(
+                f"--output: {output} cannot be written ({error}); what was measured is on stdout",
+                file=sys.stderr,
+            )
             raise SystemExit(1) from error
 
 
 def _published(argument: str) -> str:
-    option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    option, equals, value = (
+        argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    )
     path = Path(value)
     if path.is_absolute():
         # Not resolved: an environment's python is a link to a place outside.
@@ -341,7 +478,10 @@ def _cpu_info() -> dict[str, str]:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
     except OSError:
         return {}
-    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    return {
+        name.strip(): value.strip()
+        for name, _, value in (line.partition(":") for line in first.splitlines())
+    }
 
 
 def _system() -> str:

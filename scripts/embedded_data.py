@@ -1,6 +1,8 @@
-"""Tokenizer and training samples of the embedded model: lone solutions, few-shot chats, and what one of two workers sees.
+"""Tokenizer and training samples of the embedded model: lone solutions, few-shot chats, and what
+one of two workers sees.
 
-A sample is (tokens, weights): weights[i] is not 0 where tokens[i] is something the writer would itself generate at that place.
+A sample is (tokens, weights): weights[i] is not 0 where tokens[i] is something the writer would
+itself generate at that place.
 """
 
 import dataclasses
@@ -27,7 +29,8 @@ from jaxshare.models.problems import (
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 OWN = 3
-"""The weight of a viewer's own paragraph, of which a sample has but one, against the paragraphs it sees in the history."""
+"""The weight of a viewer's own paragraph, of which a sample has but one, against the paragraphs it
+sees in the history."""
 MIDDLE = 0.03
 """How often a simulated worker is looked at before a token in the middle of a paragraph."""
 PAD, END = SPECIAL[0], SPECIAL[2]
@@ -39,35 +42,52 @@ CHAT_TEMPLATE = """\
 {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-# Digits stand alone; a blank line is one piece, also after a line break; a space belongs to the digit's left neighbour.
-_PIECES = (r"\n(?=\n\n(?!\n))|\n\n|\p{N}| ?\p{L}+(?: (?=\p{N}))?| ?[^\s\p{L}\p{N}]+(?: (?=\p{N}))?|\s+")
+# Digits stand alone; a blank line is one piece, also after a line break; a space belongs to the
+# digit's left neighbour.
+_PIECES = (
+    r"\n(?=\n\n(?!\n))|\n\n|\p{N}| ?\p{L}+(?: (?=\p{N}))?| ?[^\s\p{L}\p{N}]+(?: (?=\p{N}))?|\s+"
+)
 
 Sample = tuple[list[int], list[int]]
 
 
 def train_tokenizer(vocab_size: int, seed: int, more: Sequence[str] = ()) -> Tokenizer:
-    """Byte-level BPE over generated chats and `more` texts: every byte has a token, so that any text can be encoded."""
+    """Byte-level BPE over generated chats and `more` texts: every byte has a token, so that any
+    text can be encoded."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(_PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL), show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL),
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     rng = random.Random(f"tokenizer/{seed}")
     texts = [*more]
     for i in range(2000):
         problem = make_problem(rng)
-        names = NAMES[:1 + i % 2]
-        texts += [m["role"] + "\n" + m["content"] for m in problem.messages(names)] + ["assistant\n" + problem.solution()]
+        names = NAMES[: 1 + i % 2]
+        texts += [m["role"] + "\n" + m["content"] for m in problem.messages(names)] + [
+            "assistant\n" + problem.solution()
+        ]
         name = rng.choice(NAMES)
-        texts += [SEPARATOR + header(name, rng.randint(1, 6)) + body
-                  for body in (problem.body(rng.randint(1, 5)), problem.body(BOX), wait_body(name))]
+        texts += [
+            SEPARATOR + header(name, rng.randint(1, 6)) + body
+            for body in (problem.body(rng.randint(1, 5)), problem.body(BOX), wait_body(name))
+        ]
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
 class Codec:
-    """The few encodings that samples are made of. `encode` is exact at the joints: a piece never crosses a separator's start."""
+    """The few encodings that samples are made of. `encode` is exact at the joints: a piece never
+    crosses a separator's start."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -82,7 +102,10 @@ class Codec:
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
         """The chat template's tokens, with the generation prompt."""
-        return self.encode("".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages) + "<|im_start|>assistant\n")
+        return self.encode(
+            "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+            + "<|im_start|>assistant\n"
+        )
 
 
 def lone_sample(codec: Codec, rng: random.Random) -> Sample:
@@ -107,7 +130,7 @@ def few_shot_sample(codec: Codec, rng: random.Random, length: int) -> Sample:
 def lone_turns(codec: Codec, problems: list[Problem]) -> Sample:
     tokens, weights = [], []
     for i, problem in enumerate(problems):
-        prompt = codec.chat(few_shot_messages(problems[:i], problem))[len(tokens):]
+        prompt = codec.chat(few_shot_messages(problems[:i], problem))[len(tokens) :]
         written = [*codec.encode(problem.solution()), codec.end]
         tokens += prompt + written
         weights += [0] * len(prompt) + [1] * len(written)
@@ -116,10 +139,11 @@ def lone_turns(codec: Codec, problems: list[Problem]) -> Sample:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """What a worker sees at one moment, in the order of the combined layout, and the paragraph that it is writing then.
+    """What a worker sees at one moment, in the order of the combined layout, and the paragraph that
+    it is writing then.
 
-    Lists of tokens. `written` is how many tokens of `body` stood already: 0 where it begins, more where the other worker's block
-    has grown, moved or begun anew meanwhile.
+    Lists of tokens. `written` is how many tokens of `body` stood already: 0 where it begins, more
+    where the other worker's block has grown, moved or begun anew meanwhile.
     """
 
     name: str
@@ -133,7 +157,13 @@ class View:
     @property
     def context(self) -> list[int]:
         """All that is visible, up to the next token to write."""
-        return [*self.prompt, *(t for p in self.history for t in p), *self.foreign, *self.opening, *self.body[:self.written]]
+        return [
+            *self.prompt,
+            *(t for p in self.history for t in p),
+            *self.foreign,
+            *self.opening,
+            *self.body[: self.written],
+        ]
 
 
 @dataclasses.dataclass
@@ -150,9 +180,12 @@ class _Worker:
 
 
 def simulate(codec: Codec, problem: Problem, rng: random.Random) -> list[View]:
-    """Two workers that keep to `next_move`, a token at a time, at uneven pace, until one has boxed the answers: a view of every
-    paragraph as it is begun, and of some in their middle."""
-    workers = [_Worker(name, rng.uniform(0.5, 1.0), rng.randint(0, 30) if rng.random() < 0.5 else 0) for name in NAMES]
+    """Two workers that keep to `next_move`, a token at a time, at uneven pace, until one has boxed
+    the answers: a view of every paragraph as it is begun, and of some in their middle."""
+    workers = [
+        _Worker(name, rng.uniform(0.5, 1.0), rng.randint(0, 30) if rng.random() < 0.5 else 0)
+        for name in NAMES
+    ]
     prompt, history, views = codec.chat(problem.messages(NAMES)), [], []
     [question, _] = codec.encode(" Question 1")
     at_once = rng.random() < 0.5
@@ -165,7 +198,17 @@ def simulate(codec: Codec, problem: Problem, rng: random.Random) -> list[View]:
             worker.block, worker.queue = worker.queue, []
 
     def look(worker: _Worker, other: _Worker, written: int) -> None:
-        views.append(View(worker.name, prompt, [*history], [*other.block], worker.opening, worker.body, written))
+        views.append(
+            View(
+                worker.name,
+                prompt,
+                [*history],
+                [*other.block],
+                worker.opening,
+                worker.body,
+                written,
+            )
+        )
 
     for worker in workers:
         begin(worker)
@@ -186,13 +229,16 @@ def simulate(codec: Codec, problem: Problem, rng: random.Random) -> list[View]:
                     worker.asking = True
                     worker.block.append(question)
                     continue
-                overtaken = worker.asking and move <= 0  # the other took the last question since this one wrote " Question"
+                # the other took the last question since this one wrote " Question"
+                overtaken = worker.asking and move <= 0
                 if overtaken:
                     unsolved = sorted(claimed(seen) - set(results(seen))) or sorted(claimed(seen))
                     move = unsolved[0] if worker.name == NAMES[0] else unsolved[-1]
-                worker.body = codec.encode(wait_body(other.name) if move == WAIT else problem.body(move))
+                worker.body = codec.encode(
+                    wait_body(other.name) if move == WAIT else problem.body(move)
+                )
                 look(worker, other, int(overtaken))
-                worker.queue = worker.body[int(worker.asking):]
+                worker.queue = worker.body[int(worker.asking) :]
                 worker.asking = False
                 worker.block.append(worker.queue.pop(0))
             elif is_box(codec, worker.body):
@@ -207,25 +253,31 @@ def is_box(codec: Codec, body: list[int]) -> bool:
 
 
 def view_sample(codec: Codec, rng: random.Random) -> Sample:
-    """One view of a simulation. Learned: the bodies in the history after their claim, and the viewer's own body and its end."""
+    """One view of a simulation. Learned: the bodies in the history after their claim, and the
+    viewer's own body and its end."""
     views = simulate(codec, make_problem(rng), rng)
     view = rng.choices(views, weights=[1 + len(v.history) for v in views])[0]
     tokens, weights = [*view.prompt], [0] * len(view.prompt)
     for paragraph in view.history:
         tokens += paragraph
-        learned = len(view.opening) + 2  # the separator and the header, then two tokens that say what is taken up
+        # the separator and the header, then two tokens that say what is taken up
+        learned = len(view.opening) + 2
         weights += [0] * learned + [1] * (len(paragraph) - learned)
-    coming = [*view.body[view.written:], codec.end if is_box(codec, view.body) else codec.separator]
+    coming = [
+        *view.body[view.written :],
+        codec.end if is_box(codec, view.body) else codec.separator,
+    ]
     weights += [0] * (len(view.context) - len(weights)) + [OWN] * len(coming)
     return [*view.context, *coming], weights
 
 
 def batch(codec: Codec, samples: list[Sample], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """int32[R, length + 1] padded tokens and float32[R, length] weights of the tokens after the first."""
+    """int32[R, length + 1] padded tokens and float32[R, length] weights of the tokens after the
+    first."""
     tokens = np.full((len(samples), length + 1), codec.pad, np.int32)
     weights = np.zeros((len(samples), length + 1), np.float32)
     for row, (ids, learned) in enumerate(samples):
         if len(ids) > length + 1:
             raise ValueError(f"a sample of {len(ids)} tokens does not fit {length + 1}")
-        tokens[row, :len(ids)], weights[row, :len(ids)] = ids, learned
+        tokens[row, : len(ids)], weights[row, : len(ids)] = ids, learned
     return tokens, weights[:, 1:]

@@ -1,8 +1,9 @@
 """Lessons: sessions of workers against the clock, whose tokens a teacher writes.
 
-`play` does what a session of `jaxshare.serving.Workers` does on the device: it feeds openings in wide passes, ends steps, moves them, puts
-the question whether work is redundant. The tokens are not sampled, though: the rule of teacher.py writes them. What comes of it is a
-`Lesson`: a trace, and the tokens to learn in it.
+`play` does what a session of `jaxshare.serving.Workers` does on the device: it feeds openings in
+wide passes, ends steps, moves them, puts the question whether work is redundant. The tokens are not
+sampled, though: the rule of teacher.py writes them. What comes of it is a `Lesson`: a trace, and
+the tokens to learn in it.
 """
 
 import dataclasses
@@ -44,8 +45,21 @@ class Lesson:
     weights: np.ndarray
 
 
-def play(script: Script, problem: Problem, names: Sequence[str], layout: str, rng: random.Random, *, ask_every: int = 0, seed: int = 0,
-         move: str = "rotate", lapses: Lapses = NO_LAPSES, budget: int = 1024, guess: bool = False, guesses: Container[int] = ()) -> Lesson:
+def play(
+    script: Script,
+    problem: Problem,
+    names: Sequence[str],
+    layout: str,
+    rng: random.Random,
+    *,
+    ask_every: int = 0,
+    seed: int = 0,
+    move: str = "rotate",
+    lapses: Lapses = NO_LAPSES,
+    budget: int = 1024,
+    guess: bool = False,
+    guesses: Container[int] = (),
+) -> Lesson:
     """A session from the prompt to the box, or to the budget.
 
     Args:
@@ -54,11 +68,13 @@ def play(script: Script, problem: Problem, names: Sequence[str], layout: str, rn
       names: of the workers.
       layout: one of `LAYOUTS`.
       rng: decides on lapses.
-      ask_every, seed: as in `Workers`: when a worker is asked whether its work is redundant, and which.
+      ask_every, seed: as in `Workers`: when a worker is asked whether its work is redundant, and
+        which.
       move: as in `Workers`: whether a finished step moves as it is, or is encoded anew.
       lapses: how often workers do not go by the rule.
       budget: forward passes.
-      guess: where the budget ends the session, it is followed by the finisher's guess, which boxes what can be seen then.
+      guess: where the budget ends the session, it is followed by the finisher's guess, which boxes
+        what can be seen then.
       guesses: passes after which the finisher guesses as well.
 
     Returns:
@@ -69,7 +85,17 @@ def play(script: Script, problem: Problem, names: Sequence[str], layout: str, rn
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
-    session = _Session(script, problem, names, LAYOUTS[layout](names, script.format), rng, ask_every, seed, move == "reencode", lapses)
+    session = _Session(
+        script,
+        problem,
+        names,
+        LAYOUTS[layout](names, script.format),
+        rng,
+        ask_every,
+        seed,
+        move == "reencode",
+        lapses,
+    )
     over = False
     for number in range(budget):
         session.feed()
@@ -85,7 +111,8 @@ def play(script: Script, problem: Problem, names: Sequence[str], layout: str, rn
 
 
 def chat(script: Script, problems: Sequence[Problem], *, system: bool = True) -> Lesson:
-    """A chat in which Alice solves problem after problem alone, headers and all, so that a model keeps what it can do without a session.
+    """A chat in which Alice solves problem after problem alone, headers and all, so that a model
+    keeps what it can do without a session.
 
     Args:
       script: texts as tokens, of a model with a chat template.
@@ -95,18 +122,25 @@ def chat(script: Script, problems: Sequence[Problem], *, system: bool = True) ->
     tokens: list[int] = []
     turns: list[tuple[int, int]] = []
     for i, problem in enumerate(problems):
-        messages = few_shot_messages(problems[:i], problem)[not system:]
-        text = script.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        messages = few_shot_messages(problems[:i], problem)[not system :]
+        text = script.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
         asked = script.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         written = [*script.codec.encode(problem.solution()), script.end]
-        if asked[:len(tokens)] != tokens:  # a template that shows earlier turns in another way
+        if asked[: len(tokens)] != tokens:  # a template that shows earlier turns in another way
             turns.clear()
         tokens = [*asked, *written]
         turns.append((len(asked), len(tokens)))
     recorder = Recorder(1)
     recorder.text(tokens, 0)
     at = np.concatenate([np.arange(begin - 1, end - 1) for begin, end in turns]).astype(np.int32)
-    return Lesson(recorder.trace(names=["prompt"]), at, np.asarray(tokens, np.int32)[at + 1], np.ones(len(at), np.float32))
+    return Lesson(
+        recorder.trace(names=["prompt"]),
+        at,
+        np.asarray(tokens, np.int32)[at + 1],
+        np.ones(len(at), np.float32),
+    )
 
 
 def plain(script: Script, problem: Problem) -> Lesson:
@@ -116,23 +150,42 @@ def plain(script: Script, problem: Problem) -> Lesson:
     recorder = Recorder(1)
     recorder.text(tokens, 0)
     at = np.arange(len(asked) - 1, len(tokens) - 1, dtype=np.int32)
-    return Lesson(recorder.trace(names=["prompt"]), at, np.asarray(tokens, np.int32)[at + 1], np.ones(len(at), np.float32))
+    return Lesson(
+        recorder.trace(names=["prompt"]),
+        at,
+        np.asarray(tokens, np.int32)[at + 1],
+        np.ones(len(at), np.float32),
+    )
 
 
 class _Session:
     """What a session of workers does on the device, in plain lists."""
 
-    def __init__(self, script: Script, problem: Problem, names: Sequence[str], layout: WorkersLayout, rng: random.Random, ask_every: int,
-                 seed: int, reencodes: bool, lapses: Lapses):
+    def __init__(
+        self,
+        script: Script,
+        problem: Problem,
+        names: Sequence[str],
+        layout: WorkersLayout,
+        rng: random.Random,
+        ask_every: int,
+        seed: int,
+        reencodes: bool,
+        lapses: Lapses,
+    ):
         self._script, self._problem, self._names, self._layout = script, problem, names, layout
         self._blocks = [*dict.fromkeys([*layout.blocks, *layout.texts, FINISHER])]
         self._rows = [[*map(self._blocks.index, layout.sees[name])] for name in names]
         self._recorder = Recorder(len(self._blocks))
-        for block, tokens in {layout.prompt: script.prompt(problem, names, layout),
-                              **{block: script.codec.encode(text) for block, text in layout.texts.items()}}.items():
+        for block, tokens in {
+            layout.prompt: script.prompt(problem, names, layout),
+            **{block: script.codec.encode(text) for block, text in layout.texts.items()},
+        }.items():
             self._recorder.text(tokens, self._blocks.index(block))
         self._lulls: dict[int, int] = {}
-        self._pupils = [Pupil(name, names, script, problem, rng, lapses, self._lulls) for name in names]
+        self._pupils = [
+            Pupil(name, names, script, problem, rng, lapses, self._lulls) for name in names
+        ]
         self._finished: list[Paragraph] = []
         self._numbers = [1] * len(names)
         self._reencodes = reencodes
@@ -143,7 +196,8 @@ class _Session:
         self._ask_every = ask_every if script.format.question else 0
         self._seed, self._asks = seed_words([stream_seed(seed, "asked")]), 0
         self._since, self._due = 0, [False] * len(names)
-        self._learned: list[tuple[int, int, float]] = []  # after which token, what, and what it weighs
+        # after which token, what, and what it weighs
+        self._learned: list[tuple[int, int, float]] = []
 
     def feed(self) -> None:
         """A pass."""
@@ -160,7 +214,8 @@ class _Session:
                     own.opening = len(own.text)
 
     def sample(self) -> bool:
-        """Every worker that has fed all writes a token, by what it sees in this pass. Returns whether the session is over."""
+        """Every worker that has fed all writes a token, by what it sees in this pass. Returns
+        whether the session is over."""
         new: dict[int, int] = {}
         for row, pupil in enumerate(self._pupils):
             if not self._queues[row]:
@@ -181,32 +236,47 @@ class _Session:
 
     def feed_sampled(self) -> None:
         """A pass for what was sampled last, as a session makes it before its end."""
-        last = [queue[:row in self._sampled] for row, queue in enumerate(self._queues)]
+        last = [queue[: row in self._sampled] for row, queue in enumerate(self._queues)]
         self._recorder.feed(last, self._rows)
         for pupil, tokens in zip(self._pupils, last, strict=True):
             pupil.own.text += self._script.codec.decode(tokens)
 
     def guess(self) -> None:
-        """The finisher sees what all workers have written, and boxes what is known. The one before is taken away."""
+        """The finisher sees what all workers have written, and boxes what is known. The one before
+        is taken away."""
         asked = self._script.codec.encode(self._script.format.finisher)
         sight = Sight(self._finished, [pupil.own for pupil in self._pupils])
-        text = box(self._problem, {**sight.results, **worked(self._problem, (*sight.finished, *sight.others))}).partition("{")[2]
+        text = box(
+            self._problem,
+            {**sight.results, **worked(self._problem, (*sight.finished, *sight.others))},
+        ).partition("{")[2]
         answer = self._script.behind(self._script.format.finisher, text)
         finisher = self._blocks.index(FINISHER)
         self._recorder.cut(finisher, 0)
         sees = [*map(self._blocks.index, self._layout.overview(self._names[-1])), finisher]
         [numbers] = self._recorder.feed([[*asked, *answer]], [sees], rows=[len(self._names)])
-        self._learned += [(int(at), token, 1.0) for at, token in zip(numbers[len(asked) - 1:], answer, strict=False)]
+        self._learned += [
+            (int(at), token, 1.0)
+            for at, token in zip(numbers[len(asked) - 1 :], answer, strict=False)
+        ]
 
     def lesson(self) -> Lesson:
         at, targets, weights = zip(*self._learned, strict=True) if self._learned else ((), (), ())
-        return Lesson(self._recorder.trace(names=self._blocks), np.asarray(at, np.int32), np.asarray(targets, np.int32),
-                      np.asarray(weights, np.float32))
+        return Lesson(
+            self._recorder.trace(names=self._blocks),
+            np.asarray(at, np.int32),
+            np.asarray(targets, np.int32),
+            np.asarray(weights, np.float32),
+        )
 
     def _sight(self, row: int) -> Sight:
         """What a worker's blocks hold now, as paragraphs."""
         seen = {self._blocks[block] for block in self._rows[row]}
-        others = [p.own for r, p in enumerate(self._pupils) if r != row and self._layout.written(p.name) in seen]
+        others = [
+            p.own
+            for r, p in enumerate(self._pupils)
+            if r != row and self._layout.written(p.name) in seen
+        ]
         return Sight(self._finished, others)
 
     def _turn(self, row: int, asked: bool) -> None:
@@ -230,7 +300,11 @@ class _Session:
     def _opening(self, row: int, asked: bool = False) -> list[int]:
         name, number, format = self._names[row], self._numbers[row], self._script.format
         stays = number > 1 and name not in self._layout.moves
-        text = (format.question if asked else "") if stays else format.opening(name, number, names=self._names, ask=asked)
+        text = (
+            (format.question if asked else "")
+            if stays
+            else format.opening(name, number, names=self._names, ask=asked)
+        )
         return self._script.codec.encode(text.rstrip(" "))
 
     def _ask(self, sampled: int) -> None:

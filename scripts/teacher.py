@@ -1,15 +1,22 @@
-"""The rule of a teacher that plays workers: what each would write next, from what it could see in that pass alone.
+"""The rule of a teacher that plays workers: what each would write next, from what it could see in
+that pass alone.
 
-Hogwild! Inference, appendices B ("Fine-tuning and re-encoding considerations") and E.2. playing.py lets the workers of a session go by it.
+Hogwild! Inference, appendices B ("Fine-tuning and re-encoding considerations") and E.2. playing.py
+lets the workers of a session go by it.
 
-- A worker takes a free question of its own part of the list, and then goes on from there, each second worker downwards. Two of them are
-  Alice, who takes the lowest, and Bob, who takes the highest, as in `jaxshare.models.problems`.
-- Two that take the same question see it in the next pass. Who has written less of it goes elsewhere, and of equals the later in the list:
-  "Question 3: Bob has it. Question 4: ...". Where steps are private, that happens when the other's result appears.
-- A question that goes on from the answer of another one is taken when that answer can be seen, whoever wrote it.
+- A worker takes a free question of its own part of the list, and then goes on from there, each
+  second worker downwards. Two of them are Alice, who takes the lowest, and Bob, who takes the
+  highest, as in `jaxshare.models.problems`.
+- Two that take the same question see it in the next pass. Who has written less of it goes
+  elsewhere, and of equals the later in the list: "Question 3: Bob has it. Question 4: ...". Where
+  steps are private, that happens when the other's result appears.
+- A question that goes on from the answer of another one is taken when that answer can be seen,
+  whoever wrote it.
 - With nothing to take a worker waits; whoever sees all results boxes them.
-- The finisher boxes what can be known when the time is up: also an answer whose working is complete and that only has to be written down.
-- Asked whether its work is redundant, a worker says yes if the step before has added nothing: it waited, or another had that question.
+- The finisher boxes what can be known when the time is up: also an answer whose working is complete
+  and that only has to be written down.
+- Asked whether its work is redundant, a worker says yes if the step before has added nothing: it
+  waited, or another had that question.
 """
 
 import dataclasses
@@ -38,12 +45,14 @@ _LONGEST_LULL = 45
 
 @dataclasses.dataclass(frozen=True)
 class Lapses:
-    """How often the teacher does not do what the rule says, so that pupils see what comes of it and how to go on. None of it is learned.
+    """How often the teacher does not do what the rule says, so that pupils see what comes of it and
+    how to go on. None of it is learned.
 
     Attributes:
       slips: part of the claims that take another question than the rule says.
-      yields: part of the clashes in which the worker that has the question leaves it as well. For up to `_LONGEST_LULL` passes all then
-        believe that it is taken, and wait if nothing else is left.
+      yields: part of the clashes in which the worker that has the question leaves it as well. For
+        up to `_LONGEST_LULL` passes all then believe that it is taken, and wait if nothing else is
+        left.
     """
 
     slips: float = 0.0
@@ -56,7 +65,8 @@ class Script:
 
     Attributes:
       codec, tokenizer: of the model.
-      format: prompts, headers and the question; what separates steps is ASCII whitespace that the tokenizer has a token for.
+      format: prompts, headers and the question; what separates steps is ASCII whitespace that the
+        tokenizer has a token for.
       end: the token that ends a worker, after the box.
     """
 
@@ -66,20 +76,32 @@ class Script:
     end: int
 
     @classmethod
-    def of(cls, tokenizer: Any, vocab_size: int, generation: Generation, format: Format) -> "Script":
+    def of(
+        cls, tokenizer: Any, vocab_size: int, generation: Generation, format: Format
+    ) -> "Script":
         """Of a model's parts.
 
         Raises:
           ValueError: no tokenizer or no stop token, or a separator of several tokens.
         """
         if tokenizer is None or not generation.stop_tokens:
-            raise ValueError("a teacher needs a model with a tokenizer and a stop token; add tokenizer.json and generation_config.json to "
-                             "the model's folder")
+            raise ValueError(
+                "a teacher needs a model with a tokenizer and a stop token; add tokenizer.json and "
+                "generation_config.json to the model's folder"
+            )
         codec = codec_of(tokenizer, vocab_size)
         if len(codec.encode(format.separator)) != 1:
-            raise ValueError(f"the separator {format.separator!r} is not one token of this tokenizer; choose a format with one that is")
+            raise ValueError(
+                f"the separator {format.separator!r} is not one token of this tokenizer; choose a "
+                "format with one that is"
+            )
         end = tokenizer.eos_token_id
-        return cls(codec, tokenizer, format, end if end in generation.stop_tokens else min(generation.stop_tokens))
+        return cls(
+            codec,
+            tokenizer,
+            format,
+            end if end in generation.stop_tokens else min(generation.stop_tokens),
+        )
 
     @functools.cached_property
     def separator(self) -> int:
@@ -88,20 +110,26 @@ class Script:
 
     def prompt(self, problem: Problem, names: Sequence[str], layout: WorkersLayout) -> list[int]:
         """What all workers read first."""
-        format = self.format if layout.moves else dataclasses.replace(self.format, history_header="")
+        format = (
+            self.format if layout.moves else dataclasses.replace(self.format, history_header="")
+        )
         text = format.prompt(self.tokenizer, problem.prompt(), names)
-        return self.tokenizer.encode(text, add_special_tokens=not self.tokenizer.chat_template, verbose=False)
+        return self.tokenizer.encode(
+            text, add_special_tokens=not self.tokenizer.chat_template, verbose=False
+        )
 
     @functools.cached_property
     def claim(self) -> list[int]:
         """The tokens with which every claim begins, whatever is claimed."""
         first, *others = (self.codec.encode(f" Question {number}") for number in (1, 2, 9))
-        return first[:next(i for i, token in enumerate(first) if any(other[i] != token for other in others))]
+        return first[
+            : next(i for i, token in enumerate(first) if any(other[i] != token for other in others))
+        ]
 
     def behind(self, before: str, text: str) -> list[int]:
         """The tokens of a text that stands behind another one."""
         known, whole = self.codec.encode(before), self.codec.encode(before + text)
-        return whole[len(known):] if whole[:len(known)] == known else self.codec.encode(text)
+        return whole[len(known) :] if whole[: len(known)] == known else self.codec.encode(text)
 
 
 @dataclasses.dataclass
@@ -120,7 +148,7 @@ class Paragraph:
 
     @property
     def body(self) -> str:
-        return self.text[self.opening:]
+        return self.text[self.opening :]
 
     @property
     def claims(self) -> dict[int, int]:
@@ -135,14 +163,19 @@ class Paragraph:
 
 @dataclasses.dataclass(frozen=True)
 class Sight:
-    """What a worker sees of the others and of its past: paragraphs that are finished, its own too, and those that others are writing."""
+    """What a worker sees of the others and of its past: paragraphs that are finished, its own too,
+    and those that others are writing."""
 
     finished: Sequence[Paragraph]
     others: Sequence[Paragraph]
 
     @property
     def results(self) -> dict[int, int]:
-        return {number: answer for p in (*self.finished, *self.others) for number, answer in p.results.items()}
+        return {
+            number: answer
+            for p in (*self.finished, *self.others)
+            for number, answer in p.results.items()
+        }
 
     @property
     def claimed(self) -> set[int]:
@@ -157,8 +190,16 @@ class Pupil:
       own: the paragraph that it is writing.
     """
 
-    def __init__(self, name: str, names: Sequence[str], script: Script, problem: Problem, rng: random.Random, lapses: Lapses,
-                 lulls: dict[int, int]):
+    def __init__(
+        self,
+        name: str,
+        names: Sequence[str],
+        script: Script,
+        problem: Problem,
+        rng: random.Random,
+        lapses: Lapses,
+        lulls: dict[int, int],
+    ):
         """Of a session.
 
         Args:
@@ -166,27 +207,44 @@ class Pupil:
         """
         self.name, self.names, self.rank = name, names, names.index(name)
         self.own, self.last = Paragraph(name), None
-        self._script, self._problem, self._rng, self._lapses, self._lulls = script, problem, rng, lapses, lulls
+        self._script, self._problem, self._rng, self._lapses, self._lulls = (
+            script,
+            problem,
+            rng,
+            lapses,
+            lulls,
+        )
         self._queue: list[int] = []
         self._wrong = 0  # how many of the tokens in the queue are not to be learned
         self._then, self._question = "open", 0
 
     def begin(self, asked: bool) -> None:
         """A paragraph is over, and the next one begins."""
-        self.last, self.own, self._queue, self._then = self.own, Paragraph(self.name, asked), [], "asked" if asked else "open"
+        self.last, self.own, self._queue, self._then = (
+            self.own,
+            Paragraph(self.name, asked),
+            [],
+            "asked" if asked else "open",
+        )
 
     def write(self, sight: Sight) -> tuple[int, float]:
         """The next token, and what it weighs."""
         weight = 1.0
         if not self._queue:
             weight = getattr(self, f"_{self._then}")(sight)
-        elif self._then == "end" and self._question and _SENTENCE.search(self.own.body) and (rival := self._rival(sight)):
+        elif (
+            self._then == "end"
+            and self._question
+            and _SENTENCE.search(self.own.body)
+            and (rival := self._rival(sight))
+        ):
             self._leave(rival)
         if self._wrong:
             self._wrong, weight = self._wrong - 1, 0.0
         return self._queue.pop(0), weight
 
-    # What comes when all that was planned is written. Each plans more, and gives the weight of its first token.
+    # What comes when all that was planned is written. Each plans more, and gives the weight of its
+    # first token.
 
     def _asked(self, sight: Sight) -> float:
         self._plan(self._script.codec.encode(YES if redundant(self.last, sight) else NO), "open")
@@ -206,13 +264,19 @@ class Pupil:
 
     def _number(self, sight: Sight) -> float:
         # Others may have taken the last ones since this worker began to write that it takes one.
-        unsolved = self._problem.open(sight.results) - {*sight.results} or {*range(1, len(self._problem.questions) + 1)}
+        unsolved = self._problem.open(sight.results) - {*sight.results} or {
+            *range(1, len(self._problem.questions) + 1)
+        }
         free = self._free(sight) or sorted(unsolved)
         right = self._choice(free)
         slip = self._rng.random() < self._lapses.slips
-        self._question = self._rng.choice(sorted(unsolved)) if slip else self._choice(self._believed(free) or free)
+        self._question = (
+            self._rng.choice(sorted(unsolved))
+            if slip
+            else self._choice(self._believed(free) or free)
+        )
         claim = self._script.claim
-        self._plan(self._script.codec.encode(f" Question {self._question}")[len(claim):], "work")
+        self._plan(self._script.codec.encode(f" Question {self._question}")[len(claim) :], "work")
         return float(self._question == right)
 
     def _work(self, sight: Sight) -> float:
@@ -241,7 +305,11 @@ class Pupil:
     def _leave(self, rival: str) -> None:
         """Leaves its question to another one."""
         body = self.own.body
-        text = f": {rival} has it." if body[-1:].isdigit() else f"{'' if body.endswith(' ') else ' '}{rival} has it."
+        text = (
+            f": {rival} has it."
+            if body[-1:].isdigit()
+            else f"{'' if body.endswith(' ') else ' '}{rival} has it."
+        )
         self._plan(self._script.behind(body, text), "open")
 
     # What the rule says.
@@ -254,8 +322,8 @@ class Pupil:
         return [number for number in free if not self._lulls.get(number)]
 
     def _choice(self, free: Sequence[int]) -> int:
-        """Of a worker's own part of the questions upwards from its first or, for each second one, downwards from its last, and then on
-        around."""
+        """Of a worker's own part of the questions upwards from its first or, for each second one,
+        downwards from its last, and then on around."""
         count, many = len(self._problem.questions), len(self.names)
         low, high = self.rank * count // many + 1, (self.rank + 1) * count // many
         if self.rank % 2 == 0:
@@ -263,19 +331,25 @@ class Pupil:
         return min(free, key=lambda number: (max(low, high) - number) % count)
 
     def _rival(self, sight: Sight) -> str | None:
-        """Who has this worker's question: whoever has answered it, or has written more of it, or as much and comes first."""
+        """Who has this worker's question: whoever has answered it, or has written more of it, or as
+        much and comes first."""
         own = self.own.claims.get(self._question, 0)
         for other in (*sight.finished, *sight.others):
             if other.writer == self.name or self._question not in other.claims:
                 continue
             written = other.claims[self._question]
-            if self._question in other.results or (written, -self.names.index(other.writer)) > (own, -self.rank):
+            if self._question in other.results or (written, -self.names.index(other.writer)) > (
+                own,
+                -self.rank,
+            ):
                 return other.writer
         return None
 
     def _follower(self, sight: Sight) -> str | None:
         """Who has begun this worker's question as well, and is to leave it."""
-        return next((other.writer for other in sight.others if self._question in other.claims), None)
+        return next(
+            (other.writer for other in sight.others if self._question in other.claims), None
+        )
 
     def _awaited(self, sight: Sight) -> str:
         """Who is at work on something, or else the next in the list."""
@@ -284,17 +358,31 @@ class Pupil:
 
 
 def redundant(last: Paragraph | None, sight: Sight) -> bool:
-    """Whether a worker's last paragraph has added nothing: it took nothing up, or only what another has taken up as well."""
+    """Whether a worker's last paragraph has added nothing: it took nothing up, or only what another
+    has taken up as well."""
     if last is None:
         return False
-    others = {number for p in (*sight.finished, *sight.others) if p.writer != last.writer for number in p.claims}
+    others = {
+        number
+        for p in (*sight.finished, *sight.others)
+        if p.writer != last.writer
+        for number in p.claims
+    }
     return last.claims.keys() <= others
 
 
 def worked(problem: Problem, paragraphs: Iterable[Paragraph]) -> dict[int, int]:
     """The answers of which the whole working stands in a paragraph, whether or not they do."""
-    bodies = {number: problem.body(number).partition(" Answer ")[0] for number in range(1, len(problem.questions) + 1)}
-    return {number: problem.answers[number - 1] for p in paragraphs for number, body in bodies.items() if body in p.text}
+    bodies = {
+        number: problem.body(number).partition(" Answer ")[0]
+        for number in range(1, len(problem.questions) + 1)
+    }
+    return {
+        number: problem.answers[number - 1]
+        for p in paragraphs
+        for number, body in bodies.items()
+        if body in p.text
+    }
 
 
 def box(problem: Problem, known: Mapping[int, int]) -> str:

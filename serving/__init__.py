@@ -12,6 +12,34 @@ from jaxshare.serving.transcript import Event, Step
 from jaxshare.serving.trees import Branch
 from jaxshare.serving.workers import Workers
 
-__all__ = ["COLLABORATIVE", "PLAIN", "Answer", "AnswerRule", "Branch", "Branches", "Completion", "Completions", "Costs", "Event", "Format",
-           "Prefix", "Prefixes", "Result", "Step", "Workers", "WorkersLayout", "best_of_n", "box_answers", "by_prompt", "code_answers",
-           "collaborative", "combined", "contiguous", "generate", "interleaved", "majority_vote", "pass_at", "pass_at_k"]
+__all__ = [
+    "COLLABORATIVE",
+    "PLAIN",
+    "Answer",
+    "AnswerRule",
+    "Branch",
+    "Branches",
+    "Completion",
+    "Completions",
+    "Costs",
+    "Event",
+    "Format",
+    "Prefix",
+    "Prefixes",
+    "Result",
+    "Step",
+    "Workers",
+    "WorkersLayout",
+    "best_of_n",
+    "box_answers",
+    "by_prompt",
+    "code_answers",
+    "collaborative",
+    "combined",
+    "contiguous",
+    "generate",
+    "interleaved",
+    "majority_vote",
+    "pass_at",
+    "pass_at_k",
+]

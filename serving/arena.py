@@ -1,4 +1,5 @@
-"""Arena: one cache whose blocks come and go. The host hands out extents; the cache itself stays where it is."""
+"""Arena: one cache whose blocks come and go. The host hands out extents; the cache itself stays
+where it is."""
 
 import dataclasses
 import heapq
@@ -14,7 +15,8 @@ from jaxshare.serving.inputs import cache_dtype
 
 
 def footprints(capacities: Sequence[int]) -> list[int]:
-    """The most tokens of an arena that blocks of these capacities take when they are put side by side, in any order."""
+    """The most tokens of an arena that blocks of these capacities take when they are put side by
+    side, in any order."""
     # Before a large block that comes after a small one, up to a tile is lost.
     gap = ALIGNMENT - 1 if capacities and min(capacities) < ALIGNMENT <= max(capacities) else 0
     return [size + (-size % ALIGNMENT + gap if size >= ALIGNMENT else 0) for size in capacities]
@@ -30,7 +32,8 @@ class Arena:
     """Blocks of one cache, taken and given back on the host.
 
     Attributes:
-      cache: the cache. Whoever runs passes puts the new one back here. `settle` first: it carries out what was taken and given back.
+      cache: the cache. Whoever runs passes puts the new one back here. `settle` first: it carries
+        out what was taken and given back.
       tokens: the size of the arena.
       slots: how many blocks there can be at a time; `grow` makes them more.
       busy: whether somebody is at work with the cache.
@@ -55,12 +58,15 @@ class Arena:
         return len(self._taken)
 
     def grow(self, slots: int) -> None:
-        """Makes room for so many blocks at a time, if there is not. Keys and values stay where they are; what takes the cache compiles
-        anew, since it has longer tables of blocks."""
+        """Makes room for so many blocks at a time, if there is not. Keys and values stay where they
+        are; what takes the cache compiles anew, since it has longer tables of blocks."""
         if slots <= self.slots:
             return
         more, cache = slots - self.slots, self.cache
-        tables = {name: jnp.pad(getattr(cache, name), (0, more)) for name in ("offsets", "lengths", "capacities", "phases")}
+        tables = {
+            name: jnp.pad(getattr(cache, name), (0, more))
+            for name in ("offsets", "lengths", "capacities", "phases")
+        }
         self.cache = dataclasses.replace(cache, **tables)
         for block in range(self.slots, slots):
             heapq.heappush(self._spare, block)
@@ -76,7 +82,8 @@ class Arena:
 
         Args:
           capacity: of the block, in tokens.
-          high: put it as far up as it goes. What stays long and what comes and goes are best kept apart.
+          high: put it as far up as it goes. What stays long and what comes and goes are best kept
+            apart.
         """
         if len(self._taken) == self.slots or (at := self._holes.take(capacity, high=high)) is None:
             return None
@@ -95,6 +102,8 @@ class Arena:
         """The cache with every block where it is now; those that are new are empty."""
         if self._changed:
             blocks = sorted(self._changed)
-            self.cache = self.cache.place(blocks, *zip(*(self._taken.get(b, (0, 0)) for b in blocks), strict=True))
+            self.cache = self.cache.place(
+                blocks, *zip(*(self._taken.get(b, (0, 0)) for b in blocks), strict=True)
+            )
             self._changed.clear()
         return self.cache

@@ -22,7 +22,8 @@ class Item:
     Attributes:
       line: of the input, from 1.
       id: that the line gives, or else its number.
-      branch: the numbers of the children that lead to it from the root of the line's tree; () where the line is no tree.
+      branch: the numbers of the children that lead to it from the root of the line's tree; () where
+        the line is no tree.
       tokens: of the whole prompt.
       n: completions.
     """
@@ -34,8 +35,11 @@ class Item:
     n: int
 
 
-def read_input(data: bytes, model: LoadedModel, options: argparse.Namespace) -> tuple[list[Item], list[dict[str, Any]]]:
-    """What is to be completed, in the order of the input, and the lines that are bad: [{"line": number, "error": what is wrong}]."""
+def read_input(
+    data: bytes, model: LoadedModel, options: argparse.Namespace
+) -> tuple[list[Item], list[dict[str, Any]]]:
+    """What is to be completed, in the order of the input, and the lines that are bad: [{"line":
+    number, "error": what is wrong}]."""
     items: list[Item] = []
     bad_lines: list[dict[str, Any]] = []
     lines: dict[str | float, int] = {}
@@ -46,21 +50,30 @@ def read_input(data: bytes, model: LoadedModel, options: argparse.Namespace) -> 
             found = _read_line(raw, number, model, options)
             first = lines.setdefault(found[0].id, number)
             if first != number:
-                raise ValueError(f"has the id {json.dumps(found[0].id)} of line {first}; give each line its own")
+                raise ValueError(
+                    f"has the id {json.dumps(found[0].id)} of line {first}; give each line its own"
+                )
             items += found
         except ValueError as error:
             bad_lines.append({"line": number, "error": str(error)})
         except RecursionError:
-            bad_lines.append({"line": number, "error": "is nested too deeply; give a tree of fewer levels"})
+            bad_lines.append(
+                {"line": number, "error": "is nested too deeply; give a tree of fewer levels"}
+            )
     return items, bad_lines
 
 
-def _read_line(raw: bytes, number: int, model: LoadedModel, options: argparse.Namespace) -> list[Item]:
+def _read_line(
+    raw: bytes, number: int, model: LoadedModel, options: argparse.Namespace
+) -> list[Item]:
     try:
         value = json.loads(raw.decode())
-        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair can be escaped in JSON, and is no text
+        # half of a surrogate pair can be escaped in JSON, and is no text
+        json.dumps(value, ensure_ascii=False).encode()
     except ValueError as error:
-        raise ValueError(f"is not JSON in UTF-8 ({error}); it would be an object or a string") from error
+        raise ValueError(
+            f"is not JSON in UTF-8 ({error}); it would be an object or a string"
+        ) from error
     if isinstance(value, str):
         value = {"text" if options.tree else "prompt": value}
     if not isinstance(value, dict):
@@ -68,12 +81,22 @@ def _read_line(raw: bytes, number: int, model: LoadedModel, options: argparse.Na
     name = value.pop("id", number)
     if type(name) not in (str, int, float) or (type(name) is float and not math.isfinite(name)):
         raise ValueError(f"has the id {json.dumps(name)[:40]}; it must be a string or a number")
-    tree = _node(value, ()) if options.tree else Branch(_prompt(value, model, options.chat), n=_count(value))
+    tree = (
+        _node(value, ())
+        if options.tree
+        else Branch(_prompt(value, model, options.chat), n=_count(value))
+    )
     prompts = read_prompts(tree, options.n, lambda text, first: encode(model, text, first=first))
-    items = [Item(number, name, path, tuple(prompt.tokens), prompt.n) for path, prompt in zip(_paths(tree, ()), prompts, strict=True)]
+    items = [
+        Item(number, name, path, tuple(prompt.tokens), prompt.n)
+        for path, prompt in zip(_paths(tree, ()), prompts, strict=True)
+    ]
     for item in items:
         if odd := [token for token in item.tokens if not 0 <= token < model.config.vocab_size]:
-            raise ValueError(f"has the token {odd[0]}; tokens of this model lie between 0 and {model.config.vocab_size - 1}")
+            raise ValueError(
+                f"has the token {odd[0]}; tokens of this model lie between 0 and "
+                f"{model.config.vocab_size - 1}"
+            )
         what = f"the prompt of {_place(item.branch)}" if options.tree else "the prompt"
         check_context(model, len(item.tokens), options.max_new_tokens, what)
     return items
@@ -82,7 +105,11 @@ def _read_line(raw: bytes, number: int, model: LoadedModel, options: argparse.Na
 def _prompt(value: dict[str, Any], model: LoadedModel, chat: bool) -> str | list[int]:
     """The prompt of a line that is no tree: text, or tokens."""
     kinds = {"prompt", "messages", "tokens"}
-    _check_fields(value, {*kinds, "n"}, ' ("text" and "children" are of a tree, which --tree reads)' if "text" in value else "")
+    _check_fields(
+        value,
+        {*kinds, "n"},
+        ' ("text" and "children" are of a tree, which --tree reads)' if "text" in value else "",
+    )
     if len(kinds & {*value}) != 1:
         raise ValueError('must have one of "prompt", "messages" and "tokens"')
     if "tokens" in value:
@@ -98,12 +125,18 @@ def _node(value: Any, path: tuple[int, ...]) -> Branch:
     where = _place(path)
     value = {"text": value} if isinstance(value, str) else value
     if not isinstance(value, dict):
-        raise ValueError(f'{where} is {json.dumps(value)[:40]}; it must be an object such as {{"text": "...", "children": [...]}}')
+        raise ValueError(
+            f'{where} is {json.dumps(value)[:40]}; it must be an object such as {{"text": "...", '
+            '"children": [...]}'
+        )
     try:
         _check_fields(value, {"text", "tokens", "children", "n"})
         if len({"text", "tokens"} & {*value}) != 1:
             raise ValueError('must have one of "text" and "tokens"')
-        text, n = _tokens(value["tokens"]) if "tokens" in value else _text("text", value["text"]), _count(value)
+        text, n = (
+            _tokens(value["tokens"]) if "tokens" in value else _text("text", value["text"]),
+            _count(value),
+        )
         if not isinstance(children := value.get("children", []), list):
             raise ValueError('has "children" that are no list; give a list of nodes')
     except ValueError as error:
@@ -125,18 +158,30 @@ def _paths(tree: Branch, path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 def _check_fields(value: dict[str, Any], known: set[str], hint: str = "") -> None:
     if unknown := sorted({*value} - known):
-        raise ValueError(f"has the unknown field {json.dumps(unknown[0])}{hint}; known are id, {', '.join(sorted(known))}")
+        raise ValueError(
+            f"has the unknown field {json.dumps(unknown[0])}{hint}; known are id, "
+            f"{', '.join(sorted(known))}"
+        )
 
 
 def _text(name: str, text: Any) -> str:
     if not isinstance(text, str) or not text:
-        raise ValueError(f'has {"an empty" if text == "" else "no text as its"} "{name}"; give at least one token of text')
+        raise ValueError(
+            f'has {"an empty" if text == "" else "no text as its"} "{name}"; give at least one '
+            "token of text"
+        )
     return text
 
 
 def _tokens(tokens: Any) -> list[int]:
-    if not isinstance(tokens, list) or not tokens or any(type(token) is not int or token < 0 for token in tokens):
-        raise ValueError('has "tokens" that are no list of whole numbers from 0 on; give at least one token')
+    if (
+        not isinstance(tokens, list)
+        or not tokens
+        or any(type(token) is not int or token < 0 for token in tokens)
+    ):
+        raise ValueError(
+            'has "tokens" that are no list of whole numbers from 0 on; give at least one token'
+        )
     return tokens
 
 
@@ -150,13 +195,37 @@ def _count(value: dict[str, Any]) -> int | None:
 def _apply_template(messages: Any, model: LoadedModel) -> list[int]:
     tokenizer: Any = model.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
-        raise ValueError("needs a chat template, and the model has none; write the prompt as the model wants it")
-    if not isinstance(messages, list) or not messages or not all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
-        raise ValueError('has "messages" that are no list of {"role": "...", "content": "..."}; give at least one')
+        raise ValueError(
+            "needs a chat template, and the model has none; write the prompt as the model wants it"
+        )
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(
+            isinstance(m, dict)
+            and isinstance(m.get("role"), str)
+            and isinstance(m.get("content"), str)
+            for m in messages
+        )
+    ):
+        raise ValueError(
+            'has "messages" that are no list of {"role": "...", "content": "..."}; give at least '
+            "one"
+        )
     try:
         # As tokens, because the template has the special tokens in it already.
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False,
-                                             tokenizer_kwargs={"verbose": False})
-    except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates refuse what they cannot put into words
-        raise ValueError(f"has messages that the chat template refuses ({error}); give others") from error
+        return tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            tokenizer_kwargs={"verbose": False},
+        )
+    except (
+        jinja2.TemplateError,
+        TypeError,
+        ValueError,
+    ) as error:  # templates refuse what they cannot put into words
+        raise ValueError(
+            f"has messages that the chat template refuses ({error}); give others"
+        ) from error

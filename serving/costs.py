@@ -1,7 +1,9 @@
-"""What an attention layer's decode pass costs on a device, as a linear model. It decides when sharing a block pays (`folding.arrange`).
+"""What an attention layer's decode pass costs on a device, as a linear model. It decides when
+sharing a block pays (`folding.arrange`).
 
-A block that many rows read together is read once, and costs arithmetic for each of them; a block of a row's own is read by that row
-alone (Hydragen section 3). The first wins for long blocks with many rows, the second for short ones with few.
+A block that many rows read together is read once, and costs arithmetic for each of them; a block of
+a row's own is read by that row alone (Hydragen section 3). The first wins for long blocks with many
+rows, the second for short ones with few.
 """
 
 import dataclasses
@@ -18,7 +20,8 @@ PRIVATE_TILE = 128
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Microseconds of one attention layer in a pass that brings one new token a row. A tile that is not full costs as much as a full one.
+    """Microseconds of one attention layer in a pass that brings one new token a row. A tile that is
+    not full costs as much as a full one.
 
     Attributes:
       shared_start: once, if any block at all is read together: a loop and a merge more.
@@ -37,12 +40,21 @@ class Costs:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise ValueError(f"the cost {field.name} is {value!r}; give it as a number of microseconds, 0 or more")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not 0 <= value < math.inf
+            ):
+                raise ValueError(
+                    f"the cost {field.name} is {value!r}; give it as a number of microseconds, 0 "
+                    "or more"
+                )
 
     def shared[T: (float, np.ndarray)](self, tokens: T, rows: int) -> T:
         """One block of so many tokens that so many rows read together, `shared_start` aside."""
-        return -(-tokens // SHARED_TILE) * (self.shared_tile + SHARED_TILE * rows * self.shared_token_row)
+        return -(-tokens // SHARED_TILE) * (
+            self.shared_tile + SHARED_TILE * rows * self.shared_token_row
+        )
 
     def private[T: (float, np.ndarray)](self, tokens: T) -> T:
         """One row's own block of so many tokens."""
@@ -57,20 +69,29 @@ class Costs:
         """The costs that `as_json` made this data from.
 
         Raises:
-          ValueError: the data is no object, a cost is missing or unknown, or is not a finite number of 0 or more.
+          ValueError: the data is no object, a cost is missing or unknown, or is not a finite number
+            of 0 or more.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(data, Mapping):
-            raise ValueError(f"costs are an object with the entries {', '.join(names)}, but this is {data!r}; calibrate again")
+            raise ValueError(
+                f"costs are an object with the entries {', '.join(names)}, but this is {data!r}; "
+                "calibrate again"
+            )
         if missing := [name for name in names if name not in data]:
             raise ValueError(f"the costs lack {missing[0]}; calibrate again")
         if unknown := [name for name in data if name not in names]:
-            raise ValueError(f"the costs have an entry {unknown[0]!r} that means nothing here; calibrate again")
+            raise ValueError(
+                f"the costs have an entry {unknown[0]!r} that means nothing here; calibrate again"
+            )
         return cls(**data)
 
 
-DEFAULT = Costs(shared_start=71, shared_tile=121, shared_token_row=0.028, private_row=12, private_tile=12)
-"""Of two CPU cores, measured with 8 heads and 4 kv heads of dimension 64 in bfloat16: for a CPU that has not been calibrated."""
+DEFAULT = Costs(
+    shared_start=71, shared_tile=121, shared_token_row=0.028, private_row=12, private_tile=12
+)
+"""Of two CPU cores, measured with 8 heads and 4 kv heads of dimension 64 in bfloat16: for a CPU
+that has not been calibrated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +116,8 @@ class Device:
 
     Attributes:
       memory: bytes/s.
-      products: FLOP/s of the matrix units in bfloat16 (float16 where there is no bfloat16), without sparsity.
+      products: FLOP/s of the matrix units in bfloat16 (float16 where there is no bfloat16), without
+        sparsity.
       units: multiprocessors, or cores, that work side by side.
     """
 
@@ -104,11 +126,13 @@ class Device:
     units: int
 
     def costs(self, shape: Shape) -> Costs:
-        """What a roofline predicts of one layer's attention of this shape, in a pass that is limited by memory or by products alone.
+        """What a roofline predicts of one layer's attention of this shape, in a pass that is
+        limited by memory or by products alone.
 
-        As benchmarks/roofline.md reckons for the H200: copies reach 90 % of the data sheet's rate; products of attention, whose softmax is
-        hidden in part, reach 55 %; a block of one row is multiplied in tiles of 64 queries, most of them padding, at 72 %; a piece of work
-        ends in 1 us on its unit, and reading the results of a further block takes the merge 1 us.
+        As benchmarks/roofline.md reckons for the H200: copies reach 90 % of the data sheet's rate;
+        products of attention, whose softmax is hidden in part, reach 55 %; a block of one row is
+        multiplied in tiles of 64 queries, most of them padding, at 72 %; a piece of work ends in 1
+        us on its unit, and reading the results of a further block takes the merge 1 us.
         """
         token = 2 * shape.kv_heads * shape.head_dim * shape.itemsize
         narrow = 1 if shape.itemsize <= 2 else _WIDE
@@ -116,19 +140,30 @@ class Device:
         read = token / (_COPIES * self.memory)
         padded = shape.kv_heads * _PADDED * flops * narrow / (_PRODUCTS * self.products)
         merge = 2 * 4 * shape.heads * (shape.head_dim + 1) / (_COPIES * self.memory)
-        return Costs(*(1e6 * seconds for seconds in (
-            _MERGE, SHARED_TILE * read, shape.heads * flops * narrow / (_ATTENTION * self.products),
-            shape.kv_heads * _PIECE / self.units + merge, PRIVATE_TILE * max(read, padded))))
+        return Costs(
+            *(
+                1e6 * seconds
+                for seconds in (
+                    _MERGE,
+                    SHARED_TILE * read,
+                    shape.heads * flops * narrow / (_ATTENTION * self.products),
+                    shape.kv_heads * _PIECE / self.units + merge,
+                    PRIVATE_TILE * max(read, padded),
+                )
+            )
+        )
 
 
 _COPIES, _PRODUCTS, _ATTENTION = 0.90, 0.72, 0.55
-"""The parts of the data sheet's rates that copies, large products, and products with a softmax between them reach."""
+"""The parts of the data sheet's rates that copies, large products, and products with a softmax
+between them reach."""
 _PADDED = 64
 """Queries that a tile is multiplied with at least."""
 _PIECE, _MERGE = 1e-6, 1e-6
 """Seconds: the end of a piece of work on its unit; the merge of one more block."""
 _WIDE = 16
-"""How many times longer products of float32 take than those of bfloat16: they are not made by the matrix units."""
+"""How many times longer products of float32 take than those of bfloat16: they are not made by the
+matrix units."""
 
 DEVICES: Mapping[str, Device] = {
     "NVIDIA GB200": Device(8.0e12, 2500e12, 148),
@@ -157,22 +192,25 @@ DEVICES: Mapping[str, Device] = {
     "Tesla V100": Device(0.9e12, 125e12, 80),
     "Tesla T4": Device(0.32e12, 65e12, 40),
 }
-"""Data sheets, by what the name starts with that JAX gives the device (`device_kind`); the longest that fits counts. A family (RTX 30,
-RTX 40, RTX 50, RTX A) has its largest card here: a smaller one has less of everything in about the same proportion, which is what
-decides."""
+"""Data sheets, by what the name starts with that JAX gives the device (`device_kind`); the longest
+that fits counts. A family (RTX 30, RTX 40, RTX 50, RTX A) has its largest card here: a smaller one
+has less of everything in about the same proportion, which is what decides."""
 OTHER_DEVICE = "NVIDIA A100"
-"""The entry that an accelerator has which is not in the table: 153 FLOP a byte, amid what there is (H200: 206, RTX 3090: 76, L4: 403)."""
+"""The entry that an accelerator has which is not in the table: 153 FLOP a byte, amid what there is
+(H200: 206, RTX 3090: 76, L4: 403)."""
 
 
 def predicted(kind: str, shape: Shape) -> tuple[Costs, str]:
-    """The costs of a device that has not been calibrated, and the entry of the table that they come from.
+    """The costs of a device that has not been calibrated, and the entry of the table that they come
+    from.
 
     Args:
       kind: what JAX calls the device.
       shape: of one layer's attention on it.
 
     Returns:
-      `DEFAULT` and "cpu" for a CPU; for any other device what a roofline predicts, from its own entry or from `OTHER_DEVICE`.
+      `DEFAULT` and "cpu" for a CPU; for any other device what a roofline predicts, from its own
+        entry or from `OTHER_DEVICE`.
     """
     if kind.lower() == "cpu":
         return DEFAULT, "cpu"
@@ -181,6 +219,9 @@ def predicted(kind: str, shape: Shape) -> tuple[Costs, str]:
 
 
 def _begins(kind: str, name: str) -> bool:
-    """Whether a device's kind begins with this name, and does not go on in the middle of a word: an L40 is no L4."""
-    rest = kind[len(name):]
-    return kind.startswith(name) and (not rest[:1].isalnum() or name[-1:] == "A" or name.startswith("NVIDIA GeForce"))
+    """Whether a device's kind begins with this name, and does not go on in the middle of a word: an
+    L40 is no L4."""
+    rest = kind[len(name) :]
+    return kind.startswith(name) and (
+        not rest[:1].isalnum() or name[-1:] == "A" or name.startswith("NVIDIA GeForce")
+    )

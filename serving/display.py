@@ -14,11 +14,16 @@ _FRAME = 4
 
 
 class Streams:
-    """The workers' texts side by side: growing where the output is a terminal, printed once where it is not."""
+    """The workers' texts side by side: growing where the output is a terminal, printed once where
+    it is not."""
 
     def __init__(self, names: Sequence[str], console: Console):
         self.texts, self.console = dict.fromkeys(names, ""), console
-        self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self.live = (
+            Live(console=console, auto_refresh=False, transient=True)
+            if console.is_terminal
+            else None
+        )
 
     def __enter__(self) -> "Streams":
         if self.live:
@@ -41,7 +46,7 @@ class Streams:
         panels = []
         for name, text in self.texts.items():
             wrapped = Text(text.strip()).wrap(self.console, max(width, 1))
-            shown = wrapped if lines is None else wrapped[-max(lines, 1):]
+            shown = wrapped if lines is None else wrapped[-max(lines, 1) :]
             panels.append(Panel(Text("\n").join(shown), title=Text(name), title_align="left"))
         grid.add_row(*panels)
         return grid

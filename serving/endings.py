@@ -1,4 +1,5 @@
-"""Where a session of workers looks for the ends of steps and of answers: automata on the tokens of its tokenizer, made once."""
+"""Where a session of workers looks for the ends of steps and of answers: automata on the tokens of
+its tokenizer, made once."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +9,8 @@ from jaxshare.serving.steps import check_separator, step_automaton
 from jaxshare.serving.transcript import Codec
 
 STOP_ON = ("answer", "eos", "never")
-"""What ends a session before its budget: a valid answer, or a stop token of one worker, or nothing."""
+"""What ends a session before its budget: a valid answer, or a stop token of one worker, or
+nothing."""
 
 
 def never() -> ByteAutomaton:
@@ -17,7 +19,9 @@ def never() -> ByteAutomaton:
 
 
 @functools.lru_cache(maxsize=8)
-def tables(codec: Codec, separator: str, answer: Callable[[], ByteAutomaton]) -> tuple[TokenAutomaton, TokenAutomaton]:
+def tables(
+    codec: Codec, separator: str, answer: Callable[[], ByteAutomaton]
+) -> tuple[TokenAutomaton, TokenAutomaton]:
     """The automata that find the ends of steps and of answers.
 
     Args:
@@ -34,7 +38,14 @@ def tables(codec: Codec, separator: str, answer: Callable[[], ByteAutomaton]) ->
 
 
 @functools.lru_cache(maxsize=8)
-def finisher_tables(codec: Codec, prompt: str, automaton: Callable[[], ByteAutomaton]) -> tuple[TokenAutomaton, TokenAutomaton, int]:
-    """What never ends a step, what finds the end of the answer, and how far that is after the prompt."""
+def finisher_tables(
+    codec: Codec, prompt: str, automaton: Callable[[], ByteAutomaton]
+) -> tuple[TokenAutomaton, TokenAutomaton, int]:
+    """What never ends a step, what finds the end of the answer, and how far that is after the
+    prompt."""
     closes = automaton()
-    return never().lift(codec.vocabulary), closes.lift(codec.vocabulary), closes.read(prompt.encode())[0]
+    return (
+        never().lift(codec.vocabulary),
+        closes.lift(codec.vocabulary),
+        closes.read(prompt.encode())[0],
+    )

@@ -1,4 +1,5 @@
-"""Folding: the tree of what prompts begin with in common, and which of its nodes become blocks that rows share (Hydragen section 3.3)."""
+"""Folding: the tree of what prompts begin with in common, and which of its nodes become blocks that
+rows share (Hydragen section 3.3)."""
 
 import dataclasses
 import math
@@ -24,7 +25,8 @@ class Node:
     """
 
     tokens: tuple[int, ...]
-    children: list["Node"] = dataclasses.field(default_factory=list, repr=False)  # a deep tree has no printable form
+    # a deep tree has no printable form
+    children: list["Node"] = dataclasses.field(default_factory=list, repr=False)
     ends: list[Prompt] = dataclasses.field(default_factory=list)
     rows: int = 0
     first: int = 0
@@ -53,8 +55,9 @@ class Stream:
       prompt: number of its prompt.
       index: which of the prompt's n completions it is.
       block: the last shared block that it sees, -1 for none.
-      own: tokens of the prompt that stand in the row's own block, before those it samples. Empty if the prompt ends where the shared
-        block does: then the row samples from the logits at that block's end.
+      own: tokens of the prompt that stand in the row's own block, before those it samples. Empty if
+        the prompt ends where the shared block does: then the row samples from the logits at that
+        block's end.
     """
 
     prompt: int
@@ -78,7 +81,9 @@ class Arrangement:
     @property
     def cached_tokens(self) -> int:
         """Tokens kept before anything is sampled."""
-        return sum(len(block.tokens) for block in self.blocks) + sum(len(stream.own) for stream in self.streams)
+        return sum(len(block.tokens) for block in self.blocks) + sum(
+            len(stream.own) for stream in self.streams
+        )
 
     @property
     def depth(self) -> int:
@@ -98,13 +103,17 @@ class Arrangement:
 
 
 def fold(prompts: Sequence[Prompt]) -> Node:
-    """The tree of the prompts' common prefixes, as a radix tree over tokens: each different prefix is held once.
+    """The tree of the prompts' common prefixes, as a radix tree over tokens: each different prefix
+    is held once.
 
-    Sorted prompts that share a prefix stand next to each other, so one pass over neighbours finds every node.
+    Sorted prompts that share a prefix stand next to each other, so one pass over neighbours finds
+    every node.
     """
-    keys = [np.asarray(prompt.tokens, np.int32).tobytes() for prompt in prompts]  # sort fast; how tokens are ordered is all one
+    # sort fast; how tokens are ordered is all one
+    keys = [np.asarray(prompt.tokens, np.int32).tobytes() for prompt in prompts]
     root = Node(())
-    path, ends, before = [root], [0], b""  # the nodes of the prompt before, and how many tokens stand up to the end of each
+    # the nodes of the prompt before, and how many tokens stand up to the end of each
+    path, ends, before = [root], [0], b""
     for i in sorted(range(len(prompts)), key=keys.__getitem__):
         prompt, common, last = prompts[i], _common(before, keys[i]), root
         while ends[-1] > common:
@@ -124,7 +133,9 @@ def fold(prompts: Sequence[Prompt]) -> Node:
     for visit in reversed(_visits(root)):
         node = visit.node
         node.children.sort(key=lambda child: child.first)
-        node.rows = sum(prompt.n for prompt in node.ends) + sum(child.rows for child in node.children)
+        node.rows = sum(prompt.n for prompt in node.ends) + sum(
+            child.rows for child in node.children
+        )
         node.first = min([node.first, *(child.first for child in node.children[:1])])
     return root
 
@@ -139,15 +150,20 @@ def can_share(root: Node) -> bool:
     return any(visit.node.rows > 1 and visit.node.tokens for visit in _visits(root))
 
 
-def arrange(root: Node, costs: Costs | None = None, share: bool | None = None, *, grow: int = 0) -> Arrangement:
-    """Decides which nodes become blocks that rows share. The tokens of the others are pushed down to the blocks and rows below them.
+def arrange(
+    root: Node, costs: Costs | None = None, share: bool | None = None, *, grow: int = 0
+) -> Arrangement:
+    """Decides which nodes become blocks that rows share. The tokens of the others are pushed down
+    to the blocks and rows below them.
 
     Args:
       root: from `fold`.
       costs: of a pass on the device; default `costs.DEFAULT`.
-      share: True shares every node with two rows or more below, which keeps no token twice; False shares none, and each row has a copy of
-        its prompt; None takes the arrangement that costs least.
-      grow: tokens by which a row's own block is longer on average than what the prompt leaves to it: about half of those it will sample.
+      share: True shares every node with two rows or more below, which keeps no token twice; False
+        shares none, and each row has a copy of its prompt; None takes the arrangement that costs
+        least.
+      grow: tokens by which a row's own block is longer on average than what the prompt leaves to
+        it: about half of those it will sample.
     """
     visits = _visits(root)
     if share is None:
@@ -157,10 +173,11 @@ def arrange(root: Node, costs: Costs | None = None, share: bool | None = None, *
     blocks: list[SharedBlock] = []
     streams: list[Stream] = []
     path: list[int] = []
-    above: list[tuple[int, int]] = []  # for each node the last block down to it, and how many tokens stand up to the end of that
+    # for each node the last block down to it, and how many tokens stand up to the end of that
+    above: list[tuple[int, int]] = []
     for visit, is_shared in zip(visits, shared, strict=True):
         node, (block, end) = visit.node, above[visit.parent] if above else (-1, 0)
-        path[visit.start:] = node.tokens
+        path[visit.start :] = node.tokens
         if is_shared:
             blocks.append(SharedBlock(block, tuple(path[end:]), node.rows))
             block, end = len(blocks) - 1, len(path)
@@ -172,7 +189,8 @@ def arrange(root: Node, costs: Costs | None = None, share: bool | None = None, *
 
 
 class _Visit(NamedTuple):
-    """A node in depth-first order, the place of its parent there (-1: none), nodes above it, and tokens above it."""
+    """A node in depth-first order, the place of its parent there (-1: none), nodes above it, and
+    tokens above it."""
 
     node: Node
     parent: int
@@ -192,17 +210,21 @@ def _visits(root: Node) -> list[_Visit]:
 
 
 def _cheapest(visits: list[_Visit], costs: Costs, grow: int) -> list[bool]:
-    """For each node whether it is shared in the arrangement that costs least; of equals the one that shares, which keeps less.
+    """For each node whether it is shared in the arrangement that costs least; of equals the one
+    that shares, which keeps less.
 
-    What a node costs depends on what was pushed down to it, that is, on where the last block above ends: where the node itself begins,
-    or where one of those above it does. So a node at level l has l + 1 cases, and all of them are worked out at once. Fewer steps than
-    the prompts have tokens, and exact.
+    What a node costs depends on what was pushed down to it, that is, on where the last block above
+    ends: where the node itself begins, or where one of those above it does. So a node at level l
+    has l + 1 cases, and all of them are worked out at once. Fewer steps than the prompts have
+    tokens, and exact.
     """
     children: list[list[int]] = [[] for _ in visits]
     for i, visit in enumerate(visits[1:], start=1):
         children[visit.parent].append(i)
-    starts = np.zeros(max(visit.level for visit in visits) + 1, np.int64)  # tokens above each node on the path to the current one
-    below: list[np.ndarray | float] = [0.0] * len(visits)  # float64[l + 2]: the children's costs by level of where the last block ends
+    # tokens above each node on the path to the current one
+    starts = np.zeros(max(visit.level for visit in visits) + 1, np.int64)
+    # float64[l + 2]: the children's costs by level of where the last block ends
+    below: list[np.ndarray | float] = [0.0] * len(visits)
     choices: list[np.ndarray] = [starts] * len(visits)  # bool[l + 1]
     best = math.inf
     stack = [0]
@@ -214,7 +236,7 @@ def _cheapest(visits: list[_Visit], costs: Costs, grow: int) -> list[bool]:
             continue
         i = ~i  # on the way up: the children are done
         node, parent, level, start = visits[i]
-        tokens = start + len(node.tokens) - starts[:level + 1]
+        tokens = start + len(node.tokens) - starts[: level + 1]
         own = sum(prompt.n for prompt in node.ends)
         after = np.broadcast_to(below[i], level + 2)
         below[i] = 0.0  # frees it
@@ -227,11 +249,16 @@ def _cheapest(visits: list[_Visit], costs: Costs, grow: int) -> list[bool]:
         else:
             best = float(cost[0])
     shared: list[bool] = []
-    ends: list[int] = []  # for each node the level of the node at whose beginning the last block above ends
+    # for each node the level of the node at whose beginning the last block above ends
+    ends: list[int] = []
     for i, visit in enumerate(visits):
         ends.append(0 if i == 0 else visit.level if shared[visit.parent] else ends[visit.parent])
         shared.append(bool(choices[i][ends[i]]))
-    unshared = sum(prompt.n * costs.private(len(prompt.tokens) + grow) for visit in visits for prompt in visit.node.ends)
+    unshared = sum(
+        prompt.n * costs.private(len(prompt.tokens) + grow)
+        for visit in visits
+        for prompt in visit.node.ends
+    )
     return shared if best + costs.shared_start <= unshared else [False] * len(visits)
 
 

@@ -4,9 +4,10 @@
     format_named("qwen3+user+no-examples")      # the same instructions in the user's message, without the examples
     format_named("own.json")                    # a JSON object with the fields of `Format`
 
-Which family a checkpoint belongs to is not guessed: its config.json does not say it (QwQ-32B, Qwen2.5 and a distillation of DeepSeek-R1
-all are `qwen2`), and its folder may have any name. A preset says nothing of what `load` can load: of Phi-4-reasoning that is a conversion
-to Llama's form, of DeepSeek-R1 the distillations.
+Which family a checkpoint belongs to is not guessed: its config.json does not say it (QwQ-32B,
+Qwen2.5 and a distillation of DeepSeek-R1 all are `qwen2`), and its folder may have any name. A
+preset says nothing of what `load` can load: of Phi-4-reasoning that is a conversion to Llama's
+form, of DeepSeek-R1 the distillations.
 """
 
 import argparse
@@ -39,50 +40,94 @@ class Preset:
 
 
 def _ends(*more: str) -> tuple[str, ...]:
-    """The texts that no worker may sample, and a family's further tokens that end a turn, which only an answer may do."""
+    """The texts that no worker may sample, and a family's further tokens that end a turn, which
+    only an answer may do."""
     return (*COLLABORATIVE.forbidden, *more)
 
 
-FORMATS: Mapping[str, Preset] = MappingProxyType({
-    # What the texts around the instructions are, the tokenizer's own chat template decides. A preset says what a template does not.
-    "collaborative": Preset("any chat model: a think block is opened where the tokenizer has a token for it"),
-    # The template opens the think block behind its generation prompt. The card asks for that, and for sampling, against repetition.
-    "qwq": Preset("QwQ-32B: the chat template opens the think block", advises_sampling=True,
-                  fields={"think": "always", "forbidden": _ends("<|im_end|>", "<|endoftext|>")}),
-    # The template opens no block: the model does, by training. With enable_thinking false the template writes an empty block, closed
-    # again. Thinking-2507 models have a template that opens the block. The card of Qwen3 warns against greedy decoding.
-    "qwen3": Preset("Qwen3 in thinking mode: the session opens the think block", advises_sampling=True,
-                    fields={"think": "always", "chat_template_kwargs": {"enable_thinking": True},
-                            "forbidden": _ends("<|im_end|>", "<|endoftext|>")}),
-    "qwen3-no-think": Preset("Qwen3 without thinking: the chat template closes an empty think block", advises_sampling=True,
-                             fields={"think": "never", "chat_template_kwargs": {"enable_thinking": False},
-                                     "forbidden": _ends("<think>", "<|im_end|>", "<|endoftext|>")}),
-    # The card advises to put everything into the user's message, to start every reply with a think block, and to sample at 0.5 to 0.7;
-    # that of R1-0528 allows a system message. Templates since February 2025 open the block, older ones do not. The paper finds that
-    # examples in the prompt do harm (DeepSeek-R1, section 5); those here show a page rather than solved problems, and "+no-examples"
-    # leaves them out. The distillations have the same template and the same special tokens, whether they are Qwen or Llama.
-    "deepseek-r1": Preset("DeepSeek-R1 and its distillations: everything in the user's message", roles=("user", "system"),
-                          advises_sampling=True, fields={"think": "always"}),
-    # The template writes a system message of its own and drops others. It opens no think block: the model does, by training. Where a
-    # conversion of the tokenizer lacks the token <think>, the same text stands there in ordinary tokens.
-    "phi-4-reasoning": Preset("Phi-4-reasoning and -plus: the template has its own system message, the session opens the think block",
-                              roles=("user",), advises_sampling=True,
-                              fields={"think": "always", "forbidden": _ends("<|im_end|>", "<|endoftext|>")}),
-    # Not trained to think in a block. From 3.1 on the system message has a date in it: that of 3.1 and 3.3 is fixed, that of 3.2 is
-    # today's, with which the same command would have another prompt tomorrow.
-    "llama-3": Preset("Llama 3 to 3.3, instruction-tuned: no think block, and a fixed date in the system message",
-                      fields={"think": "never", "chat_template_kwargs": {"date_string": "26 Jul 2024"},
-                              "forbidden": _ends("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")}),
-})
-"""Presets by name. What they rely on is written beside them; it is from the families' model cards and chat templates as of mid-2025."""
+FORMATS: Mapping[str, Preset] = MappingProxyType(
+    {
+        # What the texts around the instructions are, the tokenizer's own chat template decides. A
+        # preset says what a template does not.
+        "collaborative": Preset(
+            "any chat model: a think block is opened where the tokenizer has a token for it"
+        ),
+        # The template opens the think block behind its generation prompt. The card asks for that,
+        # and for sampling, against repetition.
+        "qwq": Preset(
+            "QwQ-32B: the chat template opens the think block",
+            advises_sampling=True,
+            fields={"think": "always", "forbidden": _ends("<|im_end|>", "<|endoftext|>")},
+        ),
+        # The template opens no block: the model does, by training. With enable_thinking false the
+        # template writes an empty block, closed again. Thinking-2507 models have a template that
+        # opens the block. The card of Qwen3 warns against greedy decoding.
+        "qwen3": Preset(
+            "Qwen3 in thinking mode: the session opens the think block",
+            advises_sampling=True,
+            fields={
+                "think": "always",
+                "chat_template_kwargs": {"enable_thinking": True},
+                "forbidden": _ends("<|im_end|>", "<|endoftext|>"),
+            },
+        ),
+        "qwen3-no-think": Preset(
+            "Qwen3 without thinking: the chat template closes an empty think block",
+            advises_sampling=True,
+            fields={
+                "think": "never",
+                "chat_template_kwargs": {"enable_thinking": False},
+                "forbidden": _ends("<think>", "<|im_end|>", "<|endoftext|>"),
+            },
+        ),
+        # The card advises to put everything into the user's message, to start every reply with a
+        # think block, and to sample at 0.5 to 0.7; that of R1-0528 allows a system message.
+        # Templates since February 2025 open the block, older ones do not. The paper finds that
+        # examples in the prompt do harm (DeepSeek-R1, section 5); those here show a page rather
+        # than solved problems, and "+no-examples" leaves them out. The distillations have the same
+        # template and the same special tokens, whether they are Qwen or Llama.
+        "deepseek-r1": Preset(
+            "DeepSeek-R1 and its distillations: everything in the user's message",
+            roles=("user", "system"),
+            advises_sampling=True,
+            fields={"think": "always"},
+        ),
+        # The template writes a system message of its own and drops others. It opens no think block:
+        # the model does, by training. Where a conversion of the tokenizer lacks the token <think>,
+        # the same text stands there in ordinary tokens.
+        "phi-4-reasoning": Preset(
+            "Phi-4-reasoning and -plus: the template has its own system message, the session opens "
+            "the think block",
+            roles=("user",),
+            advises_sampling=True,
+            fields={"think": "always", "forbidden": _ends("<|im_end|>", "<|endoftext|>")},
+        ),
+        # Not trained to think in a block. From 3.1 on the system message has a date in it: that of
+        # 3.1 and 3.3 is fixed, that of 3.2 is today's, with which the same command would have
+        # another prompt tomorrow.
+        "llama-3": Preset(
+            "Llama 3 to 3.3, instruction-tuned: no think block, and a fixed date in the system "
+            "message",
+            fields={
+                "think": "never",
+                "chat_template_kwargs": {"date_string": "26 Jul 2024"},
+                "forbidden": _ends("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
+            },
+        ),
+    }
+)
+"""Presets by name. What they rely on is written beside them; it is from the families' model cards
+and chat templates as of mid-2025."""
 
-OPTIONS: Mapping[str, str] = MappingProxyType({
-    "first": "instructions that say \"I\" instead of \"you\"",
-    "no-examples": "without worked examples",
-    "no-suggestions": "without suggestions how to share the work",
-    "system": "instructions in the system message (the default where the family has one)",
-    "user": "instructions at the beginning of the user's message",
-})
+OPTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "first": 'instructions that say "I" instead of "you"',
+        "no-examples": "without worked examples",
+        "no-suggestions": "without suggestions how to share the work",
+        "system": "instructions in the system message (the default where the family has one)",
+        "user": "instructions at the beginning of the user's message",
+    }
+)
 """What may stand behind the name of a preset, each after a plus sign."""
 
 
@@ -90,28 +135,45 @@ def format_named(name: str, *, plain: bool = False) -> Format:
     """The format of a name.
 
     Args:
-      name: a preset, options behind it ("qwen3+user+no-examples"), or a JSON file with the fields of `Format`, as workers.json.
-      plain: for one stream: a preset's chat without instructions and headers. A file's texts are its own.
+      name: a preset, options behind it ("qwen3+user+no-examples"), or a JSON file with the fields
+        of `Format`, as workers.json.
+      plain: for one stream: a preset's chat without instructions and headers. A file's texts are
+        its own.
 
     Raises:
-      ValueError: neither a preset nor a file, an option that there is not or that the family does not have, or a file that does not
-        describe a format.
+      ValueError: neither a preset nor a file, an option that there is not or that the family does
+        not have, or a file that does not describe a format.
     """
     family, *options = name.split("+")
     if family not in FORMATS:
         return _from_file(name)
     preset = FORMATS[family]
     if unknown := [option for option in options if option not in OPTIONS]:
-        raise ValueError(f"the format {name!r} has the option {unknown[0]!r}, which there is not; the options are {', '.join(OPTIONS)}")
+        raise ValueError(
+            f"the format {name!r} has the option {unknown[0]!r}, which there is not; the options "
+            f"are {', '.join(OPTIONS)}"
+        )
     roles = [role for role in ("system", "user") if role in options] or [preset.roles[0]]
     if len(roles) > 1:
-        raise ValueError(f"the format {name!r} puts the instructions into both messages; give +system or +user")
+        raise ValueError(
+            f"the format {name!r} puts the instructions into both messages; give +system or +user"
+        )
     if roles[0] not in preset.roles:
-        raise ValueError(f"the format {name!r} puts the instructions into the {roles[0]} message, which {family} has no use for; leave out "
-                         f"+{roles[0]}")
-    base = PLAIN if plain else collaborative("first" if "first" in options else "second", suggestions="no-suggestions" not in options,
-                                             examples="no-examples" not in options)
-    fields = {key: value for key, value in preset.fields.items() if not plain or key != "forbidden"}  # one stream may end its turn
+        raise ValueError(
+            f"the format {name!r} puts the instructions into the {roles[0]} message, which "
+            f"{family} has no use for; leave out +{roles[0]}"
+        )
+    base = (
+        PLAIN
+        if plain
+        else collaborative(
+            "first" if "first" in options else "second",
+            suggestions="no-suggestions" not in options,
+            examples="no-examples" not in options,
+        )
+    )
+    # one stream may end its turn
+    fields = {key: value for key, value in preset.fields.items() if not plain or key != "forbidden"}
     return dataclasses.replace(base, in_system_role=roles[0] == "system", **fields)
 
 
@@ -119,26 +181,42 @@ def _from_file(name: str) -> Format:
     file = Path(name)
     if not file.is_file():
         why = "that is a folder" if file.is_dir() else "there is no preset and no file of this name"
-        raise ValueError(f"the format is {name!r}, but {why}; the presets are {', '.join(FORMATS)}, each with options such as "
-                         f"{next(iter(FORMATS))}+no-examples+user, and a file is a JSON object with the fields of workers.json")
+        raise ValueError(
+            f"the format is {name!r}, but {why}; the presets are {', '.join(FORMATS)}, each with "
+            f"options such as {next(iter(FORMATS))}+no-examples+user, and a file is a JSON object "
+            "with the fields of workers.json"
+        )
     try:
         return Format.from_json(read_json(file), str(file))
     except OSError as error:
-        raise ValueError(f"the format {name} cannot be read ({error}); give a file that can be") from error
+        raise ValueError(
+            f"the format {name} cannot be read ({error}); give a file that can be"
+        ) from error
 
 
 def format_of(model: LoadedModel, format: Format | str | None) -> Format:
-    """The format to use: one as it is, one by its name (`format_named`), or the model's own (`Format.of`).
+    """The format to use: one as it is, one by its name (`format_named`), or the model's own
+    (`Format.of`).
 
     Raises:
       ValueError: see `format_named` and `Format.of`.
     """
-    return Format.of(model) if format is None else format_named(format) if isinstance(format, str) else format
+    return (
+        Format.of(model)
+        if format is None
+        else format_named(format)
+        if isinstance(format, str)
+        else format
+    )
 
 
 def advises_sampling(format: Format | str | None) -> bool:
     """Whether this is the name of a preset whose family is not to be decoded greedily."""
-    return isinstance(format, str) and (family := format.split("+")[0]) in FORMATS and FORMATS[family].advises_sampling
+    return (
+        isinstance(format, str)
+        and (family := format.split("+")[0]) in FORMATS
+        and FORMATS[family].advises_sampling
+    )
 
 
 # On the command line.
@@ -146,10 +224,19 @@ def advises_sampling(format: Format | str | None) -> bool:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """--format and --list-formats."""
-    parser.add_argument("--format", metavar="NAME|FILE", help="what workers are told, and how: a preset such as qwen3 or "
-                        "qwen3+user+no-examples, or a JSON file with the fields of workers.json (default: the model's own workers.json, "
-                        "or collaborative)")
-    parser.add_argument("--list-formats", action=_List, nargs=0, help="print the presets and their options, and exit")
+    parser.add_argument(
+        "--format",
+        metavar="NAME|FILE",
+        help="what workers are told, and how: a preset such as qwen3 or qwen3+user+no-examples, or "
+        "a JSON file with the fields of workers.json (default: the model's own workers.json, "
+        "or collaborative)",
+    )
+    parser.add_argument(
+        "--list-formats",
+        action=_List,
+        nargs=0,
+        help="print the presets and their options, and exit",
+    )
 
 
 class _List(argparse.Action):

@@ -23,7 +23,8 @@ class Holes:
         return max((end - begin for begin, end in self._runs), default=0)
 
     def take(self, tokens: int, *, high: bool = False, aligned: bool = True) -> int | None:
-        """Where a run of so many tokens begins that is free no more; None where no hole is left for it.
+        """Where a run of so many tokens begins that is free no more; None where no hole is left for
+        it.
 
         Args:
           tokens: of the run.
@@ -48,8 +49,9 @@ class Holes:
         return True
 
     def merge(self, tokens: int, within: int | None = None) -> tuple[int, int] | None:
-        """Takes the shortest stretch of the arena, from one hole to another, whose holes have so many tokens together; None where none has,
-        or where it is longer than `within`. The caller gives back what is still free of it."""
+        """Takes the shortest stretch of the arena, from one hole to another, whose holes have so
+        many tokens together; None where none has, or where it is longer than `within`. The caller
+        gives back what is still free of it."""
         best, first, free = None, 0, 0
         for last, (begin, end) in enumerate(self._runs):
             free += end - begin
@@ -62,7 +64,7 @@ class Holes:
             return None
         _, first, last, free = best
         stretch = self._runs[first][0], self._runs[last][1]
-        self._runs[first:last + 1] = []
+        self._runs[first : last + 1] = []
         self.free -= free
         return stretch
 
@@ -85,5 +87,5 @@ class Holes:
 
     def _cut(self, i: int, begin: int, end: int) -> None:
         low, high = self._runs[i]
-        self._runs[i:i + 1] = [run for run in ((low, begin), (end, high)) if run[0] < run[1]]
+        self._runs[i : i + 1] = [run for run in ((low, begin), (end, high)) if run[0] < run[1]]
         self.free -= end - begin

@@ -1,4 +1,5 @@
-"""Hotspots (Hive, section 6.2): the positions of an answer where sampling again may change it, and what drawing only there costs."""
+"""Hotspots (Hive, section 6.2): the positions of an answer where sampling again may change it, and
+what drawing only there costs."""
 
 import dataclasses
 
@@ -13,11 +14,12 @@ from jaxshare.serving.replay import probabilities
 class Hotspot:
     """Which positions of an answer are worth drawing again (equations 2 to 4).
 
-    Position t of n scores H_t (1 - c_t) exp(-decay t / n): the entropy of its distribution (what is not kept counts as one token), times
-    what its likeliest token leaves to others, with a discount for late positions. The paper's own formula is lost; this one favours,
-    as it says, positions that are both uncertain and weakly peaked (a product is large only where both are) and slightly earlier
-    ones (t / n, so that `decay` means the same at every length). Scores are divided by the largest of the answer: the paper's threshold
-    is one of normalised scores.
+    Position t of n scores H_t (1 - c_t) exp(-decay t / n): the entropy of its distribution (what is
+    not kept counts as one token), times what its likeliest token leaves to others, with a discount
+    for late positions. The paper's own formula is lost; this one favours, as it says, positions
+    that are both uncertain and weakly peaked (a product is large only where both are) and slightly
+    earlier ones (t / n, so that `decay` means the same at every length). Scores are divided by the
+    largest of the answer: the paper's threshold is one of normalised scores.
 
     Attributes:
       decay: how much less the last position counts, at least 0; exp(-decay).
@@ -34,7 +36,9 @@ class Hotspot:
 
     def __post_init__(self) -> None:
         if self.decay < 0 or (self.top_k is not None and self.top_k < 0):
-            raise ValueError(f"decay is {self.decay} and top_k {self.top_k}; neither may be negative")
+            raise ValueError(
+                f"decay is {self.decay} and top_k {self.top_k}; neither may be negative"
+            )
 
     def find(self, kept: Kept, sampler: Sampler) -> np.ndarray:
         """bool[n]: the hot ones of n distributions, as `sampler` sees them; temperature above 0."""
@@ -43,10 +47,14 @@ class Hotspot:
         chances = np.concatenate([chances, rest[:, None]], axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
             entropy = -np.where(chances > 0, chances * np.log(chances), 0).sum(axis=1)
-        score = entropy * (1 - chances[:, :-1].max(axis=1)) * np.exp(-self.decay * np.arange(n) / max(n, 1))
+        score = (
+            entropy
+            * (1 - chances[:, :-1].max(axis=1))
+            * np.exp(-self.decay * np.arange(n) / max(n, 1))
+        )
         if self.top_k is not None:
             hot = np.zeros(n, bool)
-            hot[np.argsort(-score, kind="stable")[:self.top_k]] = True
+            hot[np.argsort(-score, kind="stable")[: self.top_k]] = True
             return hot & (score > 0)
         return score > self.threshold * score.max(initial=0)
 
@@ -57,13 +65,15 @@ USUAL = Hotspot()
 
 @dataclasses.dataclass(frozen=True)
 class Distance:
-    """How far hotspot sampling along one continuation is from fresh sampling, as total variation; 0 is the same, 1 has nothing in common.
+    """How far hotspot sampling along one continuation is from fresh sampling, as total variation; 0
+    is the same, 1 has nothing in common.
 
     Attributes:
-      positions: float64[n], at each position, given the tokens before it: 0 where it is resampled, elsewhere the chance of any other
-        token than the one that is taken unasked.
-      sequence: of whole outputs: the chance that fresh sampling leaves the continuation first at a position that is not resampled.
-        Until then both can draw alike, and after another turn both are the model's; and hotspot sampling never does that.
+      positions: float64[n], at each position, given the tokens before it: 0 where it is resampled,
+        elsewhere the chance of any other token than the one that is taken unasked.
+      sequence: of whole outputs: the chance that fresh sampling leaves the continuation first at a
+        position that is not resampled. Until then both can draw alike, and after another turn both
+        are the model's; and hotspot sampling never does that.
     """
 
     positions: np.ndarray

@@ -1,4 +1,5 @@
-"""What every way of running a model asks first: the prompt's tokens, whether they fit, and the checkpoint's own settings."""
+"""What every way of running a model asks first: the prompt's tokens, whether they fit, and the
+checkpoint's own settings."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,8 @@ def encode(model: LoadedModel, prompt: str | Sequence[int], *, first: bool = Tru
     Args:
       model: whose tokenizer it is.
       prompt: text, or tokens as they are.
-      first: whether the text stands at the very beginning, where some tokenizers put a special token.
+      first: whether the text stands at the very beginning, where some tokenizers put a special
+        token.
 
     Raises:
       ValueError: an empty prompt, or text for a model without a tokenizer.
@@ -29,8 +31,12 @@ def encode(model: LoadedModel, prompt: str | Sequence[int], *, first: bool = Tru
     if not isinstance(prompt, str):
         return list(prompt)
     if model.tokenizer is None:
-        raise ValueError("the model folder has no tokenizer, so a prompt must be given as tokens; add the tokenizer's files to the folder")
-    return model.tokenizer.encode(prompt, add_special_tokens=first, verbose=False)  # `check_context` says it if the prompt is too long
+        raise ValueError(
+            "the model folder has no tokenizer, so a prompt must be given as tokens; add the "
+            "tokenizer's files to the folder"
+        )
+    # `check_context` says it if the prompt is too long
+    return model.tokenizer.encode(prompt, add_special_tokens=first, verbose=False)
 
 
 def encode_messages(model: LoadedModel, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -41,21 +47,35 @@ def encode_messages(model: LoadedModel, messages: Sequence[Mapping[str, str]]) -
     """
     tokenizer = model.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
-        raise ValueError("the model has no chat template, so messages cannot be put to it; give a text")
+        raise ValueError(
+            "the model has no chat template, so messages cannot be put to it; give a text"
+        )
     try:
         # As tokens, because the template has the special tokens in it already.
-        return tokenizer.apply_chat_template([*map(dict, messages)], tokenize=True, add_generation_prompt=True,  # pyright: ignore
-                                             return_dict=False, tokenizer_kwargs={"verbose": False})
+        return tokenizer.apply_chat_template(
+            [*map(dict, messages)],
+            tokenize=True,
+            add_generation_prompt=True,  # pyright: ignore
+            return_dict=False,
+            tokenizer_kwargs={"verbose": False},
+        )
     except Exception as error:  # of a language of its own: whatever the template raises
         roles = ", ".join(str(message.get("role")) for message in messages)
-        raise ValueError(f"the model's chat template refuses the messages ({error}); their roles are {roles}") from error
+        raise ValueError(
+            f"the model's chat template refuses the messages ({error}); their roles are {roles}"
+        ) from error
 
 
-def check_context(model: LoadedModel, prompt_tokens: int, max_new_tokens: int, what: str = "the prompt") -> None:
+def check_context(
+    model: LoadedModel, prompt_tokens: int, max_new_tokens: int, what: str = "the prompt"
+) -> None:
     """Raises ValueError if the prompt and what may follow it do not fit the model's context."""
     if prompt_tokens + max_new_tokens > model.config.max_positions:
-        raise ValueError(f"{what} has {prompt_tokens} tokens and {max_new_tokens} more may follow, but the model's context holds "
-                         f"{model.config.max_positions}; shorten the prompt or lower max_new_tokens")
+        raise ValueError(
+            f"{what} has {prompt_tokens} tokens and {max_new_tokens} more may follow, but the "
+            f"model's context holds {model.config.max_positions}; shorten the prompt or lower "
+            "max_new_tokens"
+        )
 
 
 def default_sampler(model: LoadedModel) -> Sampler:
@@ -65,10 +85,15 @@ def default_sampler(model: LoadedModel) -> Sampler:
 
 
 def warn_of_equal_texts(sampler: Sampler, n: int) -> None:
-    """Logs a warning where n completions of a prompt are to be sampled at temperature 0, which come out equal."""
+    """Logs a warning where n completions of a prompt are to be sampled at temperature 0, which come
+    out equal."""
     if n > 1 and sampler.temperature == 0:
-        _log.warning("all %d completions of a prompt will be equal, because temperature 0 takes the likeliest token every time; give a "
-                     "temperature above 0, such as 0.7, or ask for one completion", n)
+        _log.warning(
+            "all %d completions of a prompt will be equal, because temperature 0 takes the "
+            "likeliest token every time; give a temperature above 0, such as 0.7, or ask for one "
+            "completion",
+            n,
+        )
 
 
 def cache_dtype(model: LoadedModel) -> jnp.dtype:
@@ -77,7 +102,8 @@ def cache_dtype(model: LoadedModel) -> jnp.dtype:
 
 
 def token_bytes(model: LoadedModel) -> int:
-    """Bytes that one cached token takes: keys and values of all layers, on all devices of a mesh that one data group has."""
+    """Bytes that one cached token takes: keys and values of all layers, on all devices of a mesh
+    that one data group has."""
     c = model.config
     return 2 * c.num_layers * c.num_kv_heads * c.head_dim * cache_dtype(model).itemsize
 

@@ -1,6 +1,8 @@
-"""Layouts of workers: which blocks each of them sees, in which order, and where finished steps move (Hogwild! appendix A).
+"""Layouts of workers: which blocks each of them sees, in which order, and where finished steps move
+(Hogwild! appendix A).
 
-A layout is a value. The three of the paper are made for any names; one of your own is written from names of blocks:
+A layout is a value. The three of the paper are made for any names; one of your own is written from
+names of blocks:
 
     WorkersLayout(sees={"Alice": ("prompt", "notes of Alice", "Bob", "Alice"), "Bob": ("prompt", "Alice", "Bob")},
                   texts={"notes of Alice": "Only Alice can read this."}, prompt="prompt")
@@ -24,7 +26,8 @@ class WorkersLayout:
 
     Attributes:
       sees: for each worker the blocks that it sees, in order. It writes to the last one.
-      moves: for each worker the block to whose end its finished steps move. One that is not in here keeps its steps where it wrote them.
+      moves: for each worker the block to whose end its finished steps move. One that is not in here
+        keeps its steps where it wrote them.
       texts: what blocks hold from the beginning. Each is encoded by itself, seeing no other block.
       prompt: the block that the prompt is written to, and what a person says.
     """
@@ -37,76 +40,118 @@ class WorkersLayout:
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Self:
         """What `dataclasses.asdict` gave, after JSON."""
-        return cls(**{**given, "sees": {name: tuple(blocks) for name, blocks in given["sees"].items()}})
+        return cls(
+            **{**given, "sees": {name: tuple(blocks) for name, blocks in given["sees"].items()}}
+        )
 
     @property
     def blocks(self) -> tuple[str, ...]:
         """All blocks: the prompt's first, then as the workers list them, then where steps move."""
-        return tuple(dict.fromkeys([self.prompt, *(b for row in self.sees.values() for b in row), *self.moves.values()]))
+        return tuple(
+            dict.fromkeys(
+                [self.prompt, *(b for row in self.sees.values() for b in row), *self.moves.values()]
+            )
+        )
 
     def written(self, name: str) -> str:
         """The block that a worker writes."""
         return self.sees[name][-1]
 
     def overview(self, last: str) -> tuple[str, ...]:
-        """Every block that a worker writes or moves its steps to, once, in the order of the worker `last`: what the early finisher sees
-        (Hogwild! Inference, section 4.1 and appendix C). Blocks that `last` does not see stand before the one that it writes."""
+        """Every block that a worker writes or moves its steps to, once, in the order of the worker
+        `last`: what the early finisher sees (Hogwild! Inference, section 4.1 and appendix C).
+        Blocks that `last` does not see stand before the one that it writes."""
         *before, own = self.sees[last]
-        filled = [block for name in self.sees for block in (self.moves.get(name), self.written(name)) if block is not None]
+        filled = [
+            block
+            for name in self.sees
+            for block in (self.moves.get(name), self.written(name))
+            if block is not None
+        ]
         return tuple(dict.fromkeys([*before, *(block for block in filled if block != own), own]))
 
     def views(self, last: str) -> list[tuple[str, ...]]:
-        """Every list of blocks that must fit in the context: what the workers see and, where steps move, what the early finisher does.
-        Streams that do not move steps and do not see each other may fill the context each."""
+        """Every list of blocks that must fit in the context: what the workers see and, where steps
+        move, what the early finisher does. Streams that do not move steps and do not see each other
+        may fill the context each."""
         return [*self.sees.values(), *([self.overview(last)] if self.moves else [])]
 
     def without(self, name: str) -> "WorkersLayout":
         """The layout after a worker has left: the others do not see its block any more."""
         own = self.written(name)
         sees = {n: tuple(b for b in row if b != own) for n, row in self.sees.items() if n != name}
-        return dataclasses.replace(self, sees=sees, moves={n: b for n, b in self.moves.items() if n != name})
+        return dataclasses.replace(
+            self, sees=sees, moves={n: b for n, b in self.moves.items() if n != name}
+        )
 
     def check(self, names: Sequence[str]) -> None:
-        """Raises ValueError for workers without blocks, blocks that two workers write, and blocks that nobody writes or nobody reads."""
-        if unknown := [*(n for n in names if not self.sees.get(n)), *(n for n in (*self.sees, *self.moves) if n not in names)]:
-            raise ValueError(f"the layout and the workers do not agree on {unknown[0]!r}; the workers are {', '.join(names)}, and each "
-                             f"needs the blocks that it sees")
+        """Raises ValueError for workers without blocks, blocks that two workers write, and blocks
+        that nobody writes or nobody reads."""
+        if unknown := [
+            *(n for n in names if not self.sees.get(n)),
+            *(n for n in (*self.sees, *self.moves) if n not in names),
+        ]:
+            raise ValueError(
+                f"the layout and the workers do not agree on {unknown[0]!r}; the workers are "
+                f"{', '.join(names)}, and each needs the blocks that it sees"
+            )
         for name, row in self.sees.items():
             if repeated := [b for b in row if row.count(b) > 1]:
-                raise ValueError(f"{name} sees the block {repeated[0]!r} twice: {list(row)}; list every block once")
+                raise ValueError(
+                    f"{name} sees the block {repeated[0]!r} twice: {list(row)}; list every block "
+                    "once"
+                )
         writers = {self.written(name): name for name in reversed([*self.sees])}
         for name in self.sees:
             if writers[self.written(name)] != name:
-                raise ValueError(f"{writers[self.written(name)]} and {name} both write the block {self.written(name)!r}, the last one that "
-                                 f"each sees; give every worker a last block of its own")
+                raise ValueError(
+                    f"{writers[self.written(name)]} and {name} both write the block "
+                    f"{self.written(name)!r}, the last one that each sees; give every worker a "
+                    "last block of its own"
+                )
             if self.moves.get(name) == self.written(name):
-                raise ValueError(f"the steps of {name} move to {self.written(name)!r}, the block that it writes; name another, or none")
+                raise ValueError(
+                    f"the steps of {name} move to {self.written(name)!r}, the block that it "
+                    "writes; name another, or none"
+                )
         filled = {self.prompt, *self.texts, *self.moves.values(), *writers}
         read = {b for row in self.sees.values() for b in row}
         if empty := [b for b in self.blocks if b not in filled]:
-            raise ValueError(f"the layout reads the block {empty[0]!r}, which nobody writes; give it a text, or let a worker write it or "
-                             f"move its steps there")
+            raise ValueError(
+                f"the layout reads the block {empty[0]!r}, which nobody writes; give it a text, or "
+                "let a worker write it or move its steps there"
+            )
         if lost := [b for b in filled if b not in read]:
-            raise ValueError(f"no worker sees the block {lost[0]!r}, though something is written to it; list it for a worker, or leave it "
-                             f"out")
+            raise ValueError(
+                f"no worker sees the block {lost[0]!r}, though something is written to it; list it "
+                "for a worker, or leave it out"
+            )
 
 
 def contiguous(names: Sequence[str], format: Format = COLLABORATIVE) -> WorkersLayout:
     """Everybody writes on in a block of its own, and sees those of the others before it."""
     headers = _headers(names, format)
-    return WorkersLayout({name: (PROMPT, *_current(names, name, headers)) for name in names}, texts=headers)
+    return WorkersLayout(
+        {name: (PROMPT, *_current(names, name, headers)) for name in names}, texts=headers
+    )
 
 
 def interleaved(names: Sequence[str], format: Format = COLLABORATIVE) -> WorkersLayout:
     """Steps are written in private and move to a history that all see."""
-    return WorkersLayout({name: (HISTORY, name) for name in names}, dict.fromkeys(names, HISTORY), prompt=HISTORY)
+    return WorkersLayout(
+        {name: (HISTORY, name) for name in names}, dict.fromkeys(names, HISTORY), prompt=HISTORY
+    )
 
 
 def combined(names: Sequence[str], format: Format = COLLABORATIVE) -> WorkersLayout:
     """Steps move to a history that all see, and are seen by all while they are written."""
     headers = _headers(names, format)
-    return WorkersLayout({name: (HISTORY, *_current(names, name, headers)) for name in names}, dict.fromkeys(names, HISTORY), headers,
-                         HISTORY)
+    return WorkersLayout(
+        {name: (HISTORY, *_current(names, name, headers)) for name in names},
+        dict.fromkeys(names, HISTORY),
+        headers,
+        HISTORY,
+    )
 
 
 MakeLayout = Callable[[Sequence[str], Format], WorkersLayout]
@@ -121,7 +166,10 @@ def worker_names(count: int) -> tuple[str, ...]:
 
 
 LAYOUTS: Mapping[str, MakeLayout] = {
-    "contiguous": contiguous, "interleaved": interleaved, "combined": combined}
+    "contiguous": contiguous,
+    "interleaved": interleaved,
+    "combined": combined,
+}
 
 
 MOVES = ("rotate", "reencode")
@@ -129,7 +177,8 @@ MOVES = ("rotate", "reencode")
 
 
 def layout_maker(layout: str | WorkersLayout | MakeLayout) -> MakeLayout:
-    """What makes layouts: one of `LAYOUTS` by its name, a function as it is, or always the layout that is given.
+    """What makes layouts: one of `LAYOUTS` by its name, a function as it is, or always the layout
+    that is given.
 
     Raises:
       ValueError: an unknown name.
@@ -139,13 +188,16 @@ def layout_maker(layout: str | WorkersLayout | MakeLayout) -> MakeLayout:
     if not isinstance(layout, str):
         return layout
     if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}, a function of names and format, or a "
-                         f"WorkersLayout")
+        raise ValueError(
+            f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}, a function of names "
+            "and format, or a WorkersLayout"
+        )
     return LAYOUTS[layout]
 
 
 def _current(names: Sequence[str], own: str, headers: Mapping[str, str]) -> list[str]:
-    """What the others are writing, in ascending order, and one's own, each under its header where the format has one."""
+    """What the others are writing, in ascending order, and one's own, each under its header where
+    the format has one."""
     others = [name for name in names if name != own]
     return [b for b in (_OTHERS, *others, _OWN, own) if b in headers or b in names]
 

@@ -1,4 +1,5 @@
-"""Models on the nodes of a cluster: how a replica loads one, and what a program that only hands out work needs of it."""
+"""Models on the nodes of a cluster: how a replica loads one, and what a program that only hands out
+work needs of it."""
 
 import argparse
 import dataclasses
@@ -15,7 +16,8 @@ class NodeModel:
     """A model that every node loads itself. Plain data, which can be sent there.
 
     Attributes:
-      path: a folder that all nodes have, a hub id, or "embedded", of which every node has a folder of its own.
+      path: a folder that all nodes have, a hub id, or "embedded", of which every node has a folder
+        of its own.
       dtype, tensor, kv: as commands ask for them.
     """
 
@@ -28,7 +30,12 @@ class NodeModel:
     def of(cls, options: argparse.Namespace) -> "NodeModel":
         """The one that a command was asked for."""
         here = options.model != "embedded" and Path(options.model).is_dir()
-        return cls(str(Path(options.model).resolve()) if here else options.model, options.dtype, options.tensor, options.kv)
+        return cls(
+            str(Path(options.model).resolve()) if here else options.model,
+            options.dtype,
+            options.tensor,
+            options.kv,
+        )
 
     def outline(self) -> LoadedModel:
         """The model without its parameters; on the machine that hands out work.
@@ -46,6 +53,9 @@ class NodeModel:
           ConfigError, CheckpointError, ValueError: see `jaxshare.models.load`.
         """
         if os.path.isabs(self.path) and not os.path.isdir(self.path):
-            raise FileNotFoundError(f"there is no folder {self.path}; give every node the model at the same path, or name it by a hub id")
+            raise FileNotFoundError(
+                f"there is no folder {self.path}; give every node the model at the same path, or "
+                "name it by a hub id"
+            )
         mesh = devices.mesh_of(argparse.Namespace(tensor=self.tensor, kv=self.kv))
         return models.load(self.path, dtype=self.dtype, mesh=mesh)

@@ -1,4 +1,5 @@
-"""Who takes part in a session of workers: in which rows, over which blocks. By name for people, by number for the device."""
+"""Who takes part in a session of workers: in which rows, over which blocks. By name for people, by
+number for the device."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -34,7 +35,9 @@ class Party:
     layout: WorkersLayout
 
     @classmethod
-    def create(cls, names: Sequence[str], layout: WorkersLayout, *, room: int, small: Collection[str]) -> Self:
+    def create(
+        cls, names: Sequence[str], layout: WorkersLayout, *, room: int, small: Collection[str]
+    ) -> Self:
         """The first workers of a session.
 
         Args:
@@ -44,8 +47,11 @@ class Party:
           small: blocks that are not written on and on, whether the layout has them or not.
         """
         spare = spare_blocks(room - len(names))
-        # Large blocks come first, so that they lie on large tiles. Sessions of a few blocks more or less share programs.
-        blocks = sorted(dict.fromkeys((*layout.blocks, *spare, *small)), key=lambda block: block in small)
+        # Large blocks come first, so that they lie on large tiles. Sessions of a few blocks more or
+        # less share programs.
+        blocks = sorted(
+            dict.fromkeys((*layout.blocks, *spare, *small)), key=lambda block: block in small
+        )
         unused = [f"unused {i + 1}" for i in range(-len(blocks) % _BLOCKS)]
         return cls(tuple(names), (*names, *[None] * len(spare)), (*blocks, *unused), layout)
 
@@ -61,7 +67,9 @@ class Party:
           ValueError: no such worker.
         """
         if name not in self.names:
-            raise ValueError(f"there is no worker {name!r}; the workers are {', '.join(self.names)}")
+            raise ValueError(
+                f"there is no worker {name!r}; the workers are {', '.join(self.names)}"
+            )
         return self.rows.index(name)
 
     def block(self, name: str) -> int:
@@ -69,28 +77,44 @@ class Party:
         return self.blocks.index(self.layout.written(name))
 
     def joined(self, name: str, layout: WorkersLayout) -> Self:
-        """With one worker more, in the first row that is free. The one block that may be new in the layout is that which it writes.
+        """With one worker more, in the first row that is free. The one block that may be new in the
+        layout is that which it writes.
 
         Raises:
           ValueError: a layout that does not fit.
         """
         names = (*self.names, name)
         layout.check(names)
-        blocks = tuple(layout.written(name) if block == self.spare[0] else block for block in self.blocks)
+        blocks = tuple(
+            layout.written(name) if block == self.spare[0] else block for block in self.blocks
+        )
         if new := [block for block in layout.blocks if block not in blocks]:
-            raise ValueError(f"the layout has a new block {new[0]!r}; a worker that joins brings the block that it writes and no other")
-        return dataclasses.replace(self, names=names, rows=self._with(self.rows.index(None), name), blocks=blocks, layout=layout)
+            raise ValueError(
+                f"the layout has a new block {new[0]!r}; a worker that joins brings the block that "
+                "it writes and no other"
+            )
+        return dataclasses.replace(
+            self,
+            names=names,
+            rows=self._with(self.rows.index(None), name),
+            blocks=blocks,
+            layout=layout,
+        )
 
     def left(self, name: str) -> Self:
         """With one worker less; its block is one for another to join with."""
         own = self.layout.written(name)
         spare = next(block for block in spare_blocks(len(self.blocks)) if block not in self.blocks)
         return dataclasses.replace(
-            self, names=tuple(n for n in self.names if n != name), rows=self._with(self.row(name), None),
-            blocks=tuple(spare if block == own else block for block in self.blocks), layout=self.layout.without(name))
+            self,
+            names=tuple(n for n in self.names if n != name),
+            rows=self._with(self.row(name), None),
+            blocks=tuple(spare if block == own else block for block in self.blocks),
+            layout=self.layout.without(name),
+        )
 
     def _with(self, row: int, name: str | None) -> tuple[str | None, ...]:
-        return (*self.rows[:row], name, *self.rows[row + 1:])
+        return (*self.rows[:row], name, *self.rows[row + 1 :])
 
     # By number.
 
@@ -122,7 +146,9 @@ class Party:
           ValueError: a block that there is not.
         """
         if unknown := [block for block in blocks if block not in self.blocks]:
-            raise ValueError(f"there is no block {unknown[0]!r}; the blocks are {', '.join(self.blocks)}")
+            raise ValueError(
+                f"there is no block {unknown[0]!r}; the blocks are {', '.join(self.blocks)}"
+            )
         return [self.blocks.index(block) for block in blocks]
 
     # As JSON.
@@ -134,4 +160,9 @@ class Party:
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Self:
         """What `as_json` gave."""
-        return cls(tuple(given["names"]), tuple(given["rows"]), tuple(given["blocks"]), WorkersLayout.from_json(given["layout"]))
+        return cls(
+            tuple(given["names"]),
+            tuple(given["rows"]),
+            tuple(given["blocks"]),
+            WorkersLayout.from_json(given["layout"]),
+        )

@@ -1,4 +1,5 @@
-"""Prefix handles: text that is prefilled once and used in many calls (what Hydragen's authors call preserve, extend and wipe)."""
+"""Prefix handles: text that is prefilled once and used in many calls (what Hydragen's authors call
+preserve, extend and wipe)."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -29,12 +30,15 @@ class Prefixes:
       arena: what the prefixes are kept in, and the rows of calls that use them.
     """
 
-    def __init__(self, model: LoadedModel, *, max_tokens: int | None = None, max_kv_bytes: int | None = None):
+    def __init__(
+        self, model: LoadedModel, *, max_tokens: int | None = None, max_kv_bytes: int | None = None
+    ):
         """An empty store.
 
         Args:
           model: as loaded.
-          max_tokens: room for all prefixes and for what rows below them write; default twice the model's context.
+          max_tokens: room for all prefixes and for what rows below them write; default twice the
+            model's context.
           max_kv_bytes: the same in bytes of keys and values.
 
         Raises:
@@ -45,15 +49,22 @@ class Prefixes:
         tokens = max_kv_bytes // token_bytes(model) if max_kv_bytes is not None else max_tokens
         tokens = 2 * model.config.max_positions if tokens is None else tokens
         if tokens < 1:
-            raise ValueError(f"the store would hold {tokens} tokens of {token_bytes(model)} bytes each; give it room for at least 1")
+            raise ValueError(
+                f"the store would hold {tokens} tokens of {token_bytes(model)} bytes each; give it "
+                "room for at least 1"
+            )
         room = arena_size(tokens) if max_kv_bytes is None else whole_tiles(tokens)
-        self.model, self.arena = model.for_context(model.config.max_positions), Arena(model, room, _SLOTS)
+        self.model, self.arena = (
+            model.for_context(model.config.max_positions),
+            Arena(model, room, _SLOTS),
+        )
 
     def add(self, text: str | Sequence[int]) -> "Prefix":
         """Prefills a prefix that begins a prompt.
 
         Raises:
-          ValueError: an empty text, one that does not fit the model's context or the store, or a store that is at work.
+          ValueError: an empty text, one that does not fit the model's context or the store, or a
+            store that is at work.
         """
         return self._add(None, encode(self.model, text))
 
@@ -66,12 +77,19 @@ class Prefixes:
         with at_work(self.arena):
             block = self.arena.take(len(tokens))
             if block is None:
-                raise ValueError(f"the prefix has {len(tokens)} tokens, but of the store's {self.arena.tokens} the largest piece that is "
-                                 f"free has {self.arena.largest}; drop a prefix or give the store more room")
+                raise ValueError(
+                    f"the prefix has {len(tokens)} tokens, but of the store's {self.arena.tokens} "
+                    f"the largest piece that is free has {self.arena.largest}; drop a prefix or "
+                    "give the store more room"
+                )
             path = parent.path if parent else ()
-            logits, cache, _ = feed_all(self.model, self.arena.settle(), [Feed(block, path, tokens)], len(path) + 1)
+            logits, cache, _ = feed_all(
+                self.model, self.arena.settle(), [Feed(block, path, tokens)], len(path) + 1
+            )
             self.arena.cache = cache
-        return Prefix(self, parent, block, (parent.tokens if parent else 0) + len(tokens), logits[block])
+        return Prefix(
+            self, parent, block, (parent.tokens if parent else 0) + len(tokens), logits[block]
+        )
 
 
 class Prefix:
@@ -84,7 +102,9 @@ class Prefix:
       logits: float32[V] after its last token.
     """
 
-    def __init__(self, store: Prefixes, parent: "Prefix | None", block: int, tokens: int, logits: Array):
+    def __init__(
+        self, store: Prefixes, parent: "Prefix | None", block: int, tokens: int, logits: Array
+    ):
         self.store, self.tokens, self.logits = store, tokens, logits
         self.path: tuple[int, ...] = (*(parent.path if parent else ()), block)
         self._parent, self._extensions, self._dropped = parent, 0, False
@@ -109,7 +129,9 @@ class Prefix:
         if self._dropped:
             return
         if self._extensions:
-            raise ValueError(f"this prefix is extended by {self._extensions} more; drop those first")
+            raise ValueError(
+                f"this prefix is extended by {self._extensions} more; drop those first"
+            )
         with at_work(self.store.arena):
             self.store.arena.give_back(self.path[-1])
         self._dropped = True
@@ -130,7 +152,8 @@ class Prefix:
 
 @contextlib.contextmanager
 def at_work(arena: Arena) -> Iterator[None]:
-    """While this lasts nobody else may use the arena, because passes take its cache and give back another."""
+    """While this lasts nobody else may use the arena, because passes take its cache and give back
+    another."""
     check_free(arena)
     arena.busy = True
     try:
@@ -142,6 +165,12 @@ def at_work(arena: Arena) -> Iterator[None]:
 def check_free(arena: Arena) -> None:
     """Raises ValueError if somebody is at work with the arena, or if its cache is lost."""
     if arena.busy:
-        raise ValueError("another call is at work with this store of prefixes; let it end, or close its stream, first")
+        raise ValueError(
+            "another call is at work with this store of prefixes; let it end, or close its stream, "
+            "first"
+        )
     if arena.cache.keys[0].is_deleted():
-        raise ValueError("a pass over this store of prefixes was interrupted, and its cache is lost; make a new store")
+        raise ValueError(
+            "a pass over this store of prefixes was interrupted, and its cache is lost; make a new "
+            "store"
+        )

@@ -1,8 +1,10 @@
-"""The option `jaxshare workers --show-prompt`: what a session feeds before anything is sampled, as text and as tokens.
+"""The option `jaxshare workers --show-prompt`: what a session feeds before anything is sampled, as
+text and as tokens.
 
     jaxshare workers Qwen/Qwen3-8B --problem "What is 12 * 7?" --format qwen3+user --show-prompt
 
-The model's parameters are not read. What is shown is encoded as `Workers` encodes it, from the same `SessionTexts`.
+The model's parameters are not read. What is shown is encoded as `Workers` encodes it, from the same
+`SessionTexts`.
 """
 
 import argparse
@@ -31,7 +33,8 @@ class Fed:
 
     Attributes:
       text: special tokens included, as the tokenizer writes them.
-      tokens: their ids; pieces: what each of them says. Bytes that are no whole character are written as in `\\xf0`.
+      tokens: their ids; pieces: what each of them says. Bytes that are no whole character are
+        written as in `\\xf0`.
     """
 
     text: str
@@ -43,7 +46,10 @@ class Fed:
         """Of some tokens."""
         tokenizer: Any = codec.tokenizer
         # Special tokens say nothing in a text of workers, and have a name in the tokenizer.
-        said = [codec.vocabulary[token] or tokenizer.convert_ids_to_tokens(token).encode() for token in tokens]
+        said = [
+            codec.vocabulary[token] or tokenizer.convert_ids_to_tokens(token).encode()
+            for token in tokens
+        ]
         text, *pieces = (part.decode(errors="backslashreplace") for part in (b"".join(said), *said))
         return cls(text, list(tokens), pieces)
 
@@ -65,15 +71,25 @@ class PromptView:
     forbidden: Fed
 
 
-def prompt_view(model: LoadedModel, problem: str, *, names: Sequence[str] = ("Alice", "Bob"),
-                layout: str | WorkersLayout | MakeLayout = "combined", format: Format | None = None) -> PromptView:
-    """What `Workers` with these arguments would feed before it samples. The model may be an outline.
+def prompt_view(
+    model: LoadedModel,
+    problem: str,
+    *,
+    names: Sequence[str] = ("Alice", "Bob"),
+    layout: str | WorkersLayout | MakeLayout = "combined",
+    format: Format | None = None,
+) -> PromptView:
+    """What `Workers` with these arguments would feed before it samples. The model may be an
+    outline.
 
     Raises:
-      ValueError: a model without a tokenizer, an empty problem, or what is wrong with the names or the layout.
+      ValueError: a model without a tokenizer, an empty problem, or what is wrong with the names or
+        the layout.
     """
     if model.tokenizer is None:
-        raise ValueError("workers need a model with a tokenizer; add the tokenizer's files to the model's folder")
+        raise ValueError(
+            "workers need a model with a tokenizer; add the tokenizer's files to the model's folder"
+        )
     if not problem.strip():
         raise ValueError("the problem is empty; give at least one word")
     check_names(names)
@@ -82,13 +98,21 @@ def prompt_view(model: LoadedModel, problem: str, *, names: Sequence[str] = ("Al
     made.check(names)
     party = Party.create(names, made, room=len(names), small=[*made.texts])
     texts = SessionTexts.of(codec, format, problem, party)
-    held = {made.prompt: texts.prompt, **{block: codec.encode(text) for block, text in made.texts.items()}}
-    return PromptView({block: Fed.of(codec, tokens) for block, tokens in held.items()},
-                      {name: Fed.of(codec, texts.lead(party, name)) for name in names}, dict(made.sees),
-                      Fed.of(codec, format.forbidden_tokens(model.tokenizer)))
+    held = {
+        made.prompt: texts.prompt,
+        **{block: codec.encode(text) for block, text in made.texts.items()},
+    }
+    return PromptView(
+        {block: Fed.of(codec, tokens) for block, tokens in held.items()},
+        {name: Fed.of(codec, texts.lead(party, name)) for name in names},
+        dict(made.sees),
+        Fed.of(codec, format.forbidden_tokens(model.tokenizer)),
+    )
 
 
-def run(options: argparse.Namespace, problem: str, names: Sequence[str], format: Format | None) -> int:
+def run(
+    options: argparse.Namespace, problem: str, names: Sequence[str], format: Format | None
+) -> int:
     """Prints what the options of `jaxshare workers` come to.
 
     Raises:
@@ -97,16 +121,30 @@ def run(options: argparse.Namespace, problem: str, names: Sequence[str], format:
     model = models.outline(options.model)
     view = prompt_view(model, problem, names=names, layout=options.layout, format=format)
     if devices.speaks():
-        print(json.dumps({"model": options.model, "format": options.format, **dataclasses.asdict(view)}) if options.json else _text(view))
+        print(
+            json.dumps(
+                {"model": options.model, "format": options.format, **dataclasses.asdict(view)}
+            )
+            if options.json
+            else _text(view)
+        )
     return 0
 
 
 def _text(view: PromptView) -> str:
     first = next(iter(view.blocks))
-    parts = [_section(f"block {block!r}" + (", the prompt" if block == first else ""), fed)
-             for block, fed in view.blocks.items()]
-    parts += [_section(f"{name} sees {', '.join(map(repr, view.sees[name]))}; its first step is in the last one and starts with", fed)
-              for name, fed in view.workers.items()]
+    parts = [
+        _section(f"block {block!r}" + (", the prompt" if block == first else ""), fed)
+        for block, fed in view.blocks.items()
+    ]
+    parts += [
+        _section(
+            f"{name} sees {', '.join(map(repr, view.sees[name]))}; its first step is in the last "
+            "one and starts with",
+            fed,
+        )
+        for name, fed in view.workers.items()
+    ]
     if view.forbidden.tokens:
         parts.append(f"=== tokens that no worker samples\n{_tokens(view.forbidden)}")
     return "\n\n".join(parts)
@@ -118,7 +156,15 @@ def _section(title: str, fed: Fed) -> str:
 
 def _tokens(fed: Fed) -> str:
     """Pairs of an id and what it says in quotes."""
-    pairs = [f"{token} {json.dumps(piece, ensure_ascii=False)}" for token, piece in zip(fed.tokens, fed.pieces, strict=True)]
+    pairs = [
+        f"{token} {json.dumps(piece, ensure_ascii=False)}"
+        for token, piece in zip(fed.tokens, fed.pieces, strict=True)
+    ]
     # Spaces inside a pair are no places to break a line at.
-    lines = textwrap.wrap("  ".join(pair.replace(" ", "\0") for pair in pairs), _COLUMNS, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(
+        "  ".join(pair.replace(" ", "\0") for pair in pairs),
+        _COLUMNS,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     return "\n".join(lines).replace("\0", " ")

@@ -1,7 +1,8 @@
-"""The texts of a session of workers: what they are told, the headers in their cache, the question, and what ends a run early.
+"""The texts of a session of workers: what they are told, the headers in their cache, the question,
+and what ends a run early.
 
-The rules, suggestions and worked examples follow the plan of Hogwild! Inference (section 3.3 and appendix C), in words of our own and
-for any number of workers.
+The rules, suggestions and worked examples follow the plan of Hogwild! Inference (section 3.3 and
+appendix C), in words of our own and for any number of workers.
 """
 
 import dataclasses
@@ -24,32 +25,39 @@ _OURS = ("conversation", "messages", "tokenize", "add_generation_prompt", "conti
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    r"""All texts of a session. A model folder can carry its own as workers.json: one object with these fields, lists for tuples.
+    r"""All texts of a session. A model folder can carry its own as workers.json: one object with
+    these fields, lists for tuples.
 
-    `system` and `system_alone` are templates. `{names}` is "Alice, Bob and Carol", `{count}` is 3, `{first}` and `{second}` are the
-    first two names. What stands between `{#further}` and `{/further}` is written once for each worker after the second, with its
-    `{further}` name and its `{number}` from 3; it vanishes where there are two. Other braces, as in `\boxed{answer}`, stay.
+    `system` and `system_alone` are templates. `{names}` is "Alice, Bob and Carol", `{count}` is 3,
+    `{first}` and `{second}` are the first two names. What stands between `{#further}` and
+    `{/further}` is written once for each worker after the second, with its `{further}` name and its
+    `{number}` from 3; it vanishes where there are two. Other braces, as in `\boxed{answer}`, stay.
 
     Attributes:
       system: what two or more workers are told before the problem.
       system_alone: what a single worker is told.
-      in_system_role: as a system message; False puts it in front of the user's message. That is also where it goes if the chat template
-        refuses or drops system messages.
+      in_system_role: as a system message; False puts it in front of the user's message. That is
+        also where it goes if the chat template refuses or drops system messages.
       separator: ends a step and opens the next.
       history_header: ends the prompt; every step brings the separator with it.
       others_header: stands between the history and the others' unfinished steps; "" for none.
-      own_header: stands between those and the own step. It begins with a mark that shows that the others are in mid-sentence.
+      own_header: stands between those and the own step. It begins with a mark that shows that the
+        others are in mid-sentence.
       step_header: opens a step; `{name}` is its author, `{step}` counts the author's steps from 1.
-      greeting_first: how the first worker's first step goes on, where there are others; `{name}` is the worker.
+      greeting_first: how the first worker's first step goes on, where there are others; `{name}` is
+        the worker.
       greeting_later: the same for every other worker.
       question: asked from time to time at the beginning of a step; "" for never.
       finisher: asks for the answer at once. It begins with the separator and leaves a box open.
-      code_finisher: asks for the program at once. It begins with the separator and leaves a code block open.
-      forbidden: texts that workers must not sample where they are single tokens; `{bos}` and `{eos}` are the tokenizer's own.
-      think: whether a think block is opened behind the chat where the chat template has neither opened nor closed one: "auto" opens it if
-        the tokenizer has a token `<think>`, "always" in any case, "never" leaves the chat as the template writes it.
-      chat_template_kwargs: further variables of the chat template, such as {"enable_thinking": true}. A template that does not ask for
-        them ignores them.
+      code_finisher: asks for the program at once. It begins with the separator and leaves a code
+        block open.
+      forbidden: texts that workers must not sample where they are single tokens; `{bos}` and
+        `{eos}` are the tokenizer's own.
+      think: whether a think block is opened behind the chat where the chat template has neither
+        opened nor closed one: "auto" opens it if the tokenizer has a token `<think>`, "always" in
+        any case, "never" leaves the chat as the template writes it.
+      chat_template_kwargs: further variables of the chat template, such as {"enable_thinking":
+        true}. A template that does not ask for them ignores them.
     """
 
     system: str
@@ -63,10 +71,14 @@ class Format:
     greeting_first: str = ""
     greeting_later: str = ""
     question: str = "Quick check: am I doing redundant work? (yes/no): "
-    finisher: str = ("\n\nMy time is up, so I answer now, as well as I can from everything that has been worked out so far. "
-                     "The final answer is \\boxed{")
-    code_finisher: str = ("\n\nMy time is up, so I hand in a program now, as well as I can from all that has been worked out so far. "
-                          "Here it is in full:\n\n```python\n")
+    finisher: str = (
+        "\n\nMy time is up, so I answer now, as well as I can from everything that has been worked "
+        "out so far. The final answer is \\boxed{"
+    )
+    code_finisher: str = (
+        "\n\nMy time is up, so I hand in a program now, as well as I can from all that has been "
+        "worked out so far. Here it is in full:\n\n```python\n"
+    )
     forbidden: tuple[str, ...] = ("#", "##", "###", "####", "</think>", "{bos}", "{eos}")
     think: Literal["auto", "always", "never"] = "auto"
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
@@ -82,14 +94,18 @@ class Format:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], source: str = "workers.json") -> "Format":
-        """From the fields of a JSON object; `dataclasses.asdict` gives such an object. What is left out has its default.
+        """From the fields of a JSON object; `dataclasses.asdict` gives such an object. What is left
+        out has its default.
 
         Raises:
           ConfigError: a field is missing, unknown or of the wrong type.
         """
         known = {field.name: field for field in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - set(known)):
-            raise ConfigError(f"{source} has {', '.join(unknown)}, which no session of workers uses; its fields are {', '.join(known)}")
+            raise ConfigError(
+                f"{source} has {', '.join(unknown)}, which no session of workers uses; its fields "
+                f"are {', '.join(known)}"
+            )
         fields, read = Fields(values, source), {}
         for name, field in known.items():
             default = REQUIRED if field.default is dataclasses.MISSING else field.default
@@ -102,7 +118,9 @@ class Format:
         if read["think"] not in _THINK:
             raise fields.error("think", f"it must be one of {', '.join(_THINK)}")
         if taken := [name for name in _OURS if name in read["chat_template_kwargs"]]:
-            raise fields.error("chat_template_kwargs", f"{taken[0]} is set by the session: leave it out")
+            raise fields.error(
+                "chat_template_kwargs", f"{taken[0]} is set by the session: leave it out"
+            )
         return cls(**read)
 
     def instructions(self, names: Sequence[str]) -> str:
@@ -112,22 +130,35 @@ class Format:
           ValueError: no names.
         """
         if not names:
-            raise ValueError("a prompt is written for workers, and there are no names; give at least one")
+            raise ValueError(
+                "a prompt is written for workers, and there are no names; give at least one"
+            )
         if len(names) == 1:
             return _fill(self.system_alone, names=names[0], count=1, first=names[0])
-        words = dict(names=f"{', '.join(names[:-1])} and {names[-1]}", count=len(names), first=names[0], second=names[1])
-        parts = re.split(r"\{#further\}(.*?)\{/further\}", self.system, flags=re.DOTALL)  # every second part is for the further workers
+        words = dict(
+            names=f"{', '.join(names[:-1])} and {names[-1]}",
+            count=len(names),
+            first=names[0],
+            second=names[1],
+        )
+        # every second part is for the further workers
+        parts = re.split(r"\{#further\}(.*?)\{/further\}", self.system, flags=re.DOTALL)
         further = list(enumerate(names[2:], 3))
-        parts[1::2] = ["".join(_fill(part, further=name, number=i, **words) for i, name in further) for part in parts[1::2]]
+        parts[1::2] = [
+            "".join(_fill(part, further=name, number=i, **words) for i, name in further)
+            for part in parts[1::2]
+        ]
         parts[::2] = [_fill(part, **words) for part in parts[::2]]
         return "".join(parts)
 
     def prompt(self, tokenizer: Any, problem: str, names: Sequence[str]) -> str:
-        """What all workers read first: the instructions and the problem as a chat, an open think block, the history's header.
+        """What all workers read first: the instructions and the problem as a chat, an open think
+        block, the history's header.
 
-        A think block is opened as `think` says, unless the chat template has opened or closed one there itself (appendix C), so that there
-        is never a second one. A tokenizer without a chat template gets plain text. A chat template writes all special tokens, the first one
-        included: encode its prompt without adding any.
+        A think block is opened as `think` says, unless the chat template has opened or closed one
+        there itself (appendix C), so that there is never a second one. A tokenizer without a chat
+        template gets plain text. A chat template writes all special tokens, the first one included:
+        encode its prompt without adding any.
 
         Args:
           tokenizer: as transformers makes them.
@@ -141,7 +172,9 @@ class Format:
         if not tokenizer.chat_template:
             return "\n\n".join([*filter(None, [told, problem]), self.history_header])
         text = self._chat(tokenizer, told, problem)
-        opens = self.think == "always" or (self.think == "auto" and "<think>" in tokenizer.get_vocab())
+        opens = self.think == "always" or (
+            self.think == "auto" and "<think>" in tokenizer.get_vocab()
+        )
         if text.rstrip().endswith("<think>"):
             text = text.rstrip() + "\n"
         elif opens and not text.rstrip().endswith("</think>"):
@@ -152,22 +185,33 @@ class Format:
         """The chat up to where the assistant's words start."""
         if told and self.in_system_role:
             try:
-                text = self._render(tokenizer, [{"role": "system", "content": told}, {"role": "user", "content": problem}])
+                text = self._render(
+                    tokenizer,
+                    [{"role": "system", "content": told}, {"role": "user", "content": problem}],
+                )
             except TemplateError:  # how templates refuse a role
                 text = ""
             if told.strip() in text:  # some drop it without a word
                 return text
         try:
-            return self._render(tokenizer, [{"role": "user", "content": f"{told}\n\n{problem}" if told else problem}])
+            return self._render(
+                tokenizer,
+                [{"role": "user", "content": f"{told}\n\n{problem}" if told else problem}],
+            )
         except TemplateError as error:
-            raise ValueError(f"the model's chat template refuses the prompt ({error}); a format with other chat_template_kwargs may "
-                             f"do") from error
+            raise ValueError(
+                f"the model's chat template refuses the prompt ({error}); a format with other "
+                "chat_template_kwargs may do"
+            ) from error
 
     def _render(self, tokenizer: Any, messages: list[dict[str, str]]) -> str:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs)
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
+        )
 
     def opening(self, name: str, step: int, *, names: Sequence[str] = (), ask: bool = False) -> str:
-        """What opens a step, behind the separator: its header and, with `ask`, the question, or else a greeting if it is the first.
+        """What opens a step, behind the separator: its header and, with `ask`, the question, or
+        else a greeting if it is the first.
 
         Args:
           name: of the worker.
@@ -179,7 +223,9 @@ class Format:
         if ask:
             return header + self.question
         if step == 1 and len(names) > 1:
-            header += _fill(self.greeting_first if name == names[0] else self.greeting_later, name=name)
+            header += _fill(
+                self.greeting_first if name == names[0] else self.greeting_later, name=name
+            )
         return header
 
     def forbidden_tokens(self, tokenizer: Any) -> tuple[int, ...]:
@@ -194,7 +240,12 @@ def _fill(template: str, **words: Any) -> str:
     return re.sub(r"\{(\w+)\}", lambda found: str(words.get(found[1], found[0])), template)
 
 
-def collaborative(person: Literal["first", "second"] = "second", *, suggestions: bool = True, examples: bool = True) -> Format:
+def collaborative(
+    person: Literal["first", "second"] = "second",
+    *,
+    suggestions: bool = True,
+    examples: bool = True,
+) -> Format:
     """The texts for reasoning models that have not been trained to work together.
 
     Args:
@@ -206,15 +257,35 @@ def collaborative(person: Literal["first", "second"] = "second", *, suggestions:
       ValueError: another person.
     """
     if person not in RULES:
-        raise ValueError(f"person is {person!r}, but the instructions are written in the 'first' and in the 'second'")
-    parts = [RULES[person], SUGGESTIONS[person] if suggestions else "", EXAMPLES if examples else "", TASK[person]]
+        raise ValueError(
+            f"person is {person!r}, but the instructions are written in the 'first' and in the "
+            "'second'"
+        )
+    parts = [
+        RULES[person],
+        SUGGESTIONS[person] if suggestions else "",
+        EXAMPLES if examples else "",
+        TASK[person],
+    ]
     return Format(
-        system="\n\n".join(part.strip() for part in parts if part), system_alone=ALONE[person].strip(),
-        greeting_first="Hi, I'm {name}. My proposal for sharing the work:", greeting_later="Hi, I'm {name}.")
+        system="\n\n".join(part.strip() for part in parts if part),
+        system_alone=ALONE[person].strip(),
+        greeting_first="Hi, I'm {name}. My proposal for sharing the work:",
+        greeting_later="Hi, I'm {name}.",
+    )
 
 
 COLLABORATIVE = collaborative()
 """What a session uses where the model brings no texts of its own."""
 
-PLAIN = Format(system="", system_alone="", history_header="", others_header="", own_header="", step_header="", question="", forbidden=())
+PLAIN = Format(
+    system="",
+    system_alone="",
+    history_header="",
+    others_header="",
+    own_header="",
+    step_header="",
+    question="",
+    forbidden=(),
+)
 """The problem alone, for decoding without workers; only what ends a run early is the same."""

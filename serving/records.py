@@ -1,4 +1,5 @@
-"""Files of results: JSON lines that are appended as results come, by one process alone, and files that are written whole or not at all."""
+"""Files of results: JSON lines that are appended as results come, by one process alone, and files
+that are written whole or not at all."""
 
 import fcntl
 import hashlib
@@ -22,7 +23,8 @@ def sha256(data: bytes) -> str:
 
 
 def open_alone(path: Path, mode: str, do: str) -> BinaryIO:
-    """Opens a file to write to it, for this process alone: two that go on with one job would do everything twice.
+    """Opens a file to write to it, for this process alone: two that go on with one job would do
+    everything twice.
 
     Args:
       path, mode: as `open` takes them.
@@ -39,7 +41,9 @@ def open_alone(path: Path, mode: str, do: str) -> BinaryIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise ValueError(f"the output {path} is being written by another process; wait for it, or {do}") from error
+        raise ValueError(
+            f"the output {path} is being written by another process; wait for it, or {do}"
+        ) from error
     except OSError:  # some file systems have no locks
         pass
     return file
@@ -55,11 +59,14 @@ def append(file: BinaryIO, value: Any, do: str) -> None:
         file.write(line(value))
         file.flush()
     except OSError as error:
-        raise ValueError(f"the output {file.name} cannot be written ({error}); make room, and {do}") from error
+        raise ValueError(
+            f"the output {file.name} cannot be written ({error}); make room, and {do}"
+        ) from error
 
 
 def lines_of(file: BinaryIO) -> list[bytes]:
-    """The lines that are there already. A last one that was being written when its writer was killed is cut off."""
+    """The lines that are there already. A last one that was being written when its writer was
+    killed is cut off."""
     *lines, rest = file.read().split(b"\n")
     file.truncate(file.seek(-len(rest), os.SEEK_END))
     return lines
@@ -106,5 +113,7 @@ def check_settings(began: str, then: Mapping[str, Any], now: Mapping[str, Any], 
     """
     for name in {**then, **now}:
         if then.get(name) != now.get(name):
-            raise ValueError(f"{began} with {name} {json.dumps(then.get(name))}, not {json.dumps(now.get(name))}; give it as it was, or "
-                             f"{do}")
+            raise ValueError(
+                f"{began} with {name} {json.dumps(then.get(name))}, not "
+                f"{json.dumps(now.get(name))}; give it as it was, or {do}"
+            )

@@ -1,4 +1,5 @@
-"""Replicas: branches over the data groups of a mesh. Each group has the model, a cache and completions of its own (data parallel)."""
+"""Replicas: branches over the data groups of a mesh. Each group has the model, a cache and
+completions of its own (data parallel)."""
 
 import queue
 import threading
@@ -14,35 +15,54 @@ from jaxshare.sharding import DATA, axis_size
 
 
 def branches(model: LoadedModel, prompts: Prompts | None, **settings: Any) -> "Branches | Replicas":
-    """A run over a tree of prompts, on all data groups of the model's mesh. Arguments and errors as in `Branches`."""
-    return Replicas(model, prompts, **settings) if axis_size(model.mesh, DATA) > 1 else Branches(model, prompts, **settings)
+    """A run over a tree of prompts, on all data groups of the model's mesh. Arguments and errors as
+    in `Branches`."""
+    return (
+        Replicas(model, prompts, **settings)
+        if axis_size(model.mesh, DATA) > 1
+        else Branches(model, prompts, **settings)
+    )
 
 
 class Replicas:
-    """A run of branches that the data groups of a mesh share: `stream` yields the completions of all of them as they end.
+    """A run of branches that the data groups of a mesh share: `stream` yields the completions of
+    all of them as they end.
 
-    Every group takes neighbouring completions of the tree, so that what they have in common is fed on few groups. A completion depends on
-    its prompt and seed alone, so it is the same on whichever group it runs.
+    Every group takes neighbouring completions of the tree, so that what they have in common is fed
+    on few groups. A completion depends on its prompt and seed alone, so it is the same on whichever
+    group it runs.
 
     Attributes:
       runs: one of each group.
     """
 
-    def __init__(self, model: LoadedModel, prompts: Prompts | None, *, skip: Collection[tuple[int, int]] = (), **settings: Any):
+    def __init__(
+        self,
+        model: LoadedModel,
+        prompts: Prompts | None,
+        *,
+        skip: Collection[tuple[int, int]] = (),
+        **settings: Any,
+    ):
         """Arguments and errors as in `Branches`; bounds on rows and memory are each group's.
 
         Raises:
           ValueError: also a prefix, which lies in the memory of one group.
         """
         if settings.get("prefix") is not None:
-            raise ValueError("a prefix lies in the memory of one data group; run it with data=1, or give the whole prompts")
+            raise ValueError(
+                "a prefix lies in the memory of one data group; run it with data=1, or give the "
+                "whole prompts"
+            )
         models = model.replicas()
         self._whole = Branches(models[0], prompts, skip=skip, **settings)
         places = self._whole.places
         share = max(1, -(-len(places) // len(models)))
-        parts = [places[first:first + share] for first in range(0, len(places), share)]
-        self.runs = [Branches(replica, prompts, skip={*places, *skip}.difference(part), **settings)
-                     for replica, part in zip(models, parts, strict=False)]
+        parts = [places[first : first + share] for first in range(0, len(places), share)]
+        self.runs = [
+            Branches(replica, prompts, skip={*places, *skip}.difference(part), **settings)
+            for replica, part in zip(models, parts, strict=False)
+        ]
 
     @property
     def sampler(self) -> Sampler:
@@ -65,7 +85,11 @@ class Replicas:
     def notes(self) -> list[str]:
         """As of `Branches`: rows are those of the group that has most."""
         widest = max(self.runs, key=lambda run: run.rows, default=None)
-        return [f"in each of {len(self.runs)} data groups: {note}" for note in widest.notes] if widest else []
+        return (
+            [f"in each of {len(self.runs)} data groups: {note}" for note in widest.notes]
+            if widest
+            else []
+        )
 
     @property
     def sampled_tokens(self) -> int:
@@ -88,7 +112,9 @@ class Replicas:
 
     @property
     def _longest(self) -> tuple[float, float]:
-        return max(((run.seconds, run.compile_seconds) for run in self.runs), key=sum, default=(0.0, 0.0))
+        return max(
+            ((run.seconds, run.compile_seconds) for run in self.runs), key=sum, default=(0.0, 0.0)
+        )
 
     @property
     def kv_bytes(self) -> int:
@@ -103,7 +129,9 @@ class Replicas:
     def unique_tokens(self) -> int:
         return self.runs[0].unique_tokens if self.runs else 0
 
-    def stream(self, on_pass: "Callable[[Any], None] | None" = None, *, warm_up: bool = False) -> Iterator[Completion]:
+    def stream(
+        self, on_pass: "Callable[[Any], None] | None" = None, *, warm_up: bool = False
+    ) -> Iterator[Completion]:
         """Runs, and yields every completion as it ends. To be called once.
 
         Args:
@@ -128,7 +156,10 @@ class Replicas:
             except BaseException as error:  # it is the caller's to see, whatever it is
                 found.put(error)
 
-        threads = [threading.Thread(target=work, args=(run,), name=f"jaxshare-data-{i}") for i, run in enumerate(self.runs)]
+        threads = [
+            threading.Thread(target=work, args=(run,), name=f"jaxshare-data-{i}")
+            for i, run in enumerate(self.runs)
+        ]
         for thread in threads:
             thread.start()
         left = len(threads)

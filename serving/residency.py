@@ -1,8 +1,9 @@
 """Residency: which cached tokens leave the accelerator first.
 
-An engine keeps what it knows as a tree of runs of tokens. Of the leaves that nobody uses, the one whose `rank` is lowest leaves first.
-`contribution` asks what the agents that own a segment bring to the whole workflow (Hive, section 7); the others are what it is compared
-with. All of this is plain Python on numbers that the engine has anyway: nothing here knows of a model or a device.
+An engine keeps what it knows as a tree of runs of tokens. Of the leaves that nobody uses, the one
+whose `rank` is lowest leaves first. `contribution` asks what the agents that own a segment bring to
+the whole workflow (Hive, section 7); the others are what it is compared with. All of this is plain
+Python on numbers that the engine has anyway: nothing here knows of a model or a device.
 """
 
 import collections
@@ -19,9 +20,11 @@ from jaxshare.serving.contribution import Contribution
 
 
 def digest(tokens: Sequence[int] | np.ndarray) -> bytes:
-    """What `Segment.end` is: 16 bytes of BLAKE2b over the tokens from the root on, each as four bytes, low byte first.
+    """What `Segment.end` is: 16 bytes of BLAKE2b over the tokens from the root on, each as four
+    bytes, low byte first.
 
-    BLAKE2b takes its input in pieces, so a tree may keep the hash object of a node and go on from its copy.
+    BLAKE2b takes its input in pieces, so a tree may keep the hash object of a node and go on from
+    its copy.
     """
     return hashlib.blake2b(np.asarray(tokens, "<i4").tobytes(), digest_size=16).digest()
 
@@ -69,13 +72,15 @@ class Observation:
 
 
 class Policy(Protocol):
-    """An order in which segments leave. The engine tells it what happens: for each call `observe` first, then `used` for its segments."""
+    """An order in which segments leave. The engine tells it what happens: for each call `observe`
+    first, then `used` for its segments."""
 
     def used(self, segment: Segment, now: int) -> None:
         """A call used the segment, or made it; its fields say so already."""
 
     def split(self, head: Segment, tail: Segment) -> None:
-        """A segment was cut in two: `tail` is the old object, `head` a new one; the fields of both are right already."""
+        """A segment was cut in two: `tail` is the old object, `head` a new one; the fields of both
+        are right already."""
 
     def gone(self, segment: Segment) -> None:
         """The segment is in no memory any more."""
@@ -106,22 +111,27 @@ class LFU(Policy):
 
 
 class Priority(Policy):
-    """What only calls of a low priority used leaves first; among equals, what was not used for longest."""
+    """What only calls of a low priority used leaves first; among equals, what was not used for
+    longest."""
 
     def rank(self, segment: Segment, now: int) -> tuple:
         return segment.priority, segment.last_used, -segment.depth
 
 
 class SLRU(Policy):
-    """Segmented LRU: what was used once is on probation, what was used again is protected, and probation leaves first.
+    """Segmented LRU: what was used once is on probation, what was used again is protected, and
+    probation leaves first.
 
-    Protected segments may hold at most `protected` of all tokens that are kept; beyond, those that were not used for longest return to
-    probation, as if they had been used just now. So a flood of new tokens passes through probation alone.
+    Protected segments may hold at most `protected` of all tokens that are kept; beyond, those that
+    were not used for longest return to probation, as if they had been used just now. So a flood of
+    new tokens passes through probation alone.
     """
 
     def __init__(self, protected: float = 0.8):
         if not 0 < protected < 1:
-            raise ValueError(f"the protected share is {protected}, but it must be between 0 and 1, both excluded")
+            raise ValueError(
+                f"the protected share is {protected}, but it must be between 0 and 1, both excluded"
+            )
         self._share = protected
         self._clock = self._total = self._held = 0
         self._tokens: dict[Segment, int] = {}
@@ -154,7 +164,7 @@ class SLRU(Policy):
             order = list(self._protected)
             self._protected[head] = None
             self._held += head.tokens
-            for each in order[order.index(tail):]:
+            for each in order[order.index(tail) :]:
                 self._protected.move_to_end(each)
 
     def gone(self, segment: Segment) -> None:
@@ -179,11 +189,13 @@ class SLRU(Policy):
 
 
 class Belady(Policy):
-    """The offline optimum: knows the prompts of all calls, and lets go first what no call to come uses, then what is used last.
+    """The offline optimum: knows the prompts of all calls, and lets go first what no call to come
+    uses, then what is used last.
 
-    A segment is used by the first call to come that shares more with it than what lies before it; segments that are used at the same
-    time leave by length, the longest first. For pieces of one size this order is the best there is (Belady, 1966); for pieces of
-    different lengths in a tree it is a bound that nothing online can be expected to pass, no proven one.
+    A segment is used by the first call to come that shares more with it than what lies before it;
+    segments that are used at the same time leave by length, the longest first. For pieces of one
+    size this order is the best there is (Belady, 1966); for pieces of different lengths in a tree
+    it is a bound that nothing online can be expected to pass, no proven one.
 
     Args:
       trace: the prompt of every call, in the order in which the engine counts them from 0.
@@ -198,22 +210,28 @@ class Belady(Policy):
         call = self._found(segment)
         if call is None:
             return -math.inf, -segment.tokens
-        uses = np.flatnonzero(self._shared(call)[now + 1:] > segment.depth - segment.tokens)
+        uses = np.flatnonzero(self._shared(call)[now + 1 :] > segment.depth - segment.tokens)
         return (-float(now + 1 + uses[0]) if len(uses) else -math.inf), -segment.tokens
 
     def _found(self, segment: Segment) -> int | None:
-        """A call whose prompt runs through the segment; None where no prompt does, as through text that was written and never read."""
+        """A call whose prompt runs through the segment; None where no prompt does, as through text
+        that was written and never read."""
         ends = self._ends.get(segment.depth)
         if ends is None:
-            ends = self._ends[segment.depth] = {digest(tokens[:segment.depth]): i for i, tokens in enumerate(self._trace)
-                                                if len(tokens) >= segment.depth}
+            ends = self._ends[segment.depth] = {
+                digest(tokens[: segment.depth]): i
+                for i, tokens in enumerate(self._trace)
+                if len(tokens) >= segment.depth
+            }
         return ends.get(segment.end)
 
     def _shared(self, call: int) -> np.ndarray:
         """How many leading tokens each call of the trace has in common with this one."""
         found = self._common.get(call)
         if found is None:
-            found = self._common[call] = np.asarray([_common(self._trace[call], other) for other in self._trace])
+            found = self._common[call] = np.asarray(
+                [_common(self._trace[call], other) for other in self._trace]
+            )
         return found
 
 
@@ -223,19 +241,34 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else length
 
 
-POLICIES: Mapping[str, type[Policy]] = {"contribution": Contribution, "lru": LRU, "lfu": LFU, "slru": SLRU, "priority": Priority}
+POLICIES: Mapping[str, type[Policy]] = {
+    "contribution": Contribution,
+    "lru": LRU,
+    "lfu": LFU,
+    "slru": SLRU,
+    "priority": Priority,
+}
 
 
 def make_policy(name: str, **options: object) -> Policy:
-    """The policy of that name, with its options: those of `Contribution` and `SLRU` are their arguments, the others have none.
+    """The policy of that name, with its options: those of `Contribution` and `SLRU` are their
+    arguments, the others have none.
 
     Raises:
       ValueError: there is no such policy, it has no such option, or an option is out of its range.
     """
     if name not in POLICIES:
-        raise ValueError(f"there is no residency policy {name!r}; choose one of {', '.join(POLICIES)}")
-    known = inspect.signature(POLICIES[name]).parameters if POLICIES[name].__init__ is not Policy.__init__ else {}
+        raise ValueError(
+            f"there is no residency policy {name!r}; choose one of {', '.join(POLICIES)}"
+        )
+    known = (
+        inspect.signature(POLICIES[name]).parameters
+        if POLICIES[name].__init__ is not Policy.__init__
+        else {}
+    )
     if unknown := options.keys() - known.keys():
-        raise ValueError(f"the residency policy {name!r} has no option {', '.join(sorted(unknown))}; "
-                         f"it has {', '.join(known) or 'none'}")
+        raise ValueError(
+            f"the residency policy {name!r} has no option {', '.join(sorted(unknown))}; "
+            f"it has {', '.join(known) or 'none'}"
+        )
     return POLICIES[name](**options)

@@ -13,7 +13,8 @@ class Answer:
 
     Attributes:
       value: the answer, or None if there is none.
-      text: what it was found in: the workers' own words, or the early-stop prompt and what was written after it.
+      text: what it was found in: the workers' own words, or the early-stop prompt and what was
+        written after it.
       passes: forward passes of the workers before it.
       extra_passes: those of the finisher; 0 where the workers had answered.
     """
@@ -32,9 +33,12 @@ class Result:
       names: of the workers.
       steps: all steps in the order in which they were finished, unfinished ones last.
       answers: by budget of forward passes, for each that was asked for.
-      passes: forward passes of the workers; those over the prompt and the finisher's are not counted.
-      ended: why the run is over: "answer", "stopped" (all workers have), "full" (the cache is) or "budget"; "paused" if it is not.
-      seconds: of wall time in the workers' passes; prefill_seconds: in those over the prompt. Compilation is not counted.
+      passes: forward passes of the workers; those over the prompt and the finisher's are not
+        counted.
+      ended: why the run is over: "answer", "stopped" (all workers have), "full" (the cache is) or
+        "budget"; "paused" if it is not.
+      seconds: of wall time in the workers' passes; prefill_seconds: in those over the prompt.
+        Compilation is not counted.
       kv_bytes: keys and values cached at the end, over all layers.
       compile_seconds: of wall time in compilation, by the process that has made the result.
     """
@@ -57,22 +61,38 @@ class Result:
     @property
     def texts(self) -> dict[str, str]:
         """Each worker's own words, its steps one after the other."""
-        return {name: "".join(step.text for step in self.steps if step.worker == name) for name in self.names}
+        return {
+            name: "".join(step.text for step in self.steps if step.worker == name)
+            for name in self.names
+        }
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, as `jaxshare workers --json` prints it."""
         writers = dict.fromkeys((*self.names, *(step.worker for step in self.steps)))
         return {
-            "workers": {name: [dataclasses.asdict(step) for step in self.steps if step.worker == name] for name in writers},
+            "workers": {
+                name: [dataclasses.asdict(step) for step in self.steps if step.worker == name]
+                for name in writers
+            },
             "history": [[step.worker, step.number] for step in self.steps],
-            "answers": {str(budget): dataclasses.asdict(answer) for budget, answer in self.answers.items()},
-            "passes": self.passes, "tokens": self.tokens, "ended": self.ended, "seconds": self.seconds,
-            "prefill_seconds": self.prefill_seconds, "kv_bytes": self.kv_bytes,
+            "answers": {
+                str(budget): dataclasses.asdict(answer) for budget, answer in self.answers.items()
+            },
+            "passes": self.passes,
+            "tokens": self.tokens,
+            "ended": self.ended,
+            "seconds": self.seconds,
+            "prefill_seconds": self.prefill_seconds,
+            "kv_bytes": self.kv_bytes,
             "compile_seconds": self.compile_seconds,
         }
 
 
 def check_finish_at(finish_at: Sequence[int], budget: int) -> None:
-    """Raises ValueError for a number of forward passes to answer after that is below 1 or beyond the budget."""
+    """Raises ValueError for a number of forward passes to answer after that is below 1 or beyond
+    the budget."""
     if odd := [at for at in finish_at if not 1 <= at <= budget]:
-        raise ValueError(f"finish_at has {odd[0]}; it must lie between 1 and the budget of {budget} forward passes")
+        raise ValueError(
+            f"finish_at has {odd[0]}; it must lie between 1 and the budget of {budget} forward "
+            "passes"
+        )

@@ -1,7 +1,9 @@
-"""Saves: what a program would go on from after a kill, written in the background and there as a whole or not at all.
+"""Saves: what a program would go on from after a kill, written in the background and there as a
+whole or not at all.
 
-A folder holds numbered saves, each of arrays and of facts (what JSON can say), written by Orbax: an array that lies on several devices or
-hosts is written by all of them, each its part, and read so, onto whatever devices the reader has.
+A folder holds numbered saves, each of arrays and of facts (what JSON can say), written by Orbax: an
+array that lies on several devices or hosts is written by all of them, each its part, and read so,
+onto whatever devices the reader has.
 """
 
 import contextlib
@@ -30,7 +32,8 @@ class Saves:
     """The saves of one folder, to write to."""
 
     def __init__(self, folder: str | os.PathLike):
-        """Makes the folder if it is not there; what a killed process left half written in it is taken away.
+        """Makes the folder if it is not there; what a killed process left half written in it is
+        taken away.
 
         Raises:
           SaveError: a folder that cannot be written.
@@ -40,15 +43,22 @@ class Saves:
         self.folder = Path(folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._manager = ocp.CheckpointManager(self.folder.resolve(), options=ocp.CheckpointManagerOptions(
-                max_to_keep=_KEPT, cleanup_tmp_directories=True))
+            self._manager = ocp.CheckpointManager(
+                self.folder.resolve(),
+                options=ocp.CheckpointManagerOptions(
+                    max_to_keep=_KEPT, cleanup_tmp_directories=True
+                ),
+            )
         except OSError as error:
-            raise SaveError(f"{folder} cannot be written ({error}); give another folder for the saves") from error
+            raise SaveError(
+                f"{folder} cannot be written ({error}); give another folder for the saves"
+            ) from error
         self._end = weakref.finalize(self, self._manager.close)
 
     @classmethod
     def of(cls, folder: str | os.PathLike, before: "Saves | None") -> "Saves":
-        """Those of a folder: the ones that were written to before, if they are, which else are closed.
+        """Those of a folder: the ones that were written to before, if they are, which else are
+        closed.
 
         Raises:
           SaveError: a folder that cannot be written, or the last save of another one could not be.
@@ -59,8 +69,11 @@ class Saves:
             before.close()
         return cls(folder)
 
-    def save(self, arrays: Mapping[str, Any], facts: Mapping[str, Any], *, wait: bool = False) -> int:
-        """Begins a save and comes back as soon as the arrays may change; one that is under way is waited for.
+    def save(
+        self, arrays: Mapping[str, Any], facts: Mapping[str, Any], *, wait: bool = False
+    ) -> int:
+        """Begins a save and comes back as soon as the arrays may change; one that is under way is
+        waited for.
 
         Args:
           arrays: by name.
@@ -79,10 +92,22 @@ class Saves:
             number = 1 + max(self._manager.all_steps(), default=0)
             # Orbax takes no arrays without elements.
             there = {name: array for name, array in arrays.items() if array.size}
-            empty = {name: [array.shape, str(array.dtype)] for name, array in arrays.items() if not array.size}
+            empty = {
+                name: [array.shape, str(array.dtype)]
+                for name, array in arrays.items()
+                if not array.size
+            }
             items: dict[str, Any] = {"arrays": ocp.args.StandardSave(there)} if there else {}
-            self._manager.save(number, force=True, args=ocp.args.Composite(
-                **items, facts=ocp.args.JsonSave({"facts": {**facts}, "empty": empty, "arrays": len(there)})))
+            self._manager.save(
+                number,
+                force=True,
+                args=ocp.args.Composite(
+                    **items,
+                    facts=ocp.args.JsonSave(
+                        {"facts": {**facts}, "empty": empty, "arrays": len(there)}
+                    ),
+                ),
+            )
         if wait:
             self.wait()
         return number
@@ -111,9 +136,13 @@ class Saves:
     def _failing(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # of many kinds, from a full disk to a folder that was taken away
-            raise SaveError(f"nothing could be saved in {self.folder} ({first_line(error)}); what was saved before can still be "
-                            f"restored") from error
+        except (
+            Exception
+        ) as error:  # of many kinds, from a full disk to a folder that was taken away
+            raise SaveError(
+                f"nothing could be saved in {self.folder} ({first_line(error)}); what was saved "
+                "before can still be restored"
+            ) from error
 
 
 class Saved:
@@ -138,13 +167,20 @@ class Saved:
 
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise SaveError(f"there is no folder {folder} to restore from; give one that something was saved to")
-        self._manager = ocp.CheckpointManager(self.folder.resolve(), options=ocp.CheckpointManagerOptions(create=False))
+            raise SaveError(
+                f"there is no folder {folder} to restore from; give one that something was saved to"
+            )
+        self._manager = ocp.CheckpointManager(
+            self.folder.resolve(), options=ocp.CheckpointManagerOptions(create=False)
+        )
         self.close = weakref.finalize(self, self._manager.close)
         numbers = sorted(self._manager.all_steps())
         if not numbers or number not in (None, *numbers):
             known = f"the saves {', '.join(map(str, numbers))}" if numbers else "no whole save"
-            raise SaveError(f"{folder} has {known}{'' if number is None else f', not {number}'}; give a folder that something was saved to")
+            raise SaveError(
+                f"{folder} has {known}{'' if number is None else f', not {number}'}; give a folder "
+                "that something was saved to"
+            )
         self.number = numbers[-1] if number is None else number
         self._said: dict[str, Any] = self._restore(facts=ocp.args.JsonRestore()).facts
         self.facts: dict[str, Any] = self._said["facts"]
@@ -153,21 +189,31 @@ class Saved:
         """The arrays.
 
         Args:
-          like: for each what it is to be: `jax.ShapeDtypeStruct` with a sharding, or a numpy array; default all as they were saved.
+          like: for each what it is to be: `jax.ShapeDtypeStruct` with a sharding, or a numpy array;
+            default all as they were saved.
 
         Raises:
           SaveError: they cannot be read, or are others than these.
         """
         import orbax.checkpoint as ocp
 
-        found = {name: np.zeros(shape, dtype) for name, (shape, dtype) in self._said["empty"].items()}
-        wanted = None if like is None else {name: array for name, array in like.items() if name not in found}
+        found = {
+            name: np.zeros(shape, dtype) for name, (shape, dtype) in self._said["empty"].items()
+        }
+        wanted = (
+            None
+            if like is None
+            else {name: array for name, array in like.items() if name not in found}
+        )
         if self._said["arrays"]:
             found |= self._restore(arrays=ocp.args.StandardRestore(wanted)).arrays
         for name, array in (like or {}).items():
             if found[name].shape != array.shape or found[name].dtype != array.dtype:
-                raise SaveError(f"{name} in save {self.number} of {self.folder} is {found[name].dtype}{[*found[name].shape]}, not "
-                                f"{array.dtype}{[*array.shape]}; it is of something else")
+                raise SaveError(
+                    f"{name} in save {self.number} of {self.folder} is "
+                    f"{found[name].dtype}{[*found[name].shape]}, not "
+                    f"{array.dtype}{[*array.shape]}; it is of something else"
+                )
         return found
 
     def _restore(self, **args: Any) -> Any:
@@ -177,8 +223,10 @@ class Saved:
             with ended_reads():
                 return self._manager.restore(self.number, args=ocp.args.Composite(**args))
         except Exception as error:  # of many kinds, from a missing file to one that was cut short
-            raise SaveError(f"save {self.number} of {self.folder} cannot be read ({why(error)}); give number= for the one before "
-                            f"it") from error
+            raise SaveError(
+                f"save {self.number} of {self.folder} cannot be read ({why(error)}); give number= "
+                "for the one before it"
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -189,16 +237,23 @@ class Saved:
 
 def has_saves(folder: str | os.PathLike) -> bool:
     """Whether something whole was saved to a folder."""
-    return Path(folder).is_dir() and any(path.name.isdigit() and path.is_dir() for path in Path(folder).iterdir())
+    return Path(folder).is_dir() and any(
+        path.name.isdigit() and path.is_dir() for path in Path(folder).iterdir()
+    )
 
 
 def on_host(array: Any) -> np.ndarray:
     """An array of which every process has all, or can be given all."""
-    if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+    if isinstance(array, jax.Array) and not (
+        array.is_fully_addressable or array.is_fully_replicated
+    ):
         array = jax.device_put(array, NamedSharding(array.sharding.mesh, PartitionSpec()))  # pyright: ignore
     return np.asarray(array)
 
 
 def leaves(tree: Any) -> dict[str, Any]:
     """The arrays of a pytree by their places in it."""
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }

@@ -1,8 +1,8 @@
 """Choosing among completions, and scoring them: a majority vote, the best of n, pass@k.
 
-    done = by_prompt(completions)
-    majority_vote(done[0])  # the most frequent boxed answer to the first prompt
-    pass_at(completions, lambda c: answers.boxed(c.text) == right[c.prompt], k=10)
+done = by_prompt(completions)
+majority_vote(done[0])  # the most frequent boxed answer to the first prompt
+pass_at(completions, lambda c: answers.boxed(c.text) == right[c.prompt], k=10)
 """
 
 import math
@@ -17,19 +17,24 @@ if TYPE_CHECKING:
 
 
 def by_prompt(completions: "Iterable[Completion]") -> "dict[int, list[Completion]]":
-    """Completions under the number of their prompt, prompts and the completions of each in ascending order."""
+    """Completions under the number of their prompt, prompts and the completions of each in
+    ascending order."""
     found: dict[int, list[Completion]] = {}
     for completion in sorted(completions, key=lambda c: (c.prompt, c.index)):
         found.setdefault(completion.prompt, []).append(completion)
     return found
 
 
-def majority_vote(completions: "Iterable[Completion]", answer: Callable[[str], str | None] = answers.boxed) -> str | None:
-    r"""The most frequent answer, which is what self-consistency gives (Wang et al. 2023, "Self-Consistency Improves Chain of Thought").
+def majority_vote(
+    completions: "Iterable[Completion]", answer: Callable[[str], str | None] = answers.boxed
+) -> str | None:
+    r"""The most frequent answer, which is what self-consistency gives (Wang et al. 2023,
+    "Self-Consistency Improves Chain of Thought").
 
     Args:
       completions: of one prompt.
-      answer: finds the answer in a text, or None, which has no vote; default what stands in the last `\boxed{...}`.
+      answer: finds the answer in a text, or None, which has no vote; default what stands in the
+        last `\boxed{...}`.
 
     Returns:
       the first of equally frequent ones; None if there is no answer at all.
@@ -38,11 +43,14 @@ def majority_vote(completions: "Iterable[Completion]", answer: Callable[[str], s
 
 
 def mean_logprob(completion: "Completion") -> float:
-    """A token's, the stop token among them: long completions compare with short ones. One without tokens comes last."""
+    """A token's, the stop token among them: long completions compare with short ones. One without
+    tokens comes last."""
     return completion.logprob / len(completion.tokens) if completion.tokens else -math.inf
 
 
-def best_of_n(completions: "Sequence[Completion]", score: "Callable[[Completion], float] | None" = None) -> "Completion":
+def best_of_n(
+    completions: "Sequence[Completion]", score: "Callable[[Completion], float] | None" = None
+) -> "Completion":
     """The completion of the highest score; the first of equals.
 
     Args:
@@ -57,29 +65,40 @@ def best_of_n(completions: "Sequence[Completion]", score: "Callable[[Completion]
     scores = [(score or mean_logprob)(completion) for completion in completions]
     for place, value in enumerate(scores):
         if math.isnan(value):  # which compares with nothing, and so would hide the best one
-            raise ValueError(f"the score of completions[{place}] is not a number; score must give one for every completion")
+            raise ValueError(
+                f"the score of completions[{place}] is not a number; score must give one for every "
+                "completion"
+            )
     return completions[scores.index(max(scores))]
 
 
 def pass_at_k(correct: int, n: int, k: int) -> float:
-    """The chance that k of n completions, drawn without putting back, have a correct one among them.
+    """The chance that k of n completions, drawn without putting back, have a correct one among
+    them.
 
-    This is the unbiased estimate of the chance that k fresh completions would (Chen et al. 2021, "Evaluating Large Language Models
-    Trained on Code", section 2.1): 1 - C(n - correct, k) / C(n, k). Counted in whole numbers and divided once, so it is exact to the last
-    bit for any n.
+    This is the unbiased estimate of the chance that k fresh completions would (Chen et al. 2021,
+    "Evaluating Large Language Models Trained on Code", section 2.1): 1 - C(n - correct, k) / C(n,
+    k). Counted in whole numbers and divided once, so it is exact to the last bit for any n.
 
     Raises:
       ValueError: k outside of 1 to n, or correct outside of 0 to n.
     """
     if not 1 <= k <= n:
-        raise ValueError(f"k is {k} with {n} completions; it must lie between 1 and the number of completions")
+        raise ValueError(
+            f"k is {k} with {n} completions; it must lie between 1 and the number of completions"
+        )
     if not 0 <= correct <= n:
-        raise ValueError(f"correct is {correct} with {n} completions; it must lie between 0 and the number of completions")
+        raise ValueError(
+            f"correct is {correct} with {n} completions; it must lie between 0 and the number of "
+            "completions"
+        )
     draws = math.comb(n, k)
     return (draws - math.comb(n - correct, k)) / draws
 
 
-def pass_at(completions: "Iterable[Completion]", is_right: "Callable[[Completion], bool]", k: int) -> float:
+def pass_at(
+    completions: "Iterable[Completion]", is_right: "Callable[[Completion], bool]", k: int
+) -> float:
     """pass@k of a set of prompts: the mean of each prompt's own, however many completions it has.
 
     Args:
@@ -95,5 +114,10 @@ def pass_at(completions: "Iterable[Completion]", is_right: "Callable[[Completion
         raise ValueError("there are no completions to score; give at least 1")
     for prompt, group in groups.items():
         if len(group) < k:
-            raise ValueError(f"prompt {prompt} has {len(group)} completions, too few for pass@{k}; sample at least {k} of each prompt")
-    return statistics.fmean(pass_at_k(sum(bool(is_right(c)) for c in group), len(group), k) for group in groups.values())
+            raise ValueError(
+                f"prompt {prompt} has {len(group)} completions, too few for pass@{k}; sample at "
+                f"least {k} of each prompt"
+            )
+    return statistics.fmean(
+        pass_at_k(sum(bool(is_right(c)) for c in group), len(group), k) for group in groups.values()
+    )

@@ -17,7 +17,8 @@ class SessionTexts:
       format: prompts and headers.
       prompt: tokens that the prompt's block begins with.
       separator: tokens between two steps.
-      bare: what a worker begins with where steps have no header: the prompt's last token, which is then not in `prompt`.
+      bare: what a worker begins with where steps have no header: the prompt's last token, which is
+        then not in `prompt`.
     """
 
     codec: Codec
@@ -32,14 +33,17 @@ class SessionTexts:
         tokenizer: Any = codec.tokenizer
         told = format if party.layout.moves else dataclasses.replace(format, history_header="")
         text = told.prompt(tokenizer, problem, party.names)
-        prompt = tokenizer.encode(text, add_special_tokens=not tokenizer.chat_template, verbose=False)
+        prompt = tokenizer.encode(
+            text, add_special_tokens=not tokenizer.chat_template, verbose=False
+        )
         texts = cls(codec, format, prompt, codec.encode(format.separator), [])
         if texts.opening(party, party.names[0], 1):
             return texts
         return dataclasses.replace(texts, prompt=prompt[:-1], bare=prompt[-1:])
 
     def opening(self, party: Party, name: str, number: int, ask: bool = False) -> list[int]:
-        """Tokens that open a step, behind the separator. Where steps stay in their block there is one header, at its begin."""
+        """Tokens that open a step, behind the separator. Where steps stay in their block there is
+        one header, at its begin."""
         if number > 1 and name not in party.layout.moves:
             text = self.format.question if ask else ""
         else:
@@ -52,7 +56,9 @@ class SessionTexts:
 
     def longest(self, party: Party) -> int:
         """Most tokens of an opening, in a multiple, so that sessions share programs."""
-        openings = [self.opening(party, name, number, True) for name in party.names for number in (1, 10**6)]
+        openings = [
+            self.opening(party, name, number, True) for name in party.names for number in (1, 10**6)
+        ]
         longest = max(map(len, openings))
         return longest + -longest % 32
 

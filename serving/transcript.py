@@ -1,4 +1,5 @@
-"""What workers have written, as the host sees it: steps made of the tokens that the device has sampled."""
+"""What workers have written, as the host sees it: steps made of the tokens that the device has
+sampled."""
 
 import dataclasses
 import functools
@@ -25,13 +26,18 @@ class Codec:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """What stands for the tokenizer where its tokens are kept: a sum over what each of them says."""
+        """What stands for the tokenizer where its tokens are kept: a sum over what each of them
+        says."""
         return hashlib.blake2b(repr(self.vocabulary).encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text. Some tokenizers put a space before it, which is taken off."""
         tokens = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        return tokens[1:] if tokens and self.vocabulary[tokens[0]] == b" " and not text.startswith(" ") else tokens
+        return (
+            tokens[1:]
+            if tokens and self.vocabulary[tokens[0]] == b" " and not text.startswith(" ")
+            else tokens
+        )
 
     def decode(self, tokens: Sequence[int]) -> str:
         """What tokens say; special tokens say nothing."""
@@ -52,7 +58,8 @@ class Step:
       worker: who wrote it.
       number: of this worker's steps, from 1.
       text: with its header; what ended it included.
-      began, ended: forward passes at its first token and at its last; `ended` is None while it is being written.
+      began, ended: forward passes at its first token and at its last; `ended` is None while it is
+        being written.
       tokens: sampled for it.
       asked: whether it opens with the question whether the work is redundant.
       answer: whether an answer closes in it.
@@ -94,7 +101,8 @@ class Voice:
       row: of the device.
       step: the one it is writing; the last one, when it has ended.
       opening: text that opens the step.
-      block: tokens behind the prompt and the history, in the block that it writes, the last one sampled included.
+      block: tokens behind the prompt and the history, in the block that it writes, the last one
+        sampled included.
       read: how many of its sampled tokens are in here.
       shown: characters of the step's text that events have carried.
     """
@@ -115,7 +123,12 @@ class Transcript:
       voices: of the workers that take part.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Collection[int], opening: Callable[[str, int, bool], list[int]]):
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stops: Collection[int],
+        opening: Callable[[str, int, bool], list[int]],
+    ):
         """An empty one.
 
         Args:
@@ -130,7 +143,10 @@ class Transcript:
     @property
     def steps(self) -> list[Step]:
         """All steps, finished ones first."""
-        return [*self.finished, *(voice.step for voice in self.voices.values() if voice.step.ended is None)]
+        return [
+            *self.finished,
+            *(voice.step for voice in self.voices.values() if voice.step.ended is None),
+        ]
 
     def join(self, name: str, row: int, passes: int, lead: list[int]) -> None:
         """A worker begins its first step, opened by the tokens `lead`."""
@@ -147,9 +163,13 @@ class Transcript:
     def facts(self) -> dict[str, Any]:
         """All that is here, as JSON can say it."""
         finished = [dataclasses.asdict(step) for step in self.finished]
-        # A voice that has ended has its last step among the finished ones, and that is where its step stays.
+        # A voice that has ended has its last step among the finished ones, and that is where its
+        # step stays.
         places = {id(step): i for i, step in enumerate(self.finished)}
-        voices = {name: {**dataclasses.asdict(voice), "finished": places.get(id(voice.step))} for name, voice in self.voices.items()}
+        voices = {
+            name: {**dataclasses.asdict(voice), "finished": places.get(id(voice.step))}
+            for name, voice in self.voices.items()
+        }
         return {"finished": finished, "voices": voices}
 
     def take_over(self, facts: Mapping[str, Any]) -> None:
@@ -157,27 +177,56 @@ class Transcript:
         self.finished = [Step(**step) for step in facts["finished"]]
         self.voices = {}
         for name, voice in facts["voices"].items():
-            step = Step(**voice["step"]) if voice["finished"] is None else self.finished[voice["finished"]]
-            self.voices[name] = Voice(**{field: value for field, value in voice.items() if field not in ("step", "finished")}, step=step)
+            step = (
+                Step(**voice["step"])
+                if voice["finished"] is None
+                else self.finished[voice["finished"]]
+            )
+            self.voices[name] = Voice(
+                **{
+                    field: value
+                    for field, value in voice.items()
+                    if field not in ("step", "finished")
+                },
+                step=step,
+            )
 
     def read(self, seen: Mapping[str, np.ndarray]) -> list[Event]:
         """Takes over what has been sampled since the last time.
 
         Args:
-          seen: passes [], and by row drawn [R], reasons [R], tokens [R, X], marks [R, X], at [R, X].
+          seen: passes [], and by row drawn [R], reasons [R], tokens [R, X], marks [R, X], at [R,
+            X].
 
         Returns:
           What is new, in the order of the passes.
         """
         found, before = [], len(self.finished)
         for name, voice in self.voices.items():
-            found += self._read(name, voice, int(seen["passes"]), int(seen["drawn"][voice.row]), Reason(int(seen["reasons"][voice.row])),
-                                *(seen[key][voice.row] for key in ("tokens", "marks", "at")))
-        self.finished[before:] = sorted(self.finished[before:], key=lambda step: (step.ended, self.voices[step.worker].row))
+            found += self._read(
+                name,
+                voice,
+                int(seen["passes"]),
+                int(seen["drawn"][voice.row]),
+                Reason(int(seen["reasons"][voice.row])),
+                *(seen[key][voice.row] for key in ("tokens", "marks", "at")),
+            )
+        self.finished[before:] = sorted(
+            self.finished[before:], key=lambda step: (step.ended, self.voices[step.worker].row)
+        )
         return sorted(found, key=lambda event: (event.passes, self.voices[event.worker].row))
 
-    def _read(self, name: str, voice: Voice, passes: int, drawn: int, reason: Reason, tokens: np.ndarray, marks: np.ndarray,
-              at: np.ndarray) -> list[Event]:
+    def _read(
+        self,
+        name: str,
+        voice: Voice,
+        passes: int,
+        drawn: int,
+        reason: Reason,
+        tokens: np.ndarray,
+        marks: np.ndarray,
+        at: np.ndarray,
+    ) -> list[Event]:
         found = []
         for i in range(voice.read, drawn):
             token, mark, last = int(tokens[i]), Mark(int(marks[i])), i + 1 == drawn
@@ -190,13 +239,15 @@ class Transcript:
             voice.step.ended = int(at[i])
             self.finished.append(voice.step)
             found += self._news(voice, int(at[i]))
-            if not (last and reason in (Reason.STOP, Reason.ANSWER, Reason.STEP)):  # nothing comes after it, or the host opens it
+            # nothing comes after it, or the host opens it
+            if not (last and reason in (Reason.STOP, Reason.ANSWER, Reason.STEP)):
                 self.turn(name, int(at[i]), asked=Mark.ASKED in mark)
         voice.read = drawn
         return found if voice.step.ended is not None else [*found, *self._news(voice, passes)]
 
     def turn(self, name: str, passes: int, *, asked: bool) -> list[int]:
-        """A worker turns to its next step; the tokens that open it behind the one that ended the last."""
+        """A worker turns to its next step; the tokens that open it behind the one that ended the
+        last."""
         voice = self.voices[name]
         tokens = self._opening(name, voice.step.number + 1, asked)
         opening = self._decode(tokens)
@@ -205,9 +256,14 @@ class Transcript:
         return tokens
 
     def _news(self, voice: Voice, passes: int) -> list[Event]:
-        """The event with what is new in the step, if anything is. A character of which bytes are still to come waits for them."""
+        """The event with what is new in the step, if anything is. A character of which bytes are
+        still to come waits for them."""
         step = voice.step
         text = voice.opening + self._decode(step.tokens)
         step.text = text if step.ended is not None else text.rstrip("\ufffd")
-        new, voice.shown = step.text[voice.shown:], max(voice.shown, len(step.text))
-        return [Event(step.worker, step.number, new, passes, step.ended is not None)] if new or step.ended is not None else []
+        new, voice.shown = step.text[voice.shown :], max(voice.shown, len(step.text))
+        return (
+            [Event(step.worker, step.number, new, passes, step.ended is not None)]
+            if new or step.ended is not None
+            else []
+        )

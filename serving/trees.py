@@ -1,9 +1,11 @@
-"""Trees of prompts: what they are written as, and the token sequences that they stand for (Hydragen section 3.3).
+"""Trees of prompts: what they are written as, and the token sequences that they stand for (Hydragen
+section 3.3).
 
     prompts = read_prompts(Branch(few_shot, [Branch(problem, n=128) for problem in problems]), 1, encode)
     arrangement = arrange(fold(prompts), grow=max_new_tokens // 2)
 
-A list of prompts and a tree of them come to the same: both are read into full token sequences, and folded by these.
+A list of prompts and a tree of them come to the same: both are read into full token sequences, and
+folded by these.
 """
 
 import dataclasses
@@ -14,7 +16,8 @@ from typing import Any
 import numpy as np
 
 Encode = Callable[[str, bool], list[int]]
-"""The tokens of a text, and whether it opens a prompt: only then may special tokens (BOS) stand before it."""
+"""The tokens of a text, and whether it opens a prompt: only then may special tokens (BOS) stand
+before it."""
 
 _TOKENS = 2**31
 """Token numbers are below this: they are int32."""
@@ -22,12 +25,14 @@ _TOKENS = 2**31
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """A node of a tree of prompts. The prompt of a node is the text on the way from the root to its end.
+    """A node of a tree of prompts. The prompt of a node is the text on the way from the root to its
+    end.
 
     Attributes:
       text: of this node, or its tokens; never empty.
       children: what may follow; each sees this node's text before its own.
-      n: completions sampled where this node ends. None means the call's n for a node without children, and no completions for others.
+      n: completions sampled where this node ends. None means the call's n for a node without
+        children, and no completions for others.
     """
 
     text: str | Sequence[int]
@@ -37,7 +42,8 @@ class Branch:
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One thing to complete: its number in the order in which prompts are written (depth-first in a tree), its tokens, and how often."""
+    """One thing to complete: its number in the order in which prompts are written (depth-first in a
+    tree), its tokens, and how often."""
 
     number: int
     tokens: tuple[int, ...]
@@ -45,28 +51,33 @@ class Prompt:
 
 
 Prompts = str | Branch | Sequence[int] | Sequence[str | Branch | Sequence[int]] | Sequence[Prompt]
-"""One prompt as text or tokens, one tree of prompts, or a list of such; or some of the prompts that `read_prompts` has read."""
+"""One prompt as text or tokens, one tree of prompts, or a list of such; or some of the prompts that
+`read_prompts` has read."""
 
 
 def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
     """All prompts as tokens.
 
-    The whole text of a prompt is encoded in one go, so its tokens are those of the full prompt given as one string, even where a token
-    straddles two nodes of a tree. Only where a node is given as tokens is the text before it and behind it encoded by itself.
+    The whole text of a prompt is encoded in one go, so its tokens are those of the full prompt
+    given as one string, even where a token straddles two nodes of a tree. Only where a node is
+    given as tokens is the text before it and behind it encoded by itself.
 
     Args:
-      prompts: text, tokens, a tree, or a list of these, which need have nothing in common. A list of `Prompt` stays as it is, so that a
-        part of a longer list keeps its numbers.
+      prompts: text, tokens, a tree, or a list of these, which need have nothing in common. A list
+        of `Prompt` stays as it is, so that a part of a longer list keeps its numbers.
       n: completions of each prompt, unless its `Branch` says otherwise.
       encode: of a text, and whether it opens a prompt; called once for each different text.
 
     Raises:
-      ValueError: no prompt, one without text, an n below 1, or something that is no prompt, token or Branch. The place is named: `prompt 3`
-        is entry 3 of the list, counted from 0, and `branch 3.2.1` there is the root's child 2's child 1.
+      ValueError: no prompt, one without text, an n below 1, or something that is no prompt, token
+        or Branch. The place is named: `prompt 3` is entry 3 of the list, counted from 0, and
+        `branch 3.2.1` there is the root's child 2's child 1.
     """
     encode = functools.cache(encode)
     _check_n(n, "")
-    entries: Sequence[Any] = [prompts] if isinstance(prompts, (str, Branch)) or not _is_sequence(prompts) else prompts
+    entries: Sequence[Any] = (
+        [prompts] if isinstance(prompts, (str, Branch)) or not _is_sequence(prompts) else prompts
+    )
     if len(entries) and _is_token(entries[0]):
         entries = [prompts]
     if not len(entries):
@@ -80,7 +91,8 @@ def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
 
     for number, entry in enumerate(entries):
         root = entry if isinstance(entry, Branch) else Branch(entry)
-        # With each node what stands before it: tokens up to the last node that is given as tokens, then text that is not encoded yet.
+        # With each node what stands before it: tokens up to the last node that is given as tokens,
+        # then text that is not encoded yet.
         stack = [(root, f"branch {number}" if root is entry else f"prompt {number}", (), "")]
         while stack:
             branch, place, head, text = stack.pop()
@@ -93,24 +105,44 @@ def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
             if wanted:
                 whole = tokens(head, text)
                 if not whole:
-                    raise ValueError(f"{place} has text that the tokenizer makes no token of; give at least one token of text")
+                    raise ValueError(
+                        f"{place} has text that the tokenizer makes no token of; give at least one "
+                        "token of text"
+                    )
                 found.append(Prompt(len(found), whole, int(wanted)))
-            stack += [(child, f"{place}.{i}", head, text) for i, child in reversed([*enumerate(branch.children)])]
+            stack += [
+                (child, f"{place}.{i}", head, text)
+                for i, child in reversed([*enumerate(branch.children)])
+            ]
     return found
 
 
 def _check_branch(branch: object, place: str) -> None:
     if not isinstance(branch, Branch):
-        raise ValueError(f"{place} is of type {type(branch).__name__}, but children are Branch objects; wrap it as Branch(...)")
+        raise ValueError(
+            f"{place} is of type {type(branch).__name__}, but children are Branch objects; wrap it "
+            "as Branch(...)"
+        )
     if not isinstance(branch.text, str):
         if not _is_sequence(branch.text):
-            raise ValueError(f"{place} has text of type {type(branch.text).__name__}; give a str or a list of tokens")
-        if wrong := [token for token in branch.text if not _is_token(token) or not 0 <= token < _TOKENS]:
-            raise ValueError(f"{place} has the token {wrong[0]!r}; tokens are whole numbers of 0 or more, below 2**31")
+            raise ValueError(
+                f"{place} has text of type {type(branch.text).__name__}; give a str or a list of "
+                "tokens"
+            )
+        if wrong := [
+            token for token in branch.text if not _is_token(token) or not 0 <= token < _TOKENS
+        ]:
+            raise ValueError(
+                f"{place} has the token {wrong[0]!r}; tokens are whole numbers of 0 or more, below "
+                "2**31"
+            )
     if not len(branch.text):
         raise ValueError(f"{place} has no text; give at least one token of text, or leave it out")
     if not isinstance(branch.children, Sequence) or isinstance(branch.children, str):
-        raise ValueError(f"{place} has children of type {type(branch.children).__name__}; give a list of Branch objects")
+        raise ValueError(
+            f"{place} has children of type {type(branch.children).__name__}; give a list of Branch "
+            "objects"
+        )
     if branch.n is not None:
         _check_n(branch.n, f" of {place}")
 

@@ -18,25 +18,50 @@ from jaxshare.serving.tuning import DTYPES, QUICK, QUICK_ROWS, ROWS, Effort, Out
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `jaxshare tune`."""
-    parser.add_argument("--model", metavar="PATH", help="folder or hub id: its config.json says heads, head dim and dtype")
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="folder or hub id: its config.json says heads, head dim and dtype",
+    )
     parser.add_argument("--heads", type=int, metavar="H", help="query heads, in place of --model")
     parser.add_argument("--kv-heads", type=int, metavar="K", help="heads of the cache")
-    parser.add_argument("--head-dim", type=int, metavar="D", help=f"one of {', '.join(map(str, MOSAIC_TABLE))}")
-    parser.add_argument("--dtype", help=f"of the cache: {' or '.join(DTYPES)} (default: the model's own, or {DTYPES[0]})")
-    parser.add_argument("--rows", metavar="R,R,...", help=f"how many decode at once (default {','.join(map(str, ROWS))})")
+    parser.add_argument(
+        "--head-dim", type=int, metavar="D", help=f"one of {', '.join(map(str, MOSAIC_TABLE))}"
+    )
+    parser.add_argument(
+        "--dtype",
+        help=f"of the cache: {' or '.join(DTYPES)} (default: the model's own, or {DTYPES[0]})",
+    )
+    parser.add_argument(
+        "--rows",
+        metavar="R,R,...",
+        help=f"how many decode at once (default {','.join(map(str, ROWS))})",
+    )
     parser.add_argument("--backend", choices=(*KINDS,), help="default: all of them")
-    parser.add_argument("--quick", action="store_true", help=f"less of everything: rows {','.join(map(str, QUICK_ROWS))}, fewer rounds, "
-                        "smaller caches")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="what to keep the result in (default: tiles.json in the cache "
-                        "folder, the one that kernels look into)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, everything else on stderr")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"less of everything: rows {','.join(map(str, QUICK_ROWS))}, fewer rounds, "
+        "smaller caches",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="what to keep the result in (default: tiles.json in the cache "
+        "folder, the one that kernels look into)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object on stdout, everything else on stderr"
+    )
 
 
 def run(options: argparse.Namespace, rows: Sequence[int]) -> int:
     """`jaxshare tune`, for these numbers of rows, or the usual ones.
 
     Raises:
-      ValueError: arguments that are wrong, nothing that could be measured, or a file that cannot be written.
+      ValueError: arguments that are wrong, nothing that could be measured, or a file that cannot be
+        written.
       FileNotFoundError: no such model.
       NotImplementedError: there is no GPU.
     """
@@ -49,14 +74,31 @@ def run(options: argparse.Namespace, rows: Sequence[int]) -> int:
     shape = _shape(options)
     device = current_device()
     if device is None:
-        raise NotImplementedError("there is no NVIDIA GPU here that JAX can use, and tiles are measured on the GPU that they are for")
+        raise NotImplementedError(
+            "there is no NVIDIA GPU here that JAX can use, and tiles are measured on the GPU that "
+            "they are for"
+        )
     rows = rows or (QUICK_ROWS if options.quick else ROWS)
     backends = [options.backend] if options.backend else [*KINDS]
     outcomes, file = [], options.output or tiles_file()
     unkept: OSError | None = None
-    with tqdm(total=tuning.num_measurements(shape, device, rows, backends), unit=" kernels", leave=False, disable=None) as bar:
-        # What is found is kept at once, so that ending the program early loses no more than what was under way.
-        for outcome in tuning.tune(shape, device, rows, backends, QUICK if options.quick else Effort(), tuning.prepare, bar.update):
+    with tqdm(
+        total=tuning.num_measurements(shape, device, rows, backends),
+        unit=" kernels",
+        leave=False,
+        disable=None,
+    ) as bar:
+        # What is found is kept at once, so that ending the program early loses no more than what
+        # was under way.
+        for outcome in tuning.tune(
+            shape,
+            device,
+            rows,
+            backends,
+            QUICK if options.quick else Effort(),
+            tuning.prepare,
+            bar.update,
+        ):
             outcomes.append(outcome)
             try:
                 if outcome.best:
@@ -64,38 +106,75 @@ def run(options: argparse.Namespace, rows: Sequence[int]) -> int:
             except OSError as error:  # what was measured is shown at the end all the same
                 unkept = error
     if not any(outcome.best for outcome in outcomes):
-        reasons = dict.fromkeys(f"{m.backend}: {m.reason}" for outcome in outcomes for m in outcome.measurements if m.reason)
-        raise ValueError(f"no kernel could be measured on this {device.kind}: {'; '.join([*reasons][:2])}")
+        reasons = dict.fromkeys(
+            f"{m.backend}: {m.reason}"
+            for outcome in outcomes
+            for m in outcome.measurements
+            if m.reason
+        )
+        raise ValueError(
+            f"no kernel could be measured on this {device.kind}: {'; '.join([*reasons][:2])}"
+        )
     if options.json:
-        print(json.dumps({
-            "device": device.kind, "shape": dataclasses.asdict(shape), "file": str(file),
-            "best": [{**dataclasses.asdict(outcome.key), "tiles": dataclasses.asdict(outcome.best) if outcome.best else None,
-                      "built_in": dataclasses.asdict(outcome.built_in)} for outcome in outcomes],
-            "measurements": [dataclasses.asdict(m) for outcome in outcomes for m in outcome.measurements]}))
+        print(
+            json.dumps(
+                {
+                    "device": device.kind,
+                    "shape": dataclasses.asdict(shape),
+                    "file": str(file),
+                    "best": [
+                        {
+                            **dataclasses.asdict(outcome.key),
+                            "tiles": dataclasses.asdict(outcome.best) if outcome.best else None,
+                            "built_in": dataclasses.asdict(outcome.built_in),
+                        }
+                        for outcome in outcomes
+                    ],
+                    "measurements": [
+                        dataclasses.asdict(m) for outcome in outcomes for m in outcome.measurements
+                    ],
+                }
+            )
+        )
     else:
         _show(device, shape, outcomes)
         if not unkept:
             print(f"kept in {file}")
     if unkept:
-        raise ValueError(f"the tiles cannot be kept in {file} ({unkept}); give another --output, or set JAXSHARE_CACHE to a folder that "
-                         "can be written") from unkept
+        raise ValueError(
+            f"the tiles cannot be kept in {file} ({unkept}); give another --output, or set "
+            "JAXSHARE_CACHE to a folder that can be written"
+        ) from unkept
     return 0
 
 
 def _show(device: Device, shape: Shape, outcomes: Sequence[Outcome]) -> None:
-    print(f"microseconds of one attention layer on {device.kind}: {shape.num_heads} heads, {shape.num_kv_heads} kv heads, dim "
-          f"{shape.head_dim}, {shape.dtype}\nbackend      rows  blocks   built in      best  tiles")
+    print(
+        f"microseconds of one attention layer on {device.kind}: {shape.num_heads} heads, "
+        f"{shape.num_kv_heads} kv heads, dim {shape.head_dim}, {shape.dtype}\nbackend      rows  "
+        "blocks   built in      best  tiles"
+    )
     for outcome in outcomes:
         times = {(m.rows, m.shared, m.tiles): m.microseconds for m in outcome.measurements}
         for rows, shared in dict.fromkeys((rows, shared) for rows, shared, _ in times):
-            before, after = (times.get((rows, shared, tiles)) if tiles else None for tiles in (outcome.built_in, outcome.best))
-            print(f"{outcome.key.backend:10} {rows:6}  {'shared ' if shared else 'private'} {_number(before)} {_number(after)}  "
-                  f"{_words(outcome.best) if outcome.best else 'nothing could be measured'}")
+            before, after = (
+                times.get((rows, shared, tiles)) if tiles else None
+                for tiles in (outcome.built_in, outcome.best)
+            )
+            print(
+                f"{outcome.key.backend:10} {rows:6}  {'shared ' if shared else 'private'} "
+                f"{_number(before)} {_number(after)}  "
+                f"{_words(outcome.best) if outcome.best else 'nothing could be measured'}"
+            )
     reasons: dict[tuple[str, str | None], list[str]] = {}
     for m in (m for outcome in outcomes for m in outcome.measurements if m.reason):
         reasons.setdefault((m.backend, m.reason), []).append(_words(m.tiles))
     for (backend, reason), left in reasons.items():
-        print(f"left out: {backend}, {left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}: {reason}", file=sys.stderr)
+        print(
+            f"left out: {backend}, "
+            f"{left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}: {reason}",
+            file=sys.stderr,
+        )
 
 
 def _number(time: float | None) -> str:
@@ -103,14 +182,24 @@ def _number(time: float | None) -> str:
 
 
 def _words(tiles: Tiles) -> str:
-    return ", ".join(f"{name.removeprefix('num_').replace('_', ' ')} {value}" for name, value in dataclasses.asdict(tiles).items())
+    return ", ".join(
+        f"{name.removeprefix('num_').replace('_', ' ')} {value}"
+        for name, value in dataclasses.asdict(tiles).items()
+    )
 
 
 def _shape(options: argparse.Namespace) -> Shape:
-    numbers = {"--heads": options.heads, "--kv-heads": options.kv_heads, "--head-dim": options.head_dim}
+    numbers = {
+        "--heads": options.heads,
+        "--kv-heads": options.kv_heads,
+        "--head-dim": options.head_dim,
+    }
     missing = [name for name, value in numbers.items() if value is None]
     if bool(options.model) == (len(missing) < len(numbers)):
-        raise ValueError("say whose heads to tune for, either with --model or with --heads, --kv-heads and --head-dim")
+        raise ValueError(
+            "say whose heads to tune for, either with --model or with --heads, --kv-heads and "
+            "--head-dim"
+        )
     if options.model:
         return _model_shape(options.model, options.dtype)
     if missing:
@@ -132,8 +221,16 @@ def _model_shape(name: str, dtype: str | None) -> Shape:
             file = Path(huggingface_hub.hf_hub_download(name, "config.json"))
         except Exception as error:  # the kinds differ between versions: no network, no such repository, not allowed
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise FileNotFoundError(f"there is no model folder {name}, and the hub did not give the config.json of such a one ({reason}); "
-                                    "give an existing folder, or check the name, the network and the access rights") from error
+            raise FileNotFoundError(
+                f"there is no model folder {name}, and the hub did not give the config.json of "
+                f"such a one ({reason}); give an existing folder, or check the name, the network "
+                "and the access rights"
+            ) from error
     config, fields = models.ModelConfig.from_json(file), read_json(file)
     own = fields.get("dtype") or fields.get("torch_dtype") or DTYPES[0]
-    return Shape(config.num_heads, config.num_kv_heads, config.head_dim, dtype or str(own).removeprefix("torch."))
+    return Shape(
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        dtype or str(own).removeprefix("torch."),
+    )

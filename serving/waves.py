@@ -1,4 +1,5 @@
-"""Waves: which blocks of a tree are in memory while its rows come and go, and how many rows there can be at a time."""
+"""Waves: which blocks of a tree are in memory while its rows come and go, and how many rows there
+can be at a time."""
 
 import collections
 import dataclasses
@@ -24,8 +25,17 @@ from jaxshare.sizes import bucket
 class Residents:
     """Which blocks of the tree are in the arena, and who still needs them."""
 
-    def __init__(self, arena: Arena, *, model: LoadedModel, arrangement: Arrangement, streams: Sequence[Stream], prefix: Prefix | None,
-                 width: int, max_new_tokens: int):
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        model: LoadedModel,
+        arrangement: Arrangement,
+        streams: Sequence[Stream],
+        prefix: Prefix | None,
+        width: int,
+        max_new_tokens: int,
+    ):
         """Nothing is there yet.
 
         Args:
@@ -37,7 +47,12 @@ class Residents:
           max_new_tokens: room of each row behind its prompt.
         """
         self.sampled = 0
-        self._arena, self._model, self._arrangement, self._prefix = arena, model, arrangement, prefix
+        self._arena, self._model, self._arrangement, self._prefix = (
+            arena,
+            model,
+            arrangement,
+            prefix,
+        )
         self._width, self._max_new_tokens = width, max_new_tokens
         self._block: dict[int, int] = {}  # of the tree -> of the arena
         self._own: set[int] = set()
@@ -45,15 +60,19 @@ class Residents:
         self._feeds: list[Feed] = []
         self._users = collections.Counter(b for s in streams for b in arrangement.path(s.block))
         self._ends = {s.block for s in streams if not s.own}
-        self._done: list[tuple[Stream, int]] = []  # rows that have ended, and whose blocks stay until the room is wanted
+        # rows that have ended, and whose blocks stay until the room is wanted
+        self._done: list[tuple[Stream, int]] = []
         self._before = prefix.path if prefix else ()
 
     def path(self, stream: Stream, own: int) -> list[int]:
         """The arena's blocks that a row lists."""
         return [*self._before, *(self._block[b] for b in self._arrangement.path(stream.block)), own]
 
-    def admit(self, waiting: "collections.deque[Stream]", rows: Sequence[int], idle: bool) -> list[tuple[int, Stream, int]]:
-        """Takes streams from the queue as long as there are rows and room: (row, stream, its own block). `idle`: no row runs."""
+    def admit(
+        self, waiting: "collections.deque[Stream]", rows: Sequence[int], idle: bool
+    ) -> list[tuple[int, Stream, int]]:
+        """Takes streams from the queue as long as there are rows and room: (row, stream, its own
+        block). `idle`: no row runs."""
         admitted = []
         if waiting and rows:
             self._release()
@@ -66,15 +85,18 @@ class Residents:
                     self._forget(block)
                 own = self._take(waiting[0])
                 if own is None:
-                    raise ValueError(f"the memory has {self._arena.free} tokens free, but not in pieces that hold prompt "
-                                     f"{waiting[0].prompt} and a completion; make more room")
+                    raise ValueError(
+                        f"the memory has {self._arena.free} tokens free, but not in pieces that "
+                        f"hold prompt {waiting[0].prompt} and a completion; make more room"
+                    )
             if own is None:
                 break
             admitted.append((row, waiting.popleft(), own))
         return admitted
 
     def _take(self, stream: Stream) -> int | None:
-        """Room for a stream's own block and for what it sees that is not there; the own block, or None and nothing taken."""
+        """Room for a stream's own block and for what it sees that is not there; the own block, or
+        None and nothing taken."""
         own = self._arena.take(len(stream.own) + self._max_new_tokens, high=True)
         if own is None:
             return None
@@ -99,21 +121,30 @@ class Residents:
         return own
 
     def feed(self) -> tuple[KVCache, dict[int, Array], int]:
-        """Prefills what was taken: the cache, the logits at the end of each block that was fed, and the number of passes."""
+        """Prefills what was taken: the cache, the logits at the end of each block that was fed, and
+        the number of passes."""
         cache = self._arena.settle()
         if not self._feeds:
             return cache, {}, 0
         logits, cache, passes = prefill.feed_all(self._model, cache, self._feeds, self._width)
         jax.block_until_ready(cache.lengths)
         self._arena.cache, self._feeds = cache, []
-        self._logits |= {b: logits[block] for b, block in self._block.items() if block in logits and b in self._ends}
+        self._logits |= {
+            b: logits[block]
+            for b, block in self._block.items()
+            if block in logits and b in self._ends
+        }
         return cache, logits, passes
 
-    def logits(self, streams: Sequence[Stream], blocks: Sequence[int], fed: dict[int, Array]) -> Array:
+    def logits(
+        self, streams: Sequence[Stream], blocks: Sequence[int], fed: dict[int, Array]
+    ) -> Array:
         """float32[A, V]: what each stream samples its first token from."""
         prefix = self._prefix
-        found = [fed[own] if s.own else self._logits[s.block] if s.block >= 0 else prefix.logits  # pyright: ignore[reportOptionalMemberAccess]
-                 for s, own in zip(streams, blocks, strict=True)]
+        found = [
+            fed[own] if s.own else self._logits[s.block] if s.block >= 0 else prefix.logits  # pyright: ignore[reportOptionalMemberAccess]
+            for s, own in zip(streams, blocks, strict=True)
+        ]
         different = list({id(x): x for x in found}.values())
         place = {id(x): i for i, x in enumerate(different)}
         return jnp.stack(different)[np.asarray([place[id(x)] for x in found])]
@@ -125,10 +156,13 @@ class Residents:
 
     def cached(self, lengths: np.ndarray) -> int:
         """Tokens of the prefix, and of the blocks of this run."""
-        return int(sum(lengths[block] for block in (*self._before, *self._block.values(), *self._own)))
+        return int(
+            sum(lengths[block] for block in (*self._before, *self._block.values(), *self._own))
+        )
 
     def _release(self) -> None:
-        """Gives back the blocks of rows that have ended, and those of the tree that no row below needs any more."""
+        """Gives back the blocks of rows that have ended, and those of the tree that no row below
+        needs any more."""
         for stream, own in self._done:
             self._own.discard(own)
             self._arena.give_back(own)
@@ -150,7 +184,8 @@ class Residents:
 
 @dataclasses.dataclass(frozen=True)
 class Wave:
-    """What runs at a time: rows, blocks of the tree, and tokens of all blocks; and the most that one stream needs, and whose that is."""
+    """What runs at a time: rows, blocks of the tree, and tokens of all blocks; and the most that
+    one stream needs, and whose that is."""
 
     rows: int
     blocks: int
@@ -159,8 +194,15 @@ class Wave:
     worst: int
 
 
-def widest_wave(arrangement: Arrangement, streams: Sequence[Stream], max_new_tokens: int, max_rows: int, room: Room) -> Wave:
-    """The most that neighbouring streams need together, as many of them as the rows and the memory allow."""
+def widest_wave(
+    arrangement: Arrangement,
+    streams: Sequence[Stream],
+    max_new_tokens: int,
+    max_rows: int,
+    room: Room,
+) -> Wave:
+    """The most that neighbouring streams need together, as many of them as the rows and the memory
+    allow."""
     shared = footprints([len(block.tokens) for block in arrangement.blocks])
     users: collections.Counter[int] = collections.Counter()
     rows = tokens = first = 0
@@ -175,15 +217,24 @@ def widest_wave(arrangement: Arrangement, streams: Sequence[Stream], max_new_tok
         while rows > 1 and (rows > max_rows or not room.fits(rows, tokens, rows + len(users))):
             gone = arrangement.path(streams[first].block)
             users.subtract(gone)
-            rows, tokens = rows - 1, tokens - owns[first] - sum(shared[b] for b in gone if not users[b])
+            rows, tokens = (
+                rows - 1,
+                tokens - owns[first] - sum(shared[b] for b in gone if not users[b]),
+            )
             users -= collections.Counter()  # drops what is at 0
             first += 1
-        wave = dataclasses.replace(wave, rows=max(wave.rows, rows), blocks=max(wave.blocks, len(users)), tokens=max(wave.tokens, tokens))
+        wave = dataclasses.replace(
+            wave,
+            rows=max(wave.rows, rows),
+            blocks=max(wave.blocks, len(users)),
+            tokens=max(wave.tokens, tokens),
+        )
     return wave
 
 
 def groups(fan_ins: Sequence[int], rows: int) -> tuple[int, ...]:
-    """Sizes of groups for these fan-ins: one that holds the largest that is well below all rows, and one for those far below that."""
+    """Sizes of groups for these fan-ins: one that holds the largest that is well below all rows,
+    and one for those far below that."""
     few = [fan_in for fan_in in fan_ins if 1 < fan_in <= rows // 2]
     if not few:
         return ()

@@ -1,7 +1,9 @@
-"""Runs an agent's function as Python runs it, and as it is compiled, and says what can be seen of each run.
+"""Runs an agent's function as Python runs it, and as it is compiled, and says what can be seen of
+each run.
 
-The oracle is Python itself: the very same function as a coroutine or an asynchronous generator. Both are asked for the same: what was
-awaited and yielded, in order, the result or the exception with its chain and its lines, and the log that the agent's side effects go to.
+The oracle is Python itself: the very same function as a coroutine or an asynchronous generator.
+Both are asked for the same: what was awaited and yielded, in order, the result or the exception
+with its chain and its lines, and the log that the agent's side effects go to.
 """
 
 import copy
@@ -14,7 +16,8 @@ from jaxshare.serving.agents.program import Program, Waiting, compiled, snapshot
 
 
 class Ask:
-    """What agents wait for here: the answer to `await ask(x)` is x, to `await fail(kind, *args)` an exception."""
+    """What agents wait for here: the answer to `await ask(x)` is x, to `await fail(kind, *args)` an
+    exception."""
 
     def __init__(self, value: Any, kind: type[BaseException] | None = None):
         self.value, self.kind = value, kind
@@ -57,17 +60,27 @@ class Seen:
 
 
 def described(error: BaseException | None, function: Callable[..., Any]) -> Any:
-    """An exception: its kind, its arguments, its lines in the function, and those that led to it."""
+    """An exception: its kind, its arguments, its lines in the function, and those that led to
+    it."""
     if error is None:
         return None
     lines, trace = [], error.__traceback__
     while trace:
         code = trace.tb_frame.f_code
-        if code.co_filename == function.__code__.co_filename and code.co_name == function.__code__.co_name:
+        if (
+            code.co_filename == function.__code__.co_filename
+            and code.co_name == function.__code__.co_name
+        ):
             lines.append(trace.tb_lineno)
         trace = trace.tb_next
-    return (type(error).__name__, plain(error.args, function), lines, described(error.__cause__, function),
-            described(error.__context__, function), error.__suppress_context__)
+    return (
+        type(error).__name__,
+        plain(error.args, function),
+        lines,
+        described(error.__cause__, function),
+        described(error.__context__, function),
+        error.__suppress_context__,
+    )
 
 
 def plain(value: Any, function: Callable[..., Any]) -> Any:
@@ -79,8 +92,14 @@ def plain(value: Any, function: Callable[..., Any]) -> Any:
     if isinstance(value, dict):
         return [(plain(k, function), plain(v, function)) for k, v in value.items()]
     if isinstance(value, (Ask, Throw)):
-        return type(value).__name__, plain(value.value, function), value.kind and value.kind.__name__
-    return type(value).__name__, repr(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
+        return (
+            type(value).__name__,
+            plain(value.value, function),
+            value.kind and value.kind.__name__,
+        )
+    return type(value).__name__, repr(
+        sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+    )
 
 
 def _answer(value: Any) -> tuple[Any, BaseException | None]:
@@ -96,11 +115,17 @@ def _natively(function: Callable[..., Any], args: tuple[Any, ...], events: list[
     is_generator = inspect.isasyncgen(agent)
     answer, error = None, None
     while True:
-        step: Any = agent if not is_generator else agent.athrow(error) if error else agent.asend(answer)
+        step: Any = (
+            agent if not is_generator else agent.athrow(error) if error else agent.asend(answer)
+        )
         first = is_generator
         while True:
             try:
-                value = step.throw(error) if error and not first else step.send(None if first else answer)
+                value = (
+                    step.throw(error)
+                    if error and not first
+                    else step.send(None if first else answer)
+                )
             except StopIteration as end:
                 if not is_generator:
                     return end.value
@@ -126,9 +151,15 @@ def native(function: Callable[..., Any], *more: Any) -> Seen:
     return Seen(events, result, plain(log, function))
 
 
-def run(program: Program, frame: Any, events: list[Any], answered: tuple[Any, BaseException | None] = (None, None),
-        each: Callable[[Any, Any], None] | None = None) -> Seen:
-    """Runs a compiled agent from a wait, or its begin. With `each`, which gets a copy at every wait, it is a copy that goes on."""
+def run(
+    program: Program,
+    frame: Any,
+    events: list[Any],
+    answered: tuple[Any, BaseException | None] = (None, None),
+    each: Callable[[Any, Any], None] | None = None,
+) -> Seen:
+    """Runs a compiled agent from a wait, or its begin. With `each`, which gets a copy at every
+    wait, it is a copy that goes on."""
     function, events = program.function, events[:]
     try:
         while True:
@@ -137,7 +168,12 @@ def run(program: Program, frame: Any, events: list[Any], answered: tuple[Any, Ba
             if not isinstance(went, Waiting):
                 result = "returned", plain(went.value, function)
                 break
-            events.append(("yield" if program.instructions[went.at].is_yield else "await", plain(went.value, function)))
+            events.append(
+                (
+                    "yield" if program.instructions[went.at].is_yield else "await",
+                    plain(went.value, function),
+                )
+            )
             if each:
                 each(snapshot(frame, program), (events[:], went.value))
                 frame = snapshot(frame, program)
@@ -148,7 +184,8 @@ def run(program: Program, frame: Any, events: list[Any], answered: tuple[Any, Ba
 
 
 def differences(function: Callable[..., Any], *more: Any) -> tuple[Seen, list[str]]:
-    """(Python's own run, in which ways the compiled agent's runs are different: straight on, copied at every wait, and from each copy)."""
+    """(Python's own run, in which ways the compiled agent's runs are different: straight on, copied
+    at every wait, and from each copy)."""
     expected = native(function, *more)
     program = compiled(function)
     found = []
@@ -166,7 +203,10 @@ def differences(function: Callable[..., Any], *more: Any) -> tuple[Seen, list[st
         events, value = at
         compare(f"ahead from wait {len(events)}", run(program, frame, events, _answer(value)))
 
-    compare("copied at every wait", run(program, snapshot(program.begin(([], *more), {}), program), [], each=fork))
+    compare(
+        "copied at every wait",
+        run(program, snapshot(program.begin(([], *more), {}), program), [], each=fork),
+    )
     for frame, (events, value) in copies:
         compare(f"again from wait {len(events)}", run(program, frame, events, _answer(value)))
     return expected, found

@@ -1,4 +1,5 @@
-"""Small agents over every construct, each short enough to be followed by hand. `log` gets their side effects."""
+"""Small agents over every construct, each short enough to be followed by hand. `log` gets their
+side effects."""
 # ruff: noqa
 # What nobody should write has to be compiled like all else.
 
@@ -15,17 +16,32 @@ SUITE: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
 def case(*args: Any):
     """An agent of the suite, run with these arguments; given more than once, once with each."""
+
     def add(function):
         SUITE.append((function, args))
         return function
+
     return add
 
 
 class Manager:
     """A context manager that logs, and does on its way out what it is told."""
 
-    def __init__(self, log: list, name: str = "m", swallow: bool = False, fails: type[Exception] | None = None, refuses: bool = False):
-        self.log, self.name, self.swallow, self.fails, self.refuses = log, name, swallow, fails, refuses
+    def __init__(
+        self,
+        log: list,
+        name: str = "m",
+        swallow: bool = False,
+        fails: type[Exception] | None = None,
+        refuses: bool = False,
+    ):
+        self.log, self.name, self.swallow, self.fails, self.refuses = (
+            log,
+            name,
+            swallow,
+            fails,
+            refuses,
+        )
 
     def __enter__(self):
         self.log.append(f"enter {self.name}")
@@ -34,7 +50,13 @@ class Manager:
         return self
 
     def __exit__(self, kind, error, trace):
-        self.log.append((f"exit {self.name}", kind and kind.__name__, sys.exc_info()[0] and sys.exc_info()[0].__name__))
+        self.log.append(
+            (
+                f"exit {self.name}",
+                kind and kind.__name__,
+                sys.exc_info()[0] and sys.exc_info()[0].__name__,
+            )
+        )
         if self.fails:
             raise self.fails(self.name)
         return self.swallow
@@ -205,8 +227,12 @@ async def loop_over_what_is_none(log):
 
 @case()
 async def evaluation_order(log):
-    return (note(log, 1) + await ask(note(log, 2)), note(log, 3), [note(log, 4), await ask(note(log, 5)), note(log, 6)],
-            {note(log, 7): note(log, 8), note(log, 9): await ask(note(log, 10)), note(log, 11): 12})
+    return (
+        note(log, 1) + await ask(note(log, 2)),
+        note(log, 3),
+        [note(log, 4), await ask(note(log, 5)), note(log, 6)],
+        {note(log, 7): note(log, 8), note(log, 9): await ask(note(log, 10)), note(log, 11): 12},
+    )
 
 
 @case()
@@ -222,6 +248,7 @@ async def what_came_first_stays(log):
 async def calls(log):
     def show(*args, **named):
         return note(log, (args, named))
+
     more, named = [1, 2], {"k": 3}
     show(*more, await ask(4), *more, x=await ask(5), **named, y=note(log, 6))
     show(*[await ask(7)], **{"z": await ask(8)})
@@ -254,14 +281,26 @@ async def methods_are_found_before_arguments(log):
 async def wrong_call(log):
     def f(a):
         return a
+
     return f(await ask(1), *[2])
 
 
 @case()
 async def operators(log):
     a = [1, 2, 3, 4]
-    return (-await ask(3), not await ask(0), await ask(2) ** await ask(3), a[await ask(1)], a[await ask(1):], a[:await ask(3):await ask(2)],
-            (await ask(a))[0], (await ask("x")).upper(), await ask([1]) + [2], 7 @ Matrix(await ask(1)), {await ask(1), 2, *a})
+    return (
+        -await ask(3),
+        not await ask(0),
+        await ask(2) ** await ask(3),
+        a[await ask(1)],
+        a[await ask(1) :],
+        a[: await ask(3) : await ask(2)],
+        (await ask(a))[0],
+        (await ask("x")).upper(),
+        await ask([1]) + [2],
+        7 @ Matrix(await ask(1)),
+        {await ask(1), 2, *a},
+    )
 
 
 class Matrix:
@@ -281,11 +320,11 @@ class Matrix:
 @case()
 async def slices(log):
     m = Matrix(0)
-    got = [m[1:2, await ask(3)], m[await ask(0):5, ::2, 4], m[*[1, await ask(2)]]]
-    m[1:await ask(2)] = await ask("v")
+    got = [m[1:2, await ask(3)], m[await ask(0) : 5, ::2, 4], m[*[1, await ask(2)]]]
+    m[1 : await ask(2)] = await ask("v")
     got.append(m.x)
     m = [1, 2, 3, 4]
-    m[1:await ask(3)] += await ask([9])
+    m[1 : await ask(3)] += await ask([9])
     return got, m
 
 
@@ -293,8 +332,13 @@ async def slices(log):
 @case(3, 2, 1)
 @case(1, 3, 2)
 async def comparisons(log, a, b, c):
-    return (a < await ask(b) < note(log, c), await ask(a) < b, a < b < await ask(c), note(log, a) == await ask(a) != note(log, b) in [b],
-            await ask(a) in [1] is not None)
+    return (
+        a < await ask(b) < note(log, c),
+        await ask(a) < b,
+        a < b < await ask(c),
+        note(log, a) == await ask(a) != note(log, b) in [b],
+        await ask(a) in [1] is not None,
+    )
 
 
 @case(0, 2)
@@ -314,7 +358,11 @@ async def short_circuits(log, a, b):
 @case(False)
 async def conditional_expressions(log, yes):
     x = await ask("a") if await ask(yes) else note(log, "b")
-    return [x, (1 if yes else await ask(2)), note(log, 3 if not yes else (await ask(4) if yes else 5))]
+    return [
+        x,
+        (1 if yes else await ask(2)),
+        note(log, 3 if not yes else (await ask(4) if yes else 5)),
+    ]
 
 
 @case()
@@ -323,7 +371,7 @@ async def walrus(log):
         note(log, (n, m))
     while (k := n) and (n := n - await ask(1)):
         note(log, (k, n))
-    return [y := await ask(1), y ** 2, (z := y + 1)], y, z, [w := v for v in range(3)], w
+    return [y := await ask(1), y**2, (z := y + 1)], y, z, [w := v for v in range(3)], w
 
 
 @case()
@@ -345,10 +393,12 @@ async def augmented(log):
 @case()
 async def augmented_reads_first(log):
     x = 1
+
     def change():
         nonlocal x
         x = 100
         return 5
+
     x += await ask(change())
     return x
 
@@ -380,7 +430,7 @@ async def unpacking_fails(log):
 async def deleting(log):
     a, b, c, d = 1, 2, {"x": 1, "y": 2}, [1, 2, 3]
     del a
-    del (b, c[await ask("x")]), d[await ask(0):2]
+    del (b, c[await ask("x")]), d[await ask(0) : 2]
     try:
         await ask(a)
     except UnboundLocalError as e:
@@ -407,15 +457,22 @@ async def asserting(log, n):
 @case()
 async def f_strings(log):
     x, w = 3.14159, 9
-    return (f"{x:.2f} {await ask('a')!r:>{w}} {note(log, 'b')}{await ask(1) + 1:0{await ask(4)}d}{{}} {x=} {await ask(2)=}",
-            f"{note(log, 'first')!r:{await ask('>9')}}" "joined" f"{await ask('')}", f"{await ask([1])}", f"a{f'{await ask(1)}b'}c")
+    return (
+        f"{x:.2f} {await ask('a')!r:>{w}} {note(log, 'b')}{await ask(1) + 1:0{await ask(4)}d}{{}} "
+        f"{x=} {await ask(2)=}",
+        f"{note(log, 'first')!r:{await ask('>9')}}joined{await ask('')}",
+        f"{await ask([1])}",
+        f"a{f'{await ask(1)}b'}c",
+    )
 
 
 @case()
 async def comprehensions(log):
     x = "outside"
     a = [await ask(x) for x in range(3)]
-    b = {await ask(k): await ask(v) for k, v in {"a": 1, "b": 2}.items() if v > 1 or await ask(True)}
+    b = {
+        await ask(k): await ask(v) for k, v in {"a": 1, "b": 2}.items() if v > 1 or await ask(True)
+    }
     c = {await ask(i % 2) for i in range(4)}
     d = [x * y for x in range(3) if x for y in await ask([1, 2]) if await ask(y) > 1]
     e = [(i, j) for i in range(3) for j in range(i)]
@@ -431,7 +488,13 @@ async def nested_comprehensions(log):
     b = [[await ask(x) for x in range(x)] for x in [2, 1]]
     c = [x for x in [await ask(x) for x in range(3)] if x]
     d = {x: [await ask(y) for y in [x, x]] for x in "ab"}
-    return a, b, c, d, [(await ask(n), [m + n for m in range(n)], list(m * n for m in [n])) for n in range(3)]
+    return (
+        a,
+        b,
+        c,
+        d,
+        [(await ask(n), [m + n for m in range(n)], list(m * n for m in [n])) for n in range(3)],
+    )
 
 
 @case()
@@ -484,7 +547,11 @@ async def try_all(log, where):
 
 
 def _ways():
-    return [case(way, part) for way in ("return", "break", "continue", "raise", "none", "error") for part in ("body", "except", "else", "finally")]
+    return [
+        case(way, part)
+        for way in ("return", "break", "continue", "raise", "none", "error")
+        for part in ("body", "except", "else", "finally")
+    ]
 
 
 def all_of(decorators):
@@ -629,8 +696,10 @@ async def bare_raise(log):
             await fail(ValueError, 1)
         except ValueError:
             await ask(2)
+
             def again():
                 raise
+
             try:
                 again()
             except ValueError as e:
@@ -653,7 +722,7 @@ async def causes(log):
         try:
             raise KeyError("a")
         except KeyError as e:
-            raise await ask(ValueError) (await ask("b")) from await ask(e)
+            raise await ask(ValueError)(await ask("b")) from await ask(e)
     except ValueError:
         try:
             raise OSError("c") from None
@@ -711,9 +780,7 @@ async def base_exceptions(log):
 async def lines_of_exceptions(log):
     x = await ask(0)
 
-    y = (x,
-         await ask(1),
-         note(log, 1) / x)
+    y = (x, await ask(1), note(log, 1) / x)
     return y
 
 
@@ -741,7 +808,7 @@ async def withs(log):
         note(log, await ask(m.name))
     with Manager(log, "a"), Manager(log, await ask("b")) as b, await ask(Manager(log, "c")) as c:
         note(log, (b.name, await ask(c.name)))
-    with (Manager(log, "d") as (m.x)):
+    with Manager(log, "d") as (m.x):
         await ask(m.x)
     return m
 
@@ -853,12 +920,15 @@ async def match_in_a_loop(log):
 @case()
 async def closures(log):
     n = 1
+
     def get():
         return n
+
     def add(k):
         nonlocal n
         n += k
         return n
+
     late = lambda z=n: (z, n)
     note(log, (get(), add(5), get(), late()))
     await ask(1)
@@ -883,13 +953,17 @@ async def closures_in_loops(log):
 async def counters(log):
     def counter():
         count = 0
+
         def up():
             nonlocal count
             count += 1
             return count
+
         def now():
             return count
+
         return up, now
+
     up, now = counter()
     up()
     await ask(now())
@@ -902,15 +976,20 @@ async def counters(log):
 @case()
 async def recursion(log):
     depth = 0
+
     def fact(n):
         nonlocal depth
         depth += 1
         return n * fact(n - 1) if n > 1 else 1
+
     async_ = await ask(4)
+
     def even(n):
         return True if n == 0 else odd(n - 1)
+
     def odd(n):
         return False if n == 0 else even(n - 1)
+
     x = fact(async_)
     await ask(even(4))
     return x, depth, fact(3), depth, even(7)
@@ -919,21 +998,26 @@ async def recursion(log):
 @case()
 async def decorated_functions(log):
     base = 10
+
     def twice(f):
         @functools.wraps(f)
         def inner(*args):
             return f(*args), f(*args)
+
         return inner
+
     @twice
     def add(x):
         """Adds."""
         return base + x
+
     @contextlib.contextmanager
     def at(n):
         nonlocal base
         kept, base = base, n
         yield base
         base = kept
+
     await ask(1)
     base = await ask(20)
     with at(5):
@@ -945,9 +1029,11 @@ async def decorated_functions(log):
 @case()
 async def defaults_are_evaluated_once(log):
     n = 1
+
     def f(a=note(log, n), *, b=[n]):
         b.append(a)
         return b
+
     n = 2
     f()
     await ask(n)
@@ -974,8 +1060,10 @@ async def imports(log):
     import json as j
     import os.path
     from math import floor as f, pi
+
     await ask(1)
     import collections.abc
+
     return j.dumps([1]), os.path.basename("a/b"), f(pi), collections.abc.Sized.__name__
 
 
@@ -983,11 +1071,15 @@ async def imports(log):
 async def classes(log):
     class Point:
         """In an agent."""
+
         size: int = 2
+
         def __init__(self, x):
             self.x = x
+
         def double(self):
             return [self.x * self.size for _ in range(self.size)]
+
     p = Point(await ask(3))
     p.x += await ask(1)
     return p.double(), Point.__doc__, Point.__annotations__
@@ -1002,8 +1094,10 @@ async def globals_(log):
     global COUNT
     COUNT = 1
     COUNT += await ask(5)
+
     def read():
         return COUNT, WORLD
+
     x = COUNT
     COUNT = 0
     return x, WORLD, read(), __name__
@@ -1024,10 +1118,12 @@ async def names_of_builtins(log):
 @case()
 async def generator_functions(log):
     n = 2
+
     def count():
         for i in range(n):
             got = yield i
             note(log, got)
+
     await ask(1)
     return list(count()), [x + n for x in count()], sum(x for x in count() if x < n)
 
@@ -1116,7 +1212,15 @@ async def snapshots_keep_who_is_who(log):
     a.append(2)
     method(await ask(3))
     await ask(4)
-    return d["a"] is a, d["self"] is d, box.items is a, both[0] is a, both[1][0] is a, both[2].__self__ is box, a
+    return (
+        d["a"] is a,
+        d["self"] is d,
+        box.items is a,
+        both[0] is a,
+        both[1][0] is a,
+        both[2].__self__ is box,
+        a,
+    )
 
 
 @case()
@@ -1136,20 +1240,12 @@ async def dead_temporaries_need_no_copy(log):
 
 @case()
 async def spread_out(log):
-    value = await ask(
-        note(log, 1) +
-        await ask(
-            2
-        )
-    ) \
-        + (await ask(3))
-    if (value
-            and await ask(None)):
+    value = await ask(note(log, 1) + await ask(2)) + (await ask(3))
+    if value and await ask(None):
         pass
     return {
         "a": await ask(value),
-        "b": (await ask(
-            undefined)),
+        "b": (await ask(undefined)),
     }
 
 
@@ -1176,7 +1272,7 @@ def _inside():
             case [x, counter] if await_:
                 kept += (x, counter)
         counter = 0
-        if (counter := await ask(3)):
+        if counter := await ask(3):
             note(log, [counter := i for i in range(3)])
         del counter
         counter = 0

@@ -6,13 +6,15 @@ import secrets
 import shutil
 import tempfile
 
-# Before JAX is imported. Tests run on the CPU unless the caller names another platform, and never touch the network.
+# Before JAX is imported. Tests run on the CPU unless the caller names another platform, and never
+# touch the network.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What somebody has calibrated on this machine must not decide what a test sees.
 os.environ["JAXSHARE_CACHE"] = os.path.join(os.path.dirname(__file__), "fixtures", "no-calibration")
 
-# Ray listens on every interface: its clusters take a token that only this run of the tests knows, and none is written to the home folder.
+# Ray listens on every interface: its clusters take a token that only this run of the tests knows,
+# and none is written to the home folder.
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
@@ -20,7 +22,8 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
-# What one process of a run has compiled the others take: those of xdist, and those that tests begin.
+# What one process of a run has compiled the others take: those of xdist, and those that tests
+# begin.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxshare-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
@@ -33,28 +36,39 @@ import hypothesis
 import jax
 import pytest
 
-# A bfloat16 that silently becomes a float32 costs memory and hides mistakes: every promotion has to be written out.
+# A bfloat16 that silently becomes a float32 costs memory and hides mistakes: every promotion has to
+# be written out.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # So that a CPU shows as eight devices, for tests of meshes. All else runs on the first of them.
 jax.config.update("jax_num_cpu_devices", 8)
 
-# The first example of a shape compiles, which takes longer than any deadline that would catch a slow one. Examples are the same
-# in every run, so that a failure seen once is seen again; `--hypothesis-profile=explore` draws new ones.
+# The first example of a shape compiles, which takes longer than any deadline that would catch a
+# slow one. Examples are the same in every run, so that a failure seen once is seen again;
+# `--hypothesis-profile=explore` draws new ones.
 hypothesis.settings.register_profile("jaxshare", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, derandomize=False, max_examples=1000)
 hypothesis.settings.load_profile("jaxshare")
 
 
 _MOST_MAPS = 25_000
-_LONG = {"test_workers", "test_devices", "test_sharding", "test_engine", "test_branches", "test_batch", "test_cli", "test_guests",
-         "test_saves"}
+_LONG = {
+    "test_workers",
+    "test_devices",
+    "test_sharding",
+    "test_engine",
+    "test_branches",
+    "test_batch",
+    "test_cli",
+    "test_guests",
+    "test_saves",
+}
 
 
 @pytest.fixture(autouse=True)
 def few_programs():
-    """Forgets compiled programs when there are many: each maps pieces of memory of its own, of which Linux lets a process have 65,530; then
-    the compiler crashes."""
+    """Forgets compiled programs when there are many: each maps pieces of memory of its own, of
+    which Linux lets a process have 65,530; then the compiler crashes."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPS:

@@ -1,7 +1,9 @@
-"""What several tests build and compare with: tiny models, caches with given keys, and oracles in float64 numpy.
+"""What several tests build and compare with: tiny models, caches with given keys, and oracles in
+float64 numpy.
 
-The oracles share no code with jaxshare: they keep keys and values as they leave the projections, not rotated, in plain lists for
-each block, and rotate every key to its absolute position again for every row and every pass.
+The oracles share no code with jaxshare: they keep keys and values as they leave the projections,
+not rotated, in plain lists for each block, and rotate every key to its absolute position again for
+every row and every pass.
 """
 
 import dataclasses
@@ -17,34 +19,65 @@ from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder
 
 TINY = ModelConfig(
-    architecture="llama", vocab_size=101, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
-    rope=Rope.yarn(12, 10_000.0, 4.0, 64), norm_eps=1e-5, max_positions=4096, tie_embeddings=False, qkv_bias=True, out_bias=False,
-    mlp_bias=False, qk_norm=True)
-"""A model whose passes compile in seconds: YaRN over 12 of 16 entries, so that a factor applied twice or a wrong slice shows."""
+    architecture="llama",
+    vocab_size=101,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rope=Rope.yarn(12, 10_000.0, 4.0, 64),
+    norm_eps=1e-5,
+    max_positions=4096,
+    tie_embeddings=False,
+    qkv_bias=True,
+    out_bias=False,
+    mlp_bias=False,
+    qk_norm=True,
+)
+"""A model whose passes compile in seconds: YaRN over 12 of 16 entries, so that a factor applied
+twice or a wrong slice shows."""
 
 
 def init(config: ModelConfig, seed: int = 0, spread: float = 1.5):
-    """Random float32 parameters in which no entry is 0 or 1, and weights wide enough that attention and logits are far from flat."""
-    shapes = jax.eval_shape(lambda: Decoder(config).init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32), method="causal"))
+    """Random float32 parameters in which no entry is 0 or 1, and weights wide enough that attention
+    and logits are far from flat."""
+    shapes = jax.eval_shape(
+        lambda: Decoder(config).init(
+            jax.random.key(0), jnp.zeros((1, 2), jnp.int32), method="causal"
+        )
+    )
     rng = np.random.default_rng(seed)
 
     def fill(path, leaf):
         name, noise = path[-1].key, rng.normal(size=leaf.shape)
         if name == "scale":
             return jnp.asarray(1 + 0.2 * noise, jnp.float32)
-        return jnp.asarray(noise * (spread * leaf.shape[1]**-0.5 if name == "kernel" else 1.0 if name == "embedding" else 0.3), jnp.float32)
+        return jnp.asarray(
+            noise
+            * (
+                spread * leaf.shape[1] ** -0.5
+                if name == "kernel"
+                else 1.0
+                if name == "embedding"
+                else 0.3
+            ),
+            jnp.float32,
+        )
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
 def rotated(x: np.ndarray, positions: np.ndarray, rope: Rope, factor: float = 1.0) -> np.ndarray:
-    """x [..., heads, D] at positions [...], in float64; pairs are (i, i + P), what lies behind 2P stays."""
+    """x [..., heads, D] at positions [...], in float64; pairs are (i, i + P), what lies behind 2P
+    stays."""
     pairs = len(rope.frequencies)
     x = np.asarray(x, np.float64)
     angle = np.asarray(positions, np.float64)[..., None, None] * np.asarray(rope.frequencies)
     wave = np.exp(1j * angle) * factor
-    turned = (x[..., :pairs] + 1j * x[..., pairs:2 * pairs]) * wave
-    return np.concatenate([turned.real, turned.imag, x[..., 2 * pairs:]], axis=-1)
+    turned = (x[..., :pairs] + 1j * x[..., pairs : 2 * pairs]) * wave
+    return np.concatenate([turned.real, turned.imag, x[..., 2 * pairs :]], axis=-1)
 
 
 def softmax_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
@@ -60,23 +93,39 @@ def softmax_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float)
 
 @dataclasses.dataclass
 class Shelf:
-    """The oracle's cache of one layer: for each block a list of (k [K, D], v [K, D]), not rotated."""
+    """The oracle's cache of one layer: for each block a list of (k [K, D], v [K, D]), not
+    rotated."""
 
     blocks: list[list[tuple[np.ndarray, np.ndarray]]]
 
-    def append(self, rows: Sequence[Sequence[int]], count: Sequence[int], k: np.ndarray, v: np.ndarray) -> None:
-        """Row r's first count[r] new tokens of k, v [R, T, K, D], behind the last block it lists."""
+    def append(
+        self, rows: Sequence[Sequence[int]], count: Sequence[int], k: np.ndarray, v: np.ndarray
+    ) -> None:
+        """Row r's first count[r] new tokens of k, v [R, T, K, D], behind the last block it
+        lists."""
         for r, row in enumerate(rows):
             for t in range(count[r]):
-                self.blocks[row[-1]].append((np.asarray(k[r, t], np.float64), np.asarray(v[r, t], np.float64)))
+                self.blocks[row[-1]].append(
+                    (np.asarray(k[r, t], np.float64), np.asarray(v[r, t], np.float64))
+                )
 
-    def attend(self, rows: Sequence[Sequence[int]], count: Sequence[int], q: np.ndarray, rope: Rope, scale: float) -> np.ndarray:
-        """q [R, T, H, D] of tokens that `append` has put down already -> [R, T, H, D]; nan where nothing is asked."""
+    def attend(
+        self,
+        rows: Sequence[Sequence[int]],
+        count: Sequence[int],
+        q: np.ndarray,
+        rope: Rope,
+        scale: float,
+    ) -> np.ndarray:
+        """q [R, T, H, D] of tokens that `append` has put down already -> [R, T, H, D]; nan where
+        nothing is asked."""
         out = np.full(q.shape, np.nan)
         for r, row in enumerate(rows):
             for t in range(count[r]):
                 own = self.blocks[row[-1]]
-                seen = [pair for b in row[:-1] for pair in self.blocks[b]] + own[:len(own) - count[r] + t + 1]
+                seen = [pair for b in row[:-1] for pair in self.blocks[b]] + own[
+                    : len(own) - count[r] + t + 1
+                ]
                 keys, values = (np.stack(side) for side in zip(*seen, strict=True))
                 keys = rotated(keys, np.arange(len(seen)), rope, rope.attention_factor)
                 query = rotated(q[r, t], np.asarray(len(seen) - 1), rope, rope.attention_factor)
@@ -85,7 +134,8 @@ class Shelf:
 
 
 class DenseModel:
-    """The whole transformer in float64 numpy, over a `Shelf` for each layer. Writes Llama down once more, with biases and q/k norms."""
+    """The whole transformer in float64 numpy, over a `Shelf` for each layer. Writes Llama down once
+    more, with biases and q/k norms."""
 
     def __init__(self, config: ModelConfig, params, num_blocks: int):
         self.config = config
@@ -100,13 +150,15 @@ class DenseModel:
             shelf.blocks[target] += shelf.blocks[source]
             shelf.blocks[source] = []
 
-    def forward(self, tokens: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def forward(
+        self, tokens: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]
+    ) -> list[np.ndarray]:
         """tokens: each row's new ones, any number -> for each row its logits [count, V]."""
         c, p = self.config, self.params
         count = [len(t) for t in tokens]
         x = np.zeros((len(rows), max(count), c.hidden_size))
         for r, new in enumerate(tokens):
-            x[r, :len(new)] = p["embed"]["embedding"][list(new)]
+            x[r, : len(new)] = p["embed"]["embedding"][list(new)]
 
         def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
             return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + c.norm_eps) * scale
@@ -126,13 +178,26 @@ class DenseModel:
             h, mlp = norm(x, layer["mlp_norm"]["scale"]), layer["mlp"]
             gate = linear(h, mlp["gate"])
             x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, mlp["up"]), mlp["down"])
-        logits = norm(x, p["norm"]["scale"]) @ (p["embed"]["embedding"] if c.tie_embeddings else p["head"]["kernel"]).T
+        logits = (
+            norm(x, p["norm"]["scale"])
+            @ (p["embed"]["embedding"] if c.tie_embeddings else p["head"]["kernel"]).T
+        )
         return [logits[r, :n] for r, n in enumerate(count)]
 
 
-def cache_with(blocks: Sequence[np.ndarray], values: Sequence[np.ndarray], *, rope: Rope, offsets: Sequence[int], capacities: Sequence[int],
-               tokens: int, phases: Sequence[int], dtype=jnp.float32) -> KVCache:
-    """A cache of one layer that holds given keys and values [n, K, D] (not rotated), the keys rotated by the oracle.
+def cache_with(
+    blocks: Sequence[np.ndarray],
+    values: Sequence[np.ndarray],
+    *,
+    rope: Rope,
+    offsets: Sequence[int],
+    capacities: Sequence[int],
+    tokens: int,
+    phases: Sequence[int],
+    dtype=jnp.float32,
+) -> KVCache:
+    """A cache of one layer that holds given keys and values [n, K, D] (not rotated), the keys
+    rotated by the oracle.
 
     What no block holds is filled with large noise, so that reading it shows.
     """
@@ -140,10 +205,12 @@ def cache_with(blocks: Sequence[np.ndarray], values: Sequence[np.ndarray], *, ro
     rng = np.random.default_rng(7)
     keys, kept = (rng.normal(size=(tokens, kv_heads, dim)) * 30 for _ in range(2))
     for k, v, at, phase in zip(blocks, values, offsets, phases, strict=True):
-        keys[at:at + len(k)] = rotated(k, phase + np.arange(len(k)), rope, rope.attention_factor)
-        kept[at:at + len(v)] = v
+        keys[at : at + len(k)] = rotated(k, phase + np.arange(len(k)), rope, rope.attention_factor)
+        kept[at : at + len(v)] = v
     arenas = (jnp.asarray(a.swapaxes(0, 1), dtype) for a in (keys, kept))
-    numbers = (jnp.asarray(n, jnp.int32) for n in (offsets, [len(b) for b in blocks], capacities, phases))
+    numbers = (
+        jnp.asarray(n, jnp.int32) for n in (offsets, [len(b) for b in blocks], capacities, phases)
+    )
     return KVCache(*((a,) for a in arenas), *numbers, faults=jnp.zeros((), jnp.int32), rope=rope)
 
 
@@ -156,7 +223,8 @@ MODEL, VOCAB = Decoder(TINY), TINY.vocab_size
 GREEDY = Sampler()
 ROWS, LISTED, CAPACITIES = 4, 3, (64, 48, 48, 48, 48, 0)
 QUEUE, WIDEST, MOST = 48, 64, 12
-"""Of every state below: places in a row's queue, tokens of the widest pass, and the most tokens that a row may sample."""
+"""Of every state below: places in a row's queue, tokens of the widest pass, and the most tokens
+that a row may sample."""
 
 
 @functools.cache
@@ -167,22 +235,44 @@ def tiny_params():
 
 def tiny_cache(capacities: Sequence[int] = CAPACITIES) -> KVCache:
     """Float32; blocks lie as in CAPACITIES whatever smaller capacities are asked for."""
-    return dataclasses.replace(KVCache.create(TINY, CAPACITIES, jnp.float32), capacities=jnp.asarray(capacities, jnp.int32))
+    return dataclasses.replace(
+        KVCache.create(TINY, CAPACITIES, jnp.float32), capacities=jnp.asarray(capacities, jnp.int32)
+    )
 
 
-def tiny_state(prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[int]] = ((1,), (2,), (3,), (4,)), *, cache: KVCache | None = None,
-               budgets: int | Sequence[int] = MOST, samplers: Sampler | Sequence[Sampler] = GREEDY, stops: Sequence[int] = (),
-               **more) -> DecodeState:
-    """A state of one shape whatever is asked for, so that all tests share one program for each width."""
+def tiny_state(
+    prompts: Sequence[Sequence[int]],
+    rows: Sequence[Sequence[int]] = ((1,), (2,), (3,), (4,)),
+    *,
+    cache: KVCache | None = None,
+    budgets: int | Sequence[int] = MOST,
+    samplers: Sampler | Sequence[Sampler] = GREEDY,
+    stops: Sequence[int] = (),
+    **more,
+) -> DecodeState:
+    """A state of one shape whatever is asked for, so that all tests share one program for each
+    width."""
     prompts = [*prompts, *[[]] * (ROWS - len(prompts))]
     made = DecodeState.create(
-        tiny_cache() if cache is None else cache, pad_rows(rows, ROWS, LISTED), prompts, vocab_size=VOCAB, logprobs=True,
-        budgets=[budgets] * ROWS if isinstance(budgets, int) else budgets, stops=[*stops, *[-1] * (2 - len(stops))],
-        queue=QUEUE, max_width=WIDEST, **more)
+        tiny_cache() if cache is None else cache,
+        pad_rows(rows, ROWS, LISTED),
+        prompts,
+        vocab_size=VOCAB,
+        logprobs=True,
+        budgets=[budgets] * ROWS if isinstance(budgets, int) else budgets,
+        stops=[*stops, *[-1] * (2 - len(stops))],
+        queue=QUEUE,
+        max_width=WIDEST,
+        **more,
+    )
     samplers = [samplers] * ROWS if isinstance(samplers, Sampler) else [*samplers]
     spare = ((0, 0), (0, MOST - made.tokens.shape[1]))
-    return dataclasses.replace(made, samplers=Samplers.stack(samplers, bias_slots=2),
-                               tokens=jnp.pad(made.tokens, spare), logprobs=jnp.pad(made.logprobs, spare))
+    return dataclasses.replace(
+        made,
+        samplers=Samplers.stack(samplers, bias_slots=2),
+        tokens=jnp.pad(made.tokens, spare),
+        logprobs=jnp.pad(made.logprobs, spare),
+    )
 
 
 def run(state: DecodeState, passes: int = 200, width: int = 16, **more) -> DecodeState:

@@ -1,4 +1,5 @@
-"""Compiled agents against Python's own coroutines: the suite, programs from a grammar, what copies share, and what is refused."""
+"""Compiled agents against Python's own coroutines: the suite, programs from a grammar, what copies
+share, and what is refused."""
 
 import copy
 import re
@@ -18,7 +19,9 @@ from tests.agent_programs import Writer, defined
 
 
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")
-@pytest.mark.parametrize(("function", "args"), agent_suite.SUITE, ids=lambda x: x.__name__ if callable(x) else repr(x))
+@pytest.mark.parametrize(
+    ("function", "args"), agent_suite.SUITE, ids=lambda x: x.__name__ if callable(x) else repr(x)
+)
 def test_the_suite_runs_as_python_runs_it(function, args):
     _, found = differences(function, *args)
     assert not found, "\n".join(found)
@@ -31,7 +34,9 @@ def test_the_suite_is_large_and_gets_to_its_waits():
 
 def program_runs_alike(data, gives):
     source = Writer(lambda most: data.draw(st.integers(0, most)), gives).agent()
-    hypothesis.note("\n".join(f"{number:3} {line}" for number, line in enumerate(source.splitlines(), 1)))
+    hypothesis.note(
+        "\n".join(f"{number:3} {line}" for number, line in enumerate(source.splitlines(), 1))
+    )
     function = defined(source)
     hypothesis.assume(len(native(function).events) <= 30)
     try:
@@ -103,7 +108,10 @@ def test_modules_functions_arrays_and_who_says_so_are_shared():
     assert isinstance(returned, Returned)
     things, alone = returned.value
     assert things is not frame["things"] and alone is array
-    assert all(a is b for a, b in zip(things[:5], [array, handle, error, copy, len], strict=True)) and things[5]["k"] is array
+    assert (
+        all(a is b for a, b in zip(things[:5], [array, handle, error, copy, len], strict=True))
+        and things[5]["k"] is array
+    )
 
 
 def test_firing_one_state_again_and_again_leaves_it_as_it_is():
@@ -111,6 +119,7 @@ def test_firing_one_state_again_and_again_leaves_it_as_it_is():
         def remember(x):
             log.append(x)
             return len(log)
+
         try:
             raise ValueError("kept")
         except ValueError as error:
@@ -163,7 +172,9 @@ def test_what_a_list_comes_to_hold_is_no_other_firings():
             for z in "ef":
                 program.send(running := snapshot(third, program), "not used")
                 fourth = snapshot(running, program)
-                assert program.send(snapshot(fourth, program), z) == Returned(([0, [x, y], [x, y]], z))
+                assert program.send(snapshot(fourth, program), z) == Returned(
+                    ([0, [x, y], [x, y]], z)
+                )
     assert begin["log"] == [0] and first["log"] == [0, []]
 
 
@@ -198,22 +209,46 @@ REFUSED = {
     "x = 1\nasync with a:\n    pass": (2, r"async with.*; write try and finally"),
     "try:\n    await a\nexcept* ValueError:\n    pass": (1, r"except\*"),
     "x = [\n  y async for y in a]": (2, "async for"),
-    "x = sum(\n  await y for y in a)": (1, "a wait in a generator expression.*; write a list comprehension"),
+    "x = sum(\n  await y for y in a)": (
+        1,
+        "a wait in a generator expression.*; write a list comprehension",
+    ),
     "pass\nx = locals()": (2, r"locals\(\): variables are not in a Python frame"),
     "x = vars()": (1, r"vars\(\)"),
     "x = eval(\n  'a')": (1, r"eval\(\): it does not see the variables"),
     "exec('a')": (1, r"exec\(\)"),
     "x = lambda: super().f()": (1, r"super\(\)"),
-    "x = 1\nclass C:\n    y = x": (2, "a class that uses the agent's variables.*; define it outside"),
-    "x = 1\nclass C:\n    x = 2\n    def f(self):\n        return x": (2, "a class that uses the agent's variables"),
+    "x = 1\nclass C:\n    y = x": (
+        2,
+        "a class that uses the agent's variables.*; define it outside",
+    ),
+    "x = 1\nclass C:\n    x = 2\n    def f(self):\n        return x": (
+        2,
+        "a class that uses the agent's variables",
+    ),
     "try:\n    pass\nexcept await a:\n    pass": (3, "a wait in what an except clause names"),
-    "match a:\n    case 1 if await a:\n        pass": (2, "a wait in a guard of match; wait in its body"),
+    "match a:\n    case 1 if await a:\n        pass": (
+        2,
+        "a wait in a guard of match; wait in its body",
+    ),
     "for a[await a] in [1]:\n    pass": (1, "a wait in what a for loop assigns to"),
-    "a, b[\n  await a] = 1, 2": (1, "a wait inside a tuple that is assigned to; wait before, and assign then"),
-    "def f(x=await a):\n    pass": (1, "a wait in what a function's definition evaluates; wait before"),
-    "@f(await a)\nclass C:\n    pass": (2, "a wait in what a class's definition evaluates; wait before"),
+    "a, b[\n  await a] = 1, 2": (
+        1,
+        "a wait inside a tuple that is assigned to; wait before, and assign then",
+    ),
+    "def f(x=await a):\n    pass": (
+        1,
+        "a wait in what a function's definition evaluates; wait before",
+    ),
+    "@f(await a)\nclass C:\n    pass": (
+        2,
+        "a wait in what a class's definition evaluates; wait before",
+    ),
     "x = lambda y=await a: y": (1, "a wait in what a lambda evaluates; wait before"),
-    "x = [\n  lambda: y\n  for y in await a if await y]": (2, "a lambda over the variables of a comprehension that waits; write a loop"),
+    "x = [\n  lambda: y\n  for y in await a if await y]": (
+        2,
+        "a lambda over the variables of a comprehension that waits; write a loop",
+    ),
     "type X = int": (1, "a type statement; define it outside"),
 }
 
@@ -221,7 +256,9 @@ REFUSED = {
 @pytest.mark.parametrize("body", REFUSED)
 def test_what_cannot_be_compiled_is_refused_with_its_line(body):
     line, message = REFUSED[body]
-    function = defined("\n\nasync def agent(a, b, f):\n" + textwrap.indent(body, "    ") + "\n    await a\n")
+    function = defined(
+        "\n\nasync def agent(a, b, f):\n" + textwrap.indent(body, "    ") + "\n    await a\n"
+    )
     with pytest.raises(RefusedError, match=f"an agent cannot have {message}") as caught:
         compiled(function)
     assert (caught.value.filename, caught.value.lineno) == (function.__code__.co_filename, 3 + line)
@@ -230,13 +267,18 @@ def test_what_cannot_be_compiled_is_refused_with_its_line(body):
 
 def test_what_is_not_an_agent_is_refused():
     with pytest.raises(TypeError, match=r"async def, and .*plain is not"):
+
         def plain(): ...
+
         compiled(plain)
     with pytest.raises(TypeError, match="async def, and 3 is not"):
         compiled(3)  # pyright: ignore[reportArgumentType]
     world: dict = {}
     exec("async def hidden(): pass", world)
-    with pytest.raises(RefusedError, match=r"the source of agent hidden cannot be read.*; write it in a file or a notebook"):
+    with pytest.raises(
+        RefusedError,
+        match=r"the source of agent hidden cannot be read.*; write it in a file or a notebook",
+    ):
         compiled(world["hidden"])
 
 
@@ -246,7 +288,9 @@ class Private:
 
 
 def test_a_private_name_of_a_class_is_refused():
-    with pytest.raises(RefusedError, match="cannot have __hidden, a private name of a class; use one underscore") as caught:
+    with pytest.raises(
+        RefusedError, match="cannot have __hidden, a private name of a class; use one underscore"
+    ) as caught:
         compiled(Private.agent)
     assert caught.value.lineno == Private.agent.__code__.co_firstlineno + 1
 
@@ -255,10 +299,15 @@ def test_an_agent_in_an_agent_that_uses_its_variables_is_refused():
     async def outer(x):
         async def inner():
             await ask(x)
+
         return compiled(inner)
 
     program = compiled(outer)
-    with pytest.raises(TypeError, match=r"inner is defined in an agent whose variables it uses; give it what it needs as arguments"):
+    with pytest.raises(
+        TypeError,
+        match=r"inner is defined in an agent whose variables it uses; give it what it needs as "
+        r"arguments",
+    ):
         program.send(program.begin((1,), {}), None)
 
 
@@ -267,8 +316,14 @@ UNCOPYABLE = {
     "import threading\nlock = threading.Lock()": ("variable lock holds a lock", 4),
     "rows = (x for x in [1])": ("variable rows holds a generator", 3),
     "rows = [[], {'a': (x for x in [1])}]": ("variable rows holds a list", 3),
-    "for row in (x for x in [1]):\n  await ask(1)": ("what line 2 still needs holds a generator", 3),
-    "x = [await ask(y) for y in (z for z in [1])]": ("what line 2 still needs holds a generator", 2),
+    "for row in (x for x in [1]):\n  await ask(1)": (
+        "what line 2 still needs holds a generator",
+        3,
+    ),
+    "x = [await ask(y) for y in (z for z in [1])]": (
+        "what line 2 still needs holds a generator",
+        2,
+    ),
     "def f(g=opened()):\n  return g": ("variable f holds a Closure", 4),
     "x = (opened(),\n  await ask(1))": ("what line 2 still needs holds a TextIOWrapper", 3),
 }
@@ -280,11 +335,18 @@ def test_what_cannot_be_copied_is_named(body):
     function = defined("async def agent():\n" + textwrap.indent(body, "  ") + "\n  await ask(2)\n")
     program = compiled(function)
     frame = program.begin((), {})
-    expected = f"agent agent waits in line {line}, but " + ("the " if what.startswith("variable") else "") + re.escape(what)
+    expected = (
+        f"agent agent waits in line {line}, but "
+        + ("the " if what.startswith("variable") else "")
+        + re.escape(what)
+    )
     with open(__file__) as file:
         function.__globals__["opened"] = lambda *_: file
         assert isinstance(program.send(frame, None), Waiting)
-        with pytest.raises(UncopyableError, match=expected + ", which cannot be copied .*make a list of an iterator"):
+        with pytest.raises(
+            UncopyableError,
+            match=expected + ", which cannot be copied .*make a list of an iterator",
+        ):
             snapshot(frame, program)
 
 
@@ -295,8 +357,12 @@ def test_a_cache_over_an_agents_variables_is_refused():
         @functools.cache
         def plus(x):
             return x + n
+
         await ask(plus(1))
 
     program = compiled(agent)
-    with pytest.raises(TypeError, match=r"functools.cache on plus, which uses an agent's variables.*define it outside"):
+    with pytest.raises(
+        TypeError,
+        match=r"functools.cache on plus, which uses an agent's variables.*define it outside",
+    ):
         program.send(program.begin((1,), {}), None)

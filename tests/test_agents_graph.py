@@ -60,12 +60,25 @@ async def endless():
 
 
 def graph(function):
-    """(each state's kind, line from the def, and where it can go: 0 is the start, -1 the end, negative errors are left out)."""
+    """(each state's kind, line from the def, and where it can go: 0 is the start, -1 the end,
+    negative errors are left out)."""
     made = FlowGraph.of(compiled(function))
     end, first = len(made.nodes) - 1, function.__code__.co_firstlineno
-    assert [node.number for node in made.nodes] == list(range(end + 1)) and made.nodes[0].kind == "start" and made.nodes[-1].kind == "end"
-    states = [(n.kind, n.line - first, sorted("end" if to == end else to for to in n.to) if end not in n.to
-               else [*(to for to in n.to if to != end), "end"]) for n in made.nodes[:-1]]
+    assert (
+        [node.number for node in made.nodes] == list(range(end + 1))
+        and made.nodes[0].kind == "start"
+        and made.nodes[-1].kind == "end"
+    )
+    states = [
+        (
+            n.kind,
+            n.line - first,
+            sorted("end" if to == end else to for to in n.to)
+            if end not in n.to
+            else [*(to for to in n.to if to != end), "end"],
+        )
+        for n in made.nodes[:-1]
+    ]
     return made, states, [{"end" if to == end else to for to in n.errors} for n in made.nodes[:-1]]
 
 
@@ -73,26 +86,47 @@ def test_bug_repair_has_the_shape_of_figure_6():
     made, states, errors = graph(bug_repair)
     assert states == [("start", 0, [1]), ("next", 4, [2]), ("llm", 5, [3]), ("tool", 6, [1, "end"])]
     assert not any(errors)
-    assert [node.text for node in made.nodes[1:3]] == ["await gather.next()", "await llm(f'Repair {bug!r} in {code}; <{{}}> # --> end')"]
+    assert [node.text for node in made.nodes[1:3]] == [
+        "await gather.next()",
+        "await llm(f'Repair {bug!r} in {code}; <{{}}> # --> end')",
+    ]
 
 
 def test_context_gather_yields_in_a_loop():
     _, states, errors = graph(context_gather_)
     # A yield inside an expression, and one that is a statement.
-    assert states == [("start", 0, [1]), ("llm", 2, [2, 4]), ("tool", 3, [3]), ("yield", 4, [2, 4]), ("yield", 5, ["end"])]
+    assert states == [
+        ("start", 0, [1]),
+        ("llm", 2, [2, 4]),
+        ("tool", 3, [3]),
+        ("yield", 4, [2, 4]),
+        ("yield", 5, ["end"]),
+    ]
     assert not any(errors)
 
 
 def test_exceptions_are_edges_of_their_own():
     _, states, errors = graph(careful)
-    # What follows the start may raise before it waits, and a ValueError in 1 goes to 2; whatever happens, 3 comes last.
-    assert states == [("start", 0, [1, 2, 3]), ("llm", 2, [2, 3]), ("await", 6, [3]), ("tool", 8, ["end"])]
+    # What follows the start may raise before it waits, and a ValueError in 1 goes to 2; whatever
+    # happens, 3 comes last.
+    assert states == [
+        ("start", 0, [1, 2, 3]),
+        ("llm", 2, [2, 3]),
+        ("await", 6, [3]),
+        ("tool", 8, ["end"]),
+    ]
     assert errors == [{2, 3}, {2}, set(), set()]
 
 
 def test_waits_in_one_expression_are_states_in_its_order():
     _, states, _ = graph(joined)
-    assert states == [("start", 0, [2]), ("result", 1, ["end"]), ("await", 1, [1, 3]), ("result", 1, [4]), ("yield", 1, ["end"])]
+    assert states == [
+        ("start", 0, [2]),
+        ("result", 1, ["end"]),
+        ("await", 1, [1, 3]),
+        ("result", 1, [4]),
+        ("yield", 1, ["end"]),
+    ]
 
 
 def test_the_smallest():
@@ -118,7 +152,9 @@ def test_every_run_of_the_suite_stays_on_the_edges():
             if not isinstance(went, Waiting):
                 break
             at, value = to, getattr(went.value, "value", None)
-        assert set(made.state) <= {i for i, instruction in enumerate(program.instructions) if instruction.do is Do.WAIT}
+        assert set(made.state) <= {
+            i for i, instruction in enumerate(program.instructions) if instruction.do is Do.WAIT
+        }
     assert steps > 300
 
 
@@ -136,7 +172,7 @@ def test_mermaid_is_escaped():
     assert made[0] == "stateDiagram-v2"
     edges = [line.strip() for line in made if "-->" in line]
     assert edges == ["[*] --> s1", "s1 --> s2", "s2 --> s3", "s3 --> s1", "s3 --> [*]"]
-    for line in made[1:-len(edges)]:
+    for line in made[1 : -len(edges)]:
         assert re.fullmatch(r"    s\d+ : ([\w .,()'=+*/-]|#\d+;)+", line), line
     text = re.sub(r"#(\d+);", lambda m: chr(int(m[1])), made[2])
     assert text.endswith("await llm(f'Repair {bug!r} in {code}; <{{}}> # --> end')")

@@ -1,4 +1,5 @@
-"""Runs that are recorded and repeated without their model and tools; traces, and the pictures of them."""
+"""Runs that are recorded and repeated without their model and tools; traces, and the pictures of
+them."""
 
 import asyncio
 import importlib.util
@@ -8,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from jaxshare.serving.agents import BestOfN, Budget, Message, ParseError, Runtime, agent, llm, spawn, tool
+from jaxshare.serving.agents import (
+    BestOfN,
+    Budget,
+    Message,
+    ParseError,
+    Runtime,
+    agent,
+    llm,
+    spawn,
+    tool,
+)
 from jaxshare.serving.agents.journal import Journal, ReplayError
 from jaxshare.serving.agents.models import ScriptedModel
 from jaxshare.serving.agents.search import SelfRefine, TreeOfThoughts
@@ -31,10 +42,23 @@ def finished(runtime: Runtime, what, *args):
 
 def shape(runtime: Runtime) -> list:
     """All that a run has come to, but for its times."""
-    def told(state):
-        return state.path, state.line, state.score, state.fired, state.finished, repr(state.value), repr(state.error), state.dialogue
 
-    return sorted((run.id, run.calls, sorted(map(told, run.states), key=lambda state: state[0])) for run in runtime.runs)
+    def told(state):
+        return (
+            state.path,
+            state.line,
+            state.score,
+            state.fired,
+            state.finished,
+            repr(state.value),
+            repr(state.error),
+            state.dialogue,
+        )
+
+    return sorted(
+        (run.id, run.calls, sorted(map(told, run.states), key=lambda state: state[0]))
+        for run in runtime.runs
+    )
 
 
 def test_a_search_is_repeated_without_its_model(tmp_path):
@@ -56,11 +80,19 @@ def spent(one):
 
 def test_budgets_are_used_up_where_they_were():
     """Retries are calls too, failed ones included, and tokens count as they were written."""
-    @agent(supervisor=BestOfN(9, value=lambda state: state.path[0], budget=Budget(calls=12, tokens=40)))
+
+    @agent(
+        supervisor=BestOfN(9, value=lambda state: state.path[0], budget=Budget(calls=12, tokens=40))
+    )
     async def guesses():
         return await llm("a number", parse=int, retries=2)
 
-    journal, model = Journal(), ScriptedModel({"a number": lambda call: "many words and none" if call.seed % 3 else str(call.seed)})
+    journal, model = (
+        Journal(),
+        ScriptedModel(
+            {"a number": lambda call: "many words and none" if call.seed % 3 else str(call.seed)}
+        ),
+    )
     first, again = Runtime(model, journal=journal, seed=5), Runtime(None, journal=journal, seed=5)
     assert finished(first, guesses) == finished(again, guesses)
     assert spent(first.runs[0]) == spent(again.runs[0]) and first.runs[0].new_tokens > 0
@@ -72,7 +104,13 @@ class OwnError(Exception):
 
 
 def test_values_and_errors_come_back_as_they_were(tmp_path):
-    given = {"plain": [1, {"a": None, "b": [True, 2.5, "ü"]}], "tuple": (1, 2), "keys": {1: "a"}, "inf": [float("inf")], "set": {1, 2}}
+    given = {
+        "plain": [1, {"a": None, "b": [True, 2.5, "ü"]}],
+        "tuple": (1, 2),
+        "keys": {1: "a"},
+        "inf": [float("inf")],
+        "set": {1, 2},
+    }
     errors = [ValueError("bad", 3), KeyError("k"), OwnError(3, "own")]
 
     def gives(name):
@@ -100,14 +138,30 @@ def test_values_and_errors_come_back_as_they_were(tmp_path):
         return got, await llm("go on")
 
     journal = Journal()
-    value = finished(Runtime(ScriptedModel({"count": "many", "go on": "yes"}), journal=journal), uses)
-    assert value[0]["tuple"] == (1, 2) and value[0][2] == ("OwnError", (3, "own")) and value[0]["parse"][1] == "many"
+    value = finished(
+        Runtime(ScriptedModel({"count": "many", "go on": "yes"}), journal=journal), uses
+    )
+    assert (
+        value[0]["tuple"] == (1, 2)
+        and value[0][2] == ("OwnError", (3, "own"))
+        and value[0]["parse"][1] == "many"
+    )
     given.clear()
     errors.clear()
     assert finished(Runtime(None, journal=journal), uses) == value
     journal.save(tmp_path / "journal.json")
-    assert finished(Runtime(None, journal=Journal.load(tmp_path / "journal.json", strict=True, pickles=True)), uses) == value
-    with pytest.raises(ValueError, match=r"firing \[0, 0, 0\] of uses was given is kept as a pickle.*pickles=True"):
+    assert (
+        finished(
+            Runtime(
+                None, journal=Journal.load(tmp_path / "journal.json", strict=True, pickles=True)
+            ),
+            uses,
+        )
+        == value
+    )
+    with pytest.raises(
+        ValueError, match=r"firing \[0, 0, 0\] of uses was given is kept as a pickle.*pickles=True"
+    ):
         finished(Runtime(None, journal=Journal.load(tmp_path / "journal.json")), uses)
 
 
@@ -118,8 +172,16 @@ def test_what_cannot_be_saved_is_named_and_still_repeated(tmp_path):
         return type(made).__name__
 
     journal = Journal()
-    assert finished(Runtime(None, journal=journal), uses) == finished(Runtime(None, journal=journal), uses) == "generator"
-    with pytest.raises(ValueError, match=r"firing \[0, 0\] of uses was given a generator, which neither JSON nor pickle can hold"):
+    assert (
+        finished(Runtime(None, journal=journal), uses)
+        == finished(Runtime(None, journal=journal), uses)
+        == "generator"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"firing \[0, 0\] of uses was given a generator, which neither JSON nor pickle can "
+        r"hold",
+    ):
         journal.save(tmp_path / "journal.json")
 
 
@@ -145,17 +207,32 @@ def test_what_is_asked_has_to_be_what_was_asked(tmp_path):
     journal.done(key, "1", (Message("assistant", "1"),))
     journal.save(tmp_path / "journal.json")
     loaded = Journal.load(tmp_path / "journal.json")
-    assert loaded.known(key, llm("one"))() == loaded.known(key)() == ("1", (Message("assistant", "1"),))
+    assert (
+        loaded.known(key, llm("one"))()
+        == loaded.known(key)()
+        == ("1", (Message("assistant", "1"),))
+    )
     assert loaded.known(key, other) is None and loaded.known(key, used) is None
     loaded.strict = True
     for request, words in ((other, "an answer of the model"), (used, "the tool len")):
-        with pytest.raises(ReplayError, match=f"asks for {words}.*, and in the journal for an answer of the model"):
+        with pytest.raises(
+            ReplayError, match=f"asks for {words}.*, and in the journal for an answer of the model"
+        ):
             loaded.known(key, request)
 
 
-@pytest.mark.parametrize("text", [
-    "", "{", "[]", '{"format": "other"}', '{"format": "jaxshare agents journal 1"}',
-    '{"format": "jaxshare agents journal 1", "entries": [{"run": "a", "path": [0], "said": [], "eval": "1"}]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": "other"}',
+        '{"format": "jaxshare agents journal 1"}',
+        '{"format": "jaxshare agents journal 1", "entries": [{"run": "a", "path": [0], "said": [], '
+        '"eval": "1"}]}',
+    ],
+)
 def test_files_that_are_no_journal_are_refused(tmp_path, text):
     file = tmp_path / "journal.json"
     file.write_text(text, encoding="utf-8")
@@ -167,15 +244,22 @@ def test_files_that_are_no_journal_are_refused(tmp_path, text):
 
 # Traces.
 
+
 @pytest.fixture(scope="module")
 def searched() -> Trace:
-    """Two levels of three firings, of which two and then one go on; a helper that is never asked again; one firing that fails."""
+    """Two levels of three firings, of which two and then one go on; a helper that is never asked
+    again; one firing that fails."""
+
     @agent
     async def helper():
         yield 1
         yield 2
 
-    @agent(supervisor=TreeOfThoughts(3, 2, value=lambda state: float(state.dialogue[-1].content), depth=2))
+    @agent(
+        supervisor=TreeOfThoughts(
+            3, 2, value=lambda state: float(state.dialogue[-1].content), depth=2
+        )
+    )
     async def walk():
         child = spawn(helper)
         await child.next()
@@ -190,29 +274,59 @@ def searched() -> Trace:
 
 def test_a_trace_says_what_became_of_every_state(searched):
     walk, helper = searched.runs
-    fates = {state.path[2:]: (state.fate, state.score) for state in walk.states if len(state.path) > 1}
-    # Scripted answers go around: below firing 0 the second question gets 5, x, 7, below firing 2 it gets 7, 5, x. Of equals the first wins.
+    fates = {
+        state.path[2:]: (state.fate, state.score) for state in walk.states if len(state.path) > 1
+    }
+    # Scripted answers go around: below firing 0 the second question gets 5, x, 7, below firing 2 it
+    # gets 7, 5, x. Of equals the first wins.
     assert fates == {
-        (): ("accepted", None), (0,): ("accepted", 3.0), (1,): ("pruned", 1.0), (2,): ("kept", 2.0),
-        (0, 0): ("pruned", 5.0), (0, 1): ("failed", None), (0, 2): ("accepted", 7.0),
-        (2, 0): ("pruned", 7.0), (2, 1): ("pruned", 5.0), (2, 2): ("failed", None)}
-    assert (walk.supervisor, walk.calls, walk.parent, helper.parent) == ("TreeOfThoughts", 9, None, "walk")
+        (): ("accepted", None),
+        (0,): ("accepted", 3.0),
+        (1,): ("pruned", 1.0),
+        (2,): ("kept", 2.0),
+        (0, 0): ("pruned", 5.0),
+        (0, 1): ("failed", None),
+        (0, 2): ("accepted", 7.0),
+        (2, 0): ("pruned", 7.0),
+        (2, 1): ("pruned", 5.0),
+        (2, 2): ("failed", None),
+    }
+    assert (walk.supervisor, walk.calls, walk.parent, helper.parent) == (
+        "TreeOfThoughts",
+        9,
+        None,
+        "walk",
+    )
     assert helper.states[-1].waits_for == "yield" and helper.value is None
     ends = {state.path[2:]: state for state in walk.states}
-    assert "could not be parsed" in ends[(0, 1)].value and ends[(0, 0)].waits_for == "end" and ends[(0,)].waits_for == "llm"
+    assert (
+        "could not be parsed" in ends[(0, 1)].value
+        and ends[(0, 0)].waits_for == "end"
+        and ends[(0,)].waits_for == "llm"
+    )
     for run in searched.runs:
         assert run.began <= run.ended
-        assert all(run.began <= state.began <= state.ended <= run.ended for state in run.states if state.parent is not None)
+        assert all(
+            run.began <= state.began <= state.ended <= run.ended
+            for state in run.states
+            if state.parent is not None
+        )
 
 
 def test_traces_are_saved_and_read(searched, tmp_path):
     searched.save(tmp_path / "trace.json")
     assert Trace.load(tmp_path / "trace.json") == searched
-    assert json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["runs"][0]["states"][1]["path"] == [0]
+    assert json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["runs"][0]["states"][
+        1
+    ]["path"] == [0]
 
 
 def test_runs_that_end_badly_and_states_of_a_supervisors_making_are_traced():
-    @agent(supervisor=SelfRefine(lambda state: "again", value=lambda state: float(state.value), rounds=3, enough=9.0))
+    @agent(
+        supervisor=SelfRefine(
+            lambda state: "again", value=lambda state: float(state.value), rounds=3, enough=9.0
+        )
+    )
     async def refined():
         return await llm("a number")
 
@@ -222,19 +336,22 @@ def test_runs_that_end_badly_and_states_of_a_supervisors_making_are_traced():
 
     runtime = Runtime(ScriptedModel({"a number": ["1", "3", "2"]}))
     finished(runtime, refined)
-    run, = Trace.of(runtime).runs
+    (run,) = Trace.of(runtime).runs
     paths = {state.path for state in run.states}
     assert all(state.parent in paths for state in run.states if state.parent is not None)
     tree_picture(run)
     broken = Runtime(None)
     with pytest.raises(ValueError, match="invalid literal"):
         finished(broken, fails)
-    run, = Trace.of(broken).runs
+    (run,) = Trace.of(broken).runs
     assert "invalid literal" in run.error and run.states[-1].fate == "failed" and run.value is None
 
 
 def test_pictures_are_drawn(searched, tmp_path):
-    for name, figure in (("tree.png", tree_picture(searched.runs[0])), ("timeline.png", timeline_picture(searched))):
+    for name, figure in (
+        ("tree.png", tree_picture(searched.runs[0])),
+        ("timeline.png", timeline_picture(searched)),
+    ):
         figure.savefig(tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     tree = tree_picture(searched.runs[0])
@@ -242,8 +359,13 @@ def test_pictures_are_drawn(searched, tmp_path):
     assert {"on the way to the answer", "pruned", "raised an error"} <= shown
     edges, *points = tree.axes[0].collections
     states = len(searched.runs[0].states)
-    assert sum(len(some.get_offsets()) for some in points) == states and len(edges.get_segments()) == states - 1
-    assert [label.get_text().strip() for label in timeline_picture(searched).axes[0].get_yticklabels()] == ["walk", "helper"]
+    assert (
+        sum(len(some.get_offsets()) for some in points) == states
+        and len(edges.get_segments()) == states - 1
+    )
+    assert [
+        label.get_text().strip() for label in timeline_picture(searched).axes[0].get_yticklabels()
+    ] == ["walk", "helper"]
 
 
 def test_pictures_need_matplotlib(searched, monkeypatch):

@@ -1,4 +1,5 @@
-"""Models of agents: the engine against a plain causal pass, whatever is in the batch; stop texts, cancelled calls, errors; scripts."""
+"""Models of agents: the engine against a plain causal pass, whatever is in the batch; stop texts,
+cancelled calls, errors; scripts."""
 
 import asyncio
 import copy
@@ -14,7 +15,17 @@ import pytest
 from jaxshare import Sampler, models
 from jaxshare.models import Generation, LoadedModel, problems
 from jaxshare.serving import generate
-from jaxshare.serving.agents import Message, ModelCall, Options, ParseError, Reply, Runtime, agent, llm, run
+from jaxshare.serving.agents import (
+    Message,
+    ModelCall,
+    Options,
+    ParseError,
+    Reply,
+    Runtime,
+    agent,
+    llm,
+    run,
+)
 from jaxshare.serving.agents.models import EngineModel, NoAnswerError, ScriptedModel
 from jaxshare.serving.agents.search import BestOfN
 from jaxshare.serving.engine import loop as engine_loop
@@ -26,8 +37,11 @@ CONFIG = dataclasses.replace(TINY, vocab_size=402, num_layers=1, max_positions=1
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    """One layer of random weights that speaks the embedded model's language, and hardly ever stops by itself."""
-    return LoadedModel(CONFIG, init(CONFIG), models.load(models.EMBEDDED).tokenizer, Generation(stop_tokens=(2,)))
+    """One layer of random weights that speaks the embedded model's language, and hardly ever stops
+    by itself."""
+    return LoadedModel(
+        CONFIG, init(CONFIG), models.load(models.EMBEDDED).tokenizer, Generation(stop_tokens=(2,))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +51,9 @@ def shared(loaded) -> EngineModel:
 
 def call(text: str = "1. 47 + 38", seed: int = 0, **options) -> ModelCall:
     messages = Message("system", "Alice works alone."), Message("user", text)
-    return ModelCall(messages, Options(**{"max_new_tokens": 12, **options}), seed, "asker", "asker", (0, seed))
+    return ModelCall(
+        messages, Options(**{"max_new_tokens": 12, **options}), seed, "asker", "asker", (0, seed)
+    )
 
 
 def answers(model, *calls: ModelCall, together: bool = True) -> list[Reply]:
@@ -51,7 +67,9 @@ def answers(model, *calls: ModelCall, together: bool = True) -> list[Reply]:
 
 def prompt(loaded: LoadedModel, one: ModelCall) -> list[int]:
     messages = [dataclasses.asdict(message) for message in one.messages]
-    return loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return loaded.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
 
 
 def greedy(loaded: LoadedModel, one: ModelCall, room: int = 128) -> list[int]:
@@ -60,7 +78,7 @@ def greedy(loaded: LoadedModel, one: ModelCall, room: int = 128) -> list[int]:
     begin = len(tokens)
     while len(tokens) < begin + one.options.max_new_tokens and tokens[-1] != 2:
         padded = np.zeros((1, room), np.int32)
-        padded[0, :len(tokens)] = tokens
+        padded[0, : len(tokens)] = tokens
         logits = loaded.module.apply(loaded.params, jnp.asarray(padded), method="causal")
         tokens.append(int(np.argmax(logits[0, len(tokens) - 1])))
     return tokens[begin:]
@@ -70,15 +88,28 @@ def test_greedy_answers_are_those_of_a_causal_pass(loaded, shared):
     asked = [call("1. 47 + 38"), call("1. 47 - 38\n2. 9 * 9", max_new_tokens=20)]
     for one, reply in zip(asked, answers(shared, *asked), strict=True):
         expected = greedy(loaded, one)
-        assert (reply.text, reply.new_tokens) == (loaded.tokenizer.decode([t for t in expected if t != 2]), len(expected))
+        assert (reply.text, reply.new_tokens) == (
+            loaded.tokenizer.decode([t for t in expected if t != 2]),
+            len(expected),
+        )
         assert reply.prompt_tokens == len(prompt(loaded, one))
 
 
 def test_an_answer_depends_on_its_own_call_alone(loaded, shared):
-    asked = [call("1. 47 + 38", seed=seed, temperature=heat, top_k=k, max_new_tokens=tokens)
-             for seed, heat, k, tokens in ((0, 0.0, None, 12), (1, 1.0, None, 20), (2, 1.0, 5, 3), (3, 3.0, None, 40))]
-    asked += [call("2. 9 * 9", seed=1, temperature=1.0), call("1. 47 + 38", seed=2**31 - 1, temperature=1.0, min_p=0.1),
-              call("1. 47", seed=5, temperature=0.8, top_p=0.5)]
+    asked = [
+        call("1. 47 + 38", seed=seed, temperature=heat, top_k=k, max_new_tokens=tokens)
+        for seed, heat, k, tokens in (
+            (0, 0.0, None, 12),
+            (1, 1.0, None, 20),
+            (2, 1.0, 5, 3),
+            (3, 3.0, None, 40),
+        )
+    ]
+    asked += [
+        call("2. 9 * 9", seed=1, temperature=1.0),
+        call("1. 47 + 38", seed=2**31 - 1, temperature=1.0, min_p=0.1),
+        call("1. 47", seed=5, temperature=0.8, top_p=0.5),
+    ]
     together = answers(shared, *asked)
     assert answers(shared, *asked, together=False) == together
     assert answers(shared, *asked[::-2]) == together[::-2]
@@ -86,7 +117,9 @@ def test_an_answer_depends_on_its_own_call_alone(loaded, shared):
 
 
 def test_a_small_memory_changes_no_answer(loaded, shared):
-    asked = [call(f"{n}. 47 + 38", seed=n, temperature=1.0, max_new_tokens=10 * n) for n in (1, 2, 3, 10)]
+    asked = [
+        call(f"{n}. 47 + 38", seed=n, temperature=1.0, max_new_tokens=10 * n) for n in (1, 2, 3, 10)
+    ]
     tight = EngineModel(loaded, max_rows=4, kv_bytes=256 * token_bytes(loaded))
     assert answers(tight, *asked) == answers(shared, *asked)
     with pytest.raises(ValueError, match=r"need keys and values of .* tokens.*raise kv_bytes"):
@@ -99,12 +132,26 @@ def test_the_embedded_model_answers_as_generate_does():
     embedded = models.load(models.EMBEDDED, dtype="float32")
     rng = random.Random(4)
     made = [problems.make_problem(rng) for _ in range(6)]
-    asked = [ModelCall(tuple(Message(**message) for message in problem.messages()), Options(230, temperature=0.9 * (seed % 2)), seed, "a",
-                       "a", ()) for seed, problem in enumerate(made)]
+    asked = [
+        ModelCall(
+            tuple(Message(**message) for message in problem.messages()),
+            Options(230, temperature=0.9 * (seed % 2)),
+            seed,
+            "a",
+            "a",
+            (),
+        )
+        for seed, problem in enumerate(made)
+    ]
     replies = answers(EngineModel(embedded, max_rows=4), *asked)
     for one, problem, reply in zip(asked, made, replies, strict=True):
-        alone, = generate(embedded, prompt(embedded, one), max_new_tokens=230, sampler=Sampler(temperature=one.options.temperature),
-                          seed=one.seed).completions
+        (alone,) = generate(
+            embedded,
+            prompt(embedded, one),
+            max_new_tokens=230,
+            sampler=Sampler(temperature=one.options.temperature),
+            seed=one.seed,
+        ).completions
         assert (reply.text, reply.new_tokens) == (alone.text, len(alone.tokens))
         assert one.options.temperature or all(problems.check(reply.text, problem))
 
@@ -118,15 +165,23 @@ def test_calls_run_together_and_carry_who_asks(loaded):
         return first + await llm("and now?", temperature=1.0, max_new_tokens=4)
 
     assert isinstance(run(asker, "1. 47 + 38\n" * 20, model=model), str)
-    known, prompts = (model.engine.metrics.registry.get_sample_value(f"jaxshare_{name}_tokens_total", {"agent": "asker"})
-                      for name in ("reused", "prompt"))
-    assert known > prompts / 2  # the others' first prompt, and each one's own dialogue up to the second question
+    known, prompts = (
+        model.engine.metrics.registry.get_sample_value(
+            f"jaxshare_{name}_tokens_total", {"agent": "asker"}
+        )
+        for name in ("reused", "prompt")
+    )
+    # the others' first prompt, and each one's own dialogue up to the second question
+    assert known > prompts / 2
     assert model.engine.metrics.passes < 6 * 4
 
 
 def test_agents_that_come_back_are_answered_from_the_logits_cache(loaded):
     model = EngineModel(loaded, max_rows=4, logits_cache=10**7, resample="stepwise")
-    fresh = [answers(EngineModel(loaded, max_rows=4), call(seed=seed, temperature=0.5))[0] for seed in range(4)]
+    fresh = [
+        answers(EngineModel(loaded, max_rows=4), call(seed=seed, temperature=0.5))[0]
+        for seed in range(4)
+    ]
     assert [answers(model, call(seed=seed, temperature=0.5))[0] for seed in range(4)] == fresh
     assert model.engine.logits_cache.statistics.replayed > 0
 
@@ -137,8 +192,13 @@ def test_a_stop_text_cuts_the_answer_and_ends_it_early(loaded, shared):
     stop = loaded.tokenizer.decode(greedy(loaded, call(max_new_tokens=22))[18:22])
     alone = EngineModel(loaded, max_rows=4)
     asked = call(max_new_tokens=200, stop=("never there", stop))
-    cut, again = answers(alone, asked)[0], answers(shared, call("2. 9 * 9", max_new_tokens=30), asked)[1]
-    assert cut == again and cut.text == whole.text[:whole.text.index(stop)] and cut.new_tokens <= 22
+    cut, again = (
+        answers(alone, asked)[0],
+        answers(shared, call("2. 9 * 9", max_new_tokens=30), asked)[1],
+    )
+    assert (
+        cut == again and cut.text == whole.text[: whole.text.index(stop)] and cut.new_tokens <= 22
+    )
     assert alone.engine.metrics.passes < 64
 
 
@@ -147,7 +207,10 @@ def test_calls_that_nobody_waits_for_are_ended(loaded):
     answers(model, call())
 
     async def whole():
-        tasks = [asyncio.create_task(model.answer(call(seed=seed, max_new_tokens=500 if seed else 12))) for seed in range(3)]
+        tasks = [
+            asyncio.create_task(model.answer(call(seed=seed, max_new_tokens=500 if seed else 12)))
+            for seed in range(3)
+        ]
         await asyncio.sleep(0.02)
         tasks[2].cancel()
         await tasks[0]
@@ -157,7 +220,10 @@ def test_calls_that_nobody_waits_for_are_ended(loaded):
 
     asyncio.run(whole())
     model.engine.drain(60)
-    ended = {end: model.engine.metrics.registry.get_sample_value("jaxshare_calls_total", {"end": end}) for end in ("cancelled", "length")}
+    ended = {
+        end: model.engine.metrics.registry.get_sample_value("jaxshare_calls_total", {"end": end})
+        for end in ("cancelled", "length")
+    }
     assert ended == {"cancelled": 2, "length": 3}
 
 
@@ -169,7 +235,10 @@ def test_the_engines_thread_ends_with_the_work(shared):
 
 def test_errors_go_to_their_callers_alone(loaded, shared):
     async def whole():
-        return await asyncio.gather(*map(shared.answer, (call("9 " * 2000), call(), call(temperature=-1.0))), return_exceptions=True)
+        return await asyncio.gather(
+            *map(shared.answer, (call("9 " * 2000), call(), call(temperature=-1.0))),
+            return_exceptions=True,
+        )
 
     long, fine, cold = asyncio.run(whole())
     assert isinstance(long, ValueError) and "the model's context holds 1024" in str(long)
@@ -191,11 +260,14 @@ def test_models_without_a_chat_template_continue_a_plain_text(loaded):
     tokenizer = copy.deepcopy(loaded.tokenizer)
     tokenizer.chat_template = None
     plain = dataclasses.replace(loaded, tokenizer=tokenizer)
-    reply, = answers(EngineModel(plain, max_rows=4), call("1. 47"))
+    (reply,) = answers(EngineModel(plain, max_rows=4), call("1. 47"))
     text = "System: Alice works alone.\n\nUser: 1. 47\n\nAssistant:"
     assert reply.prompt_tokens == len(tokenizer.encode(text)) and "\n\nUser:" not in reply.text
     tokenizer.chat_template = "{{ raise_exception('only two roles') }}"
-    with pytest.raises(ValueError, match=r"template refuses the messages \(only two roles\); their roles are system, user"):
+    with pytest.raises(
+        ValueError,
+        match=r"template refuses the messages \(only two roles\); their roles are system, user",
+    ):
         answers(EngineModel(plain), call("1. 47"))
 
 
@@ -208,10 +280,20 @@ def test_a_model_must_have_a_tokenizer_and_rows(loaded):
 
 # Scripts.
 
+
 def test_a_script_is_asked_by_message_then_by_part_then_by_function():
-    model = ScriptedModel({
-        "cat": "part", "a cat": "whole", lambda call: call.seed == 7: "seed", "dog": lambda call: call.messages[-1].content.upper()})
-    asked = [call(text, seed) for text, seed in (("a cat", 0), ("the cat", 0), ("a cow", 7), ("a dog", 0))]
+    model = ScriptedModel(
+        {
+            "cat": "part",
+            "a cat": "whole",
+            lambda call: call.seed == 7: "seed",
+            "dog": lambda call: call.messages[-1].content.upper(),
+        }
+    )
+    asked = [
+        call(text, seed)
+        for text, seed in (("a cat", 0), ("the cat", 0), ("a cow", 7), ("a dog", 0))
+    ]
     assert [reply.text for reply in answers(model, *asked)] == ["whole", "part", "seed", "A DOG"]
     assert model.calls == asked
     with pytest.raises(NoAnswerError, match="no answer to what agent asker asks: 'a cow'"):
@@ -234,11 +316,17 @@ def test_several_answers_are_taken_in_turn_by_firings_attempts_and_n():
         assert run(counts, model=model) == (2, ["a", "b", "a"])
         runtime = Runtime(model)
         asyncio.run(runtime.run(fired))
-        assert sorted(state.value for state in runtime.runs[0].states if state.finished) == ["2", "3", "one"]
+        assert sorted(state.value for state in runtime.runs[0].states if state.finished) == [
+            "2",
+            "3",
+            "one",
+        ]
     with pytest.raises(ParseError, match="3 answers of the model could not be parsed"):
+
         @agent
         async def never():
             return await llm("many", parse=int, retries=2)
+
         run(never, model=model)
 
 
@@ -246,4 +334,7 @@ def test_a_script_minds_stop_texts_and_waits(loaded):
     model = ScriptedModel({"": "one two. three"}, delay=lambda call: 0.05)
     begun = time.perf_counter()
     reply, _ = answers(model, call(stop=("!", ".")), call())
-    assert (reply.text, reply.new_tokens) == ("one two", 2) and 0.05 <= time.perf_counter() - begun < 1
+    assert (reply.text, reply.new_tokens) == (
+        "one two",
+        2,
+    ) and 0.05 <= time.perf_counter() - begun < 1

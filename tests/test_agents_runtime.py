@@ -1,7 +1,7 @@
 """The runtime of agents against plain coroutines, and everything that can go wrong between agents.
 
-Models here are functions of the call. What a native run would do is written as an ordinary coroutine, which shares no code with the
-runtime.
+Models here are functions of the call. What a native run would do is written as an ordinary
+coroutine, which shares no code with the runtime.
 """
 
 import asyncio
@@ -57,11 +57,16 @@ class Model:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        return found if isinstance(found, Reply) else Reply(found, new_tokens=len(found), prompt_tokens=1)
+        return (
+            found
+            if isinstance(found, Reply)
+            else Reply(found, new_tokens=len(found), prompt_tokens=1)
+        )
 
 
 def whole_run(agent, *args, model=None, **options):
     """The run itself, and the runtime that it was in."""
+
     async def go():
         runtime = Runtime(model or Model(), **options)
         run = await runtime.run(agent, *args)
@@ -73,6 +78,7 @@ def whole_run(agent, *args, model=None, **options):
 
 def fails(kind, agent, *args, model=None, **options):
     """The error of a run, after which no task may be left."""
+
     async def go():
         with pytest.raises(kind) as caught:
             await Runtime(model or Model(), **options).run(agent, *args)
@@ -90,6 +96,7 @@ def line_of(agent, text):
 
 
 # Agents that work together.
+
 
 @agent
 async def context_gather(files):
@@ -115,7 +122,10 @@ async def bug_repair(bug):
 
 
 def test_an_agent_takes_what_another_gathers_one_after_the_other():
-    assert run(bug_repair, "it", model=Model()) == ("fix it in C", ["fix it in A", "fix it in B", "fix it in C"])
+    assert run(bug_repair, "it", model=Model()) == (
+        "fix it in C",
+        ["fix it in A", "fix it in B", "fix it in C"],
+    )
     assert run(bug_repair, "it", model=Model(lambda call: "no")) == ("gave up", ["no"] * 4)
 
 
@@ -189,8 +199,14 @@ async def shares():
 
 
 def test_agents_do_not_see_each_others_changes():
-    assert run(shares, model=Model()) == (["mine"], ["sent", "after"], ["mine", "child", "taken"],
-                                          ["mine", "child", "later", "sent", "child again"], ["mine", "result"], ["mine"])
+    assert run(shares, model=Model()) == (
+        ["mine"],
+        ["sent", "after"],
+        ["mine", "child", "taken"],
+        ["mine", "child", "later", "sent", "child again"],
+        ["mine", "result"],
+        ["mine"],
+    )
 
 
 @agent
@@ -272,8 +288,10 @@ def test_a_child_that_was_given_down_ends_with_its_parent():
 
 # Firing a state many times.
 
+
 class Times(Supervisor):
-    """Fires the root once and every state that asks the model k times; the answer is the first that is finished."""
+    """Fires the root once and every state that asks the model k times; the answer is the first that
+    is finished."""
 
     def __init__(self, k):
         self.k = k
@@ -348,7 +366,9 @@ def test_firing_a_state_k_times_is_k_independent_runs_with_the_same_choices(k):
     def said(path):
         return f"{'x' * (sum(path) % 3)}{path[-1]}"
 
-    done, _ = whole_run(wanders.under(Times(k)), ["a", "b"], model=Model(lambda call: said(call.state)))
+    done, _ = whole_run(
+        wanders.under(Times(k)), ["a", "b"], model=Model(lambda call: said(call.state))
+    )
     ends = [state for state in done.states if state.ended]
     assert len(ends) >= k and len({state.path for state in ends}) == len(ends)
     for end in ends:
@@ -371,9 +391,16 @@ def test_firing_a_state_k_times_is_k_independent_runs_with_the_same_choices(k):
 
 
 def test_a_state_keeps_its_variables_whatever_its_firings_do():
-    done, _ = whole_run(wanders.under(Times(2)), ["a", "b"], model=Model(lambda call: str(call.state[-1])))
+    done, _ = whole_run(
+        wanders.under(Times(2)), ["a", "b"], model=Model(lambda call: str(call.state[-1]))
+    )
     first = next(state for state in done.states if state.asks_model)
-    assert first.fired == 2 and dict(first.variables) == {"words": ["a", "b"], "seen": {}, "total": 0, "word": "a"}
+    assert first.fired == 2 and dict(first.variables) == {
+        "words": ["a", "b"],
+        "seen": {},
+        "total": 0,
+        "word": "a",
+    }
     assert first.line == line_of(wanders, "await llm(word)")
 
 
@@ -391,10 +418,13 @@ async def looks_outside():
 def test_variables_are_those_of_when_the_state_was_committed():
     OUTSIDE.clear()
     done, _ = whole_run(looks_outside.under(Times(3)))
-    assert [state.value for state in done.states if state.finished] == [[]] * 3 and OUTSIDE == ["changed"] * 3
+    assert [state.value for state in done.states if state.finished] == [[]] * 3 and OUTSIDE == [
+        "changed"
+    ] * 3
 
 
 # Dialogues.
+
 
 @agent
 async def talks():
@@ -411,26 +441,57 @@ def test_a_dialogue_continues_and_n_answers_do_not_become_part_of_it():
     texts = [[(message.role, message.content) for message in call.messages] for call in model.calls]
     first, *which, two, last = texts
     assert first == [("system", "be brief"), ("user", "one")]
-    assert which == [[*first, ("assistant", many[0].replace("answer 4", "answer 2").split()[0] + f" 2 {model.calls[0].seed}"),
-                      ("user", "which?")]] * 3
-    assert two == [*which[0], ("user", "two")] and last == [*two, ("assistant", f"answer 5 {model.calls[4].seed}")]
+    assert (
+        which
+        == [
+            [
+                *first,
+                (
+                    "assistant",
+                    many[0].replace("answer 4", "answer 2").split()[0]
+                    + f" 2 {model.calls[0].seed}",
+                ),
+                ("user", "which?"),
+            ]
+        ]
+        * 3
+    )
+    assert two == [*which[0], ("user", "two")] and last == [
+        *two,
+        ("assistant", f"answer 5 {model.calls[4].seed}"),
+    ]
     assert len({call.seed for call in model.calls}) == 6 and len(set(many)) == 3
     assert {(call.agent, call.run) for call in model.calls} == {("talks", "talks")}
-    assert [call.state for call in model.calls] == [(0, 0), *[(0, 0, 0)] * 3, (0, 0, 0, 0), (0, 0, 0, 0, 0)]
-    assert done.calls == 6 and done.new_tokens == sum(len(f"answer {len(c.messages)} {c.seed}") for c in model.calls)
+    assert [call.state for call in model.calls] == [
+        (0, 0),
+        *[(0, 0, 0)] * 3,
+        (0, 0, 0, 0),
+        (0, 0, 0, 0, 0),
+    ]
+    assert done.calls == 6 and done.new_tokens == sum(
+        len(f"answer {len(c.messages)} {c.seed}") for c in model.calls
+    )
     assert done.prompt_tokens == 6
 
 
 @agent
 async def options():
-    return await llm("x", stop="\n", max_new_tokens=3, temperature=0.5, top_k=7, top_p=0.9, min_p=0.1)
+    return await llm(
+        "x", stop="\n", max_new_tokens=3, temperature=0.5, top_k=7, top_p=0.9, min_p=0.1
+    )
 
 
 def test_options_come_to_the_model():
     model = Model()
     run(options, model=model)
-    assert dataclasses.asdict(model.calls[0].options) == {"stop": ("\n",), "max_new_tokens": 3, "temperature": 0.5, "top_k": 7,
-                                                          "top_p": 0.9, "min_p": 0.1}
+    assert dataclasses.asdict(model.calls[0].options) == {
+        "stop": ("\n",),
+        "max_new_tokens": 3,
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.9,
+        "min_p": 0.1,
+    }
 
 
 @agent
@@ -447,10 +508,19 @@ def attempts(*texts):
 def test_an_answer_that_cannot_be_parsed_is_asked_for_again():
     model = attempts("one", "two", "3")
     done, _ = whole_run(parses, 2, None, model=model)
-    assert done.accepted.value == 3 and done.calls == 3 and len({call.seed for call in model.calls}) == 3
+    assert (
+        done.accepted.value == 3
+        and done.calls == 3
+        and len({call.seed for call in model.calls}) == 3
+    )
     assert done.accepted.dialogue[-1] == Message("assistant", "3")
     error = fails(ParseError, parses, 1, None, model=attempts("one", "two"))
-    assert error.text == "two" and "2 answers" in str(error) and "'two'" in str(error) and "agent parses" in str(error)
+    assert (
+        error.text == "two"
+        and "2 answers" in str(error)
+        and "'two'" in str(error)
+        and "agent parses" in str(error)
+    )
     assert "invalid literal" in error.reason
     assert run(parses, 1, 2, model=Model(lambda call: "5")) == [5, 5]
     assert fails(ParseError, parses, 0, 2, model=attempts("5", "no")).text == "no"
@@ -472,7 +542,10 @@ def test_a_model_that_is_late_or_fails_is_asked_again():
     model = Model(late_twice)
     error = fails(TimeoutError, asks_in_time, 0.01, 1, model=model)
     line = line_of(asks_in_time, "await llm")
-    assert str(error) == f"the model has not answered agent asks_in_time in line {line} within 0.01 seconds"
+    assert (
+        str(error)
+        == f"the model has not answered agent asks_in_time in line {line} within 0.01 seconds"
+    )
 
     def breaks_once(call):
         if len(broken.calls) == 1:
@@ -486,8 +559,13 @@ def test_a_model_that_is_late_or_fails_is_asked_again():
 
 
 def test_bad_calls_are_refused_at_once():
-    for arguments, words in [({"n": 0}, "n is 0"), ({"retries": -1}, "retries is -1"), ({"timeout": 0}, "timeout 0"),
-                             ({"max_new_tokens": 0}, "max_new_tokens is 0"), ({"stop": ""}, "stop is")]:
+    for arguments, words in [
+        ({"n": 0}, "n is 0"),
+        ({"retries": -1}, "retries is -1"),
+        ({"timeout": 0}, "timeout 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"stop": ""}, "stop is"),
+    ]:
         with pytest.raises(ValueError, match=words):
             llm("x", **arguments)
     for content in (3, [3], {"role": "user"}, [{"role": "user", "content": 3}]):
@@ -513,6 +591,7 @@ def test_an_empty_dialogue_and_an_answer_that_is_none_are_errors():
 
 
 # Tools.
+
 
 def thread_name(values):
     values.append("changed")
@@ -597,12 +676,16 @@ def late():
 def test_a_tool_that_hangs_ends_by_its_timeout():
     for function in (hangs, hangs_politely):
         kind, text = run(tries, function, 1, 0.01, model=Model())
-        assert kind == "TimeoutError" and text == f"the tool {function.__name__} has not ended within 0.01 seconds"
+        assert (
+            kind == "TimeoutError"
+            and text == f"the tool {function.__name__} has not ended within 0.01 seconds"
+        )
     assert run(tries, late, 1, 5, model=Model()) == ("TimeoutError", "of its own")
 
 
 def test_a_program_ends_though_a_tool_hangs_for_good(tmp_path):
-    (tmp_path / "hanging.py").write_text(textwrap.dedent("""
+    (tmp_path / "hanging.py").write_text(
+        textwrap.dedent("""
         import threading
         from jaxshare.serving.agents import agent, run, tool
 
@@ -614,8 +697,15 @@ def test_a_program_ends_though_a_tool_hangs_for_good(tmp_path):
                 return str(error)
 
         print(run(hangs, model=None))
-    """))
-    done = subprocess.run([sys.executable, tmp_path / "hanging.py"], capture_output=True, text=True, timeout=60, check=False)
+    """)
+    )
+    done = subprocess.run(
+        [sys.executable, tmp_path / "hanging.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0 and "has not ended within 0.05 seconds" in done.stdout, done.stderr
 
 
@@ -648,10 +738,13 @@ def test_a_coroutine_cannot_be_awaited_by_two_firings():
     done, _ = whole_run(awaits.under(Twice(2)), plain)
     assert done.accepted.value == "plain"
     [failed] = [state for state in done.states if state.error]
-    assert "make it a tool" in str(failed.error) and f"line {line_of(awaits, 'await what')}" in str(failed.error)
+    assert "make it a tool" in str(failed.error) and f"line {line_of(awaits, 'await what')}" in str(
+        failed.error
+    )
 
 
 # What is not needed any more.
+
 
 class Watched:
     """An async tool that says how it ended."""
@@ -731,7 +824,11 @@ def test_what_a_finished_supervisor_no_longer_needs_is_cancelled():
     assert watched.ended == ["cancelled"] * 2 and model.cancelled == 4
     [child] = done.children
     assert child.done and child.cancelled and isinstance(child.error, EndedError)
-    assert not any(state.finished and state.value == "swallowed" for run in runtime.runs for state in run.states)
+    assert not any(
+        state.finished and state.value == "swallowed"
+        for run in runtime.runs
+        for state in run.states
+    )
 
 
 def test_a_run_that_is_cancelled_from_outside_leaves_nothing_behind():
@@ -750,7 +847,11 @@ def test_a_run_that_is_cancelled_from_outside_leaves_nothing_behind():
 
 def test_an_event_loop_that_ends_cancels_agents_that_catch_everything():
     async def go():
-        kept.append(asyncio.create_task(Runtime(Model()).run(all_hold_on, ValueError(), lambda: swallowed.append(1))))
+        kept.append(
+            asyncio.create_task(
+                Runtime(Model()).run(all_hold_on, ValueError(), lambda: swallowed.append(1))
+            )
+        )
         await asyncio.sleep(0.05)
 
     kept, swallowed = [], []
@@ -814,6 +915,7 @@ def test_an_interrupt_ends_the_program_whoever_catches_everything(error):
 
 # Errors.
 
+
 @agent
 async def raises(what):
     await tool(len, "")
@@ -825,16 +927,14 @@ async def middle(what):
     def begin():
         return spawn(raises, what)  # not this line
 
-    children = [
-        begin() for _ in range(1)]
+    children = [begin() for _ in range(1)]
     await tool(len, "")
     return await children[0]
 
 
 @agent
 async def top(what):
-    child = spawn(
-        middle, what)
+    child = spawn(middle, what)
     return await child
 
 
@@ -842,8 +942,10 @@ def test_an_error_names_the_agents_that_led_there():
     error = fails(ValueError, top, "boom")
     assert str(error) == "boom"
     middle_line, top_line = line_of(middle, "begin() for"), line_of(top, "child = spawn(")
-    assert error.__notes__ == [f"in agent raises, spawned by middle in line {middle_line} of {__file__}",
-                               f"in agent middle, spawned by top in line {top_line} of {__file__}"]
+    assert error.__notes__ == [
+        f"in agent raises, spawned by middle in line {middle_line} of {__file__}",
+        f"in agent middle, spawned by top in line {top_line} of {__file__}",
+    ]
     frames, traceback = [], error.__traceback__
     while traceback:
         frames.append((traceback.tb_frame.f_code.co_name, traceback.tb_lineno))
@@ -910,16 +1012,19 @@ async def misuses(what):
         return type(error), str(error)
 
 
-@pytest.mark.parametrize(("what", "kind", "words"), [
-    ("resume early", AgentError, "nothing that it has yielded was taken"),
-    ("resume twice", AgentError, "nothing that it has yielded was taken"),
-    ("resume ended", EndedError, "agent sleeps has ended and cannot be resumed"),
-    ("next of ended", EndedError, "agent sleeps has ended and yields no more"),
-    ("next beyond", EndedError, "agent counter has ended and yields no more"),
-    ("bad arguments", TypeError, "sleeps() missing a required argument: 'seconds'"),
-    ("no agent", TypeError, "is no agent"),
-    ("call", TypeError, "spawn(sleeps, ...) runs it from another agent"),
-])
+@pytest.mark.parametrize(
+    ("what", "kind", "words"),
+    [
+        ("resume early", AgentError, "nothing that it has yielded was taken"),
+        ("resume twice", AgentError, "nothing that it has yielded was taken"),
+        ("resume ended", EndedError, "agent sleeps has ended and cannot be resumed"),
+        ("next of ended", EndedError, "agent sleeps has ended and yields no more"),
+        ("next beyond", EndedError, "agent counter has ended and yields no more"),
+        ("bad arguments", TypeError, "sleeps() missing a required argument: 'seconds'"),
+        ("no agent", TypeError, "is no agent"),
+        ("call", TypeError, "spawn(sleeps, ...) runs it from another agent"),
+    ],
+)
 def test_misuse_is_an_error_where_it_happens(what, kind, words):
     found, text = run(misuses, what, model=Model())
     assert found is kind and words in text
@@ -938,7 +1043,9 @@ async def multiplies():
 
 def test_agents_cannot_spawn_each_other_for_ever():
     error = fails(AgentError, recurses, 0)
-    assert "64 agents deep" in str(error) and "`deepest`" in str(error) and len(error.__notes__) == 64
+    assert (
+        "64 agents deep" in str(error) and "`deepest`" in str(error) and len(error.__notes__) == 64
+    )
     assert "3 agents deep" in str(fails(AgentError, recurses, 0, deepest=3))
     assert "there were 20 agents already" in str(fails(AgentError, multiplies, most_agents=20))
 
@@ -950,7 +1057,10 @@ async def yields_to_nobody():
 
 def test_yielding_to_nobody_is_an_error():
     error = fails(AgentError, yields_to_nobody)
-    assert f"yields_to_nobody yields in line {line_of(yields_to_nobody, 'yield 1')}, but nobody has spawned it" in str(error)
+    assert (
+        f"yields_to_nobody yields in line {line_of(yields_to_nobody, 'yield 1')}, but nobody has "
+        "spawned it" in str(error)
+    )
 
 
 @agent
@@ -966,7 +1076,10 @@ async def holds_it_at_the_begin(numbers):
 
 
 def test_a_value_that_cannot_be_copied_is_an_error_that_names_the_variable():
-    for which, arguments in ((holds_a_generator, ()), (holds_it_at_the_begin, ((i for i in range(3)),))):
+    for which, arguments in (
+        (holds_a_generator, ()),
+        (holds_it_at_the_begin, ((i for i in range(3)),)),
+    ):
         assert "the variable numbers" in str(fails(UncopyableError, which, *arguments))
 
 
@@ -1030,6 +1143,7 @@ def test_an_ordinary_coroutine_inside_an_agent_cannot_spawn():
 
 # Deadlocks.
 
+
 @agent
 async def wants_value(child):
     return await child.next()
@@ -1051,9 +1165,11 @@ def test_a_deadlock_tells_who_waits_for_whom():
     error = fails(DeadlockError, locked)
     waits = dict(re.findall(r"(\S+) waits in line (\d+ for [^;]+)", str(error)))
     first, second = "locked/counter@0", "locked/never_yields@0.0"
-    assert waits == {"locked": f"{line_of(locked, 'await spawn')} for the result of {second}",
-                     first: f"{line_of(counter, 'yield got')} for being resumed",
-                     second: f"{line_of(never_yields, 'await child')} for the result of {first}"}
+    assert waits == {
+        "locked": f"{line_of(locked, 'await spawn')} for the result of {second}",
+        first: f"{line_of(counter, 'yield got')} for being resumed",
+        second: f"{line_of(never_yields, 'await child')} for the result of {first}",
+    }
 
 
 @agent
@@ -1072,7 +1188,10 @@ async def unlocked():
 
 
 def test_a_budget_of_seconds_ends_a_run_that_only_waits():
-    assert run(unlocked, model=Model()) == "agent never_yields has used up its budget (0.05 seconds) before it came to an end"
+    assert (
+        run(unlocked, model=Model())
+        == "agent never_yields has used up its budget (0.05 seconds) before it came to an end"
+    )
 
 
 @agent
@@ -1127,6 +1246,7 @@ def test_every_path_of_a_child_is_resumed_by_who_took_its_value():
 
 # Budgets.
 
+
 @agent
 async def asks(times, words="x"):
     said = []
@@ -1145,7 +1265,11 @@ def test_budgets_end_a_run_before_the_next_call():
 
 def test_several_answers_and_retries_count_as_calls():
     model = Model(lambda call: "no")
-    assert "(3 calls)" in str(fails(BudgetError, parses.under(Single(Budget(calls=3))), 5, None, model=model)) and len(model.calls) == 3
+    assert (
+        "(3 calls)"
+        in str(fails(BudgetError, parses.under(Single(Budget(calls=3))), 5, None, model=model))
+        and len(model.calls) == 3
+    )
     model = Model(lambda call: "5")
     fails(BudgetError, parses.under(Single(Budget(calls=3))), 0, 4, model=model)
     assert not model.calls
@@ -1166,7 +1290,9 @@ def test_a_budget_leaves_the_best_that_there_is(budget):
         return "x"
 
     begin, model = time.perf_counter(), Model(answer)
-    done, _ = whole_run(asks_slowly.under(BestOfN(3, lambda state: 1, budget=budget)), 2, model=model)
+    done, _ = whole_run(
+        asks_slowly.under(BestOfN(3, lambda state: 1, budget=budget)), 2, model=model
+    )
     assert done.accepted.value == 2 and time.perf_counter() - begin < 5
     assert len(model.calls) == 4
     assert sum(state.finished for state in done.states) == 1
@@ -1175,7 +1301,10 @@ def test_a_budget_leaves_the_best_that_there_is(budget):
 def test_budgets_are_of_each_run_alone():
     @agent
     async def parent():
-        return [await child for child in [spawn(asks.under(Single(Budget(calls=2))), 2) for _ in range(3)]]
+        return [
+            await child
+            for child in [spawn(asks.under(Single(Budget(calls=2))), 2) for _ in range(3)]
+        ]
 
     assert run(parent.under(Single(Budget(calls=1))), model=Model()) == [["x", "x"]] * 3
     for field in ("calls", "tokens", "seconds"):
@@ -1184,6 +1313,7 @@ def test_budgets_are_of_each_run_alone():
 
 
 # Supervisors.
+
 
 class Plain:
     """The four callbacks alone: three paths; nothing else."""
@@ -1225,7 +1355,9 @@ def test_a_supervisor_needs_the_four_callbacks_alone():
         return str(call.state[0])
 
     done, _ = whole_run(which.under(Plain()), model=Model(answer))
-    assert done.accepted.value == ("slept", "0") and sum(state.finished for state in done.states) == 3
+    assert (
+        done.accepted.value == ("slept", "0") and sum(state.finished for state in done.states) == 3
+    )
     done, _ = whole_run(which.under(Chooses()), model=Model(answer))
     assert done.accepted.value == ("slept", "1")
     assert str(fails(ValueError, raises.under(Plain()), "boom")) == "boom"
@@ -1305,12 +1437,15 @@ class AcceptsAnything(Supervisor):
         self.over, self.accepted = True, root
 
 
-@pytest.mark.parametrize(("supervisor", "words"), [
-    (Never(), "Never, the supervisor of agent which, fires no state"),
-    (Forgets(), "Forgets, the supervisor of agent which, fires no state"),
-    (FiresEnded(), "cannot be fired: it has ended"),
-    (AcceptsAnything(), "which is not finished"),
-])
+@pytest.mark.parametrize(
+    ("supervisor", "words"),
+    [
+        (Never(), "Never, the supervisor of agent which, fires no state"),
+        (Forgets(), "Forgets, the supervisor of agent which, fires no state"),
+        (FiresEnded(), "cannot be fired: it has ended"),
+        (AcceptsAnything(), "which is not finished"),
+    ],
+)
 def test_supervisors_that_do_what_cannot_be(supervisor, words):
     assert words in str(fails(AgentError, which.under(supervisor)))
 
@@ -1342,13 +1477,18 @@ def test_a_supervisors_error_ends_its_run(where):
 
 def test_an_agent_shows_its_graph():
     said = str(bug_repair.graph)
-    assert all(f"{line_of(bug_repair, text)}" in said for text in ("gather.next()", "await llm", "await tool"))
+    assert all(
+        f"{line_of(bug_repair, text)}" in said
+        for text in ("gather.next()", "await llm", "await tool")
+    )
     assert bug_repair.under(Single()).graph.nodes == bug_repair.graph.nodes
 
 
 @pytest.mark.parametrize("supervisor", [None, "Single", Single, object(), lambda: None])
 def test_what_is_no_supervisor_is_refused(supervisor):
-    with pytest.raises(TypeError, match="a supervisor is an object with the callbacks init, fire, commit and wake"):
+    with pytest.raises(
+        TypeError, match="a supervisor is an object with the callbacks init, fire, commit and wake"
+    ):
         agent(supervisor=supervisor)(which.__wrapped__)
 
 
@@ -1367,10 +1507,13 @@ def test_every_run_has_a_supervisor_of_its_own():
     assert run(parent, model=Model()) == [["0"], ["1"], ["2"]]
 
 
-@pytest.mark.parametrize(("value", "words"), [
-    (lambda state: "good", "gave 'good' for"),
-    (lambda state: None, "gave None for"),
-])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (lambda state: "good", "gave 'good' for"),
+        (lambda state: None, "gave None for"),
+    ],
+)
 def test_a_value_that_is_no_number_is_an_error(value, words):
     assert words in str(fails(AgentError, asks.under(BestOfN(2, value)), 1))
 
@@ -1385,9 +1528,17 @@ def test_an_error_of_a_value_function_ends_the_run():
 
 # What a run leaves behind, and that it can be repeated.
 
+
 def tree_of(run):
-    return (run.id, sorted((state.path, state.value if state.finished else repr(state.error), state.score) for state in run.states),
-            run.accepted and run.accepted.path, [tree_of(child) for child in run.children])
+    return (
+        run.id,
+        sorted(
+            (state.path, state.value if state.finished else repr(state.error), state.score)
+            for state in run.states
+        ),
+        run.accepted and run.accepted.path,
+        [tree_of(child) for child in run.children],
+    )
 
 
 @agent
@@ -1405,7 +1556,12 @@ def test_a_run_is_the_same_again_whatever_is_faster():
             await asyncio.sleep(rng.random() / 200)
             return f"{call.seed}"
 
-        done, _ = whole_run(explores.under(BestOfN(4, lambda state: int(state.value[0]))), "it", model=Model(answer), seed=seed)
+        done, _ = whole_run(
+            explores.under(BestOfN(4, lambda state: int(state.value[0]))),
+            "it",
+            model=Model(answer),
+            seed=seed,
+        )
         return tree_of(done)
 
     first = run_once(0, 0)
@@ -1430,7 +1586,9 @@ def test_most_calls_bounds_what_is_under_way():
 
 def test_nothing_of_a_run_is_kept():
     done, runtime = whole_run(explores.under(BestOfN(2, lambda state: 0)), "it")
-    kept = [weakref.ref(state) for run in runtime.runs for state in run.states] + [weakref.ref(run) for run in runtime.runs]
+    kept = [weakref.ref(state) for run in runtime.runs for state in run.states] + [
+        weakref.ref(run) for run in runtime.runs
+    ]
     assert len(kept) > 20
     del done, runtime
     gc.collect()
@@ -1440,5 +1598,8 @@ def test_nothing_of_a_run_is_kept():
 def test_every_state_knows_when_it_was_made():
     done, _ = whole_run(spawns_all, 2)
     for state in done.states[1:]:
-        assert 0 < state.times[0] <= state.times[1] <= done.ended and state.times[0] >= state.parent.times[1]
+        assert (
+            0 < state.times[0] <= state.times[1] <= done.ended
+            and state.times[0] >= state.parent.times[1]
+        )
     assert done.ended - done.began >= 0.05

@@ -1,7 +1,8 @@
 """Supervisors against straight-line implementations of their algorithms, over small explicit trees.
 
-A tree is walked by an agent whose model answers by the position that the call comes from, so that every algorithm sees the same tree. The
-implementations here know nothing of agents: a node is a dictionary, and a position the firings that led there.
+A tree is walked by an agent whose model answers by the position that the call comes from, so that
+every algorithm sees the same tree. The implementations here know nothing of agents: a node is a
+dictionary, and a position the firings that led there.
 """
 
 import asyncio
@@ -106,7 +107,8 @@ def searched(supervisor, tree, which=walks, **options):
 
 
 def check(supervisor, value, tree, expected):
-    """A search finds what the implementation here has, with as many calls: expected = (position and node, or None; calls; values)."""
+    """A search finds what the implementation here has, with as many calls: expected = (position and
+    node, or None; calls; values)."""
     answer, calls, values = expected
     if answer is None:
         with pytest.raises((BranchError, AgentError)):
@@ -127,7 +129,8 @@ TREES = [make_tree(seed) for seed in range(24)]
 
 
 def walk(tree, first):
-    """(position, the end that a path comes to whose states are fired once, or None where it raises, and its calls)."""
+    """(position, the end that a path comes to whose states are fired once, or None where it raises,
+    and its calls)."""
     position, node, calls = (first,), tree, 0
     while "children" in node:
         position, calls = (*position, 0), calls + 1
@@ -137,13 +140,19 @@ def walk(tree, first):
 
 # Side by side, and one after the other.
 
+
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_best_of_n(n):
     for tree in TREES:
         paths = [walk(tree, i) for i in range(n)]
         found = ordered((position, node) for position, node, _ in paths if node)
         value = Value()
-        check(BestOfN(n, value), value, tree, (found[0] if found else None, sum(calls for *_, calls in paths), len(found)))
+        check(
+            BestOfN(n, value),
+            value,
+            tree,
+            (found[0] if found else None, sum(calls for *_, calls in paths), len(found)),
+        )
 
 
 @pytest.mark.parametrize("n", [1, 3, 6])
@@ -151,9 +160,24 @@ def test_self_consistency(n):
     for tree in TREES:
         paths = [walk(tree, i) for i in range(n)]
         found = [(position, node) for position, node, _ in paths if node]
-        most = max((sum(other["score"] == node["score"] for _, other in found) for _, node in found), default=0)
-        first = next((each for each in found if sum(other["score"] == each[1]["score"] for _, other in found) == most), None)
-        check(SelfConsistency(n, key=lambda node: node["score"]), None, tree, (first, sum(calls for *_, calls in paths), 0))
+        most = max(
+            (sum(other["score"] == node["score"] for _, other in found) for _, node in found),
+            default=0,
+        )
+        first = next(
+            (
+                each
+                for each in found
+                if sum(other["score"] == each[1]["score"] for _, other in found) == most
+            ),
+            None,
+        )
+        check(
+            SelfConsistency(n, key=lambda node: node["score"]),
+            None,
+            tree,
+            (first, sum(calls for *_, calls in paths), 0),
+        )
 
 
 @agent
@@ -176,11 +200,20 @@ class Drafts:
         return Reply(text)
 
 
-@pytest.mark.parametrize(("scores", "answer", "rounds"), [
-    ([0.5, 0.2, 0.9], 0.9, 3), ([0.5, 0.7, 0.7], 0.7, 3), ([0.1, 1.0], 1.0, 2), ([1.5], 1.5, 1), ([0.5, "fail"], 0.5, 2),
-])
+@pytest.mark.parametrize(
+    ("scores", "answer", "rounds"),
+    [
+        ([0.5, 0.2, 0.9], 0.9, 3),
+        ([0.5, 0.7, 0.7], 0.7, 3),
+        ([0.1, 1.0], 1.0, 2),
+        ([1.5], 1.5, 1),
+        ([0.5, "fail"], 0.5, 2),
+    ],
+)
 def test_self_refine_goes_on_in_the_same_dialogue_until_it_is_good_enough(scores, answer, rounds):
-    texts = [text for score in scores for text in ([str(score), "0"] if score != "fail" else ["fail"])]
+    texts = [
+        text for score in scores for text in ([str(score), "0"] if score != "fail" else ["fail"])
+    ]
     model = Drafts(*texts)
 
     def feedback(state):
@@ -188,18 +221,35 @@ def test_self_refine_goes_on_in_the_same_dialogue_until_it_is_good_enough(scores
 
     supervisor = SelfRefine(feedback, lambda state: float(state.value), rounds=3)
     done = asyncio.run(Runtime(model).run(drafts.under(supervisor), "jax"))
-    assert float(done.accepted.value) == answer and sum(state.finished for state in done.states) == sum(s != "fail" for s in scores)
-    assert done.accepted is next(state for state in done.states if state.finished and float(state.value) == answer)
-    first = [Message("user", "write about jax"), Message("assistant", texts[0]), Message("user", "and more"), Message("assistant", "0")]
+    assert float(done.accepted.value) == answer and sum(
+        state.finished for state in done.states
+    ) == sum(s != "fail" for s in scores)
+    assert done.accepted is next(
+        state for state in done.states if state.finished and float(state.value) == answer
+    )
+    first = [
+        Message("user", "write about jax"),
+        Message("assistant", texts[0]),
+        Message("user", "and more"),
+        Message("assistant", "0"),
+    ]
     assert len(model.calls) == len(texts) and model.calls[1].messages == tuple(first[:3])
     if rounds > 1:
-        assert model.calls[2].messages == (*first, Message("user", f"{scores[0]} is not enough"), first[0])
+        assert model.calls[2].messages == (
+            *first,
+            Message("user", f"{scores[0]} is not enough"),
+            first[0],
+        )
     if rounds > 2:
-        assert len(model.calls[4].messages) == 11 and model.calls[4].messages[9].content == f"{scores[1]} is not enough"
+        assert (
+            len(model.calls[4].messages) == 11
+            and model.calls[4].messages[9].content == f"{scores[1]} is not enough"
+        )
     assert len({state.path for state in done.states}) == len(done.states)
 
 
 # Trees.
+
 
 def breadth_first(tree, breadth, keep, depth=None, prune=-math.inf, enough=math.inf):
     calls = values = levels = 0
@@ -240,13 +290,22 @@ def depth_first(tree, breadth, keep, depth=None, prune=-math.inf, enough=-math.i
         found.extend(each for each in good if "children" not in each[1])
         if any(node["score"] >= enough for _, node in found):
             return True
-        return any(visit(*each, None if left is None else left - 1) for each in ordered(e for e in good if "children" in e[1])[:keep])
+        return any(
+            visit(*each, None if left is None else left - 1)
+            for each in ordered(e for e in good if "children" in e[1])[:keep]
+        )
 
     visit((0,), tree, depth)
     return ordered(found)[0] if found else None, count["calls"], count["values"]
 
 
-LIMITS = [{}, {"depth": 2}, {"prune": 0.5}, {"enough": 1.0}, {"enough": 0.5, "prune": 0.25, "depth": 3}]
+LIMITS = [
+    {},
+    {"depth": 2},
+    {"prune": 0.5},
+    {"enough": 1.0},
+    {"enough": 0.5, "prune": 0.25, "depth": 3},
+]
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
@@ -255,7 +314,12 @@ def test_tree_of_thoughts(breadth, keep, limits):
     for tree in TREES[:20]:
         for first, algorithm in ((False, breadth_first), (True, depth_first)):
             value = Value()
-            check(TreeOfThoughts(breadth, keep, value, depth_first=first, **limits), value, tree, algorithm(tree, breadth, keep, **limits))
+            check(
+                TreeOfThoughts(breadth, keep, value, depth_first=first, **limits),
+                value,
+                tree,
+                algorithm(tree, breadth, keep, **limits),
+            )
 
 
 def beam(tree, width, branch):
@@ -271,7 +335,10 @@ def beam(tree, width, branch):
                     values += 1
                     came.append(((*position, i), child))
         best = ordered([*found, *came])[:width]
-        found, level = [each for each in best if "children" not in each[1]], [each for each in best if "children" in each[1]]
+        found, level = (
+            [each for each in best if "children" not in each[1]],
+            [each for each in best if "children" in each[1]],
+        )
     return found[0] if found else None, calls, values
 
 
@@ -317,8 +384,15 @@ def uct(tree, simulations, breadth, exploration, rollout=False, enough=math.inf)
             made.update(visits=1, total=score)
             at["children"].append(made)
         else:
-            score = simulate(max(at["children"], key=lambda c: c["total"] / c["visits"]
-                                 + exploration * math.sqrt(math.log(at["visits"]) / c["visits"])))
+            score = simulate(
+                max(
+                    at["children"],
+                    key=lambda c: (
+                        c["total"] / c["visits"]
+                        + exploration * math.sqrt(math.log(at["visits"]) / c["visits"])
+                    ),
+                )
+            )
         at["visits"] += 1
         at["total"] += score
         return score
@@ -331,8 +405,17 @@ def uct(tree, simulations, breadth, exploration, rollout=False, enough=math.inf)
     return ordered(found)[0] if found else None, count["calls"], count["values"]
 
 
-@pytest.mark.parametrize("options", [{}, {"exploration": 0.3}, {"rollout": True}, {"enough": 0.75}, {"rollout": True, "enough": 1.0}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"exploration": 0.3},
+        {"rollout": True},
+        {"enough": 0.75},
+        {"rollout": True, "enough": 1.0},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(("simulations", "breadth"), [(1, 1), (10, 2), (30, 3)])
 def test_monte_carlo_tree_search(simulations, breadth, options):
     for tree in TREES[:15]:
@@ -361,7 +444,9 @@ def forest(tree, trees, breadth, keep, vote):
     if not answers:
         return None, calls, values
     scores = [node["score"] for _, node in answers]
-    voted = next(each for each in answers if scores.count(each[1]["score"]) == max(map(scores.count, scores)))
+    voted = next(
+        each for each in answers if scores.count(each[1]["score"]) == max(map(scores.count, scores))
+    )
     return voted if vote else ordered(answers)[0], calls, values
 
 
@@ -370,24 +455,38 @@ def forest(tree, trees, breadth, keep, vote):
 def test_forest_of_thoughts(trees, vote):
     for tree in TREES:
         value = Value()
-        supervisor = ForestOfThoughts(TreeOfThoughts(2, 1, value), trees, key=(lambda node: node["score"]) if vote else None)
+        supervisor = ForestOfThoughts(
+            TreeOfThoughts(2, 1, value), trees, key=(lambda node: node["score"]) if vote else None
+        )
         check(supervisor, value, tree, forest(tree, trees, 2, 1, vote))
 
 
 def test_a_forest_of_other_searches():
     for tree in TREES[:10]:
         value = Value()
-        check(ForestOfThoughts(MonteCarloTreeSearch(4, 2, value, exploration=1.0), 1), value, tree, uct(tree, 4, 2, 1.0))
+        check(
+            ForestOfThoughts(MonteCarloTreeSearch(4, 2, value, exploration=1.0), 1),
+            value,
+            tree,
+            uct(tree, 4, 2, 1.0),
+        )
 
 
 # What all have in common.
 
+
 def supervisors(value, **options):
-    return [BestOfN(4, value, **options), SelfConsistency(4, key=lambda node: node["name"], **options),
-            SelfRefine(lambda state: "again", value, enough=2, **options), BeamSearch(2, 2, value, **options),
-            TreeOfThoughts(2, 2, value, **options), TreeOfThoughts(2, 2, value, depth_first=True, enough=2, **options),
-            ForestOfThoughts(TreeOfThoughts(2, 2, value), 2, key=None, **options),
-            MonteCarloTreeSearch(12, 2, value, **options), MonteCarloTreeSearch(12, 2, value, rollout=True, **options)]
+    return [
+        BestOfN(4, value, **options),
+        SelfConsistency(4, key=lambda node: node["name"], **options),
+        SelfRefine(lambda state: "again", value, enough=2, **options),
+        BeamSearch(2, 2, value, **options),
+        TreeOfThoughts(2, 2, value, **options),
+        TreeOfThoughts(2, 2, value, depth_first=True, enough=2, **options),
+        ForestOfThoughts(TreeOfThoughts(2, 2, value), 2, key=None, **options),
+        MonteCarloTreeSearch(12, 2, value, **options),
+        MonteCarloTreeSearch(12, 2, value, rollout=True, **options),
+    ]
 
 
 NAMES = [f"{type(each).__name__}-{i}" for i, each in enumerate(supervisors(None))]
@@ -439,15 +538,25 @@ def test_an_agent_can_be_the_value_function(which):
 
     by_function, _ = searched(supervisors(Value())[which], TREES[5])
     by_agent, calls = searched(supervisors(judge)[which], TREES[5])
-    assert by_agent.accepted.path == by_function.accepted.path and by_agent.calls == by_function.calls
+    assert (
+        by_agent.accepted.path == by_function.accepted.path and by_agent.calls == by_function.calls
+    )
     judged = [call for call in calls if call.agent == "judge"]
-    assert len(judged) == len(by_agent.children) == sum(state.score is not None for state in by_agent.states)
+    assert (
+        len(judged)
+        == len(by_agent.children)
+        == sum(state.score is not None for state in by_agent.states)
+    )
     assert which == 1 or judged
 
 
 @ALL
 def test_where_all_branches_fail_the_error_is_that_of_the_first(which):
-    tree = {"name": "", "score": 0, "children": [{"name": str(i), "score": 0, "error": True} for i in range(3)]}
+    tree = {
+        "name": "",
+        "score": 0,
+        "children": [{"name": str(i), "score": 0, "error": True} for i in range(3)],
+    }
     with pytest.raises(BranchError) as caught:
         searched(supervisors(Value())[which], tree)
     assert str(caught.value) == child_at(tree, (0, 0))["name"]
@@ -486,43 +595,76 @@ def test_a_budget_leaves_the_best_that_was_found(which):
 
 
 def test_a_budget_that_ends_in_the_midst_of_a_level_keeps_what_was_found_there():
-    tree = {"name": "", "score": 0, "children": [{"name": str(i), "score": i / 4} for i in range(3)]}
+    tree = {
+        "name": "",
+        "score": 0,
+        "children": [{"name": str(i), "score": i / 4} for i in range(3)],
+    }
     done, calls = searched(TreeOfThoughts(3, 1, Value(), budget=Budget(calls=2)), tree)
     scores = [child_at(tree, (0, i))["score"] for i in range(2)]
     assert len(calls) == 2 and done.accepted.score == max(scores)
 
 
 def test_scores_that_are_no_numbers_count_least():
-    tree = {"name": "", "score": 0, "children": [{"name": str(i), "score": math.nan if i else 0.0} for i in range(4)]}
-    for supervisor in (BestOfN(3, Value()), TreeOfThoughts(3, 3, Value()), BeamSearch(3, 3, Value())):
+    tree = {
+        "name": "",
+        "score": 0,
+        "children": [{"name": str(i), "score": math.nan if i else 0.0} for i in range(4)],
+    }
+    for supervisor in (
+        BestOfN(3, Value()),
+        TreeOfThoughts(3, 3, Value()),
+        BeamSearch(3, 3, Value()),
+    ):
         found, _ = searched(supervisor, tree)
         assert found.accepted.value["name"] == "0"
 
 
 def test_no_answer_within_the_depth_is_an_error_that_says_so():
-    tree = {"name": "", "score": 0, "children": [{"name": "0", "score": 0, "children": [{"name": "1", "score": 1}]}]}
-    with pytest.raises(AgentError, match="TreeOfThoughts, the supervisor of agent walks, has accepted no state"):
+    tree = {
+        "name": "",
+        "score": 0,
+        "children": [{"name": "0", "score": 0, "children": [{"name": "1", "score": 1}]}],
+    }
+    with pytest.raises(
+        AgentError, match="TreeOfThoughts, the supervisor of agent walks, has accepted no state"
+    ):
         searched(TreeOfThoughts(2, 2, Value(), depth=1), tree)
     tree["children"].append({"name": "2", "score": 0, "error": True})
     with pytest.raises(AgentError, match="accepted no state") as caught:
         searched(TreeOfThoughts(2, 2, Value(), depth=1), tree)
     assert isinstance(caught.value.__cause__, BranchError)
     tree["children"].pop()
-    with pytest.raises(AgentError, match="MonteCarloTreeSearch, the supervisor of agent walks, has accepted no state"):
+    with pytest.raises(
+        AgentError,
+        match="MonteCarloTreeSearch, the supervisor of agent walks, has accepted no state",
+    ):
         searched(MonteCarloTreeSearch(1, 1, Value()), tree)
 
 
-@pytest.mark.parametrize("make", [
-    lambda: BestOfN(0, None), lambda: SelfConsistency(0), lambda: SelfRefine(str, None, rounds=0), lambda: BeamSearch(0, 1, None),
-    lambda: BeamSearch(1, 0, None), lambda: TreeOfThoughts(0, 1, None), lambda: TreeOfThoughts(1, 0, None),
-    lambda: TreeOfThoughts(1, 1, None, depth=0), lambda: ForestOfThoughts(Supervisor(), 0), lambda: MonteCarloTreeSearch(0, 1, None),
-    lambda: MonteCarloTreeSearch(1, 0, None)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BestOfN(0, None),
+        lambda: SelfConsistency(0),
+        lambda: SelfRefine(str, None, rounds=0),
+        lambda: BeamSearch(0, 1, None),
+        lambda: BeamSearch(1, 0, None),
+        lambda: TreeOfThoughts(0, 1, None),
+        lambda: TreeOfThoughts(1, 0, None),
+        lambda: TreeOfThoughts(1, 1, None, depth=0),
+        lambda: ForestOfThoughts(Supervisor(), 0),
+        lambda: MonteCarloTreeSearch(0, 1, None),
+        lambda: MonteCarloTreeSearch(1, 0, None),
+    ],
+)
 def test_numbers_begin_at_one(make):
     with pytest.raises(ValueError, match="is 0; give a whole number from 1 on"):
         make()
 
 
 # A tool loop.
+
 
 def multiply(a: int, b: int) -> int:
     """The product of two numbers.
@@ -540,19 +682,35 @@ TOOLS = {"multiply": multiply, "divide": divide}
 
 
 def test_react_uses_tools_until_it_has_the_answer():
-    model = Drafts("Thought: first the product\nAction: multiply {\"a\": 6, \"b\": 7}", "no form", "Thought: half of it\n\nAction: divide "
-                   "{\"a\": 42, \"b\": 2, \"timeout\": 1}\nObservation of mine", "Action: sum {}", "Action: divide {\"a\": 1, \"b\": 0}",
-                   "Action: multiply {\"c\": 1}", "Action: multiply", "Thought: done\nAnswer: it is 21\nand no more")
+    model = Drafts(
+        'Thought: first the product\nAction: multiply {"a": 6, "b": 7}',
+        "no form",
+        "Thought: half of it\n\nAction: divide "
+        '{"a": 42, "b": 2, "timeout": 1}\nObservation of mine',
+        "Action: sum {}",
+        'Action: divide {"a": 1, "b": 0}',
+        'Action: multiply {"c": 1}',
+        "Action: multiply",
+        "Thought: done\nAnswer: it is 21\nand no more",
+    )
     done = asyncio.run(Runtime(model).run(react, "half of 6 times 7", TOOLS))
     assert done.accepted.value == "it is 21\nand no more"
     first = model.calls[0].messages[0].content
-    assert first.endswith("Tools:\nmultiply(a: int, b: int) -> int: The product of two numbers.\ndivide(a, b, timeout=1)\n\n"
-                          "Task: half of 6 times 7")
+    assert first.endswith(
+        "Tools:\nmultiply(a: int, b: int) -> int: The product of two numbers.\ndivide(a, b, "
+        "timeout=1)\n\nTask: half of 6 times 7"
+    )
     told = [message.content for message in model.calls[-1].messages if message.role == "user"][1:]
-    assert told == ["Observation: 42", "Observation: 21.0", "Observation: there is no tool sum; there are: multiply, divide",
-                    "Observation: divide has failed: ZeroDivisionError: division by zero",
-                    "Observation: multiply has failed: TypeError: multiply() got an unexpected keyword argument 'c'",
-                    "Observation: multiply has failed: TypeError: multiply() missing 2 required positional arguments: 'a' and 'b'"]
+    assert told == [
+        "Observation: 42",
+        "Observation: 21.0",
+        "Observation: there is no tool sum; there are: multiply, divide",
+        "Observation: divide has failed: ZeroDivisionError: division by zero",
+        "Observation: multiply has failed: TypeError: multiply() got an unexpected keyword "
+        "argument 'c'",
+        "Observation: multiply has failed: TypeError: multiply() missing 2 required positional "
+        "arguments: 'a' and 'b'",
+    ]
     assert all(call.options.stop == ("\nObservation:",) for call in model.calls)
     assert "no form" not in str(model.calls[-1].messages)  # it was asked again
 
@@ -562,19 +720,33 @@ def test_react_has_bounds():
         run(react, "x", TOOLS, model=Drafts(*["no form"] * 2, "no form at all"))
     with pytest.raises(AgentError, match=r"no answer within 2 steps.*Observation: 6"):
         run(react, "x", TOOLS, steps=2, model=Drafts(*['Action: multiply {"a": 2, "b": 3}'] * 2))
-    assert run(react.under(SelfConsistency(3)), "x", {}, model=Drafts("Answer: 1", "Answer: 2", "Answer: 2")) == "2"
+    assert (
+        run(
+            react.under(SelfConsistency(3)),
+            "x",
+            {},
+            model=Drafts("Answer: 1", "Answer: 2", "Answer: 2"),
+        )
+        == "2"
+    )
 
 
-@pytest.mark.parametrize(("text", "step"), [
-    ("Answer: 4", ("", None, {}, "4")),
-    ("  Thought: I say\nAction: this\nAction: go", None),
-    ("Thought: a\nb\n Action: go { \"x\": {\"y\": [1]} } and so on", ("a\nb", "go", {"x": {"y": [1]}}, None)),
-    ("Action: go", ("", "go", {}, None)),
-    ("Action:", None),
-    ("Action: go {\"x\": ", None),
-    ("Thought: Answer: 4", None),
-    ("", None),
-])
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [
+        ("Answer: 4", ("", None, {}, "4")),
+        ("  Thought: I say\nAction: this\nAction: go", None),
+        (
+            'Thought: a\nb\n Action: go { "x": {"y": [1]} } and so on',
+            ("a\nb", "go", {"x": {"y": [1]}}, None),
+        ),
+        ("Action: go", ("", "go", {}, None)),
+        ("Action:", None),
+        ('Action: go {"x": ', None),
+        ("Thought: Answer: 4", None),
+        ("", None),
+    ],
+)
 def test_parse_step(text, step):
     if step is None:
         with pytest.raises(ValueError):

@@ -1,4 +1,5 @@
-"""Boxes, programs and votes: hand-made cases, and scanners that go through the text character by character."""
+"""Boxes, programs and votes: hand-made cases, and scanners that go through the text character by
+character."""
 
 import collections
 import functools
@@ -14,14 +15,15 @@ box, program = functools.cache(box_automaton), functools.cache(code_automaton)
 
 
 def scan_boxes(text: str) -> str | None:
-    """Tries every opening, the last one first, and reads on from it until its brace closes; another opening ends the attempt."""
+    """Tries every opening, the last one first, and reads on from it until its brace closes; another
+    opening ends the attempt."""
     for start in range(len(text), 6, -1):
         if not text[:start].endswith("\\boxed{"):
             continue
         depth, inside, i = 1, "", start
         while i < len(text) and (i == start or not text[:i].endswith("\\boxed{")):
             if text[i] == "\\" and not text.startswith("\\boxed{", i):
-                inside, i = inside + text[i:i + 2], i + 2
+                inside, i = inside + text[i : i + 2], i + 2
                 continue
             depth += {"{": 1, "}": -1}.get(text[i], 0)
             if depth == 0:
@@ -37,16 +39,20 @@ def scan_code(text: str) -> str | None:
     kinds, inside = [], ""
     for line in text.split("\n"):
         bare = line.strip()
-        fence = bare[:3] == inside if inside else bare[:3] == "~~~" or (
-            bare[:3] == "```" and bare.count("`") == len(bare) - len(bare.lstrip("`")))
+        fence = (
+            bare[:3] == inside
+            if inside
+            else bare[:3] == "~~~"
+            or (bare[:3] == "```" and bare.count("`") == len(bare) - len(bare.lstrip("`")))
+        )
         if fence:
             inside = "" if inside else bare[:3]
         kinds.append("f" if fence else "c" if inside else "p")
     lines, blocks, i = text.split("\n"), [], 0
     while i < len(kinds):
         if kinds[i] == "f":
-            end = kinds.index("f", i + 1) if "f" in kinds[i + 1:] else len(kinds)
-            blocks.append((end < len(kinds), "\n".join(lines[i + 1:end])))
+            end = kinds.index("f", i + 1) if "f" in kinds[i + 1 :] else len(kinds)
+            blocks.append((end < len(kinds), "\n".join(lines[i + 1 : end])))
             i = end
         i += 1
     written = [(closed, block) for closed, block in blocks if block.strip()]
@@ -54,66 +60,86 @@ def scan_code(text: str) -> str | None:
     return closed[-1] if closed else written[-1][1] if written else None
 
 
-@pytest.mark.parametrize(("text", "answer"), [
-    (r"so \boxed{42}.", "42"),
-    (r"first \boxed{1}, no, \boxed{ 2 } it is", "2"),
-    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-    (r"\boxed{x^{2^{n}}+\{a, b\}}", r"x^{2^{n}}+\{a, b\}"),
-    (r"\boxed{a \\} and", r"a \\"),
-    (r"\boxed{\}}", r"\}"),
-    (r"\\boxed{6} or \boxed{1\\boxed{5}", "5"),
-    (r"\\boxed{6}", "6"),
-    (r"\boxed{7} then \boxed{8", "7"),
-    (r"\boxed{8 then \boxed{7}", "7"),
-    (r"\boxed{7} then \boxed{}", "7"),
-    (r"\boxed{7} then \boxed{ }", "7"),
-    (r"\boxed{\boxed{3}}", "3"),
-    ("\\boxed{1,\n2}", "1,\n2"),
-    (r"\boxed{\boxed{5", None),
-    (r"\boxed {5}", None),
-    ("boxed{5}", None),
-    ("", None),
-])
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"first \boxed{1}, no, \boxed{ 2 } it is", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{x^{2^{n}}+\{a, b\}}", r"x^{2^{n}}+\{a, b\}"),
+        (r"\boxed{a \\} and", r"a \\"),
+        (r"\boxed{\}}", r"\}"),
+        (r"\\boxed{6} or \boxed{1\\boxed{5}", "5"),
+        (r"\\boxed{6}", "6"),
+        (r"\boxed{7} then \boxed{8", "7"),
+        (r"\boxed{8 then \boxed{7}", "7"),
+        (r"\boxed{7} then \boxed{}", "7"),
+        (r"\boxed{7} then \boxed{ }", "7"),
+        (r"\boxed{\boxed{3}}", "3"),
+        ("\\boxed{1,\n2}", "1,\n2"),
+        (r"\boxed{\boxed{5", None),
+        (r"\boxed {5}", None),
+        ("boxed{5}", None),
+        ("", None),
+    ],
+)
 def test_boxed(text, answer):
     assert answers.boxed(text) == answer
 
 
-@pytest.mark.parametrize(("text", "found"), [
-    ("```python\nprint(1)\n```", "print(1)"),
-    ("a\n```\nx = 1\ny = 2\n```\nb\n```py\nz\n```\nc", "z"),
-    ("```python\na\n```\nand\n```python\nb", "a"),
-    ("```python\nb\nc", "b\nc"),
-    ("use ```x``` here", None),
-    ("```x``` begins this line\n```\na\n```", "a"),
-    ("1. So:\n   ```python\n   if x:\n       y()\n   ```", "if x:\n    y()"),
-    ("```\n```\nthen\n```\n\n```", None),
-    ("```\na\n```\nthen\n```\n```", "a"),
-    ("````\na\n````", "a"),
-    ("~~~python\na\n~~~", "a"),
-    ("~~~ `x`\na\n```\nb\n~~~~\nc", "a\n```\nb"),
-    ("```\na\n~~~\nb\n```", "a\n~~~\nb"),
-    ("", None),
-])
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("```python\nprint(1)\n```", "print(1)"),
+        ("a\n```\nx = 1\ny = 2\n```\nb\n```py\nz\n```\nc", "z"),
+        ("```python\na\n```\nand\n```python\nb", "a"),
+        ("```python\nb\nc", "b\nc"),
+        ("use ```x``` here", None),
+        ("```x``` begins this line\n```\na\n```", "a"),
+        ("1. So:\n   ```python\n   if x:\n       y()\n   ```", "if x:\n    y()"),
+        ("```\n```\nthen\n```\n\n```", None),
+        ("```\na\n```\nthen\n```\n```", "a"),
+        ("````\na\n````", "a"),
+        ("~~~python\na\n~~~", "a"),
+        ("~~~ `x`\na\n```\nb\n~~~~\nc", "a\n```\nb"),
+        ("```\na\n~~~\nb\n```", "a\n~~~\nb"),
+        ("", None),
+    ],
+)
 def test_code(text, found):
     assert answers.code(text) == found
 
 
-@given(st.lists(st.sampled_from(["\\boxed{", "{", "}", "\\", "7", " ", "\n", "\\{", "x"]), max_size=24).map("".join))
+@given(
+    st.lists(
+        st.sampled_from(["\\boxed{", "{", "}", "\\", "7", " ", "\n", "\\{", "x"]), max_size=24
+    ).map("".join)
+)
 def test_boxed_is_what_a_scan_finds(text):
     assert answers.boxed(text) == scan_boxes(text)
 
 
-@given(st.lists(st.sampled_from(["```", "`", "~~~", "~", "\n", "python", "x = 1", "\n\n"]), max_size=24).map("".join))
+@given(
+    st.lists(
+        st.sampled_from(["```", "`", "~~~", "~", "\n", "python", "x = 1", "\n\n"]), max_size=24
+    ).map("".join)
+)
 def test_code_is_what_a_scan_finds(text):
     assert answers.code(text) == scan_code(text)
 
 
-@given(st.lists(st.sampled_from(["\\boxed{", "{", "}", "\\", "7", " ", "é"]), max_size=16).map("".join))
+@given(
+    st.lists(st.sampled_from(["\\boxed{", "{", "}", "\\", "7", " ", "é"]), max_size=16).map("".join)
+)
 def test_a_box_is_found_when_the_automaton_has_marked_one(text):
     assert (answers.boxed(text) is not None) == box().read(text.encode())[1]
 
 
-@given(st.lists(st.sampled_from(["```", "`", "~~~", "\n", "python", "x = 1", "  "]), max_size=16).map("".join))
+@given(
+    st.lists(st.sampled_from(["```", "`", "~~~", "\n", "python", "x = 1", "  "]), max_size=16).map(
+        "".join
+    )
+)
 def test_a_program_is_found_when_the_automaton_has_marked_one(text):
     # The automaton marks empty blocks too, so none is left empty here.
     text = text.replace("\n", "\nx\n")
@@ -130,4 +156,4 @@ def test_vote_counts(given_answers):
         return
     counts = collections.Counter(stripped)
     assert winner is not None and counts[winner] == max(counts.values())
-    assert all(counts[earlier] < counts[winner] for earlier in stripped[:stripped.index(winner)])
+    assert all(counts[earlier] < counts[winner] for earlier in stripped[: stripped.index(winner)])

@@ -25,9 +25,13 @@ class Map:
         self.owners, self.slots = np.full(tokens, -1), slots
 
     def places(self, capacity: int) -> list[int]:
-        """Where a block could begin: its tokens are free, and it begins on a tile if it is as large as one."""
-        return [at for at in range(0, len(self.owners) - capacity + 1, TILE if capacity >= TILE else 1)
-                if (self.owners[at:at + capacity] == -1).all()]
+        """Where a block could begin: its tokens are free, and it begins on a tile if it is as large
+        as one."""
+        return [
+            at
+            for at in range(0, len(self.owners) - capacity + 1, TILE if capacity >= TILE else 1)
+            if (self.owners[at : at + capacity] == -1).all()
+        ]
 
     def extents(self) -> list[tuple[int, int]]:
         """(offset, capacity) of every slot."""
@@ -38,8 +42,11 @@ class Map:
 
 def settled(arena: Arena) -> list[tuple[int, int]]:
     cache = arena.settle()
-    extents = [*zip(np.asarray(cache.offsets).tolist(), np.asarray(cache.capacities).tolist(), strict=True)]
-    return [(at, size) if size else (0, 0) for at, size in extents]  # where a free slot lies means nothing
+    extents = [
+        *zip(np.asarray(cache.offsets).tolist(), np.asarray(cache.capacities).tolist(), strict=True)
+    ]
+    # where a free slot lies means nothing
+    return [(at, size) if size else (0, 0) for at, size in extents]
 
 
 TAKE = st.tuples(st.just("take"), st.sampled_from(SIZES), st.booleans())
@@ -50,9 +57,18 @@ SETTLE = st.tuples(st.just("settle"), st.none(), st.none())
 @settings(max_examples=100)
 @given(st.lists(st.one_of(TAKE, TAKE, GIVE, SETTLE), max_size=40))
 @example([("take", 1, False)] * 7)  # slots run out long before tokens do
-@example([("take", 1, False), ("take", 512, False), ("take", 512, False), ("give", 0, None), ("take", 512, False)])
+@example(
+    [
+        ("take", 1, False),
+        ("take", 512, False),
+        ("take", 512, False),
+        ("give", 0, None),
+        ("take", 512, False),
+    ]
+)
 def test_what_is_taken_and_given_back_is_what_the_cache_has(actions):
-    """Low blocks lie as low as they can and high ones as high, so a hole that did not merge or was forgotten shows."""
+    """Low blocks lie as low as they can and high ones as high, so a hole that did not merge or was
+    forgotten shows."""
     arena, expected = Arena(MODEL, TOKENS, SLOTS), Map(TOKENS, SLOTS)
     held: list[int] = []
     written = np.zeros(SLOTS, int)  # tokens in each block, as passes would leave them
@@ -60,7 +76,8 @@ def test_what_is_taken_and_given_back_is_what_the_cache_has(actions):
     def check():
         nonlocal written
         arena.cache = arena.settle()
-        np.testing.assert_array_equal(arena.cache.lengths, written)  # what was there stays, what is new is empty
+        # what was there stays, what is new is empty
+        np.testing.assert_array_equal(arena.cache.lengths, written)
         assert settled(arena) == expected.extents()
         written = np.asarray(arena.cache.capacities)
         arena.cache = dataclasses.replace(arena.cache, lengths=jnp.asarray(written, jnp.int32))
@@ -73,7 +90,7 @@ def test_what_is_taken_and_given_back_is_what_the_cache_has(actions):
             else:
                 assert block is not None and 0 <= block < SLOTS and block not in held
                 at = max(places) if high else min(places)
-                expected.owners[at:at + value] = block
+                expected.owners[at : at + value] = block
                 held.append(block)
                 written = np.where(np.arange(SLOTS) == block, 0, written)
         elif action == "give" and held:
@@ -91,7 +108,8 @@ def test_what_is_taken_and_given_back_is_what_the_cache_has(actions):
 
 
 def test_low_and_high_blocks_are_kept_apart():
-    """Prompts below, rows above: what rows leave behind is one piece again, whatever the order in which they end."""
+    """Prompts below, rows above: what rows leave behind is one piece again, whatever the order in
+    which they end."""
     arena = Arena(MODEL, TOKENS, 16)
     prompts = [arena.take(size) for size in (130, 60, 256)]
     rows = [arena.take(50, high=True) for _ in range(6)]
@@ -117,26 +135,38 @@ def test_a_block_given_back_and_taken_again_is_empty():
     """Between two settlements, in the same slot and at the same place."""
     arena = Arena(MODEL, TOKENS, 4)
     kept, block = arena.take(200), arena.take(100)
-    arena.cache = dataclasses.replace(arena.settle(), lengths=jnp.asarray([150, 70, 0, 0], jnp.int32))
+    arena.cache = dataclasses.replace(
+        arena.settle(), lengths=jnp.asarray([150, 70, 0, 0], jnp.int32)
+    )
     arena.give_back(block)
     assert arena.take(100) == block
-    assert np.asarray(arena.settle().lengths).tolist() == [150, 0, 0, 0] and settled(arena)[kept] == (0, 200)
+    assert np.asarray(arena.settle().lengths).tolist() == [150, 0, 0, 0] and settled(arena)[
+        kept
+    ] == (0, 200)
 
 
 def test_an_arena_is_as_large_as_asked():
     arena = Arena(MODEL, 201, 2)
     assert arena.tokens == arena.free == arena.largest == 201
-    assert {a.shape for a in (*arena.cache.keys, *arena.cache.values)} == {(TINY.num_kv_heads, 201, TINY.head_dim)}
+    assert {a.shape for a in (*arena.cache.keys, *arena.cache.values)} == {
+        (TINY.num_kv_heads, 201, TINY.head_dim)
+    }
     assert arena.cache.num_blocks == 2 and not np.asarray(arena.cache.capacities).any()
 
 
-@pytest.mark.parametrize(("most", "tokens"), [(1, 1), (127, 127), (128, 128), (255, 128), (2047, 1920), (2048, 2048), (2559, 2048)])
+@pytest.mark.parametrize(
+    ("most", "tokens"),
+    [(1, 1), (127, 127), (128, 128), (255, 128), (2047, 1920), (2048, 2048), (2559, 2048)],
+)
 def test_whole_tiles(most, tokens):
     assert whole_tiles(most) == tokens
 
 
 @settings(max_examples=60)
-@given(st.lists(st.sampled_from(SIZES), max_size=5), st.lists(st.sampled_from(SIZES), min_size=1, max_size=5))
+@given(
+    st.lists(st.sampled_from(SIZES), max_size=5),
+    st.lists(st.sampled_from(SIZES), min_size=1, max_size=5),
+)
 def test_blocks_low_and_rows_high_fit_in_their_footprints(blocks, rows):
     """What is given room by its footprint finds it, in whatever order small and large ones come."""
     arena = Arena(MODEL, sum(footprints(blocks)) + sum(footprints(rows)), len(blocks) + len(rows))
@@ -145,7 +175,11 @@ def test_blocks_low_and_rows_high_fit_in_their_footprints(blocks, rows):
 
 
 def test_footprints_count_whole_tiles_and_gaps_where_sizes_mix():
-    assert footprints([]) == [] and footprints([5, 127]) == [5, 127] and footprints([128, 129]) == [128, 256]
+    assert (
+        footprints([]) == []
+        and footprints([5, 127]) == [5, 127]
+        and footprints([128, 129]) == [128, 256]
+    )
     assert footprints([5, 129]) == [5, 256 + 127]
 
 

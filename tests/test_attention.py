@@ -1,6 +1,8 @@
-"""block_attention: the xla backend and the reference against float64 numpy that lays every row's keys end to end.
+"""block_attention: the xla backend and the reference against float64 numpy that lays every row's
+keys end to end.
 
-A few static shapes, so that few programs are compiled; layouts, lengths, counts, extents and phases are data and vary freely.
+A few static shapes, so that few programs are compiled; layouts, lengths, counts, extents and phases
+are data and vary freely.
 """
 
 import dataclasses
@@ -18,12 +20,14 @@ from jaxshare.attention import BACKENDS
 from tests.helpers import Shelf, cache_with, pad_rows, rotated
 
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 4e-2}
-"""Absolute, for values of unit variance. bfloat16 rounds keys, queries and weights to 2**-9, and scores reach 4."""
+"""Absolute, for values of unit variance. bfloat16 rounds keys, queries and weights to 2**-9, and
+scores reach 4."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is static: R rows, T tokens, N listed, B blocks, H and K heads, D, arena tokens, rotated entries."""
+    """What is static: R rows, T tokens, N listed, B blocks, H and K heads, D, arena tokens, rotated
+    entries."""
 
     rows: int
     width: int
@@ -45,14 +49,37 @@ class Shape:
 
 
 GQA = Shape(rows=4, width=1, listed=4, blocks=6, heads=4, kv_heads=2, dim=16, arena=2400, rotary=16)
-WIDE = Shape(rows=3, width=5, listed=4, blocks=6, heads=6, kv_heads=2, dim=20, arena=2400, rotary=12, factor=1.2)
-MANY_BLOCKS = Shape(rows=2, width=3, listed=40, blocks=41, heads=4, kv_heads=1, dim=8, arena=3000, rotary=4)
-ONE_ROW = Shape(rows=1, width=1, listed=4, blocks=4, heads=2, kv_heads=1, dim=64, arena=2000, rotary=64)
-MANY_ROWS = Shape(rows=70, width=1, listed=3, blocks=73, heads=4, kv_heads=2, dim=8, arena=3000, rotary=8)
-ALIGNED = Shape(rows=3, width=1, listed=6, blocks=6, heads=4, kv_heads=2, dim=8, arena=1024, rotary=8)
+WIDE = Shape(
+    rows=3,
+    width=5,
+    listed=4,
+    blocks=6,
+    heads=6,
+    kv_heads=2,
+    dim=20,
+    arena=2400,
+    rotary=12,
+    factor=1.2,
+)
+MANY_BLOCKS = Shape(
+    rows=2, width=3, listed=40, blocks=41, heads=4, kv_heads=1, dim=8, arena=3000, rotary=4
+)
+ONE_ROW = Shape(
+    rows=1, width=1, listed=4, blocks=4, heads=2, kv_heads=1, dim=64, arena=2000, rotary=64
+)
+MANY_ROWS = Shape(
+    rows=70, width=1, listed=3, blocks=73, heads=4, kv_heads=2, dim=8, arena=3000, rotary=8
+)
+ALIGNED = Shape(
+    rows=3, width=1, listed=6, blocks=6, heads=4, kv_heads=2, dim=8, arena=1024, rotary=8
+)
 LARGE = dataclasses.replace(ALIGNED, arena=4096)
-PROMPT = Shape(rows=2, width=70, listed=3, blocks=4, heads=4, kv_heads=2, dim=16, arena=1500, rotary=16)
-SMALL_ARENA = Shape(rows=3, width=4, listed=3, blocks=4, heads=2, kv_heads=2, dim=8, arena=40, rotary=8)
+PROMPT = Shape(
+    rows=2, width=70, listed=3, blocks=4, heads=4, kv_heads=2, dim=16, arena=1500, rotary=16
+)
+SMALL_ARENA = Shape(
+    rows=3, width=4, listed=3, blocks=4, heads=2, kv_heads=2, dim=8, arena=40, rotary=8
+)
 
 BORDERS = (0, 1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 600)
 SOME_BORDER = st.sampled_from(BORDERS)
@@ -76,7 +103,9 @@ class Case:
 def attended(cache, layout, count, q, k, v, implementation, scale=None):
     plan = make_plan(cache, layout, count, q.shape[1])
     cache = cache.append(0, k, v, plan)
-    out = block_attention(q, cache.keys[0], cache.values[0], plan, implementation=implementation, scale=scale)
+    out = block_attention(
+        q, cache.keys[0], cache.values[0], plan, implementation=implementation, scale=scale
+    )
     return out, plan.faults
 
 
@@ -97,9 +126,20 @@ def place(shape: Shape, case: Case):
         offsets[block] = -(-(at + gap) // case.align) * case.align
         at = offsets[block] + grown[block]
     assert at <= shape.arena
-    cache = cache_with(keys, values, rope=shape.rope, offsets=offsets, capacities=grown, tokens=shape.arena, phases=case.phases,
-                       dtype=shape.dtype)
-    q, k, v = (rounded(shape.rows, shape.width, n, shape.dim) for n in (shape.heads, shape.kv_heads, shape.kv_heads))
+    cache = cache_with(
+        keys,
+        values,
+        rope=shape.rope,
+        offsets=offsets,
+        capacities=grown,
+        tokens=shape.arena,
+        phases=case.phases,
+        dtype=shape.dtype,
+    )
+    q, k, v = (
+        rounded(shape.rows, shape.width, n, shape.dim)
+        for n in (shape.heads, shape.kv_heads, shape.kv_heads)
+    )
     shelf = Shelf([list(zip(k_, v_, strict=True)) for k_, v_ in zip(keys, values, strict=True)])
     shelf.append(case.rows, case.count, k, v)
     expected = shelf.attend(case.rows, case.count, q, shape.rope, shape.dim**-0.5)
@@ -116,7 +156,9 @@ def check(shape: Shape, case: Case, implementations=("xla", "reference")) -> Non
         assert out.shape == expected.shape and int(faults) == 0
         out = np.asarray(out, np.float64)
         assert np.isfinite(out).all()
-        assert np.abs(out - expected)[real].max(initial=0.0) < TOLERANCE[shape.dtype], implementation
+        assert np.abs(out - expected)[real].max(initial=0.0) < TOLERANCE[shape.dtype], (
+            implementation
+        )
 
 
 def fitting(lengths: list[int], limit: int) -> list[int]:
@@ -130,19 +172,32 @@ def fitting(lengths: list[int], limit: int) -> list[int]:
 
 @st.composite
 def cases(draw, shape: Shape, lengths=SOME_BORDER):
-    """Layouts of any order and fan-in, empty blocks, ragged counts, rows not in use, forks, extents anywhere in the arena."""
+    """Layouts of any order and fan-in, empty blocks, ragged counts, rows not in use, forks, extents
+    anywhere in the arena."""
     used = draw(st.integers(1, min(shape.rows, shape.blocks)))
     writers = draw(st.permutations(range(shape.blocks)))[:used]
     rows = []
     for own in writers:
-        others = st.lists(st.sampled_from([b for b in range(shape.blocks) if b != own]), unique=True, max_size=shape.listed - 1)
+        others = st.lists(
+            st.sampled_from([b for b in range(shape.blocks) if b != own]),
+            unique=True,
+            max_size=shape.listed - 1,
+        )
         rows.append([*draw(others), own] if used == 1 or draw(st.integers(0, 7)) else [])
     count = [draw(st.integers(0, shape.width)) if row else 0 for row in rows]
     spare = shape.arena - shape.rows * shape.width - shape.blocks
     sizes = fitting(draw(st.lists(lengths, min_size=shape.blocks, max_size=shape.blocks)), spare)
-    return Case(rows, count, sizes, list(draw(st.permutations(range(shape.blocks)))),
-                draw(st.lists(st.integers(0, 1), min_size=shape.blocks, max_size=shape.blocks)),
-                draw(st.lists(st.sampled_from([0, 0, 3, 4000]), min_size=shape.blocks, max_size=shape.blocks)), draw(st.integers(0, 99)))
+    return Case(
+        rows,
+        count,
+        sizes,
+        list(draw(st.permutations(range(shape.blocks)))),
+        draw(st.lists(st.integers(0, 1), min_size=shape.blocks, max_size=shape.blocks)),
+        draw(
+            st.lists(st.sampled_from([0, 0, 3, 4000]), min_size=shape.blocks, max_size=shape.blocks)
+        ),
+        draw(st.integers(0, 99)),
+    )
 
 
 @settings(max_examples=40)
@@ -176,7 +231,8 @@ def test_groups_of_rows_with_ragged_tokens(case):
 
 @pytest.mark.parametrize("shape", [GROUPED, WIDE], ids=["groups", "ragged"])
 def test_turns_that_change_only_the_rows_they_read_for(shape, monkeypatch):
-    """As with many rows. Rows read several tiles of a block, some of them in one turn, and blocks one after the other."""
+    """As with many rows. Rows read several tiles of a block, some of them in one turn, and blocks
+    one after the other."""
     monkeypatch.setattr(attention_xla, "_MANY_ROWS", 0)
     monkeypatch.setattr(attention_xla, "_ROWS_OF_A_TURN", 0)
     attended.clear_cache()
@@ -198,7 +254,8 @@ SOME_LENGTHS = st.sampled_from([0, 0, 1, 2, 5, 17, 64, 65, 300])
 @settings(max_examples=25)
 @given(cases(MANY_BLOCKS, lengths=SOME_LENGTHS))
 def test_one_to_forty_blocks_of_one_kv_head(case):
-    # The reference unrolls every block of every row: it takes a minute to compile, and numpy judges as well.
+    # The reference unrolls every block of every row: it takes a minute to compile, and numpy judges
+    # as well.
     check(MANY_BLOCKS, case, implementations=("xla",))
 
 
@@ -218,30 +275,47 @@ def test_one_row(case):
 @settings(max_examples=30)
 @given(st.data())
 def test_blocks_of_one_row_each_that_fill_the_arena(data):
-    """Aligned extents, full or almost, one row each: what may be read as the arena lies. Now and then one of them is shared."""
+    """Aligned extents, full or almost, one row each: what may be read as the arena lies. Now and
+    then one of them is shared."""
     lengths = [data.draw(st.sampled_from([0, 1, 126, 127, 255])) for _ in range(ALIGNED.blocks)]
     lengths = fitting([-(-(n + 1) // 128) * 128 for n in lengths], ALIGNED.arena), lengths
     lengths = [n if room else 0 for room, n in zip(*lengths, strict=True)]
     order = data.draw(st.permutations(range(ALIGNED.blocks)))
     mine = [b for b, n in enumerate(lengths) if n] or [0]
-    rows = [mine[r::ALIGNED.rows] for r in range(ALIGNED.rows)]
+    rows = [mine[r :: ALIGNED.rows] for r in range(ALIGNED.rows)]
     if data.draw(st.booleans()):
         rows[0] = [b for b in mine if b not in rows[0]][:1] + rows[0]
     count = [data.draw(st.integers(0, 1)) if row else 0 for row in rows]
     align = data.draw(st.sampled_from([128, 128, 1]))
-    check(ALIGNED, Case(rows, count, lengths, list(order), [0] * ALIGNED.blocks, [0] * ALIGNED.blocks, 3, align), implementations=("xla",))
+    check(
+        ALIGNED,
+        Case(
+            rows, count, lengths, list(order), [0] * ALIGNED.blocks, [0] * ALIGNED.blocks, 3, align
+        ),
+        implementations=("xla",),
+    )
 
 
 @pytest.mark.parametrize(("shape", "tile"), [(ALIGNED, 128), (LARGE, 512)])
 @pytest.mark.parametrize("part", [1.0, 0.55, 0.1])
 @pytest.mark.parametrize("on_tiles", [True, False])
 def test_workers_over_blocks_that_all_of_them_see(shape, tile, part, on_tiles):
-    """An arena that is full, half full or nearly empty, large blocks on its tiles or beside them: read as it lies, or gathered."""
+    """An arena that is full, half full or nearly empty, large blocks on its tiles or beside them:
+    read as it lies, or gathered."""
     own, room = [1, 2, 3], [shape.arena // 2, *[shape.arena // 8] * 3, 0, 0]
     rows = [[0, *(b for b in own if b != r), r] for r in own]
     lengths = [int(part * n) - (not on_tiles) for n in room[:4]] + [0, 0]
     lengths = [n - 1 if b in own and part == 1 else max(n, 0) for b, n in enumerate(lengths)]
-    case = Case(rows, [1, 1, 0 if part == 0.55 else 1], lengths, [0, 3, 1, 2, 4, 5], [0] * 6, [0, 5, 0, 0, 0, 0], 1, 128 if on_tiles else 1)
+    case = Case(
+        rows,
+        [1, 1, 0 if part == 0.55 else 1],
+        lengths,
+        [0, 3, 1, 2, 4, 5],
+        [0] * 6,
+        [0, 5, 0, 0, 0, 0],
+        1,
+        128 if on_tiles else 1,
+    )
     (cache, layout, count, *_), _ = place(shape, case)
     assert make_plan(cache, layout, count, 1).shared.size == tile
     check(shape, case, implementations=("xla",))
@@ -274,11 +348,16 @@ def test_ragged_tokens_in_bfloat16(case):
 @settings(max_examples=8)
 @given(st.data())
 def test_seventy_rows(data):
-    """Over one prefix, over two, over each other's blocks, or each alone. The reference unrolls its rows, so numpy is the only judge."""
+    """Over one prefix, over two, over each other's blocks, or each alone. The reference unrolls its
+    rows, so numpy is the only judge."""
     kind = data.draw(st.sampled_from(["one prefix", "two prefixes", "neighbours", "alone"]))
     at = 3
-    rows = {"one prefix": [[0, r + at] for r in range(70)], "two prefixes": [[r % 2, 2, r + at] for r in range(70)],
-            "neighbours": [[0, (r + 1) % 70 + at, r + at] for r in range(70)], "alone": [[r + at] for r in range(70)]}[kind]
+    rows = {
+        "one prefix": [[0, r + at] for r in range(70)],
+        "two prefixes": [[r % 2, 2, r + at] for r in range(70)],
+        "neighbours": [[0, (r + 1) % 70 + at, r + at] for r in range(70)],
+        "alone": [[r + at] for r in range(70)],
+    }[kind]
     private = data.draw(st.lists(st.sampled_from([0, 1, 3, 9, 30]), min_size=70, max_size=70))
     private[data.draw(st.integers(0, 69))] = 257
     count = data.draw(st.lists(st.integers(0, 1), min_size=70, max_size=70))
@@ -290,30 +369,46 @@ def test_seventy_rows(data):
 def test_a_short_prefix_at_the_end_of_the_arena_that_half_of_the_rows_see():
     """Its tile begins before it does; for rows that do not see it there must be nothing in it."""
     rows = [[2, r + 3] if r % 2 else [2, 1, r + 3] for r in range(70)]
-    case = Case(rows, [1] * 70, [0, 65, 100, *[3] * 70], [0, *range(2, 73), 1], [0] * 73, [0] * 73, 5)
+    case = Case(
+        rows, [1] * 70, [0, 65, 100, *[3] * 70], [0, *range(2, 73), 1], [0] * 73, [0] * 73, 5
+    )
     check(dataclasses.replace(MANY_ROWS, arena=65 + 100 + 4 * 70), case, implementations=("xla",))
 
 
 @settings(max_examples=6)
 @given(st.data())
 def test_a_tree_of_seventy_rows_in_groups(data):
-    """A root that all see, branches of uneven fan-in below it, and a block of each row's own, rows in any order."""
+    """A root that all see, branches of uneven fan-in below it, and a block of each row's own, rows
+    in any order."""
     order = data.draw(st.permutations(range(70)))
     first = data.draw(st.integers(1, 69))
     rows: list[list[int]] = [[] for _ in range(70)]
     for i, r in enumerate(order):
         rows[r] = [0, 1 if i < first else 2, r + 3]
     count = data.draw(st.lists(st.integers(0, 1), min_size=70, max_size=70))
-    lengths = [600, data.draw(st.sampled_from([1, 129, 400])), 300, *[data.draw(st.integers(0, 9))] * 70]
+    lengths = [
+        600,
+        data.draw(st.sampled_from([1, 129, 400])),
+        300,
+        *[data.draw(st.integers(0, 9))] * 70,
+    ]
     case = Case(rows, count, lengths, list(range(73)), [0] * 73, [0] * 73, 5)
     check(dataclasses.replace(MANY_ROWS, groups=(4, 40)), case, implementations=("xla",))
 
 
 @pytest.mark.parametrize("length", BORDERS)
 def test_every_tile_border(length):
-    """One block of each length shared by all rows, one private, one read by some: the arena ends where the last block does."""
-    case = Case([[0, 1], [0, 2, 3], [0, 3, 2], [0, 4]], [1, 1, 1, 1], [length, min(length, 256), 5, 64, length, 0],
-                [3, 1, 0, 2, 5, 4], [1] * 6, [0, 0, 0, 7, 0, 0], 1)
+    """One block of each length shared by all rows, one private, one read by some: the arena ends
+    where the last block does."""
+    case = Case(
+        [[0, 1], [0, 2, 3], [0, 3, 2], [0, 4]],
+        [1, 1, 1, 1],
+        [length, min(length, 256), 5, 64, length, 0],
+        [3, 1, 0, 2, 5, 4],
+        [1] * 6,
+        [0, 0, 0, 7, 0, 0],
+        1,
+    )
     check(GQA, case)
     total = 3 * length if length <= 256 else 2 * length + 256
     tight = dataclasses.replace(GQA, arena=total + 6 + 69 + 4)
@@ -329,16 +424,25 @@ def forked(cache, layout, forks):
 
 
 def test_forks_read_the_same_tokens():
-    """Cut in two, and in three, nothing changes for the rows that read the block; another row goes on from the middle."""
-    case = Case([[0, 1], [0, 3]], [1, 1], [300, 20, 0, 40, 0, 0], list(range(6)), [0] * 6, [0] * 6, 3)
+    """Cut in two, and in three, nothing changes for the rows that read the block; another row goes
+    on from the middle."""
+    case = Case(
+        [[0, 1], [0, 3]], [1, 1], [300, 20, 0, 40, 0, 0], list(range(6)), [0] * 6, [0] * 6, 3
+    )
     (cache, layout, count, q, k, v), expected = place(GQA, case)
     cache, layout = forked(cache, layout, ((0, 130, 4), (4, 65, 5)))
     np.testing.assert_array_equal(layout.blocks, [[0, 4, 5, 1], [0, 4, 5, 3], [-1] * 4, [-1] * 4])
     # Row 2 lists the head of the fork alone and goes on in block 2, at the arena's end.
-    cache = dataclasses.replace(cache, offsets=cache.offsets.at[2].set(2390), capacities=cache.capacities.at[2].set(5))
+    cache = dataclasses.replace(
+        cache, offsets=cache.offsets.at[2].set(2390), capacities=cache.capacities.at[2].set(5)
+    )
     layout = Layout(layout.blocks.at[2, :2].set(jnp.asarray([0, 2])))
-    keys, values = (np.asarray(a[0], np.float64).swapaxes(0, 1)[:130] for a in (cache.keys, cache.values))
-    shelf = Shelf([list(zip(rotated(keys, -np.arange(130), GQA.rope), values, strict=True)), [], []])
+    keys, values = (
+        np.asarray(a[0], np.float64).swapaxes(0, 1)[:130] for a in (cache.keys, cache.values)
+    )
+    shelf = Shelf(
+        [list(zip(rotated(keys, -np.arange(130), GQA.rope), values, strict=True)), [], []]
+    )
     new_q, new_k, new_v = (np.asarray(x)[2:3] for x in (q, k, v))
     shelf.append([[0, 2]], [1], new_k, new_v)
     branch = shelf.attend([[0, 2]], [1], new_q, GQA.rope, GQA.dim**-0.5)
@@ -350,7 +454,9 @@ def test_forks_read_the_same_tokens():
 
 def test_far_positions_are_as_good_as_near_ones():
     """Phases near a million: the dot product still depends on the distance alone."""
-    case = Case([[0, 1], [0, 2]], [1, 1], [257, 30, 65, 0, 0, 0], list(range(6)), [0] * 6, [0] * 6, 9)
+    case = Case(
+        [[0, 1], [0, 2]], [1, 1], [257, 30, 65, 0, 0, 0], list(range(6)), [0] * 6, [0] * 6, 9
+    )
     near, expected = place(GQA, case)
     far, _ = place(GQA, dataclasses.replace(case, phases=[999_000, 1_000_000, 500_000, 0, 0, 0]))
     assert not np.array_equal(near[0].keys[0], far[0].keys[0])
@@ -360,12 +466,15 @@ def test_far_positions_are_as_good_as_near_ones():
 
 
 def test_large_scores_do_not_overflow():
-    case = Case([[0, 1], [0, 2]], [1, 1], [300, 70, 0, 0, 0, 0], list(range(6)), [0] * 6, [0] * 6, 2)
+    case = Case(
+        [[0, 1], [0, 2]], [1, 1], [300, 70, 0, 0, 0, 0], list(range(6)), [0] * 6, [0] * 6, 2
+    )
     (cache, layout, count, q, k, v), _ = place(GQA, case)
     out, _ = attended(cache, layout, count, q * 300, k, v, "xla")
     expected, _ = attended(cache, layout, count, q * 300, k, v, "reference")
     assert np.isfinite(np.asarray(out)).all()
-    np.testing.assert_allclose(out[:2], expected[:2], atol=2e-3)  # scores of about 1000 are good to 1e-4 in float32
+    # scores of about 1000 are good to 1e-4 in float32
+    np.testing.assert_allclose(out[:2], expected[:2], atol=2e-3)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
@@ -373,25 +482,35 @@ def test_large_scores_do_not_overflow():
 def test_the_result_has_the_dtype_of_q(implementation, dtype):
     shape = dataclasses.replace(SMALL_ARENA, dtype=dtype)
     case = Case([[0, 1]], [2], [5, 4, 0, 0], [0, 1, 2, 3], [0] * 4, [0] * 4, 0)
-    out, _ = jax.eval_shape(functools.partial(attended, implementation=implementation), *place(shape, case)[0])
+    out, _ = jax.eval_shape(
+        functools.partial(attended, implementation=implementation), *place(shape, case)[0]
+    )
     assert out.dtype == dtype and out.shape == (shape.rows, shape.width, shape.heads, shape.dim)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_a_cache_of_another_dtype_leaves_the_dtype_of_q(implementation):
     """As the docstring promises: float32 activations over a bfloat16 cache stay float32."""
-    (cache, layout, count, q, k, v), expected = place(SMALL_ARENA, Case([[0, 1]], [2], [5, 4, 0, 0], [0, 1, 2, 3], [0] * 4, [0] * 4, 0))
-    cache = dataclasses.replace(cache, **{n: tuple(a.astype(jnp.bfloat16) for a in getattr(cache, n)) for n in ("keys", "values")})
+    (cache, layout, count, q, k, v), expected = place(
+        SMALL_ARENA, Case([[0, 1]], [2], [5, 4, 0, 0], [0, 1, 2, 3], [0] * 4, [0] * 4, 0)
+    )
+    cache = dataclasses.replace(
+        cache,
+        **{n: tuple(a.astype(jnp.bfloat16) for a in getattr(cache, n)) for n in ("keys", "values")},
+    )
     out, _ = attended(cache, layout, count, q, k, v, implementation)
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out[0, :2], expected[0, :2], atol=TOLERANCE[jnp.bfloat16])
 
 
 def test_scale():
-    (cache, layout, count, q, k, v), _ = place(ONE_ROW, Case([[0, 1]], [1], [20, 4, 0, 0], list(range(4)), [0] * 4, [0] * 4, 2))
+    (cache, layout, count, q, k, v), _ = place(
+        ONE_ROW, Case([[0, 1]], [1], [20, 4, 0, 0], list(range(4)), [0] * 4, [0] * 4, 2)
+    )
     for implementation in ("xla", "reference"):
         halved, _ = attended(cache, layout, count, q, k, v, implementation, scale=0.5)
-        quadrupled, _ = attended(cache, layout, count, q * 4, k, v, implementation)  # 0.5 = 4 / sqrt(64)
+        # 0.5 = 4 / sqrt(64)
+        quadrupled, _ = attended(cache, layout, count, q * 4, k, v, implementation)
         plain, _ = attended(cache, layout, count, q, k, v, implementation)
         np.testing.assert_allclose(halved, quadrupled, atol=1e-5)
         assert np.abs(np.asarray(halved - plain)).max() > 1e-2
@@ -399,25 +518,36 @@ def test_scale():
 
 # dispatch
 
+
 @pytest.fixture(scope="module")
 def small():
-    cache, layout, count, q, _, _ = place(SMALL_ARENA, Case([[0, 1]], [2], [5, 4, 0, 0], [0, 1, 2, 3], [0] * 4, [0] * 4, 0))[0]
-    plan = jax.eval_shape(functools.partial(make_plan, width=q.shape[1]), cache, layout, count)  # nothing here looks at its numbers
+    cache, layout, count, q, _, _ = place(
+        SMALL_ARENA, Case([[0, 1]], [2], [5, 4, 0, 0], [0, 1, 2, 3], [0] * 4, [0] * 4, 0)
+    )[0]
+    # nothing here looks at its numbers
+    plan = jax.eval_shape(functools.partial(make_plan, width=q.shape[1]), cache, layout, count)
     return q, cache.keys[0], cache.values[0], plan
 
 
 @pytest.fixture
 def backends(monkeypatch):
     """Backends that answer with a constant, and two that can do nothing."""
+
     def constant(number: float):
         return lambda q, keys, values, plan, scale: jnp.full(q.shape, number)
 
     def unable(why: str):
         def backend(q, keys, values, plan, scale):
             raise NotImplementedError(why)
+
         return backend
 
-    made = {"one": constant(1.0), "two": constant(2.0), "no_gpu": unable("no GPU here"), "odd": unable("heads are odd")}
+    made = {
+        "one": constant(1.0),
+        "two": constant(2.0),
+        "no_gpu": unable("no GPU here"),
+        "odd": unable("heads are odd"),
+    }
     for name, backend in made.items():
         monkeypatch.setitem(BACKENDS, name, backend)
     return monkeypatch
@@ -452,16 +582,26 @@ def test_other_errors_are_not_swallowed(small, backends):
 
 @pytest.mark.parametrize("implementation", ["flash", ("xla", "flash")])
 def test_an_unknown_backend_is_refused_before_anything_runs(small, implementation):
-    with pytest.raises(ValueError, match=r"there is no attention backend 'flash'; there are .*xla.*reference"):
+    with pytest.raises(
+        ValueError, match=r"there is no attention backend 'flash'; there are .*xla.*reference"
+    ):
         block_attention(*small, implementation=implementation)
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (lambda q, k, v: (q[:2], k, v), r"q must be \[R, T, H, D\] with R, T = 3, 4 as planned; got \(2, 4, 2, 8\)"),
-    (lambda q, k, v: (q[:, :3], k, v), r"R, T = 3, 4"), (lambda q, k, v: (q[0], k, v), r"R, T = 3, 4"),
-    (lambda q, k, v: (q, k[:, :9], v), r"of one shape"), (lambda q, k, v: (q, k[..., :4], v[..., :4]), r"arenas \[K, tokens, 8\]"),
-    (lambda q, k, v: (q[:, :, :1], k, v), r"K dividing 1 heads"),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda q, k, v: (q[:2], k, v),
+            r"q must be \[R, T, H, D\] with R, T = 3, 4 as planned; got \(2, 4, 2, 8\)",
+        ),
+        (lambda q, k, v: (q[:, :3], k, v), r"R, T = 3, 4"),
+        (lambda q, k, v: (q[0], k, v), r"R, T = 3, 4"),
+        (lambda q, k, v: (q, k[:, :9], v), r"of one shape"),
+        (lambda q, k, v: (q, k[..., :4], v[..., :4]), r"arenas \[K, tokens, 8\]"),
+        (lambda q, k, v: (q[:, :, :1], k, v), r"K dividing 1 heads"),
+    ],
+)
 def test_shapes_that_do_not_fit_are_refused(small, change, words):
     q, keys, values, plan = small
     with pytest.raises(ValueError, match=words):

@@ -1,4 +1,5 @@
-"""Batch jobs: a stand-in for the engine whose texts are known, jobs broken off at any byte, and real ones killed."""
+"""Batch jobs: a stand-in for the engine whose texts are known, jobs broken off at any byte, and
+real ones killed."""
 
 import argparse
 import fcntl
@@ -25,7 +26,8 @@ CONTEXT, VOCAB = 100, 300
 
 
 class Tokenizer:
-    """A token is a byte; a prompt begins with BOS, a message with USER, what is asked for with REPLY."""
+    """A token is a byte; a prompt begins with BOS, a message with USER, what is asked for with
+    REPLY."""
 
     chat_template = "a template"
 
@@ -39,35 +41,72 @@ class Tokenizer:
 
 
 def model(tokenizer=Tokenizer):
-    config = types.SimpleNamespace(max_positions=CONTEXT, vocab_size=VOCAB, architecture="LlamaForCausalLM")
-    return types.SimpleNamespace(tokenizer=tokenizer and tokenizer(), config=config,
-                                 generation=Generation(temperature=0.5, top_k=7))
+    config = types.SimpleNamespace(
+        max_positions=CONTEXT, vocab_size=VOCAB, architecture="LlamaForCausalLM"
+    )
+    return types.SimpleNamespace(
+        tokenizer=tokenizer and tokenizer(),
+        config=config,
+        generation=Generation(temperature=0.5, top_k=7),
+    )
 
 
 def text(seed: int, tokens, index: int) -> str:
-    """What the stand-in writes: a function of what a completion may depend on, with what JSON has to escape."""
-    return f"{seed}|{','.join(map(str, tokens))}|{index}\nü☃\u2028\""
+    """What the stand-in writes: a function of what a completion may depend on, with what JSON has
+    to escape."""
+    return f'{seed}|{",".join(map(str, tokens))}|{index}\nü☃\u2028"'
 
 
 class Engine:
-    """Finishes completions in an order that has nothing to do with that of the prompts, and breaks off after `lives` of them."""
+    """Finishes completions in an order that has nothing to do with that of the prompts, and breaks
+    off after `lives` of them."""
 
     lives: int | None = None
     error: BaseException = RuntimeError("killed")
     made: "list[Engine]"
     says: tuple[str, ...] = ()
 
-    def __init__(self, model, prompts, *, n, max_new_tokens, sampler, seed, share, max_rows, max_kv_bytes, skip):
+    def __init__(
+        self,
+        model,
+        prompts,
+        *,
+        n,
+        max_new_tokens,
+        sampler,
+        seed,
+        share,
+        max_rows,
+        max_kv_bytes,
+        skip,
+    ):
         self.prompts, self.most, self.seed, self.skip = prompts, max_new_tokens, seed, skip
-        self.settings = {"n": n, "sampler": sampler, "share": share, "max_rows": max_rows, "max_kv_bytes": max_kv_bytes}
-        self.sampled_tokens, self.passes, self.seconds, self.kv_bytes, self.unique_tokens = 0, 0, 0.5, 4096, 77
+        self.settings = {
+            "n": n,
+            "sampler": sampler,
+            "share": share,
+            "max_rows": max_rows,
+            "max_kv_bytes": max_kv_bytes,
+        }
+        self.sampled_tokens, self.passes, self.seconds, self.kv_bytes, self.unique_tokens = (
+            0,
+            0,
+            0.5,
+            4096,
+            77,
+        )
         self.compile_seconds = 2.5
         self.rows, self.notes = 3, self.says
         self.wrote: list[tuple[int, int]] = []
         self.made.append(self)
 
     def stream(self, on_pass=None):
-        wanted = [(p, i) for p, branch in enumerate(self.prompts) for i in range(branch.n) if (p, i) not in self.skip]
+        wanted = [
+            (p, i)
+            for p, branch in enumerate(self.prompts)
+            for i in range(branch.n)
+            if (p, i) not in self.skip
+        ]
         random.Random(len(wanted)).shuffle(wanted)
         for prompt, index in wanted:
             if self.lives == len(self.wrote):
@@ -77,22 +116,43 @@ class Engine:
             self.passes += 1
             on_pass(self)
             self.wrote.append((prompt, index))
-            yield types.SimpleNamespace(text=text(self.seed, self.prompts[prompt].text, index), tokens=[*range(length)], prompt=prompt,
-                                        reason="budget" if length == self.most else "stop", logprob=-length / 3, index=index)
+            yield types.SimpleNamespace(
+                text=text(self.seed, self.prompts[prompt].text, index),
+                tokens=[*range(length)],
+                prompt=prompt,
+                reason="budget" if length == self.most else "stop",
+                logprob=-length / 3,
+                index=index,
+            )
 
 
 @pytest.fixture
 def job(tmp_path, capsys):
-    """Runs a job in an empty folder: job(lines, options...) -> (exit code, stdout, stderr); lines are text, bytes or values."""
+    """Runs a job in an empty folder: job(lines, options...) -> (exit code, stdout, stderr); lines
+    are text, bytes or values."""
+
     def run(lines, *arguments: str, sampling=(), load=model, name: str = "out.jsonl", **engine):
         texts = [line if isinstance(line, (bytes, str)) else json.dumps(line) for line in lines]
-        (tmp_path / "in.jsonl").write_bytes(b"\n".join(text.encode() if isinstance(text, str) else text for text in texts))
+        (tmp_path / "in.jsonl").write_bytes(
+            b"\n".join(text.encode() if isinstance(text, str) else text for text in texts)
+        )
         parser = argparse.ArgumentParser()
         batch.add_arguments(parser)
-        options = parser.parse_args(["some/model", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / name), *arguments])
+        options = parser.parse_args(
+            [
+                "some/model",
+                "--input",
+                str(tmp_path / "in.jsonl"),
+                "--output",
+                str(tmp_path / name),
+                *arguments,
+            ]
+        )
         options.dtype = engine.pop("dtype", "float32")
         run.engines = []
-        code = batch.run_job(options, dict(sampling), load, type("Used", (Engine,), {"made": run.engines, **engine}))
+        code = batch.run_job(
+            options, dict(sampling), load, type("Used", (Engine,), {"made": run.engines, **engine})
+        )
         return code, *capsys.readouterr()
 
     run.folder, run.output, run.job = tmp_path, tmp_path / "out.jsonl", tmp_path / "out.jsonl.job"
@@ -107,9 +167,20 @@ def tokens(string: str) -> list[int]:
     return [BOS, *string.encode()]
 
 
-LINES = [{"prompt": "one"}, "", "  ", {"tokens": [5, 6], "id": "zwö", "n": 3}, '"bare"',
-         {"messages": [{"role": "user", "content": "hi"}], "id": 2.5}]
-PROMPTS = [(1, 1, tokens("one"), 2), (4, "zwö", [5, 6], 3), (5, 5, tokens("bare"), 2), (6, 2.5, [USER, *b"hi", REPLY], 2)]
+LINES = [
+    {"prompt": "one"},
+    "",
+    "  ",
+    {"tokens": [5, 6], "id": "zwö", "n": 3},
+    '"bare"',
+    {"messages": [{"role": "user", "content": "hi"}], "id": 2.5},
+]
+PROMPTS = [
+    (1, 1, tokens("one"), 2),
+    (4, "zwö", [5, 6], 3),
+    (5, 5, tokens("bare"), 2),
+    (6, 2.5, [USER, *b"hi", REPLY], 2),
+]
 """Of LINES with --n 2: (line, id, tokens, n)."""
 
 
@@ -120,25 +191,48 @@ def test_every_completion_is_in_the_output_in_the_order_of_the_input(job):
     for place, (line, name, prompt, n) in enumerate(PROMPTS):
         for index in range(n):
             length = 1 + (place + index) % 3
-            expected.append({"id": name, "line": line, "index": index, "text": text(9, prompt, index), "tokens": [*range(length)],
-                             "reason": "budget" if length == 3 else "stop", "logprob": round(-length / 3, 4)})
+            expected.append(
+                {
+                    "id": name,
+                    "line": line,
+                    "index": index,
+                    "text": text(9, prompt, index),
+                    "tokens": [*range(length)],
+                    "reason": "budget" if length == 3 else "stop",
+                    "logprob": round(-length / 3, 4),
+                }
+            )
     assert engine.wrote != sorted(engine.wrote) and results(job.output) == expected
-    assert [(list(branch.text), branch.n) for branch in engine.prompts] == [(prompt, n) for _, _, prompt, n in PROMPTS]
+    assert [(list(branch.text), branch.n) for branch in engine.prompts] == [
+        (prompt, n) for _, _, prompt, n in PROMPTS
+    ]
     assert err.startswith("9 completions of 4 prompts; ") and err.count("\n") == 1
-    assert {path.name for path in job.folder.iterdir()} == {"in.jsonl", "out.jsonl", "out.jsonl.job"}
+    assert {path.name for path in job.folder.iterdir()} == {
+        "in.jsonl",
+        "out.jsonl",
+        "out.jsonl.job",
+    }
 
 
 def test_what_the_engine_has_chosen_is_said_before_it_runs(job, monkeypatch):
-    monkeypatch.setattr(Engine, "says", ("3 rows at a time: all completions", "costs of two CPU cores"))
+    monkeypatch.setattr(
+        Engine, "says", ("3 rows at a time: all completions", "costs of two CPU cores")
+    )
     code, out, err = job(LINES, "--json")
-    assert code == 0 and err.splitlines()[:2] == ["jaxshare: 3 rows at a time: all completions", "jaxshare: costs of two CPU cores"]
+    assert code == 0 and err.splitlines()[:2] == [
+        "jaxshare: 3 rows at a time: all completions",
+        "jaxshare: costs of two CPU cores",
+    ]
     assert json.loads(out)["rows"] == 3
 
 
 def test_a_job_of_equal_texts_is_announced_once(job, caplog):
     job(LINES, "--n", "2", sampling={"temperature": 0.0})
     [record] = caplog.records
-    assert record.getMessage().startswith("all 3 completions of a prompt will be equal, because temperature 0 takes the likeliest token")
+    assert record.getMessage().startswith(
+        "all 3 completions of a prompt will be equal, because temperature 0 takes the likeliest "
+        "token"
+    )
     caplog.clear()
     job([{"prompt": "one"}], name="b", sampling={"temperature": 0.0})
     job(LINES, "--n", "2", name="c", sampling={"temperature": 0.1})
@@ -146,27 +240,66 @@ def test_a_job_of_equal_texts_is_announced_once(job, caplog):
 
 
 def test_settings_reach_the_engine(job):
-    job(LINES, "--max-new-tokens", "20", "--max-rows", "8", "--max-kv-bytes", "1.5MiB", "--share", "never",
-        sampling={"temperature": 0.25, "min_p": 0.1})
-    assert job.engines[0].settings == {"n": 1, "sampler": Sampler(0.25, top_k=7, min_p=0.1), "share": False, "max_rows": 8,
-                                       "max_kv_bytes": 1572864}
+    job(
+        LINES,
+        "--max-new-tokens",
+        "20",
+        "--max-rows",
+        "8",
+        "--max-kv-bytes",
+        "1.5MiB",
+        "--share",
+        "never",
+        sampling={"temperature": 0.25, "min_p": 0.1},
+    )
+    assert job.engines[0].settings == {
+        "n": 1,
+        "sampler": Sampler(0.25, top_k=7, min_p=0.1),
+        "share": False,
+        "max_rows": 8,
+        "max_kv_bytes": 1572864,
+    }
     assert job.engines[0].most == 20
     job(LINES, "--share", "always", name="b")
-    assert job.engines[0].settings == {"n": 1, "sampler": Sampler(0.5, top_k=7), "share": True, "max_rows": None, "max_kv_bytes": None}
+    assert job.engines[0].settings == {
+        "n": 1,
+        "sampler": Sampler(0.5, top_k=7),
+        "share": True,
+        "max_rows": None,
+        "max_kv_bytes": None,
+    }
     job(LINES, name="c")
     assert job.engines[0].settings["share"] is None
 
 
 def test_trees(job):
-    tree = {"id": "t", "text": "ab", "n": 1, "children": [
-        {"text": "c", "children": ["d", {"text": "e", "n": 3}]}, {"tokens": [9, 8], "n": 1, "children": [{"text": "f"}]}]}
-    assert job(["alone", tree], "--tree", "--n", "2", "--max-new-tokens", "4")[0] == 3  # the first is no JSON
+    tree = {
+        "id": "t",
+        "text": "ab",
+        "n": 1,
+        "children": [
+            {"text": "c", "children": ["d", {"text": "e", "n": 3}]},
+            {"tokens": [9, 8], "n": 1, "children": [{"text": "f"}]},
+        ],
+    }
+    # the first is no JSON
+    assert job(["alone", tree], "--tree", "--n", "2", "--max-new-tokens", "4")[0] == 3
     job(['"alone"', tree], "--tree", "--n", "2", "--max-new-tokens", "4", name="b")
-    leaves = {("t", ()): (tokens("ab"), 1), ("t", (0, 0)): (tokens("abcd"), 2), ("t", (0, 1)): (tokens("abce"), 3),
-              ("t", (1,)): ([*tokens("ab"), 9, 8], 1), ("t", (1, 0)): ([*tokens("ab"), 9, 8, *b"f"], 2)}
+    leaves = {
+        ("t", ()): (tokens("ab"), 1),
+        ("t", (0, 0)): (tokens("abcd"), 2),
+        ("t", (0, 1)): (tokens("abce"), 3),
+        ("t", (1,)): ([*tokens("ab"), 9, 8], 1),
+        ("t", (1, 0)): ([*tokens("ab"), 9, 8, *b"f"], 2),
+    }
     expected = [(1, 1, [], i, text(0, tokens("alone"), i)) for i in range(2)] + [
-        (2, name, [*path], i, text(0, prompt, i)) for (name, path), (prompt, n) in leaves.items() for i in range(n)]
-    assert [(r["line"], r["id"], r["branch"], r["index"], r["text"]) for r in results(job.folder / "b")] == expected
+        (2, name, [*path], i, text(0, prompt, i))
+        for (name, path), (prompt, n) in leaves.items()
+        for i in range(n)
+    ]
+    assert [
+        (r["line"], r["id"], r["branch"], r["index"], r["text"]) for r in results(job.folder / "b")
+    ] == expected
 
 
 def test_chat_puts_prompts_into_the_template(job):
@@ -187,60 +320,108 @@ def test_results_are_written_as_they_finish_and_the_job_before_them(job):
 
 
 BAD = [
-    ('{"prompt": "x"', "is not JSON in UTF-8 (Expecting"), (b'{"prompt": "\xff"}', "is not JSON in UTF-8 ('utf-8' codec"),
-    ('{"prompt": "\\ud800"}', "is not JSON in UTF-8 ('utf-8' codec"), ("[1, 2]", "is [1, 2]; it must be a JSON object or a string"),
-    ("null", "is null; it must be"), ("[" * 100_000, "is nested too deeply"), ('{"prompt": ""}', 'has an empty "prompt"'), ('""', "empty"),
-    ('{"prompt": ["x"]}', 'has no text as its "prompt"'), ("{}", 'must have one of "prompt", "messages" and "tokens"'),
-    ('{"prompt": "x", "tokens": [1]}', "must have one of"), ('{"prompt": "x", "Id": 3}', 'unknown field "Id"; known are id, messages, n'),
-    ('{"text": "x"}', 'unknown field "text" ("text" and "children" are of a tree, which --tree reads)'),
-    ('{"prompt": "x", "n": 0}', "has 0 as its n; ask for at least 1"), ('{"prompt": "x", "n": true}', "has true as its n"),
-    ('{"prompt": "x", "n": null}', "has null as its n"), ('{"prompt": "x", "n": "3"}', 'has "3" as its n'),
-    ('{"tokens": []}', "give at least one token"), ('{"tokens": [1, "2"]}', "no list of whole numbers"),
+    ('{"prompt": "x"', "is not JSON in UTF-8 (Expecting"),
+    (b'{"prompt": "\xff"}', "is not JSON in UTF-8 ('utf-8' codec"),
+    ('{"prompt": "\\ud800"}', "is not JSON in UTF-8 ('utf-8' codec"),
+    ("[1, 2]", "is [1, 2]; it must be a JSON object or a string"),
+    ("null", "is null; it must be"),
+    ("[" * 100_000, "is nested too deeply"),
+    ('{"prompt": ""}', 'has an empty "prompt"'),
+    ('""', "empty"),
+    ('{"prompt": ["x"]}', 'has no text as its "prompt"'),
+    ("{}", 'must have one of "prompt", "messages" and "tokens"'),
+    ('{"prompt": "x", "tokens": [1]}', "must have one of"),
+    ('{"prompt": "x", "Id": 3}', 'unknown field "Id"; known are id, messages, n'),
+    (
+        '{"text": "x"}',
+        'unknown field "text" ("text" and "children" are of a tree, which --tree reads)',
+    ),
+    ('{"prompt": "x", "n": 0}', "has 0 as its n; ask for at least 1"),
+    ('{"prompt": "x", "n": true}', "has true as its n"),
+    ('{"prompt": "x", "n": null}', "has null as its n"),
+    ('{"prompt": "x", "n": "3"}', 'has "3" as its n'),
+    ('{"tokens": []}', "give at least one token"),
+    ('{"tokens": [1, "2"]}', "no list of whole numbers"),
     ('{"tokens": 7}', "no list of whole numbers"),
-    ('{"tokens": [-1]}', "no list of whole numbers"), ('{"tokens": [4, 300]}', "has the token 300; tokens of this model lie between 0 and"),
-    ('{"prompt": "' + "9" * 90 + '"}', "the prompt has 91 tokens and 10 more may follow, but the model's context holds 100"),
-    ('{"prompt": "x", "id": [1]}', "has the id [1]; it must be a string or a number"), ('{"prompt": "x", "id": NaN}', "has the id NaN"),
-    ('{"prompt": "x", "id": "good"}', 'has the id "good" of line 1'), ('{"prompt": "x", "id": 1e999}', "has the id Infinity"),
-    ('{"messages": []}', 'has "messages" that are no list of {"role"'), ('{"messages": [{"role": "user"}]}', "that are no list of"),
-    ('{"messages": [{"role": "sir", "content": "x"}]}', "that the chat template refuses (roles must be user)"),
+    ('{"tokens": [-1]}', "no list of whole numbers"),
+    ('{"tokens": [4, 300]}', "has the token 300; tokens of this model lie between 0 and"),
+    (
+        '{"prompt": "' + "9" * 90 + '"}',
+        "the prompt has 91 tokens and 10 more may follow, but the model's context holds 100",
+    ),
+    ('{"prompt": "x", "id": [1]}', "has the id [1]; it must be a string or a number"),
+    ('{"prompt": "x", "id": NaN}', "has the id NaN"),
+    ('{"prompt": "x", "id": "good"}', 'has the id "good" of line 1'),
+    ('{"prompt": "x", "id": 1e999}', "has the id Infinity"),
+    ('{"messages": []}', 'has "messages" that are no list of {"role"'),
+    ('{"messages": [{"role": "user"}]}', "that are no list of"),
+    (
+        '{"messages": [{"role": "sir", "content": "x"}]}',
+        "that the chat template refuses (roles must be user)",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("line", "words"), BAD, ids=range(len(BAD)))
 def test_a_bad_line_is_named_and_the_rest_runs(job, line, words):
-    code, out, err = job([{"prompt": "a", "id": "good"}, "", line, {"prompt": "b"}], "--max-new-tokens", "10", "--json")
+    code, out, err = job(
+        [{"prompt": "a", "id": "good"}, "", line, {"prompt": "b"}],
+        "--max-new-tokens",
+        "10",
+        "--json",
+    )
     assert code == 3 and err.count("\n") == 2
     assert err.startswith("line 3: ") and words in err.split("\n")[0]
-    assert [(r["line"], r["id"], r["text"]) for r in results(job.output)] == [(1, "good", text(0, tokens("a"), 0)),
-                                                                             (4, 4, text(0, tokens("b"), 0))]
+    assert [(r["line"], r["id"], r["text"]) for r in results(job.output)] == [
+        (1, "good", text(0, tokens("a"), 0)),
+        (4, 4, text(0, tokens("b"), 0)),
+    ]
     assert [bad["line"] for bad in json.loads(out)["bad_lines"]] == [3]
 
 
-@pytest.mark.parametrize(("line", "words"), [
-    ({"text": "a", "children": [{"text": "b"}, {"text": ""}]}, 'branch 1 has an empty "text"'),
-    ({"text": "a", "children": [{"text": "b", "children": ["c", {"n": 2}]}]}, 'branch 0.1 must have one of "text" and "tokens"'),
-    ({"text": "a", "n": 0}, "the root has 0 as its n"), ({"text": "a", "prompt": "b"}, 'the root has the unknown field "prompt"'),
-    ({"text": "a", "children": {"text": "b"}}, 'the root has "children" that are no list'),
-    ({"text": "a", "children": [["b"]]}, 'branch 0 is ["b"]; it must be an object'),
-    ({"text": "a", "children": ["b", "c" * 90]}, "the prompt of branch 1 has 92 tokens"), ({}, "the root must have one of"),
-    ('{"text": "a", "children": [' * 900 + "]}" * 900, "is nested too deeply"),
-])
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"text": "a", "children": [{"text": "b"}, {"text": ""}]}, 'branch 1 has an empty "text"'),
+        (
+            {"text": "a", "children": [{"text": "b", "children": ["c", {"n": 2}]}]},
+            'branch 0.1 must have one of "text" and "tokens"',
+        ),
+        ({"text": "a", "n": 0}, "the root has 0 as its n"),
+        ({"text": "a", "prompt": "b"}, 'the root has the unknown field "prompt"'),
+        ({"text": "a", "children": {"text": "b"}}, 'the root has "children" that are no list'),
+        ({"text": "a", "children": [["b"]]}, 'branch 0 is ["b"]; it must be an object'),
+        ({"text": "a", "children": ["b", "c" * 90]}, "the prompt of branch 1 has 92 tokens"),
+        ({}, "the root must have one of"),
+        ('{"text": "a", "children": [' * 900 + "]}" * 900, "is nested too deeply"),
+    ],
+)
 def test_a_bad_tree_is_named(job, line, words):
     code, _, err = job([line, {"text": "good"}], "--tree", "--max-new-tokens", "10")
-    assert code == 3 and err.startswith("line 1: ") and words in err and len(results(job.output)) == 1
+    assert (
+        code == 3 and err.startswith("line 1: ") and words in err and len(results(job.output)) == 1
+    )
 
 
 def test_models_without_a_tokenizer_or_a_template(job):
     code, _, err = job([{"prompt": "a"}, {"tokens": [3]}], load=lambda: model(None))
-    assert code == 3 and "line 1: the model folder has no tokenizer" in err and results(job.output)[0]["line"] == 2
+    assert (
+        code == 3
+        and "line 1: the model folder has no tokenizer" in err
+        and results(job.output)[0]["line"] == 2
+    )
     bare = type("Bare", (Tokenizer,), {"chat_template": None})
-    code, _, err = job([{"prompt": "a"}, {"tokens": [3]}], "--chat", load=lambda: model(bare), name="b")
+    code, _, err = job(
+        [{"prompt": "a"}, {"tokens": [3]}], "--chat", load=lambda: model(bare), name="b"
+    )
     assert code == 3 and "line 1: needs a chat template, and the model has none" in err
 
 
 @pytest.mark.parametrize("lines", [[], ["", " "], ["nonsense", {"prompt": ""}]])
 def test_nothing_to_run_leaves_nothing_behind(job, lines):
-    with pytest.raises(ValueError, match=r"no line of the input .*in.jsonl can be run; give at least one such as"):
+    with pytest.raises(
+        ValueError, match=r"no line of the input .*in.jsonl can be run; give at least one such as"
+    ):
         job(lines)
     assert [path.name for path in job.folder.iterdir()] == ["in.jsonl"]
 
@@ -258,24 +439,43 @@ def no_model():
     pytest.fail("the model is not needed to find this out")
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--n", "0"], "--n is 0; ask for at least 1 completion"), (["--max-new-tokens", "0"], "--max-new-tokens is 0; ask for at least 1 tok"),
-    (["--max-rows", "-1"], "--max-rows is -1"), (["--max-kv-bytes", "2QB"], "--max-kv-bytes is '2QB'"),
-    (["--tree", "--chat"], "--chat and --tree do not go together"), (["--output", "no/folder/out"], "there is no folder no/folder"),
-    (["--input", "nowhere.jsonl"], "the input nowhere.jsonl cannot be read")])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--n", "0"], "--n is 0; ask for at least 1 completion"),
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0; ask for at least 1 tok"),
+        (["--max-rows", "-1"], "--max-rows is -1"),
+        (["--max-kv-bytes", "2QB"], "--max-kv-bytes is '2QB'"),
+        (["--tree", "--chat"], "--chat and --tree do not go together"),
+        (["--output", "no/folder/out"], "there is no folder no/folder"),
+        (["--input", "nowhere.jsonl"], "the input nowhere.jsonl cannot be read"),
+    ],
+)
 def test_mistakes_are_found_before_the_model_is_loaded(job, arguments, words):
     with pytest.raises(ValueError, match=words):
         job(LINES, *arguments, load=no_model)
 
 
-@pytest.mark.parametrize(("given", "size"), [
-    ("1", 1), ("2e9", 2 * 10**9), ("1.5e+3", 1500), ("2GB", 2 * 10**9), ("512MiB", 512 * 2**20), ("0.5 kib", 512), ("3tb", 3 * 10**12),
-    ("7B", 7)])
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ("1", 1),
+        ("2e9", 2 * 10**9),
+        ("1.5e+3", 1500),
+        ("2GB", 2 * 10**9),
+        ("512MiB", 512 * 2**20),
+        ("0.5 kib", 512),
+        ("3tb", 3 * 10**12),
+        ("7B", 7),
+    ],
+)
 def test_bytes(given, size):
     assert batch.parse_bytes(given) == size
 
 
-@pytest.mark.parametrize("given", ["", "GB", "-1", "0", "1e", "1 2", "0.1", "nan", "inf", "1e999", "5 bits", "1MiBs"])
+@pytest.mark.parametrize(
+    "given", ["", "GB", "-1", "0", "1e", "1 2", "0.1", "nan", "inf", "1e999", "5 bits", "1MiBs"]
+)
 def test_no_bytes(given):
     with pytest.raises(ValueError, match="it must be a number of bytes such as 2e9, 2GB or 512MiB"):
         batch.parse_bytes(given)
@@ -283,20 +483,36 @@ def test_no_bytes(given):
 
 def test_an_output_that_exists_is_left_alone(job):
     job.output.write_text("mine")
-    with pytest.raises(ValueError, match=r"out.jsonl exists; --resume goes on with the job that wrote it, or give another --output"):
+    with pytest.raises(
+        ValueError,
+        match=r"out.jsonl exists; --resume goes on with the job that wrote it, or give another "
+        r"--output",
+    ):
         job(LINES, load=no_model)
-    with pytest.raises(ValueError, match=r"there is no .*out.jsonl.job, so nothing says which job wrote"):
+    with pytest.raises(
+        ValueError, match=r"there is no .*out.jsonl.job, so nothing says which job wrote"
+    ):
         job(LINES, "--resume", load=no_model)
     assert job.output.read_text() == "mine" and not job.job.exists()
 
 
-@pytest.mark.parametrize("damage", ["", "[]", '{"settings": 3, "finished": null, "output": 1, "format": "jaxshare batch job 2"}', "{}",
-                                    '{"settings": {}, "finished": null, "output": 1, "format": "other"}',
-                                    '{"settings": {}, "finished": {"a": 1}, "output": 1, "format": "jaxshare batch job 2"}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "[]",
+        '{"settings": 3, "finished": null, "output": 1, "format": "jaxshare batch job 2"}',
+        "{}",
+        '{"settings": {}, "finished": null, "output": 1, "format": "other"}',
+        '{"settings": {}, "finished": {"a": 1}, "output": 1, "format": "jaxshare batch job 2"}',
+    ],
+)
 def test_a_damaged_job_is_refused(job, damage):
     job(LINES)
     job.job.write_text(damage)
-    with pytest.raises(ValueError, match=r"out.jsonl.job cannot be read or is damaged .*; give another --output"):
+    with pytest.raises(
+        ValueError, match=r"out.jsonl.job cannot be read or is damaged .*; give another --output"
+    ):
         job(LINES, "--resume", load=no_model)
 
 
@@ -310,19 +526,34 @@ def test_resuming_what_is_complete_says_so(job):
     before = job.output.read_bytes()
     code, out, err = job([*LINES, "nonsense"], "--resume", "--json", load=no_model)
     done = json.loads(out)
-    assert code == 3 and "the job is complete: all 6 completions" in err and done["completions"] == done["resumed"] == 6
-    assert [bad["line"] for bad in done["bad_lines"]] == [7] and done["tokens"] == 0 and job.output.read_bytes() == before
+    assert (
+        code == 3
+        and "the job is complete: all 6 completions" in err
+        and done["completions"] == done["resumed"] == 6
+    )
+    assert (
+        [bad["line"] for bad in done["bad_lines"]] == [7]
+        and done["tokens"] == 0
+        and job.output.read_bytes() == before
+    )
     job(LINES, name="b")
     assert job(LINES, "--resume", name="b", load=no_model)[0] == 0
 
 
-@pytest.mark.parametrize(("arguments", "changed", "words"), [
-    (["--n", "3"], {}, "began with n 2, not 3"), (["--max-new-tokens", "5"], {}, "began with max_new_tokens 64, not 5"),
-    (["--seed", "1"], {}, "began with seed 0, not 1"), (["--chat"], {}, "began with chat false, not true"),
-    (["--tree"], {}, "began with tree false, not true"), ([], {"dtype": None}, 'began with dtype "float32", not null'),
-    ([], {"sampling": {"temperature": 0.5, "top_k": 5}}, "began with top_k null, not 5"),
-    ([], {"sampling": {}}, "began with temperature 0.5, not null"), ([], {"lines": LINES[:-1]}, "began with input \"sha256:"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "changed", "words"),
+    [
+        (["--n", "3"], {}, "began with n 2, not 3"),
+        (["--max-new-tokens", "5"], {}, "began with max_new_tokens 64, not 5"),
+        (["--seed", "1"], {}, "began with seed 0, not 1"),
+        (["--chat"], {}, "began with chat false, not true"),
+        (["--tree"], {}, "began with tree false, not true"),
+        ([], {"dtype": None}, 'began with dtype "float32", not null'),
+        ([], {"sampling": {"temperature": 0.5, "top_k": 5}}, "began with top_k null, not 5"),
+        ([], {"sampling": {}}, "began with temperature 0.5, not null"),
+        ([], {"lines": LINES[:-1]}, 'began with input "sha256:'),
+    ],
+)
 def test_another_job_is_not_mixed_into_the_output(job, arguments, changed, words):
     job(LINES, "--n", "2", sampling={"temperature": 0.5})
     written = job.output.read_bytes()
@@ -333,7 +564,8 @@ def test_another_job_is_not_mixed_into_the_output(job, arguments, changed, words
 
 
 def test_a_job_broken_off_at_any_byte_is_continued(job):
-    """Cut at every byte in turn: what is whole is kept, what is not is sampled again, and nothing is there twice."""
+    """Cut at every byte in turn: what is whole is kept, what is not is sampled again, and nothing
+    is there twice."""
     job(LINES, "--n", "2")
     whole, settings = job.output.read_bytes(), json.loads(job.job.read_bytes())
     lines = whole.splitlines(keepends=True)
@@ -346,7 +578,9 @@ def test_a_job_broken_off_at_any_byte_is_continued(job):
         assert job(LINES, "--n", "2", "--resume")[0] == 0
         assert job.output.read_bytes() == whole and json.loads(job.job.read_bytes()) == settings
         sampled = job.engines[0].wrote if job.engines else []
-        assert len(sampled) == len(lines) - kept and all(pair not in job.engines[0].skip for pair in sampled)
+        assert len(sampled) == len(lines) - kept and all(
+            pair not in job.engines[0].skip for pair in sampled
+        )
 
 
 def test_a_job_killed_again_and_again_comes_to_its_end(job):
@@ -357,7 +591,11 @@ def test_a_job_killed_again_and_again_comes_to_its_end(job):
             job(LINES, "--n", "2", "--resume", lives=2)
         wrote += job.engines[0].wrote
     code, out, err = job(LINES, "--n", "2", "--resume", "--json", lives=2)
-    assert code == 0 and json.loads(out)["resumed"] == 8 and "9 completions (8 of them from before)" in err
+    assert (
+        code == 0
+        and json.loads(out)["resumed"] == 8
+        and "9 completions (8 of them from before)" in err
+    )
     assert len({*wrote, *job.engines[0].wrote}) == 9
     assert job.output.read_bytes() == (job.folder / "unbroken").read_bytes()
 
@@ -366,33 +604,64 @@ def test_rows_that_were_taken_out_of_a_complete_job_are_sampled_again(job):
     job(LINES)
     whole = job.output.read_bytes()
     job.output.write_bytes(b"".join(whole.splitlines(keepends=True)[1:4]))
-    assert job(LINES, "--resume")[0] == 0 and len(job.engines[0].wrote) == 3 and job.output.read_bytes() == whole
+    assert (
+        job(LINES, "--resume")[0] == 0
+        and len(job.engines[0].wrote) == 3
+        and job.output.read_bytes() == whole
+    )
 
 
-GOOD = {"id": 1, "line": 1, "index": 0, "text": "x", "tokens": [3], "reason": "stop", "logprob": -1.0}
+GOOD = {
+    "id": 1,
+    "line": 1,
+    "index": 0,
+    "text": "x",
+    "tokens": [3],
+    "reason": "stop",
+    "logprob": -1.0,
+}
 
 
-@pytest.mark.parametrize(("damage", "words"), [
-    (b"\0\0\0", "JSONDecodeError"), (b"", "JSONDecodeError"), (b'{"line": 1}', "KeyError: 'index'"), (b"[]", "TypeError"),
-    (json.dumps(GOOD | {"text": None}).encode(), "TypeError: its text is null"), (json.dumps(GOOD | {"index": 7}).encode(), "of no prompt"),
-    (json.dumps(GOOD | {"line": 2}).encode(), "it is of no prompt of the input"),
-    (json.dumps(GOOD | {"branch": [0]}).encode(), "it is of no prompt of the input"),
-    (json.dumps(GOOD | {"branch": [[]]}).encode(), "TypeError"), (json.dumps(GOOD | {"branch": 4}).encode(), "TypeError"),
-    (json.dumps(GOOD).encode(), "it repeats line 1"),
-])
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (b"\0\0\0", "JSONDecodeError"),
+        (b"", "JSONDecodeError"),
+        (b'{"line": 1}', "KeyError: 'index'"),
+        (b"[]", "TypeError"),
+        (json.dumps(GOOD | {"text": None}).encode(), "TypeError: its text is null"),
+        (json.dumps(GOOD | {"index": 7}).encode(), "of no prompt"),
+        (json.dumps(GOOD | {"line": 2}).encode(), "it is of no prompt of the input"),
+        (json.dumps(GOOD | {"branch": [0]}).encode(), "it is of no prompt of the input"),
+        (json.dumps(GOOD | {"branch": [[]]}).encode(), "TypeError"),
+        (json.dumps(GOOD | {"branch": 4}).encode(), "TypeError"),
+        (json.dumps(GOOD).encode(), "it repeats line 1"),
+    ],
+)
 def test_damage_in_the_middle_is_named(job, damage, words):
     job([{"prompt": "a"}, "", {"prompt": "b", "n": 3}])
     lines = job.output.read_bytes().split(b"\n")
     job.output.write_bytes(b"\n".join([*lines[:2], damage, *lines[3:]]))
-    with pytest.raises(ValueError, match=rf"line 3 of the output .*out.jsonl is damaged \(.*{words}.*take that line out, and --resume"):
+    with pytest.raises(
+        ValueError,
+        match=rf"line 3 of the output .*out.jsonl is damaged \(.*{words}.*take that line out, and "
+        r"--resume",
+    ):
         job([{"prompt": "a"}, "", {"prompt": "b", "n": 3}], "--resume")
 
 
 def test_ctrl_c_says_how_to_go_on(job, capsys):
     with pytest.raises(KeyboardInterrupt):
         job(LINES, lives=2, error=KeyboardInterrupt())
-    assert "2 of 6 completions are in" in (err := capsys.readouterr().err) and "--resume goes on with the job" in err
-    assert len(results(job.output)) == 2 and job(LINES, "--resume")[0] == 0 and len(results(job.output)) == 6
+    assert (
+        "2 of 6 completions are in" in (err := capsys.readouterr().err)
+        and "--resume goes on with the job" in err
+    )
+    assert (
+        len(results(job.output)) == 2
+        and job(LINES, "--resume")[0] == 0
+        and len(results(job.output)) == 6
+    )
 
 
 def test_two_processes_do_not_write_one_output(job):
@@ -410,9 +679,20 @@ def test_the_json_object(job):
     done = json.loads(out)
     tokens = sum(len(r["tokens"]) for r in results(job.output))
     assert done.pop("bad_lines")[0]["error"].startswith("is not JSON")
-    assert done == {"completions": 6, "prompts": 4, "tokens": tokens, "passes": 6, "seconds": 0.5, "compile_seconds": 2.5,
-                    "tokens_per_second": 2 * tokens, "kv_bytes": 4096, "unique_prompt_tokens": 77, "output": str(job.output), "resumed": 0,
-                    "rows": 3}
+    assert done == {
+        "completions": 6,
+        "prompts": 4,
+        "tokens": tokens,
+        "passes": 6,
+        "seconds": 0.5,
+        "compile_seconds": 2.5,
+        "tokens_per_second": 2 * tokens,
+        "kv_bytes": 4096,
+        "unique_prompt_tokens": 77,
+        "output": str(job.output),
+        "resumed": 0,
+        "rows": 3,
+    }
 
 
 def test_a_disk_that_is_full_at_the_end_costs_no_result(job, monkeypatch, capsys):
@@ -420,7 +700,9 @@ def test_a_disk_that_is_full_at_the_end_costs_no_result(job, monkeypatch, capsys
 
     def failing(path, lines, do):
         if path == job.output:
-            raise ValueError(f"{path} cannot be written (No space left on device); make room, and {do}")
+            raise ValueError(
+                f"{path} cannot be written (No space left on device); make room, and {do}"
+            )
         write(path, lines, do)
 
     monkeypatch.setattr(batch.records, "write", failing)
@@ -430,7 +712,11 @@ def test_a_disk_that_is_full_at_the_end_costs_no_result(job, monkeypatch, capsys
     assert done["completions"] == 6 and len(results(job.output)) == 6
     monkeypatch.undo()
     code, out, _ = job(LINES, "--json", "--resume")
-    assert code == 0 and json.loads(out)["resumed"] == 6 and [r["line"] for r in results(job.output)] == [1, 4, 4, 4, 5, 6]
+    assert (
+        code == 0
+        and json.loads(out)["resumed"] == 6
+        and [r["line"] for r in results(job.output)] == [1, 4, 4, 4, 5, 6]
+    )
 
 
 def test_a_terminal_gets_a_progress_bar(job, monkeypatch):
@@ -438,31 +724,73 @@ def test_a_terminal_gets_a_progress_bar(job, monkeypatch):
     monkeypatch.setattr(screen, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # no thread that outlives the test
-    job(LINES, "--max-new-tokens", "4", stream=lambda self, on_pass: (time.sleep(0.11) or c for c in Engine.stream(self, on_pass)))
+    job(
+        LINES,
+        "--max-new-tokens",
+        "4",
+        stream=lambda self, on_pass: (time.sleep(0.11) or c for c in Engine.stream(self, on_pass)),
+    )
     assert "completions" in screen.getvalue() and "tokens/s" in screen.getvalue()
 
 
 # Real jobs, killed.
 
 QUESTIONS = ["47 + 38", "12 * 7", "90 - 17", "81 - 36"]
-ARGUMENTS = ["--n", "4", "--max-new-tokens", "24", "--max-rows", "4", "--temperature", "2", "--seed", "5"]
+ARGUMENTS = [
+    "--n",
+    "4",
+    "--max-new-tokens",
+    "24",
+    "--max-rows",
+    "4",
+    "--temperature",
+    "2",
+    "--seed",
+    "5",
+]
 """Sixteen completions in four waves at least."""
 
 
 def begin(folder: Path, name: str, *more: str) -> subprocess.Popen:
     """Starts `jaxshare batch` on the embedded model; processes share what they compile."""
-    (folder / "in.jsonl").write_text("".join(json.dumps({"prompt": f"1. {q}"}) + "\n" for q in QUESTIONS), encoding="utf-8")
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-                   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    (folder / "in.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"1. {q}"}) + "\n" for q in QUESTIONS), encoding="utf-8"
+    )
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
     with open(folder / f"{name}.err", "w", encoding="utf-8") as errors:
-        return subprocess.Popen([sys.executable, "-m", "jaxshare.serving.cli", "batch", "embedded", "--input", str(folder / "in.jsonl"),
-                                 "--output", str(folder / name), *ARGUMENTS, *more], env=environment, stderr=errors)
+        return subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "jaxshare.serving.cli",
+                "batch",
+                "embedded",
+                "--input",
+                str(folder / "in.jsonl"),
+                "--output",
+                str(folder / name),
+                *ARGUMENTS,
+                *more,
+            ],
+            env=environment,
+            stderr=errors,
+        )
 
 
 def kill_after(process: subprocess.Popen, output: Path, lines: int, seconds: float) -> bool:
     """Kills it so many seconds after it has written so many lines; whether it was still running."""
     deadline = time.monotonic() + 300
-    while process.poll() is None and time.monotonic() < deadline and not (output.exists() and output.read_bytes().count(b"\n") >= lines):
+    while (
+        process.poll() is None
+        and time.monotonic() < deadline
+        and not (output.exists() and output.read_bytes().count(b"\n") >= lines)
+    ):
         time.sleep(0.001)
     time.sleep(seconds)
     process.kill()
@@ -476,7 +804,9 @@ def killed_jobs_equal_unbroken_ones(folder: Path, kills: int) -> None:
     assert len(expected) == 16 and len({r["text"] for r in expected}) > 4
     for attempt in range(3 * kills):
         name = f"killed {attempt}"
-        if not kill_after(begin(folder, name), folder / name, rng.randint(1, 12), rng.random() * 0.02):
+        if not kill_after(
+            begin(folder, name), folder / name, rng.randint(1, 12), rng.random() * 0.02
+        ):
             continue  # it was done first
         landed += 1
         kept = (folder / name).read_bytes().rpartition(b"\n")[0].splitlines()
@@ -484,8 +814,11 @@ def killed_jobs_equal_unbroken_ones(folder: Path, kills: int) -> None:
         assert again.wait(timeout=300) == 0, (folder / f"{name}.err").read_text(encoding="utf-8")
         found = results(folder / name)
         assert [{**r, "logprob": 0} for r in found] == [{**r, "logprob": 0} for r in expected]
-        assert [r["logprob"] for r in found] == pytest.approx([r["logprob"] for r in expected], abs=1e-3)
-        assert 0 < len(kept) < 16 and {*kept} <= {*(folder / name).read_bytes().splitlines()}  # not sampled again
+        assert [r["logprob"] for r in found] == pytest.approx(
+            [r["logprob"] for r in expected], abs=1e-3
+        )
+        # not sampled again
+        assert 0 < len(kept) < 16 and {*kept} <= {*(folder / name).read_bytes().splitlines()}
         if landed == kills:
             return
     pytest.fail(f"only {landed} of {3 * kills} jobs were killed before their end")

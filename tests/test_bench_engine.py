@@ -1,4 +1,5 @@
-"""The arithmetic and arguments of the engine's benchmark, and that what it times is what it says; the times are no matter for a test."""
+"""The arithmetic and arguments of the engine's benchmark, and that what it times is what it says;
+the times are no matter for a test."""
 
 import importlib
 import json
@@ -22,9 +23,16 @@ with pytest.MonkeyPatch.context() as patch:
 def test_calls_share_their_system_prompts_and_nothing_else():
     calls = bench.Calls(1000, seed=3, system_tokens=20)
     made = calls.make(60, (8, 40))
-    assert {call.prompt[:20] for call in made} == set(calls.systems) and len(set(calls.systems)) == bench.SYSTEMS
-    assert all(calls.systems[call.system] == call.prompt[:20] and 28 <= len(call.prompt) <= 60 for call in made)
-    assert {16 <= call.budget <= 128 for call in made} == {True} and len({call.budget for call in made}) > 20
+    assert {call.prompt[:20] for call in made} == set(calls.systems) and len(
+        set(calls.systems)
+    ) == bench.SYSTEMS
+    assert all(
+        calls.systems[call.system] == call.prompt[:20] and 28 <= len(call.prompt) <= 60
+        for call in made
+    )
+    assert {16 <= call.budget <= 128 for call in made} == {True} and len(
+        {call.budget for call in made}
+    ) > 20
     assert len({call.seed for call in [*made, *calls.make(5, (1, 1))]}) == 65
     assert bench.Calls(1000, seed=3, system_tokens=20).make(60, (8, 40)) == made
 
@@ -35,11 +43,21 @@ def test_the_raw_loop_has_the_length_of_an_answer_over_all_its_passes():
 
     assert bench.mean_length([call(100)]) == 50
     lengths = [at for budget in (20, 120) for at in range(budget)]
-    assert bench.mean_length([call(20), call(120)]) == pytest.approx(sum(lengths) / len(lengths), abs=1)
+    assert bench.mean_length([call(20), call(120)]) == pytest.approx(
+        sum(lengths) / len(lengths), abs=1
+    )
 
 
 def test_a_rate_is_that_of_the_time_in_which_calls_wait():
-    seen = [(0.0, 0, False), (1.0, 5, True), (2.0, 5, True), (3.0, 25, True), (4.0, 25, True), (5.0, 65, True), (6.0, 66, False)]
+    seen = [
+        (0.0, 0, False),
+        (1.0, 5, True),
+        (2.0, 5, True),
+        (3.0, 25, True),
+        (4.0, 25, True),
+        (5.0, 65, True),
+        (6.0, 66, False),
+    ]
     assert bench.steady_rate(seen) == (65 - 25) / (5 - 3)
     with pytest.raises(ValueError, match="too few calls waited"):
         bench.steady_rate(seen[:4])
@@ -88,31 +106,59 @@ def test_the_engine_and_the_loop_that_are_timed_do_the_work(tiny):
     assert raw.state.cache.lengths[-2:].tolist() == [raw.length + 8] * 2
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--models", "none"], ["--models has 'none'", "embedded, random"]),
-    (["--rows", "0"], ["--rows is 0"]),
-    (["--passes", "1000"], ["--passes is 1000", "at most 128"]),
-    (["--output", "no/such/folder/result.json"], ["--output", "folder that exists"]),
-])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--models", "none"], ["--models has 'none'", "embedded, random"]),
+        (["--rows", "0"], ["--rows is 0"]),
+        (["--passes", "1000"], ["--passes is 1000", "at most 128"]),
+        (["--output", "no/such/folder/result.json"], ["--output", "folder that exists"]),
+    ],
+)
 def test_bad_arguments_are_told_in_one_sentence(arguments, words, capsys):
     with pytest.raises(SystemExit) as stopped:
         bench.main(arguments)
     said = capsys.readouterr().err
-    assert stopped.value.code == 2 and said.startswith("bench_engine.py: ") and said.count("\n") == 1
+    assert (
+        stopped.value.code == 2 and said.startswith("bench_engine.py: ") and said.count("\n") == 1
+    )
     assert all(word in said for word in words), said
 
 
 def test_a_report_has_all_sides_as_text_and_as_json(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "measure", lambda name, *_, **__: {
-        "model": name, "rows": 2, "rounds": 1,
-        "saturation": {"tokens_per_second": {bench.ENGINE: 90.0, bench.RAW: 100.0}, "engine_with_the_end": 80.0,
-                       "engine_to_raw": {"median": 0.9, "lowest": 0.8, "highest": 1.0}},
-        "at_once": {"tokens_per_second": {bench.ENGINE: 3.0, bench.BATCHES: 1.5}, "engine_faster": {bench.BATCHES: {"median": 2.0}}},
-        "arrivals": [{"load": 0.5, "calls_per_second": 1.0, "first_token_milliseconds": {bench.ENGINE: {"p50": 4.0, "p99": 5.0}}}]})
+    monkeypatch.setattr(
+        bench,
+        "measure",
+        lambda name, *_, **__: {
+            "model": name,
+            "rows": 2,
+            "rounds": 1,
+            "saturation": {
+                "tokens_per_second": {bench.ENGINE: 90.0, bench.RAW: 100.0},
+                "engine_with_the_end": 80.0,
+                "engine_to_raw": {"median": 0.9, "lowest": 0.8, "highest": 1.0},
+            },
+            "at_once": {
+                "tokens_per_second": {bench.ENGINE: 3.0, bench.BATCHES: 1.5},
+                "engine_faster": {bench.BATCHES: {"median": 2.0}},
+            },
+            "arrivals": [
+                {
+                    "load": 0.5,
+                    "calls_per_second": 1.0,
+                    "first_token_milliseconds": {bench.ENGINE: {"p50": 4.0, "p99": 5.0}},
+                }
+            ],
+        },
+    )
     output = tmp_path / "result.json"
     assert bench.main(["--quick", "--json", "--output", str(output)]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report == json.loads(output.read_text()) and report["goals"][0]["met"] and report["benchmark"] == "engine"
+    assert (
+        report == json.loads(output.read_text())
+        and report["goals"][0]["met"]
+        and report["benchmark"] == "engine"
+    )
     assert bench.main(["--quick"]) == 0
     said = capsys.readouterr().out
     assert "engine to raw loop: 0.900" in said and "50% load, engine" in said

@@ -1,4 +1,5 @@
-"""Completions of prompts and of trees of prompts, against a plain loop over each whole prompt alone; what they cost; what is refused."""
+"""Completions of prompts and of trees of prompts, against a plain loop over each whole prompt
+alone; what they cost; what is refused."""
 
 import dataclasses
 import functools
@@ -24,14 +25,28 @@ from jaxshare.serving.trees import Branch, Prompts
 
 PROMPT = "<|im_start|>user\nSolve: 47 + 38<|im_end|>\n<|im_start|>assistant\n"
 WARM = Sampler(temperature=1.6, top_p=0.98)
-HOT = Sampler(temperature=3, forbidden=tuple(json.loads((EMBEDDED / "generation_config.json").read_text())["eos_token_id"]))
+HOT = Sampler(
+    temperature=3,
+    forbidden=tuple(json.loads((EMBEDDED / "generation_config.json").read_text())["eos_token_id"]),
+)
 """So that nothing ends before it has all its tokens, unless other tokens are to stop it."""
 
-# Most tests run a tree of this shape, or one with the same numbers of blocks and rows, so that they share their programs.
+# Most tests run a tree of this shape, or one with the same numbers of blocks and rows, so that they
+# share their programs.
 TOKENS = np.random.default_rng(0).integers(3, 402, 64).tolist()
-BOOK, QUESTION, CHAPTER, SECTION, OTHER = TOKENS[:14], TOKENS[14:17], TOKENS[17:22], TOKENS[22:26], TOKENS[26:32]
-FOREST = [Branch(BOOK, [Branch(QUESTION), Branch(CHAPTER, [Branch(SECTION, n=3)], n=1)]), Branch(OTHER, n=2)]
-"""Two trees with nothing in common: 4 prompts, 7 completions, 32 different tokens in 5 nodes, 4 of which several rows share."""
+BOOK, QUESTION, CHAPTER, SECTION, OTHER = (
+    TOKENS[:14],
+    TOKENS[14:17],
+    TOKENS[17:22],
+    TOKENS[22:26],
+    TOKENS[26:32],
+)
+FOREST = [
+    Branch(BOOK, [Branch(QUESTION), Branch(CHAPTER, [Branch(SECTION, n=3)], n=1)]),
+    Branch(OTHER, n=2),
+]
+"""Two trees with nothing in common: 4 prompts, 7 completions, 32 different tokens in 5 nodes, 4 of
+which several rows share."""
 WHOLE = [BOOK + QUESTION, BOOK + CHAPTER, BOOK + CHAPTER + SECTION, OTHER]
 """Its prompts: 17, 19, 23 and 6 tokens."""
 NUMBERS = [(0, 0), (1, 0), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1)]
@@ -51,7 +66,8 @@ def problem(seed: int = 0) -> problems.Problem:
 
 
 def plain_greedy(tokens: Sequence[int], count: int) -> tuple[list[int], float]:
-    """A loop over whole sequences with plain causal attention, and the log-probability of what it chose."""
+    """A loop over whole sequences with plain causal attention, and the log-probability of what it
+    chose."""
     made, total = _plain_greedy(tuple(tokens), count)
     return list(made), total
 
@@ -65,14 +81,14 @@ def _plain_greedy(prompt: tuple[int, ...], count: int) -> tuple[tuple[int, ...],
         total += logits.max() - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
         if tokens[-1] in model().generation.stop_tokens:
             break
-    return tuple(tokens[len(prompt):]), total
+    return tuple(tokens[len(prompt) :]), total
 
 
 def plain_logits(tokens: Sequence[int]) -> np.ndarray:
     """float64[T, V] after each token of one whole sequence."""
     padded = np.zeros((1, next(size for size in (64, 256, 512) if len(tokens) <= size)), np.int32)
-    padded[0, :len(tokens)] = tokens
-    return np.asarray(_causal()(model().params, padded), np.float64)[0, :len(tokens)]
+    padded[0, : len(tokens)] = tokens
+    return np.asarray(_causal()(model().params, padded), np.float64)[0, : len(tokens)]
 
 
 @functools.cache
@@ -94,13 +110,22 @@ def texts(done: Completions) -> dict[tuple[int, int], list[int]]:
 
 def with_stops() -> LoadedModel:
     """The model with the digits for stop tokens, so that rows end at different times."""
-    return dataclasses.replace(model(), generation=dataclasses.replace(model().generation, stop_tokens=DIGITS))
+    return dataclasses.replace(
+        model(), generation=dataclasses.replace(model().generation, stop_tokens=DIGITS)
+    )
 
 
 @functools.cache
 def at_once(sampler: Sampler, stops: bool = False, seed: int = 5) -> Completions:
     """All rows of the forest at once."""
-    return generate(with_stops() if stops else model(), FOREST, max_new_tokens=NEW, sampler=sampler, seed=seed, share=True)
+    return generate(
+        with_stops() if stops else model(),
+        FOREST,
+        max_new_tokens=NEW,
+        sampler=sampler,
+        seed=seed,
+        share=True,
+    )
 
 
 def test_greedy_equals_a_plain_loop_shared_or_not():
@@ -113,10 +138,24 @@ def test_greedy_equals_a_plain_loop_shared_or_not():
 
 
 def test_samples_are_the_same_shared_or_not_and_for_any_n():
-    shared = [c.tokens for c in generate(model(), PROMPT, n=4, max_new_tokens=24, sampler=WARM, seed=7, share=True).completions]
-    unshared = [c.tokens for c in generate(model(), PROMPT, n=4, max_new_tokens=24, sampler=WARM, seed=7, share=False).completions]
-    single = [generate(model(), PROMPT, n=1, max_new_tokens=24, sampler=WARM, seed=stream_seed(7, 0, i)).completions[0].tokens
-              for i in (0, 3)]
+    shared = [
+        c.tokens
+        for c in generate(
+            model(), PROMPT, n=4, max_new_tokens=24, sampler=WARM, seed=7, share=True
+        ).completions
+    ]
+    unshared = [
+        c.tokens
+        for c in generate(
+            model(), PROMPT, n=4, max_new_tokens=24, sampler=WARM, seed=7, share=False
+        ).completions
+    ]
+    single = [
+        generate(model(), PROMPT, n=1, max_new_tokens=24, sampler=WARM, seed=stream_seed(7, 0, i))
+        .completions[0]
+        .tokens
+        for i in (0, 3)
+    ]
     assert shared == unshared
     assert single == [shared[0], shared[3]]
     assert len({tuple(tokens) for tokens in shared}) > 1
@@ -135,8 +174,14 @@ def test_a_shared_prompt_is_cached_once():
 @pytest.mark.slow
 def test_budgets_and_stops():
     done = generate(model(), PROMPT, n=4, max_new_tokens=1)
-    assert [len(c.tokens) for c in done.completions] == [1] * 4 and done.completions[0].reason == "budget"
-    stopped = [c for c in generate(model(), PROMPT, n=4, max_new_tokens=300, sampler=WARM).completions if c.reason == "stop"]
+    assert [len(c.tokens) for c in done.completions] == [1] * 4 and done.completions[
+        0
+    ].reason == "budget"
+    stopped = [
+        c
+        for c in generate(model(), PROMPT, n=4, max_new_tokens=300, sampler=WARM).completions
+        if c.reason == "stop"
+    ]
     assert stopped
     for completion in stopped:
         assert completion.tokens[-1] in model().generation.stop_tokens
@@ -147,19 +192,28 @@ def test_budgets_and_stops():
 def forests(draw) -> tuple[list[Branch], list[tuple[list[int], int]]]:
     """Random trees, and their prompts with n in depth-first order.
 
-    All have 7 completions below 4 blocks on 3 levels, and lengths that fill an arena of the same size, so they run the same programs. Which
-    node a completion ends at, the order of everything and all tokens are drawn.
+    All have 7 completions below 4 blocks on 3 levels, and lengths that fill an arena of the same
+    size, so they run the same programs. Which node a completion ends at, the order of everything
+    and all tokens are drawn.
     """
     short = st.integers(1, 8)
 
     def text(length: int, first: int) -> list[int]:
-        return [first, *draw(st.lists(st.integers(3, 401), min_size=length - 1, max_size=length - 1))]
+        return [
+            first,
+            *draw(st.lists(st.integers(3, 401), min_size=length - 1, max_size=length - 1)),
+        ]
 
     def node(tokens: list[int], rows: int, *below: Branch) -> Branch:
         """A node where so many completions end, or right below it."""
         ends = draw(st.integers(0, rows))
-        firsts = draw(st.lists(st.integers(3, 99), min_size=rows - ends, max_size=rows - ends, unique=True))
-        leaves = [Branch(text(draw(st.integers(1, 4)), first), n=draw(st.sampled_from([None, 1]))) for first in firsts]
+        firsts = draw(
+            st.lists(st.integers(3, 99), min_size=rows - ends, max_size=rows - ends, unique=True)
+        )
+        leaves = [
+            Branch(text(draw(st.integers(1, 4)), first), n=draw(st.sampled_from([None, 1])))
+            for first in firsts
+        ]
         return Branch(tokens, draw(st.permutations([*leaves, *below])), n=ends or None)
 
     section = node(text(draw(short), 100), 3)
@@ -180,18 +234,30 @@ def forests(draw) -> tuple[list[Branch], list[tuple[list[int], int]]]:
     return roots, ends
 
 
-def check_forest(prompts: Prompts, ends: Sequence[tuple[list[int], int]], share: bool | None) -> None:
+def check_forest(
+    prompts: Prompts, ends: Sequence[tuple[list[int], int]], share: bool | None
+) -> None:
     done = generate(model(), prompts, max_new_tokens=NEW, sampler=Sampler(), share=share)
     expected = {number: plain_greedy(tokens, NEW) for number, (tokens, _) in enumerate(ends)}
-    assert [(c.prompt, c.index) for c in done.completions] == [(p, i) for p, (_, n) in enumerate(ends) for i in range(n)]
+    assert [(c.prompt, c.index) for c in done.completions] == [
+        (p, i) for p, (_, n) in enumerate(ends) for i in range(n)
+    ]
     for completion in done.completions:
         assert completion.tokens == expected[completion.prompt][0]
         assert completion.logprob == pytest.approx(expected[completion.prompt][1], abs=1e-3)
-    unique = len({tuple(tokens[:length]) for tokens, _ in ends for length in range(1, len(tokens) + 1)})
-    assert (done.unique_tokens, done.prompt_tokens) == (unique, sum(len(tokens) for tokens, _ in ends))
+    unique = len(
+        {tuple(tokens[:length]) for tokens, _ in ends for length in range(1, len(tokens) + 1)}
+    )
+    assert (done.unique_tokens, done.prompt_tokens) == (
+        unique,
+        sum(len(tokens) for tokens, _ in ends),
+    )
     if share is not None:
         prompt_tokens = unique if share else sum(len(tokens) * n for tokens, n in ends)
-        assert done.kv_bytes == (prompt_tokens + sum(len(c.tokens) - 1 for c in done.completions)) * token_bytes()
+        assert (
+            done.kv_bytes
+            == (prompt_tokens + sum(len(c.tokens) - 1 for c in done.completions)) * token_bytes()
+        )
 
 
 @settings(max_examples=12)
@@ -216,7 +282,8 @@ def test_a_tree_keeps_its_32_different_tokens_once():
     assert (done.prompt_tokens, done.unique_tokens) == (65, 32)
     assert [len(tokens) for tokens in texts(done).values()] == [8] * 7
     assert done.kv_bytes == (32 + 7 * 7) * token_bytes()
-    # 7 passes feed what was sampled; the books come first, what stands below them after, and the section last.
+    # 7 passes feed what was sampled; the books come first, what stands below them after, and the
+    # section last.
     assert done.passes == 7 + 3
     unshared = generate(model(), FOREST, max_new_tokens=NEW, sampler=HOT, seed=5, share=False)
     assert texts(unshared) == texts(done)
@@ -225,13 +292,16 @@ def test_a_tree_keeps_its_32_different_tokens_once():
 
 @pytest.mark.parametrize("share", [True, False])
 def test_a_pass_reads_every_cached_token_once(share):
-    """The cache and layout are those that a run has at its end, when every row's block has room for one token more."""
+    """The cache and layout are those that a run has at its end, when every row's block has room for
+    one token more."""
     found: list[int] = []
 
     def read(run: Branches) -> None:
         state = run._state
         assert state is not None
-        plan = jax.jit(make_plan, static_argnums=3)(state.cache, state.layout, np.ones(7, np.int32), 1)
+        plan = jax.jit(make_plan, static_argnums=3)(
+            state.cache, state.layout, np.ones(7, np.int32), 1
+        )
         found.append(int(plan.read_tokens))
 
     generate(model(), FOREST, max_new_tokens=NEW, sampler=HOT, seed=5, share=share, on_tokens=read)
@@ -241,13 +311,25 @@ def test_a_pass_reads_every_cached_token_once(share):
 
 @pytest.mark.slow
 def test_what_pays_is_shared_and_the_rest_copied():
-    """A tile costs 1, shared or a row's own: to share a long document among three rows pays, a short question among two does not."""
+    """A tile costs 1, shared or a row's own: to share a long document among three rows pays, a
+    short question among two does not."""
     rng = np.random.default_rng(1)
     document, first, second = (rng.integers(3, 402, size).tolist() for size in (200, 5, 7))
     costs = Costs(shared_start=0, shared_tile=1, shared_token_row=0, private_row=0, private_tile=1)
-    done = generate(model(), Branch(document, [Branch(first, n=2), Branch(second)]), max_new_tokens=NEW, sampler=Sampler(), costs=costs)
-    assert [c.tokens for c in done.completions] == [plain_greedy(document + x, NEW)[0] for x in (first, first, second)]
-    assert done.kv_bytes == (200 + 2 * 5 + 7 + sum(len(c.tokens) - 1 for c in done.completions)) * token_bytes()
+    done = generate(
+        model(),
+        Branch(document, [Branch(first, n=2), Branch(second)]),
+        max_new_tokens=NEW,
+        sampler=Sampler(),
+        costs=costs,
+    )
+    assert [c.tokens for c in done.completions] == [
+        plain_greedy(document + x, NEW)[0] for x in (first, first, second)
+    ]
+    assert (
+        done.kv_bytes
+        == (200 + 2 * 5 + 7 + sum(len(c.tokens) - 1 for c in done.completions)) * token_bytes()
+    )
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -259,21 +341,36 @@ def test_waves_give_what_all_rows_at_once_give(max_rows, stops):
     def every_row_is_at_work(run: Branches) -> None:
         assert len(run.running()) == min(max_rows, 7 - len(done))
 
-    run = Branches(with_stops() if stops else model(), FOREST, max_new_tokens=NEW, sampler=HOT, seed=5, share=True, max_rows=max_rows)
+    run = Branches(
+        with_stops() if stops else model(),
+        FOREST,
+        max_new_tokens=NEW,
+        sampler=HOT,
+        seed=5,
+        share=True,
+        max_rows=max_rows,
+    )
     for completion in run.stream(every_row_is_at_work):
         done.append(completion)
     done.sort(key=lambda c: (c.prompt, c.index))
-    assert [(c.prompt, c.index, c.tokens) for c in done] == [(*number, tokens) for number, tokens in texts(expected).items()]
-    np.testing.assert_allclose([c.logprob for c in done], [c.logprob for c in expected.completions], atol=1e-3)
+    assert [(c.prompt, c.index, c.tokens) for c in done] == [
+        (*number, tokens) for number, tokens in texts(expected).items()
+    ]
+    np.testing.assert_allclose(
+        [c.logprob for c in done], [c.logprob for c in expected.completions], atol=1e-3
+    )
 
-    # A completion of k tokens takes k - 1 passes of its row, and the next one in order takes the row that is free first.
+    # A completion of k tokens takes k - 1 passes of its row, and the next one in order takes the
+    # row that is free first.
     passes = [len(c.tokens) - 1 for c in done]
     rows = [0] * max_rows
     for taken in passes:
         rows[int(np.argmin(rows))] += taken
-    assert 3 <= run.passes - max(rows) <= 5  # the rest feeds the prompts: a section, what stands above, and above that; 5 nodes in all
+    # the rest feeds the prompts: a section, what stands above, and above that; 5 nodes in all
+    assert 3 <= run.passes - max(rows) <= 5
     if stops:
-        assert max(rows) < sum(max(passes[i:i + max_rows]) for i in range(0, 7, max_rows))  # what waves that wait for their last row take
+        # what waves that wait for their last row take
+        assert max(rows) < sum(max(passes[i : i + max_rows]) for i in range(0, 7, max_rows))
 
 
 def test_greedy_waves_equal_the_plain_loop():
@@ -283,27 +380,55 @@ def test_greedy_waves_equal_the_plain_loop():
 
 @pytest.mark.parametrize("tokens", [31, pytest.param(47, marks=pytest.mark.slow)])
 def test_a_bound_on_memory_is_kept_and_changes_no_text(tokens):
-    """31 tokens hold one completion of the longest prompt, 14 + 5 + 4 + 8, and nothing beside it."""
-    done = generate(with_stops(), FOREST, max_new_tokens=NEW, sampler=HOT, seed=5, max_kv_bytes=tokens * token_bytes())
+    """31 tokens hold one completion of the longest prompt, 14 + 5 + 4 + 8, and nothing beside
+    it."""
+    done = generate(
+        with_stops(),
+        FOREST,
+        max_new_tokens=NEW,
+        sampler=HOT,
+        seed=5,
+        max_kv_bytes=tokens * token_bytes(),
+    )
     assert texts(done) == texts(at_once(HOT, True))
     assert 23 * token_bytes() < done.kv_bytes <= tokens * token_bytes()
 
 
 def test_a_bound_one_token_too_low_says_what_is_needed_and_what_there_is():
     need, room = f"{31 * token_bytes():,}", f"{30 * token_bytes():,}"
-    with pytest.raises(ValueError, match=f"31 tokens for prompt 2, {need} bytes .* room for 30 tokens, {room} bytes; raise max_kv_bytes"):
+    with pytest.raises(
+        ValueError,
+        match=f"31 tokens for prompt 2, {need} bytes .* room for 30 tokens, {room} bytes; raise "
+        "max_kv_bytes",
+    ):
         generate(model(), FOREST, max_new_tokens=NEW, max_kv_bytes=31 * token_bytes() - 1)
 
 
 def test_a_prefix_that_lies_in_the_way_is_fed_again():
-    """The first prompt's one token lies below the book. When it is gone there is room enough for the section, but in two pieces."""
-    tree = [Branch(TOKENS[40:41], n=2), Branch(BOOK, [Branch(CHAPTER, [Branch(SECTION, n=3)], n=1)], n=1)]
+    """The first prompt's one token lies below the book. When it is gone there is room enough for
+    the section, but in two pieces."""
+    tree = [
+        Branch(TOKENS[40:41], n=2),
+        Branch(BOOK, [Branch(CHAPTER, [Branch(SECTION, n=3)], n=1)], n=1),
+    ]
 
     def run(seed: int, bound: int | None = None) -> Completions:
-        return generate(with_stops(), tree, max_new_tokens=NEW, sampler=HOT, seed=seed, share=True, max_kv_bytes=bound)
+        return generate(
+            with_stops(),
+            tree,
+            max_new_tokens=NEW,
+            sampler=HOT,
+            seed=seed,
+            share=True,
+            max_kv_bytes=bound,
+        )
 
     # One of the first two is to run beside the book.
-    seed, loose = next((seed, done) for seed in range(20) if len(texts(done := run(seed))[0, 0]) != len(texts(done)[0, 1]))
+    seed, loose = next(
+        (seed, done)
+        for seed in range(20)
+        if len(texts(done := run(seed))[0, 0]) != len(texts(done)[0, 1])
+    )
     tight = run(seed, 31 * token_bytes())
     assert texts(tight) == texts(loose)
     assert tight.kv_bytes <= 31 * token_bytes()
@@ -312,25 +437,45 @@ def test_a_prefix_that_lies_in_the_way_is_fed_again():
 def test_a_text_depends_on_its_prompt_and_its_numbers_alone():
     options = {"max_new_tokens": NEW, "sampler": HOT, "seed": 5, "share": True, "max_rows": 3}
     expected = texts(at_once(HOT))
-    more = texts(generate(model(), FOREST, n=2, **options))  # only the question leaves n to the call
+    # only the question leaves n to the call
+    more = texts(generate(model(), FOREST, n=2, **options))
     assert list(more) == [(0, 0), (0, 1), *NUMBERS[1:]]
     assert {number: more[number] for number in NUMBERS} == expected
     assert more[0, 1] != more[0, 0]
 
     neighbour = texts(generate(model(), [FOREST[0], Branch(TOKENS[40:44], n=2)], **options))
-    assert [neighbour[number] for number in NUMBERS[:5]] == [expected[number] for number in NUMBERS[:5]]
+    assert [neighbour[number] for number in NUMBERS[:5]] == [
+        expected[number] for number in NUMBERS[:5]
+    ]
     assert neighbour[3, 0] != expected[3, 0]
 
     run = Branches(model(), FOREST, skip=[(0, 0), (2, 1), (2, 1), (9, 9)], **options)
     left = {(c.prompt, c.index): c.tokens for c in run.stream()}
-    assert left == {number: expected[number] for number in NUMBERS if number not in [(0, 0), (2, 1)]}
+    assert left == {
+        number: expected[number] for number in NUMBERS if number not in [(0, 0), (2, 1)]
+    }
 
 
 def test_the_same_prompt_twice_gives_different_samples():
-    twice = texts(generate(model(), [*FOREST[:1], OTHER, OTHER], max_new_tokens=NEW, sampler=HOT, seed=5, share=True, max_rows=3))
+    twice = texts(
+        generate(
+            model(),
+            [*FOREST[:1], OTHER, OTHER],
+            max_new_tokens=NEW,
+            sampler=HOT,
+            seed=5,
+            share=True,
+            max_rows=3,
+        )
+    )
     assert twice[3, 0] == texts(at_once(HOT))[3, 0]
-    assert len({tuple(tokens) for tokens in (twice[3, 0], twice[4, 0], texts(at_once(HOT))[3, 1])}) == 3
-    assert texts(at_once(HOT)) != texts(generate(model(), FOREST, max_new_tokens=NEW, sampler=HOT, seed=6, share=True))
+    assert (
+        len({tuple(tokens) for tokens in (twice[3, 0], twice[4, 0], texts(at_once(HOT))[3, 1])})
+        == 3
+    )
+    assert texts(at_once(HOT)) != texts(
+        generate(model(), FOREST, max_new_tokens=NEW, sampler=HOT, seed=6, share=True)
+    )
 
 
 def test_everything_skipped_runs_nothing():
@@ -340,50 +485,81 @@ def test_everything_skipped_runs_nothing():
 
 def test_completions_come_as_they_end():
     # The second of the first three rows is to end before the first.
-    seed = next(seed for seed in range(40) if len(texts(at_once(HOT, True, seed))[1, 0]) < len(texts(at_once(HOT, True, seed))[0, 0]) - 2)
+    seed = next(
+        seed
+        for seed in range(40)
+        if len(texts(at_once(HOT, True, seed))[1, 0])
+        < len(texts(at_once(HOT, True, seed))[0, 0]) - 2
+    )
     expected = at_once(HOT, True, seed)
-    run = Branches(with_stops(), FOREST, max_new_tokens=NEW, sampler=HOT, seed=seed, share=True, max_rows=3)
+    run = Branches(
+        with_stops(), FOREST, max_new_tokens=NEW, sampler=HOT, seed=seed, share=True, max_rows=3
+    )
     stream = run.stream()
     first = next(stream)
-    assert isinstance(first, Completion) and texts(expected)[first.prompt, first.index] == first.tokens
+    assert (
+        isinstance(first, Completion) and texts(expected)[first.prompt, first.index] == first.tokens
+    )
     passes, running = run.passes, {(c.prompt, c.index): c.tokens for c in run.running()}
-    assert len(running) == 2 and all(texts(expected)[number][:len(found)] == found for number, found in running.items())
+    assert len(running) == 2 and all(
+        texts(expected)[number][: len(found)] == found for number, found in running.items()
+    )
     rest = list(stream)
     assert run.passes > passes
     assert sorted((c.prompt, c.index) for c in [first, *rest]) == NUMBERS
-    assert [(c.prompt, c.index) for c in [first, *rest]] != NUMBERS  # those that end first come first
+    # those that end first come first
+    assert [(c.prompt, c.index) for c in [first, *rest]] != NUMBERS
     assert run.sampled_tokens == sum(len(c.tokens) for c in [first, *rest])
     assert run.running() == []
 
 
 def test_the_prompts_text_and_tokens_are_the_same():
-    """Nodes of text are encoded as one text, even where a token of the whole straddles two of them."""
+    """Nodes of text are encoded as one text, even where a token of the whole straddles two of
+    them."""
     parts = PROMPT[:7], PROMPT[7:31], PROMPT[31:]
-    done = generate(model(), Branch(parts[0], [Branch(parts[1], [Branch(parts[2])])]), max_new_tokens=24, sampler=Sampler())
-    assert [c.tokens for c in done.completions] == [plain_greedy(model().tokenizer.encode(PROMPT), 24)[0]]
+    done = generate(
+        model(),
+        Branch(parts[0], [Branch(parts[1], [Branch(parts[2])])]),
+        max_new_tokens=24,
+        sampler=Sampler(),
+    )
+    assert [c.tokens for c in done.completions] == [
+        plain_greedy(model().tokenizer.encode(PROMPT), 24)[0]
+    ]
     assert done.completions[0].text == model().tokenizer.decode(done.completions[0].tokens)
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"prompts": ""}, "prompt 0 has no text; give at least one token of text"),
-    ({"prompts": []}, "there are no prompts; give at least one"),
-    ({"prompts": None}, "there are no prompts; give at least one, or a prefix"),
-    ({"prompts": [PROMPT, []]}, "prompt 1 has no text"),
-    ({"prompts": Branch(PROMPT, [Branch("1"), Branch("")])}, "branch 0.1 has no text"),
-    ({"prompts": Branch(PROMPT, [Branch("1", n=0)])}, "n of branch 0.0 is 0; ask for at least 1"),
-    ({"n": 0}, "n is 0; ask for at least 1"),
-    ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
-    ({"max_new_tokens": -3}, "max_new_tokens is -3"),
-    ({"max_rows": 0}, "max_rows is 0; it must be at least 1"),
-    ({"max_kv_bytes": 0}, "max_kv_bytes is 0; it must be at least 1"),
-    ({"prompts": "1 " * 5000}, "the prompt has .* but the model's context holds 8192"),
-    ({"prompts": [PROMPT, [5] * 8191], "max_new_tokens": 2}, "prompt 1 has 8191 tokens and 2 more may follow, but .* holds 8192"),
-])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prompts": ""}, "prompt 0 has no text; give at least one token of text"),
+        ({"prompts": []}, "there are no prompts; give at least one"),
+        ({"prompts": None}, "there are no prompts; give at least one, or a prefix"),
+        ({"prompts": [PROMPT, []]}, "prompt 1 has no text"),
+        ({"prompts": Branch(PROMPT, [Branch("1"), Branch("")])}, "branch 0.1 has no text"),
+        (
+            {"prompts": Branch(PROMPT, [Branch("1", n=0)])},
+            "n of branch 0.0 is 0; ask for at least 1",
+        ),
+        ({"n": 0}, "n is 0; ask for at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+        ({"max_new_tokens": -3}, "max_new_tokens is -3"),
+        ({"max_rows": 0}, "max_rows is 0; it must be at least 1"),
+        ({"max_kv_bytes": 0}, "max_kv_bytes is 0; it must be at least 1"),
+        ({"prompts": "1 " * 5000}, "the prompt has .* but the model's context holds 8192"),
+        (
+            {"prompts": [PROMPT, [5] * 8191], "max_new_tokens": 2},
+            "prompt 1 has 8191 tokens and 2 more may follow, but .* holds 8192",
+        ),
+    ],
+)
 def test_bad_input(options, words):
     with pytest.raises(ValueError, match=words):
         generate(model(), **{"prompts": PROMPT, **options})
 
 
 def test_text_needs_a_tokenizer():
-    with pytest.raises(ValueError, match=re.escape("no tokenizer, so a prompt must be given as tokens")):
+    with pytest.raises(
+        ValueError, match=re.escape("no tokenizer, so a prompt must be given as tokens")
+    ):
         generate(dataclasses.replace(model(), tokenizer=None), PROMPT)

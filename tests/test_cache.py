@@ -19,7 +19,10 @@ KV_HEADS, DIM = 2, 12  # partial rotary: 8 of 12
 
 
 def numbers(cache: KVCache) -> list[list[int]]:
-    return [np.asarray(a).tolist() for a in (cache.offsets, cache.lengths, cache.capacities, cache.phases)]
+    return [
+        np.asarray(a).tolist()
+        for a in (cache.offsets, cache.lengths, cache.capacities, cache.phases)
+    ]
 
 
 def arenas(cache: KVCache) -> list[np.ndarray]:
@@ -37,11 +40,15 @@ def jitted(name: str):
 
 # create
 
+
 def test_create_lays_the_blocks_end_to_end():
     cache = KVCache.create(TINY, (40, 0, 3), jnp.bfloat16)
     assert numbers(cache) == [[0, 40, 40], [0, 0, 0], [40, 0, 3], [0, 0, 0]]
     assert len(cache.keys) == len(cache.values) == TINY.num_layers
-    assert all(a.shape == (TINY.num_kv_heads, 43, TINY.head_dim) and a.dtype == jnp.bfloat16 for a in (*cache.keys, *cache.values))
+    assert all(
+        a.shape == (TINY.num_kv_heads, 43, TINY.head_dim) and a.dtype == jnp.bfloat16
+        for a in (*cache.keys, *cache.values)
+    )
     assert cache.num_blocks == 3 and cache.rope == TINY.rope and int(cache.faults) == 0
     assert cache.token_bytes == 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 2
     assert KVCache.create(TINY, (1,), jnp.float32).token_bytes == 2 * cache.token_bytes
@@ -57,7 +64,11 @@ def test_blocks_do_not_overlap_and_waste_little(capacities):
     ends = offsets + capacities
     assert offsets[0] == 0 and (offsets[1:] >= ends[:-1]).all()
     last = 512 if ends[-1] >= 2048 else 128
-    assert ends[-1] <= cache.keys[0].shape[1] <= sum(capacities) + 128 * sum(c >= 128 for c in capacities) + last
+    assert (
+        ends[-1]
+        <= cache.keys[0].shape[1]
+        <= sum(capacities) + 128 * sum(c >= 128 for c in capacities) + last
+    )
     assert cache.keys[0].shape == cache.values[0].shape and cache.keys[0].shape[1] >= 1
 
 
@@ -65,10 +76,15 @@ def test_the_default_dtype_is_bfloat16():
     assert KVCache.create(TINY, [4]).keys[0].dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize(("capacities", "words"), [
-    ((), "at least one block"), (5, "at least one block"), ((4, -2, -3), "capacity of block 1 is -"),
-    ((2**30, 2**30), "2147483648 tokens in all"),
-])
+@pytest.mark.parametrize(
+    ("capacities", "words"),
+    [
+        ((), "at least one block"),
+        (5, "at least one block"),
+        ((4, -2, -3), "capacity of block 1 is -"),
+        ((2**30, 2**30), "2147483648 tokens in all"),
+    ],
+)
 def test_create_refuses(capacities, words):
     with pytest.raises(ValueError, match=words):
         KVCache.create(TINY, capacities)
@@ -85,25 +101,42 @@ def test_a_cache_is_a_frozen_pytree():
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(cache, field.name, None)
     leaves, tree = jax.tree.flatten(cache)
-    assert all(isinstance(leaf, jax.Array) for leaf in leaves) and len(leaves) == 2 * TINY.num_layers + 5
+    assert (
+        all(isinstance(leaf, jax.Array) for leaf in leaves)
+        and len(leaves) == 2 * TINY.num_layers + 5
+    )
     assert jax.tree.unflatten(tree, leaves).rope == TINY.rope
 
 
 # empty
 
+
 def test_an_empty_cache_has_nothing_but_free_slots():
     cache = KVCache.empty(TINY, 43, 3, jnp.float32)
-    assert numbers(cache) == [[0, 0, 0]] * 4 and cache.num_blocks == 3 and cache.rope == TINY.rope and int(cache.faults) == 0
+    assert (
+        numbers(cache) == [[0, 0, 0]] * 4
+        and cache.num_blocks == 3
+        and cache.rope == TINY.rope
+        and int(cache.faults) == 0
+    )
     assert len(cache.keys) == len(cache.values) == TINY.num_layers
-    assert all(a.shape == (TINY.num_kv_heads, 43, TINY.head_dim) and a.dtype == jnp.float32 for a in (*cache.keys, *cache.values))
+    assert all(
+        a.shape == (TINY.num_kv_heads, 43, TINY.head_dim) and a.dtype == jnp.float32
+        for a in (*cache.keys, *cache.values)
+    )
     assert KVCache.empty(TINY, 1, 1).keys[0].dtype == jnp.bfloat16
     cache.check()
 
 
-@pytest.mark.parametrize(("tokens", "blocks", "words"), [
-    (0, 3, "at least 1 token and 1 block; got 0 and 3"), (5, 0, "got 5 and 0"), (-1, 1, "got -1 and 1"),
-    (2**31, 1, "the blocks hold 2147483648 tokens in all"),
-])
+@pytest.mark.parametrize(
+    ("tokens", "blocks", "words"),
+    [
+        (0, 3, "at least 1 token and 1 block; got 0 and 3"),
+        (5, 0, "got 5 and 0"),
+        (-1, 1, "got -1 and 1"),
+        (2**31, 1, "the blocks hold 2147483648 tokens in all"),
+    ],
+)
 def test_empty_refuses(tokens, blocks, words):
     with pytest.raises(ValueError, match=words):
         KVCache.empty(TINY, tokens, blocks)
@@ -115,13 +148,32 @@ CAPACITIES, ARENA = (50, 30, 4, 0, 60), 144
 LENGTHS = (10, 0, 1, 0, 60)
 
 
-def filled(lengths, capacities=CAPACITIES, *, rope=YARN, phases=None, gap=0, dtype=jnp.float32, seed=0, tokens=ARENA):
+def filled(
+    lengths,
+    capacities=CAPACITIES,
+    *,
+    rope=YARN,
+    phases=None,
+    gap=0,
+    dtype=jnp.float32,
+    seed=0,
+    tokens=ARENA,
+):
     """(cache, keys of each block, values of each block), blocks end to end, keys not rotated."""
     rng = np.random.default_rng(seed)
     keys, values = ([raw(rng, n) for n in lengths] for _ in range(2))
     offsets = np.cumsum(capacities) - np.asarray(capacities) + gap
     phases = [0] * len(lengths) if phases is None else phases
-    cache = cache_with(keys, values, rope=rope, offsets=offsets, capacities=capacities, tokens=tokens, phases=phases, dtype=dtype)
+    cache = cache_with(
+        keys,
+        values,
+        rope=rope,
+        offsets=offsets,
+        capacities=capacities,
+        tokens=tokens,
+        phases=phases,
+        dtype=dtype,
+    )
     return cache, keys, values
 
 
@@ -132,7 +184,8 @@ def appended(cache, layout, count, k, v, width):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("rows", "width"), [(3, 1), (12, 1), (3, 40), (12, 40), (3, 200)])  # at last more tokens than the arena has
+# at last more tokens than the arena has
+@pytest.mark.parametrize(("rows", "width"), [(3, 1), (12, 1), (3, 40), (12, 40), (3, 200)])
 def test_append_rotates_to_the_index_in_the_block_and_touches_nothing_else(rows, width, dtype):
     cache, _, _ = filled(LENGTHS, phases=(0, 7, 100, 0, 0), dtype=dtype)
     layout = Layout.from_blocks([[4, 0], [0, 1], [2]], num_rows=rows)
@@ -141,25 +194,49 @@ def test_append_rotates_to_the_index_in_the_block_and_touches_nothing_else(rows,
         count = [min(c, width) for c in count] + [0] * (rows - 3)
         rng = np.random.default_rng(width)
         k, v = (rng.normal(size=(rows, width, KV_HEADS, DIM)) for _ in range(2))
-        after = appended(cache, layout, jnp.asarray(count, jnp.int32), jnp.asarray(k, dtype), jnp.asarray(v, dtype), width)
+        after = appended(
+            cache,
+            layout,
+            jnp.asarray(count, jnp.int32),
+            jnp.asarray(k, dtype),
+            jnp.asarray(v, dtype),
+            width,
+        )
         expected = arenas(cache)
         for r, block in enumerate([0, 1, 2]):
             assert count[r] <= room[r]
-            at, index = int(cache.offsets[block]) + LENGTHS[block], LENGTHS[block] + np.arange(count[r])
-            given = np.asarray(jnp.asarray(k[r, :count[r]], dtype), np.float64)
+            at, index = (
+                int(cache.offsets[block]) + LENGTHS[block],
+                LENGTHS[block] + np.arange(count[r]),
+            )
+            given = np.asarray(jnp.asarray(k[r, : count[r]], dtype), np.float64)
             turned = rotated(given, index + int(cache.phases[block]), YARN, YARN.attention_factor)
-            expected[0][:, at:at + count[r]] = turned.swapaxes(0, 1)
-            expected[1][:, at:at + count[r]] = np.asarray(jnp.asarray(v[r, :count[r]], dtype), np.float32).swapaxes(0, 1)
+            expected[0][:, at : at + count[r]] = turned.swapaxes(0, 1)
+            expected[1][:, at : at + count[r]] = np.asarray(
+                jnp.asarray(v[r, : count[r]], dtype), np.float32
+            ).swapaxes(0, 1)
         written = np.zeros(ARENA, bool)
         for r, block in enumerate([0, 1, 2]):
-            written[int(cache.offsets[block]) + LENGTHS[block]:][:count[r]] = True
+            written[int(cache.offsets[block]) + LENGTHS[block] :][: count[r]] = True
         keys, values = arenas(after)
         np.testing.assert_array_equal(values, expected[1])
         np.testing.assert_array_equal(keys[:, ~written], expected[0][:, ~written])
         tolerance = {jnp.float32: 3e-6, jnp.bfloat16: 2**-8}[dtype]
-        np.testing.assert_allclose(keys[:, written], expected[0][:, written], rtol=tolerance, atol=tolerance)
-        assert np.asarray(after.lengths).tolist() == [LENGTHS[0] + count[0], count[1], LENGTHS[2] + count[2], 0, 60]
-        assert numbers(after)[0] == numbers(cache)[0] and numbers(after)[2:] == numbers(cache)[2:] and int(after.faults) == 0
+        np.testing.assert_allclose(
+            keys[:, written], expected[0][:, written], rtol=tolerance, atol=tolerance
+        )
+        assert np.asarray(after.lengths).tolist() == [
+            LENGTHS[0] + count[0],
+            count[1],
+            LENGTHS[2] + count[2],
+            0,
+            60,
+        ]
+        assert (
+            numbers(after)[0] == numbers(cache)[0]
+            and numbers(after)[2:] == numbers(cache)[2:]
+            and int(after.faults) == 0
+        )
 
 
 def test_append_beyond_the_capacity_keeps_what_fits_and_sets_a_fault():
@@ -170,7 +247,8 @@ def test_append_beyond_the_capacity_keeps_what_fits_and_sets_a_fault():
     after = appended(cache, layout, jnp.asarray([2, 3, 9], jnp.int32), k, v, 40)
     assert np.asarray(after.lengths).tolist() == [12, 3, 4, 0, 60]
     assert Fault(int(after.faults)) == Fault.OVERFLOW
-    np.testing.assert_array_equal(arenas(after)[1][:, 84:], arenas(cache)[1][:, 84:])  # block 4, right behind the full one
+    # block 4, right behind the full one
+    np.testing.assert_array_equal(arenas(after)[1][:, 84:], arenas(cache)[1][:, 84:])
     np.testing.assert_array_equal(arenas(after)[0][:, 84:], arenas(cache)[0][:, 84:])
     with pytest.raises(ValueError, match="a block was written beyond its capacity"):
         after.check()
@@ -179,12 +257,19 @@ def test_append_beyond_the_capacity_keeps_what_fits_and_sets_a_fault():
     assert Fault(int(again.faults)) == Fault.OVERFLOW
 
 
-@pytest.mark.parametrize(("rows", "fault", "words"), [
-    ([[0, 1], [9, 2]], Fault.UNKNOWN_BLOCK, "a row listed a block that the cache does not have"),
-    ([[0, 0], [2, 1]], Fault.REPEATED_BLOCK, "a row listed the same block twice"),
-    ([[0, 1], [2, 1]], Fault.TWO_WRITERS, "two rows wrote the same block in one pass"),
-    ([[1, 1], [2, 1]], Fault.REPEATED_BLOCK | Fault.TWO_WRITERS, "twice; two rows wrote"),
-])
+@pytest.mark.parametrize(
+    ("rows", "fault", "words"),
+    [
+        (
+            [[0, 1], [9, 2]],
+            Fault.UNKNOWN_BLOCK,
+            "a row listed a block that the cache does not have",
+        ),
+        ([[0, 0], [2, 1]], Fault.REPEATED_BLOCK, "a row listed the same block twice"),
+        ([[0, 1], [2, 1]], Fault.TWO_WRITERS, "two rows wrote the same block in one pass"),
+        ([[1, 1], [2, 1]], Fault.REPEATED_BLOCK | Fault.TWO_WRITERS, "twice; two rows wrote"),
+    ],
+)
 def test_a_layout_that_cannot_be_sets_a_fault_inside_jit(rows, fault, words):
     cache, _, _ = filled(LENGTHS)
     layout = Layout(jnp.asarray(rows, jnp.int32))
@@ -205,22 +290,32 @@ def test_every_fault_has_a_sentence():
 
 # move
 
+
 def moved_as_expected(cache, keys, values, source, target, after, phases, tolerance=2e-5):
-    """Keys of the target equal a direct rotation of all its tokens; nothing else changed, bit for bit."""
+    """Keys of the target equal a direct rotation of all its tokens; nothing else changed, bit for
+    bit."""
     at, n, m = int(cache.offsets[target]), len(keys[target]), len(keys[source])
     before, now = arenas(cache), arenas(after)
     index = phases[target] + np.arange(n, n + m)
     expected = rotated(keys[source], index, cache.rope, cache.rope.attention_factor).swapaxes(0, 1)
-    np.testing.assert_allclose(now[0][:, at + n:at + n + m], expected, rtol=tolerance, atol=tolerance)
-    np.testing.assert_array_equal(now[1][:, at + n:at + n + m], values[source].swapaxes(0, 1).astype(now[1].dtype))
+    np.testing.assert_allclose(
+        now[0][:, at + n : at + n + m], expected, rtol=tolerance, atol=tolerance
+    )
+    np.testing.assert_array_equal(
+        now[1][:, at + n : at + n + m], values[source].swapaxes(0, 1).astype(now[1].dtype)
+    )
     untouched = np.ones(now[0].shape[1], bool)
-    untouched[at + n:at + n + m] = False
+    untouched[at + n : at + n + m] = False
     for old, new in zip(before, now, strict=True):
         np.testing.assert_array_equal(new[:, untouched], old[:, untouched])
     lengths = [len(k) for k in keys]
     lengths[source], lengths[target] = 0, n + m
     assert np.asarray(after.lengths).tolist() == lengths
-    assert numbers(after)[0] == numbers(cache)[0] and numbers(after)[2:] == numbers(cache)[2:] and int(after.faults) == 0
+    assert (
+        numbers(after)[0] == numbers(cache)[0]
+        and numbers(after)[2:] == numbers(cache)[2:]
+        and int(after.faults) == 0
+    )
 
 
 MOVE_CAPACITIES, MOVE_ARENA = (430, 300, 430), 1170
@@ -229,13 +324,16 @@ MOVE_CAPACITIES, MOVE_ARENA = (430, 300, 430), 1170
 @pytest.mark.parametrize("moved", [0, 1, 127, 128, 129, 256, 300])
 @pytest.mark.parametrize(("source", "target"), [(1, 0), (1, 2)])
 def test_move_equals_encoding_at_the_new_place(moved, source, target):
-    # The extents touch; a target filled to the last token ends right where the next block, or the arena, begins or ends.
+    # The extents touch; a target filled to the last token ends right where the next block, or the
+    # arena, begins or ends.
     for kept, gap in ((0, 0), (17, 0), (130, 10)):
         lengths = [kept, moved, kept]
         if kept == 130 and moved == 300:
             assert lengths[target] + moved == MOVE_CAPACITIES[target]
         phases = [0, 0, 0]
-        cache, keys, values = filled(lengths, MOVE_CAPACITIES, gap=gap, tokens=MOVE_ARENA, seed=moved + kept)
+        cache, keys, values = filled(
+            lengths, MOVE_CAPACITIES, gap=gap, tokens=MOVE_ARENA, seed=moved + kept
+        )
         after = jitted("move")(cache, jnp.int32(source), jnp.int32(target))
         moved_as_expected(cache, keys, values, source, target, after, phases)
 
@@ -254,7 +352,9 @@ def test_move_between_any_extents_and_phases(order, data):
     offsets, at = [0] * 5, 0
     for block in order:
         offsets[block], at = at, at + capacities[block]
-    cache = cache_with(keys, values, rope=YARN, offsets=offsets, capacities=capacities, tokens=1200, phases=phases)
+    cache = cache_with(
+        keys, values, rope=YARN, offsets=offsets, capacities=capacities, tokens=1200, phases=phases
+    )
     after = jitted("move")(cache, jnp.int32(source), jnp.int32(target))
     moved_as_expected(cache, keys, values, source, target, after, phases)
 
@@ -275,7 +375,8 @@ def test_move_in_bfloat16():
 
 
 def test_many_moves_do_not_drift():
-    """A step of 30 tokens moved 13 times from block to block and never scaled again: still the direct rotation."""
+    """A step of 30 tokens moved 13 times from block to block and never scaled again: still the
+    direct rotation."""
     cache, keys, _ = filled([40, 30, 0], MOVE_CAPACITIES, tokens=MOVE_ARENA)
     for target, source in [(2, 1), (1, 2)] * 6 + [(0, 1)]:
         cache = jitted("move")(cache, jnp.int32(source), jnp.int32(target))
@@ -288,19 +389,31 @@ def test_a_move_of_all_layers():
     cache = KVCache.create(TINY, (16, 16), jnp.float32)
     rng = np.random.default_rng(0)
     cache = dataclasses.replace(
-        cache, lengths=jnp.asarray([3, 5], jnp.int32), keys=tuple(jnp.asarray(rng.normal(size=a.shape), jnp.float32) for a in cache.keys),
-        values=tuple(jnp.asarray(rng.normal(size=a.shape), jnp.float32) for a in cache.values))
+        cache,
+        lengths=jnp.asarray([3, 5], jnp.int32),
+        keys=tuple(jnp.asarray(rng.normal(size=a.shape), jnp.float32) for a in cache.keys),
+        values=tuple(jnp.asarray(rng.normal(size=a.shape), jnp.float32) for a in cache.values),
+    )
     after = cache.move(1, 0)
     for layer in range(TINY.num_layers):
         old = np.asarray(cache.keys[layer])[:, 16:21].swapaxes(0, 1)
-        np.testing.assert_allclose(np.asarray(after.keys[layer])[:, 3:8].swapaxes(0, 1), rotated(old, np.full(5, 3), TINY.rope), atol=3e-6)
+        np.testing.assert_allclose(
+            np.asarray(after.keys[layer])[:, 3:8].swapaxes(0, 1),
+            rotated(old, np.full(5, 3), TINY.rope),
+            atol=3e-6,
+        )
         np.testing.assert_array_equal(after.values[layer][:, 3:8], cache.values[layer][:, 16:21])
 
 
-@pytest.mark.parametrize(("source", "target", "words"), [
-    (1, 1, "block 1 cannot be moved onto itself"), (3, 0, "source is 3, but the cache has blocks 0 to 2"),
-    (0, -1, "target is -1, but the cache has blocks 0 to 2"), (0, 1, "block 0 has 5 tokens, but block 1 has room for 4 more"),
-])
+@pytest.mark.parametrize(
+    ("source", "target", "words"),
+    [
+        (1, 1, "block 1 cannot be moved onto itself"),
+        (3, 0, "source is 3, but the cache has blocks 0 to 2"),
+        (0, -1, "target is -1, but the cache has blocks 0 to 2"),
+        (0, 1, "block 0 has 5 tokens, but block 1 has room for 4 more"),
+    ],
+)
 def test_move_refuses(source, target, words):
     cache, _, _ = filled([5, 6, 0], (10, 10, 10), tokens=30)
     with pytest.raises(ValueError, match=words):
@@ -318,8 +431,19 @@ def test_a_move_that_cannot_be_changes_nothing_inside_jit_but_sets_a_fault(sourc
         after.check()
 
 
-@pytest.mark.parametrize(("name", "arguments"), [("move", (7, 1)), ("move", (0, 7)), ("move", (-1, 1)), ("move", (0, -2)),
-                                                 ("fork", (7, 0, 2)), ("fork", (0, 2, 7)), ("clear", (7,)), ("clear", (-1,))])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("move", (7, 1)),
+        ("move", (0, 7)),
+        ("move", (-1, 1)),
+        ("move", (0, -2)),
+        ("fork", (7, 0, 2)),
+        ("fork", (0, 2, 7)),
+        ("clear", (7,)),
+        ("clear", (-1,)),
+    ],
+)
 def test_an_unknown_block_inside_jit_changes_nothing_but_sets_a_fault(name, arguments):
     cache, _, _ = filled([5, 6, 0], (10, 20, 0), tokens=30)
     after = jitted(name)(cache, *map(jnp.int32, arguments))
@@ -328,6 +452,7 @@ def test_an_unknown_block_inside_jit_changes_nothing_but_sets_a_fault(name, argu
 
 
 # fork and clear
+
 
 def test_fork_copies_nothing():
     cache, _, _ = filled([20, 30, 0], (50, 40, 0), tokens=100)
@@ -346,15 +471,30 @@ def test_a_fork_of_a_fork_and_its_ends():
     cache, _, _ = filled([20, 0, 0, 0], (50, 0, 0, 0), tokens=50)
     cache = cache.fork(0, 12, 1).fork(1, 5, 2)
     assert numbers(cache) == [[0, 12, 17, 50], [12, 5, 3, 0], [12, 5, 33, 0], [0, 12, 17, 0]]
-    assert numbers(cache.fork(2, 0, 3)) == [[0, 12, 17, 17], [12, 5, 0, 3], [12, 5, 0, 33], [0, 12, 17, 17]]
-    assert numbers(cache.fork(2, 3, 3)) == [[0, 12, 17, 20], [12, 5, 3, 0], [12, 5, 3, 30], [0, 12, 17, 20]]
+    assert numbers(cache.fork(2, 0, 3)) == [
+        [0, 12, 17, 17],
+        [12, 5, 0, 3],
+        [12, 5, 0, 33],
+        [0, 12, 17, 17],
+    ]
+    assert numbers(cache.fork(2, 3, 3)) == [
+        [0, 12, 17, 20],
+        [12, 5, 3, 0],
+        [12, 5, 3, 30],
+        [0, 12, 17, 20],
+    ]
 
 
-@pytest.mark.parametrize(("block", "at", "tail", "words"), [
-    (3, 0, 2, "block is 3, but the cache has blocks 0 to 2"), (0, 0, 5, "tail is 5, but"),
-    (0, 21, 2, "block 0 has 20 tokens; it cannot be cut at 21"),
-    (0, -1, 2, "it cannot be cut at -1"), (0, 12, 1, "block 1 owns 40 tokens of the cache and cannot become a tail"),
-])
+@pytest.mark.parametrize(
+    ("block", "at", "tail", "words"),
+    [
+        (3, 0, 2, "block is 3, but the cache has blocks 0 to 2"),
+        (0, 0, 5, "tail is 5, but"),
+        (0, 21, 2, "block 0 has 20 tokens; it cannot be cut at 21"),
+        (0, -1, 2, "it cannot be cut at -1"),
+        (0, 12, 1, "block 1 owns 40 tokens of the cache and cannot become a tail"),
+    ],
+)
 def test_fork_refuses(block, at, tail, words):
     cache, _, _ = filled([20, 30, 0], (50, 40, 0), tokens=100)
     with pytest.raises(ValueError, match=words):
@@ -374,7 +514,10 @@ def test_clear_empties_one_block():
     after = cache.clear(1)
     assert numbers(after) == [[0, 50, 90], [20, 0, 4], [50, 40, 10], [0, 0, 3]]
     assert numbers(jitted("clear")(cache, jnp.int32(1))) == numbers(after)
-    assert all(new is old for old, new in zip((*cache.keys, *cache.values), (*after.keys, *after.values), strict=True))
+    assert all(
+        new is old
+        for old, new in zip((*cache.keys, *cache.values), (*after.keys, *after.values), strict=True)
+    )
     with pytest.raises(ValueError, match="block is 3, but the cache has blocks 0 to 2"):
         cache.clear(3)
 
@@ -387,15 +530,26 @@ PLACED_ARENA = 24
 def placeable() -> KVCache:
     """Two blocks that touch, a free slot in the middle of one, and one at the arena's end."""
     cache, _, _ = filled((3, 5, 0, 2), (8, 5, 0, 4), tokens=PLACED_ARENA)
-    return dataclasses.replace(cache, offsets=jnp.asarray([0, 8, 4, 20], jnp.int32), phases=jnp.asarray([0, 7, 0, 9], jnp.int32))
+    return dataclasses.replace(
+        cache,
+        offsets=jnp.asarray([0, 8, 4, 20], jnp.int32),
+        phases=jnp.asarray([0, 7, 0, 9], jnp.int32),
+    )
 
 
 def placed(state: list[list[int]], requests: list[tuple[int, int, int]]) -> list[list[int]] | None:
-    """What `place` should make of offsets, lengths, capacities and phases, or None where it should refuse."""
+    """What `place` should make of offsets, lengths, capacities and phases, or None where it should
+    refuse."""
     state = [[*column] for column in state]
     offsets, _, capacities, _ = state
     for block, at, size in requests:
-        if not 0 <= block < len(offsets) or [b for b, _, _ in requests].count(block) > 1 or at < 0 or size < 0 or at + size > PLACED_ARENA:
+        if (
+            not 0 <= block < len(offsets)
+            or [b for b, _, _ in requests].count(block) > 1
+            or at < 0
+            or size < 0
+            or at + size > PLACED_ARENA
+        ):
             return None
         for column, value in zip(state, (at, 0, size, 0), strict=True):
             column[block] = value
@@ -403,18 +557,31 @@ def placed(state: list[list[int]], requests: list[tuple[int, int, int]]) -> list
     return state if len(tokens) == len(set(tokens)) else None
 
 
-REQUEST = st.tuples(st.integers(0, 3), st.sampled_from([0, 4, 8, 12, 13, 16, 20, 23, 24]), st.sampled_from([0, 0, 1, 4, 4, 5, 8]))
-WRONG = st.tuples(st.integers(-1, 4), st.integers(-1, PLACED_ARENA + 1), st.integers(-1, PLACED_ARENA + 1))
+REQUEST = st.tuples(
+    st.integers(0, 3),
+    st.sampled_from([0, 4, 8, 12, 13, 16, 20, 23, 24]),
+    st.sampled_from([0, 0, 1, 4, 4, 5, 8]),
+)
+WRONG = st.tuples(
+    st.integers(-1, 4), st.integers(-1, PLACED_ARENA + 1), st.integers(-1, PLACED_ARENA + 1)
+)
 
 
 @settings(max_examples=150)
-@given(st.lists(st.lists(st.one_of(REQUEST, REQUEST, REQUEST, WRONG), max_size=4), min_size=1, max_size=5))
+@given(
+    st.lists(
+        st.lists(st.one_of(REQUEST, REQUEST, REQUEST, WRONG), max_size=4), min_size=1, max_size=5
+    )
+)
 def test_place_against_a_list_of_tokens(calls):
-    """Blocks that are placed are empty, others keep everything, and keys and values stay as they are."""
+    """Blocks that are placed are empty, others keep everything, and keys and values stay as they
+    are."""
     cache = placeable()
     for requests in calls:
         before, expected = numbers(cache), placed(numbers(cache), requests)
-        blocks, offsets, sizes = ([*column] for column in zip(*requests, strict=True)) if requests else ([], [], [])
+        blocks, offsets, sizes = (
+            ([*column] for column in zip(*requests, strict=True)) if requests else ([], [], [])
+        )
         if expected is None:
             with pytest.raises(ValueError):
                 cache.place(blocks, offsets, sizes)
@@ -422,21 +589,41 @@ def test_place_against_a_list_of_tokens(calls):
             continue
         after = cache.place(blocks, offsets, sizes)
         assert numbers(after) == expected and numbers(cache) == before and after.rope == cache.rope
-        assert all(new is old for old, new in zip((*cache.keys, *cache.values), (*after.keys, *after.values), strict=True))
-        assert all(a.dtype == jnp.int32 for a in (after.offsets, after.lengths, after.capacities, after.phases))
+        assert all(
+            new is old
+            for old, new in zip(
+                (*cache.keys, *cache.values), (*after.keys, *after.values), strict=True
+            )
+        )
+        assert all(
+            a.dtype == jnp.int32
+            for a in (after.offsets, after.lengths, after.capacities, after.phases)
+        )
         # As passes and forks would leave it, so that the next call has something to empty.
-        cache = dataclasses.replace(after, lengths=after.capacities, phases=jnp.arange(4, dtype=jnp.int32))
+        cache = dataclasses.replace(
+            after, lengths=after.capacities, phases=jnp.arange(4, dtype=jnp.int32)
+        )
 
 
-@pytest.mark.parametrize(("requests", "expected"), [
-    ([(2, 13, 7)], [[0, 8, 13, 20], [3, 5, 0, 2], [8, 5, 7, 4], [0, 7, 0, 9]]),  # between two others, touching both
-    ([(1, 0, 0)], [[0, 0, 4, 20], [3, 0, 0, 2], [8, 0, 0, 4], [0, 0, 0, 9]]),  # a free slot again
-    ([(0, 8, 5), (1, 0, 8)], [[8, 0, 4, 20], [0, 0, 0, 2], [5, 8, 0, 4], [0, 0, 0, 9]]),  # two change places
-    ([(2, 24, 0)], [[0, 8, 24, 20], [3, 5, 0, 2], [8, 5, 0, 4], [0, 7, 0, 9]]),
-    ([], [[0, 8, 4, 20], [3, 5, 0, 2], [8, 5, 0, 4], [0, 7, 0, 9]]),
-])
+@pytest.mark.parametrize(
+    ("requests", "expected"),
+    [
+        # between two others, touching both
+        ([(2, 13, 7)], [[0, 8, 13, 20], [3, 5, 0, 2], [8, 5, 7, 4], [0, 7, 0, 9]]),
+        (
+            [(1, 0, 0)],
+            [[0, 0, 4, 20], [3, 0, 0, 2], [8, 0, 0, 4], [0, 0, 0, 9]],
+        ),  # a free slot again
+        # two change places
+        ([(0, 8, 5), (1, 0, 8)], [[8, 0, 4, 20], [0, 0, 0, 2], [5, 8, 0, 4], [0, 0, 0, 9]]),
+        ([(2, 24, 0)], [[0, 8, 24, 20], [3, 5, 0, 2], [8, 5, 0, 4], [0, 7, 0, 9]]),
+        ([], [[0, 8, 4, 20], [3, 5, 0, 2], [8, 5, 0, 4], [0, 7, 0, 9]]),
+    ],
+)
 def test_place_by_hand(requests, expected):
-    blocks, offsets, sizes = ([*column] for column in zip(*requests, strict=True)) if requests else ([], [], [])
+    blocks, offsets, sizes = (
+        ([*column] for column in zip(*requests, strict=True)) if requests else ([], [], [])
+    )
     assert numbers(placeable().place(blocks, offsets, sizes)) == expected
 
 
@@ -455,15 +642,22 @@ def test_a_fault_stays_when_blocks_are_placed():
         faulty.place([0], [0], [8]).check()
 
 
-@pytest.mark.parametrize(("blocks", "offsets", "sizes", "words"), [
-    ([0, 2, 0], [0, 13, 0], [8, 1, 8], r"blocks must name each block once; got \[0, 2, 0\]"),
-    ([0, 4], [0, 13], [8, 1], r"blocks\[1\] is 4, but the cache has blocks 0 to 3"), ([-1], [0], [0], r"blocks\[0\] is -1"),
-    ([2], [23], [2], "block 2 would lie at 23 to 25, but the arena has 24 tokens"), ([2], [-1], [3], "block 2 would lie at -1 to 2"),
-    ([2], [13], [-3], "block 2 would lie at 13 to 10"), ([2], [25], [0], "block 2 would lie at 25 to 25"),
-    ([2], [15], [6], "blocks 2 and 3 would lie over each other, at 15 to 21 and from 20"),
-    ([2], [7], [1], "blocks 0 and 2 would lie over each other, at 0 to 8 and from 7"),  # inside another block
-    ([0, 2], [13, 13], [4, 4], "blocks 0 and 2 would lie over each other"),
-])
+@pytest.mark.parametrize(
+    ("blocks", "offsets", "sizes", "words"),
+    [
+        ([0, 2, 0], [0, 13, 0], [8, 1, 8], r"blocks must name each block once; got \[0, 2, 0\]"),
+        ([0, 4], [0, 13], [8, 1], r"blocks\[1\] is 4, but the cache has blocks 0 to 3"),
+        ([-1], [0], [0], r"blocks\[0\] is -1"),
+        ([2], [23], [2], "block 2 would lie at 23 to 25, but the arena has 24 tokens"),
+        ([2], [-1], [3], "block 2 would lie at -1 to 2"),
+        ([2], [13], [-3], "block 2 would lie at 13 to 10"),
+        ([2], [25], [0], "block 2 would lie at 25 to 25"),
+        ([2], [15], [6], "blocks 2 and 3 would lie over each other, at 15 to 21 and from 20"),
+        # inside another block
+        ([2], [7], [1], "blocks 0 and 2 would lie over each other, at 0 to 8 and from 7"),
+        ([0, 2], [13, 13], [4, 4], "blocks 0 and 2 would lie over each other"),
+    ],
+)
 def test_place_refuses(blocks, offsets, sizes, words):
     with pytest.raises(ValueError, match=words):
         placeable().place(blocks, offsets, sizes)

@@ -1,4 +1,5 @@
-"""A checkout is the whole program, from its root: `jaxshare.models` and `jaxshare.serving` are found, installed or not."""
+"""A checkout is the whole program, from its root: `jaxshare.models` and `jaxshare.serving` are
+found, installed or not."""
 
 import json
 import os
@@ -30,7 +31,11 @@ print(json.dumps({"found": found, "leaked": leaked, "top": [n for n in ("models"
 
 
 def written_version() -> str:
-    found = re.search(r'^version = "([^"]+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.search(
+        r'^version = "([^"]+)"$',
+        (ROOT / "pyproject.toml").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     assert found
     return found[1]
 
@@ -38,19 +43,31 @@ def written_version() -> str:
 def imported(*options: str, **environment: str) -> dict:
     """What a program at the root of the checkout finds."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    result = subprocess.run([sys.executable, *options, "-c", PROGRAM], cwd=ROOT, env=clean | environment, capture_output=True, text=True,
-                            timeout=120)
+    result = subprocess.run(
+        [sys.executable, *options, "-c", PROGRAM],
+        cwd=ROOT,
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
 
 def test_packages_are_found_at_the_root_of_a_checkout_that_is_not_installed():
-    # -S leaves out the .pth files through which an editable installation is found; the dependencies are there as plain folders.
-    dependencies = os.pathsep.join(dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib")))
+    # -S leaves out the .pth files through which an editable installation is found; the dependencies
+    # are there as plain folders.
+    dependencies = os.pathsep.join(
+        dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
+    )
     found = imported("-S", PYTHONPATH=dependencies)
     assert found["editable"] == []
     assert {name: Path(file).parent for name, file in found["found"].items()} == {
-        "jaxshare": ROOT / "jaxshare", "jaxshare.models": ROOT / "models", "jaxshare.serving": ROOT / "serving"}
+        "jaxshare": ROOT / "jaxshare",
+        "jaxshare.models": ROOT / "models",
+        "jaxshare.serving": ROOT / "serving",
+    }
     assert (found["leaked"], found["top"], found["version"]) == ([], [], written_version())
 
 

@@ -27,7 +27,14 @@ def folder(tmp_path_factory):
 
 
 def equal(one, other):
-    jax.tree.map(lambda a, b: (np.testing.assert_array_equal(a, b), a.dtype == b.dtype or pytest.fail("dtype")), one, other)
+    jax.tree.map(
+        lambda a, b: (
+            np.testing.assert_array_equal(a, b),
+            a.dtype == b.dtype or pytest.fail("dtype"),
+        ),
+        one,
+        other,
+    )
 
 
 def test_converted_and_back_every_bit_is_the_same(folder, tmp_path, capsys):
@@ -35,9 +42,17 @@ def test_converted_and_back_every_bit_is_the_same(folder, tmp_path, capsys):
     out = json.loads(capsys.readouterr().out)
     other = tmp_path / "other"
     other.touch()
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "back").iterdir()} == {other.stat().st_mode & 0o777}
-    before, after = (load_file(path / "model.safetensors") for path in (EMBEDDED, tmp_path / "back"))
-    assert before.keys() == after.keys() and out["tensors"] == len(before) and out["bytes"] == sum(v.nbytes for v in before.values())
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "back").iterdir()} == {
+        other.stat().st_mode & 0o777
+    }
+    before, after = (
+        load_file(path / "model.safetensors") for path in (EMBEDDED, tmp_path / "back")
+    )
+    assert (
+        before.keys() == after.keys()
+        and out["tensors"] == len(before)
+        and out["bytes"] == sum(v.nbytes for v in before.values())
+    )
     for name, value in before.items():
         assert value.dtype == after[name].dtype
         np.testing.assert_array_equal(value.view(np.uint8), after[name].view(np.uint8))
@@ -50,14 +65,21 @@ def test_every_tensor_keeps_its_own_dtype_and_large_models_are_cut(tmp_path, mon
     shutil.copytree(EMBEDDED, mixed)
     tensors = load_file(mixed / "model.safetensors")
     kinds = [jnp.bfloat16, np.float16, np.float32]
-    tensors = {name: value.astype(kinds[i % 3]) for i, (name, value) in enumerate(sorted(tensors.items()))}
+    tensors = {
+        name: value.astype(kinds[i % 3]) for i, (name, value) in enumerate(sorted(tensors.items()))
+    }
     save_file(tensors, mixed / "model.safetensors")
     checkpoint.convert(mixed, tmp_path / "orbax")
     monkeypatch.setattr(checkpoint, "_SHARD", 500_000)
     checkpoint.convert(tmp_path / "orbax", tmp_path / "back")
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
-    assert len({*index["weight_map"].values()}) > 2 and index["metadata"]["total_size"] == sum(v.nbytes for v in tensors.values())
-    back = {name: load_file(tmp_path / "back" / file)[name] for name, file in index["weight_map"].items()}
+    assert len({*index["weight_map"].values()}) > 2 and index["metadata"]["total_size"] == sum(
+        v.nbytes for v in tensors.values()
+    )
+    back = {
+        name: load_file(tmp_path / "back" / file)[name]
+        for name, file in index["weight_map"].items()
+    }
     assert back.keys() == tensors.keys()
     for name, value in tensors.items():
         assert back[name].dtype == value.dtype, name
@@ -68,7 +90,11 @@ def test_every_tensor_keeps_its_own_dtype_and_large_models_are_cut(tmp_path, mon
 def test_it_loads_as_the_folder_it_was_made_from(folder):
     ours, theirs = load(folder), load(EMBEDDED)
     equal(ours.params, theirs.params)
-    assert ours.config == theirs.config and ours.generation == theirs.generation and ours.workers == theirs.workers
+    assert (
+        ours.config == theirs.config
+        and ours.generation == theirs.generation
+        and ours.workers == theirs.workers
+    )
     assert ours.tokenizer.get_vocab() == theirs.tokenizer.get_vocab()
     half = load(folder, dtype="bfloat16")
     equal(half.params, load(EMBEDDED, dtype="bfloat16").params)
@@ -76,11 +102,14 @@ def test_it_loads_as_the_folder_it_was_made_from(folder):
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 4, "kv": 2}, {"data": 8}])
 def test_it_is_restored_straight_onto_a_mesh(folder, sizes):
-    """Also with more devices than kv heads (2), which are repeated, and a vocabulary (402) that does not divide."""
+    """Also with more devices than kv heads (2), which are repeated, and a vocabulary (402) that
+    does not divide."""
     mesh = make_mesh(**sizes)
     ours, theirs = load(folder, mesh=mesh), load(EMBEDDED, mesh=mesh)
     equal(ours.params, theirs.params)
-    assert jax.tree.map(lambda x: x.sharding.spec, ours.params) == jax.tree.map(lambda x: x.sharding.spec, theirs.params)
+    assert jax.tree.map(lambda x: x.sharding.spec, ours.params) == jax.tree.map(
+        lambda x: x.sharding.spec, theirs.params
+    )
     assert ours.config == theirs.config
 
 
@@ -88,7 +117,10 @@ def test_what_cannot_be_converted_is_refused(folder, tmp_path, capsys):
     assert cli.main(["convert", str(EMBEDDED), str(folder)]) == 1
     assert f"{folder} exists; give a folder that does not" in capsys.readouterr().err
     assert cli.main(["convert", str(tmp_path / "nothing"), str(tmp_path / "target")]) == 1
-    assert "has no config.json: a model folder holds config.json and model.safetensors" in capsys.readouterr().err
+    assert (
+        "has no config.json: a model folder holds config.json and model.safetensors"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "target").exists() and not list(tmp_path.glob(".target*"))
 
 
@@ -96,17 +128,27 @@ def test_a_checkpoint_of_another_architecture_is_refused(folder, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     settings = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 5, "layer_types": None, "intermediate_size": 450}))
+    (other / "config.json").write_text(
+        json.dumps(
+            {**settings, "num_hidden_layers": 5, "layer_types": None, "intermediate_size": 450}
+        )
+    )
     with pytest.raises(CheckpointError) as error:
         load(other)
-    for part in ("are not those that its config.json describes: layers_0/mlp/down/kernel has shape (144, 448), not (144, 450)",
-                 "layers_4/attention/q/kernel is missing", "they are of another architecture: convert the model again"):
+    for part in (
+        "are not those that its config.json describes: layers_0/mlp/down/kernel has shape (144, "
+        "448), not (144, 450)",
+        "layers_4/attention/q/kernel is missing",
+        "they are of another architecture: convert the model again",
+    ):
         assert part in str(error.value)
 
 
 def damaged(folder, target):
     shutil.copytree(folder, target)
-    data = max((p for p in (target / "params").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data = max(
+        (p for p in (target / "params").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size
+    )
     data.write_bytes(data.read_bytes()[:100])
     return target
 
@@ -114,7 +156,11 @@ def damaged(folder, target):
 @pytest.mark.parametrize("sizes", [None, {"tensor": 2, "data": 2}])
 def test_a_damaged_checkpoint_is_refused(folder, tmp_path, sizes):
     broken = damaged(folder, tmp_path / "broken")
-    with pytest.raises(CheckpointError, match=r"params cannot be restored \(OUT_OF_RANGE: Error reading .*; convert the model again"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"params cannot be restored \(OUT_OF_RANGE: Error reading .*; convert the model "
+        r"again",
+    ):
         load(broken, mesh=make_mesh(**sizes) if sizes else None)
     gc.collect()  # what a read that was given up would have to say is said here
 
@@ -122,10 +168,22 @@ def test_a_damaged_checkpoint_is_refused(folder, tmp_path, sizes):
 def test_a_damaged_checkpoint_gets_one_sentence(folder, tmp_path):
     """Of a whole process: reads that go on behind an error complain at its end."""
     broken = damaged(folder, tmp_path / "broken")
-    for arguments in (["generate", str(broken), "--prompt", "x"], ["convert", str(broken), str(tmp_path / "target")]):
-        done = subprocess.run([sys.executable, "-P", "-m", "jaxshare.serving.cli", *arguments], capture_output=True, text=True, check=False)
+    for arguments in (
+        ["generate", str(broken), "--prompt", "x"],
+        ["convert", str(broken), str(tmp_path / "target")],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "jaxshare.serving.cli", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 1 and done.stdout == ""
-        assert done.stderr.count("\n") == 1 and "OUT_OF_RANGE" in done.stderr and "convert the model again" in done.stderr
+        assert (
+            done.stderr.count("\n") == 1
+            and "OUT_OF_RANGE" in done.stderr
+            and "convert the model again" in done.stderr
+        )
     assert not (tmp_path / "target").exists()
 
 
@@ -149,9 +207,13 @@ checkpoint.convert(Path(sys.argv[1]), Path(sys.argv[2]))
 
 
 def test_what_is_half_written_is_not_there(tmp_path):
-    """Killed when all tensors are on disk and the folder is not renamed yet, which is the last moment."""
-    with subprocess.Popen([sys.executable, "-P", "-c", KILLED, str(EMBEDDED), str(tmp_path / "target")], stdout=subprocess.PIPE,
-                          text=True) as process:
+    """Killed when all tensors are on disk and the folder is not renamed yet, which is the last
+    moment."""
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", KILLED, str(EMBEDDED), str(tmp_path / "target")],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
         assert process.stdout
         for line in process.stdout:
             if line.strip() == "written":

@@ -21,31 +21,84 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_generate_prints_completions(capsys):
-    code, out, _ = run(capsys, "generate", "embedded", "--prompt", QUESTION, "--chat", "--n", "2", "--max-new-tokens", "30",
-                       "--temperature", "0.7", "--seed", "3")
+    code, out, _ = run(
+        capsys,
+        "generate",
+        "embedded",
+        "--prompt",
+        QUESTION,
+        "--chat",
+        "--n",
+        "2",
+        "--max-new-tokens",
+        "30",
+        "--temperature",
+        "0.7",
+        "--seed",
+        "3",
+    )
     assert code == 0
     assert "--- 1 of 2" in out and "--- 2 of 2" in out and "47+38" in out
 
 
 def test_generate_says_what_it_chose_and_warns_of_equal_texts():
     """On stderr, in plain sentences, as a user's own process shows them."""
-    done = subprocess.run([sys.executable, "-m", "jaxshare.serving.cli", "generate", "embedded", "--prompt", QUESTION, "--n", "3",
-                           "--max-new-tokens", "3", "--temperature", "0", "--json"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "jaxshare.serving.cli",
+            "generate",
+            "embedded",
+            "--prompt",
+            QUESTION,
+            "--n",
+            "3",
+            "--max-new-tokens",
+            "3",
+            "--temperature",
+            "0",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     equal, rows, costs = done.stderr.splitlines()
-    assert equal.startswith("all 3 completions of a prompt will be equal, because temperature 0") and "such as 0.7" in equal
+    assert (
+        equal.startswith("all 3 completions of a prompt will be equal, because temperature 0")
+        and "such as 0.7" in equal
+    )
     assert rows == "jaxshare: 3 rows at a time: all completions"
     assert costs.startswith("jaxshare: what is shared is decided by costs of two CPU cores;")
     result = json.loads(done.stdout)
-    assert result["rows"] == 3 and result["costs"]["source"].startswith("of two CPU cores") and "private_row" in result["costs"]["costs"]
+    assert (
+        result["rows"] == 3
+        and result["costs"]["source"].startswith("of two CPU cores")
+        and "private_row" in result["costs"]["costs"]
+    )
 
 
 def test_generate_json_is_one_object_and_repeats(capsys, tmp_path):
     (tmp_path / "prompt.txt").write_text(QUESTION, encoding="utf-8")
-    arguments = ("generate", "embedded", "--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "12", "--json", "--temperature",
-                 "0.9", "--n", "3")
+    arguments = (
+        "generate",
+        "embedded",
+        "--prompt-file",
+        str(tmp_path / "prompt.txt"),
+        "--max-new-tokens",
+        "12",
+        "--json",
+        "--temperature",
+        "0.9",
+        "--n",
+        "3",
+    )
     first, second = (json.loads(run(capsys, *arguments)[1]) for _ in range(2))
     assert [c["text"] for c in first["completions"]] == [c["text"] for c in second["completions"]]
-    assert len(first["completions"]) == 3 and all(len(c["tokens"]) <= 12 for c in first["completions"])
+    assert len(first["completions"]) == 3 and all(
+        len(c["tokens"]) <= 12 for c in first["completions"]
+    )
     assert first["kv_bytes"] > 0 and first["tokens_per_second"] > 0
 
 
@@ -55,7 +108,8 @@ def test_chat_reads_messages_from_stdin(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("1. 47 + 38\n\n2. 12 + 5\n"))
     code, out, _ = run(capsys, "generate", "embedded", "--chat", "--max-new-tokens", "8", "--json")
     first, second = map(json.loads, out.splitlines())
-    assert code == 0 and second["prompt_tokens"] > first["prompt_tokens"] + 8  # the first turn is part of the second's prompt
+    # the first turn is part of the second's prompt
+    assert code == 0 and second["prompt_tokens"] > first["prompt_tokens"] + 8
 
 
 @pytest.fixture
@@ -66,36 +120,48 @@ def broken(tmp_path) -> Path:
     (tmp_path / "no_weights" / "model.safetensors").unlink()
     weights = tmp_path / "truncated" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
-    for name, change in (("architecture", {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}),
-                         ("dynamic", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}})):
+    for name, change in (
+        ("architecture", {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}),
+        (
+            "dynamic",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        ),
+    ):
         file = tmp_path / name / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | change), encoding="utf-8")
+        file.write_text(
+            json.dumps(json.loads(file.read_text(encoding="utf-8")) | change), encoding="utf-8"
+        )
     return tmp_path
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (("no/such/folder", "--prompt", "x"), "there is no model folder no/such/folder"),
-    (("{broken}/no_weights", "--prompt", "x"), "safetensors"),
-    (("{broken}/truncated", "--prompt", "x"), "model.safetensors"),
-    (("{broken}/architecture", "--prompt", "x"), "MambaForCausalLM"),
-    (("{broken}/dynamic", "--prompt", "x"), "dynamic"),
-    (("embedded", "--prompt", ""), "the prompt is empty"),
-    (("embedded", "--prompt", "  \n"), "the prompt is empty"),
-    (("embedded",), "there is no prompt"),
-    (("embedded", "--prompt-file", "{broken}/nothing.txt"), "nothing.txt cannot be read"),
-    (("embedded", "--prompt", "9 " * 6000), "the model's context holds"),
-    (("embedded", "--chat", "--prompt", "9 " * 6000), "the model's context holds"),
-    (("embedded", "--prompt", "x", "--max-new-tokens", "-1"), "--max-new-tokens is -1"),
-    (("embedded", "--prompt", "x", "--n", "0"), "--n is 0"),
-    (("embedded", "--prompt", "x", "--temperature", "-0.5"), "temperature is -0.5"),
-    (("embedded", "--prompt", "x", "--top-p", "0"), "top_p is 0"),
-    (("embedded", "--prompt", "x", "--top-p", "1.5"), "top_p is 1.5"),
-    (("embedded", "--prompt", "x", "--dtype", "int8"), "int8"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("no/such/folder", "--prompt", "x"), "there is no model folder no/such/folder"),
+        (("{broken}/no_weights", "--prompt", "x"), "safetensors"),
+        (("{broken}/truncated", "--prompt", "x"), "model.safetensors"),
+        (("{broken}/architecture", "--prompt", "x"), "MambaForCausalLM"),
+        (("{broken}/dynamic", "--prompt", "x"), "dynamic"),
+        (("embedded", "--prompt", ""), "the prompt is empty"),
+        (("embedded", "--prompt", "  \n"), "the prompt is empty"),
+        (("embedded",), "there is no prompt"),
+        (("embedded", "--prompt-file", "{broken}/nothing.txt"), "nothing.txt cannot be read"),
+        (("embedded", "--prompt", "9 " * 6000), "the model's context holds"),
+        (("embedded", "--chat", "--prompt", "9 " * 6000), "the model's context holds"),
+        (("embedded", "--prompt", "x", "--max-new-tokens", "-1"), "--max-new-tokens is -1"),
+        (("embedded", "--prompt", "x", "--n", "0"), "--n is 0"),
+        (("embedded", "--prompt", "x", "--temperature", "-0.5"), "temperature is -0.5"),
+        (("embedded", "--prompt", "x", "--top-p", "0"), "top_p is 0"),
+        (("embedded", "--prompt", "x", "--top-p", "1.5"), "top_p is 1.5"),
+        (("embedded", "--prompt", "x", "--dtype", "int8"), "int8"),
+    ],
+)
 def test_mistakes_get_one_sentence(capsys, broken, arguments, words):
     code, out, err = run(capsys, "generate", *(a.format(broken=broken) for a in arguments))
     assert code != 0 and out == ""
-    assert err.startswith("jaxshare: error: ") and words in err and len(err.strip().splitlines()) == 1
+    assert (
+        err.startswith("jaxshare: error: ") and words in err and len(err.strip().splitlines()) == 1
+    )
 
 
 def test_unknown_commands_and_options_exit_2():
@@ -107,13 +173,24 @@ def test_unknown_commands_and_options_exit_2():
 
 @pytest.mark.slow
 def test_demo_json(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "jaxshare.serving.cli", "demo", "--json"], cwd=tmp_path, capture_output=True, text=True,
-                          env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxshare.serving.cli", "demo", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["right"]["1"] == result["right"]["2"] == result["right"]["4"] == 5
     one, two, four, branches = result["table"]
-    assert four["passes"] < two["passes"] < one["passes"] and two["identical"] and four["identical"] and branches["identical"]
+    assert (
+        four["passes"] < two["passes"] < one["passes"]
+        and two["identical"]
+        and four["identical"]
+        and branches["identical"]
+    )
     assert all(line["kv_bytes"] < line["kv_bytes_unshared"] for line in (two, four, branches))
 
 
@@ -123,35 +200,56 @@ PROBLEM = QUESTION + "\n2. 12 * 7\n3. 90 - 17\n4. 23 red and 44 blue cups\n5. 81
 def test_workers_and_inspect(capsys, tmp_path):
     (tmp_path / "problem.txt").write_text(PROBLEM, encoding="utf-8")
     snapshot = tmp_path / "run.json"
-    code, out, err = run(capsys, "workers", "embedded", "--problem-file", str(tmp_path / "problem.txt"), "--budget", "320", "--finish-at",
-                         "32,320", "--json", "--save", str(snapshot))
+    code, out, err = run(
+        capsys,
+        "workers",
+        "embedded",
+        "--problem-file",
+        str(tmp_path / "problem.txt"),
+        "--budget",
+        "320",
+        "--finish-at",
+        "32,320",
+        "--json",
+        "--save",
+        str(snapshot),
+    )
     assert code == 0, err
     result = json.loads(out)
     assert result["answers"]["320"]["value"] == "85, 84, 73, 67, 45" and result["ended"] == "answer"
     assert result["answers"]["32"]["passes"] == 32 and result["answers"]["32"]["extra_passes"] > 0
     first = result["workers"]["Alice"][0]
-    assert first["text"].startswith("Alice 1: Question 1: 47+38.") and first["began"] == 0 and 20 < first["ended"] < 40
+    assert (
+        first["text"].startswith("Alice 1: Question 1: 47+38.")
+        and first["began"] == 0
+        and 20 < first["ended"] < 40
+    )
     assert result["passes"] < 160 and result["kv_bytes"] > 0 and result["seconds"] > 0
     assert "85, 84, 73, 67, 45 (written by the workers)" in err and "an answer stands" in err
-    code, out, _ = run(capsys, "inspect", str(snapshot), "--out", str(tmp_path / "pictures"), "--json")
+    code, out, _ = run(
+        capsys, "inspect", str(snapshot), "--out", str(tmp_path / "pictures"), "--json"
+    )
     assert code == 0 and set(json.loads(out)["rows"]) == {"Alice", "Bob"}
     assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"cache.png", "mass.png"}
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (("--problem", "x", "--workers", "0"), "--workers is 0"),
-    (("--problem", "x", "--names", "Alice,Alice"), "each its own"),
-    (("--problem", "x", "--names", "Alice,,Bob"), "workers need names"),
-    (("--problem", "x", "--budget", "0"), "budget is 0"),
-    (("--problem", "x", "--layout", "ring"), "layout is 'ring'"),
-    (("--problem", "x", "--finish-at", "2000"), "finish_at has 2000"),
-    (("--problem", "x", "--finish-at", "1;2"), "--finish-at is '1;2'"),
-    (("--problem", "x", "--temperature", "-1"), "temperature is -1.0"),
-    (("--problem", " "), "the problem is empty"),
-    ((), "there is no problem; give --problem TEXT or --problem-file FILE"),
-    (("--problem-file", "nowhere.txt"), "the problem file nowhere.txt cannot be read"),
-    (("--problem", "1 + " * 9000), "the problem is the longer part: shorten it"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--problem", "x", "--workers", "0"), "--workers is 0"),
+        (("--problem", "x", "--names", "Alice,Alice"), "each its own"),
+        (("--problem", "x", "--names", "Alice,,Bob"), "workers need names"),
+        (("--problem", "x", "--budget", "0"), "budget is 0"),
+        (("--problem", "x", "--layout", "ring"), "layout is 'ring'"),
+        (("--problem", "x", "--finish-at", "2000"), "finish_at has 2000"),
+        (("--problem", "x", "--finish-at", "1;2"), "--finish-at is '1;2'"),
+        (("--problem", "x", "--temperature", "-1"), "temperature is -1.0"),
+        (("--problem", " "), "the problem is empty"),
+        ((), "there is no problem; give --problem TEXT or --problem-file FILE"),
+        (("--problem-file", "nowhere.txt"), "the problem file nowhere.txt cannot be read"),
+        (("--problem", "1 + " * 9000), "the problem is the longer part: shorten it"),
+    ],
+)
 def test_mistakes_with_workers(capsys, arguments, words):
     code, out, err = run(capsys, "workers", "embedded", *arguments)
     assert code == 1 and out == "" and words in err and err.count("\n") == 1

@@ -14,7 +14,19 @@ import pytest
 from jaxshare import DecodeState, KVCache, Layout, Rope, Sampler, decode
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder, forward
-from tests.helpers import LISTED, MOST, ROWS, TINY, VOCAB, init, pad_rows, run, tiny_cache, tiny_params, tiny_state
+from tests.helpers import (
+    LISTED,
+    MOST,
+    ROWS,
+    TINY,
+    VOCAB,
+    init,
+    pad_rows,
+    run,
+    tiny_cache,
+    tiny_params,
+    tiny_state,
+)
 
 
 @contextlib.contextmanager
@@ -24,7 +36,10 @@ def compilations():
 
     class Collect(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if found := re.match(r"Finished XLA compilation of jit\((\w+)\)|Finished XLA compilation of (\w+)", record.getMessage()):
+            if found := re.match(
+                r"Finished XLA compilation of jit\((\w+)\)|Finished XLA compilation of (\w+)",
+                record.getMessage(),
+            ):
                 names.append(found[1] or found[2])
 
     handler, logger = Collect(), logging.getLogger("jax")
@@ -52,7 +67,8 @@ def test_the_collector_sees_compilations():
 
 
 def test_decode_compiles_once():
-    """Layouts, lengths, rows in use, prompts, budgets, stops, seeds, passes and every sampling setting are data."""
+    """Layouts, lengths, rows in use, prompts, budgets, stops, seeds, passes and every sampling
+    setting are data."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (3, 16, 1, 7)]
     jax.clear_caches()
@@ -64,9 +80,27 @@ def test_decode_compiles_once():
         run(tiny_state(prompts[:2], [[0, 2, 1], [0, 1, 2]], budgets=[3, 0, 12, 1]))
         run(tiny_state([[5]], [[4]], seeds=123, stops=[7]), passes=3)
         run(tiny_state([[5], [], [6]], [[0, 4], [], [2, 0, 1]], cache=done.cache, stops=[1, 2]))
-        run(tiny_state(prompts, [[0, 5, 1], [0, 5, 2], [0, 3], [4]], cache=cache, seeds=[2**32 - 1, 5, 0, 9]), passes=1)
-        for samplers in (Sampler(1.0), Sampler(0.3, top_k=5), Sampler(1.0, top_p=0.5), Sampler(1.0, min_p=0.1),
-                         [Sampler(), Sampler(2.0, 3, 0.2, 0.3), Sampler(bias={3: 1.0}), Sampler(1.0, forbidden=(4, 5))]):
+        run(
+            tiny_state(
+                prompts,
+                [[0, 5, 1], [0, 5, 2], [0, 3], [4]],
+                cache=cache,
+                seeds=[2**32 - 1, 5, 0, 9],
+            ),
+            passes=1,
+        )
+        for samplers in (
+            Sampler(1.0),
+            Sampler(0.3, top_k=5),
+            Sampler(1.0, top_p=0.5),
+            Sampler(1.0, min_p=0.1),
+            [
+                Sampler(),
+                Sampler(2.0, 3, 0.2, 0.3),
+                Sampler(bias={3: 1.0}),
+                Sampler(1.0, forbidden=(4, 5)),
+            ],
+        ):
             state = run(tiny_state(prompts, samplers=samplers), passes=4)
             run(state, passes=9)
     assert "_decode" not in names
@@ -76,35 +110,72 @@ def test_forward_compiles_once_for_a_width():
     tokens = np.zeros((ROWS, 8), np.int32)
     jax.clear_caches()
     with compilations() as names:
-        _, cache = forward(TINY, tiny_params(), tokens, [1, 2, 3, 4], tiny_cache(), pad_rows([[1], [2], [3], [4]], ROWS, LISTED))
+        _, cache = forward(
+            TINY,
+            tiny_params(),
+            tokens,
+            [1, 2, 3, 4],
+            tiny_cache(),
+            pad_rows([[1], [2], [3], [4]], ROWS, LISTED),
+        )
     assert names.count("_forward") == 1
     with compilations() as names:
-        for rows, count in (([[0, 2, 1], [0, 1, 2]], [8, 0, 0, 0]), ([[], [4]], [0, 1, 0, 0]), ([[0], [4, 0, 1], [2], [3]], [5, 5, 5, 5])):
-            _, cache = forward(TINY, tiny_params(), tokens, count, cache, pad_rows(rows, ROWS, LISTED))
+        for rows, count in (
+            ([[0, 2, 1], [0, 1, 2]], [8, 0, 0, 0]),
+            ([[], [4]], [0, 1, 0, 0]),
+            ([[0], [4, 0, 1], [2], [3]], [5, 5, 5, 5]),
+        ):
+            _, cache = forward(
+                TINY, tiny_params(), tokens, count, cache, pad_rows(rows, ROWS, LISTED)
+            )
         move = jax.jit(KVCache.move)
         cache = move(move(cache, jnp.int32(1), jnp.int32(0)), jnp.int32(4), jnp.int32(2))
-        _, cache = forward(TINY, tiny_params(), tokens, [8] * 4, cache, pad_rows([[1], [2], [3], [0]], ROWS, LISTED))
+        _, cache = forward(
+            TINY,
+            tiny_params(),
+            tokens,
+            [8] * 4,
+            cache,
+            pad_rows([[1], [2], [3], [0]], ROWS, LISTED),
+        )
     assert "_forward" not in names and names.count("move") == 1
 
 
 # memory
 
+
 def real_config() -> ModelConfig:
-    return dataclasses.replace(TINY, vocab_size=512, hidden_size=128, intermediate_size=256, num_layers=3, num_heads=8, num_kv_heads=4,
-                               head_dim=64, rope=Rope.default(64, 10_000.0), qkv_bias=False, qk_norm=False)
+    return dataclasses.replace(
+        TINY,
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_layers=3,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        rope=Rope.default(64, 10_000.0),
+        qkv_bias=False,
+        qk_norm=False,
+    )
 
 
 @functools.cache
 def compiled_step(dtype: type):
-    """(the compiled decode loop of width 1, its cache): 8 rows over a shared block, several MB a layer."""
+    """(the compiled decode loop of width 1, its cache): 8 rows over a shared block, several MB a
+    layer."""
     config, rows = real_config(), 8
     cache = KVCache.create(config, (2048, *[256] * rows), dtype)
     layout = Layout.from_blocks([[0, r + 1] for r in range(rows)])
     params = jax.tree.map(lambda p: p.astype(dtype), init(config))
-    state = DecodeState.create(cache, layout, [[1, 2]] * rows, vocab_size=512, budgets=MOST, samplers=Sampler(1.0, top_k=5))
+    state = DecodeState.create(
+        cache, layout, [[1, 2]] * rows, vocab_size=512, budgets=MOST, samplers=Sampler(1.0, top_k=5)
+    )
 
     def step(params, cache, state):
-        return decode(Decoder(config), params, dataclasses.replace(state, cache=cache), passes=10, width=1)
+        return decode(
+            Decoder(config), params, dataclasses.replace(state, cache=cache), passes=10, width=1
+        )
 
     rest = dataclasses.replace(state, cache=None)
     return jax.jit(step, donate_argnames="cache").lower(params, cache, rest).compile(), cache
@@ -124,20 +195,30 @@ def test_temporary_memory_stays_below_one_layers_cache(dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_cache_is_updated_in_place(dtype):
-    """Every arena goes in and comes out in the same memory, and no instruction copies, transposes or converts a whole one."""
+    """Every arena goes in and comes out in the same memory, and no instruction copies, transposes
+    or converts a whole one."""
     step, cache = compiled_step(dtype)
     arenas = [*cache.keys, *cache.values]
     assert step.memory_analysis().alias_size_in_bytes >= sum(a.nbytes for a in arenas)
     text, shape = step.as_text(), shape_of(cache.keys[0])
-    assert re.search(rf"{shape}\S* get-tuple-element\(", text), "no arena goes round the loop: look for its shape anew"
-    instructions = rf"{shape}\S* (copy|copy-start|transpose|convert|concatenate|pad|gather|select|reshape)\("
-    whole = [line.strip()[:200] for line in text.splitlines() if re.search(instructions, line) and not in_fusion(text, line)]
+    assert re.search(rf"{shape}\S* get-tuple-element\(", text), (
+        "no arena goes round the loop: look for its shape anew"
+    )
+    instructions = (
+        rf"{shape}\S* (copy|copy-start|transpose|convert|concatenate|pad|gather|select|reshape)\("
+    )
+    whole = [
+        line.strip()[:200]
+        for line in text.splitlines()
+        if re.search(instructions, line) and not in_fusion(text, line)
+    ]
     assert not whole, whole
     if dtype == jnp.bfloat16:
         assert not re.search(rf"f32{shape}", text), "a bfloat16 arena is converted to float32"
 
 
 def in_fusion(text: str, line: str) -> bool:
-    """Whether the line stands in the body of a fusion, where nothing is stored but the fusion's result."""
+    """Whether the line stands in the body of a fusion, where nothing is stored but the fusion's
+    result."""
     start = text.rfind("\n\n", 0, text.index(line))
     return text[start:].lstrip().startswith("%fused")

@@ -1,4 +1,5 @@
-"""Compilation is timed apart: spans inside each other count once, threads have clocks of their own, and no speed counts it."""
+"""Compilation is timed apart: spans inside each other count once, threads have clocks of their own,
+and no speed counts it."""
 
 import threading
 import time
@@ -23,7 +24,8 @@ SPANS = st.recursive(st.just([]), lambda inside: st.lists(inside, max_size=3), m
 
 
 def laid_out(shape: list, start: int) -> tuple[list[tuple[int, int]], int]:
-    """(start, end) of the spans of a shape in the order in which they end, in whole seconds, and the time after the last."""
+    """(start, end) of the spans of a shape in the order in which they end, in whole seconds, and
+    the time after the last."""
     found, now = [], start + 1
     for inside in shape:
         spans, now = laid_out(inside, now)
@@ -86,9 +88,12 @@ def model() -> LoadedModel:
 
 
 def timed(**settings) -> tuple[float, float, float, float]:
-    """(wall time, seconds, compile_seconds, tokens per second) of a run that no other test shares programs with."""
+    """(wall time, seconds, compile_seconds, tokens per second) of a run that no other test shares
+    programs with."""
     begin = time.perf_counter()
-    done = generate(model(), [[5, 6, 7], [5, 6, 8, 9]], n=3, max_new_tokens=37, sampler=Sampler(), **settings)
+    done = generate(
+        model(), [[5, 6, 7], [5, 6, 8, 9]], n=3, max_new_tokens=37, sampler=Sampler(), **settings
+    )
     return time.perf_counter() - begin, done.seconds, done.compile_seconds, done.tokens_per_second
 
 
@@ -97,7 +102,9 @@ def test_generate_reports_compilation_apart():
     for wall, seconds, compiled, _ in (first, second):
         assert seconds > 0 and seconds + compiled <= wall
     assert first[2] > 0 and second[2] == 0
-    assert first[1] < 0.5 * (first[1] + first[2]), "what compiles takes longer than what runs, and is no part of it"
+    assert first[1] < 0.5 * (first[1] + first[2]), (
+        "what compiles takes longer than what runs, and is no part of it"
+    )
     assert 0.05 < first[3] / second[3] < 20, "both runs are as fast, compiled by the first"
 
 
@@ -108,7 +115,9 @@ def test_the_engine_reports_compilation_apart():
         engine.drain()
         compiled, wall = engine.metrics.compile_seconds, time.perf_counter() - begin
         assert 0 < compiled <= wall
-        assert engine.metrics.registry.get_sample_value("jaxshare_compile_seconds_total") == compiled
+        assert (
+            engine.metrics.registry.get_sample_value("jaxshare_compile_seconds_total") == compiled
+        )
         engine.submit([5, 6, 8], max_new_tokens=5).wait()
         engine.submit([5, 6, 7], max_new_tokens=5).wait()
         engine.drain()
@@ -144,7 +153,12 @@ def test_shards_report_the_replica_that_compiled_longest():
 
             time.sleep(0.2)
             for replica, compiled in ((0, 0.02), (1, 0.03), (0, 0.04)):
-                yield Result(None, "cost", Cost(passes=1, kv_bytes=10, rows=2, compile_seconds=compiled), replica)
+                yield Result(
+                    None,
+                    "cost",
+                    Cost(passes=1, kv_bytes=10, rows=2, compile_seconds=compiled),
+                    replica,
+                )
 
     run = Shards(Fleet(), model, model(), [[5, 6], [5, 7]])
     begin = time.perf_counter()

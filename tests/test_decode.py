@@ -1,4 +1,5 @@
-"""The decode loop against a plain loop over whole sequences, and against itself cut up in other ways."""
+"""The decode loop against a plain loop over whole sequences, and against itself cut up in other
+ways."""
 
 import dataclasses
 import functools
@@ -42,7 +43,7 @@ def _causal():
 def logits_after(tokens: list[int]) -> np.ndarray:
     """float[V] after a whole sequence, by plain causal attention."""
     padded = np.zeros((1, 64), np.int32)
-    padded[0, :len(tokens)] = tokens
+    padded[0, : len(tokens)] = tokens
     return np.asarray(_causal()(tiny_params(), jnp.asarray(padded)))[0, len(tokens) - 1]
 
 
@@ -51,7 +52,7 @@ def _greedy(prompt: tuple[int, ...], n: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(n):
         tokens.append(int(np.argmax(logits_after(tokens))))
-    return tokens[len(prompt):]
+    return tokens[len(prompt) :]
 
 
 def greedy(prompt: list[int], n: int = MOST) -> list[int]:
@@ -61,7 +62,9 @@ def greedy(prompt: list[int], n: int = MOST) -> list[int]:
 def test_greedy_equals_a_plain_loop():
     done = run(tiny_state(PROMPTS))
     assert done.outputs() == [greedy(p) for p in PROMPTS]
-    assert len({tuple(o) for o in done.outputs()}) == ROWS and all(len(set(o)) > 3 for o in done.outputs())
+    assert len({tuple(o) for o in done.outputs()}) == ROWS and all(
+        len(set(o)) > 3 for o in done.outputs()
+    )
     assert reasons(done) == [Reason.BUDGET] * 4
     # What was sampled last has not been fed.
     assert np.asarray(done.cache.lengths).tolist() == [0, *(len(p) + MOST - 1 for p in PROMPTS), 0]
@@ -95,7 +98,9 @@ def test_several_dispatches_equal_one(cut, sampler):
 
 
 def test_no_passes_still_samples_what_is_ready_and_no_more():
-    done = run(tiny_state([[], [], [], PROMPTS[3]], logits=jnp.asarray(logits_after(PROMPTS[0]))), passes=0)
+    done = run(
+        tiny_state([[], [], [], PROMPTS[3]], logits=jnp.asarray(logits_after(PROMPTS[0]))), passes=0
+    )
     assert [len(o) for o in done.outputs()] == [1, 1, 1, 0] and int(done.passes) == 0
     assert not np.asarray(done.cache.lengths).any()
     again = run(done, passes=0)
@@ -104,7 +109,11 @@ def test_no_passes_still_samples_what_is_ready_and_no_more():
 
 def test_an_ended_state_stays_as_it_is():
     done = run(tiny_state(PROMPTS))
-    tokens, passes, lengths = np.asarray(done.tokens), int(done.passes), np.asarray(done.cache.lengths)
+    tokens, passes, lengths = (
+        np.asarray(done.tokens),
+        int(done.passes),
+        np.asarray(done.cache.lengths),
+    )
     again = run(done)
     np.testing.assert_array_equal(again.tokens, tokens)
     np.testing.assert_array_equal(again.cache.lengths, lengths)
@@ -114,11 +123,12 @@ def test_an_ended_state_stays_as_it_is():
 def test_stop_tokens_end_a_row_and_are_kept():
     free = [greedy(p) for p in PROMPTS]
     stop = free[1][4]
-    cut = [row[:row.index(stop) + 1] if stop in row else row for row in free]
+    cut = [row[: row.index(stop) + 1] if stop in row else row for row in free]
     done = run(tiny_state(PROMPTS, stops=[stop]))
     assert done.outputs() == cut and len(cut[1]) <= 5
     assert reasons(done) == [Reason.STOP if stop in row else Reason.BUDGET for row in free]
-    assert int(done.cache.lengths[2]) == len(PROMPTS[1]) + len(cut[1]) - 1  # the stop token is not fed
+    # the stop token is not fed
+    assert int(done.cache.lengths[2]) == len(PROMPTS[1]) + len(cut[1]) - 1
     # One of several; a stop with the last token of a budget is a stop.
     several = run(tiny_state(PROMPTS, stops=[stop, free[0][2]]))
     assert reasons(several)[:2] == [Reason.STOP] * 2
@@ -131,12 +141,16 @@ def test_budgets_of_none_one_and_many():
     assert done.outputs() == [[], greedy(PROMPTS[1], 1), greedy(PROMPTS[2]), greedy(PROMPTS[3], 3)]
     assert reasons(done) == [Reason.BUDGET] * 4
     # A prompt is fed even where nothing may be sampled.
-    assert int(done.cache.lengths[1]) == len(PROMPTS[0]) and int(done.cache.lengths[2]) == len(PROMPTS[1])
+    assert int(done.cache.lengths[1]) == len(PROMPTS[0]) and int(done.cache.lengths[2]) == len(
+        PROMPTS[1]
+    )
 
 
 def test_only_budgets_of_none():
     cache, layout = tiny_cache(), pad_rows(ROWS_ALONE, ROWS, LISTED)
-    made = DecodeState.create(cache, layout, PROMPTS, vocab_size=VOCAB, budgets=0, queue=QUEUE, max_width=WIDEST)
+    made = DecodeState.create(
+        cache, layout, PROMPTS, vocab_size=VOCAB, budgets=0, queue=QUEUE, max_width=WIDEST
+    )
     assert made.tokens.shape == (ROWS, 0)
     assert tiny_state(PROMPTS, budgets=0).tokens.shape == (ROWS, MOST)
     done = run(tiny_state(PROMPTS, budgets=0))
@@ -151,11 +165,24 @@ def test_a_block_that_fills_ends_its_row_before_anything_is_lost():
     assert reasons(done) == [Reason.FULL, Reason.BUDGET, Reason.FULL, Reason.FULL]
     # What was sampled is kept, the token that found no room included.
     assert done.outputs() == [free[0][:5], free[1], free[2][:1], free[3][:1]]
-    assert np.asarray(done.cache.lengths).tolist() == [0, room[0], len(PROMPTS[1]) + MOST - 1, 1, 16, 0]
+    assert np.asarray(done.cache.lengths).tolist() == [
+        0,
+        room[0],
+        len(PROMPTS[1]) + MOST - 1,
+        1,
+        16,
+        0,
+    ]
     done.cache.check()
     # The rows' caches are whole: with more room they go on where they stopped.
     roomy = dataclasses.replace(done.cache, capacities=jnp.asarray(CAPACITIES, jnp.int32))
-    more = run(tiny_state([[row[-1]] for row in done.outputs()], cache=roomy, budgets=[MOST - 5, 0, MOST - 1, MOST - 1]))
+    more = run(
+        tiny_state(
+            [[row[-1]] for row in done.outputs()],
+            cache=roomy,
+            budgets=[MOST - 5, 0, MOST - 1, MOST - 1],
+        )
+    )
     assert [a + b for a, b in zip(done.outputs(), more.outputs(), strict=True)] == free
 
 
@@ -168,7 +195,12 @@ def test_a_prompt_that_does_not_fit_ends_its_row_with_nothing():
 
 
 def test_logprobs_are_those_of_the_model():
-    samplers = [Sampler(), Sampler(1.5), Sampler(0.7, top_k=3), Sampler(1.0, bias={5: 4.0}, forbidden=(6,))]
+    samplers = [
+        Sampler(),
+        Sampler(1.5),
+        Sampler(0.7, top_k=3),
+        Sampler(1.0, bias={5: 4.0}, forbidden=(6,)),
+    ]
     done = run(tiny_state(PROMPTS, samplers=samplers, seeds=11))
     for r, (prompt, output) in enumerate(zip(PROMPTS, done.outputs(), strict=True)):
         for i, token in enumerate(output):
@@ -181,18 +213,40 @@ def test_rows_not_in_use_do_nothing():
     done = run(tiny_state([PROMPTS[0], [], PROMPTS[2]], [[1], [], [3]]))
     assert done.outputs() == [greedy(PROMPTS[0]), [], greedy(PROMPTS[2]), []]
     assert reasons(done) == [Reason.BUDGET, Reason.UNUSED, Reason.BUDGET, Reason.UNUSED]
-    assert np.asarray(done.cache.lengths).tolist() == [0, len(PROMPTS[0]) + MOST - 1, 0, 1 + MOST - 1, 0, 0]
+    assert np.asarray(done.cache.lengths).tolist() == [
+        0,
+        len(PROMPTS[0]) + MOST - 1,
+        0,
+        1 + MOST - 1,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(1.2)], ids=["greedy", "sampled"])
 def test_a_prefix_prefilled_once_and_sampled_at_once(sampler):
-    """Rows with nothing to feed start from the prefix's logits, as if each had been given the whole prompt."""
+    """Rows with nothing to feed start from the prefix's logits, as if each had been given the whole
+    prompt."""
     prefix = PROMPTS[1]
     tokens = np.zeros((ROWS, 16), np.int32)
-    tokens[0, :len(prefix)] = prefix
-    logits, cache = forward(TINY, tiny_params(), tokens, [len(prefix), 0, 0, 0], tiny_cache(),
-                            pad_rows([[0]], ROWS, LISTED))
-    shared = run(tiny_state([[]] * 4, [[0, 1], [0, 2], [0, 3], [0, 4]], cache=cache, logits=logits[0], samplers=sampler))
+    tokens[0, : len(prefix)] = prefix
+    logits, cache = forward(
+        TINY,
+        tiny_params(),
+        tokens,
+        [len(prefix), 0, 0, 0],
+        tiny_cache(),
+        pad_rows([[0]], ROWS, LISTED),
+    )
+    shared = run(
+        tiny_state(
+            [[]] * 4,
+            [[0, 1], [0, 2], [0, 3], [0, 4]],
+            cache=cache,
+            logits=logits[0],
+            samplers=sampler,
+        )
+    )
     alone = run(tiny_state([prefix] * 4, samplers=sampler))
     assert shared.outputs() == alone.outputs()
     assert int(shared.cache.lengths[0]) == len(prefix) and int(shared.cache.lengths[1]) == MOST - 1
@@ -210,19 +264,30 @@ def test_each_row_may_start_from_its_own_logits():
 
 def test_one_seed_for_all_gives_each_row_a_stream_of_its_own():
     a = run(tiny_state(PROMPTS, samplers=Sampler(1.5), seeds=20))
-    b = run(tiny_state(PROMPTS, samplers=Sampler(1.5), seeds=[20, *(stream_seed(20, r) for r in (1, 2, 3))]))
-    c = run(tiny_state(PROMPTS, samplers=Sampler(1.5), seeds=[20, *(stream_seed(20, r) for r in (1, 2)), 24]))
+    b = run(
+        tiny_state(
+            PROMPTS, samplers=Sampler(1.5), seeds=[20, *(stream_seed(20, r) for r in (1, 2, 3))]
+        )
+    )
+    c = run(
+        tiny_state(
+            PROMPTS, samplers=Sampler(1.5), seeds=[20, *(stream_seed(20, r) for r in (1, 2)), 24]
+        )
+    )
     assert a.outputs() == b.outputs()
     assert c.outputs()[:3] == a.outputs()[:3] and c.outputs()[3] != a.outputs()[3]
 
 
 def test_feeding_goes_on_where_a_row_stopped():
-    """More text for rows that ended, while others run; what was sampled stays, and what follows is as if it had all been one prompt."""
+    """More text for rows that ended, while others run; what was sampled stays, and what follows is
+    as if it had all been one prompt."""
     extra = RNG.integers(0, VOCAB, 9).tolist()
     done = run(tiny_state(PROMPTS, budgets=[3, MOST, MOST, MOST]), passes=6)
     first = done.outputs()
     assert [len(o) for o in first] == [3, 6, 6, 6] and reasons(done)[0] == Reason.BUDGET
-    fed = dataclasses.replace(done, budgets=done.budgets.at[0].set(8)).feed(0, [first[0][-1], *extra])
+    fed = dataclasses.replace(done, budgets=done.budgets.at[0].set(8)).feed(
+        0, [first[0][-1], *extra]
+    )
     assert reasons(fed) == [Reason.RUNNING] * 4
     after = run(fed)
     assert after.outputs()[0] == first[0] + greedy(PROMPTS[0] + first[0] + extra, 5)
@@ -231,16 +296,27 @@ def test_feeding_goes_on_where_a_row_stopped():
 
 def test_feeding_stands_behind_what_is_pending():
     waiting = tiny_state([PROMPTS[0], *PROMPTS[1:]]).feed(0, [7, 8]).feed(0, [9])
-    assert run(waiting).outputs() == [greedy([*PROMPTS[0], 7, 8, 9]), *(greedy(p) for p in PROMPTS[1:])]
+    assert run(waiting).outputs() == [
+        greedy([*PROMPTS[0], 7, 8, 9]),
+        *(greedy(p) for p in PROMPTS[1:]),
+    ]
     # In the middle of a prompt fed one token a pass, too.
     part = run(tiny_state(PROMPTS), passes=4, width=1).feed(3, [7, 8])
     assert run(part).outputs()[3] == greedy([*PROMPTS[3], 7, 8])
 
 
-@pytest.mark.parametrize(("row", "tokens", "words"), [
-    (0, [], "there are no tokens to feed to row 0"), (3, [1], "row 3 is not in use"),
-    (1, [1] * (QUEUE - 12), f"row 1 would have {QUEUE + 1} tokens pending, but its queue holds {QUEUE}"),
-])
+@pytest.mark.parametrize(
+    ("row", "tokens", "words"),
+    [
+        (0, [], "there are no tokens to feed to row 0"),
+        (3, [1], "row 3 is not in use"),
+        (
+            1,
+            [1] * (QUEUE - 12),
+            f"row 1 would have {QUEUE + 1} tokens pending, but its queue holds {QUEUE}",
+        ),
+    ],
+)
 def test_feeding_refuses(row, tokens, words):
     with pytest.raises(ValueError, match=words):
         tiny_state(PROMPTS[:3], [[1], [2], [3]]).feed(row, tokens)
@@ -265,34 +341,48 @@ def test_until_any_comes_back_when_a_row_ends():
 
 
 def prefilled(cache: KVCache, prompts: dict[int, list[int]]) -> tuple[jnp.ndarray, KVCache]:
-    """Feeds prompts of up to 16 tokens to blocks: the logits after each, in their order, and the cache."""
+    """Feeds prompts of up to 16 tokens to blocks: the logits after each, in their order, and the
+    cache."""
     tokens, count = np.zeros((ROWS, 16), np.int32), [0] * ROWS
     for r, prompt in enumerate(prompts.values()):
-        tokens[r, :len(prompt)], count[r] = prompt, len(prompt)
-    logits, cache = forward(TINY, tiny_params(), tokens, count, cache, pad_rows([[b] for b in prompts], ROWS, LISTED))
-    return logits[:len(prompts)], cache
+        tokens[r, : len(prompt)], count[r] = prompt, len(prompt)
+    logits, cache = forward(
+        TINY, tiny_params(), tokens, count, cache, pad_rows([[b] for b in prompts], ROWS, LISTED)
+    )
+    return logits[: len(prompts)], cache
 
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(1.2, top_k=30)], ids=["greedy", "sampled"])
 def test_a_row_that_has_ended_is_given_something_new(sampler):
-    """Below a shared prefix, with a seed and a budget of its own: what it writes is what a fresh state would, and so is what others do."""
+    """Below a shared prefix, with a seed and a budget of its own: what it writes is what a fresh
+    state would, and so is what others do."""
     first, later = PROMPTS[1], [PROMPTS[0], PROMPTS[2], PROMPTS[3], PROMPTS[1]]
     settings = {"samplers": sampler, "seeds": [3, 1, 4, 1], "budgets": [5, MOST, MOST, MOST]}
     undisturbed = run(tiny_state(later, **settings)).outputs()
     prefix, cache = prefilled(tiny_cache(), {0: first})
     state = run(tiny_state(later, cache=cache, **settings), until_any=True)
-    assert reasons(state) == [Reason.BUDGET, *[Reason.RUNNING] * 3] and state.outputs()[0] == undisturbed[0]
+    assert (
+        reasons(state) == [Reason.BUDGET, *[Reason.RUNNING] * 3]
+        and state.outputs()[0] == undisturbed[0]
+    )
     state = dataclasses.replace(state, cache=state.cache.clear(1))
     before = int(state.passes)
     state = state.admit([0], [[0, 1]], prefix, seeds=[2**32 - 5], budgets=[10])
     assert reasons(state)[0] == Reason.RUNNING and state.outputs()[0] == []
     done = run(state)
-    fresh = run(tiny_state([first], [[1]], samplers=sampler, seeds=[2**32 - 5, 0, 0, 0], budgets=10))
+    fresh = run(
+        tiny_state([first], [[1]], samplers=sampler, seeds=[2**32 - 5, 0, 0, 0], budgets=10)
+    )
     assert done.outputs() == [fresh.outputs()[0], *undisturbed[1:]] and len(done.outputs()[0]) == 10
     np.testing.assert_allclose(done.logprobs[0, :10], fresh.logprobs[0, :10], atol=2e-5)
     assert reasons(done) == [Reason.BUDGET] * 4
     assert int(done.passes) - before == 10 - 1  # it samples at once, and its last token is not fed
-    assert np.asarray(done.cache.lengths).tolist() == [len(first), 10 - 1, *(len(p) + MOST - 1 for p in later[1:]), 0]
+    assert np.asarray(done.cache.lengths).tolist() == [
+        len(first),
+        10 - 1,
+        *(len(p) + MOST - 1 for p in later[1:]),
+        0,
+    ]
     done.cache.check()
 
 
@@ -313,7 +403,8 @@ def test_rows_that_were_not_in_use_are_given_something(count):
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(1.2)], ids=["greedy", "sampled"])
 def test_several_rows_change_places(sampler):
-    """Three of four rows are given each other's blocks, in an order of their own, while the fourth writes on."""
+    """Three of four rows are given each other's blocks, in an order of their own, while the fourth
+    writes on."""
     settings = {"samplers": sampler, "seeds": [7, 8, 9, 10]}
     undisturbed = run(tiny_state(PROMPTS, **settings)).outputs()
     state = run(tiny_state(PROMPTS, **settings), passes=4)
@@ -325,43 +416,78 @@ def test_several_rows_change_places(sampler):
     new = {4: PROMPTS[2], 1: PROMPTS[3], 3: PROMPTS[1]}
     logits, cache = prefilled(cache, new)
     state = dataclasses.replace(state, cache=cache)
-    state = state.admit([3, 0, 2], [[1], [3], [4]], logits[jnp.asarray([1, 2, 0])], seeds=[1, 2, 3], budgets=[MOST, 4, 9])
+    state = state.admit(
+        [3, 0, 2],
+        [[1], [3], [4]],
+        logits[jnp.asarray([1, 2, 0])],
+        seeds=[1, 2, 3],
+        budgets=[MOST, 4, 9],
+    )
     done = run(state)
-    alone = run(tiny_state([PROMPTS[1], [], PROMPTS[2], PROMPTS[3]], [[1], [], [2], [3]], samplers=sampler, seeds=[2, 0, 3, 1],
-                           budgets=[4, 0, 9, MOST])).outputs()
-    assert done.outputs() == [alone[0], undisturbed[1], alone[2], alone[3]] and [len(o) for o in alone] == [4, 0, 9, MOST]
+    alone = run(
+        tiny_state(
+            [PROMPTS[1], [], PROMPTS[2], PROMPTS[3]],
+            [[1], [], [2], [3]],
+            samplers=sampler,
+            seeds=[2, 0, 3, 1],
+            budgets=[4, 0, 9, MOST],
+        )
+    ).outputs()
+    assert done.outputs() == [alone[0], undisturbed[1], alone[2], alone[3]] and [
+        len(o) for o in alone
+    ] == [4, 0, 9, MOST]
 
 
 def test_admission_ends_at_a_stop_and_can_be_repeated():
     """The same row three times over; what it sampled before leaves no trace."""
     stop = greedy(PROMPTS[1])[3]
-    expected = greedy(PROMPTS[1])[:greedy(PROMPTS[1]).index(stop) + 1]
+    expected = greedy(PROMPTS[1])[: greedy(PROMPTS[1]).index(stop) + 1]
     state = tiny_state([], [], stops=[stop])
     for budget in (MOST, 1, MOST):
         logits, cache = prefilled(state.cache.clear(2), {2: PROMPTS[1]})
-        state = dataclasses.replace(state, cache=cache).admit([1], [[2]], logits, seeds=[0], budgets=[budget])
+        state = dataclasses.replace(state, cache=cache).admit(
+            [1], [[2]], logits, seeds=[0], budgets=[budget]
+        )
         state = run(state)
         assert state.outputs() == [[], expected[:budget], [], []]
         assert reasons(state)[1] == (Reason.STOP if budget > 1 else Reason.BUDGET)
 
 
-@pytest.mark.parametrize(("row", "blocks", "more", "words"), [
-    (1, [2], {}, "row 1 is running; end it before it is given something new"),
-    (4, [1], {}, "there is no row 4; the state has rows 0 to 3"), (-1, [1], {}, "there is no row -1"),
-    (0, [], {}, "row 0 would list 0 blocks, but the layout has room for 1 to 3"),
-    (0, [0, 3, 4, 1], {}, "row 0 would list 4 blocks, but the layout has room for 1 to 3"),
-    (0, [1], {"budgets": [-1]}, f"the budget of row 0 is -1; the state has room for 0 to {MOST} tokens a row"),
-    (0, [1], {"budgets": [MOST + 1]}, f"the budget of row 0 is {MOST + 1}; the state has room for 0 to {MOST}"),
-    (0, [0, 2], {}, "rows 0 and 1 both write block 2"), (0, [0, 0], {}, "row 0 lists block 0 twice"),
-    (0, [6], {}, "row 0 lists block 6, but the cache has blocks 0 to 5"), (0, [0, -1, 1], {}, "row 0 lists block -1; blocks are numbered"),
-    (0, [1], {"seeds": []}, "seeds has 0 entries, but 1 rows are to be admitted"),
-    (0, [1], {"budgets": [1, 2]}, "budgets has 2 entries, but 1 rows"),
-])
+@pytest.mark.parametrize(
+    ("row", "blocks", "more", "words"),
+    [
+        (1, [2], {}, "row 1 is running; end it before it is given something new"),
+        (4, [1], {}, "there is no row 4; the state has rows 0 to 3"),
+        (-1, [1], {}, "there is no row -1"),
+        (0, [], {}, "row 0 would list 0 blocks, but the layout has room for 1 to 3"),
+        (0, [0, 3, 4, 1], {}, "row 0 would list 4 blocks, but the layout has room for 1 to 3"),
+        (
+            0,
+            [1],
+            {"budgets": [-1]},
+            f"the budget of row 0 is -1; the state has room for 0 to {MOST} tokens a row",
+        ),
+        (
+            0,
+            [1],
+            {"budgets": [MOST + 1]},
+            f"the budget of row 0 is {MOST + 1}; the state has room for 0 to {MOST}",
+        ),
+        (0, [0, 2], {}, "rows 0 and 1 both write block 2"),
+        (0, [0, 0], {}, "row 0 lists block 0 twice"),
+        (0, [6], {}, "row 0 lists block 6, but the cache has blocks 0 to 5"),
+        (0, [0, -1, 1], {}, "row 0 lists block -1; blocks are numbered"),
+        (0, [1], {"seeds": []}, "seeds has 0 entries, but 1 rows are to be admitted"),
+        (0, [1], {"budgets": [1, 2]}, "budgets has 2 entries, but 1 rows"),
+    ],
+)
 def test_admission_refuses(row, blocks, more, words):
     """And leaves the state usable."""
     state = run(tiny_state(PROMPTS, budgets=[1, MOST, MOST, MOST]), until_any=True)
     with pytest.raises(ValueError, match=words):
-        state.admit([row], [blocks], jnp.zeros((1, VOCAB)), **{"seeds": [0], "budgets": [4], **more})
+        state.admit(
+            [row], [blocks], jnp.zeros((1, VOCAB)), **{"seeds": [0], "budgets": [4], **more}
+        )
     assert run(state).outputs() == [greedy(PROMPTS[0], 1), *map(greedy, PROMPTS[1:])]
 
 
@@ -381,13 +507,19 @@ def test_a_row_that_is_retired_lists_nothing_and_another_may_write_its_block():
     with pytest.raises(ValueError, match=f"rows 0 and 1 both write block {block}"):
         state.admit([1], [[block]], logits, seeds=[0], budgets=[3])
     state = state.retire([0]).admit([1], [[block]], logits, seeds=[0], budgets=[3])
-    assert reasons(state) == [Reason.UNUSED, Reason.RUNNING, Reason.BUDGET, Reason.BUDGET] and int(state.layout.written[0]) == -1
+    assert (
+        reasons(state) == [Reason.UNUSED, Reason.RUNNING, Reason.BUDGET, Reason.BUDGET]
+        and int(state.layout.written[0]) == -1
+    )
     assert run(state).outputs()[1] == greedy(PROMPTS[0], 3)
 
 
 @pytest.mark.parametrize("more", [{"passes": -1}, {"width": 0}, {"width": WIDEST + 1}])
 def test_decode_refuses(more):
-    with pytest.raises(ValueError, match=f"passes must be at least 0, and width from 1 to the state's max_width, {WIDEST}"):
+    with pytest.raises(
+        ValueError,
+        match=f"passes must be at least 0, and width from 1 to the state's max_width, {WIDEST}",
+    ):
         run(tiny_state(PROMPTS), **more)
 
 
@@ -405,17 +537,25 @@ def test_the_cache_is_given_away():
     assert all(a.is_deleted() for a in (*cache.keys, *cache.values))
 
 
-@pytest.mark.parametrize(("prompts", "more", "words"), [
-    ([[1], [2], [3], [4], [5]], {}, "prompts has 5 entries, but the layout has 4 rows"),
-    (PROMPTS, {"samplers": [Sampler()]}, "samplers has 1 entries, but the layout has 4 rows"),
-    (PROMPTS, {"seeds": [1, 2]}, "seeds has 2 entries"), (PROMPTS, {"budgets": [1]}, "budgets has 1 entries"),
-    ([[1], [VOCAB], [3], [4]], {}, f"prompt of row 1 has token {VOCAB}, outside the vocabulary of {VOCAB}"),
-    ([[1], [2], [3, -1], [4]], {}, "prompt of row 2 has token -1"),
-    ([[1], [2], [], [4]], {}, "row 2 has an empty prompt and no logits to sample from"),
-    ([[1], [2], [3]], {}, "row 3 has an empty prompt"),
-    (PROMPTS, {"budgets": [1, 2, -3, 4]}, "the budget of row 2 is -3; it must be at least 0"),
-    (PROMPTS, {"budgets": -1}, "the budget of row 0 is -1"),
-])
+@pytest.mark.parametrize(
+    ("prompts", "more", "words"),
+    [
+        ([[1], [2], [3], [4], [5]], {}, "prompts has 5 entries, but the layout has 4 rows"),
+        (PROMPTS, {"samplers": [Sampler()]}, "samplers has 1 entries, but the layout has 4 rows"),
+        (PROMPTS, {"seeds": [1, 2]}, "seeds has 2 entries"),
+        (PROMPTS, {"budgets": [1]}, "budgets has 1 entries"),
+        (
+            [[1], [VOCAB], [3], [4]],
+            {},
+            f"prompt of row 1 has token {VOCAB}, outside the vocabulary of {VOCAB}",
+        ),
+        ([[1], [2], [3, -1], [4]], {}, "prompt of row 2 has token -1"),
+        ([[1], [2], [], [4]], {}, "row 2 has an empty prompt and no logits to sample from"),
+        ([[1], [2], [3]], {}, "row 3 has an empty prompt"),
+        (PROMPTS, {"budgets": [1, 2, -3, 4]}, "the budget of row 2 is -3; it must be at least 0"),
+        (PROMPTS, {"budgets": -1}, "the budget of row 0 is -1"),
+    ],
+)
 def test_bad_input_is_refused(prompts, more, words):
     cache, layout = tiny_cache(), pad_rows(ROWS_ALONE, ROWS, LISTED)
     with pytest.raises(ValueError, match=words):
@@ -424,27 +564,57 @@ def test_bad_input_is_refused(prompts, more, words):
 
 def test_a_layout_that_cannot_be_is_refused():
     cache = tiny_cache()
-    for blocks, words in (([[9]], "row 0 lists block 9, but the cache has blocks 0 to 5"), ([[1, 1]], "row 0 lists block 1 twice"),
-                          ([[0, 1], [2, 1]], "rows 0 and 1 both write block 1")):
+    for blocks, words in (
+        ([[9]], "row 0 lists block 9, but the cache has blocks 0 to 5"),
+        ([[1, 1]], "row 0 lists block 1 twice"),
+        ([[0, 1], [2, 1]], "rows 0 and 1 both write block 1"),
+    ):
         with pytest.raises(ValueError, match=words):
-            DecodeState.create(cache, Layout(jnp.asarray(blocks, jnp.int32)), [[1]] * len(blocks), vocab_size=VOCAB)
+            DecodeState.create(
+                cache, Layout(jnp.asarray(blocks, jnp.int32)), [[1]] * len(blocks), vocab_size=VOCAB
+            )
 
 
 def test_forward_refuses_what_can_be_known_before():
     layout = pad_rows(ROWS_ALONE[:3], ROWS, LISTED)
 
     def go(tokens=((1, 2),) * 4, count=(1, 1, 1, 0), cache=None, layout=layout):
-        forward(TINY, tiny_params(), tokens, count, KVCache.create(TINY, (4, 1, 4, 4), jnp.float32) if cache is None else cache, layout)
+        forward(
+            TINY,
+            tiny_params(),
+            tokens,
+            count,
+            KVCache.create(TINY, (4, 1, 4, 4), jnp.float32) if cache is None else cache,
+            layout,
+        )
 
     for arguments, words in (
-            ({"tokens": ((1, 2),) * 3}, r"R = 4, the layout's rows"), ({"count": (1, 1)}, r"R = 4, the layout's rows"),
-            ({"count": (3, 0, 0, 0)}, r"count must lie between 0 and the 2 tokens given; got \[3, 0, 0, 0\]"),
-            ({"count": (-1, 0, 0, 0)}, "count must lie between 0"), ({"count": (0, 0, 0, 1)}, "row 3 brings 1 tokens but lists no block"),
-            ({"tokens": ((1, VOCAB),) * 4, "count": (0, 2, 0, 0)}, f"tokens must lie between 0 and {VOCAB - 1}"),
-            ({"count": (2, 0, 0, 0)}, "row 0 brings 2 tokens, but block 1 holds 0 of at most 1"),
-            ({"layout": Layout(jnp.asarray([[0], [0], [1], [2]], jnp.int32))}, "rows 0 and 1 both write block 0"),
-            ({"layout": Layout(jnp.asarray([[0], [4], [1], [2]], jnp.int32))}, "row 1 lists block 4, but the cache has blocks 0 to 3"),
-            ({"layout": Layout(jnp.asarray([[0, 0], [3, 2], [1, -1], [-1, -1]], jnp.int32))}, "row 0 lists block 0 twice")):
+        ({"tokens": ((1, 2),) * 3}, r"R = 4, the layout's rows"),
+        ({"count": (1, 1)}, r"R = 4, the layout's rows"),
+        (
+            {"count": (3, 0, 0, 0)},
+            r"count must lie between 0 and the 2 tokens given; got \[3, 0, 0, 0\]",
+        ),
+        ({"count": (-1, 0, 0, 0)}, "count must lie between 0"),
+        ({"count": (0, 0, 0, 1)}, "row 3 brings 1 tokens but lists no block"),
+        (
+            {"tokens": ((1, VOCAB),) * 4, "count": (0, 2, 0, 0)},
+            f"tokens must lie between 0 and {VOCAB - 1}",
+        ),
+        ({"count": (2, 0, 0, 0)}, "row 0 brings 2 tokens, but block 1 holds 0 of at most 1"),
+        (
+            {"layout": Layout(jnp.asarray([[0], [0], [1], [2]], jnp.int32))},
+            "rows 0 and 1 both write block 0",
+        ),
+        (
+            {"layout": Layout(jnp.asarray([[0], [4], [1], [2]], jnp.int32))},
+            "row 1 lists block 4, but the cache has blocks 0 to 3",
+        ),
+        (
+            {"layout": Layout(jnp.asarray([[0, 0], [3, 2], [1, -1], [-1, -1]], jnp.int32))},
+            "row 0 lists block 0 twice",
+        ),
+    ):
         with pytest.raises(ValueError, match=words):
             go(**arguments)
     faulty = KVCache.create(TINY, (4, 4, 4, 4), jnp.float32)

@@ -1,4 +1,5 @@
-"""What people run, on meshes of devices: the same texts as on one device, in float32 token for token."""
+"""What people run, on meshes of devices: the same texts as on one device, in float32 token for
+token."""
 
 import functools
 import json
@@ -15,20 +16,34 @@ from jaxshare.serving.inspection import attention_mass
 from jaxshare.sharding import make_mesh
 
 SAMPLER = Sampler(temperature=1.2, top_p=0.95)
-MESHES = [(1, 2, 2), pytest.param((1, 4, 1), marks=pytest.mark.slow), pytest.param((1, 1, 8), marks=pytest.mark.slow),
-          pytest.param((2, 2, 2), marks=pytest.mark.slow)]
+MESHES = [
+    (1, 2, 2),
+    pytest.param((1, 4, 1), marks=pytest.mark.slow),
+    pytest.param((1, 1, 8), marks=pytest.mark.slow),
+    pytest.param((2, 2, 2), marks=pytest.mark.slow),
+]
 
 
 @functools.cache
 def model_on(shape=None):
-    return load(EMBEDDED, mesh=None if shape is None else make_mesh(data=shape[0], tensor=shape[1], kv=shape[2]))
+    return load(
+        EMBEDDED,
+        mesh=None if shape is None else make_mesh(data=shape[0], tensor=shape[1], kv=shape[2]),
+    )
 
 
 # Workers.
 
 
 def session_of(model):
-    session = Workers(model, "Solve these problems: 1. 47 + 38 2. 12 * 7", budget=56, sampler=SAMPLER, seed=5, step_tokens=32)
+    session = Workers(
+        model,
+        "Solve these problems: 1. 47 + 38 2. 12 * 7",
+        budget=56,
+        sampler=SAMPLER,
+        seed=5,
+        step_tokens=32,
+    )
     session.run((28,))
     return session
 
@@ -36,7 +51,11 @@ def session_of(model):
 @functools.cache
 def session_alone():
     session = session_of(model_on())
-    return [(s.worker, s.text) for s in session.steps], attention_mass(session), session.finish().value
+    return (
+        [(s.worker, s.text) for s in session.steps],
+        attention_mass(session),
+        session.finish().value,
+    )
 
 
 @pytest.mark.slow
@@ -55,7 +74,13 @@ def test_workers_write_on_a_mesh_what_they_write_on_one_device(shape):
 
 # Branches.
 
-TREE = Branch("Compute these. ", children=[Branch("17 + 25 =", n=3), Branch("6 * 7 = ", n=2, children=[Branch("and 3 * 4 =", n=3)])])
+TREE = Branch(
+    "Compute these. ",
+    children=[
+        Branch("17 + 25 =", n=3),
+        Branch("6 * 7 = ", n=2, children=[Branch("and 3 * 4 =", n=3)]),
+    ],
+)
 
 
 @functools.cache
@@ -63,15 +88,24 @@ def branches_alone():
     return generate(model_on(), TREE, max_new_tokens=12, sampler=SAMPLER, seed=2, share=True)
 
 
-@pytest.mark.parametrize("shape", [pytest.param((1, 2, 2), marks=pytest.mark.slow), (2, 2, 1), *MESHES[1:]])
+@pytest.mark.parametrize(
+    "shape", [pytest.param((1, 2, 2), marks=pytest.mark.slow), (2, 2, 1), *MESHES[1:]]
+)
 def test_branches_write_on_a_mesh_what_they_write_on_one_device(shape):
     """With two data groups: each writes some of them."""
     expected = branches_alone()
     found = generate(model_on(shape), TREE, max_new_tokens=12, sampler=SAMPLER, seed=2, share=True)
-    assert [(c.prompt, c.index, c.tokens) for c in found.completions] == [(c.prompt, c.index, c.tokens) for c in expected.completions]
+    assert [(c.prompt, c.index, c.tokens) for c in found.completions] == [
+        (c.prompt, c.index, c.tokens) for c in expected.completions
+    ]
     assert len({tuple(c.tokens) for c in found.completions}) > 3
-    np.testing.assert_allclose([c.logprob for c in found.completions], [c.logprob for c in expected.completions], atol=1e-3)
-    assert (found.prompt_tokens, found.unique_tokens) == (expected.prompt_tokens, expected.unique_tokens)
+    np.testing.assert_allclose(
+        [c.logprob for c in found.completions], [c.logprob for c in expected.completions], atol=1e-3
+    )
+    assert (found.prompt_tokens, found.unique_tokens) == (
+        expected.prompt_tokens,
+        expected.unique_tokens,
+    )
 
 
 @pytest.mark.slow
@@ -91,7 +125,9 @@ def test_a_run_over_data_groups_that_fails_or_is_left_ends_all_of_them():
 
     with pytest.raises(RuntimeError, match="that is enough"):
         list(branches(model, "Compute 1 + 1.", n=6, max_new_tokens=4).stream(fail))
-    with pytest.raises(ValueError, match="a prefix lies in the memory of one data group; run it with data=1"):
+    with pytest.raises(
+        ValueError, match="a prefix lies in the memory of one data group; run it with data=1"
+    ):
         branches(model, None, prefix=Prefixes(model, max_tokens=64).add("Compute"), n=2)
 
 
@@ -106,10 +142,22 @@ def calls(engine):
     prompts = [[*stem[:cut], *rng.integers(3, 400, more).tolist()] for cut, more in cuts]
     engine.submit(prompts[3], SAMPLER, max_new_tokens=14, seed=9, resample="stepwise").wait()
     engine.drain()
-    again = [engine.submit(prompts[3], SAMPLER, max_new_tokens=14, seed=seed, resample="stepwise").wait() for seed in (9, 10)]
+    again = [
+        engine.submit(prompts[3], SAMPLER, max_new_tokens=14, seed=seed, resample="stepwise").wait()
+        for seed in (9, 10)
+    ]
     assert again[0].replayed_tokens == len(again[0].tokens)
-    streams = [engine.submit(prompt, SAMPLER if i % 2 else Sampler(), max_new_tokens=14, seed=i, priority=int(i == 4), agent_id=f"a{i % 3}")
-               for i, prompt in enumerate([*prompts, *prompts[:2]])]
+    streams = [
+        engine.submit(
+            prompt,
+            SAMPLER if i % 2 else Sampler(),
+            max_new_tokens=14,
+            seed=i,
+            priority=int(i == 4),
+            agent_id=f"a{i % 3}",
+        )
+        for i, prompt in enumerate([*prompts, *prompts[:2]])
+    ]
     return [stream.wait().tokens for stream in streams] + [done.tokens for done in again]
 
 
@@ -125,13 +173,25 @@ def test_an_engine_answers_on_a_mesh_what_it_answers_on_one_device(shape):
     """Under pressure: blocks are packed, leave for host memory, come back and are fed again."""
     model = model_on(shape)
     size = token_bytes(model)
-    with Engine(model, max_rows=3, kv_bytes=512 * size, host_kv_bytes=256 * size, logits_cache=10**7) as engine:
+    with Engine(
+        model, max_rows=3, kv_bytes=512 * size, host_kv_bytes=256 * size, logits_cache=10**7
+    ) as engine:
         assert calls(engine) == engine_alone()
-        session = engine.workers("Solve: 47 + 38", budget=20, sampler=SAMPLER, seed=5, history_tokens=96, step_tokens=16)
+        session = engine.workers(
+            "Solve: 47 + 38", budget=20, sampler=SAMPLER, seed=5, history_tokens=96, step_tokens=16
+        )
         session.run()
         steps = [(s.worker, s.text) for s in session.steps]
         session.close()
-    alone = Workers(model_on(), "Solve: 47 + 38", budget=20, sampler=SAMPLER, seed=5, history_tokens=96, step_tokens=16)
+    alone = Workers(
+        model_on(),
+        "Solve: 47 + 38",
+        budget=20,
+        sampler=SAMPLER,
+        seed=5,
+        history_tokens=96,
+        step_tokens=16,
+    )
     alone.run()
     assert steps == [(s.worker, s.text) for s in alone.steps]
 
@@ -145,10 +205,31 @@ def test_a_batch_over_data_groups_writes_the_file_of_one_device(tmp_path, capsys
     (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
     def run(name, *more):
-        assert cli.main(["batch", "embedded", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / name), "--n", "2",
-                         "--max-new-tokens", "8", "--temperature", "1", *more]) == 0
+        assert (
+            cli.main(
+                [
+                    "batch",
+                    "embedded",
+                    "--input",
+                    str(tmp_path / "in.jsonl"),
+                    "--output",
+                    str(tmp_path / name),
+                    "--n",
+                    "2",
+                    "--max-new-tokens",
+                    "8",
+                    "--temperature",
+                    "1",
+                    *more,
+                ]
+            )
+            == 0
+        )
         # Log-probabilities are rounded sums, whose last digit may differ.
-        return [{**json.loads(line), "logprob": None} for line in (tmp_path / name).read_text().splitlines()]
+        return [
+            {**json.loads(line), "logprob": None}
+            for line in (tmp_path / name).read_text().splitlines()
+        ]
 
     alone = run("alone.jsonl")
     assert run("mesh.jsonl", "--data", "2", "--tensor", "2") == alone and len(alone) == 8
@@ -160,12 +241,27 @@ def test_a_batch_over_data_groups_writes_the_file_of_one_device(tmp_path, capsys
     capsys.readouterr()
 
 
-@pytest.mark.parametrize(("command", "message"), [
-    (["generate", "embedded", "--prompt", "x", "--tensor", "16"], "data 1 x tensor 16 x kv 1 needs 16 devices, but there are 8 cpu"),
-    (["generate", "embedded", "--prompt", "x", "--tensor", "3"], "4 query heads do not divide over tensor=3 devices; tensor may be 1,"),
-    (["workers", "embedded", "--problem", "x", "--kv", "0"], "--kv is 0; it must be at least 1 device"),
-    (["batch", "embedded", "--input", "none", "--output", "none", "--data", "9"], "needs 9 devices, but there are 8 cpu devices"),
-])
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            ["generate", "embedded", "--prompt", "x", "--tensor", "16"],
+            "data 1 x tensor 16 x kv 1 needs 16 devices, but there are 8 cpu",
+        ),
+        (
+            ["generate", "embedded", "--prompt", "x", "--tensor", "3"],
+            "4 query heads do not divide over tensor=3 devices; tensor may be 1,",
+        ),
+        (
+            ["workers", "embedded", "--problem", "x", "--kv", "0"],
+            "--kv is 0; it must be at least 1 device",
+        ),
+        (
+            ["batch", "embedded", "--input", "none", "--output", "none", "--data", "9"],
+            "needs 9 devices, but there are 8 cpu devices",
+        ),
+    ],
+)
 def test_devices_that_are_not_there_are_an_error(command, message, capsys):
     assert cli.main(command) == 1
     assert message in capsys.readouterr().err
@@ -173,7 +269,15 @@ def test_devices_that_are_not_there_are_an_error(command, message, capsys):
 
 @pytest.mark.slow
 def test_generate_runs_on_a_mesh_from_the_command_line(capsys):
-    command = ["generate", "embedded", "--prompt", "Compute 17 + 25.", "--max-new-tokens", "12", "--json"]
+    command = [
+        "generate",
+        "embedded",
+        "--prompt",
+        "Compute 17 + 25.",
+        "--max-new-tokens",
+        "12",
+        "--json",
+    ]
     found = []
     for more in ([], ["--tensor", "2", "--kv", "2", "--data", "2"]):
         assert cli.main([*command, *more]) == 0
@@ -186,17 +290,35 @@ def test_generate_runs_on_a_mesh_from_the_command_line(capsys):
 
 @pytest.mark.slow
 def test_an_evaluation_over_data_groups_comes_to_what_it_comes_to_on_one_device(tmp_path, capsys):
-    command = ["evaluate", "embedded", "--task", "sums", "--workers", "2", "--budgets", "16,96", "--samples", "3",
-               "--questions", "2", "--json"]
+    command = [
+        "evaluate",
+        "embedded",
+        "--task",
+        "sums",
+        "--workers",
+        "2",
+        "--budgets",
+        "16,96",
+        "--samples",
+        "3",
+        "--questions",
+        "2",
+        "--json",
+    ]
     found = []
     for name, more in (("mesh", ["--data", "2"]), ("alone", [])):
         assert cli.main([*command, "--out", str(tmp_path / name), *more]) == 0
         runs = map(json.loads, (tmp_path / name / "runs.jsonl").read_text().splitlines())
-        texts = {(run["workers"], run["problem"]): (run["result"]["workers"], run["result"]["answers"]) for run in runs}
+        texts = {
+            (run["workers"], run["problem"]): (run["result"]["workers"], run["result"]["answers"])
+            for run in runs
+        }
         found.append((json.loads(capsys.readouterr().out)["points"], texts))
     assert found[0] == found[1] and len(found[0][1]) == 3
 
 
 def test_a_session_is_one_group_of_rows(capsys):
     assert cli.main(["workers", "no-such-model", "--problem", "1 + 1", "--data", "2"]) == 1
-    assert "--data is 2, but a session is one group of rows; spread it with" in capsys.readouterr().err
+    assert (
+        "--data is 2, but a session is one group of rows; spread it with" in capsys.readouterr().err
+    )

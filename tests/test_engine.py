@@ -1,4 +1,5 @@
-"""The engine: what calls are answered, whatever else is under way, leaves the memory or is taken back; and what is refused."""
+"""The engine: what calls are answered, whatever else is under way, leaves the memory or is taken
+back; and what is refused."""
 
 import asyncio
 import dataclasses
@@ -45,7 +46,8 @@ WARM = Sampler(temperature=0.7)
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """So that few tokens make many pieces: chunks of a prompt, room that is given at a time, tokens that the decode loop feeds."""
+    """So that few tokens make many pieces: chunks of a prompt, room that is given at a time, tokens
+    that the decode loop feeds."""
     monkeypatch.setattr(engine_memory, "GROWTH", 16)
     monkeypatch.setattr(prefill, "SHAPES", ((4, 8), (1, 64)))
     monkeypatch.setattr(engine_loop, "PENDING", 2)
@@ -55,7 +57,7 @@ def small_pieces(monkeypatch):
 def likeliest(tokens: tuple[int, ...]) -> int:
     """The next token by plain causal attention over all of them."""
     padded = np.zeros((1, LONGEST), np.int32)
-    padded[0, :len(tokens)] = tokens
+    padded[0, : len(tokens)] = tokens
     return int(np.asarray(_causal(MODEL.params, padded))[0, len(tokens) - 1].argmax())
 
 
@@ -77,7 +79,12 @@ class Stepped(Engine):
     """An engine whose rounds the test runs itself, so that a schedule is the same every time."""
 
     def __init__(self, tokens: int = 256, host: int = 0, **more):
-        super().__init__(MODEL, kv_bytes=tokens * SIZE, host_kv_bytes=host * SIZE, **{"max_rows": 4, "passes": 4, **more})
+        super().__init__(
+            MODEL,
+            kv_bytes=tokens * SIZE,
+            host_kv_bytes=host * SIZE,
+            **{"max_rows": 4, "passes": 4, **more},
+        )
         self._thread = threading.current_thread()
 
     def step(self) -> bool:
@@ -108,11 +115,16 @@ def check_memory(engine: Engine) -> None:
     loop = engine._loop
     tree, pool = loop.memory.tree, loop.memory.pool
     nodes = [node for node in tree.root.below() if node is not tree.root]
-    held = [*(node.extent for node in nodes if node.extent and node.extent.capacity), *loop.memory.lent]
+    held = [
+        *(node.extent for node in nodes if node.extent and node.extent.capacity),
+        *loop.memory.lent,
+    ]
     extents = sorted((extent.offset, extent.end) for extent in held)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(extents))
     assert sum(end - begin for begin, end in extents) + pool.free == pool.tokens
-    assert tree.host_used == sum(node.copy.tokens for node in nodes if node.copy) <= tree.host_tokens
+    assert (
+        tree.host_used == sum(node.copy.tokens for node in nodes if node.copy) <= tree.host_tokens
+    )
     for node in nodes:
         assert node.users == sum(node in row.node.path() for row in loop.live)
         assert node.extent is None or node.copy is None
@@ -126,8 +138,17 @@ def metric(engine: Engine, name: str, **labels: str) -> float:
 
 
 def schedule(rng: random.Random, calls: int, **more) -> Engine:
-    """A random one: calls that go on from each other's prompts and answers, of several agents and priorities, some cancelled."""
-    engine = Stepped(**{"host": rng.choice([0, 128]), "passes": rng.choice([1, 3, 8]), "logits_cache": 30_000, "kept_logits": 8, **more})
+    """A random one: calls that go on from each other's prompts and answers, of several agents and
+    priorities, some cancelled."""
+    engine = Stepped(
+        **{
+            "host": rng.choice([0, 128]),
+            "passes": rng.choice([1, 3, 8]),
+            "logits_cache": 30_000,
+            "kept_logits": 8,
+            **more,
+        }
+    )
     book = [rng.randrange(3, 31) for _ in range(90)]
     asked = []
 
@@ -137,14 +158,21 @@ def schedule(rng: random.Random, calls: int, **more) -> Engine:
             known = [*before, *(stream._state.done.tokens if stream._state.done else ())]
             if rng.random() < 0.4:
                 return before
-            return known[:rng.randrange(1, 110)] + [rng.randrange(3, 31) for _ in range(rng.randrange(20))]
-        return book[:rng.randrange(90)] + [rng.randrange(3, 31) for _ in range(rng.randrange(1, 30))]
+            return known[: rng.randrange(1, 110)] + [
+                rng.randrange(3, 31) for _ in range(rng.randrange(20))
+            ]
+        return book[: rng.randrange(90)] + [
+            rng.randrange(3, 31) for _ in range(rng.randrange(1, 30))
+        ]
 
     guests: list[tuple[Guest, KVCache, list[int]]] = []
 
     def visit() -> None:
-        """A session comes, goes on or leaves, whose tokens are to be where it has written them whatever happens meanwhile."""
-        fits = engine._loop.memory.pool.free >= 40 and all(call.needs <= engine._guests.room - 40 for call in engine._calls)
+        """A session comes, goes on or leaves, whose tokens are to be where it has written them
+        whatever happens meanwhile."""
+        fits = engine._loop.memory.pool.free >= 40 and all(
+            call.needs <= engine._guests.room - 40 for call in engine._calls
+        )
         if fits and len(guests) < 2 and rng.random() < 0.3:
             guest = engine.invite([24, 16])
             with guest.turn():
@@ -158,7 +186,12 @@ def schedule(rng: random.Random, calls: int, **more) -> Engine:
                 return
             said.append(rng.randrange(3, 31))
             with guest.turn():
-                logits, cache = MODEL.forward([[said[-1]]], [1], guest.attach(cache), Layout.from_blocks([[0, 1][:block + 1]], width=2))
+                logits, cache = MODEL.forward(
+                    [[said[-1]]],
+                    [1],
+                    guest.attach(cache),
+                    Layout.from_blocks([[0, 1][: block + 1]], width=2),
+                )
                 guest.detach(cache)
             assert int(np.asarray(logits)[0].argmax()) == likeliest(tuple(said))
             guests.append((guest, cache, said))
@@ -171,8 +204,14 @@ def schedule(rng: random.Random, calls: int, **more) -> Engine:
                 with pytest.raises(TooLongError, match="sessions have all but"):
                     engine.submit(tokens, Sampler(), max_new_tokens=count)
                 continue
-            stream = engine.submit(tokens, Sampler(), max_new_tokens=count, agent_id=rng.choice("abc"),
-                                   priority=rng.choice([0, 0, 0, 1, 2]), resample=rng.choice([None, None, "stepwise"]))
+            stream = engine.submit(
+                tokens,
+                Sampler(),
+                max_new_tokens=count,
+                agent_id=rng.choice("abc"),
+                priority=rng.choice([0, 0, 0, 1, 2]),
+                resample=rng.choice([None, None, "stepwise"]),
+            )
             asked.append((tokens, stream, count))
         elif asked and 0.5 <= chance < 0.51:
             rng.choice(asked)[1].cancel()
@@ -192,29 +231,42 @@ def schedule(rng: random.Random, calls: int, **more) -> Engine:
         wanted, end = alone(tokens, count)
         found = done(stream)
         if found.end is End.CANCELLED:
-            assert list(found.tokens) == wanted[:len(found.tokens)]
+            assert list(found.tokens) == wanted[: len(found.tokens)]
         else:
             assert (list(found.tokens), found.end) == (wanted, end)
     assert not engine._loop.live and not engine._calls
     return engine
 
 
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 10**6), policy=st.sampled_from(["contribution", "lru", "lfu", "slru", "priority"]))
+@settings(
+    max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    seed=st.integers(0, 10**6),
+    policy=st.sampled_from(["contribution", "lru", "lfu", "slru", "priority"]),
+)
 def test_greedy_answers_are_those_of_each_call_alone(seed, policy):
     schedule(random.Random(seed), 40, policy=policy)
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 10**6), policy=st.sampled_from(["contribution", "lru", "lfu", "slru", "priority"]))
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    seed=st.integers(0, 10**6),
+    policy=st.sampled_from(["contribution", "lru", "lfu", "slru", "priority"]),
+)
 def test_greedy_answers_of_hundreds_of_calls_are_those_of_each_alone(seed, policy):
     schedule(random.Random(seed), 300, policy=policy)
 
 
 def test_a_schedule_evicts_swaps_fetches_and_preempts():
     engine = schedule(random.Random(3), 60, host=128)
-    assert sum(metric(engine, "jaxshare_evicted_tokens_total", to=to) for to in ("host", "nowhere")) > 100
+    assert (
+        sum(metric(engine, "jaxshare_evicted_tokens_total", to=to) for to in ("host", "nowhere"))
+        > 100
+    )
     assert engine._loop.memory.tree.swapped > 0
     assert metric(engine, "jaxshare_preemptions_total") > 0
     assert sum(metric(engine, "jaxshare_reused_tokens_total", agent=agent) for agent in "abc") > 100
@@ -245,7 +297,10 @@ def test_samples_depend_on_prompt_sampler_and_seed_alone():
         single.append(done(stream).tokens)
     assert single[0] != single[1]
     engine = Stepped(passes=3)
-    streams = [engine.submit(prompt, WARM, max_new_tokens=30, seed=seed) for seed, prompt in enumerate(prompts)]
+    streams = [
+        engine.submit(prompt, WARM, max_new_tokens=30, seed=seed)
+        for seed, prompt in enumerate(prompts)
+    ]
     engine.settle()
     assert [done(stream).tokens for stream in streams] == single
 
@@ -263,7 +318,10 @@ def test_calls_that_come_together_read_what_they_begin_with_once():
 
 def test_a_short_common_beginning_is_not_worth_a_block():
     engine = Stepped(tokens=1024)
-    streams = [engine.submit([5, 6, 7, 8 + i, *[9 + i] * 30], Sampler(), max_new_tokens=4) for i in range(4)]
+    streams = [
+        engine.submit([5, 6, 7, 8 + i, *[9 + i] * 30], Sampler(), max_new_tokens=4)
+        for i in range(4)
+    ]
     engine.settle()
     assert [done(stream).reused_tokens for stream in streams] == [0] * 4
 
@@ -285,7 +343,9 @@ def test_a_higher_priority_takes_the_row_and_nothing_is_lost():
 
 def test_agents_are_served_in_turn():
     engine = Stepped(max_rows=1, tokens=512)
-    many = [engine.submit([5 + i] * 10, Sampler(), max_new_tokens=8, agent_id="many") for i in range(6)]
+    many = [
+        engine.submit([5 + i] * 10, Sampler(), max_new_tokens=8, agent_id="many") for i in range(6)
+    ]
     engine.step()
     one = engine.submit([20] * 10, Sampler(), max_new_tokens=8, agent_id="one")
     while one._state.done is None:
@@ -299,7 +359,10 @@ def test_a_replay_gives_what_fresh_sampling_would():
     for kept in (31, 8):
         engine, replayed = Stepped(tokens=4096, logits_cache=10**7, kept_logits=kept), 0
         for seed in range(25):
-            streams = [engine.submit(prompt, WARM, max_new_tokens=40, seed=seed, resample=how) for how in ("stepwise", None)]
+            streams = [
+                engine.submit(prompt, WARM, max_new_tokens=40, seed=seed, resample=how)
+                for how in ("stepwise", None)
+            ]
             engine.settle()
             again, fresh = map(done, streams)
             assert (again.tokens, again.end) == (fresh.tokens, fresh.end)
@@ -311,7 +374,10 @@ def test_a_replay_gives_what_fresh_sampling_would():
 
 def test_after_a_replay_one_token_is_computed_and_nothing_is_read_in_again():
     prompt = [5, 6, 7, 8, 9] * 6
-    engine, cold = Stepped(tokens=4096, logits_cache=10**7, kept_logits=31), Sampler(temperature=0.3, forbidden=(STOP,))
+    engine, cold = (
+        Stepped(tokens=4096, logits_cache=10**7, kept_logits=31),
+        Sampler(temperature=0.3, forbidden=(STOP,)),
+    )
     for seed in range(10):
         before = metric(engine, "jaxshare_tokens_total", how="fed")
         stream = engine.submit(prompt, cold, max_new_tokens=60, seed=seed, resample="stepwise")
@@ -348,7 +414,9 @@ def test_the_next_one_is_sampled_ahead():
 def test_logits_that_are_not_numbers_end_their_call_alone():
     lost = 7
     params = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf.at[lost].set(jnp.nan) if path[-1].key == "embedding" else leaf, MODEL.params)
+        lambda path, leaf: leaf.at[lost].set(jnp.nan) if path[-1].key == "embedding" else leaf,
+        MODEL.params,
+    )
     engine = Stepped(tokens=512)
     engine._loop.model = dataclasses.replace(MODEL, params=params)
     good = [[3, 4, 5, 6, 8, 9] * n + [11] for n in (1, 2, 9)]
@@ -363,27 +431,42 @@ def test_logits_that_are_not_numbers_end_their_call_alone():
             elif lost not in alone(prompt, 20)[0]:
                 assert list(done(stream).tokens) == alone(prompt, 20)[0]
     check_memory(engine)
-    assert all(bool(jnp.isfinite(leaf).all()) for leaf in (*engine._loop.memory.pool.cache.keys, *engine._loop.memory.pool.cache.values))
+    assert all(
+        bool(jnp.isfinite(leaf).all())
+        for leaf in (*engine._loop.memory.pool.cache.keys, *engine._loop.memory.pool.cache.values)
+    )
 
 
 # In a thread of its own, with text.
 
+
 @pytest.fixture(scope="module")
 def speaking() -> LoadedModel:
     config = dataclasses.replace(CONFIG, vocab_size=402)
-    return LoadedModel(config, init(config), models.load(models.EMBEDDED).tokenizer, Generation(stop_tokens=(STOP,)))
+    return LoadedModel(
+        config,
+        init(config),
+        models.load(models.EMBEDDED).tokenizer,
+        Generation(stop_tokens=(STOP,)),
+    )
 
 
 def test_a_stream_gives_the_text_as_it_comes(speaking):
     async def whole():
         with Engine(speaking, passes=4, max_rows=4) as engine:
-            stream = engine.submit([{"role": "user", "content": "1. 47 + 38"}], WARM, max_new_tokens=40, seed=1)
+            stream = engine.submit(
+                [{"role": "user", "content": "1. 47 + 38"}], WARM, max_new_tokens=40, seed=1
+            )
             pieces = [piece async for piece in stream]
             return pieces, await stream, await engine.submit("1. 47 + 38", max_new_tokens=5)
 
     pieces, completion, other = asyncio.run(whole())
     assert len(pieces) > 2
-    assert "".join(piece.text for piece in pieces) == completion.text == speaking.tokenizer.decode(completion.tokens)
+    assert (
+        "".join(piece.text for piece in pieces)
+        == completion.text
+        == speaking.tokenizer.decode(completion.tokens)
+    )
     assert tuple(token for piece in pieces for token in piece.tokens) == completion.tokens
     assert other.prompt_tokens == len(speaking.tokenizer.encode("1. 47 + 38"))
 
@@ -391,9 +474,9 @@ def test_a_stream_gives_the_text_as_it_comes(speaking):
 def test_an_answer_ends_before_a_stop_text(speaking):
     with Engine(speaking, passes=4, max_rows=4) as engine:
         text = engine.submit("1. 47 + 38", WARM, max_new_tokens=40, seed=1).wait(60).text
-        stop = text[len(text) // 2:len(text) // 2 + 3]
+        stop = text[len(text) // 2 : len(text) // 2 + 3]
         cut = engine.submit("1. 47 + 38", WARM, max_new_tokens=40, seed=1, stop=stop).wait(60)
-    assert cut.end is End.STOP_TEXT and cut.text == text[:text.index(stop)]
+    assert cut.end is End.STOP_TEXT and cut.text == text[: text.index(stop)]
 
 
 def test_a_call_is_cancelled_where_nobody_has_its_stream_and_where_it_is_asked(speaking):
@@ -419,6 +502,7 @@ def test_a_reader_that_does_not_read_holds_nobody_up(speaking):
 
 def test_after_a_failure_of_the_device_the_engine_goes_on(speaking, monkeypatch, caplog):
     with Engine(speaking, max_rows=2) as engine:
+
         def broken(*_, **__):
             raise RuntimeError("the device is gone")
 
@@ -434,7 +518,9 @@ def test_what_cannot_be_is_refused_at_once(speaking):
     size = token_bytes(speaking)
     with pytest.raises(ValueError, match="fifo"):
         Engine(speaking, policy="fifo")
-    with pytest.raises(ValueError, match=f"kv_bytes is {size - 1}, but one token's keys and values take {size}"):
+    with pytest.raises(
+        ValueError, match=f"kv_bytes is {size - 1}, but one token's keys and values take {size}"
+    ):
         Engine(speaking, kv_bytes=size - 1)
     with pytest.raises(ValueError, match="host_kv_bytes is 100, but a block of 128 tokens takes"):
         Engine(speaking, host_kv_bytes=100)
@@ -442,15 +528,28 @@ def test_what_cannot_be_is_refused_at_once(speaking):
         Engine(speaking, max_rows=0)
     with pytest.raises(ValueError, match=r"logits cache is of model 'another'"):
         Engine(speaking, logits_cache=LogitsCache("another", 1000))
-    assert Engine(speaking, logits_cache=LogitsCache(speaking.fingerprint, 1000)).logits_cache.max_bytes == 1000
+    assert (
+        Engine(
+            speaking, logits_cache=LogitsCache(speaking.fingerprint, 1000)
+        ).logits_cache.max_bytes
+        == 1000
+    )
     engine = Engine(speaking, kv_bytes=128 * size, max_queue=2, max_rows=1)
-    with pytest.raises(TooLongError, match=rf"a prompt of 100 tokens and an answer of 29 need keys and values of 129 tokens, {129 * size} "
-                                           rf"bytes, but there is room for 128, {128 * size} bytes"):
+    with pytest.raises(
+        TooLongError,
+        match=r"a prompt of 100 tokens and an answer of 29 need keys and values of 129 tokens, "
+        rf"{129 * size} bytes, but there is room for 128, {128 * size} bytes",
+    ):
         engine.submit([5] * 100, max_new_tokens=29)
     with pytest.raises(TooLongError, match="the model's context holds 512"):
         engine.submit([5] * 500, max_new_tokens=29)
-    for asked, what in (([], "nothing is asked"), ("", "the prompt is empty"), ([402], "token 402 is outside"), ([[1]], "a call is a text"),
-                        ([{"role": "ghost"}], "refuses the messages")):
+    for asked, what in (
+        ([], "nothing is asked"),
+        ("", "the prompt is empty"),
+        ([402], "token 402 is outside"),
+        ([[1]], "a call is a text"),
+        ([{"role": "ghost"}], "refuses the messages"),
+    ):
         with pytest.raises(ValueError, match=what):
             engine.submit(asked)
     with pytest.raises(ValueError, match="resample is 'sometimes'"):

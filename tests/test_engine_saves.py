@@ -1,4 +1,5 @@
-"""Saved engines: what a restored one knows, and that it answers as the one that was saved, with memory of any size, on any devices."""
+"""Saved engines: what a restored one knows, and that it answers as the one that was saved, with
+memory of any size, on any devices."""
 
 import random
 import threading
@@ -13,7 +14,17 @@ from jaxshare.serving.engine import ClosedError, Engine, EngineError
 from jaxshare.serving.saves import SaveError, Saves
 from jaxshare.sharding import make_mesh
 from tests.helpers import init
-from tests.test_engine import CONFIG, MODEL, SIZE, WARM, alone, check_memory, done, lasting, small_pieces
+from tests.test_engine import (
+    CONFIG,
+    MODEL,
+    SIZE,
+    WARM,
+    alone,
+    check_memory,
+    done,
+    lasting,
+    small_pieces,
+)
 from tests.test_engine import Stepped as SteppedEngine
 
 __all__ = ["small_pieces"]  # the fixture
@@ -23,8 +34,13 @@ class Stepped(SteppedEngine):
     """Of any model; it can be shut down, since no thread is at work."""
 
     def __init__(self, tokens: int = 256, host: int = 0, model: LoadedModel = MODEL, **more):
-        Engine.__init__(self, model, kv_bytes=tokens * SIZE * model.kv_repeats, host_kv_bytes=host * SIZE,
-                        **{"max_rows": 4, "passes": 4, **more})
+        Engine.__init__(
+            self,
+            model,
+            kv_bytes=tokens * SIZE * model.kv_repeats,
+            host_kv_bytes=host * SIZE,
+            **{"max_rows": 4, "passes": 4, **more},
+        )
         self._thread = threading.current_thread()
 
     def shutdown(self, *, cancel: bool = True) -> None:
@@ -34,29 +50,41 @@ class Stepped(SteppedEngine):
 
 RNG = random.Random(3)
 TRUNK = lasting(24, 12, seed=9)
-PROMPTS = [[*TRUNK, *(RNG.randrange(3, 31) for _ in range(size))] for size in (3, 9, 17)] + [lasting(40, 12, seed=2)]
+PROMPTS = [[*TRUNK, *(RNG.randrange(3, 31) for _ in range(size))] for size in (3, 9, 17)] + [
+    lasting(40, 12, seed=2)
+]
 
 
 def asked(engine: Stepped, prompts=PROMPTS, **more) -> list:
-    streams = [engine.submit(prompt, max_new_tokens=12, agent_id=f"agent {i % 2}", **more) for i, prompt in enumerate(prompts)]
+    streams = [
+        engine.submit(prompt, max_new_tokens=12, agent_id=f"agent {i % 2}", **more)
+        for i, prompt in enumerate(prompts)
+    ]
     engine.settle()
     return [done(stream) for stream in streams]
 
 
 def tree(engine: Stepped) -> dict[tuple[int, ...], dict]:
-    """What is known: for each node, by all tokens to its end, its keys and values and what policies see."""
+    """What is known: for each node, by all tokens to its end, its keys and values and what policies
+    see."""
     memory, repeats = engine._loop.memory, engine.model.kv_repeats
     found = {}
     for node in memory.tree.root.below():
         if node is memory.tree.root or not node.known:
             continue
         copy = node.copy or memory.pool.read(node.extent)
-        tokens = tuple(int(t) for each in node.path() for t in each.tokens[:each.known])
+        tokens = tuple(int(t) for each in node.path() for t in each.tokens[: each.known])
         segment = node.segment
-        found[tokens] = {"where": "host" if node.copy else "device", "keys": np.stack(copy.keys)[:, ::repeats],
-                         "values": np.stack(copy.values)[:, ::repeats],
-                         "phase": copy.phase, "owners": segment.owners, "used": (segment.last_used, segment.uses, segment.priority),
-                         "end": segment.end, "sizes": (segment.tokens, segment.depth)}
+        found[tokens] = {
+            "where": "host" if node.copy else "device",
+            "keys": np.stack(copy.keys)[:, ::repeats],
+            "values": np.stack(copy.values)[:, ::repeats],
+            "phase": copy.phase,
+            "owners": segment.owners,
+            "used": (segment.last_used, segment.uses, segment.priority),
+            "end": segment.end,
+            "sizes": (segment.tokens, segment.depth),
+        }
     return found
 
 
@@ -79,8 +107,14 @@ def test_a_restored_engine_knows_what_the_saved_one_knew_and_answers_alike(tmp_p
         check_memory(after)
         # Seeds that are not given follow from how often the same was asked before.
         expected, found = (asked(engine, PROMPTS, sampler=WARM) for engine in (before, after))
-        assert [c.tokens for c in found] == [c.tokens for c in expected] != [c.tokens for c in asked(after, sampler=WARM)]
-        assert [c.reused_tokens for c in found] == [c.reused_tokens for c in expected] and all(c.reused_tokens > 20 for c in found)
+        assert (
+            [c.tokens for c in found]
+            == [c.tokens for c in expected]
+            != [c.tokens for c in asked(after, sampler=WARM)]
+        )
+        assert [c.reused_tokens for c in found] == [c.reused_tokens for c in expected] and all(
+            c.reused_tokens > 20 for c in found
+        )
         check_memory(after)
 
 
@@ -150,20 +184,36 @@ def test_the_logits_cache_is_saved_and_replays_alike(tmp_path):
         before.save(tmp_path, wait=True)
         after.restore(tmp_path)
         held, learned = before.logits_cache.statistics, after.logits_cache.statistics
-        assert (learned.states, learned.runs, learned.bytes) == (held.states, held.runs, held.bytes) and held.runs > held.states > 1
+        assert (learned.states, learned.runs, learned.bytes) == (
+            held.states,
+            held.runs,
+            held.bytes,
+        ) and held.runs > held.states > 1
         for prompt in PROMPTS:
-            np.testing.assert_array_equal(after.logits_cache.answer(prompt), before.logits_cache.answer(prompt))
+            np.testing.assert_array_equal(
+                after.logits_cache.answer(prompt), before.logits_cache.answer(prompt)
+            )
             for seed in range(20):
-                expected, found = (cache.replay(prompt, Sampler(temperature=1.0), seed, 12, frozenset()) for cache in
-                                   (before.logits_cache, after.logits_cache))
+                expected, found = (
+                    cache.replay(prompt, Sampler(temperature=1.0), seed, 12, frozenset())
+                    for cache in (before.logits_cache, after.logits_cache)
+                )
                 assert found == expected
-        expected, found = (asked(engine, sampler=Sampler(temperature=1.0), resample="stepwise") for engine in (before, after))
-        assert [(c.tokens, c.replayed_tokens) for c in found] == [(c.tokens, c.replayed_tokens) for c in expected]
+        expected, found = (
+            asked(engine, sampler=Sampler(temperature=1.0), resample="stepwise")
+            for engine in (before, after)
+        )
+        assert [(c.tokens, c.replayed_tokens) for c in found] == [
+            (c.tokens, c.replayed_tokens) for c in expected
+        ]
     with Stepped(512, logits_cache=held.bytes // 2, kept_logits=8) as small, Stepped(512) as none:
         small.restore(tmp_path)
         assert 0 < small.logits_cache.bytes <= held.bytes // 2
         none.restore(tmp_path)
-    with Stepped(512, logits_cache=10**6, kept_logits=4) as other, pytest.raises(ValueError, match="have 8 kept tokens, and this"):
+    with (
+        Stepped(512, logits_cache=10**6, kept_logits=4) as other,
+        pytest.raises(ValueError, match="have 8 kept tokens, and this"),
+    ):
         other.restore(tmp_path)
 
 
@@ -200,7 +250,10 @@ def test_what_cannot_be_restored_is_said(tmp_path):
     with pytest.raises(ClosedError):
         engine.save(tmp_path)
     other = LoadedModel(CONFIG, init(CONFIG, seed=1), None, Generation(stop_tokens=(2,)))
-    with Stepped(512, model=other) as engine, pytest.raises(SaveError, match="is of another model, or of no engine"):
+    with (
+        Stepped(512, model=other) as engine,
+        pytest.raises(SaveError, match="is of another model, or of no engine"),
+    ):
         engine.restore(tmp_path)
     saves = Saves(tmp_path / "other")
     saves.save({"a": np.zeros(3)}, {"format": "something"}, wait=True)

@@ -1,4 +1,5 @@
-"""Programs under limits, with and without namespaces, and answers compared as mathematics in a process that may die."""
+"""Programs under limits, with and without namespaces, and answers compared as mathematics in a
+process that may die."""
 
 import http.server
 import importlib.util
@@ -19,26 +20,46 @@ def judge(request):
     """Runs a program against TESTS, in each of the two ways."""
     if request.param == "namespaces" and not sandbox.namespaces():
         pytest.skip("this system lets nobody make namespaces")
-    return lambda program, tests=TESTS, **limits: run_tests(program, tests, Limits(**{"seconds": 20, **limits}),
-                                                            isolate=request.param == "namespaces")
+    return lambda program, tests=TESTS, **limits: run_tests(
+        program, tests, Limits(**{"seconds": 20, **limits}), isolate=request.param == "namespaces"
+    )
 
 
 def test_a_right_program_passes(judge):
     assert judge(GOOD) == sandbox.Verdict(True, None)
     assert judge(GOOD + "if __name__ == '__main__':\n    raise SystemExit(1)").passed
-    assert judge("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: 'int' = 3\nsquare = lambda x: x * x").passed
+    assert judge(
+        "import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: 'int' = 3\nsquare = lambda "
+        "x: x * x"
+    ).passed
 
 
-@pytest.mark.parametrize(("program", "words"), [
-    ("def square(x):\n    return x + x", "the tests: AssertionError"),
-    ("def square(x):\n    return 9 if x == 3 else 0", "the tests: AssertionError: of a negative number"),
-    ("def square(x) return x", "the program: SyntaxError"), ("", "the tests: NameError: name 'square' is not defined"),
-    ("raise SystemExit(0)", "the program: SystemExit: 0"), (GOOD + "import os\nos._exit(0)", "ended before its tests did"),
-    ("def square(x):\n    import sys\n    sys.exit(0)", "the tests: SystemExit"), ("import os\nos.kill(os.getpid(), 9)", ""),
-    ("def square(x):\n    return square(x)", "the tests: RecursionError"), ("input()", "the program: EOFError"),
-    ("x = bytearray(1 << 31)", "the program: MemoryError"), ("open('x', 'wb').write(bytes(1 << 27))", "the program: OSError"),
-    (GOOD + "import os\nfor fd in range(3, 64):\n  try: os.write(fd, b'{\"mark\": 1, \"error\": null}')\n  except OSError: pass", "ended"),
-])
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("def square(x):\n    return x + x", "the tests: AssertionError"),
+        (
+            "def square(x):\n    return 9 if x == 3 else 0",
+            "the tests: AssertionError: of a negative number",
+        ),
+        ("def square(x) return x", "the program: SyntaxError"),
+        ("", "the tests: NameError: name 'square' is not defined"),
+        ("raise SystemExit(0)", "the program: SystemExit: 0"),
+        (GOOD + "import os\nos._exit(0)", "ended before its tests did"),
+        ("def square(x):\n    import sys\n    sys.exit(0)", "the tests: SystemExit"),
+        ("import os\nos.kill(os.getpid(), 9)", ""),
+        ("def square(x):\n    return square(x)", "the tests: RecursionError"),
+        ("input()", "the program: EOFError"),
+        ("x = bytearray(1 << 31)", "the program: MemoryError"),
+        ("open('x', 'wb').write(bytes(1 << 27))", "the program: OSError"),
+        (
+            GOOD
+            + 'import os\nfor fd in range(3, 64):\n  try: os.write(fd, b\'{"mark": 1, "error": '
+            "null}')\n  except OSError: pass",
+            "ended",
+        ),
+    ],
+)
 def test_other_programs_do_not(judge, program, words):
     verdict = judge(program)
     assert not verdict.passed and words in verdict.error
@@ -47,7 +68,10 @@ def test_other_programs_do_not(judge, program, words):
 def test_time_is_limited(judge, monkeypatch):
     monkeypatch.setattr(sandbox, "_START_SECONDS", 1.0)
     begin = time.monotonic()
-    assert judge("while True: pass", seconds=1).error == "the program: TimeoutError: more than 1 seconds of processor time"
+    assert (
+        judge("while True: pass", seconds=1).error
+        == "the program: TimeoutError: more than 1 seconds of processor time"
+    )
     stubborn = "import time\nwhile True:\n    try:\n        time.sleep(1000)\n    except BaseException: pass"
     assert judge(stubborn, seconds=1).error == "takes more than 3 seconds"
     assert time.monotonic() - begin < 60
@@ -70,8 +94,14 @@ def test_there_is_no_network(judge):
         port = server.server_address[1]
         look_up = f"import urllib.request\nurllib.request.urlopen('http://127.0.0.1:{port}/answer', timeout=5)\n"
         verdict = judge(look_up + GOOD)
-        begun = judge(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {look_up!r}], check=True)\n" + GOOD)
-        assert judge("import asyncio\nasync def f(): return 2\nassert asyncio.run(f()) == 2\n" + GOOD).passed  # sockets within a process
+        begun = judge(
+            f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {look_up!r}], "
+            "check=True)\n" + GOOD
+        )
+        # sockets within a process
+        assert judge(
+            "import asyncio\nasync def f(): return 2\nassert asyncio.run(f()) == 2\n" + GOOD
+        ).passed
         server.shutdown()
         thread.join()
     assert not verdict.passed and not begun.passed and seen == []
@@ -82,7 +112,11 @@ def test_a_program_sees_no_variables_and_leaves_no_process(judge, monkeypatch, t
     assert judge("import os\nassert 'SECRET_KEY' not in os.environ\n" + GOOD).passed
     if sandbox.namespaces():
         mark = tmp_path / "late"
-        run_tests(f"import subprocess, sys\nsubprocess.Popen(['sh', '-c', 'sleep 1; touch {mark}'])\n" + GOOD, TESTS)
+        run_tests(
+            f"import subprocess, sys\nsubprocess.Popen(['sh', '-c', 'sleep 1; touch {mark}'])\n"
+            + GOOD,
+            TESTS,
+        )
         time.sleep(1.5)
         assert not mark.exists()
 
@@ -103,12 +137,28 @@ def mathematician():
         yield made
 
 
-@pytest.mark.parametrize(("reference", "answer", "same"), [
-    ("18", "18", True), ("18", "18.0", True), ("18", "\\$18", True), ("18", "$18$", True), ("18", "19", False), ("-10", "10", False),
-    ("70000", "70,000", True), ("$\\frac{1}{2 n+2}$", "\\frac{1}{2(n+1)}", True), ("1/2", "0.5", True), ("$2^{1009}$", "2^{1008}", False),
-    ("1,3,5", "5, 3, 1", True), ("$(2,4)$", "(4,2)", False), ("025", "25", True), ("5", "unknown", False), ("5", "\\frac{", False),
-    ("\\sqrt{8}", "2\\sqrt{2}", True), ("no number", "no number ", True),
-])
+@pytest.mark.parametrize(
+    ("reference", "answer", "same"),
+    [
+        ("18", "18", True),
+        ("18", "18.0", True),
+        ("18", "\\$18", True),
+        ("18", "$18$", True),
+        ("18", "19", False),
+        ("-10", "10", False),
+        ("70000", "70,000", True),
+        ("$\\frac{1}{2 n+2}$", "\\frac{1}{2(n+1)}", True),
+        ("1/2", "0.5", True),
+        ("$2^{1009}$", "2^{1008}", False),
+        ("1,3,5", "5, 3, 1", True),
+        ("$(2,4)$", "(4,2)", False),
+        ("025", "25", True),
+        ("5", "unknown", False),
+        ("5", "\\frac{", False),
+        ("\\sqrt{8}", "2\\sqrt{2}", True),
+        ("no number", "no number ", True),
+    ],
+)
 def test_answers_as_mathematics(mathematician, reference, answer, same):
     assert mathematician.same(reference, answer) is same
 
@@ -128,5 +178,9 @@ def test_an_answer_that_takes_all_time_is_wrong_and_harms_nobody():
 
 def test_without_math_verify_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"compared with math-verify, which is not installed; `pip install 'jaxshare\[evaluate\]'` has it"):
+    with pytest.raises(
+        ValueError,
+        match=r"compared with math-verify, which is not installed; `pip install "
+        r"'jaxshare\[evaluate\]'` has it",
+    ):
         Mathematician.check()

@@ -1,4 +1,5 @@
-"""Files are written whole or not at all, and what cannot be written is known before any work is done for it."""
+"""Files are written whole or not at all, and what cannot be written is known before any work is
+done for it."""
 
 import os
 import stat
@@ -8,12 +9,17 @@ import pytest
 
 from jaxshare.files import check_file, check_folder, unwritable_file, unwritable_folder, whole_file
 
-no_proc = pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder in which even root can make no file")
+no_proc = pytest.mark.skipif(
+    not Path("/proc/self").is_dir(), reason="needs a folder in which even root can make no file"
+)
 
 
 def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
     """What there is in a folder."""
-    return {str(path): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in sorted(folder.rglob("*"))}
+    return {
+        str(path): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 @pytest.fixture
@@ -25,10 +31,20 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("name", "why"), [
-    ("result.json", None), ("file", None), ("pipe", None), ("new", None), ("", "that is a folder"),
-    ("missing/result.json", "there is no folder {0}/missing"), ("file/result.json", "there is no folder {0}/file"),
-    ("nowhere", "there is no folder {0}/gone"), ("x" * 300, "cannot be written (File name too long)")])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("result.json", None),
+        ("file", None),
+        ("pipe", None),
+        ("new", None),
+        ("", "that is a folder"),
+        ("missing/result.json", "there is no folder {0}/missing"),
+        ("file/result.json", "there is no folder {0}/file"),
+        ("nowhere", "there is no folder {0}/gone"),
+        ("x" * 300, "cannot be written (File name too long)"),
+    ],
+)
 def test_files_that_can_be_written_and_others(folder, name, why):
     before = everything(folder)
     found = unwritable_file(folder / name)
@@ -36,8 +52,16 @@ def test_files_that_can_be_written_and_others(folder, name, why):
     assert everything(folder) == before, "looking changes nothing"
 
 
-@pytest.mark.parametrize(("name", "why"), [
-    ("", None), ("a/b/c", None), ("new", None), ("file", "that is a file"), ("file/a/b", "{0}/file is a file")])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("", None),
+        ("a/b/c", None),
+        ("new", None),
+        ("file", "that is a file"),
+        ("file/a/b", "{0}/file is a file"),
+    ],
+)
 def test_folders_that_can_be_written_and_others(folder, name, why):
     before = everything(folder)
     assert unwritable_folder(folder / name) == (why and why.format(folder))
@@ -48,7 +72,9 @@ def test_folders_that_can_be_written_and_others(folder, name, why):
 def test_a_folder_in_which_no_file_can_be_made():
     assert "nothing can be written in /proc" in str(unwritable_file("/proc/x.json"))
     assert "nothing can be written in /proc" in str(unwritable_folder("/proc/a/b"))
-    assert "nothing can be written in /proc" in str(unwritable_file("/proc/a/x.json", makes_folder=True))
+    assert "nothing can be written in /proc" in str(
+        unwritable_file("/proc/a/x.json", makes_folder=True)
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -67,9 +93,15 @@ def test_folders_that_are_made_on_the_way_need_not_be_there(folder):
 
 
 def test_an_error_names_the_option_and_what_would_do(folder):
-    with pytest.raises(ValueError, match=r"^--save is '.*', but that is a folder; give a file in a folder that is there"):
+    with pytest.raises(
+        ValueError,
+        match=r"^--save is '.*', but that is a folder; give a file in a folder that is there",
+    ):
         check_file("--save", folder)
-    with pytest.raises(ValueError, match=r"^--out is '.*/file', but that is a file; give a folder that can be written$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^--out is '.*/file', but that is a file; give a folder that can be written$",
+    ):
         check_folder("--out", folder / "file")
     check_file("--save", None)
     check_folder("--out", None)

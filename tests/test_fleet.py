@@ -1,4 +1,5 @@
-"""Fleets on a local Ray cluster: work that dies, nodes that are lost, and batch jobs that come out as one process writes them."""
+"""Fleets on a local Ray cluster: work that dies, nodes that are lost, and batch jobs that come out
+as one process writes them."""
 
 import contextlib
 import functools
@@ -36,10 +37,21 @@ with tempfile.TemporaryDirectory(prefix="jaxshare-", dir="/tmp") as folder:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A cluster of two CPUs in processes of its own, which share what they compile: (address, process id)."""
-    process = subprocess.Popen([sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={
-        **os.environ, "RAY_USAGE_STATS_ENABLED": "0", "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"})
+    """A cluster of two CPUs in processes of its own, which share what they compile: (address,
+    process id)."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={
+            **os.environ,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        },
+    )
     try:
         yield process.stdout.readline().strip(), process.pid
     finally:
@@ -72,24 +84,51 @@ def wait_for(what, seconds: float = 120):
 # Cutting.
 
 
-@pytest.mark.parametrize(("shards", "sizes"), [(1, [10]), (3, [3, 3, 4]), (4, [2, 3, 2, 3]), (100, [1] * 10)])
+@pytest.mark.parametrize(
+    ("shards", "sizes"), [(1, [10]), (3, [3, 3, 4]), (4, [2, 3, 2, 3]), (100, [1] * 10)]
+)
 def test_a_run_is_cut_into_neighbours(shards, sizes):
-    prompts = [Prompt(0, (7, 1, 300), 3), Prompt(4, (5,), 2), Prompt(2, (7, 1), 4), Prompt(3, (5, 2), 1), Prompt(9, (7, 1, 300, 4), 2)]
+    prompts = [
+        Prompt(0, (7, 1, 300), 3),
+        Prompt(4, (5,), 2),
+        Prompt(2, (7, 1), 4),
+        Prompt(3, (5, 2), 1),
+        Prompt(9, (7, 1, 300, 4), 2),
+    ]
     found = cut(prompts, {(0, 1), (4, 0)}, shards)
     places = [place for shard in found for place in shard.places]
     assert sorted(map(len, (shard.places for shard in found))) == sorted(sizes)
-    assert sorted(places) == sorted({(p.number, i) for p in prompts for i in range(p.n)} - {(0, 1), (4, 0)})
-    assert [number for number in dict.fromkeys(p for p, _ in places)] in ([4, 3, 2, 0, 9], [2, 0, 9, 4, 3])  # what begins alike is together
+    assert sorted(places) == sorted(
+        {(p.number, i) for p in prompts for i in range(p.n)} - {(0, 1), (4, 0)}
+    )
+    # what begins alike is together
+    assert [number for number in dict.fromkeys(p for p, _ in places)] in (
+        [4, 3, 2, 0, 9],
+        [2, 0, 9, 4, 3],
+    )
     for shard in found:
-        assert {p.number for p in shard.prompts} == {number for number, _ in shard.places} and {*shard.prompts} <= {*prompts}
-        assert shard.skipped() | {*shard.places} == {(p.number, i) for p in shard.prompts for i in range(p.n)}
-        assert shard.skipped().isdisjoint(shard.places) and shard.places[0] in shard.skipped(["cost", shard.places[0]])
+        assert {p.number for p in shard.prompts} == {number for number, _ in shard.places} and {
+            *shard.prompts
+        } <= {*prompts}
+        assert shard.skipped() | {*shard.places} == {
+            (p.number, i) for p in shard.prompts for i in range(p.n)
+        }
+        assert shard.skipped().isdisjoint(shard.places) and shard.places[0] in shard.skipped(
+            ["cost", shard.places[0]]
+        )
 
 
 def test_shards_are_bounded_and_none_are_made_of_nothing():
-    assert [len(shard.places) for shard in cut([Prompt(0, (1,), 10_000)], (), 1)] == [3333, 3333, 3334]
+    assert [len(shard.places) for shard in cut([Prompt(0, (1,), 10_000)], (), 1)] == [
+        3333,
+        3333,
+        3334,
+    ]
     assert cut([Prompt(0, (1,), 2)], {(0, 0), (0, 1)}, 4) == []
-    assert str(cut([Prompt(i, (i,), 1) for i in range(9)], (), 1)[0]) == "the shard of prompts 0, 1, 2, 3, 4 and 4 more (counted from 0)"
+    assert (
+        str(cut([Prompt(i, (i,), 1) for i in range(9)], (), 1)[0])
+        == "the shard of prompts 0, 1, 2, 3, 4 and 4 more (counted from 0)"
+    )
 
 
 def test_a_part_of_a_list_keeps_its_numbers():
@@ -106,7 +145,9 @@ def no_encoding(text: str, first: bool):
 
 
 def making(folder: str, deadly: str = ""):
-    """Makes work on pieces (name, number of keys). A piece called `deadly` ends its process after the first key that is taken."""
+    """Makes work on pieces (name, number of keys). A piece called `deadly` ends its process after
+    the first key that is taken."""
+
     def work(piece, arrived):
         name, keys = piece
         for key in range(keys):
@@ -127,7 +168,9 @@ def making(folder: str, deadly: str = ""):
     return work
 
 
-def test_pieces_are_done_on_several_replicas_and_a_lost_one_goes_on_elsewhere(cluster, tmp_path, caplog):
+def test_pieces_are_done_on_several_replicas_and_a_lost_one_goes_on_elsewhere(
+    cluster, tmp_path, caplog
+):
     pieces = [("a", 3), ("deadly", 4), ("b", 1), ("empty", 0), ("c", 2)]
     found = []
     with Fleet(cluster[0]) as fleet:
@@ -137,7 +180,9 @@ def test_pieces_are_done_on_several_replicas_and_a_lost_one_goes_on_elsewhere(cl
             found.append(result)
             if result.piece[0] == "deadly":
                 (tmp_path / "taken").touch()
-        assert sorted((r.piece, r.key) for r in found) == sorted((piece, key) for piece in pieces for key in range(piece[1]))
+        assert sorted((r.piece, r.key) for r in found) == sorted(
+            (piece, key) for piece in pieces for key in range(piece[1])
+        )
         assert all(r.value[:2] == (r.piece[0], r.key) for r in found)
         assert len({r.value[2] for r in found if r.piece[0] == "deadly"}) == 2  # processes
         assert "is lost" in caplog.text and "another takes its place" in caplog.text
@@ -145,9 +190,18 @@ def test_pieces_are_done_on_several_replicas_and_a_lost_one_goes_on_elsewhere(cl
     assert not ray.is_initialized()
 
 
-@pytest.mark.parametrize(("piece", "kind", "words"), [
-    (("always", 0), ValueError, r"\('always', 0\) ended 3 replicas one after the other, the last on node .*; take it out of the input"),
-    (("wrong", 1), LookupError, "nothing of this kind")])
+@pytest.mark.parametrize(
+    ("piece", "kind", "words"),
+    [
+        (
+            ("always", 0),
+            ValueError,
+            r"\('always', 0\) ended 3 replicas one after the other, the last on node .*; take it "
+            r"out of the input",
+        ),
+        (("wrong", 1), LookupError, "nothing of this kind"),
+    ],
+)
 def test_a_piece_that_cannot_be_done_is_an_error(cluster, tmp_path, piece, kind, words):
     with Fleet(cluster[0], replicas=1) as fleet:
         fleet.start(functools.partial(making, str(tmp_path)))
@@ -163,9 +217,17 @@ def dying():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("make", "words"), [
-    (failing, rf"node {re.escape(socket.gethostname())} \([\d.]+\) cannot make its replica: there is no folder /models/x"),
-    (dying, "3 replicas one after the other died as they started, the last on node")])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            failing,
+            rf"node {re.escape(socket.gethostname())} \([\d.]+\) cannot make its replica: there is "
+            r"no folder /models/x",
+        ),
+        (dying, "3 replicas one after the other died as they started, the last on node"),
+    ],
+)
 def test_a_replica_that_cannot_start_is_an_error(cluster, make, words):
     with Fleet(cluster[0], replicas=1) as fleet, pytest.raises(ValueError, match=words):
         fleet.start(make)
@@ -174,7 +236,9 @@ def test_a_replica_that_cannot_start_is_an_error(cluster, make, words):
 def shown():
     import jax
 
-    return lambda piece, arrived: iter([("cpus", len(jax.devices())), ("threads", os.environ["PJRT_NPROC"])])
+    return lambda piece, arrived: iter(
+        [("cpus", len(jax.devices())), ("threads", os.environ["PJRT_NPROC"])]
+    )
 
 
 def test_a_replica_has_the_devices_that_were_asked_for(cluster):
@@ -188,25 +252,53 @@ def test_more_replicas_than_there_is_room_for(cluster):
     words = "3 replicas of 1 CPU each are asked for, but the Ray cluster, of 1 node, has room for 2; lower --replicas"
     with pytest.raises(ValueError, match=words), Fleet(cluster[0], replicas=3):
         pass
-    with pytest.raises(ValueError, match="1 replica of 3 CPUs is asked for"), Fleet(cluster[0], devices=3):
+    with (
+        pytest.raises(ValueError, match="1 replica of 3 CPUs is asked for"),
+        Fleet(cluster[0], devices=3),
+    ):
         pass
     assert not ray.is_initialized()
 
 
 # The command.
 
-ARGUMENTS = ["--n", "8", "--max-new-tokens", "24", "--max-rows", "2", "--temperature", "2", "--seed", "5"]
+ARGUMENTS = [
+    "--n",
+    "8",
+    "--max-new-tokens",
+    "24",
+    "--max-rows",
+    "2",
+    "--temperature",
+    "2",
+    "--seed",
+    "5",
+]
 
 
 def job(folder: Path) -> list[str]:
     prompts = [f"1. {q}" for q in ("47 + 38", "12 * 7", "90 - 17", "47 - 36")]
-    (folder / "in.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts), encoding="utf-8")
+    (folder / "in.jsonl").write_text(
+        "".join(json.dumps({"prompt": p}) + "\n" for p in prompts), encoding="utf-8"
+    )
     return ["batch", "embedded", "--input", str(folder / "in.jsonl"), *ARGUMENTS]
 
 
 def begin(folder: Path, name: str, *more: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-m", "jaxshare.serving.cli", *job(folder), "--output", str(folder / name), *more],
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "jaxshare.serving.cli",
+            *job(folder),
+            "--output",
+            str(folder / name),
+            *more,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def lines(file: Path) -> int:
@@ -214,11 +306,14 @@ def lines(file: Path) -> int:
 
 
 def equal(found: Path, expected: Path) -> None:
-    """Byte for byte, but for how the log-probabilities are rounded, which depends on how many rows run together."""
+    """Byte for byte, but for how the log-probabilities are rounded, which depends on how many rows
+    run together."""
     logprob = re.compile(rb'"logprob": (-?[\d.e-]+)')
     a, b = found.read_bytes(), expected.read_bytes()
     assert logprob.sub(b"", a) == logprob.sub(b"", b)
-    assert [float(x) for x in logprob.findall(a)] == pytest.approx([float(x) for x in logprob.findall(b)], abs=1e-3)
+    assert [float(x) for x in logprob.findall(a)] == pytest.approx(
+        [float(x) for x in logprob.findall(b)], abs=1e-3
+    )
 
 
 def test_a_job_that_loses_a_replica_writes_what_an_unbroken_one_does(cluster, tmp_path):
@@ -270,10 +365,17 @@ with tempfile.TemporaryDirectory(prefix="jaxshare-", dir="/tmp") as folder:
 
 @pytest.mark.slow
 def test_a_job_that_loses_a_node_goes_on_with_the_others(tmp_path):
-    nodes = subprocess.Popen([sys.executable, "-c", NODES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                             env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"})
+    nodes = subprocess.Popen(
+        [sys.executable, "-c", NODES],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
+    )
     try:
-        address = wait_for(lambda: re.search(r"^[\d.]+:\d+$", nodes.stdout.readline().strip())).group()
+        address = wait_for(
+            lambda: re.search(r"^[\d.]+:\d+$", nodes.stdout.readline().strip())
+        ).group()
         process = begin(tmp_path, "fleet", "--ray", address)
         wait_for(lambda: lines(tmp_path / "fleet") >= 2 or process.poll() is not None)
         nodes.stdin.write("\n")
@@ -289,8 +391,21 @@ def test_a_job_that_loses_a_node_goes_on_with_the_others(tmp_path):
 @pytest.mark.slow
 def test_an_evaluation_on_replicas_comes_to_what_it_comes_to_here(cluster, tmp_path, capsys):
     address, _ = cluster
-    command = ["evaluate", "embedded", "--task", "sums", "--workers", "1,2", "--budgets", "16,96", "--samples", "3",
-               "--questions", "2", "--json"]
+    command = [
+        "evaluate",
+        "embedded",
+        "--task",
+        "sums",
+        "--workers",
+        "1,2",
+        "--budgets",
+        "16,96",
+        "--samples",
+        "3",
+        "--questions",
+        "2",
+        "--json",
+    ]
     found = []
     for name, more in (("fleet", ["--ray", address]), ("here", [])):
         assert cli.main([*command, "--out", str(tmp_path / name), *more]) == 0
@@ -299,13 +414,20 @@ def test_an_evaluation_on_replicas_comes_to_what_it_comes_to_here(cluster, tmp_p
 
     def texts(name: str) -> dict:
         runs = map(json.loads, (tmp_path / name / "runs.jsonl").read_text().splitlines())
-        return {(run["workers"], run["problem"]): (run["result"]["workers"], run["result"]["answers"]) for run in runs}
+        return {
+            (run["workers"], run["problem"]): (run["result"]["workers"], run["result"]["answers"])
+            for run in runs
+        }
 
     assert texts("fleet") == texts("here")
 
 
 def test_a_model_that_a_node_does_not_have():
-    with pytest.raises(FileNotFoundError, match="there is no folder /models/x; give every node the model at the same path, or name it"):
+    with pytest.raises(
+        FileNotFoundError,
+        match="there is no folder /models/x; give every node the model at the same path, or name "
+        "it",
+    ):
         NodeModel("/models/x", None, 1, 1).load()
 
 
@@ -315,15 +437,31 @@ def free_port() -> int:
         return listening.getsockname()[1]
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--ray", "127.0.0.1:{port}"], "nobody answers at the Ray address 127.0.0.1:{port} ("),
-    (["--ray", "ray://127.0.0.1:{port}"], "nobody answers at the Ray address ray://127.0.0.1:{port} ("),
-    (["--ray", "head"], "the Ray address is 'head'; it must be auto, HOST:PORT or ray://HOST:PORT"),
-    (["--ray", "127.0.0.1:99999"], "nobody answers at the Ray address 127.0.0.1:99999"),
-    (["--ray", "--data", "2"], "--data is 2, but with --ray each replica is one group; give --replicas"),
-    (["--ray", "--replicas", "0"], "replicas is 0; it must be at least 1"), (["--replicas", "2"], "--replicas is given without --ray"),
-    (["--ray", "--tensor", "0"], "--tensor is 0; it must be at least 1 device")])
-def test_what_cannot_be_is_said_at_once_and_leaves_nothing_behind(arguments, words, capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ray", "127.0.0.1:{port}"], "nobody answers at the Ray address 127.0.0.1:{port} ("),
+        (
+            ["--ray", "ray://127.0.0.1:{port}"],
+            "nobody answers at the Ray address ray://127.0.0.1:{port} (",
+        ),
+        (
+            ["--ray", "head"],
+            "the Ray address is 'head'; it must be auto, HOST:PORT or ray://HOST:PORT",
+        ),
+        (["--ray", "127.0.0.1:99999"], "nobody answers at the Ray address 127.0.0.1:99999"),
+        (
+            ["--ray", "--data", "2"],
+            "--data is 2, but with --ray each replica is one group; give --replicas",
+        ),
+        (["--ray", "--replicas", "0"], "replicas is 0; it must be at least 1"),
+        (["--replicas", "2"], "--replicas is given without --ray"),
+        (["--ray", "--tensor", "0"], "--tensor is 0; it must be at least 1 device"),
+    ],
+)
+def test_what_cannot_be_is_said_at_once_and_leaves_nothing_behind(
+    arguments, words, capsys, tmp_path
+):
     port, clock = str(free_port()), time.monotonic()
     arguments = [argument.replace("{port}", port) for argument in arguments]
     assert cli.main([*job(tmp_path), "--output", str(tmp_path / "out"), *arguments]) == 1
@@ -339,5 +477,12 @@ def test_ray_that_is_not_installed_is_named(monkeypatch, capsys, tmp_path):
 
 
 def test_ray_is_imported_only_where_it_is_asked_for():
-    program = "import sys, jaxshare.serving.cli, jaxshare.serving.shards; print('ray' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "False\n"
+    program = (
+        "import sys, jaxshare.serving.cli, jaxshare.serving.shards; print('ray' in sys.modules)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
+    )

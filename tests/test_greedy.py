@@ -1,4 +1,5 @@
-"""The warning where a checkpoint is decoded greedily that must not be: when, how often, and by which commands."""
+"""The warning where a checkpoint is decoded greedily that must not be: when, how often, and by
+which commands."""
 
 import dataclasses
 import json
@@ -19,7 +20,8 @@ from jaxshare.serving.engine import Engine
 from jaxshare.serving.greedy import warn_of_greedy
 
 CARD = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
-"""What the generation_config.json of a Qwen3 says. The embedded model has that architecture, and do_sample false."""
+"""What the generation_config.json of a Qwen3 says. The embedded model has that architecture, and
+do_sample false."""
 GREEDY, WARM = Sampler(), Sampler(temperature=0.6)
 
 
@@ -27,29 +29,41 @@ GREEDY, WARM = Sampler(), Sampler(temperature=0.6)
 def warnings(caplog, monkeypatch):
     """The warnings so far, as a function, in a process that has not warned yet."""
     monkeypatch.setattr(greedy, "_warned", set())
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "jaxshare" and record.levelno == logging.WARNING]
+    return lambda: [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "jaxshare" and record.levelno == logging.WARNING
+    ]
 
 
 def qwen3(architecture: str = "Qwen3ForCausalLM", name: str = "Some/Qwen3", **settings):
     embedded = demo.load_embedded()
-    return dataclasses.replace(embedded, name=name, config=dataclasses.replace(embedded.config, architecture=architecture),
-                               generation=Generation.from_json(CARD | settings, {"eos_token_id": 2}))
+    return dataclasses.replace(
+        embedded,
+        name=name,
+        config=dataclasses.replace(embedded.config, architecture=architecture),
+        generation=Generation.from_json(CARD | settings, {"eos_token_id": 2}),
+    )
 
 
-@pytest.mark.parametrize(("model", "sampler", "format", "warns"), [
-    (qwen3(), GREEDY, None, True),
-    (qwen3(), WARM, None, False),
-    (qwen3(do_sample=False), GREEDY, None, False),  # a base model, or the embedded one
-    (qwen3("Qwen2ForCausalLM"), GREEDY, None, False),  # Qwen2.5: its generation_config.json samples, too, but its card does not warn
-    (qwen3("LlamaForCausalLM"), GREEDY, None, False),
-    (qwen3("Qwen2ForCausalLM"), GREEDY, "qwq+user", True),
-    (qwen3("LlamaForCausalLM"), GREEDY, "deepseek-r1", True),
-    (qwen3("LlamaForCausalLM"), GREEDY, "phi-4-reasoning+no-examples", True),
-    (qwen3("LlamaForCausalLM"), GREEDY, "llama-3", False),
-    (qwen3("LlamaForCausalLM"), GREEDY, "collaborative", False),
-    (qwen3("LlamaForCausalLM", do_sample=False), GREEDY, "deepseek-r1", False),
-    (demo.load_embedded(), GREEDY, "qwen3", False),
-])
+@pytest.mark.parametrize(
+    ("model", "sampler", "format", "warns"),
+    [
+        (qwen3(), GREEDY, None, True),
+        (qwen3(), WARM, None, False),
+        (qwen3(do_sample=False), GREEDY, None, False),  # a base model, or the embedded one
+        # Qwen2.5: its generation_config.json samples, too, but its card does not warn
+        (qwen3("Qwen2ForCausalLM"), GREEDY, None, False),
+        (qwen3("LlamaForCausalLM"), GREEDY, None, False),
+        (qwen3("Qwen2ForCausalLM"), GREEDY, "qwq+user", True),
+        (qwen3("LlamaForCausalLM"), GREEDY, "deepseek-r1", True),
+        (qwen3("LlamaForCausalLM"), GREEDY, "phi-4-reasoning+no-examples", True),
+        (qwen3("LlamaForCausalLM"), GREEDY, "llama-3", False),
+        (qwen3("LlamaForCausalLM"), GREEDY, "collaborative", False),
+        (qwen3("LlamaForCausalLM", do_sample=False), GREEDY, "deepseek-r1", False),
+        (demo.load_embedded(), GREEDY, "qwen3", False),
+    ],
+)
 def test_the_rule(model, sampler, format, warns, warnings):
     warn_of_greedy(model, sampler, format)
     assert len(warnings()) == warns
@@ -67,7 +81,7 @@ def test_it_is_said_once_and_names_the_checkpoint_and_what_to_use(warnings):
 
 def test_whatever_samples_says_so(warnings, monkeypatch):
     def once():
-        said = warnings()[len(seen):]
+        said = warnings()[len(seen) :]
         seen.extend(said)
         greedy._warned.clear()
         return len(said) == 1
@@ -103,12 +117,30 @@ COMMANDS = {
     "generate": ("--prompt", "Solve: 47 + 38", "--max-new-tokens", "4"),
     "batch": ("--input", "prompts.jsonl", "--output", "out.jsonl", "--max-new-tokens", "4"),
     "workers": ("--problem", "1. 47 + 38", "--budget", "8"),
-    "evaluate": ("--task", "sums", "--samples", "1", "--workers", "1", "--budgets", "8", "--out", "evaluation"),
+    "evaluate": (
+        "--task",
+        "sums",
+        "--samples",
+        "1",
+        "--workers",
+        "1",
+        "--budgets",
+        "8",
+        "--out",
+        "evaluation",
+    ),
 }
 
 
-@pytest.mark.parametrize("command", [pytest.param("generate", marks=pytest.mark.slow), "batch",
-                                     pytest.param("workers", marks=pytest.mark.slow), "evaluate"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param("generate", marks=pytest.mark.slow),
+        "batch",
+        pytest.param("workers", marks=pytest.mark.slow),
+        "evaluate",
+    ],
+)
 def test_every_command_that_samples_says_so_once(command, folder, warnings, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert cli.main([command, "Qwen3-tiny", *COMMANDS[command], "--temperature", "0"]) == 0
@@ -117,13 +149,39 @@ def test_every_command_that_samples_says_so_once(command, folder, warnings, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "more", "count"), [
-    ("Qwen3-tiny", ("--temperature", "0"), 1), ("Qwen3-tiny", (), 0), ("embedded", ("--temperature", "0"), 0)])
+@pytest.mark.parametrize(
+    ("model", "more", "count"),
+    [
+        ("Qwen3-tiny", ("--temperature", "0"), 1),
+        ("Qwen3-tiny", (), 0),
+        ("embedded", ("--temperature", "0"), 0),
+    ],
+)
 def test_it_is_on_stderr_and_not_on_stdout(folder, model, more, count):
-    command = [sys.executable, "-m", "jaxshare.serving.cli", "workers", model, *COMMANDS["workers"], *more, "--json"]
-    done = subprocess.run(command, cwd=folder, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=600)
+    command = [
+        sys.executable,
+        "-m",
+        "jaxshare.serving.cli",
+        "workers",
+        model,
+        *COMMANDS["workers"],
+        *more,
+        "--json",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0 and json.loads(done.stdout)["passes"] <= 8
-    assert len(re.findall(r"^warning: .* greedily", done.stderr, re.MULTILINE)) == done.stderr.count("greedily") == count
+    assert (
+        len(re.findall(r"^warning: .* greedily", done.stderr, re.MULTILINE))
+        == done.stderr.count("greedily")
+        == count
+    )
 
 
 @pytest.mark.slow

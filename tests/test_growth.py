@@ -1,4 +1,5 @@
-"""Room for long steps: extents that a plain search finds to be apart and large enough, and caches whose blocks lie elsewhere."""
+"""Room for long steps: extents that a plain search finds to be apart and large enough, and caches
+whose blocks lie elsewhere."""
 
 import dataclasses
 import itertools
@@ -23,13 +24,18 @@ def filled(capacities: list[int], lengths: list[int], seed: int = 0) -> KVCache:
     cache = KVCache.create(dataclasses.replace(TINY, num_layers=1), capacities, jnp.float32)
     keys = jax.random.split(jax.random.key(seed), 2)
     arenas = [(jax.random.normal(key, cache.keys[0].shape),) for key in keys]
-    return dataclasses.replace(cache, keys=arenas[0], values=arenas[1], lengths=jnp.asarray(lengths, jnp.int32))
+    return dataclasses.replace(
+        cache, keys=arenas[0], values=arenas[1], lengths=jnp.asarray(lengths, jnp.int32)
+    )
 
 
 def held(cache: KVCache) -> list[np.ndarray]:
     """What each block holds, read place by place: [2K, tokens, D]."""
     both = np.concatenate([np.asarray(cache.keys[0]), np.asarray(cache.values[0])])
-    return [both[:, offset:offset + length] for offset, length in zip(cache.offsets.tolist(), cache.lengths.tolist(), strict=True)]
+    return [
+        both[:, offset : offset + length]
+        for offset, length in zip(cache.offsets.tolist(), cache.lengths.tolist(), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("distance", [-300, -130, -128, -60, -1, 1, 60, 128, 130, 300])
@@ -37,12 +43,18 @@ def held(cache: KVCache) -> list[np.ndarray]:
 def test_a_relocated_block_keeps_its_tokens_and_leaves_the_others_alone(distance, length):
     cache = filled([100, 100, 1024], [60, 100, 0])
     cache = cache.place([2], [640], [400])
-    cache = dataclasses.replace(cache, lengths=cache.lengths.at[2].set(length), phases=cache.phases.at[2].set(7))
+    cache = dataclasses.replace(
+        cache, lengths=cache.lengths.at[2].set(length), phases=cache.phases.at[2].set(7)
+    )
     before = held(cache)
     after = cache.relocate([2], [640 + distance], [length + 5])
     for was, now in zip(before, held(after), strict=True):
         np.testing.assert_array_equal(was, now)
-    assert (int(after.offsets[2]), int(after.capacities[2]), int(after.phases[2])) == (640 + distance, length + 5, 7)
+    assert (int(after.offsets[2]), int(after.capacities[2]), int(after.phases[2])) == (
+        640 + distance,
+        length + 5,
+        7,
+    )
 
 
 def test_blocks_that_make_way_for_each_other():
@@ -53,30 +65,39 @@ def test_blocks_that_make_way_for_each_other():
     for was, now in zip(before, held(after), strict=True):
         np.testing.assert_array_equal(was, now)
     again = filled([256] * 4, [200, 200, 200, 0])
-    with pytest.raises(ValueError, match=r"blocks \[0, 1\] would overwrite each other, whichever is moved first"):
+    with pytest.raises(
+        ValueError, match=r"blocks \[0, 1\] would overwrite each other, whichever is moved first"
+    ):
         again.relocate([0, 1], [256, 0], [256, 256])
     with pytest.raises(ValueError, match="block 0 has 200 tokens, and its new extent room for 199"):
         again.relocate([0], [0], [199])
     with pytest.raises(ValueError, match="blocks 2 and 3 would lie over each other"):
         again.relocate([3], [760], [100])
-    with pytest.raises(ValueError, match="block 3 would lie at 900 to 1100, but the arena has 1024 tokens"):
+    with pytest.raises(
+        ValueError, match="block 3 would lie at 900 to 1100, but the arena has 1024 tokens"
+    ):
         again.relocate([3], [900], [200])
 
 
 def plain_check(growth: Growth, offsets, capacities, lengths, writers: list[Writer]) -> None:
-    """Extents are apart, tokens are within them, and all blocks but those of the writers and of the history are where they were."""
+    """Extents are apart, tokens are within them, and all blocks but those of the writers and of the
+    history are where they were."""
     runs = sorted((int(o), int(o + c)) for o, c in zip(offsets, capacities, strict=True) if c)
     assert all(low[1] <= high[0] for low, high in itertools.pairwise(runs))
     assert (lengths <= capacities).all() and (capacities >= 0).all()
     moved = {HISTORY, *(w.block for w in writers)}
     for block in set(range(len(offsets))) - moved:
-        assert (offsets[block], capacities[block]) == (growth.offsets[block], growth.capacities[block])
+        assert (offsets[block], capacities[block]) == (
+            growth.offsets[block],
+            growth.capacities[block],
+        )
     assert offsets[HISTORY] == growth.offsets[HISTORY]
 
 
 @given(st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([0, 1000]))
 def test_steps_of_any_length_have_room_until_the_history_is_used_up(seed, workers, shift):
-    """A simulation: steps grow by up to 16 tokens a look, end now and then, and move; what is left is worked out by addition."""
+    """A simulation: steps grow by up to 16 tokens a look, end now and then, and move; what is left
+    is worked out by addition."""
     rng = random.Random(seed)
     history, home = rng.choice([700, 2048, 5000]), rng.choice([24, 100, 512])
     sizes = np.asarray([history, 64, *[home] * workers])
@@ -87,15 +108,30 @@ def test_steps_of_any_length_have_room_until_the_history_is_used_up(seed, worker
     ends = rng.choice([0.0, 0.02, 0.2])
     for _ in range(400):
         writers = [Writer(2 + w, HISTORY, 17, 10**6) for w in range(workers)]
-        for block, (offset, capacity) in growth.extents(writers, offsets, capacities, lengths).items():
+        for block, (offset, capacity) in growth.extents(
+            writers, offsets, capacities, lengths
+        ).items():
             offsets[block], capacities[block] = offset, capacity
-        plain_check(dataclasses.replace(growth, offsets=growth.offsets + shift), offsets, capacities, lengths, writers)
-        used = int(lengths[HISTORY] + sum(lengths[w.block] for w in writers if capacities[w.block] != home))
+        plain_check(
+            dataclasses.replace(growth, offsets=growth.offsets + shift),
+            offsets,
+            capacities,
+            lengths,
+            writers,
+        )
+        used = int(
+            lengths[HISTORY] + sum(lengths[w.block] for w in writers if capacities[w.block] != home)
+        )
         if history - used < 17 * workers + home * workers:
             return  # the history is used up: what happens to be left is shared out
         for w in writers:
             new = rng.randint(0, 16)
-            assert capacities[w.block] - lengths[w.block] >= new, (history, home, lengths, capacities)
+            assert capacities[w.block] - lengths[w.block] >= new, (
+                history,
+                home,
+                lengths,
+                capacities,
+            )
             lengths[w.block] += new
         for w in writers:
             if rng.random() < ends and lengths[HISTORY] + lengths[w.block] <= capacities[HISTORY]:
@@ -105,7 +141,11 @@ def test_steps_of_any_length_have_room_until_the_history_is_used_up(seed, worker
 
 def test_a_step_that_no_row_may_see_grow_stays_within_what_the_others_can_see():
     growth = Growth(np.asarray([0, 1000]), np.asarray([1000, 100]))
-    found = growth.extents([Writer(1, 0, 17, 120)], growth.offsets, growth.capacities, np.asarray([10, 90]))
+    found = growth.extents(
+        [Writer(1, 0, 17, 120)], growth.offsets, growth.capacities, np.asarray([10, 90])
+    )
     assert found[1][1] >= 107
-    capped = growth.extents([Writer(1, 0, 17, 100)], growth.offsets, growth.capacities, np.asarray([10, 90]))
+    capped = growth.extents(
+        [Writer(1, 0, 17, 100)], growth.offsets, growth.capacities, np.asarray([10, 90])
+    )
     assert capped == {}

@@ -1,4 +1,5 @@
-"""What a call is guessed to say after it has left an earlier answer, and the pass that confirms it."""
+"""What a call is guessed to say after it has left an earlier answer, and the pass that confirms
+it."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,12 +40,22 @@ def test_a_pass_over_guesses_draws_what_one_pass_a_token_would():
     prompt, hot, seed, new = [5, 17, 3, 44, 9], Sampler(temperature=1.3, top_p=0.95), 11, 8
     made = run(tiny_state([prompt], ((1,),), budgets=new, samplers=hot, seeds=seed)).outputs()[0]
     for right in (0, 3, new - 1):
-        guessed = [*made[:right], *[(token + 1) % VOCAB for token in made[right:new - 1]]]
+        guessed = [*made[:right], *[(token + 1) % VOCAB for token in made[right : new - 1]]]
         tokens, count = np.zeros((1, 16), np.int32), len(prompt) + len(guessed)
         tokens[0, :count] = [*prompt, *guessed]
         cache = KVCache.create(TINY, (64,), jnp.float32)
-        _, drawn, finite, kept = confirm(MODEL, tiny_params(), cache, Layout.from_blocks([[0]]), tokens, np.asarray([count]),
-                                         Samplers.stack([hot]), np.asarray([[0, seed]], np.uint32), np.asarray([1 - len(prompt)]), 4)
-        found = np.asarray(drawn)[0, len(prompt) - 1:count].tolist()
-        assert found[:right + 1] == made[:right + 1] and bool(finite[0])
+        _, drawn, finite, kept = confirm(
+            MODEL,
+            tiny_params(),
+            cache,
+            Layout.from_blocks([[0]]),
+            tokens,
+            np.asarray([count]),
+            Samplers.stack([hot]),
+            np.asarray([[0, seed]], np.uint32),
+            np.asarray([1 - len(prompt)]),
+            4,
+        )
+        found = np.asarray(drawn)[0, len(prompt) - 1 : count].tolist()
+        assert found[: right + 1] == made[: right + 1] and bool(finite[0])
         assert kept.tokens.shape == (1, 16, 4)

@@ -18,14 +18,22 @@ from jaxshare.serving.inputs import token_bytes
 from tests.test_branches import model, problem
 from tests.test_workers import BUDGET, CHAT, WARM, run, start, written
 
-SETTINGS = {"names": ("Alice", "Bob"), "budget": BUDGET, "sampler": WARM, "max_workers": 3, "format": CHAT}
+SETTINGS = {
+    "names": ("Alice", "Bob"),
+    "budget": BUDGET,
+    "sampler": WARM,
+    "max_workers": 3,
+    "format": CHAT,
+}
 CALLS = [(problem(seed).prompt(), seed) for seed in range(4)]
 ROOM = 2048
 """Of an engine: a session and two calls, so that a third one waits."""
 
 
 def made(tokens: int = ROOM, **more) -> Engine:
-    return Engine(model(), kv_bytes=tokens * token_bytes(model()), **{"max_rows": 4, "passes": 8, **more})
+    return Engine(
+        model(), kv_bytes=tokens * token_bytes(model()), **{"max_rows": 4, "passes": 8, **more}
+    )
 
 
 def session(engine: Engine, **more) -> Workers:
@@ -61,7 +69,8 @@ def test_sessions_and_calls_run_beside_each_other_and_do_not_change_each_other(a
 @pytest.mark.slow
 def test_blocks_may_be_moved_between_passes(alone):
     with made() as engine:
-        stream = engine.submit(CALLS[0][0], WARM, seed=0, max_new_tokens=20)  # it lies before the session's blocks
+        # it lies before the session's blocks
+        stream = engine.submit(CALLS[0][0], WARM, seed=0, max_new_tokens=20)
         stream.wait()
         engine.drain()
         here, memory, moved = session(engine), engine._loop.memory, 0
@@ -98,10 +107,16 @@ def test_a_session_can_be_looked_at_and_spoken_to():
         assert run(plain) == run(here)
         copy = here.cache
         np.testing.assert_array_equal(copy.lengths, plain.cache.lengths)
-        for b, (at, there, length) in enumerate(zip(copy.offsets, plain.cache.offsets, copy.lengths, strict=True)):
+        for b, (at, there, length) in enumerate(
+            zip(copy.offsets, plain.cache.offsets, copy.lengths, strict=True)
+        ):
             for ours, theirs in zip(copy.keys, plain.cache.keys, strict=True):
-                np.testing.assert_allclose(ours[:, int(at):int(at) + int(length)], theirs[:, int(there):int(there) + int(length)],
-                                           atol=2e-5, err_msg=str(b))
+                np.testing.assert_allclose(
+                    ours[:, int(at) : int(at) + int(length)],
+                    theirs[:, int(there) : int(there) + int(length)],
+                    atol=2e-5,
+                    err_msg=str(b),
+                )
 
 
 def test_memory_goes_back_when_a_session_is_closed_or_forgotten():
@@ -116,7 +131,8 @@ def test_memory_goes_back_when_a_session_is_closed_or_forgotten():
             first = lent()
             assert first and memory.pool.free == memory.pool.tokens - first
         assert lent() == 0 and memory.pool.free == memory.pool.tokens
-        assert here.passes == 0 and here.result().ended == "paused"  # what it was can still be asked
+        # what it was can still be asked
+        assert here.passes == 0 and here.result().ended == "paused"
         with pytest.raises(ClosedError, match="memory is gone"):
             next(here.stream())
         other = session(engine)
@@ -145,7 +161,13 @@ def test_a_session_waits_for_calls_that_are_under_way_and_later_ones_wait_for_it
 
 
 def test_a_session_that_cannot_be_is_refused_at_once():
-    with made(1024) as engine, pytest.raises(TooLongError, match=r"blocks take \d+ tokens, \d+ bytes, but the engine has room for 1024"):
+    with (
+        made(1024) as engine,
+        pytest.raises(
+            TooLongError,
+            match=r"blocks take \d+ tokens, \d+ bytes, but the engine has room for 1024",
+        ),
+    ):
         session(engine)
     with made() as engine:
         first = session(engine)
@@ -161,7 +183,12 @@ def test_a_session_that_cannot_be_is_refused_at_once():
         here.finish()
     other = made()
     with other, pytest.raises(ValueError, match="another model"):
-        Workers(dataclasses.replace(model(), params=jax.tree.map(lambda x: x, model().params)), "1+1?", engine=other, **SETTINGS)
+        Workers(
+            dataclasses.replace(model(), params=jax.tree.map(lambda x: x, model().params)),
+            "1+1?",
+            engine=other,
+            **SETTINGS,
+        )
 
 
 def test_a_failure_takes_the_memory_of_sessions_and_says_so(monkeypatch):
@@ -174,7 +201,9 @@ def test_a_failure_takes_the_memory_of_sessions_and_says_so(monkeypatch):
                 engine.submit(CALLS[0][0], WARM, seed=0, max_new_tokens=5).wait()
         with pytest.raises(ClosedError, match="has failed"):
             here.run()
-        assert isinstance(engine.submit(CALLS[0][0], Sampler(0.0), max_new_tokens=2).wait(), Completion)
+        assert isinstance(
+            engine.submit(CALLS[0][0], Sampler(0.0), max_new_tokens=2).wait(), Completion
+        )
         run(session(engine))
 
 

@@ -19,27 +19,61 @@ from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
 from jaxshare.models import CheckpointError, ConfigError
 
-QWEN = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=40, hidden_size=16, intermediate_size=24,
-            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-6, max_position_embeddings=64,
-            attention_bias=True, rope_theta=10000.0)
-LLAMA = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=40, hidden_size=16, intermediate_size=24,
-             num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, rms_norm_eps=1e-6, max_position_embeddings=64)
+QWEN = dict(
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=64,
+    attention_bias=True,
+    rope_theta=10000.0,
+)
+LLAMA = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=64,
+)
 
 # parameter under layers_i: (name in the checkpoint, [out, in] of QWEN)
 LAYER = {
-    "attention/q/kernel": ("self_attn.q_proj.weight", (32, 16)), "attention/q/bias": ("self_attn.q_proj.bias", (32,)),
-    "attention/k/kernel": ("self_attn.k_proj.weight", (16, 16)), "attention/k/bias": ("self_attn.k_proj.bias", (16,)),
-    "attention/v/kernel": ("self_attn.v_proj.weight", (16, 16)), "attention/v/bias": ("self_attn.v_proj.bias", (16,)),
-    "attention/o/kernel": ("self_attn.o_proj.weight", (16, 32)), "attention/o/bias": ("self_attn.o_proj.bias", (16,)),
-    "attention/q_norm/scale": ("self_attn.q_norm.weight", (8,)), "attention/k_norm/scale": ("self_attn.k_norm.weight", (8,)),
-    "attention_norm/scale": ("input_layernorm.weight", (16,)), "mlp_norm/scale": ("post_attention_layernorm.weight", (16,)),
-    "mlp/gate/kernel": ("mlp.gate_proj.weight", (24, 16)), "mlp/up/kernel": ("mlp.up_proj.weight", (24, 16)),
+    "attention/q/kernel": ("self_attn.q_proj.weight", (32, 16)),
+    "attention/q/bias": ("self_attn.q_proj.bias", (32,)),
+    "attention/k/kernel": ("self_attn.k_proj.weight", (16, 16)),
+    "attention/k/bias": ("self_attn.k_proj.bias", (16,)),
+    "attention/v/kernel": ("self_attn.v_proj.weight", (16, 16)),
+    "attention/v/bias": ("self_attn.v_proj.bias", (16,)),
+    "attention/o/kernel": ("self_attn.o_proj.weight", (16, 32)),
+    "attention/o/bias": ("self_attn.o_proj.bias", (16,)),
+    "attention/q_norm/scale": ("self_attn.q_norm.weight", (8,)),
+    "attention/k_norm/scale": ("self_attn.k_norm.weight", (8,)),
+    "attention_norm/scale": ("input_layernorm.weight", (16,)),
+    "mlp_norm/scale": ("post_attention_layernorm.weight", (16,)),
+    "mlp/gate/kernel": ("mlp.gate_proj.weight", (24, 16)),
+    "mlp/up/kernel": ("mlp.up_proj.weight", (24, 16)),
     "mlp/down/kernel": ("mlp.down_proj.weight", (16, 24)),
 }
 PARAMETERS = {
-    "embed/embedding": ("model.embed_tokens.weight", (40, 16)), "norm/scale": ("model.norm.weight", (16,)),
+    "embed/embedding": ("model.embed_tokens.weight", (40, 16)),
+    "norm/scale": ("model.norm.weight", (16,)),
     "head/kernel": ("lm_head.weight", (40, 16)),
-    **{f"layers_{i}/{path}": (f"model.layers.{i}.{name}", shape) for i in range(2) for path, (name, shape) in LAYER.items()},
+    **{
+        f"layers_{i}/{path}": (f"model.layers.{i}.{name}", shape)
+        for i in range(2)
+        for path, (name, shape) in LAYER.items()
+    },
 }
 
 
@@ -73,7 +107,10 @@ def shard(folder, tensors, parts=3):
 
 
 def flat(params) -> dict[str, np.ndarray]:
-    return {"/".join(key.key for key in keys): np.asarray(leaf) for keys, leaf in jax.tree.leaves_with_path(params["params"])}
+    return {
+        "/".join(key.key for key in keys): np.asarray(leaf)
+        for keys, leaf in jax.tree.leaves_with_path(params["params"])
+    }
 
 
 def bits(x: np.ndarray) -> np.ndarray:
@@ -97,13 +134,19 @@ def test_shards_are_the_same_model(tmp_path):
     tensors = random_tensors()
     whole = models.load(write(tmp_path / "whole", tensors))
     shard(tmp_path / "shards", tensors)
-    jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path / "shards").params, whole.params)
+    jax.tree.map(
+        np.testing.assert_array_equal, models.load(tmp_path / "shards").params, whole.params
+    )
 
 
 def test_params_are_those_of_the_module(tmp_path):
     model = models.load(write(tmp_path))
-    made = jax.eval_shape(lambda: model.module.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32), method="causal"))
-    assert jax.tree.map(lambda leaf: leaf.shape, made) == jax.tree.map(lambda leaf: leaf.shape, model.params)
+    made = jax.eval_shape(
+        lambda: model.module.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32), method="causal")
+    )
+    assert jax.tree.map(lambda leaf: leaf.shape, made) == jax.tree.map(
+        lambda leaf: leaf.shape, model.params
+    )
 
 
 def test_forward(tmp_path):
@@ -111,32 +154,41 @@ def test_forward(tmp_path):
     tokens = np.array([[3, 1, 4, 1, 5]])
     cache = KVCache.create(model.config, capacities=(8,), dtype=jnp.float32)
     logits, cache = model.forward(tokens, np.array([5]), cache, Layout.from_blocks([[0]]))
-    np.testing.assert_allclose(logits[0], model.module.apply(model.params, tokens, method="causal")[0, -1], atol=1e-4)
+    np.testing.assert_allclose(
+        logits[0], model.module.apply(model.params, tokens, method="causal")[0, -1], atol=1e-4
+    )
     assert cache.lengths.tolist() == [5]
 
 
-@pytest.mark.parametrize(("says", "stored", "asked", "expected"), [
-    (dict(torch_dtype="bfloat16"), np.float32, None, "bfloat16"),
-    (dict(dtype="float16"), np.float32, None, "float16"),
-    (dict(dtype="float16", torch_dtype="bfloat16"), np.float32, None, "float16"),
-    (dict(dtype="auto"), np.float16, None, "float16"),
-    (dict(), ml_dtypes.bfloat16, None, "bfloat16"),
-    (dict(torch_dtype="torch.bfloat16"), ml_dtypes.bfloat16, None, "bfloat16"),
-    (dict(torch_dtype="bfloat16"), ml_dtypes.bfloat16, "float32", "float32"),
-    (dict(torch_dtype="bfloat16"), ml_dtypes.bfloat16, jnp.float16, "float16"),
-    (dict(torch_dtype="float64"), np.float32, np.dtype("float32"), "float32"),
-])
+@pytest.mark.parametrize(
+    ("says", "stored", "asked", "expected"),
+    [
+        (dict(torch_dtype="bfloat16"), np.float32, None, "bfloat16"),
+        (dict(dtype="float16"), np.float32, None, "float16"),
+        (dict(dtype="float16", torch_dtype="bfloat16"), np.float32, None, "float16"),
+        (dict(dtype="auto"), np.float16, None, "float16"),
+        (dict(), ml_dtypes.bfloat16, None, "bfloat16"),
+        (dict(torch_dtype="torch.bfloat16"), ml_dtypes.bfloat16, None, "bfloat16"),
+        (dict(torch_dtype="bfloat16"), ml_dtypes.bfloat16, "float32", "float32"),
+        (dict(torch_dtype="bfloat16"), ml_dtypes.bfloat16, jnp.float16, "float16"),
+        (dict(torch_dtype="float64"), np.float32, np.dtype("float32"), "float32"),
+    ],
+)
 def test_dtype(tmp_path, says, stored, asked, expected):
     tensors = random_tensors(stored)
     params = flat(models.load(write(tmp_path, tensors, QWEN | says), dtype=asked).params)
     assert {str(leaf.dtype) for leaf in params.values()} == {expected}
-    np.testing.assert_array_equal(params["embed/embedding"], tensors["model.embed_tokens.weight"].astype(expected))
+    np.testing.assert_array_equal(
+        params["embed/embedding"], tensors["model.embed_tokens.weight"].astype(expected)
+    )
 
 
 def test_tensors_of_several_dtypes_take_the_one_that_holds_them_all(tmp_path):
     tensors = random_tensors(ml_dtypes.bfloat16)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)
-    assert {leaf.dtype for leaf in flat(models.load(write(tmp_path, tensors)).params).values()} == {np.dtype("float32")}
+    assert {leaf.dtype for leaf in flat(models.load(write(tmp_path, tensors)).params).values()} == {
+        np.dtype("float32")
+    }
 
 
 def test_a_dtype_that_parameters_cannot_have(tmp_path):
@@ -157,14 +209,20 @@ def test_every_wrong_tensor_is_in_one_error(tmp_path):
         models.load(write(tmp_path, tensors))
     message = str(caught.value)
     assert str(tmp_path) in message and message.count("; ") == 5
-    for problem in ("lm_head.weight is missing", "model.layers.1.self_attn.q_norm.weight is missing",
-                    "model.layers.0.mlp.up_proj.weight has shape (24, 15), not (24, 16)",
-                    "model.layers.1.mlp.up_proj.weight has dtype I8", "model.layers.2.mlp.up_proj.weight is unexpected"):
+    for problem in (
+        "lm_head.weight is missing",
+        "model.layers.1.self_attn.q_norm.weight is missing",
+        "model.layers.0.mlp.up_proj.weight has shape (24, 15), not (24, 16)",
+        "model.layers.1.mlp.up_proj.weight has dtype I8",
+        "model.layers.2.mlp.up_proj.weight is unexpected",
+    ):
         assert problem in message
 
 
 def test_tensors_that_are_known_to_be_superfluous(tmp_path):
-    tensors = random_tensors() | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
+    tensors = random_tensors() | {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)
+    }
     tied = models.load(write(tmp_path, tensors, QWEN | dict(tie_word_embeddings=True)))
     assert "head" not in tied.params["params"]
     del tensors["lm_head.weight"]
@@ -175,15 +233,23 @@ def test_tensors_that_are_known_to_be_superfluous(tmp_path):
 def test_a_truncated_file_is_named(tmp_path, keep):
     file = write(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match=rf"{file} is not a whole safetensors file.*truncated or corrupt"):
+    with pytest.raises(
+        CheckpointError, match=rf"{file} is not a whole safetensors file.*truncated or corrupt"
+    ):
         models.load(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"\0" * 64, b"\xff" * 64, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"])
+@pytest.mark.parametrize(
+    "content",
+    [b"\0" * 64, b"\xff" * 64, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"],
+)
 def test_a_corrupt_file_is_named(tmp_path, content):
     file = write(tmp_path) / "model.safetensors"
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"{file} is not.*{'git lfs pull' if b'lfs' in content else 'fetch it again'}"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{file} is not.*{'git lfs pull' if b'lfs' in content else 'fetch it again'}",
+    ):
         models.load(tmp_path)
 
 
@@ -211,14 +277,26 @@ def test_an_index_that_does_not_tell_what_the_shards_hold(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError) as caught:
         models.load(tmp_path)
-    for problem in ("lm_head.weight is in model-00001-of-00003.safetensors and listed in model-00003-of-00003.safetensors",
-                    "lm_head.weight is listed in model-00003-of-00003.safetensors and not there", "model.extra.weight is listed in",
-                    "model.norm.weight is in model-0000"):
+    for problem in (
+        "lm_head.weight is in model-00001-of-00003.safetensors and listed in "
+        "model-00003-of-00003.safetensors",
+        "lm_head.weight is listed in model-00003-of-00003.safetensors and not there",
+        "model.extra.weight is listed in",
+        "model.norm.weight is in model-0000",
+    ):
         assert problem in str(caught.value)
 
 
-@pytest.mark.parametrize("index", [[], {}, {"weight_map": {}}, {"weight_map": {"lm_head.weight": 1}},
-                                   {"weight_map": {"lm_head.weight": "../model.safetensors"}}])
+@pytest.mark.parametrize(
+    "index",
+    [
+        [],
+        {},
+        {"weight_map": {}},
+        {"weight_map": {"lm_head.weight": 1}},
+        {"weight_map": {"lm_head.weight": "../model.safetensors"}},
+    ],
+)
 def test_an_index_that_is_no_index(tmp_path, index):
     shard(tmp_path, random_tensors())
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -227,7 +305,10 @@ def test_an_index_that_is_no_index(tmp_path, index):
 
 
 def test_no_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match=rf"no model folder {tmp_path / 'nowhere'}: give a folder with config.json.*hub id"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=rf"no model folder {tmp_path / 'nowhere'}: give a folder with config.json.*hub id",
+    ):
         models.load(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
     with pytest.raises(FileNotFoundError, match="is a file: give the folder"):
@@ -239,9 +320,13 @@ def test_no_folder(tmp_path):
 def test_a_name_that_is_neither_a_folder_nor_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     for revision in (None, "v1"):
-        with pytest.raises(FileNotFoundError, match=r"no model folder some-one/some\.model, and the hub.*network") as caught:
+        with pytest.raises(
+            FileNotFoundError, match=r"no model folder some-one/some\.model, and the hub.*network"
+        ) as caught:
             models.load("some-one/some.model", revision=revision)
-        assert "\n" not in str(caught.value) and ("at revision v1" in str(caught.value)) == (revision is not None)
+        assert "\n" not in str(caught.value) and ("at revision v1" in str(caught.value)) == (
+            revision is not None
+        )
 
 
 def test_a_hub_id_is_fetched_without_what_is_not_needed(tmp_path, monkeypatch):
@@ -254,7 +339,10 @@ def test_a_hub_id_is_fetched_without_what_is_not_needed(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     assert models.load("org/name", revision="abc").config.num_layers == 2
     assert (asked["name"], asked["revision"]) == ("org/name", "abc")
-    assert not any(pattern.endswith((".bin", ".py", ".pt", "*")) and pattern != "tokenizer*" for pattern in asked["allow_patterns"])
+    assert not any(
+        pattern.endswith((".bin", ".py", ".pt", "*")) and pattern != "tokenizer*"
+        for pattern in asked["allow_patterns"]
+    )
 
 
 def test_pickled_weights_are_never_loaded(tmp_path):
@@ -268,17 +356,26 @@ def test_pickled_weights_are_never_loaded(tmp_path):
             return os.mkdir, (str(tmp_path / "it ran"),)
 
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(FileNotFoundError, match=r"pytorch_model\.bin; pickled weights are never loaded.*convert them to safetensors"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"pytorch_model\.bin; pickled weights are never loaded.*convert them to safetensors",
+    ):
         models.load(tmp_path)
     assert not (tmp_path / "it ran").exists()
 
 
 def test_code_of_a_checkpoint_is_never_run(tmp_path):
     code = f"import pathlib\npathlib.Path({str(tmp_path / 'it ran')!r}).touch()\nclass Model: pass\nclass Tokenizer: pass\n"
-    (write(tmp_path, config=QWEN | dict(auto_map={"AutoModelForCausalLM": "code.Model"})) / "code.py").write_text(code)
+    (
+        write(tmp_path, config=QWEN | dict(auto_map={"AutoModelForCausalLM": "code.Model"}))
+        / "code.py"
+    ).write_text(code)
     assert models.load(tmp_path).tokenizer is None
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(
-        auto_map={"AutoTokenizer": ["code.Tokenizer", None]}, tokenizer_class="Tokenizer")))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(
+            dict(auto_map={"AutoTokenizer": ["code.Tokenizer", None]}, tokenizer_class="Tokenizer")
+        )
+    )
     with pytest.raises(ValueError, match=f"the tokenizer in {tmp_path} cannot be read"):
         models.load(tmp_path)
     assert not (tmp_path / "it ran").exists()
@@ -286,18 +383,37 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path):
 
 def write_tokenizer(folder):
     vocabulary = {"<unk>": 0, "</s>": 1, "hello": 2, "world": 3, "user": 4}
-    (folder / "tokenizer.json").write_text(json.dumps(dict(
-        version="1.0", truncation=None, padding=None, added_tokens=[], normalizer=None, pre_tokenizer=dict(type="WhitespaceSplit"),
-        post_processor=None, decoder=None, model=dict(type="WordLevel", vocab=vocabulary, unk_token="<unk>"))))
-    (folder / "tokenizer_config.json").write_text(json.dumps(dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="</s>")))
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}")
+    (folder / "tokenizer.json").write_text(
+        json.dumps(
+            dict(
+                version="1.0",
+                truncation=None,
+                padding=None,
+                added_tokens=[],
+                normalizer=None,
+                pre_tokenizer=dict(type="WhitespaceSplit"),
+                post_processor=None,
+                decoder=None,
+                model=dict(type="WordLevel", vocab=vocabulary, unk_token="<unk>"),
+            )
+        )
+    )
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="</s>"))
+    )
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    )
 
 
 def test_tokenizer_and_chat_template(tmp_path):
     write_tokenizer(write(tmp_path))
     tokenizer = models.load(tmp_path).tokenizer
     assert tokenizer("hello world")["input_ids"] == [2, 3] and tokenizer.eos_token_id == 1
-    assert tokenizer.apply_chat_template([dict(role="user", content="hello")], tokenize=False) == "user hello "
+    assert (
+        tokenizer.apply_chat_template([dict(role="user", content="hello")], tokenize=False)
+        == "user hello "
+    )
 
 
 def test_a_broken_tokenizer_is_an_error(tmp_path):
@@ -316,28 +432,52 @@ def test_loading_is_quiet_and_leaves_the_environment_alone(tmp_path):
         assert models.load(sys.argv[1]).tokenizer is not None
         assert dict(os.environ) == before
     """)
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize(("file", "config", "expected"), [
-    (None, {}, models.Generation()),
-    (None, dict(eos_token_id=7), models.Generation(stop_tokens=(7,))),
-    ({}, dict(eos_token_id=[7, 8]), models.Generation(stop_tokens=(7, 8))),
-    (dict(eos_token_id=[1, 2]), dict(eos_token_id=7), models.Generation(stop_tokens=(1, 2))),
-    (dict(eos_token_id=0), {}, models.Generation(stop_tokens=(0,))),
-    (dict(do_sample=True, temperature=0.6, top_p=0.9, top_k=20), {}, models.Generation((), 0.6, 20, 0.9)),
-    (dict(do_sample=True), {}, models.Generation(temperature=1.0)),
-    (dict(do_sample=True, temperature=None, top_k=None, min_p=0.05), {}, models.Generation(temperature=1.0, min_p=0.05)),
-    (dict(temperature=0.6, top_p=0.9), {}, models.Generation(temperature=0.0, top_p=0.9)),
-])
+@pytest.mark.parametrize(
+    ("file", "config", "expected"),
+    [
+        (None, {}, models.Generation()),
+        (None, dict(eos_token_id=7), models.Generation(stop_tokens=(7,))),
+        ({}, dict(eos_token_id=[7, 8]), models.Generation(stop_tokens=(7, 8))),
+        (dict(eos_token_id=[1, 2]), dict(eos_token_id=7), models.Generation(stop_tokens=(1, 2))),
+        (dict(eos_token_id=0), {}, models.Generation(stop_tokens=(0,))),
+        (
+            dict(do_sample=True, temperature=0.6, top_p=0.9, top_k=20),
+            {},
+            models.Generation((), 0.6, 20, 0.9),
+        ),
+        (dict(do_sample=True), {}, models.Generation(temperature=1.0)),
+        (
+            dict(do_sample=True, temperature=None, top_k=None, min_p=0.05),
+            {},
+            models.Generation(temperature=1.0, min_p=0.05),
+        ),
+        (dict(temperature=0.6, top_p=0.9), {}, models.Generation(temperature=0.0, top_p=0.9)),
+    ],
+)
 def test_generation_settings(tmp_path, file, config, expected):
     files = {} if file is None else dict(generation_config=file)
     assert models.load(write(tmp_path, config=QWEN | config, **files)).generation == expected
 
 
-@pytest.mark.parametrize("wrong", [dict(temperature=-1.0), dict(top_p=0), dict(top_p=1.5), dict(top_k=-1), dict(min_p=2.0),
-                                   dict(eos_token_id=["</s>"]), dict(eos_token_id=-1), dict(do_sample="yes")])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(temperature=-1.0),
+        dict(top_p=0),
+        dict(top_p=1.5),
+        dict(top_k=-1),
+        dict(min_p=2.0),
+        dict(eos_token_id=["</s>"]),
+        dict(eos_token_id=-1),
+        dict(do_sample="yes"),
+    ],
+)
 def test_generation_settings_out_of_range_are_named(tmp_path, wrong):
     with pytest.raises(ConfigError, match=rf"generation_config\.json: {next(iter(wrong))} is"):
         models.load(write(tmp_path, generation_config=wrong))
@@ -362,25 +502,51 @@ print(size, memory("VmHWM") - before)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads the peak of resident memory from /proc")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="reads the peak of resident memory from /proc"
+)
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("tied", [False, True])
 def test_peak_memory_is_little_more_than_the_checkpoint(tmp_path, shards, tied):
-    config = LLAMA | dict(vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=5, tie_word_embeddings=tied,
-                          num_attention_heads=16, num_key_value_heads=4, torch_dtype="bfloat16")
+    config = LLAMA | dict(
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=5,
+        tie_word_embeddings=tied,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        torch_dtype="bfloat16",
+    )
     shapes = {"model.embed_tokens.weight": (32000, 2048), "model.norm.weight": (2048,)}
     if not tied:
         shapes["lm_head.weight"] = (32000, 2048)
     for i in range(5):
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in {
-            "self_attn.q_proj": (2048, 2048), "self_attn.k_proj": (512, 2048), "self_attn.v_proj": (512, 2048),
-            "self_attn.o_proj": (2048, 2048), "mlp.gate_proj": (5632, 2048), "mlp.up_proj": (5632, 2048), "mlp.down_proj": (2048, 5632),
-            "input_layernorm": (2048,), "post_attention_layernorm": (2048,)}.items()}
+        shapes |= {
+            f"model.layers.{i}.{name}.weight": shape
+            for name, shape in {
+                "self_attn.q_proj": (2048, 2048),
+                "self_attn.k_proj": (512, 2048),
+                "self_attn.v_proj": (512, 2048),
+                "self_attn.o_proj": (2048, 2048),
+                "mlp.gate_proj": (5632, 2048),
+                "mlp.up_proj": (5632, 2048),
+                "mlp.down_proj": (2048, 5632),
+                "input_layernorm": (2048,),
+                "post_attention_layernorm": (2048,),
+            }.items()
+        }
     tensors = {name: np.full(shape, 0.5, ml_dtypes.bfloat16) for name, shape in shapes.items()}
     shard(tmp_path, tensors, shards)
     (tmp_path / "config.json").write_text(json.dumps(config))
     del tensors
-    done = subprocess.run([sys.executable, "-c", MEASURED, tmp_path], capture_output=True, text=True, timeout=600, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=True,
+    )
     size, peak = map(int, done.stdout.split())
     assert size > 550e6
     assert peak < 1.2 * size, f"{peak / size:.2f} times the checkpoint of {size / 1e6:.0f} MB"

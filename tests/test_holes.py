@@ -21,11 +21,16 @@ def stretches(free: set[int]) -> list[tuple[int, int]]:
 def test_what_is_free_is_what_was_not_taken(data):
     holes, free, taken = Holes(SIZE), set(range(SIZE)), []
     for _ in range(data.draw(st.integers(1, 30))):
-        kind, size = data.draw(st.sampled_from(["take", "high", "packed", "grow", "back", "merge"])), data.draw(st.integers(1, 300))
+        kind, size = (
+            data.draw(st.sampled_from(["take", "high", "packed", "grow", "back", "merge"])),
+            data.draw(st.integers(1, 300)),
+        )
         runs = stretches(free)
         if kind in ("take", "high", "packed"):
             step = 1 if kind == "packed" else alignment(size)
-            could = [at for begin, end in runs for at in range(begin, end - size + 1) if at % step == 0]
+            could = [
+                at for begin, end in runs for at in range(begin, end - size + 1) if at % step == 0
+            ]
             at = holes.take(size, high=kind == "high", aligned=kind != "packed")
             assert at == ((max if kind == "high" else min)(could) if could else None)
             if at is not None:
@@ -47,8 +52,13 @@ def test_what_is_free_is_what_was_not_taken(data):
             taken += [(begin, some)] * (some > 0)
         elif kind == "merge":
             within = data.draw(st.none() | st.integers(1, SIZE))
-            wide = [(last[1] - first[0], first[0], last[1]) for i, first in enumerate(runs) for last in runs[i:]
-                    if sum(first[0] <= n < last[1] for n in free) >= size and last[1] - first[0] <= (within or SIZE)]
+            wide = [
+                (last[1] - first[0], first[0], last[1])
+                for i, first in enumerate(runs)
+                for last in runs[i:]
+                if sum(first[0] <= n < last[1] for n in free) >= size
+                and last[1] - first[0] <= (within or SIZE)
+            ]
             found = holes.merge(size, within)
             assert (found is None) == (not wide)
             if found:

@@ -18,11 +18,15 @@ def completion(text: object) -> tuple[int, bytes, dict]:
 
 @pytest.fixture
 def server():
-    """`server.replies` are given in turn, the last one from then on; a reply is a text or (status, body, headers)."""
+    """`server.replies` are given in turn, the last one from then on; a reply is a text or (status,
+    body, headers)."""
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            made.asked.append({"path": self.path, "body": body, "key": self.headers["Authorization"]})
+            made.asked.append(
+                {"path": self.path, "body": body, "key": self.headers["Authorization"]}
+            )
             reply = made.replies.pop(0) if len(made.replies) > 1 else made.replies[0]
             status, text, headers = completion(reply) if isinstance(reply, str) else reply
             self.send_response(status)
@@ -49,33 +53,68 @@ def step(text: str, tokens: int) -> dict:
 
 
 def run(workers: int = 2, problem: str = "p", number: int = 0, **steps) -> Run:
-    steps = steps or {"Alice": [step("Alice 1: I take x.", 6), step("Alice 2: x is 2.", 6)], "Bob": [step("Bob 1: Then y is 3.", 8)]}
-    return Run(workers, problem, number, 0, f"Find x and y ({problem}).", {"workers": steps, "answers": {}, "passes": 12})
+    steps = steps or {
+        "Alice": [step("Alice 1: I take x.", 6), step("Alice 2: x is 2.", 6)],
+        "Bob": [step("Bob 1: Then y is 3.", 8)],
+    }
+    return Run(
+        workers,
+        problem,
+        number,
+        0,
+        f"Find x and y ({problem}).",
+        {"workers": steps, "answers": {}, "passes": 12},
+    )
 
 
 # what the judge sees
 
 
 def test_a_trace_is_laid_out_worker_by_worker_and_cut():
-    long = run(Alice=[step("abcde", 5), step("  fghij  ", 9), step("klm", 3)], Bob=[step("0123456789", 5), step("", 0)])
+    long = run(
+        Alice=[step("abcde", 5), step("  fghij  ", 9), step("klm", 3)],
+        Bob=[step("0123456789", 5), step("", 0)],
+    )
     assert trace_of(long) == {"Alice": "abcde\n\nfghij\n\nklm", "Bob": "0123456789"}
     assert trace_of(long, 14) == {"Alice": "abcde\n\nfghij", "Bob": "0123456789"}
-    assert trace_of(long, 4) == {"Alice": "abcd", "Bob": "01234567"}  # as large a part of the characters as of the tokens
+    # as large a part of the characters as of the tokens
+    assert trace_of(long, 4) == {"Alice": "abcd", "Bob": "01234567"}
     assert trace_of(long, 8) == {"Alice": "abcde\n\nf", "Bob": "0123456789"}
 
 
 def test_the_prompt_has_the_levels_the_problem_and_the_trace_and_says_last_what_to_do():
-    text = judge.prompt_of("Find {x}.", trace_of(run(3, Alice=[step("A", 1)], Bob=[step("B {}", 1)], Carol=[step("C", 1)])))
-    places = [text.index(part) for part in ("3 workers, Alice, Bob and Carol", *(f"Level {n}. " for n in range(1, 7)), "Find {x}.",
-                                            '<worker name="Alice">\nA\n', '<worker name="Bob">\nB {}\n', '<worker name="Carol">\nC\n',
-                                            "Do not solve the problem yourself", "Level: <number>")]
+    text = judge.prompt_of(
+        "Find {x}.",
+        trace_of(run(3, Alice=[step("A", 1)], Bob=[step("B {}", 1)], Carol=[step("C", 1)])),
+    )
+    places = [
+        text.index(part)
+        for part in (
+            "3 workers, Alice, Bob and Carol",
+            *(f"Level {n}. " for n in range(1, 7)),
+            "Find {x}.",
+            '<worker name="Alice">\nA\n',
+            '<worker name="Bob">\nB {}\n',
+            '<worker name="Carol">\nC\n',
+            "Do not solve the problem yourself",
+            "Level: <number>",
+        )
+    ]
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize(("reply", "level"), [
-    ("They split it.\n\nLevel: 3", 3), ("**Level: 5**", 5), ("level 2.", 2), ("Level: 4/6", 4), ("Level: 1\nNo, better:\nLevel: 6", 6),
-    ("Level: 3 of 6", 3), ("# Level - 2", 2),
-])
+@pytest.mark.parametrize(
+    ("reply", "level"),
+    [
+        ("They split it.\n\nLevel: 3", 3),
+        ("**Level: 5**", 5),
+        ("level 2.", 2),
+        ("Level: 4/6", 4),
+        ("Level: 1\nNo, better:\nLevel: 6", 6),
+        ("Level: 3 of 6", 3),
+        ("# Level - 2", 2),
+    ],
+)
 def test_levels(reply, level):
     assert judge.level_of(reply) == level
 
@@ -87,30 +126,62 @@ def test_what_is_asked(server):
     server.replies = ["They greet.\nLevel: 2"]
     endpoint = Endpoint(f"{server.url}/", "a judge", "secret", temperature=0.5, max_tokens=77)
     assert endpoint.ask("Grade this: ü") == ("They greet.\nLevel: 2", 2)
-    assert server.asked == [{"path": "/v1/chat/completions", "key": "Bearer secret", "body": {
-        "model": "a judge", "messages": [{"role": "user", "content": "Grade this: ü"}], "max_tokens": 77, "temperature": 0.5}}]
+    assert server.asked == [
+        {
+            "path": "/v1/chat/completions",
+            "key": "Bearer secret",
+            "body": {
+                "model": "a judge",
+                "messages": [{"role": "user", "content": "Grade this: ü"}],
+                "max_tokens": 77,
+                "temperature": 0.5,
+            },
+        }
+    ]
     Endpoint(f"{server.url}/chat/completions", "b").ask("x")
     assert server.asked[1]["path"] == "/v1/chat/completions" and server.asked[1]["key"] is None
     assert "temperature" not in server.asked[1]["body"]
 
 
 def test_what_may_pass_is_tried_again_after_longer_and_longer_pauses(server):
-    server.replies = [(503, b"busy", {}), (429, b"", {"Retry-After": "9"}), (200, b"<html>", {}), (200, b'{"choices": []}', {}),
-                      completion(None), "I solved it: x = 2.", (200, b"Level: 3", {"Content-Length": "99999"}), "Level: 7", "Level: 4"]
+    server.replies = [
+        (503, b"busy", {}),
+        (429, b"", {"Retry-After": "9"}),
+        (200, b"<html>", {}),
+        (200, b'{"choices": []}', {}),
+        completion(None),
+        "I solved it: x = 2.",
+        (200, b"Level: 3", {"Content-Length": "99999"}),
+        "Level: 7",
+        "Level: 4",
+    ]
     pauses = []
-    assert Endpoint(server.url, "m", attempts=9, pause=2.0, seconds=20).ask("x", pauses.append)[1] == 4
+    assert (
+        Endpoint(server.url, "m", attempts=9, pause=2.0, seconds=20).ask("x", pauses.append)[1] == 4
+    )
     assert pauses == [2, 9, 8, 16, 32, 60, 60, 60] and len(server.asked) == 9
 
 
-@pytest.mark.parametrize(("reply", "words"), [
-    ((500, b"out of order", {}), "HTTP 500 Internal Server Error: out of order"),
-    ((200, b"nonsense", {}), "what came back is no chat completion"),
-    ("I think so.", "the reply has no line with a level from 1 to 6 but ends with 'I think so.'"),
-    (completion(["x"]), r"what came back is no chat completion \(TypeError: the content is"), ((200, b"[]", {}), "what came back is no"),
-])
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        ((500, b"out of order", {}), "HTTP 500 Internal Server Error: out of order"),
+        ((200, b"nonsense", {}), "what came back is no chat completion"),
+        (
+            "I think so.",
+            "the reply has no line with a level from 1 to 6 but ends with 'I think so.'",
+        ),
+        (completion(["x"]), r"what came back is no chat completion \(TypeError: the content is"),
+        ((200, b"[]", {}), "what came back is no"),
+    ],
+)
 def test_after_all_attempts_the_error_says_what_came_back(server, reply, words):
     server.replies = [reply]
-    with pytest.raises(JudgeError, match=rf"the judge m at {server.url} gave no grade after 3 attempts \({words}.*; see to the endpoint"):
+    with pytest.raises(
+        JudgeError,
+        match=rf"the judge m at {server.url} gave no grade after 3 attempts \({words}.*; see to "
+        r"the endpoint",
+    ):
         Endpoint(server.url, "m", attempts=3).ask("x", lambda _: None)
     assert len(server.asked) == 3
 
@@ -118,7 +189,11 @@ def test_after_all_attempts_the_error_says_what_came_back(server, reply, words):
 @pytest.mark.parametrize("status", [401, 404, 400])
 def test_a_refusal_is_not_tried_again(server, status):
     server.replies = [(status, b'{"error": "no such model"}', {})]
-    with pytest.raises(JudgeError, match=rf'refuses \(HTTP {status} .*: \{{"error": "no such model"\}}\); check the address, the model'):
+    with pytest.raises(
+        JudgeError,
+        match=rf'refuses \(HTTP {status} .*: \{{"error": "no such model"\}}\); check the address, '
+        r"the model",
+    ):
         Endpoint(server.url, "m").ask("x", lambda _: pytest.fail("it waits"))
     assert len(server.asked) == 1
 
@@ -132,20 +207,40 @@ def test_an_endpoint_that_is_down_or_silent():
         Endpoint(url, "m", attempts=1).ask("x")
 
 
-@pytest.mark.parametrize(("given", "words"), [
-    ({"url": "localhost:8000"}, "the endpoint is 'localhost:8000'; it must be an address"), ({"url": "file:///x"}, "must be an address"),
-    ({"attempts": 0}, "attempts is 0"), ({"seconds": 0}, "seconds 0"), ({"pause": -1}, "pause -1"),
-])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"url": "localhost:8000"}, "the endpoint is 'localhost:8000'; it must be an address"),
+        ({"url": "file:///x"}, "must be an address"),
+        ({"attempts": 0}, "attempts is 0"),
+        ({"seconds": 0}, "seconds 0"),
+        ({"pause": -1}, "pause -1"),
+    ],
+)
 def test_wrong_endpoints(given, words):
     with pytest.raises(ValueError, match=words):
         Endpoint(**{"url": "http://x/v1", "model": "m", **given})
 
 
 def test_averages_are_over_runs():
-    levels = {(2, "p", 0): (1, 2, 3), (2, "p", 1): (4, 4, 4), (2, "q", 0): (6, 5, 4), (4, "p", 0): (3, 3, 4)}
-    gradings = [Grading(*key, i, level, "") for key, of_run in levels.items() for i, level in enumerate(of_run)]
+    levels = {
+        (2, "p", 0): (1, 2, 3),
+        (2, "p", 1): (4, 4, 4),
+        (2, "q", 0): (6, 5, 4),
+        (4, "p", 0): (3, 3, 4),
+    }
+    gradings = [
+        Grading(*key, i, level, "")
+        for key, of_run in levels.items()
+        for i, level in enumerate(of_run)
+    ]
     two, four = judge.average_levels(gradings)
-    assert two == {"workers": 2, "level": pytest.approx(11 / 3), "standard_error": pytest.approx((7 / 3)**0.5 / 3**0.5), "runs": 3}
+    assert two == {
+        "workers": 2,
+        "level": pytest.approx(11 / 3),
+        "standard_error": pytest.approx((7 / 3) ** 0.5 / 3**0.5),
+        "runs": 3,
+    }
     assert four == {"workers": 4, "level": pytest.approx(10 / 3), "standard_error": None, "runs": 1}
 
 
@@ -158,7 +253,9 @@ def folder(tmp_path) -> Path:
     settings = {"format": "jaxshare evaluation 2", "settings": {"method": "workers"}}
     (tmp_path / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     made = [run(workers, problem) for problem in "pq" for workers in (1, 2)]
-    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(vars(r)) + "\n" for r in made), encoding="utf-8")
+    (tmp_path / "runs.jsonl").write_text(
+        "".join(json.dumps(vars(r)) + "\n" for r in made), encoding="utf-8"
+    )
     return tmp_path
 
 
@@ -169,7 +266,9 @@ def command(server, folder, capsys, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
     def call(*arguments: str) -> tuple[int, str, str]:
-        code = cli.main(["judge", str(folder), "--endpoint", server.url, "--model", "m", *arguments])
+        code = cli.main(
+            ["judge", str(folder), "--endpoint", server.url, "--model", "m", *arguments]
+        )
         return code, *capsys.readouterr()
 
     return call
@@ -181,14 +280,30 @@ def test_three_gradings_of_every_run_of_two_workers(command, server, folder, mon
     code, out, _ = command("--json", "--key-variable", "MY_KEY")
     found = json.loads(out)
     assert code == 0 and found["gradings"] == 6 and found["from_before"] == 0
-    assert found["levels"] == [{"workers": 2, "level": pytest.approx((7 / 3 + 16 / 3) / 2), "standard_error": pytest.approx(1.5),
-                                "runs": 2}]
+    assert found["levels"] == [
+        {
+            "workers": 2,
+            "level": pytest.approx((7 / 3 + 16 / 3) / 2),
+            "standard_error": pytest.approx(1.5),
+            "runs": 2,
+        }
+    ]
     prompts = [asked["body"]["messages"][0]["content"] for asked in server.asked]
-    assert len(prompts) == 6 and len(set(prompts)) == 2 and all("Alice 1: I take x.\n\nAlice 2: x is 2." in p for p in prompts)
+    assert (
+        len(prompts) == 6
+        and len(set(prompts)) == 2
+        and all("Alice 1: I take x.\n\nAlice 2: x is 2." in p for p in prompts)
+    )
     assert {asked["key"] for asked in server.asked} == {"Bearer secret"}
     kept = [json.loads(row) for row in (folder / "gradings.jsonl").read_text().splitlines()]
-    assert [(k["problem"], k["grading"], k["level"]) for k in kept] == [("p", 0, 1), ("p", 1, 2), ("p", 2, 4), ("q", 0, 6), ("q", 1, 5),
-                                                                       ("q", 2, 5)]
+    assert [(k["problem"], k["grading"], k["level"]) for k in kept] == [
+        ("p", 0, 1),
+        ("p", 1, 2),
+        ("p", 2, 4),
+        ("q", 0, 6),
+        ("q", 1, 5),
+        ("q", 2, 5),
+    ]
     assert json.loads((folder / "collaboration.json").read_text()) == found
     assert not any("secret" in path.read_text() for path in folder.iterdir())
 
@@ -197,28 +312,44 @@ def test_gradings_that_came_in_are_kept_and_not_asked_for_again(command, server,
     server.replies = ["Level: 2", "Level: 4", (500, b"", {})]
     code, out, err = command("--attempts", "2")
     assert code == 1 and out == "" and err.count("\n") == 1
-    assert "gave no grade after 2 attempts" in err and "2 of 6 gradings are kept, and the same command goes on" in err
+    assert (
+        "gave no grade after 2 attempts" in err
+        and "2 of 6 gradings are kept, and the same command goes on" in err
+    )
     with open(folder / "gradings.jsonl", "ab") as file:
         file.write(b'{"workers": 2, "prob')  # killed in mid-line
     server.replies, server.asked = ["Level: 3"], []
     code, out, _ = command("--attempts", "7")
-    assert code == 0 and len(server.asked) == 4 and out == "level of collaboration, 1 to 6\n2 workers: 3.00 +- 0.00 (2 runs)\n"
+    assert (
+        code == 0
+        and len(server.asked) == 4
+        and out == "level of collaboration, 1 to 6\n2 workers: 3.00 +- 0.00 (2 runs)\n"
+    )
     code, out, _ = command("--json")
     assert len(server.asked) == 4 and json.loads(out)["from_before"] == 6
 
 
 def test_another_judge_does_not_get_in_between(command, server, folder):
     command()
-    for arguments, words in ((("--model", "n"), 'was graded with model "m", not "n"'), (("--gradings", "2"), "with gradings 3, not 2"),
-                             (("--prefix-tokens", "9"), "with prefix_tokens 4096, not 9")):
+    for arguments, words in (
+        (("--model", "n"), 'was graded with model "m", not "n"'),
+        (("--gradings", "2"), "with gradings 3, not 2"),
+        (("--prefix-tokens", "9"), "with prefix_tokens 4096, not 9"),
+    ):
         code, _, err = command(*arguments)
         assert code == 1 and words in err and "away to begin anew" in err
     (folder / "judge.json").unlink()
     assert "nothing says who has graded" in command()[2]
 
 
-@pytest.mark.parametrize("damage", [
-    b"nonsense", b"{}", b'{"workers": 2, "problem": "p", "number": 0, "grading": 1, "level": 9, "reply": ""}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"nonsense",
+        b"{}",
+        b'{"workers": 2, "problem": "p", "number": 0, "grading": 1, "level": 9, "reply": ""}',
+    ],
+)
 def test_a_damaged_grading_is_named(command, folder, damage):
     command()
     lines = (folder / "gradings.jsonl").read_bytes().split(b"\n")
@@ -237,7 +368,9 @@ def test_folders_that_cannot_be_judged(command, folder):
     assert "line 2 of" in command()[2]
     runs.unlink()
     assert "runs.jsonl cannot be read" in command()[2]
-    (folder / "settings.json").write_text('{"format": "jaxshare evaluation 2", "settings": {"method": "sequential"}}')
+    (folder / "settings.json").write_text(
+        '{"format": "jaxshare evaluation 2", "settings": {"method": "sequential"}}'
+    )
     assert "was written by the method sequential, which has no workers" in command()[2]
     (folder / "settings.json").write_text("{}")
     assert "has no evaluation that can be read" in command()[2]

@@ -34,7 +34,10 @@ def check(kept: Kept, logits: np.ndarray, temperature: float, k: int) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
-@pytest.mark.parametrize(("vocab", "k"), [(5, 2), (256, 1), (257, 40), (300, 299), (3000, 30), (7, 7), (7, 50), (513, 513)])
+@pytest.mark.parametrize(
+    ("vocab", "k"),
+    [(5, 2), (256, 1), (257, 40), (300, 299), (3000, 30), (7, 7), (7, 50), (513, 513)],
+)
 def test_keeps_the_largest_and_the_mass_of_the_others(vocab, k, temperature):
     logits = (np.random.default_rng(vocab + k).normal(size=(3, vocab)) * 4 + 20).astype(np.float32)
     check(kept_of(logits, temperature, k), logits, temperature, k)
@@ -60,7 +63,7 @@ def test_rows_have_their_own_temperatures():
     logits = np.random.default_rng(2).normal(size=(3, 50)).astype(np.float32)
     kept = kept_of(logits, [0.0, 0.5, 2.0], 5)
     for r, temperature in enumerate([1.0, 0.5, 2.0]):
-        check(jax.tree.map(lambda a, r=r: a[r:r + 1], kept), logits[r:r + 1], temperature, 5)
+        check(jax.tree.map(lambda a, r=r: a[r : r + 1], kept), logits[r : r + 1], temperature, 5)
 
 
 def test_forbidden_logits_have_no_mass_and_nan_shows():
@@ -76,7 +79,9 @@ def test_room_has_the_shape_of_what_is_kept():
     kept = kept_of(np.zeros((3, 20), np.float32), 1.0, 6)
     room = Kept.empty((3,), 6, 20)
     assert jax.tree.structure(room) == jax.tree.structure(kept)
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), room) == jax.tree.map(lambda a: (a.shape, a.dtype), kept)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), room) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), kept
+    )
     assert Kept.empty((2, 4), 50, 20).tokens.shape == (2, 4, 20)
 
 

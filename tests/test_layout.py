@@ -18,7 +18,10 @@ def rows_of(layout: Layout) -> list[list[int]]:
 
 def test_rows_blocks_and_what_they_write():
     layout = Layout.from_blocks([[0, 2, 1], [0, 1, 2], [], [4]], num_rows=6, width=5)
-    np.testing.assert_array_equal(layout.blocks, [[0, 2, 1, -1, -1], [0, 1, 2, -1, -1], [-1] * 5, [4, -1, -1, -1, -1], [-1] * 5, [-1] * 5])
+    np.testing.assert_array_equal(
+        layout.blocks,
+        [[0, 2, 1, -1, -1], [0, 1, 2, -1, -1], [-1] * 5, [4, -1, -1, -1, -1], [-1] * 5, [-1] * 5],
+    )
     assert layout.blocks.dtype == jnp.int32 and layout.num_rows == 6
     np.testing.assert_array_equal(layout.listed, [3, 3, 0, 1, 0, 0])
     np.testing.assert_array_equal(layout.written, [1, 2, -1, 4, -1, -1])
@@ -43,7 +46,11 @@ def test_groups_are_static_and_sorted():
     plain, grouped = Layout.from_blocks([[0, 1]]), Layout.from_blocks([[0, 1]], groups=[8, 2, 8])
     assert plain.groups == () and grouped.groups == (2, 8)
     leaves, tree = jax.tree.flatten(grouped)
-    assert len(leaves) == 1 and jax.tree.unflatten(tree, leaves).groups == (2, 8) and tree != jax.tree.structure(plain)
+    assert (
+        len(leaves) == 1
+        and jax.tree.unflatten(tree, leaves).groups == (2, 8)
+        and tree != jax.tree.structure(plain)
+    )
     seen = []
 
     @jax.jit
@@ -51,29 +58,49 @@ def test_groups_are_static_and_sorted():
         seen.append(layout.groups)
         return layout.written
 
-    for layout in (plain, grouped, Layout.from_blocks([[1, 0]], groups=[2, 8]), Layout.from_blocks([[0, 1]], groups=[2])):
+    for layout in (
+        plain,
+        grouped,
+        Layout.from_blocks([[1, 0]], groups=[2, 8]),
+        Layout.from_blocks([[0, 1]], groups=[2]),
+    ):
         traced(layout)
     assert seen == [(), (2, 8), (2,)]
 
 
 def test_a_fork_keeps_the_groups():
     layout = Layout.from_blocks([[0, 1], [0, 2]], width=3, groups=[2, 4])
-    assert layout.fork(0, 3).groups == (2, 4) and rows_of(layout.fork(0, 3)) == [[0, 3, 1], [0, 3, 2]]
+    assert layout.fork(0, 3).groups == (2, 4) and rows_of(layout.fork(0, 3)) == [
+        [0, 3, 1],
+        [0, 3, 2],
+    ]
     assert jax.jit(Layout.fork)(layout, jnp.int32(0), jnp.int32(3)).groups == (2, 4)
 
 
-@pytest.mark.parametrize(("rows", "more", "words"), [
-    ([[0], [1]], {"groups": [4, 1]}, r"groups has 1; a group that reads a block together has at least 2 rows"),
-    ([[0], [1]], {"groups": [0]}, r"groups has 0"), ([[0], [1]], {"groups": [-2, 2]}, r"groups has -2"),
-    ([[0, 1, 0]], {}, r"row 0 lists block 0 twice: \[0, 1, 0\]"),
-    ([[5], [2, 2]], {}, r"row 1 lists block 2 twice"),
-    ([[0, -1]], {}, r"row 0 lists block -1; blocks are numbered from 0"),
-    ([[0, 1], [2, 1]], {}, r"rows 0 and 1 both write block 1"),
-    ([[1], [], [0], [2, 0]], {}, r"rows 2 and 3 both write block 0"),
-    ([[0], [1, 2, 3]], {"width": 2}, r"row 1 lists 3 blocks, but width is 2"),
-    ([[0], [1]], {"num_rows": 1}, r"num_rows is 1, but 2 rows are given"),
-    ([], {}, r"num_rows is 0, but 0 rows are given; ask for at least that many, and at least 1"),
-])
+@pytest.mark.parametrize(
+    ("rows", "more", "words"),
+    [
+        (
+            [[0], [1]],
+            {"groups": [4, 1]},
+            r"groups has 1; a group that reads a block together has at least 2 rows",
+        ),
+        ([[0], [1]], {"groups": [0]}, r"groups has 0"),
+        ([[0], [1]], {"groups": [-2, 2]}, r"groups has -2"),
+        ([[0, 1, 0]], {}, r"row 0 lists block 0 twice: \[0, 1, 0\]"),
+        ([[5], [2, 2]], {}, r"row 1 lists block 2 twice"),
+        ([[0, -1]], {}, r"row 0 lists block -1; blocks are numbered from 0"),
+        ([[0, 1], [2, 1]], {}, r"rows 0 and 1 both write block 1"),
+        ([[1], [], [0], [2, 0]], {}, r"rows 2 and 3 both write block 0"),
+        ([[0], [1, 2, 3]], {"width": 2}, r"row 1 lists 3 blocks, but width is 2"),
+        ([[0], [1]], {"num_rows": 1}, r"num_rows is 1, but 2 rows are given"),
+        (
+            [],
+            {},
+            r"num_rows is 0, but 0 rows are given; ask for at least that many, and at least 1",
+        ),
+    ],
+)
 def test_from_blocks_refuses(rows, more, words):
     with pytest.raises(ValueError, match=words):
         Layout.from_blocks(rows, **more)
@@ -127,7 +154,10 @@ def test_fork_lists_the_tail_right_after_its_block(rows, block):
 
 def test_fork_refuses_a_row_without_room():
     layout = Layout.from_blocks([[2], [0, 1]])
-    with pytest.raises(ValueError, match=r"row that lists block 1 lists 2 blocks and has no room for its tail.*width=3"):
+    with pytest.raises(
+        ValueError,
+        match=r"row that lists block 1 lists 2 blocks and has no room for its tail.*width=3",
+    ):
         layout.fork(1, 3)
     assert rows_of(layout.fork(2, 3)) == [[2, 3], [0, 1]]
     assert rows_of(layout.fork(7, 3)) == [[2], [0, 1]]

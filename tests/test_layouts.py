@@ -19,16 +19,24 @@ def test_one_worker_sees_no_headers():
 def test_others_stand_in_ascending_order_before_the_own_block(make):
     layout, first = make(["A", "B", "C", "D"], BARE), "prompt" if make is contiguous else "history"
     assert layout.sees == {
-        "A": (first, "B", "C", "D", "A"), "B": (first, "A", "C", "D", "B"), "C": (first, "A", "B", "D", "C"),
-        "D": (first, "A", "B", "C", "D")}
+        "A": (first, "B", "C", "D", "A"),
+        "B": (first, "A", "C", "D", "B"),
+        "C": (first, "A", "B", "D", "C"),
+        "D": (first, "A", "B", "C", "D"),
+    }
     assert layout.moves == ({} if make is contiguous else dict.fromkeys("ABCD", "history"))
-    assert layout.blocks[0] == layout.prompt == first and sorted(layout.blocks) == sorted([first, *"ABCD"])
+    assert layout.blocks[0] == layout.prompt == first and sorted(layout.blocks) == sorted(
+        [first, *"ABCD"]
+    )
 
 
 def test_headers_stand_between():
     layout = combined(["A", "B"])
     assert layout.sees["B"] == ("history", "others' header", "A", "own header", "B")
-    assert layout.texts == {"others' header": COLLABORATIVE.others_header, "own header": COLLABORATIVE.own_header}
+    assert layout.texts == {
+        "others' header": COLLABORATIVE.others_header,
+        "own header": COLLABORATIVE.own_header,
+    }
     assert contiguous(["A", "B"]).texts == layout.texts
     one: Format = dataclasses.replace(COLLABORATIVE, others_header="")
     assert combined(["A", "B"], one).sees["A"] == ("history", "B", "own header", "A")
@@ -49,22 +57,52 @@ def test_layouts_of_the_paper_pass_their_own_check(number):
 
 def test_a_worker_that_has_left_is_not_seen():
     left = combined(["A", "B", "C"], BARE).without("B")
-    assert left.sees == {"A": ("history", "C", "A"), "C": ("history", "A", "C")} and left.moves == {"A": "history", "C": "history"}
+    assert left.sees == {"A": ("history", "C", "A"), "C": ("history", "A", "C")} and left.moves == {
+        "A": "history",
+        "C": "history",
+    }
 
 
-@pytest.mark.parametrize(("layout", "words"), [
-    (WorkersLayout({"A": ("prompt", "A")}), "do not agree on 'B'"),
-    (WorkersLayout({"A": ("prompt", "A"), "B": ()}), "do not agree on 'B'"),
-    (WorkersLayout({"A": ("prompt", "A"), "B": ("prompt", "B"), "C": ("prompt", "C")}), "do not agree on 'C'"),
-    (WorkersLayout({"A": ("prompt", "A"), "B": ("prompt", "B")}, moves={"C": "prompt"}), "do not agree on 'C'"),
-    (WorkersLayout({"A": ("prompt", "A", "A"), "B": ("prompt", "B")}), "A sees the block 'A' twice"),
-    (WorkersLayout({"A": ("prompt", "x"), "B": ("prompt", "x")}), "A and B both write the block 'x'"),
-    (WorkersLayout({"A": ("prompt", "A"), "B": ("prompt", "B")}, moves={"A": "A"}), "the steps of A move to 'A', the block that it writes"),
-    (WorkersLayout({"A": ("prompt", "notes", "A"), "B": ("prompt", "B")}), "reads the block 'notes', which nobody writes"),
-    (WorkersLayout({"A": ("prompt", "A"), "B": ("prompt", "B")}, texts={"notes": "x"}), "no worker sees the block 'notes'"),
-    (WorkersLayout({"A": ("prompt", "A"), "B": ("prompt", "B")}, moves={"A": "archive"}), "no worker sees the block 'archive'"),
-    (WorkersLayout({"A": ("A",), "B": ("B",)}), "no worker sees the block 'prompt'"),
-])
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (WorkersLayout({"A": ("prompt", "A")}), "do not agree on 'B'"),
+        (WorkersLayout({"A": ("prompt", "A"), "B": ()}), "do not agree on 'B'"),
+        (
+            WorkersLayout({"A": ("prompt", "A"), "B": ("prompt", "B"), "C": ("prompt", "C")}),
+            "do not agree on 'C'",
+        ),
+        (
+            WorkersLayout({"A": ("prompt", "A"), "B": ("prompt", "B")}, moves={"C": "prompt"}),
+            "do not agree on 'C'",
+        ),
+        (
+            WorkersLayout({"A": ("prompt", "A", "A"), "B": ("prompt", "B")}),
+            "A sees the block 'A' twice",
+        ),
+        (
+            WorkersLayout({"A": ("prompt", "x"), "B": ("prompt", "x")}),
+            "A and B both write the block 'x'",
+        ),
+        (
+            WorkersLayout({"A": ("prompt", "A"), "B": ("prompt", "B")}, moves={"A": "A"}),
+            "the steps of A move to 'A', the block that it writes",
+        ),
+        (
+            WorkersLayout({"A": ("prompt", "notes", "A"), "B": ("prompt", "B")}),
+            "reads the block 'notes', which nobody writes",
+        ),
+        (
+            WorkersLayout({"A": ("prompt", "A"), "B": ("prompt", "B")}, texts={"notes": "x"}),
+            "no worker sees the block 'notes'",
+        ),
+        (
+            WorkersLayout({"A": ("prompt", "A"), "B": ("prompt", "B")}, moves={"A": "archive"}),
+            "no worker sees the block 'archive'",
+        ),
+        (WorkersLayout({"A": ("A",), "B": ("B",)}), "no worker sees the block 'prompt'"),
+    ],
+)
 def test_bad_layouts(layout, words):
     with pytest.raises(ValueError, match=words):
         layout.check(["A", "B"])

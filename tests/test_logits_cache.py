@@ -1,4 +1,5 @@
-"""The Logits Cache against fresh sampling of a made-up model, and its trie against a plain dictionary of what is known."""
+"""The Logits Cache against fresh sampling of a made-up model, and its trie against a plain
+dictionary of what is known."""
 
 import dataclasses
 import functools
@@ -27,8 +28,11 @@ PLENTY = 1 << 20
 
 @functools.cache
 def _tables() -> np.ndarray:
-    """Logits by (state, token before the last, last): the model knows a little of the past, so that a wrong path shows."""
-    return (np.random.default_rng(3).normal(size=(3, VOCAB + 1, VOCAB + 1, VOCAB)) * 1.5).astype(np.float32)
+    """Logits by (state, token before the last, last): the model knows a little of the past, so that
+    a wrong path shows."""
+    return (np.random.default_rng(3).normal(size=(3, VOCAB + 1, VOCAB + 1, VOCAB)) * 1.5).astype(
+        np.float32
+    )
 
 
 def logits_after(state: int, tokens: list[int]) -> np.ndarray:
@@ -39,7 +43,10 @@ def logits_after(state: int, tokens: list[int]) -> np.ndarray:
 @functools.cache
 def _kept(k: int) -> Kept:
     flat = _tables().reshape(-1, VOCAB)
-    return jax.tree.map(np.asarray, jax.jit(keep, static_argnums=2)(jnp.asarray(flat), jnp.ones(len(flat), jnp.float32), k))
+    return jax.tree.map(
+        np.asarray,
+        jax.jit(keep, static_argnums=2)(jnp.asarray(flat), jnp.ones(len(flat), jnp.float32), k),
+    )
 
 
 def kept_of(state: int, tokens: list[int], begin: int, k: int) -> Kept:
@@ -52,11 +59,15 @@ def kept_of(state: int, tokens: list[int], begin: int, k: int) -> Kept:
 
 
 @functools.cache
-def _fresh_token(state: int, before: tuple[int, int], sampler: Sampler, seed: int, position: int) -> int:
+def _fresh_token(
+    state: int, before: tuple[int, int], sampler: Sampler, seed: int, position: int
+) -> int:
     return int(fresh(_tables()[(state, *before)][None], sampler, seed, position)[0])
 
 
-def continued(state: int, tokens: list[int], sampler: Sampler, seed: int, budget: int, stops: frozenset[int]) -> list[int]:
+def continued(
+    state: int, tokens: list[int], sampler: Sampler, seed: int, budget: int, stops: frozenset[int]
+) -> list[int]:
     """What the model's own loop makes of an output that has begun."""
     tokens = list(tokens)
     while len(tokens) < budget and not (tokens and tokens[-1] in stops):
@@ -65,11 +76,22 @@ def continued(state: int, tokens: list[int], sampler: Sampler, seed: int, budget
     return tokens
 
 
-def call(cache: LogitsCache, state: int, sampler: Sampler, seed: int, budget: int, stops: frozenset[int], k: int) -> tuple[list[int], int]:
-    """One call as an engine makes it: replay, compute the rest, write. The output, and how much of it was replayed."""
+def call(
+    cache: LogitsCache,
+    state: int,
+    sampler: Sampler,
+    seed: int,
+    budget: int,
+    stops: frozenset[int],
+    k: int,
+) -> tuple[list[int], int]:
+    """One call as an engine makes it: replay, compute the rest, write. The output, and how much of
+    it was replayed."""
     replayed = cache.replay([state], sampler, seed, budget, stops)
     output = continued(state, replayed, sampler, seed, budget, stops)
-    cache.write([state], replayed, output[len(replayed):], kept_of(state, output, len(replayed), k))
+    cache.write(
+        [state], replayed, output[len(replayed) :], kept_of(state, output, len(replayed), k)
+    )
     return output, len(replayed)
 
 
@@ -85,11 +107,16 @@ def test_outputs_are_those_of_fresh_sampling(sampler, k):
         assert output == continued(0, [], sampler, seed, 12, frozenset({STOP}))
         replayed, total = replayed + known, total + len(output)
     assert replayed > (0.4 if k == VOCAB else 0.1) * total
-    assert cache.statistics.hits == 59 and cache.statistics.misses == 1 and cache.statistics.replayed == replayed
+    assert (
+        cache.statistics.hits == 59
+        and cache.statistics.misses == 1
+        and cache.statistics.replayed == replayed
+    )
 
 
 class Brute:
-    """What is known, as a dictionary of token tuples: the token drawn and the distribution after each."""
+    """What is known, as a dictionary of token tuples: the token drawn and the distribution after
+    each."""
 
     def __init__(self, k: int):
         self.k, self.known = k, set()
@@ -102,11 +129,21 @@ class Brute:
         self.known |= new
         return bool(new)
 
-    def replay(self, state: int, sampler: Sampler, seed: int, budget: int, stops: frozenset[int]) -> list[int]:
+    def replay(
+        self, state: int, sampler: Sampler, seed: int, budget: int, stops: frozenset[int]
+    ) -> list[int]:
         output: list[int] = []
-        while len(output) < budget and (state, *output) in self.known and not (output and output[-1] in stops):
+        while (
+            len(output) < budget
+            and (state, *output) in self.known
+            and not (output and output[-1] in stops)
+        ):
             # Whether this draw is decided is another test's matter.
-            token = int(redraw(kept_of(state, [*output, 0], len(output), self.k), sampler, seed, len(output))[0])
+            token = int(
+                redraw(
+                    kept_of(state, [*output, 0], len(output), self.k), sampler, seed, len(output)
+                )[0]
+            )
             if token == UNDECIDED:
                 break
             output.append(token)
@@ -116,8 +153,21 @@ class Brute:
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=6)
 STEPS = st.one_of(
     st.tuples(st.just("write"), st.integers(0, 2), TOKENS, TOKENS),
-    st.tuples(st.just("call"), st.integers(0, 2), st.sampled_from(SAMPLERS), st.integers(0, 20), st.integers(0, 8)),
-    st.tuples(st.just("replay"), st.integers(0, 2), st.sampled_from(SAMPLERS), st.integers(0, 20), st.integers(0, 8)))
+    st.tuples(
+        st.just("call"),
+        st.integers(0, 2),
+        st.sampled_from(SAMPLERS),
+        st.integers(0, 20),
+        st.integers(0, 8),
+    ),
+    st.tuples(
+        st.just("replay"),
+        st.integers(0, 2),
+        st.sampled_from(SAMPLERS),
+        st.integers(0, 20),
+        st.integers(0, 8),
+    ),
+)
 
 
 @settings(max_examples=60)
@@ -129,7 +179,10 @@ def test_the_trie_is_a_dictionary_of_what_was_written(steps, k):
             replayed, tokens = rest
             whole = [*replayed, *tokens]
             new = brute.write(state, replayed, tokens)
-            assert cache.write([state], replayed, tokens, kept_of(state, whole, len(replayed), k)) == new
+            assert (
+                cache.write([state], replayed, tokens, kept_of(state, whole, len(replayed), k))
+                == new
+            )
             continue
         sampler, seed, budget = rest
         replayed = cache.replay([state], sampler, seed, budget, frozenset({STOP}))
@@ -137,16 +190,25 @@ def test_the_trie_is_a_dictionary_of_what_was_written(steps, k):
         if kind == "call":
             output = continued(state, replayed, sampler, seed, budget, frozenset({STOP}))
             assert output == continued(state, [], sampler, seed, budget, frozenset({STOP}))
-            brute.write(state, replayed, output[len(replayed):])
-            cache.write([state], replayed, output[len(replayed):], kept_of(state, output, len(replayed), k))
+            brute.write(state, replayed, output[len(replayed) :])
+            cache.write(
+                [state], replayed, output[len(replayed) :], kept_of(state, output, len(replayed), k)
+            )
     each = sum(a.nbytes for a in jax.tree.leaves(kept_of(0, [0], 0, k))) + 4
     assert cache.bytes == len(brute.known) * each + 32 * cache.statistics.states
     assert cache.statistics.states == len({known[0] for known in brute.known})
 
 
 @settings(max_examples=40)
-@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(SAMPLERS), st.integers(0, 30), st.integers(1, 10)), max_size=40),
-       st.integers(0, 2000))
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2), st.sampled_from(SAMPLERS), st.integers(0, 30), st.integers(1, 10)
+        ),
+        max_size=40,
+    ),
+    st.integers(0, 2000),
+)
 def test_under_any_bound_outputs_stay_exact_and_the_bound_holds(calls, bound):
     cache = LogitsCache("m", bound, 2)
     for state, sampler, seed, budget in calls:
@@ -187,7 +249,8 @@ def test_leaves_go_before_what_they_hang_on():
     assert cache.statistics.runs == 3
     assert written(cache, 0, [0, 1, 0, 0, 0])  # 2 more, below the first
     assert cache.statistics.evicted == 1 and cache.statistics.runs == 3
-    assert not written(cache, 0, [0, 2, 2]) and written(cache, 0, [0, 2, 3, 1])  # what was above is still there
+    # what was above is still there
+    assert not written(cache, 0, [0, 2, 2]) and written(cache, 0, [0, 2, 3, 1])
 
 
 def test_what_is_larger_than_the_bound_is_not_kept():
@@ -214,9 +277,14 @@ def test_a_replay_goes_on_in_another_continuation_that_took_the_same_turn():
     outputs = {seed: continued(0, [], sampler, seed, 8, frozenset()) for seed in range(200)}
     first = outputs[0]
     # A seed that leaves the first, and another that takes the same turn and leaves that later.
-    pairs = [(a, b) for a, b in itertools.combinations(range(1, 200), 2)
-             if outputs[a][0] == outputs[b][0] == first[0] and outputs[a][1] == outputs[b][1] != first[1]
-             and outputs[a][2:5] == outputs[b][2:5] and outputs[a][5] != outputs[b][5]]
+    pairs = [
+        (a, b)
+        for a, b in itertools.combinations(range(1, 200), 2)
+        if outputs[a][0] == outputs[b][0] == first[0]
+        and outputs[a][1] == outputs[b][1] != first[1]
+        and outputs[a][2:5] == outputs[b][2:5]
+        and outputs[a][5] != outputs[b][5]
+    ]
     a, b = pairs[0]
     for seed in (0, a):
         written(cache, 0, outputs[seed], VOCAB)
@@ -235,7 +303,7 @@ def test_long_runs_are_replayed_to_their_end():
     output = continued(0, [], sampler, 5, 200, frozenset())
     written(cache, 0, output, VOCAB)
     replayed = cache.replay([0], sampler, 5, 500)
-    assert replayed == output[:len(replayed)] and len(replayed) > 100
+    assert replayed == output[: len(replayed)] and len(replayed) > 100
 
 
 def test_what_is_computed_ahead_is_used_until_the_state_changes():
@@ -277,16 +345,23 @@ def test_threads_share_one_cache():
 
 
 def test_hotspots_are_uncertain_weakly_peaked_and_early():
-    logits = np.log(np.asarray([[0.97, 0.01, 0.01, 0.01], [0.25] * 4, [0.5, 0.5, 1e-9, 1e-9], [0.25] * 4]))
+    logits = np.log(
+        np.asarray([[0.97, 0.01, 0.01, 0.01], [0.25] * 4, [0.5, 0.5, 1e-9, 1e-9], [0.25] * 4])
+    )
     kept = jax.tree.map(np.asarray, keep(jnp.asarray(logits, jnp.float32), jnp.ones(4), 4))
-    entropy = [-(p := np.exp(row) / np.exp(row).sum()) @ np.log(p) * (1 - p.max()) * np.exp(-2.0 * t / 4) for t, row in enumerate(logits)]
+    entropy = [
+        -(p := np.exp(row) / np.exp(row).sum()) @ np.log(p) * (1 - p.max()) * np.exp(-2.0 * t / 4)
+        for t, row in enumerate(logits)
+    ]
     order = np.argsort(entropy)[::-1]
     for k in range(5):
         hot = Hotspot(decay=2.0, top_k=k).find(kept, Sampler(1.0))
         assert set(np.flatnonzero(hot)) == set(order[:k].tolist())
     for threshold in (0.0, 0.2, 0.6, 0.99):
         want = np.asarray(entropy) > threshold * max(entropy)
-        np.testing.assert_array_equal(Hotspot(decay=2.0, threshold=threshold).find(kept, Sampler(1.0)), want)
+        np.testing.assert_array_equal(
+            Hotspot(decay=2.0, threshold=threshold).find(kept, Sampler(1.0)), want
+        )
     with pytest.raises(ValueError, match="neither may be negative"):
         Hotspot(decay=-1.0)
 
@@ -302,13 +377,20 @@ def test_hotspot_sampling_draws_only_where_it_is_hot():
             hot = Hotspot(top_k=top_k).find(kept, sampler)
             want = []
             for t, token in enumerate(first):
-                drawn = int(fresh(logits_after(0, first[:t])[None], sampler, seed, t)[0]) if hot[t] else token
+                drawn = (
+                    int(fresh(logits_after(0, first[:t])[None], sampler, seed, t)[0])
+                    if hot[t]
+                    else token
+                )
                 want.append(drawn)
                 if drawn != token:
                     break
             assert cache.hotspot([0], sampler, seed, 10, rule=Hotspot(top_k=top_k)) == want
     assert cache.hotspot([0], sampler, 3, 4, rule=Hotspot(top_k=0)) == first[:4]
-    assert cache.hotspot([0], sampler, 3, 10, frozenset({first[2]}), Hotspot(top_k=0)) == first[:first.index(first[2]) + 1]
+    assert (
+        cache.hotspot([0], sampler, 3, 10, frozenset({first[2]}), Hotspot(top_k=0))
+        == first[: first.index(first[2]) + 1]
+    )
     assert cache.hotspot([0], Sampler(0.0), 3, 10) == cache.replay([0], Sampler(0.0), 3, 10)
 
 
@@ -317,14 +399,21 @@ def test_hotspot_follows_the_latest_continuation():
     for tokens in ([0, 1, 2, 3], [0, 1, 3, 3, 0], [0, 1, 2, 3, 1], [0, 1, 3, 3, 0, 2], [0, 1, 2]):
         written(cache, 0, tokens, VOCAB)
         latest = cache.hotspot([0], Sampler(1.0), 0, 10, rule=Hotspot(top_k=0))
-        assert latest[:len(tokens)] == tokens
+        assert latest[: len(tokens)] == tokens
 
 
 def test_distance_is_the_total_variation_of_whole_outputs():
     """Against exact enumeration of every output of 4 tokens, fresh and by hotspots."""
     sampler, first = Sampler(0.8), [1, 0, 2, 3]
     at = dataclasses.replace(sampler)
-    kept = jax.tree.map(np.asarray, keep(jnp.stack([jnp.asarray(logits_after(0, first[:t])) for t in range(4)]), jnp.full(4, 0.8), VOCAB))
+    kept = jax.tree.map(
+        np.asarray,
+        keep(
+            jnp.stack([jnp.asarray(logits_after(0, first[:t])) for t in range(4)]),
+            jnp.full(4, 0.8),
+            VOCAB,
+        ),
+    )
     for hot in itertools.product([False, True], repeat=4):
         apart = 0.0
         for output in itertools.product(range(VOCAB), repeat=4):
@@ -337,7 +426,9 @@ def test_distance_is_the_total_variation_of_whole_outputs():
             apart += abs(p - q) / 2
         distance = Distance.of(kept, sampler, np.asarray(first), np.asarray(hot))
         assert distance.sequence == pytest.approx(apart, abs=1e-5)
-        own = [1 - expected_probabilities(logits_after(0, first[:t]), at)[first[t]] for t in range(4)]
+        own = [
+            1 - expected_probabilities(logits_after(0, first[:t]), at)[first[t]] for t in range(4)
+        ]
         np.testing.assert_allclose(distance.positions, np.where(hot, 0, own), atol=1e-5)
     assert Distance(np.zeros(0), 0.0).mean == 0.0
 

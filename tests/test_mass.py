@@ -1,4 +1,5 @@
-"""Attention mass against float64 numpy in which the values of block b are unit vector b: what comes out of attention is the mass."""
+"""Attention mass against float64 numpy in which the values of block b are unit vector b: what comes
+out of attention is the mass."""
 
 import dataclasses
 
@@ -9,7 +10,17 @@ import pytest
 
 from jaxshare import KVCache, Layout, Rope, make_plan
 from jaxshare.mass import block_mass
-from tests.helpers import MODEL, TINY, VOCAB, DenseModel, Shelf, cache_with, pad_rows, tiny_cache, tiny_params
+from tests.helpers import (
+    MODEL,
+    TINY,
+    VOCAB,
+    DenseModel,
+    Shelf,
+    cache_with,
+    pad_rows,
+    tiny_cache,
+    tiny_params,
+)
 
 ROPE = dataclasses.replace(Rope.default(12, 10_000.0), attention_factor=1.2)
 HEADS, KV_HEADS, DIM, WIDTH, SCALE = 4, 2, 16, 3, 0.3
@@ -42,23 +53,43 @@ def test_shares_are_those_of_a_plain_softmax(case, dtype):
     keys = [drawn(n, KV_HEADS, DIM) for n in lengths]
     values = [np.broadcast_to(np.eye(DIM)[b], key.shape) for b, key in enumerate(keys)]
     q, k = drawn(ROWS, WIDTH, HEADS, DIM), drawn(ROWS, WIDTH, KV_HEADS, DIM)
-    v = np.stack([np.broadcast_to(np.eye(DIM)[row[-1] if row else 0], k.shape[1:]) for row in pad(rows, ROWS, [])])
+    v = np.stack(
+        [
+            np.broadcast_to(np.eye(DIM)[row[-1] if row else 0], k.shape[1:])
+            for row in pad(rows, ROWS, [])
+        ]
+    )
 
     capacities = [n + WIDTH for n in lengths]
     ends = np.cumsum(capacities)
-    cache = cache_with(keys, values, rope=ROPE, offsets=ends - capacities, capacities=capacities, tokens=int(ends[-1]),
-                       phases=[0, 5, 4000, 0, 1][:len(lengths)], dtype=dtype)
+    cache = cache_with(
+        keys,
+        values,
+        rope=ROPE,
+        offsets=ends - capacities,
+        capacities=capacities,
+        tokens=int(ends[-1]),
+        phases=[0, 5, 4000, 0, 1][: len(lengths)],
+        dtype=dtype,
+    )
     shelf = Shelf([list(zip(*both, strict=True)) for both in zip(keys, values, strict=True)])
     shelf.append(rows, count, k, v)
     expected = shelf.attend(rows, count, q, ROPE, SCALE)  # [R, T, H, block]
 
-    shares = measured(cache, pad_rows(rows, ROWS, LISTED), jnp.asarray(pad(count, ROWS, 0)), *(jnp.asarray(x, dtype) for x in (q, k, v)))
+    shares = measured(
+        cache,
+        pad_rows(rows, ROWS, LISTED),
+        jnp.asarray(pad(count, ROWS, 0)),
+        *(jnp.asarray(x, dtype) for x in (q, k, v)),
+    )
     assert shares.shape == (ROWS, WIDTH, HEADS, LISTED) and shares.dtype == jnp.float32
     assert np.isfinite(shares).all()
     tolerance = 1e-5 if dtype == "float32" else 2e-2
     for r, row in enumerate(rows):
         for t in range(count[r]):
-            np.testing.assert_allclose(shares[r, t, :, :len(row)], expected[r, t][:, row], atol=tolerance)
+            np.testing.assert_allclose(
+                shares[r, t, :, : len(row)], expected[r, t][:, row], atol=tolerance
+            )
             np.testing.assert_allclose(np.sum(shares[r, t], axis=-1), 1.0, atol=1e-5)
     assert not np.any(shares[np.asarray(pad(count, ROWS, 0)) == 0])
 
@@ -71,17 +102,27 @@ def test_large_scores_do_not_overflow():
     """One key that draws everything, thousands in the exponent away from the rest."""
     keys = [np.zeros((n, KV_HEADS, DIM)) for n in (5, 4)]
     keys[0][2, :, -1] = 100.0  # the last entries are not rotated
-    cache = cache_with(keys, keys, rope=ROPE, offsets=[0, 10], capacities=[5, 7], tokens=20, phases=[0, 0])
-    q = jnp.zeros((1, WIDTH, HEADS, DIM)).at[..., -1].set(jnp.asarray([100.0, -100.0, 0.0])[None, :, None])
+    cache = cache_with(
+        keys, keys, rope=ROPE, offsets=[0, 10], capacities=[5, 7], tokens=20, phases=[0, 0]
+    )
+    q = (
+        jnp.zeros((1, WIDTH, HEADS, DIM))
+        .at[..., -1]
+        .set(jnp.asarray([100.0, -100.0, 0.0])[None, :, None])
+    )
     new = jnp.zeros((1, WIDTH, KV_HEADS, DIM))
     shares = measured(cache, Layout.from_blocks([[0, 1]]), jnp.asarray([WIDTH]), q, new, new)
-    np.testing.assert_allclose(shares[0, :, 0], [[1, 0], [4 / 10, 6 / 10], [5 / 12, 7 / 12]], atol=1e-6)
+    np.testing.assert_allclose(
+        shares[0, :, 0], [[1, 0], [4 / 10, 6 / 10], [5 / 12, 7 / 12]], atol=1e-6
+    )
 
 
 def test_memory_does_not_grow_with_the_cache():
     def temporary(tokens: int) -> int:
         cache = jax.eval_shape(lambda: KVCache.create(TINY, (tokens, *[64] * 8), jnp.bfloat16))
-        layout = Layout.from_blocks([[0, *(b for b in range(1, 9) if b != own), own] for own in range(1, 9)])
+        layout = Layout.from_blocks(
+            [[0, *(b for b in range(1, 9) if b != own), own] for own in range(1, 9)]
+        )
         q = jax.ShapeDtypeStruct((8, 1, TINY.num_heads, TINY.head_dim), jnp.bfloat16)
 
         def mass(cache, q):
@@ -95,10 +136,14 @@ def test_memory_does_not_grow_with_the_cache():
 
 
 class Watched(Shelf):
-    """A shelf that keeps the masses of the last call of `attend`, [R, T, H, D]: those of block b are at D = b."""
+    """A shelf that keeps the masses of the last call of `attend`, [R, T, H, D]: those of block b
+    are at D = b."""
 
     def attend(self, rows, count, q, rope, scale):
-        units = [[(k, np.broadcast_to(np.eye(k.shape[-1])[b], k.shape)) for k, _ in block] for b, block in enumerate(self.blocks)]
+        units = [
+            [(k, np.broadcast_to(np.eye(k.shape[-1])[b], k.shape)) for k, _ in block]
+            for b, block in enumerate(self.blocks)
+        ]
         self.masses = Shelf(units).attend(rows, count, q, rope, scale)
         return super().attend(rows, count, q, rope, scale)
 
@@ -116,9 +161,22 @@ def test_a_model_gives_the_masses_of_all_layers():
         return jnp.asarray([pad(row, 20, 0) for row in pad(tokens, 4, [])])
 
     run = jax.jit(MODEL.apply, static_argnames="method")
-    _, cache = run(tiny_params(), padded([history]), jnp.asarray([20, 0, 0, 0]), tiny_cache(), pad_rows([[0]], 4, 4))
+    _, cache = run(
+        tiny_params(),
+        padded([history]),
+        jnp.asarray([20, 0, 0, 0]),
+        tiny_cache(),
+        pad_rows([[0]], 4, 4),
+    )
     lengths = np.asarray(cache.lengths).tolist()
-    shares = run(tiny_params(), padded(fed), jnp.asarray(pad(count, 4, 0)), cache, pad_rows(rows, 4, 4), method="attention_mass")
+    shares = run(
+        tiny_params(),
+        padded(fed),
+        jnp.asarray(pad(count, 4, 0)),
+        cache,
+        pad_rows(rows, 4, 4),
+        method="attention_mass",
+    )
     assert shares.shape == (TINY.num_layers, 4, 4) and np.asarray(cache.lengths).tolist() == lengths
     for layer, shelf in enumerate(dense.shelves):
         for r, row in enumerate(rows):

@@ -19,18 +19,26 @@ def partial(scores: np.ndarray, values: np.ndarray):
     top = scores.max(axis=1, keepdims=True)
     weights = np.exp(scores - top)
     out = weights @ values / weights.sum(axis=1, keepdims=True)
-    return jnp.asarray(out, jnp.float32), jnp.asarray(top[:, 0] + np.log(weights.sum(axis=1)), jnp.float32)
+    return jnp.asarray(out, jnp.float32), jnp.asarray(
+        top[:, 0] + np.log(weights.sum(axis=1)), jnp.float32
+    )
 
 
 def union(scores: list[np.ndarray], values: list[np.ndarray]):
     scores, values = np.concatenate(scores, axis=1), np.concatenate(values)
     top = scores.max(axis=1, keepdims=True)
     weights = np.exp(scores - top)
-    return weights @ values / weights.sum(axis=1, keepdims=True), top[:, 0] + np.log(weights.sum(axis=1))
+    return weights @ values / weights.sum(axis=1, keepdims=True), top[:, 0] + np.log(
+        weights.sum(axis=1)
+    )
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any), st.sampled_from([1.0, 10.0, 300.0]), st.integers(0, 1000))
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any),
+    st.sampled_from([1.0, 10.0, 300.0]),
+    st.integers(0, 1000),
+)
 def test_merging_is_a_softmax_over_the_union(sizes, spread, seed):
     rng = np.random.default_rng(seed)
     scores = [rng.normal(size=(QUERIES, n)) * spread + rng.normal() * spread for n in sizes]
@@ -77,9 +85,14 @@ def test_nothing_at_all_is_finite_and_stays_nothing():
 def test_leading_axes_and_jit():
     rng = np.random.default_rng(1)
     shapes = (2, 3, 4, DIM), (2, 3, 4)
-    parts = [tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes) for _ in range(3)]
+    parts = [
+        tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+        for _ in range(3)
+    ]
     out, lse = jax.jit(merge)(*parts)
     weights = np.exp(np.stack([np.asarray(lse_, np.float64) for _, lse_ in parts]))
-    expected = (np.stack([np.asarray(o, np.float64) for o, _ in parts]) * weights[..., None]).sum(0) / weights.sum(0)[..., None]
+    expected = (np.stack([np.asarray(o, np.float64) for o, _ in parts]) * weights[..., None]).sum(
+        0
+    ) / weights.sum(0)[..., None]
     np.testing.assert_allclose(out, expected, atol=1e-6)
     np.testing.assert_allclose(lse, np.log(weights.sum(0)), atol=1e-6)

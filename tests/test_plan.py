@@ -1,4 +1,5 @@
-"""Plans against the semantics written out in plain Python: starts, positions, what is visible, fan-in, and the tiles to read."""
+"""Plans against the semantics written out in plain Python: starts, positions, what is visible,
+fan-in, and the tiles to read."""
 
 import dataclasses
 import functools
@@ -23,7 +24,9 @@ SHARED, GROUP, PRIVATE = Tiling(8, 2), Tiling(5, 3), Tiling(3, 4)
 
 @functools.partial(jax.jit, static_argnames=("width", "tiles"))
 def planned(cache, layout, count, width, tiles=True):
-    sizes = {"shared_tiling": SHARED, "group_tiling": GROUP, "private_tiling": PRIVATE} if tiles else {}
+    sizes = (
+        {"shared_tiling": SHARED, "group_tiling": GROUP, "private_tiling": PRIVATE} if tiles else {}
+    )
     return make_plan(cache, layout, count, width, **sizes)
 
 
@@ -31,19 +34,36 @@ def build(lengths, capacities, phases=None):
     blocks = [np.zeros((n, 1, 8)) for n in lengths]
     offsets = np.cumsum(capacities) - np.asarray(capacities)
     phases = [0] * len(lengths) if phases is None else phases
-    return cache_with(blocks, blocks, rope=ROPE, offsets=offsets, capacities=capacities, tokens=ARENA, phases=phases)
+    return cache_with(
+        blocks,
+        blocks,
+        rope=ROPE,
+        offsets=offsets,
+        capacities=capacities,
+        tokens=ARENA,
+        phases=phases,
+    )
 
 
 @st.composite
 def cases(draw):
-    """(rows, count, lengths, capacities, phases, width): any lists, ragged; rows without tokens, rows not in use, blocks unseen."""
+    """(rows, count, lengths, capacities, phases, width): any lists, ragged; rows without tokens,
+    rows not in use, blocks unseen."""
     width = draw(st.sampled_from([1, 3]))
-    writers = draw(st.permutations(range(BLOCKS)))[:draw(st.integers(1, ROWS))]
+    writers = draw(st.permutations(range(BLOCKS)))[: draw(st.integers(1, ROWS))]
     rows = []
     for own in writers:
-        others = draw(st.lists(st.sampled_from([b for b in range(BLOCKS) if b != own]), unique=True, max_size=LISTED - 1))
+        others = draw(
+            st.lists(
+                st.sampled_from([b for b in range(BLOCKS) if b != own]),
+                unique=True,
+                max_size=LISTED - 1,
+            )
+        )
         rows.append([*others, own] if draw(st.integers(0, 6)) else [])
-    lengths = draw(st.lists(st.sampled_from([0, 0, 1, 2, 3, 7, 8, 9, 20]), min_size=BLOCKS, max_size=BLOCKS))
+    lengths = draw(
+        st.lists(st.sampled_from([0, 0, 1, 2, 3, 7, 8, 9, 20]), min_size=BLOCKS, max_size=BLOCKS)
+    )
     count = [draw(st.integers(0, width)) if row else 0 for row in rows]
     capacities = [n + width + draw(st.integers(0, 5)) for n in lengths]
     phases = draw(st.lists(st.sampled_from([0, 5, 1000]), min_size=BLOCKS, max_size=BLOCKS))
@@ -66,7 +86,9 @@ def run(case, groups=(), **more):
     rows, count, lengths, capacities, phases, width = case
     cache = build(lengths, capacities, phases)
     layout = dataclasses.replace(pad_rows(rows, ROWS, LISTED), groups=groups)
-    plan = planned(cache, layout, jnp.asarray(count + [0] * (ROWS - len(rows)), jnp.int32), width, **more)
+    plan = planned(
+        cache, layout, jnp.asarray(count + [0] * (ROWS - len(rows)), jnp.int32), width, **more
+    )
     return cache, jax.tree.map(np.asarray, plan)
 
 
@@ -86,12 +108,18 @@ def test_starts_positions_and_visible_lengths(case):
             assert plan.starts[r, n] == start
             writes = n == len(row) - 1
             assert bool(plan.own[r, n]) == (writes and count[r] > 0)
-            assert plan.visible[r, n] == (0 if not count[r] else lengths[b] + 1 if writes else after[b])
+            assert plan.visible[r, n] == (
+                0 if not count[r] else lengths[b] + 1 if writes else after[b]
+            )
             if writes:
                 assert plan.positions[r].tolist() == [start + lengths[b] + t for t in range(width)]
                 assert plan.write_at[r] == int(cache.offsets[b]) + lengths[b]
-        assert not plan.visible[r, len(row):].any() and not plan.own[r, len(row):].any()
-    assert not plan.visible[len(rows):].any() and not plan.count[len(rows):].any() and not plan.own[len(rows):].any()
+        assert not plan.visible[r, len(row) :].any() and not plan.own[r, len(row) :].any()
+    assert (
+        not plan.visible[len(rows) :].any()
+        and not plan.count[len(rows) :].any()
+        and not plan.own[len(rows) :].any()
+    )
 
 
 @settings(max_examples=40)
@@ -106,20 +134,37 @@ def test_rotations(case):
         for t in range(width):
             position = own_start + lengths[rows[r][-1]] + t
             turn = position - sum(after[x] for x in rows[r][:n]) + phases[b]
-            np.testing.assert_allclose(plan.query_cos[r, n, t], np.cos(turn * frequencies) * ROPE.attention_factor, atol=1e-6)
-            np.testing.assert_allclose(plan.query_sin[r, n, t], np.sin(turn * frequencies) * ROPE.attention_factor, atol=1e-6)
+            np.testing.assert_allclose(
+                plan.query_cos[r, n, t],
+                np.cos(turn * frequencies) * ROPE.attention_factor,
+                atol=1e-6,
+            )
+            np.testing.assert_allclose(
+                plan.query_sin[r, n, t],
+                np.sin(turn * frequencies) * ROPE.attention_factor,
+                atol=1e-6,
+            )
             if n == len(rows[r]) - 1:
                 index = phases[b] + lengths[b] + t
-                np.testing.assert_allclose(plan.key_cos[r, t], np.cos(index * frequencies) * ROPE.attention_factor, atol=1e-6)
-                np.testing.assert_allclose(plan.key_sin[r, t], np.sin(index * frequencies) * ROPE.attention_factor, atol=1e-6)
+                np.testing.assert_allclose(
+                    plan.key_cos[r, t],
+                    np.cos(index * frequencies) * ROPE.attention_factor,
+                    atol=1e-6,
+                )
+                np.testing.assert_allclose(
+                    plan.key_sin[r, t],
+                    np.sin(index * frequencies) * ROPE.attention_factor,
+                    atol=1e-6,
+                )
 
 
 def arena_tokens_read(plan, rows, count) -> dict[tuple[int, int, int], int]:
-    """(row, new token, arena index) -> how many items show it; items behind the last must show nothing."""
+    """(row, new token, arena index) -> how many items show it; items behind the last must show
+    nothing."""
     read: dict[tuple[int, int, int], int] = {}
     for tiles in (plan.shared, *plan.grouped, plan.private):
         assert tiles.start.shape[0] % tiles.at_once == 0
-        assert not tiles.last[int(tiles.count):].any()
+        assert not tiles.last[int(tiles.count) :].any()
         for i in range(int(tiles.count)):
             assert 0 <= tiles.start[i] <= ARENA - tiles.size
             for r, slot, last in zip(tiles.row[i], tiles.slot[i], tiles.last[i], strict=True):
@@ -127,13 +172,17 @@ def arena_tokens_read(plan, rows, count) -> dict[tuple[int, int, int], int]:
                     for token in range(int(tiles.first[i]), min(int(last[t]), tiles.size)):
                         place = int(r), t, int(tiles.start[i]) + token
                         read[place] = read.get(place, 0) + 1
-                        offset = int(plan.offsets[rows[r][slot]])  # and it is turned towards the block that it is read as
+                        # and it is turned towards the block that it is read as
+                        offset = int(plan.offsets[rows[r][slot]])
                         assert offset <= place[2] < offset + plan.lengths[rows[r][slot]]
     return read
 
 
-@pytest.mark.parametrize(("tiles", "groups"), [(True, ()), (False, ()), (True, (2, 4)), (False, (3,))],
-                         ids=["small tiles", "default tiles", "small tiles in groups", "default tiles in groups"])
+@pytest.mark.parametrize(
+    ("tiles", "groups"),
+    [(True, ()), (False, ()), (True, (2, 4)), (False, (3,))],
+    ids=["small tiles", "default tiles", "small tiles in groups", "default tiles in groups"],
+)
 @settings(max_examples=60)
 @given(cases())
 def test_tiles_show_everything_visible_exactly_once(tiles, groups, case):
@@ -149,7 +198,8 @@ def test_tiles_show_everything_visible_exactly_once(tiles, groups, case):
 
 
 def seen_by(rows, count, after):
-    """Block -> the (row, slot) pairs that read it: rows that bring a token, blocks that hold one."""
+    """Block -> the (row, slot) pairs that read it: rows that bring a token, blocks that hold
+    one."""
     readers = {b: [] for b in range(BLOCKS)}
     for r, n, b in listed_pairs(rows):
         if count[r] and after[b]:
@@ -164,7 +214,9 @@ def test_what_a_pass_reads_is_what_is_seen_each_block_once(groups, case):
     rows, count, lengths, _, _, _ = case
     _, plan = run(case, groups=groups)
     after = lengths_after(rows, count, lengths)
-    assert int(plan.read_tokens) == sum(after[b] for b, pairs in seen_by(rows, count, after).items() if pairs)
+    assert int(plan.read_tokens) == sum(
+        after[b] for b, pairs in seen_by(rows, count, after).items() if pairs
+    )
 
 
 @settings(max_examples=60)
@@ -173,11 +225,26 @@ def test_a_block_goes_to_the_smallest_group_that_holds_its_readers(case):
     rows, count, lengths, _, _, _ = case
     _, plan = run(case, groups=(2, 4))
     after = lengths_after(rows, count, lengths)
-    tiles = {size: [math.ceil(after[b] / size.size) for b, pairs in seen_by(rows, count, after).items() if low < len(pairs) <= high]
-             for size, low, high in ((PRIVATE, 0, 1), (SHARED, 4, ROWS))}
-    assert int(plan.private.count) == sum(tiles[PRIVATE]) and int(plan.shared.count) == sum(tiles[SHARED])
-    readers = [len(pairs) for b, pairs in seen_by(rows, count, after).items() for _ in range(math.ceil(after[b] / GROUP.size))]
-    assert [int(t.count) for t in plan.grouped] == [sum(n == 2 for n in readers), sum(2 < n <= 4 for n in readers)]
+    tiles = {
+        size: [
+            math.ceil(after[b] / size.size)
+            for b, pairs in seen_by(rows, count, after).items()
+            if low < len(pairs) <= high
+        ]
+        for size, low, high in ((PRIVATE, 0, 1), (SHARED, 4, ROWS))
+    }
+    assert int(plan.private.count) == sum(tiles[PRIVATE]) and int(plan.shared.count) == sum(
+        tiles[SHARED]
+    )
+    readers = [
+        len(pairs)
+        for b, pairs in seen_by(rows, count, after).items()
+        for _ in range(math.ceil(after[b] / GROUP.size))
+    ]
+    assert [int(t.count) for t in plan.grouped] == [
+        sum(n == 2 for n in readers),
+        sum(2 < n <= 4 for n in readers),
+    ]
 
 
 @settings(max_examples=60)
@@ -187,19 +254,29 @@ def test_the_number_of_tiles_follows_fan_in_and_real_lengths(case):
     _, plan = run(case)
     after = lengths_after(rows, count, lengths)
     readers = seen_by(rows, count, after)
-    assert int(plan.shared.count) == sum(math.ceil(after[b] / SHARED.size) for b, pairs in readers.items() if len(pairs) > 1)
-    assert int(plan.private.count) == sum(math.ceil(after[b] / PRIVATE.size) for b, pairs in readers.items() if len(pairs) == 1)
+    assert int(plan.shared.count) == sum(
+        math.ceil(after[b] / SHARED.size) for b, pairs in readers.items() if len(pairs) > 1
+    )
+    assert int(plan.private.count) == sum(
+        math.ceil(after[b] / PRIVATE.size) for b, pairs in readers.items() if len(pairs) == 1
+    )
 
 
 def test_cost_does_not_follow_capacities():
-    """The default tiles: a long capacity costs nothing, a long length does, and sharing divides the cost by the rows."""
+    """The default tiles: a long capacity costs nothing, a long length does, and sharing divides the
+    cost by the rows."""
     lengths = [60, 60, 60, 0, 0, 0, 0]
-    small, large = build(lengths, [64, 64, 64, 4, 4, 4, 4]), build(lengths, [100, 100, 100, 20, 20, 20, 20])
+    small, large = (
+        build(lengths, [64, 64, 64, 4, 4, 4, 4]),
+        build(lengths, [100, 100, 100, 20, 20, 20, 20]),
+    )
     layout = pad_rows([[0, 1], [0, 2]], ROWS, LISTED)
     count = jnp.asarray([1, 1, 0, 0, 0], jnp.int32)
     for cache in (small, large):
         plan = planned(cache, layout, count, 1)
-        assert int(plan.shared.count) == math.ceil(60 / SHARED.size) and int(plan.private.count) == 2 * math.ceil(61 / PRIVATE.size)
+        assert int(plan.shared.count) == math.ceil(60 / SHARED.size) and int(
+            plan.private.count
+        ) == 2 * math.ceil(61 / PRIVATE.size)
     # Nobody brings a token: nothing is read.
     idle = planned(large, layout, jnp.zeros(5, jnp.int32), 1)
     assert int(idle.shared.count) == int(idle.private.count) == 0
@@ -220,24 +297,45 @@ def test_many_rows_over_one_prefix_read_it_once():
 
 def test_rows_that_bring_nothing_see_nothing_but_their_blocks_still_count():
     cache = build([10, 4, 6, 0, 0, 0, 0], [20] * BLOCKS)
-    plan = planned(cache, pad_rows([[0, 1, 2], [2, 0, 1]], ROWS, LISTED), jnp.asarray([0, 2, 0, 0, 0], jnp.int32), 3)
+    plan = planned(
+        cache,
+        pad_rows([[0, 1, 2], [2, 0, 1]], ROWS, LISTED),
+        jnp.asarray([0, 2, 0, 0, 0], jnp.int32),
+        3,
+    )
     np.testing.assert_array_equal(plan.visible[:2, :3], [[0, 0, 0], [6, 10, 5]])
     np.testing.assert_array_equal(plan.starts[:2, :3], [[0, 10, 16], [0, 6, 16]])
 
 
 def test_a_token_sees_what_others_append_in_the_same_pass():
     cache = build([10, 4, 6, 0, 0, 0, 0], [20] * BLOCKS)
-    plan = planned(cache, pad_rows([[0, 2, 1], [0, 1, 2]], ROWS, LISTED), jnp.asarray([1, 3, 0, 0, 0], jnp.int32), 3)
+    plan = planned(
+        cache,
+        pad_rows([[0, 2, 1], [0, 1, 2]], ROWS, LISTED),
+        jnp.asarray([1, 3, 0, 0, 0], jnp.int32),
+        3,
+    )
     np.testing.assert_array_equal(plan.visible[:2, :3], [[10, 9, 5], [10, 5, 7]])
     np.testing.assert_array_equal(plan.positions[:2, 0], [10 + 9 + 4, 10 + 5 + 6])
 
 
-@pytest.mark.parametrize(("lengths", "count", "kept", "fault"), [
-    ([5, 3, 0], [3, 0], [3, 0], 0), ([5, 3, 0], [1, 3], [1, 2], Fault.OVERFLOW), ([6, 3, 0], [3, 0], [2, 0], Fault.OVERFLOW),
-    ([8, 5, 0], [2, 1], [0, 0], Fault.OVERFLOW)])
+@pytest.mark.parametrize(
+    ("lengths", "count", "kept", "fault"),
+    [
+        ([5, 3, 0], [3, 0], [3, 0], 0),
+        ([5, 3, 0], [1, 3], [1, 2], Fault.OVERFLOW),
+        ([6, 3, 0], [3, 0], [2, 0], Fault.OVERFLOW),
+        ([8, 5, 0], [2, 1], [0, 0], Fault.OVERFLOW),
+    ],
+)
 def test_overflow_takes_tokens_off_and_sets_a_fault(lengths, count, kept, fault):
     cache = build(lengths + [0] * 4, [8, 5, 9, 0, 0, 0, 0])
-    plan = planned(cache, pad_rows([[2, 0], [0, 1]], ROWS, LISTED), jnp.asarray([*count, 0, 0, 0], jnp.int32), 3)
+    plan = planned(
+        cache,
+        pad_rows([[2, 0], [0, 1]], ROWS, LISTED),
+        jnp.asarray([*count, 0, 0, 0], jnp.int32),
+        3,
+    )
     assert np.asarray(plan.count).tolist() == [*kept, 0, 0, 0]
     assert int(plan.faults) == fault
     assert np.asarray(plan.lengths).tolist()[:3] == [lengths[0] + kept[0], lengths[1] + kept[1], 0]
@@ -245,12 +343,16 @@ def test_overflow_takes_tokens_off_and_sets_a_fault(lengths, count, kept, fault)
 
 def test_count_is_held_to_the_width():
     cache = build([0] * BLOCKS, [20] * BLOCKS)
-    plan = planned(cache, pad_rows([[0], [1]], ROWS, LISTED), jnp.asarray([7, -2, 0, 0, 0], jnp.int32), 3)
+    plan = planned(
+        cache, pad_rows([[0], [1]], ROWS, LISTED), jnp.asarray([7, -2, 0, 0, 0], jnp.int32), 3
+    )
     assert np.asarray(plan.count).tolist() == [3, 0, 0, 0, 0]
 
 
 def test_rows_not_in_use_write_nothing():
     cache = build([3] * BLOCKS, [20] * BLOCKS)
-    plan = planned(cache, pad_rows([[], [1]], ROWS, LISTED), jnp.asarray([2, 1, 3, 0, 0], jnp.int32), 3)
+    plan = planned(
+        cache, pad_rows([[], [1]], ROWS, LISTED), jnp.asarray([2, 1, 3, 0, 0], jnp.int32), 3
+    )
     assert np.asarray(plan.count).tolist() == [0, 1, 0, 0, 0]
     assert np.asarray(plan.lengths).tolist() == [3, 4, 3, 3, 3, 3, 3]

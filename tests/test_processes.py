@@ -1,4 +1,5 @@
-"""Several processes that run one model together over loopback, against one process alone; and what becomes of them when one is lost."""
+"""Several processes that run one model together over loopback, against one process alone; and what
+becomes of them when one is lost."""
 
 import json
 import os
@@ -14,7 +15,17 @@ import pytest
 
 from jaxshare.serving import cli, devices
 
-COMMAND = ["generate", "embedded", "--prompt", "Compute 17 + 25.", "--n", "2", "--temperature", "1.1", "--max-new-tokens"]
+COMMAND = [
+    "generate",
+    "embedded",
+    "--prompt",
+    "Compute 17 + 25.",
+    "--n",
+    "2",
+    "--temperature",
+    "1.1",
+    "--max-new-tokens",
+]
 SPLIT = ["--tensor", "2", "--kv", "2"]
 
 
@@ -25,25 +36,49 @@ def free_port():
 
 
 def start(command, process, port, processes=2):
-    return begin([*command, "--coordinator", f"127.0.0.1:{port}", "--processes", str(processes), "--process", str(process)])
+    return begin(
+        [
+            *command,
+            "--coordinator",
+            f"127.0.0.1:{port}",
+            "--processes",
+            str(processes),
+            "--process",
+            str(process),
+        ]
+    )
 
 
 def begin(arguments, **environment):
-    return subprocess.Popen([sys.executable, "-P", "-m", "jaxshare.serving.cli", *arguments], env={
-        **os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", **environment}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "jaxshare.serving.cli", *arguments],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", **environment},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def slurm(process, job):
     """What `srun -n 2` tells each process of a job (https://slurm.schedmd.com/srun.html)."""
-    return {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": str(process),
-            "SLURM_LOCALID": str(process), "SLURM_STEP_NUM_NODES": "1"}
+    return {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(process),
+        "SLURM_LOCALID": str(process),
+        "SLURM_STEP_NUM_NODES": "1",
+    }
 
 
 def open_mpi(process, job):
     """What `mpirun -n 2` of Open MPI 4 tells each process of a job."""
-    return {"OMPI_MCA_orte_hnp_uri": f"{job}.0;tcp://127.0.0.1:34911", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": str(process),
-            "OMPI_COMM_WORLD_LOCAL_RANK": str(process)}
+    return {
+        "OMPI_MCA_orte_hnp_uri": f"{job}.0;tcp://127.0.0.1:34911",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": str(process),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(process),
+    }
 
 
 @pytest.mark.slow
@@ -61,7 +96,11 @@ def test_a_job_of_a_launcher_is_found_without_being_told(launcher, capsys):
 
 def tokens(out):
     # Gloo, which sends between processes of a CPU, writes to stdout by itself.
-    return [[c["tokens"] for c in json.loads(line)["completions"]] for line in out.splitlines() if line.startswith("{")]
+    return [
+        [c["tokens"] for c in json.loads(line)["completions"]]
+        for line in out.splitlines()
+        if line.startswith("{")
+    ]
 
 
 @pytest.mark.slow
@@ -81,13 +120,17 @@ def test_a_process_that_is_lost_ends_the_other_within_a_minute(lost):
     port = free_port()
     both = [start([*COMMAND, "1900", *SPLIT], i, port) for i in range(2)]
     time.sleep(45)
-    assert all(process.poll() is None for process in both), [process.communicate() for process in both]
+    assert all(process.poll() is None for process in both), [
+        process.communicate() for process in both
+    ]
     both[lost].send_signal(signal.SIGKILL)
     clock = time.monotonic()
     _, said = both[1 - lost].communicate(timeout=90)
     assert time.monotonic() - clock < 60 and both[1 - lost].returncode not in (0, None)
     # JAX ends the process by itself; process 0 is the one that the others report to.
-    assert ("leader task" if lost == 0 else "tasks are unhealthy (stopped sending heartbeats):\n1\n") in said, said[-3000:]
+    assert (
+        "leader task" if lost == 0 else "tasks are unhealthy (stopped sending heartbeats):\n1\n"
+    ) in said, said[-3000:]
     both[lost].communicate()
 
 
@@ -95,16 +138,34 @@ def test_a_coordinator_that_nobody_answers_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(devices, "_JOIN_SECONDS", 1)
     port = free_port()
     nobody = rf"nobody answers at the coordinator's address, 127.0.0.1:{port} \(.*refused\); start all 2 processes within 1 seconds"
-    for address, message in ((f"127.0.0.1:{port}", nobody), ("here", "--coordinator is 'here'; it must be the host of process 0")):
-        assert cli.main([*COMMAND, "2", "--coordinator", address, "--processes", "2", "--process", "1"]) == 1
+    for address, message in (
+        (f"127.0.0.1:{port}", nobody),
+        ("here", "--coordinator is 'here'; it must be the host of process 0"),
+    ):
+        assert (
+            cli.main(
+                [*COMMAND, "2", "--coordinator", address, "--processes", "2", "--process", "1"]
+            )
+            == 1
+        )
         assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(("more", "message"), [
-    (["--coordinator", "h:1"], "--coordinator is given, but --processes is not; several processes need --coordinator, --processes and"),
-    (["--coordinator", "h:1", "--processes", "2", "--process", "2"], "--process is 2 and --processes 2; processes are numbered from 0"),
-    (["--distributed", "--process", "1"], "--distributed and --process are both given"),
-])
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            ["--coordinator", "h:1"],
+            "--coordinator is given, but --processes is not; several processes need --coordinator, "
+            "--processes and",
+        ),
+        (
+            ["--coordinator", "h:1", "--processes", "2", "--process", "2"],
+            "--process is 2 and --processes 2; processes are numbered from 0",
+        ),
+        (["--distributed", "--process", "1"], "--distributed and --process are both given"),
+    ],
+)
 def test_processes_that_make_no_sense_are_refused(more, message, capsys):
     assert cli.main([*COMMAND, "2", *more]) == 1
     assert message in capsys.readouterr().err
@@ -113,14 +174,27 @@ def test_processes_that_make_no_sense_are_refused(more, message, capsys):
 @pytest.mark.slow
 def test_a_session_that_two_processes_save_goes_on_in_one(tmp_path, capsys):
     """Each device writes its part; killed, both of them, after a save."""
-    command = ["workers", "embedded", "--problem", "1. Compute 17 + 25. 2. Compute 6 * 7.", "--budget", "150", "--temperature", "0.9",
-               "--seed", "4", "--json"]
+    command = [
+        "workers",
+        "embedded",
+        "--problem",
+        "1. Compute 17 + 25. 2. Compute 6 * 7.",
+        "--budget",
+        "150",
+        "--temperature",
+        "0.9",
+        "--seed",
+        "4",
+        "--json",
+    ]
     saving = [*command, "--checkpoint", str(tmp_path / "saves"), "--checkpoint-every", "16"]
     port = free_port()
     both = [start([*saving, *SPLIT], i, port) for i in range(2)]
     until = time.monotonic() + 300
     while not any(path.name.isdigit() and int(path.name) > 1 for path in tmp_path.glob("saves/*")):
-        assert all(p.poll() is None for p in both) and time.monotonic() < until, [p.communicate() for p in both if p.poll() is not None]
+        assert all(p.poll() is None for p in both) and time.monotonic() < until, [
+            p.communicate() for p in both if p.poll() is not None
+        ]
         time.sleep(0.01)
     for process in both:
         process.kill()

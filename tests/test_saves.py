@@ -1,4 +1,5 @@
-"""Saved sessions: restored ones go on as the unbroken one does, on whatever devices; what is half written is never restored."""
+"""Saved sessions: restored ones go on as the unbroken one does, on whatever devices; what is half
+written is never restored."""
 
 import dataclasses
 import json
@@ -104,7 +105,11 @@ def test_workers_that_came_and_went_and_people_that_spoke_are_restored(tmp_path,
     session = begin()
     session.save(tmp_path, cache=cache, wait=True)
     restored = Workers.restore(model(), tmp_path)
-    assert (restored.names, restored.blocks, restored.layout) == (session.names, session.blocks, session.layout)
+    assert (restored.names, restored.blocks, restored.layout) == (
+        session.names,
+        session.blocks,
+        session.layout,
+    )
     np.testing.assert_array_equal(restored.rows.blocks, session.rows.blocks)
     assert end(restored) == end(begin())
 
@@ -121,7 +126,8 @@ def test_a_session_moves_between_an_engine_and_memory_of_its_own(tmp_path, whole
         first, second = raw(tmp_path / "engine"), raw(tmp_path / "alone")
         for name in first.keys() - {"cache.offsets"}:
             np.testing.assert_array_equal(first[name], second[name], err_msg=name)
-        other = engine.workers(**{**start().settings, "problem": "1 + 1"})  # so that it lies elsewhere
+        # so that it lies elsewhere
+        other = engine.workers(**{**start().settings, "problem": "1 + 1"})
         back = Workers.restore(model(), tmp_path / "alone", engine=engine)
         assert run(back) == whole["written"]
         other.close()
@@ -130,12 +136,17 @@ def test_a_session_moves_between_an_engine_and_memory_of_its_own(tmp_path, whole
 
 # Without keys and values
 
+
 def same_trace(a: Trace, b: Trace) -> bool:
-    return all(np.array_equal(getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(Trace))
+    return all(
+        np.array_equal(getattr(a, field.name), getattr(b, field.name))
+        for field in dataclasses.fields(Trace)
+    )
 
 
 def assert_goes_on(session: Workers, unbroken: Workers) -> None:
-    """From here to the end a restored session does what the unbroken one does, which stands at the same pass."""
+    """From here to the end a restored session does what the unbroken one does, which stands at the
+    same pass."""
     assert session.passes == unbroken.passes and written(session) == written(unbroken)
     assert_same_cache(session.cache, unbroken.cache, atol=1e-4)
     assert same_trace(session.trace, unbroken.trace)
@@ -160,8 +171,17 @@ def test_a_save_without_keys_and_values_goes_on_as_the_unbroken_session(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("passes", [0, 1, 16, 50, BUDGET])
-@pytest.mark.parametrize("options", [{"layout": "contiguous"}, {"layout": "interleaved"}, {"layout": "combined"}, {"move": "reencode"},
-                                     {"step_tokens": 24}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layout": "contiguous"},
+        {"layout": "interleaved"},
+        {"layout": "combined"},
+        {"move": "reencode"},
+        {"step_tokens": 24},
+    ],
+    ids=str,
+)
 def test_keys_and_values_can_be_left_out_at_any_pass(tmp_path, passes, options):
     """All layouts, steps that are encoded anew, and steps that move in pieces."""
     restored_small(tmp_path, passes, ask_every=20, **options)
@@ -190,10 +210,17 @@ def test_a_save_without_keys_and_values_is_small(tmp_path):
         pass
     session.save(tmp_path / "large", wait=True)
     session.save(tmp_path / "small", cache=False, wait=True)
-    sizes = {name: sum(file.stat().st_size for file in (tmp_path / name).rglob("*") if file.is_file()) for name in ("large", "small")}
-    held, fed = int(session.cache.lengths.sum()) * session.cache.token_bytes, session.trace.num_tokens
+    sizes = {
+        name: sum(file.stat().st_size for file in (tmp_path / name).rglob("*") if file.is_file())
+        for name in ("large", "small")
+    }
+    held, fed = (
+        int(session.cache.lengths.sum()) * session.cache.token_bytes,
+        session.trace.num_tokens,
+    )
     assert len(raw(tmp_path / "small")["trace"]) < 40 * fed + 3000
-    assert sizes["small"] < sizes["large"] - 0.7 * held, (sizes, held)  # keys and values are compressed a little
+    # keys and values are compressed a little
+    assert sizes["small"] < sizes["large"] - 0.7 * held, (sizes, held)
 
 
 @pytest.mark.slow
@@ -205,7 +232,8 @@ def test_small_saves_move_between_an_engine_and_memory_of_its_own(tmp_path, whol
             session.save(tmp_path / "engine", cache=False, wait=True)
         alone = Workers.restore(model(), tmp_path / "engine")
         alone.save(tmp_path / "alone", cache=False, wait=True)
-        other = engine.workers(**{**start().settings, "problem": "1 + 1"})  # so that it lies elsewhere, and has something to lose
+        # so that it lies elsewhere, and has something to lose
+        other = engine.workers(**{**start().settings, "problem": "1 + 1"})
         call = engine.submit("1 + 1", max_new_tokens=4)
         back = Workers.restore(model(), tmp_path / "alone", engine=engine)
         call.wait()
@@ -243,8 +271,15 @@ def test_run_can_save_without_keys_and_values_on_the_way(tmp_path, whole):
 
 def test_a_session_that_keeps_no_trace_is_saved_with_keys_and_values(tmp_path):
     session = start()
-    for attempt in (lambda: session.save(tmp_path / "x", cache=False), lambda: session.run(save_to=tmp_path / "x", save_cache=False)):
-        with pytest.raises(ValueError, match="keeps no trace, so keys and values cannot be left out of a save; create it with record=True"):
+    for attempt in (
+        lambda: session.save(tmp_path / "x", cache=False),
+        lambda: session.run(save_to=tmp_path / "x", save_cache=False),
+    ):
+        with pytest.raises(
+            ValueError,
+            match="keeps no trace, so keys and values cannot be left out of a save; create it with "
+            "record=True",
+        ):
             attempt()
     assert session.passes == 0 and not (tmp_path / "x").exists()
 
@@ -266,10 +301,25 @@ def test_a_trace_that_is_damaged_or_of_something_else_is_refused(tmp_path, whole
     trace, good = session.trace, raw(tmp_path)["trace"]
     shorter = start(record=True)
     other = dataclasses.replace(trace, fingerprint="of another")
-    cases = [(good[:-1], "save 2 of .* is a trace that is cut short or damaged.* or restore the save before it with number="),
-             (np.where(np.arange(len(good)) == len(good) // 2, good ^ 1, good), "save 3 of .* cut short or damaged"),
-             (np.frombuffer(other.to_bytes(), np.uint8), "the trace in save 4 of .* of another session, model or tokenizer; give number="),
-             (np.frombuffer(shorter.trace.to_bytes(), np.uint8), "the trace in save 5 of .* of another session")]
+    cases = [
+        (
+            good[:-1],
+            "save 2 of .* is a trace that is cut short or damaged.* or restore the save before it "
+            "with number=",
+        ),
+        (
+            np.where(np.arange(len(good)) == len(good) // 2, good ^ 1, good),
+            "save 3 of .* cut short or damaged",
+        ),
+        (
+            np.frombuffer(other.to_bytes(), np.uint8),
+            "the trace in save 4 of .* of another session, model or tokenizer; give number=",
+        ),
+        (
+            np.frombuffer(shorter.trace.to_bytes(), np.uint8),
+            "the trace in save 5 of .* of another session",
+        ),
+    ]
     for content, said in cases:
         rewritten(tmp_path, {"trace": content}, trace_bytes=len(content))
         with pytest.raises(SaveError, match=said):
@@ -283,17 +333,29 @@ def test_a_trace_that_is_damaged_or_of_something_else_is_refused(tmp_path, whole
 
 @pytest.mark.slow
 def test_a_session_in_a_short_context_is_restored_where_keys_are_rotated_alike(tmp_path):
-    """longrope: a session alone is prepared for what it needs, one in an engine for the whole context."""
+    """longrope: a session alone is prepared for what it needs, one in an engine for the whole
+    context."""
     config = model().config
-    short = dataclasses.replace(config.rope, frequencies=tuple(f / 2 for f in config.rope.frequencies))
-    loaded = dataclasses.replace(model(), config=dataclasses.replace(config, short_rope=short, short_positions=config.max_positions - 1))
+    short = dataclasses.replace(
+        config.rope, frequencies=tuple(f / 2 for f in config.rope.frequencies)
+    )
+    loaded = dataclasses.replace(
+        model(),
+        config=dataclasses.replace(
+            config, short_rope=short, short_positions=config.max_positions - 1
+        ),
+    )
     session = Workers(loaded, **{**start().settings, "record": True, "history_tokens": 512})
     assert session.model.config.rope == short
     session.run(save_to=tmp_path / "small", save_cache=False)
     restored = Workers.restore(loaded, tmp_path / "small")
     assert_same_cache(restored.cache, session.cache, atol=1e-4)
     rewritten(tmp_path / "small", {}, context=config.max_positions)
-    with pytest.raises(SaveError, match=r"rotated as for texts of \d+ tokens, but here they would be as for \d+; restore it in an engine"):
+    with pytest.raises(
+        SaveError,
+        match=r"rotated as for texts of \d+ tokens, but here they would be as for \d+; restore it "
+        r"in an engine",
+    ):
         Workers.restore(loaded, tmp_path / "small")
 
 
@@ -339,20 +401,27 @@ def test_what_a_cache_holds_can_be_read_and_written_wherever_it_lies(mesh):
     cache = KVCache.create(config, [768], jnp.float32, mesh=loaded.mesh)
     padding = ((0, 0), (0, contents.padded(300) - 300), (0, 0))
     for places in (runs, other):
-        cache = contents.filled(cache, contents.places(places), [np.pad(given, padding)], [np.pad(-given, padding)], loaded.kv_repeats)
+        cache = contents.filled(
+            cache,
+            contents.places(places),
+            [np.pad(given, padding)],
+            [np.pad(-given, padding)],
+            loaded.kv_repeats,
+        )
         for arenas, sign in ((cache.keys, 1), (cache.values, -1)):
             found = contents.read(arenas[0], contents.places(places), cache.mesh, loaded.kv_repeats)
             assert found.shape == (kv_heads, 512, 8)
             np.testing.assert_array_equal(found[:, :300], sign * given)
             assert not found[:, 300:].any()
-            if loaded.mesh is not None and mesh != {"kv": 3}:  # every device has a part, and no other's
+            # every device has a part, and no other's
+            if loaded.mesh is not None and mesh != {"kv": 3}:
                 assert len({s.index for s in found.addressable_shards}) == loaded.mesh.size
     if loaded.mesh is None:  # the second place, with what was left at the first
         expected = np.zeros((kv_heads, cache.keys[0].shape[1], 8), np.float32)
         for places in (runs, other):
             at = 0
             for offset, length in places:
-                expected[:, offset:offset + length] = given[:, at:at + length]
+                expected[:, offset : offset + length] = given[:, at : at + length]
                 at += length
         np.testing.assert_array_equal(cache.keys[0], expected)
 
@@ -370,13 +439,20 @@ KILLED = """
 
 
 def test_killed_in_the_midst_of_a_save_the_one_before_it_is_restored(tmp_path):
-    done = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(KILLED), str(tmp_path)], capture_output=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", textwrap.dedent(KILLED), str(tmp_path)],
+        capture_output=True,
+        timeout=120,
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     left = [path.name for path in tmp_path.iterdir()]
-    assert "1" in left and "2" not in left and len(left) == 2, left  # something of the second one is there
+    # something of the second one is there
+    assert "1" in left and "2" not in left and len(left) == 2, left
     with Saved(tmp_path) as saved:
         assert saved.number == 1 and saved.facts == {"which": "first"}
-        np.testing.assert_array_equal(saved.arrays()["a"], np.random.default_rng(0).normal(size=1000))
+        np.testing.assert_array_equal(
+            saved.arrays()["a"], np.random.default_rng(0).normal(size=1000)
+        )
     saves = Saves(tmp_path)
     assert saves.save({"a": np.arange(3)}, {"which": "third"}, wait=True) == 2
     saves.close()
@@ -400,7 +476,10 @@ def test_what_cannot_be_restored_is_said(tmp_path):
     saves.close()
     with pytest.raises(SaveError, match="is no session of workers"):
         Workers.restore(model(), tmp_path / "other")
-    with Saved(tmp_path / "other") as saved, pytest.raises(SaveError, match=r"a in save 1 .* is float64\[3\], not float64\[4\]"):
+    with (
+        Saved(tmp_path / "other") as saved,
+        pytest.raises(SaveError, match=r"a in save 1 .* is float64\[3\], not float64\[4\]"),
+    ):
         saved.arrays({"a": np.zeros(4)})
     shutil.rmtree(folder / "1" / "arrays")
     with pytest.raises(SaveError, match=r"save 1 of .*session cannot be read"):
@@ -411,7 +490,9 @@ def test_what_cannot_be_restored_is_said(tmp_path):
 
 
 def test_a_layout_of_ones_own_is_saved_and_a_function_has_to_be_given_again(tmp_path):
-    own = WorkersLayout(sees={"Alice": ("prompt", "Bob", "Alice"), "Bob": ("prompt", "Alice", "Bob")})
+    own = WorkersLayout(
+        sees={"Alice": ("prompt", "Bob", "Alice"), "Bob": ("prompt", "Alice", "Bob")}
+    )
     session = saved_at(tmp_path / "1", 20, layout=own)
     assert run(Workers.restore(model(), tmp_path / "1")) == run(session)
     session = saved_at(tmp_path / "2", 20, layout=lambda names, format: combined(names, format))
@@ -422,10 +503,25 @@ def test_a_layout_of_ones_own_is_saved_and_a_function_has_to_be_given_again(tmp_
 
 @pytest.mark.slow
 def test_a_killed_command_goes_on_with_resume_and_says_what_the_unbroken_one_says(tmp_path, capsys):
-    command = ["workers", "embedded", "--problem", "1. Compute 17 + 25. 2. Compute 6 * 7.", "--budget", "400", "--temperature", "0.7",
-               "--seed", "3", "--finish-at", "16,400", "--json"]
+    command = [
+        "workers",
+        "embedded",
+        "--problem",
+        "1. Compute 17 + 25. 2. Compute 6 * 7.",
+        "--budget",
+        "400",
+        "--temperature",
+        "0.7",
+        "--seed",
+        "3",
+        "--finish-at",
+        "16,400",
+        "--json",
+    ]
     saving = [*command, "--checkpoint", str(tmp_path / "saves"), "--checkpoint-every", "16"]
-    process = subprocess.Popen([sys.executable, "-P", "-m", "jaxshare.serving.cli", *saving], stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "jaxshare.serving.cli", *saving], stderr=subprocess.PIPE
+    )
     until = time.monotonic() + 240
     while not any(path.name.isdigit() and int(path.name) > 1 for path in tmp_path.glob("saves/*")):
         assert process.poll() is None and time.monotonic() < until, process.communicate()
@@ -449,17 +545,30 @@ def test_a_killed_command_goes_on_with_resume_and_says_what_the_unbroken_one_say
 
 
 def test_wrong_arguments_of_the_command_are_said_before_the_model_is_loaded(capsys):
-    for arguments, said in ((["--resume"], "give its folder as --checkpoint"),
-                            (["--checkpoint", "x", "--checkpoint-every", "0"], "at least 1"),
-                            (["--trace", "no-such-folder/run.trace"], "there is no folder no-such-folder; give a file in a folder"),
-                            (["--trace", "."], "that is a folder; give a file")):
+    for arguments, said in (
+        (["--resume"], "give its folder as --checkpoint"),
+        (["--checkpoint", "x", "--checkpoint-every", "0"], "at least 1"),
+        (
+            ["--trace", "no-such-folder/run.trace"],
+            "there is no folder no-such-folder; give a file in a folder",
+        ),
+        (["--trace", "."], "that is a folder; give a file"),
+    ):
         assert cli.main(["workers", "no-such-model", "--problem", "1 + 1", *arguments]) == 1
         assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_the_command_writes_the_trace_of_the_session(tmp_path, capsys):
-    command = ["workers", "embedded", "--problem", "1. Compute 17 + 25. 2. Compute 6 * 7.", "--budget", "24", "--json"]
+    command = [
+        "workers",
+        "embedded",
+        "--problem",
+        "1. Compute 17 + 25. 2. Compute 6 * 7.",
+        "--budget",
+        "24",
+        "--json",
+    ]
     assert cli.main([*command, "--trace", str(tmp_path / "run.trace")]) == 0
     told = json.loads(capsys.readouterr().out)
     trace = Trace.load(tmp_path / "run.trace")

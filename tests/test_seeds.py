@@ -1,4 +1,5 @@
-"""Seeds: every stream of every host has a key of its own, and a stream can be drawn again by itself."""
+"""Seeds: every stream of every host has a key of its own, and a stream can be drawn again by
+itself."""
 
 import asyncio
 import itertools
@@ -40,7 +41,8 @@ def check(streams) -> None:
 
 
 def test_the_first_stream_of_a_seed_is_the_seed_and_others_are_hashes_that_stay_as_they_are():
-    """What is kept of a run (a job, a session, an evaluation) goes on with the same texts only if no key ever changes."""
+    """What is kept of a run (a job, a session, an evaluation) goes on with the same texts only if
+    no key ever changes."""
     assert [stream_seed(5), stream_seed(5, 0), stream_seed(5, 0, 0)] == [5, 5, 5]
     assert stream_seed(-1) == stream_seed(2**64 - 1) == 2**64 - 1
     assert stream_seed(5, 1) == stream_seed(5 + 2**64, 1) == 632400757327323171
@@ -55,27 +57,50 @@ def test_the_first_stream_of_a_seed_is_the_seed_and_others_are_hashes_that_stay_
 def test_different_places_and_seeds_have_different_keys():
     """However their parts are cut, of whatever kind they are, near to each other or far apart."""
     parts = (0, 1, 2, 12, 10**20, -1, "", "1", "12", "a", b"", b"1", b"12")
-    places = [place for count in (1, 2, 3) for place in itertools.product(parts, repeat=count) if any(part != 0 for part in place)]
+    places = [
+        place
+        for count in (1, 2, 3)
+        for place in itertools.product(parts, repeat=count)
+        if any(part != 0 for part in place)
+    ]
     found = [stream_seed(seed, *place) for seed in (0, 1, 2**32, 2**63) for place in places]
     assert len(set(found)) == len(found) == 4 * (13 + 13**2 + 13**3 - 3)
     assert all(0 <= key < 2**63 for key in found)
-    many = {stream_seed(seed, prompt, index) for seed in range(20) for prompt in range(50) for index in range(50)}
+    many = {
+        stream_seed(seed, prompt, index)
+        for seed in range(20)
+        for prompt in range(50)
+        for index in range(50)
+    }
     assert len(many) == 20 * 50 * 50
 
 
 def test_words_are_those_of_a_key_that_jax_makes_of_the_same_seed():
     """So that a draw is `uniform(fold_in(key(seed), position))` in plain JAX."""
     seeds = [0, 5, 2**32 - 1]
-    expected = [float(jax.random.uniform(jax.random.fold_in(jax.random.key(np.uint32(seed), impl="threefry2x32"), 7))) for seed in seeds]
+    expected = [
+        float(
+            jax.random.uniform(
+                jax.random.fold_in(jax.random.key(np.uint32(seed), impl="threefry2x32"), 7)
+            )
+        )
+        for seed in seeds
+    ]
     found = uniforms(jnp.asarray(seed_words(seeds)), jnp.full(3, 7, jnp.int32))
     assert np.asarray(found).tolist() == expected
-    assert seed_words([2**63 + 5, -1, 2**32]).tolist() == [[2**31, 5], [2**32 - 1, 2**32 - 1], [1, 0]]
+    assert seed_words([2**63 + 5, -1, 2**32]).tolist() == [
+        [2**31, 5],
+        [2**32 - 1, 2**32 - 1],
+        [1, 0],
+    ]
 
 
 def test_streams_under_neighbouring_seeds_and_places_are_not_correlated():
     keys = [stream_seed(seed, index) for seed in range(64) for index in range(64)]
     words = jnp.asarray(seed_words(keys))
-    u = np.stack([np.asarray(uniforms(words, jnp.full(len(keys), at, jnp.int32))) for at in range(4)]).reshape(4, 64, 64)
+    u = np.stack(
+        [np.asarray(uniforms(words, jnp.full(len(keys), at, jnp.int32))) for at in range(4)]
+    ).reshape(4, 64, 64)
     for axis in (1, 2):
         first, second = (np.take(u, range(begin, begin + 63), axis) for begin in (0, 1))
         assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.025
@@ -88,32 +113,80 @@ def test_streams_under_neighbouring_seeds_and_places_are_not_correlated():
 def test_rows_of_a_decode_state():
     cache = KVCache.create(TINY, [4] * EACH, jnp.float32)
     layout = Layout.from_blocks([[row] for row in range(EACH)])
-    check(key for seed in SEEDS
-          for key in keys_of(DecodeState.create(cache, layout, [[1]] * EACH, vocab_size=TINY.vocab_size, seeds=seed)))
+    check(
+        key
+        for seed in SEEDS
+        for key in keys_of(
+            DecodeState.create(cache, layout, [[1]] * EACH, vocab_size=TINY.vocab_size, seeds=seed)
+        )
+    )
 
 
 def test_completions_of_a_prompt_and_of_several():
     """The texts themselves, of one prompt eight times and of four equal prompts twice each."""
     for prompts, n in (([TOKENS[:6]], EACH), ([TOKENS[:6]] * 4, 2)):
-        found = [generate(model(), prompts, n=n, max_new_tokens=8, sampler=HOT, seed=seed, share=True, max_rows=8) for seed in SEEDS]
+        found = [
+            generate(
+                model(),
+                prompts,
+                n=n,
+                max_new_tokens=8,
+                sampler=HOT,
+                seed=seed,
+                share=True,
+                max_rows=8,
+            )
+            for seed in SEEDS
+        ]
         check(tuple(c.tokens) for done in found for c in done.completions)
 
 
 def test_two_seeds_of_a_job_share_no_text():
     """`batch --n 4 --seed 0` and `--seed 1` over twelve prompts."""
     prompts = [[*TOKENS[:3], TOKENS[3 + i]] for i in range(12)]
-    texts = [{(c.prompt, *c.tokens) for c in generate(model(), prompts, n=4, max_new_tokens=8, sampler=HOT, seed=seed, share=True,
-                                                      max_rows=8).completions} for seed in (0, 1)]
+    texts = [
+        {
+            (c.prompt, *c.tokens)
+            for c in generate(
+                model(),
+                prompts,
+                n=4,
+                max_new_tokens=8,
+                sampler=HOT,
+                seed=seed,
+                share=True,
+                max_rows=8,
+            ).completions
+        }
+        for seed in (0, 1)
+    ]
     assert len(texts[0]) == len(texts[1]) == 48 and not texts[0] & texts[1]
 
 
 def test_a_completion_is_that_of_its_key_alone():
-    """Wherever it is among others: what makes texts independent of data groups, replicas and resumed jobs."""
+    """Wherever it is among others: what makes texts independent of data groups, replicas and
+    resumed jobs."""
     prompts = [TOKENS[:6], TOKENS[6:12]]
-    run = Branches(model(), prompts, n=3, max_new_tokens=8, sampler=HOT, seed=11, share=True, max_rows=4, skip={(0, 0), (1, 1)})
+    run = Branches(
+        model(),
+        prompts,
+        n=3,
+        max_new_tokens=8,
+        sampler=HOT,
+        seed=11,
+        share=True,
+        max_rows=4,
+        skip={(0, 0), (1, 1)},
+    )
     for done in run.stream():
-        [alone] = generate(model(), prompts[done.prompt], max_new_tokens=8, sampler=HOT, share=True,
-                           seed=stream_seed(11, done.prompt, done.index)).completions
+        [alone] = generate(
+            model(),
+            prompts[done.prompt],
+            max_new_tokens=8,
+            sampler=HOT,
+            share=True,
+            seed=stream_seed(11, done.prompt, done.index),
+        ).completions
         assert alone.tokens == done.tokens
 
 
@@ -121,7 +194,10 @@ def test_workers_and_who_is_asked():
     sessions = [start(worker_names(EACH), max_workers=EACH, seed=seed, budget=8) for seed in SEEDS]
     keys = [key for session in sessions for key in keys_of(session._state)]
     check(keys)
-    asked = [(int(high) << 32) + int(low) for high, low in (np.asarray(session._state.steps.seed) for session in sessions)]
+    asked = [
+        (int(high) << 32) + int(low)
+        for high, low in (np.asarray(session._state.steps.seed) for session in sessions)
+    ]
     assert len({*keys, *asked}) == len(keys) + len(SEEDS)
 
 
@@ -136,7 +212,9 @@ def test_a_worker_that_joins_does_not_draw_what_the_one_before_in_its_row_drew()
     session.add("Carol")
     after = keys_of(session._state)
     assert session._party.row("Carol") == row and after[row] not in before
-    assert [key for r, key in enumerate(after) if r != row] == [key for r, key in enumerate(before) if r != row]
+    assert [key for r, key in enumerate(after) if r != row] == [
+        key for r, key in enumerate(before) if r != row
+    ]
 
 
 class Enough(Exception):
@@ -153,7 +231,9 @@ def test_baselines_of_several_streams(monkeypatch):
     monkeypatch.setattr(baselines, "_rows", noted)
     for seed in SEEDS:
         with pytest.raises(Enough):
-            baselines.self_consistency(model(), "1. 47 + 38", workers=EACH, budget=1, seed=seed, answer_by="vote")
+            baselines.self_consistency(
+                model(), "1. 47 + 38", workers=EACH, budget=1, seed=seed, answer_by="vote"
+            )
     check(found)
 
 
@@ -176,7 +256,8 @@ def test_parts_of_a_skeleton_of_thought_have_seeds_of_their_own(monkeypatch):
 
 def test_calls_of_an_engine_that_are_given_no_seed(monkeypatch):
     """Asked eight times each, of eight engines; a seed that is given is the stream itself."""
-    monkeypatch.setattr(Engine, "_work", lambda self: None)  # nothing runs: what was submitted stays to be looked at
+    # nothing runs: what was submitted stays to be looked at
+    monkeypatch.setattr(Engine, "_work", lambda self: None)
     found = []
     for seed in SEEDS:
         engine = Engine(model(), max_rows=1, kv_bytes=2**20, seed=seed)
@@ -208,8 +289,17 @@ def test_calls_of_agents():
 
 
 def test_runs_of_an_evaluation_and_their_workers():
-    """Two problems, four runs each; the workers of all runs of one evaluation are different streams, too."""
-    settings = dict(method="workers", workers=[2], budgets=[8], seeds=4, answer_tokens=1, sampler=Sampler(1.0), more={})
+    """Two problems, four runs each; the workers of all runs of one evaluation are different
+    streams, too."""
+    settings = dict(
+        method="workers",
+        workers=[2],
+        budgets=[8],
+        seeds=4,
+        answer_tokens=1,
+        sampler=Sampler(1.0),
+        more={},
+    )
     problems = [Problem(str(i), "1. 47 + 38", ("85",)) for i in range(2)]
     found = [piece.seed for seed in SEEDS for piece in pieces(problems, seed=seed, **settings)]
     check(found)

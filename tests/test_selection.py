@@ -8,12 +8,23 @@ from fractions import Fraction
 
 import pytest
 
-from jaxshare.serving.selection import best_of_n, by_prompt, majority_vote, mean_logprob, pass_at, pass_at_k
+from jaxshare.serving.selection import (
+    best_of_n,
+    by_prompt,
+    majority_vote,
+    mean_logprob,
+    pass_at,
+    pass_at_k,
+)
 
 
-def made(text: str = "", *, tokens: int = 1, logprob: float = -1.0, prompt: int = 0, index: int = 0):
+def made(
+    text: str = "", *, tokens: int = 1, logprob: float = -1.0, prompt: int = 0, index: int = 0
+):
     """A completion, with the fields that selection reads."""
-    return types.SimpleNamespace(text=text, tokens=[7] * tokens, reason="stop", logprob=logprob, prompt=prompt, index=index)
+    return types.SimpleNamespace(
+        text=text, tokens=[7] * tokens, reason="stop", logprob=logprob, prompt=prompt, index=index
+    )
 
 
 def test_by_prompt_is_in_order_of_prompt_and_index():
@@ -26,17 +37,36 @@ def test_by_prompt_is_in_order_of_prompt_and_index():
 
 
 def test_the_majority_wins_and_what_has_no_answer_has_no_vote():
-    texts = ["none", r"\boxed{4}", r"first \boxed{4}, no: \boxed{ 5 }", r"\boxed{5}", "none", "none", "none"]
+    texts = [
+        "none",
+        r"\boxed{4}",
+        r"first \boxed{4}, no: \boxed{ 5 }",
+        r"\boxed{5}",
+        "none",
+        "none",
+        "none",
+    ]
     assert majority_vote([made(t) for t in texts]) == "5"
-    assert majority_vote([made(t) for t in (r"\boxed{1}", r"\boxed{2}", r"\boxed{2}", r"\boxed{1}")]) == "1"
+    assert (
+        majority_vote([made(t) for t in (r"\boxed{1}", r"\boxed{2}", r"\boxed{2}", r"\boxed{1}")])
+        == "1"
+    )
     assert majority_vote([made("none")]) is None and majority_vote([]) is None
-    assert majority_vote([made("a b"), made("c b"), made("d e")], answer=lambda text: text.split()[-1]) == "b"
+    assert (
+        majority_vote([made("a b"), made("c b"), made("d e")], answer=lambda text: text.split()[-1])
+        == "b"
+    )
 
 
 def test_the_best_is_likeliest_for_each_token():
-    short, long, equal = made("short", tokens=2, logprob=-3.0), made("long", tokens=8, logprob=-8.0), made("equal", tokens=1)
+    short, long, equal = (
+        made("short", tokens=2, logprob=-3.0),
+        made("long", tokens=8, logprob=-8.0),
+        made("equal", tokens=1),
+    )
     assert mean_logprob(long) == -1.0 and mean_logprob(short) == -1.5
-    assert best_of_n([short, long, equal]) is long and best_of_n([short, equal, long]) is equal  # the first of equals
+    # the first of equals
+    assert best_of_n([short, long, equal]) is long and best_of_n([short, equal, long]) is equal
     assert best_of_n([made("nothing", tokens=0, logprob=0.0), short]) is short
     assert best_of_n([short, long, equal], score=lambda c: -len(c.tokens)) is equal
 
@@ -55,17 +85,33 @@ def test_pass_at_k_counts_the_subsets_with_a_right_one(n):
         assert pass_at_k(correct, n, k) == float(Fraction(sum(map(any, subsets)), len(subsets)))
 
 
-@pytest.mark.parametrize(("correct", "n", "k"), [
-    (1, 5000, 1), (1, 5000, 2500), (2, 10_000, 3), (40, 4000, 100), (3999, 4000, 1), (7, 3000, 2993)])
+@pytest.mark.parametrize(
+    ("correct", "n", "k"),
+    [
+        (1, 5000, 1),
+        (1, 5000, 2500),
+        (2, 10_000, 3),
+        (40, 4000, 100),
+        (3999, 4000, 1),
+        (7, 3000, 2993),
+    ],
+)
 def test_pass_at_k_of_thousands(correct, n, k):
     # The same draws one after the other: the first is wrong, and the second, and so on.
     wrong = math.prod(Fraction(n - correct - i, n - i) for i in range(k))
     assert pass_at_k(correct, n, k) == float(1 - wrong)
 
 
-@pytest.mark.parametrize(("correct", "n", "k", "words"), [
-    (0, 4, 0, "k is 0 with 4 completions"), (0, 4, 5, "k is 5 with 4 completions"), (0, 0, 1, "k is 1 with 0 completions"),
-    (-1, 4, 1, "correct is -1"), (5, 4, 1, "correct is 5 with 4 completions")])
+@pytest.mark.parametrize(
+    ("correct", "n", "k", "words"),
+    [
+        (0, 4, 0, "k is 0 with 4 completions"),
+        (0, 4, 5, "k is 5 with 4 completions"),
+        (0, 0, 1, "k is 1 with 0 completions"),
+        (-1, 4, 1, "correct is -1"),
+        (5, 4, 1, "correct is 5 with 4 completions"),
+    ],
+)
 def test_pass_at_k_refuses(correct, n, k, words):
     with pytest.raises(ValueError, match=words):
         pass_at_k(correct, n, k)
@@ -73,13 +119,23 @@ def test_pass_at_k_refuses(correct, n, k, words):
 
 def test_pass_at_is_the_mean_over_prompts_not_over_completions():
     right = {0: [1, 0, 0], 1: [1] * 12, 2: [0] * 5, 9: [0, 1]}
-    completions = [made(str(r), prompt=p, index=i) for p, group in right.items() for i, r in enumerate(group)]
+    completions = [
+        made(str(r), prompt=p, index=i) for p, group in right.items() for i, r in enumerate(group)
+    ]
     random.Random(1).shuffle(completions)
     for k in (1, 2):
-        each = [sum(map(any, subsets)) / len(subsets) for group in right.values() if (subsets := list(itertools.combinations(group, k)))]
-        assert pass_at(completions, lambda c: c.text == "1", k) == pytest.approx(sum(each) / 4, rel=1e-12)
+        each = [
+            sum(map(any, subsets)) / len(subsets)
+            for group in right.values()
+            if (subsets := list(itertools.combinations(group, k)))
+        ]
+        assert pass_at(completions, lambda c: c.text == "1", k) == pytest.approx(
+            sum(each) / 4, rel=1e-12
+        )
     assert pass_at(completions, lambda c: c.prompt == 0, 2) == 0.25
-    with pytest.raises(ValueError, match=r"prompt 9 has 2 completions, too few for pass@3; sample at least 3"):
+    with pytest.raises(
+        ValueError, match=r"prompt 9 has 2 completions, too few for pass@3; sample at least 3"
+    ):
         pass_at(completions, lambda c: True, 3)
     with pytest.raises(ValueError, match="k is 0 with 3 completions"):
         pass_at(completions, lambda c: True, 0)

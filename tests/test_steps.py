@@ -1,4 +1,5 @@
-"""Where steps, boxes and code blocks end: on the device, over three tokenizers, against plain string code."""
+"""Where steps, boxes and code blocks end: on the device, over three tokenizers, against plain
+string code."""
 
 import functools
 import random
@@ -16,21 +17,35 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jaxshare.automaton import ByteAutomaton, TokenAutomaton
 from jaxshare.models import EMBEDDED
-from jaxshare.serving.steps import box_automaton, check_separator, code_automaton, step_automaton, token_bytes
+from jaxshare.serving.steps import (
+    box_automaton,
+    check_separator,
+    code_automaton,
+    step_automaton,
+    token_bytes,
+)
 
 steps = functools.cache(step_automaton)
 
-# The oracle: the whole text so far is looked at again after every byte. -------------------------------------------------------------
+# The oracle: the whole text so far is looked at again after every byte.
+# -------------------------------------------------------------
 
-ENDS = [*".?!…‽¶❧。！？۔؟।॥։჻።།။។᠃"]  # noqa: RUF001 (each is meant)
-OVER = [*"\"')]*_”’»›）」』】\u00a0\u3000\u202f\u205f\u2028\u2029", *(chr(0x2000 + n) for n in range(11))]  # noqa: RUF001 (likewise)
-SENTENCE = re.compile(b"(?:%s)(?:%s|\\s)*\\Z" % tuple(b"|".join(re.escape(c.encode()) for c in marks) for marks in (ENDS, OVER)))
+ENDS = [*".?!…‽¶❧。！？۔؟।॥։჻።།။។᠃"]
+OVER = [
+    *"\"')]*_”’»›）」』】\u00a0\u3000\u202f\u205f\u2028\u2029",
+    *(chr(0x2000 + n) for n in range(11)),
+]
+SENTENCE = re.compile(
+    b"(?:%s)(?:%s|\\s)*\\Z"
+    % tuple(b"|".join(re.escape(c.encode()) for c in marks) for marks in (ENDS, OVER))
+)
 OPENING = re.compile(rb"(?s)\s*(?:(```)`*[^`]*|(~~~).*)")
 SPAN_ESCAPE_FORMULA = re.compile(rb"(?s)`+[^`\n]*`*|\\[\\$`]|(\$\$)(?:\\[\\$`]|(?!\$\$).)*(\$\$)?")
 
 
 def without_code(text: bytes) -> tuple[bytes, bytes, int]:
-    """(text outside of code blocks, with a full stop for each block; the fence of the one that is open, if any; how many closed)."""
+    """(text outside of code blocks, with a full stop for each block; the fence of the one that is
+    open, if any; how many closed)."""
     outside, fence, closed = [], b"", 0
     for line in text.split(b"\n"):
         if fence and line.lstrip().startswith(fence):
@@ -73,35 +88,95 @@ def closes_box(text: bytes) -> bool:
     return not re.search(rb"[{}]", content) and depth <= 16
 
 
-# Three tokenizers --------------------------------------------------------------------------------------------------------------------
+# Three tokenizers
+# --------------------------------------------------------------------------------------------------------------------
 
-LINES = ["We add them: 2 + 3 = 5.\n\nSo the answer is \\boxed{5}.\n\n", "```python\nprint(1)\n```\n\n", "\\frac{a}{b} \\{ \\} {\\boxed{7}}",
-         "“Is it done?”\n\n**Yes!**\n\n", "   ```\n\n````\n", "(It is.)  \n\nWait, no:\n\n", "好。」\n\n 是？\n\n ठीक।\n\n نعم؟\n\n"]  # noqa: RUF001
+LINES = [
+    "We add them: 2 + 3 = 5.\n\nSo the answer is \\boxed{5}.\n\n",
+    "```python\nprint(1)\n```\n\n",
+    "\\frac{a}{b} \\{ \\} {\\boxed{7}}",
+    "“Is it done?”\n\n**Yes!**\n\n",
+    "   ```\n\n````\n",
+    "(It is.)  \n\nWait, no:\n\n",
+    "好。」\n\n 是？\n\n ठीक।\n\n نعم؟\n\n",
+]
 
 
 @functools.cache
 def byte_level() -> PreTrainedTokenizerFast:
     """Byte-level BPE, trained on LINES, pairs of newlines and sentence ends among its tokens."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"[^\w\s]+\s*|\s*\w+|\s+"), "isolated"),
-                                                       pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"[^\w\s]+\s*|\s*\w+|\s+"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(LINES * 4, trainers.BpeTrainer(
-        vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|end|>"], show_progress=False))
+    tokenizer.train_from_iterator(
+        LINES * 4,
+        trainers.BpeTrainer(
+            vocab_size=420,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            special_tokens=["<|end|>"],
+            show_progress=False,
+        ),
+    )
     tokenizer.add_tokens(["<think>", "</think> .\n"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
 
 @functools.cache
 def sentence_piece() -> PreTrainedTokenizerFast:
-    """Unigram pieces with ▁ for a space, and bytes for what they cannot spell, newlines and Chinese included."""
-    pieces = ["▁", "▁a", "a", "b", ".", "!", ":", ".)", ")", "*", "**", "`", "```", "``", "{", "}", "\\", "\\boxed{", "boxed", "5", "▁5",
-              "”", "5}", ".**", "।", "▁▁▁▁", "python", "▁is", "。"]
-    vocabulary = [("<unk>", 0.0), ("<s>", 0.0), *[(f"<0x{byte:02X}>", -9.0) for byte in range(256)],
-                  *[(piece, -2.0 - len(piece) / 9) for piece in pieces]]
+    """Unigram pieces with ▁ for a space, and bytes for what they cannot spell, newlines and Chinese
+    included."""
+    pieces = [
+        "▁",
+        "▁a",
+        "a",
+        "b",
+        ".",
+        "!",
+        ":",
+        ".)",
+        ")",
+        "*",
+        "**",
+        "`",
+        "```",
+        "``",
+        "{",
+        "}",
+        "\\",
+        "\\boxed{",
+        "boxed",
+        "5",
+        "▁5",
+        "”",
+        "5}",
+        ".**",
+        "।",
+        "▁▁▁▁",
+        "python",
+        "▁is",
+        "。",
+    ]
+    vocabulary = [
+        ("<unk>", 0.0),
+        ("<s>", 0.0),
+        *[(f"<0x{byte:02X}>", -9.0) for byte in range(256)],
+        *[(piece, -2.0 - len(piece) / 9) for piece in pieces],
+    ]
     tokenizer = tokenizers.Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>")
 
 
@@ -111,7 +186,11 @@ def embedded() -> PreTrainedTokenizerFast:
 
 
 def word_piece() -> PreTrainedTokenizerFast:
-    tokenizer = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "b": 2, "##b": 3, ".": 4, "##ing": 5}, unk_token="[UNK]"))
+    tokenizer = tokenizers.Tokenizer(
+        models.WordPiece(
+            {"[UNK]": 0, "a": 1, "b": 2, "##b": 3, ".": 4, "##ing": 5}, unk_token="[UNK]"
+        )
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
@@ -121,15 +200,62 @@ TOKENIZERS = {"byte-level": byte_level, "sentence-piece": sentence_piece, "embed
 SPARE = 3
 """Tokens of the model that the tokenizer does not know."""
 
-FRAGMENTS = ["\n", "\n\n", " ", ".", "a", "**", ")", ":", "```", "\n```", "`", "python", "\\boxed{", "{", "}", "5", "\\", "\\}", "。", "”",
-             "؟", "ok.\n\n", "```\n\n", "\u00a0", "é", "\r\n", "\\boxed{5}", "~~~", "\n~~~", "~", "$$", "$", "\\$", "``"]
+FRAGMENTS = [
+    "\n",
+    "\n\n",
+    " ",
+    ".",
+    "a",
+    "**",
+    ")",
+    ":",
+    "```",
+    "\n```",
+    "`",
+    "python",
+    "\\boxed{",
+    "{",
+    "}",
+    "5",
+    "\\",
+    "\\}",
+    "。",
+    "”",
+    "؟",
+    "ok.\n\n",
+    "```\n\n",
+    "\u00a0",
+    "é",
+    "\r\n",
+    "\\boxed{5}",
+    "~~~",
+    "\n~~~",
+    "~",
+    "$$",
+    "$",
+    "\\$",
+    "``",
+]
 
 
-def random_tokens(tokenizer: PreTrainedTokenizerFast, pieces: list[bytes], count: int, length: int, always: tuple[str, ...]) -> np.ndarray:
-    """int32[count, length]: half of them what texts encode to, half tokens drawn one by one; each from a few fragments or tokens only."""
+def random_tokens(
+    tokenizer: PreTrainedTokenizerFast,
+    pieces: list[bytes],
+    count: int,
+    length: int,
+    always: tuple[str, ...],
+) -> np.ndarray:
+    """int32[count, length]: half of them what texts encode to, half tokens drawn one by one; each
+    from a few fragments or tokens only."""
     draw = random.Random(0)
-    likely = [number for number, piece in enumerate(pieces) if re.search(rb"[\n.`{}\\\xe2\xe3\x80\x82\x9d]|^\s*$", piece)]
-    needed = sorted({token for text in always for token in tokenizer.encode(text, add_special_tokens=False)})
+    likely = [
+        number
+        for number, piece in enumerate(pieces)
+        if re.search(rb"[\n.`{}\\\xe2\xe3\x80\x82\x9d]|^\s*$", piece)
+    ]
+    needed = sorted(
+        {token for text in always for token in tokenizer.encode(text, add_special_tokens=False)}
+    )
     sequences = []
     while len(sequences) < count:
         if len(sequences) % 2:
@@ -137,7 +263,9 @@ def random_tokens(tokenizer: PreTrainedTokenizerFast, pieces: list[bytes], count
             chosen = draw.choices(few, k=length)
         else:
             few = [*draw.sample(always, 2), *draw.sample(FRAGMENTS, 4)]
-            chosen = tokenizer.encode("".join(draw.choices(few, k=length)), add_special_tokens=False)[:length]
+            chosen = tokenizer.encode(
+                "".join(draw.choices(few, k=length)), add_special_tokens=False
+            )[:length]
         if len(chosen) == length:
             sequences.append(chosen)
     return np.asarray(sequences, np.int32)
@@ -166,12 +294,14 @@ def oracle_marks(found, pieces: list[bytes], tokens: np.ndarray) -> np.ndarray:
 def test_device_marks_are_those_of_plain_strings(name):
     tokenizer = TOKENIZERS[name]()
     pieces = token_bytes(tokenizer, len(tokenizer) + SPARE)
-    for automaton, found, always in ((step_automaton(), ends_step, (".", "\n\n", ".\n\n")),
-                                     (step_automaton(), ends_step, ("$$", ".\n\n", "\n\n")),
-                                     (step_automaton(), ends_step, ("~~~", "```", "$$", "\n", "\n\n")),
-                                     (box_automaton(), closes_box, ("\\boxed{", "}", "\\boxed{5}")),
-                                     (code_automaton(), closes_code, ("```", "\n", "\n```")),
-                                     (code_automaton(), closes_code, ("~~~", "```", "\n", "\n~~~"))):
+    for automaton, found, always in (
+        (step_automaton(), ends_step, (".", "\n\n", ".\n\n")),
+        (step_automaton(), ends_step, ("$$", ".\n\n", "\n\n")),
+        (step_automaton(), ends_step, ("~~~", "```", "$$", "\n", "\n\n")),
+        (box_automaton(), closes_box, ("\\boxed{", "}", "\\boxed{5}")),
+        (code_automaton(), closes_code, ("```", "\n", "\n```")),
+        (code_automaton(), closes_code, ("~~~", "```", "\n", "\n~~~")),
+    ):
         tokens = random_tokens(tokenizer, pieces, 4800, 16, always)
         expected = oracle_marks(found, pieces, tokens)
         np.testing.assert_array_equal(device_marks(automaton.lift(pieces), tokens), expected)
@@ -182,41 +312,120 @@ def test_device_marks_are_those_of_plain_strings(name):
 def test_other_separators(separator):
     pieces = token_bytes(byte_level(), len(byte_level()))
     tokens = random_tokens(byte_level(), pieces, 1000, 16, (".", separator, ".\n" + separator))
-    expected = oracle_marks(functools.partial(ends_step, separator=separator.encode()), pieces, tokens)
-    np.testing.assert_array_equal(device_marks(step_automaton(separator).lift(pieces), tokens), expected)
+    expected = oracle_marks(
+        functools.partial(ends_step, separator=separator.encode()), pieces, tokens
+    )
+    np.testing.assert_array_equal(
+        device_marks(step_automaton(separator).lift(pieces), tokens), expected
+    )
     assert expected.sum() > 200
 
 
-# Cases written out -------------------------------------------------------------------------------------------------------------------
+# Cases written out
+# -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "ends"), [
-    ("It is 5.\n\n", True), ("Is it?\n\n", True), ("It is!\n\n", True), ("It is 5.\n", False), ("", False), ("\n\n", False),
-    ("It is:\n\n", False), ("It is,\n\n", False), ("It is;\n\n", False), ("It is\n\n", False), ("It. is\n\n", False),
-    ("(It is.)\n\n", True), ("**It is.**\n\n", True), ("\"It is.'\n\n", True), ("“It is.”\n\n", True), ("« Oui.\u00a0»\n\n", True),
-    ("« Oui.\u202f»\n\n", True), ("Oui.\u2003\n\n", True), ("Oui.\u200b\n\n", False),
-    ("It is. \t \n\n", True), ("It is.\n \n", False), ("It is.\n\n\n", True), ("It is:\n\n.\n\n", True),
-    ("好。\n\n", True), ("好、\n\n", False), ("ठीक।\n\n", True), ("نعم؟\n\n", True), ("And so on…\n\n", True), ("（好。）\n\n", True),  # noqa: RUF001
-    ("```\na.\n\nb.\n\n", False), ("```\na\n```\n\n", True), ("  ```py\na\n  ```  \n\n", True), ("```\na\n````\n\n", True),
-    ("```\na\n```\nSo:\n\n", False), ("```\na\n``` and so\n\n", False), ("```\na ```\nb.\n\n", False), ("a ```\nb.\n\n", True),
-    ("```x``` is code.\n\n", True), ("``\na.\n\n", True),
-    ("~~~\na.\n\n", False), ("~~~\na\n~~~\n\n", True), ("  ~~~ py `x` ~~~\na.\n\n", False), ("~~~\na\n~~~~ \n\n", True),
-    ("~~\na.\n\n", True), ("a ~~~\nb.\n\n", True), ("~~~\na\n~~~\nSo:\n\n", False),
-    ("```\n~~~\na.\n\n", False), ("```\n~~~\n```\n\n", True), ("~~~\n```\na.\n\n", False), ("~~~\n```\n~~~\n\n", True),
-    ("$$\nx = 1.\n\n", False), ("$$\nx = 1.\n\n$$\n\n", True), ("$$x$$\n\n", True), ("So $$x$$ is it\n\n", False), ("$$x$$,\n\n", False),
-    ("So $$x$$ is it.\n\n", True), ("It costs $$ a lot.\n\n", False), ("$x.\n\n", True), ("$\n$x.\n\n", True), ("$$$x.\n\n", False),
-    ("$$$$\n\n", True), ("$$x$$$\n\n", False), ("$$x$$ $$y.\n\n", False), ("**$$x$$**\n\n", True),
-    (r"\$$x." "\n\n", True), (r"\$\$x." "\n\n", True), (r"\\$$x." "\n\n", False), (r"$$x\$$y." "\n\n", False), (r"$$x\\$$" "\n\n", True),
-    ("`$$` is the process.\n\n", True), ("`` $$ `` is it.\n\n", True), ("a ````$$```` b.\n\n", True), ("``x`` $$y.\n\n", False),
-    ("`$$\nx.\n\n", True), ("`a\n$$x.\n\n", False), (r"\`$$x." "\n\n", False), (r"`\`$$x." "\n\n", False), ("```$$``` is it.\n\n", True),
-    ("$$`x`$$\n\n", True), ("$$`$$\n\n", True), ("```\n$$\n```\n\n", True), ("~~~\n$$\n~~~\n\n", True), ("$$\n```\n$$\n```\n\n", False),
-    ("$$\n```\n$$\n```\n$$\n\n", True), ("好。$$x。\n\n", False), ("`a。\n\n", True),
-])
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ("It is 5.\n\n", True),
+        ("Is it?\n\n", True),
+        ("It is!\n\n", True),
+        ("It is 5.\n", False),
+        ("", False),
+        ("\n\n", False),
+        ("It is:\n\n", False),
+        ("It is,\n\n", False),
+        ("It is;\n\n", False),
+        ("It is\n\n", False),
+        ("It. is\n\n", False),
+        ("(It is.)\n\n", True),
+        ("**It is.**\n\n", True),
+        ("\"It is.'\n\n", True),
+        ("“It is.”\n\n", True),
+        ("« Oui.\u00a0»\n\n", True),
+        ("« Oui.\u202f»\n\n", True),
+        ("Oui.\u2003\n\n", True),
+        ("Oui.\u200b\n\n", False),
+        ("It is. \t \n\n", True),
+        ("It is.\n \n", False),
+        ("It is.\n\n\n", True),
+        ("It is:\n\n.\n\n", True),
+        ("好。\n\n", True),
+        ("好、\n\n", False),
+        ("ठीक।\n\n", True),
+        ("نعم؟\n\n", True),
+        ("And so on…\n\n", True),
+        ("（好。）\n\n", True),
+        ("```\na.\n\nb.\n\n", False),
+        ("```\na\n```\n\n", True),
+        ("  ```py\na\n  ```  \n\n", True),
+        ("```\na\n````\n\n", True),
+        ("```\na\n```\nSo:\n\n", False),
+        ("```\na\n``` and so\n\n", False),
+        ("```\na ```\nb.\n\n", False),
+        ("a ```\nb.\n\n", True),
+        ("```x``` is code.\n\n", True),
+        ("``\na.\n\n", True),
+        ("~~~\na.\n\n", False),
+        ("~~~\na\n~~~\n\n", True),
+        ("  ~~~ py `x` ~~~\na.\n\n", False),
+        ("~~~\na\n~~~~ \n\n", True),
+        ("~~\na.\n\n", True),
+        ("a ~~~\nb.\n\n", True),
+        ("~~~\na\n~~~\nSo:\n\n", False),
+        ("```\n~~~\na.\n\n", False),
+        ("```\n~~~\n```\n\n", True),
+        ("~~~\n```\na.\n\n", False),
+        ("~~~\n```\n~~~\n\n", True),
+        ("$$\nx = 1.\n\n", False),
+        ("$$\nx = 1.\n\n$$\n\n", True),
+        ("$$x$$\n\n", True),
+        ("So $$x$$ is it\n\n", False),
+        ("$$x$$,\n\n", False),
+        ("So $$x$$ is it.\n\n", True),
+        ("It costs $$ a lot.\n\n", False),
+        ("$x.\n\n", True),
+        ("$\n$x.\n\n", True),
+        ("$$$x.\n\n", False),
+        ("$$$$\n\n", True),
+        ("$$x$$$\n\n", False),
+        ("$$x$$ $$y.\n\n", False),
+        ("**$$x$$**\n\n", True),
+        (r"\$$x." "\n\n", True),
+        (r"\$\$x." "\n\n", True),
+        (r"\\$$x." "\n\n", False),
+        (r"$$x\$$y." "\n\n", False),
+        (r"$$x\\$$" "\n\n", True),
+        ("`$$` is the process.\n\n", True),
+        ("`` $$ `` is it.\n\n", True),
+        ("a ````$$```` b.\n\n", True),
+        ("``x`` $$y.\n\n", False),
+        ("`$$\nx.\n\n", True),
+        ("`a\n$$x.\n\n", False),
+        (r"\`$$x." "\n\n", False),
+        (r"`\`$$x." "\n\n", False),
+        ("```$$``` is it.\n\n", True),
+        ("$$`x`$$\n\n", True),
+        ("$$`$$\n\n", True),
+        ("```\n$$\n```\n\n", True),
+        ("~~~\n$$\n~~~\n\n", True),
+        ("$$\n```\n$$\n```\n\n", False),
+        ("$$\n```\n$$\n```\n$$\n\n", True),
+        ("好。$$x。\n\n", False),
+        ("`a。\n\n", True),
+    ],
+)
 def test_ends_of_steps(text, ends):
     assert steps().read(text.encode())[1] == ends_step(text.encode()) == ends
 
 
-@given(st.lists(st.sampled_from(["$", "$$", "`", "```", "~~~", "\\", "\n", "\n\n", ".", "。", "x", " "]), max_size=14).map("".join))
+@given(
+    st.lists(
+        st.sampled_from(["$", "$$", "`", "```", "~~~", "\\", "\n", "\n\n", ".", "。", "x", " "]),
+        max_size=14,
+    ).map("".join)
+)
 def test_ends_of_steps_in_any_text(text):
     assert ends_with_mark(steps(), text) == ends_step(text.encode())
 
@@ -234,23 +443,53 @@ def test_a_step_ends_at_the_byte_that_completes_the_separator():
     assert not automaton.read(b"\n")[1]  # a new step begins at the start state
 
 
-@pytest.mark.parametrize(("text", "closes"), [
-    (r"\boxed{5}", True), (r"\boxed{5", False), (r"\boxed{}", False), (r"\boxed{ }", False), (r"\boxed{\frac{1}{2}}", True),
-    (r"\boxed{\frac{1}{2}", False), (r"\boxed{\{1\}", False), (r"\boxed{\{1\}}", True), (r"\boxed{1\\}", True), (r"\boxed{\}}", True),
-    (r"boxed{5}", False), (r"\boxed 5}", False), (r"\\boxed{5}", True), (r"\boxed{\boxed{5}", True), (r"\boxed{a \boxed{} }", False),
-    (r"\boxed{" + "{" * 15 + "5" + "}" * 16, True), (r"\boxed{" + "{" * 16 + "5" + "}" * 17, False),
-    (r"\boxed{" + "{" * 16 + r"\boxed{5}", True),
-])
+@pytest.mark.parametrize(
+    ("text", "closes"),
+    [
+        (r"\boxed{5}", True),
+        (r"\boxed{5", False),
+        (r"\boxed{}", False),
+        (r"\boxed{ }", False),
+        (r"\boxed{\frac{1}{2}}", True),
+        (r"\boxed{\frac{1}{2}", False),
+        (r"\boxed{\{1\}", False),
+        (r"\boxed{\{1\}}", True),
+        (r"\boxed{1\\}", True),
+        (r"\boxed{\}}", True),
+        (r"boxed{5}", False),
+        (r"\boxed 5}", False),
+        (r"\\boxed{5}", True),
+        (r"\boxed{\boxed{5}", True),
+        (r"\boxed{a \boxed{} }", False),
+        (r"\boxed{" + "{" * 15 + "5" + "}" * 16, True),
+        (r"\boxed{" + "{" * 16 + "5" + "}" * 17, False),
+        (r"\boxed{" + "{" * 16 + r"\boxed{5}", True),
+    ],
+)
 def test_boxes(text, closes):
     assert box_automaton().read(text.encode())[1] == closes
     assert any(closes_box(text.encode()[:n]) for n in range(len(text) + 1)) == closes
 
 
-@pytest.mark.parametrize(("text", "closes"), [
-    ("```\na\n```", True), ("```python\na\n", False), ("```python\na\n  ```", True), ("```", False), ("```a```", False), ("```\n```", True),
-    ("```\na ```", False), ("~~~\na\n~~~", True), ("~~~\na\n```", False), ("```\na\n~~~", False), ("~~~~\n\t~~~", True), ("~~~", False),
-    ("~~~ `x`\n~~~", True), ("$$\n```\nx\n```", True),
-])
+@pytest.mark.parametrize(
+    ("text", "closes"),
+    [
+        ("```\na\n```", True),
+        ("```python\na\n", False),
+        ("```python\na\n  ```", True),
+        ("```", False),
+        ("```a```", False),
+        ("```\n```", True),
+        ("```\na ```", False),
+        ("~~~\na\n~~~", True),
+        ("~~~\na\n```", False),
+        ("```\na\n~~~", False),
+        ("~~~~\n\t~~~", True),
+        ("~~~", False),
+        ("~~~ `x`\n~~~", True),
+        ("$$\n```\nx\n```", True),
+    ],
+)
 def test_code_blocks(text, closes):
     assert code_automaton().read(text.encode())[1] == closes
 
@@ -261,7 +500,8 @@ def test_code_that_goes_on_inside_a_block():
     assert automaton.read(b"print(1)\n```", inside)[1] and not automaton.read(b"print(1)\n```")[1]
 
 
-# Bytes of tokens ---------------------------------------------------------------------------------------------------------------------
+# Bytes of tokens
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -280,7 +520,9 @@ def test_bytes_of_tokens_spell_what_the_tokenizer_decodes(name):
         except UnicodeDecodeError:
             continue
         # A SentencePiece-style decoder takes one space from the beginning of a whole text.
-        assert spelled.removeprefix(" ") == tokenizer.decode(tokens, skip_special_tokens=True).removeprefix(" ")
+        assert spelled.removeprefix(" ") == tokenizer.decode(
+            tokens, skip_special_tokens=True
+        ).removeprefix(" ")
 
 
 def test_special_tokens_add_nothing_and_other_added_tokens_their_text():
@@ -302,17 +544,31 @@ def test_tokenizers_that_work_on_words():
     assert token_bytes(word_piece(), 7) == [b"", b" a", b" b", b"b", b" .", b"ing", b""]
 
 
-@pytest.mark.parametrize(("decoder", "space", "newline"), [
-    (decoders.Metaspace(), b" a", b"<0x0A>"),
-    (decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")]), b" a", b"\n"),
-    (decoders.Sequence([decoders.Replace(Regex("▁"), " "), decoders.Fuse()]), b" a", b"<0x0A>"),
-    (None, " ▁a".encode(), b" <0x0A>"),
-])
+@pytest.mark.parametrize(
+    ("decoder", "space", "newline"),
+    [
+        (decoders.Metaspace(), b" a", b"<0x0A>"),
+        (
+            decoders.Sequence(
+                [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")]
+            ),
+            b" a",
+            b"\n",
+        ),
+        (decoders.Sequence([decoders.Replace(Regex("▁"), " "), decoders.Fuse()]), b" a", b"<0x0A>"),
+        (None, " ▁a".encode(), b" <0x0A>"),
+    ],
+)
 def test_other_decoders(decoder, space, newline):
-    tokenizer = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("b", -1.0), ("▁a", -1.0), ("<0x0A>", -1.0)], unk_id=0))
+    tokenizer = tokenizers.Tokenizer(
+        models.Unigram([("<unk>", 0.0), ("b", -1.0), ("▁a", -1.0), ("<0x0A>", -1.0)], unk_id=0)
+    )
     if decoder:
         tokenizer.decoder = decoder
-    assert token_bytes(PreTrainedTokenizerFast(tokenizer_object=tokenizer), 4)[2:] == [space, newline]
+    assert token_bytes(PreTrainedTokenizerFast(tokenizer_object=tokenizer), 4)[2:] == [
+        space,
+        newline,
+    ]
 
 
 def test_separators_that_a_tokenizer_can_represent():

@@ -1,4 +1,5 @@
-"""Tiles of the GPU kernels: that what the table and the tuner have fits a GPU, and what overrides the table."""
+"""Tiles of the GPU kernels: that what the table and the tuner have fits a GPU, and what overrides
+the table."""
 
 import dataclasses
 import itertools
@@ -13,22 +14,41 @@ import pytest
 from jaxshare.cache_folder import cache_folder, write_json
 from jaxshare.pallas import tiles
 from jaxshare.pallas.device import H200, Device
-from jaxshare.pallas.tiles import Key, MosaicTiles, TritonTiles, choose_mosaic, choose_triton, use_tiles
+from jaxshare.pallas.tiles import (
+    Key,
+    MosaicTiles,
+    TritonTiles,
+    choose_mosaic,
+    choose_triton,
+    use_tiles,
+)
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 QUERIES = (1, 4, 16, 17, 64, 512, 2047, 2048, 8192, 10**6)
-DEVICES = {Device("A100", 80, 108): 166_912, Device("A10", 86, 72): 101_376, Device("L40S", 89, 142): 101_376, H200: 232_448,
-           Device("unheard of", 125, 100): 101_376}
-"""And the bytes of shared memory that a program may have there, as the programming guide has them; the least for what is not known."""
+DEVICES = {
+    Device("A100", 80, 108): 166_912,
+    Device("A10", 86, 72): 101_376,
+    Device("L40S", 89, 142): 101_376,
+    H200: 232_448,
+    Device("unheard of", 125, 100): 101_376,
+}
+"""And the bytes of shared memory that a program may have there, as the programming guide has them;
+the least for what is not known."""
 
 
 def mosaic_buffers(choice: MosaicTiles, dim: int) -> int:
     """Bytes of everything that the kernel keeps in shared memory, buffer by buffer."""
     columns = 64 if dim % 64 == 0 else dim
     half = np.dtype(np.float16)
-    buffers = [np.empty((choice.query_stages, 2, 64, dim), half), np.empty((choice.stages, choice.tile, dim), half),
-               np.empty((choice.stages, choice.tile, dim), half), np.empty((2, 64, columns), np.float32), np.empty((2, 2, 64), np.float32),
-               np.empty(2 * choice.query_stages + 4 * choice.stages + 2, np.int64)]  # the last are barriers
+    buffers = [
+        np.empty((choice.query_stages, 2, 64, dim), half),
+        np.empty((choice.stages, choice.tile, dim), half),
+        np.empty((choice.stages, choice.tile, dim), half),
+        np.empty((2, 64, columns), np.float32),
+        np.empty((2, 2, 64), np.float32),
+        # the last are barriers
+        np.empty(2 * choice.query_stages + 4 * choice.stages + 2, np.int64),
+    ]
     return sum(-(-buffer.nbytes // 128) * 128 for buffer in buffers)
 
 
@@ -43,42 +63,71 @@ def test_mosaic_tiles_fit_a_hopper_gpu():
     for dim in HEAD_DIMS:
         found = tiles.candidates_mosaic(dim)
         assert len(set(found)) == len(found) >= 1
-        for choice in [*found, *(choose_mosaic(H200, dim, 8, queries, "bfloat16") for queries in QUERIES)]:
+        for choice in [
+            *found,
+            *(choose_mosaic(H200, dim, 8, queries, "bfloat16") for queries in QUERIES),
+        ]:
             assert mosaic_buffers(choice, dim) <= 232_448
             assert choice.tile % 64 == 0 and choice.stages >= 2
-            # Scores, weights and results of 64 queries leave 128 threads a quarter of their 240 registers each.
+            # Scores, weights and results of 64 queries leave 128 threads a quarter of their 240
+            # registers each.
             assert 64 * (choice.tile + choice.tile // 2 + dim) / 128 <= 180
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.kind)
 def test_triton_tiles_fit(device):
     for dim, queries in itertools.product(HEAD_DIMS, QUERIES):
-        found, built_in = tiles.candidates_triton(device, dim, queries), choose_triton(device, dim, 8, queries, "bfloat16")
+        found, built_in = (
+            tiles.candidates_triton(device, dim, queries),
+            choose_triton(device, dim, 8, queries, "bfloat16"),
+        )
         assert built_in in found and len(set(found)) == len(found) >= 2
         for choice in found:
             assert triton_buffers(choice, dim) <= DEVICES[device]
-            # What runs on a multiprocessor at once has its shared memory in common, which is no smaller than that of one program.
+            # What runs on a multiprocessor at once has its shared memory in common, which is no
+            # smaller than that of one program.
             at_once = choice.items_per_multiprocessor
-            assert at_once >= 1 and at_once * triton_buffers(choice, dim) <= DEVICES[device] and at_once * choice.num_warps <= 16
+            assert (
+                at_once >= 1
+                and at_once * triton_buffers(choice, dim) <= DEVICES[device]
+                and at_once * choice.num_warps <= 16
+            )
         assert max(choice.span for choice in found) <= max(16, 2 * queries)
 
 
 def test_many_queries_get_larger_tiles():
-    assert choose_mosaic(H200, 128, 8, 8192, "bfloat16").tile > choose_mosaic(H200, 128, 8, 64, "bfloat16").tile
-    assert [choose_triton(H200, 128, 8, queries, "bfloat16").span for queries in (1, 16, 512, 8192)] == [16, 16, 64, 128]
+    assert (
+        choose_mosaic(H200, 128, 8, 8192, "bfloat16").tile
+        > choose_mosaic(H200, 128, 8, 64, "bfloat16").tile
+    )
+    assert [
+        choose_triton(H200, 128, 8, queries, "bfloat16").span for queries in (1, 16, 512, 8192)
+    ] == [16, 16, 64, 128]
 
 
 @pytest.mark.parametrize("choose", [choose_mosaic, choose_triton])
 def test_other_head_dims_are_refused(choose):
-    with pytest.raises(NotImplementedError, match="the head dim is 72, but there are tiles for 64, 80, 96, 128, 192, 256"):
+    with pytest.raises(
+        NotImplementedError,
+        match="the head dim is 72, but there are tiles for 64, 80, 96, 128, 192, 256",
+    ):
         choose(H200, 72, 1, 1, "bfloat16")
 
 
-@pytest.mark.parametrize(("kind", "values", "wrong"), [
-    (MosaicTiles, (32, 2, 1), "tile"), (MosaicTiles, (64, 0, 1), "stages"), (MosaicTiles, (64, 2, 3), "query_stages"),
-    (MosaicTiles, (64.0, 2, 1), "tile"), (TritonTiles, (8, 64, 4, 2), "span"), (TritonTiles, (48, 64, 4, 2), "span"),
-    (TritonTiles, (16, 100, 4, 2), "tile"), (TritonTiles, (16, 64, 3, 2), "num_warps"), (TritonTiles, (16, 64, 4, 2, 0), "items_per_multi"),
-])
+@pytest.mark.parametrize(
+    ("kind", "values", "wrong"),
+    [
+        (MosaicTiles, (32, 2, 1), "tile"),
+        (MosaicTiles, (64, 0, 1), "stages"),
+        (MosaicTiles, (64, 2, 3), "query_stages"),
+        (MosaicTiles, (64.0, 2, 1), "tile"),
+        (TritonTiles, (8, 64, 4, 2), "span"),
+        (TritonTiles, (48, 64, 4, 2), "span"),
+        (TritonTiles, (16, 100, 4, 2), "tile"),
+        (TritonTiles, (16, 64, 3, 2), "num_warps"),
+        (TritonTiles, (16, 64, 4, 2, 0), "items_per_multi"),
+    ],
+)
 def test_tiles_that_make_no_sense(kind, values, wrong):
     with pytest.raises(ValueError, match=f"^{wrong}"):
         kind(*values)
@@ -93,7 +142,9 @@ def test_use_tiles_is_for_its_own_backend_and_for_what_is_traced_in_it():
 
     @jax.jit
     def traced(x: jax.Array) -> jax.Array:
-        seen.append((choose_mosaic(H200, 128, 8, 8, x.dtype), choose_triton(H200, 128, 8, 8, x.dtype)))
+        seen.append(
+            (choose_mosaic(H200, 128, 8, 8, x.dtype), choose_triton(H200, 128, 8, 8, x.dtype))
+        )
         return x
 
     x = jnp.zeros(2, jnp.bfloat16)
@@ -124,14 +175,28 @@ def keep(folder, measured) -> None:
 
 
 def test_measured_tiles_are_used_for_such_calls_on_such_a_device(folder):
-    keep(folder, {"NVIDIA H200": {Key("mosaic_gpu", 128, 8, 512, "bfloat16"): MOSAIC, Key("triton", 128, 8, 512, "bfloat16"): TRITON}})
+    keep(
+        folder,
+        {
+            "NVIDIA H200": {
+                Key("mosaic_gpu", 128, 8, 512, "bfloat16"): MOSAIC,
+                Key("triton", 128, 8, 512, "bfloat16"): TRITON,
+            }
+        },
+    )
     usual = choose_mosaic(Device("NVIDIA H100", 90, 132), 128, 8, 512, "bfloat16")
     assert usual != MOSAIC
-    for queries in (129, 256, 300, 512, 513, 1024):  # up to half and twice as many, as powers of two
+    # up to half and twice as many, as powers of two
+    for queries in (129, 256, 300, 512, 513, 1024):
         assert choose_mosaic(H200, 128, 8, queries, jnp.bfloat16) == MOSAIC
         assert choose_triton(H200, 128, 8, queries, jnp.dtype("bfloat16")) == TRITON
-    for dim, group, queries, dtype in [(128, 8, 128, "bfloat16"), (128, 8, 1025, "bfloat16"), (128, 8, 512, "float16"),
-                                       (128, 4, 512, "bfloat16"), (96, 8, 512, "bfloat16")]:
+    for dim, group, queries, dtype in [
+        (128, 8, 128, "bfloat16"),
+        (128, 8, 1025, "bfloat16"),
+        (128, 8, 512, "float16"),
+        (128, 4, 512, "bfloat16"),
+        (96, 8, 512, "bfloat16"),
+    ]:
         assert choose_mosaic(H200, dim, group, queries, dtype) != MOSAIC
         assert choose_triton(H200, dim, group, queries, dtype) != TRITON
     with use_tiles(MosaicTiles(64, 3, 1)):
@@ -140,38 +205,83 @@ def test_measured_tiles_are_used_for_such_calls_on_such_a_device(folder):
 
 def test_the_bucket_of_the_call_counts_for_more_than_its_neighbours(folder):
     sizes = {queries: MosaicTiles(64, 2 + i, 1) for i, queries in enumerate((256, 512, 1024))}
-    keep(folder, {"NVIDIA H200": {Key("mosaic_gpu", 128, 8, queries, "float16"): found for queries, found in sizes.items()}})
+    keep(
+        folder,
+        {
+            "NVIDIA H200": {
+                Key("mosaic_gpu", 128, 8, queries, "float16"): found
+                for queries, found in sizes.items()
+            }
+        },
+    )
     for queries, found in sizes.items():
         assert choose_mosaic(H200, 128, 8, queries, "float16") == found
 
 
 def test_what_no_longer_fits_is_not_used(folder):
     usual = choose_mosaic(H200, 256, 8, 8, "bfloat16")
-    keep(folder, {"NVIDIA H200": {Key("mosaic_gpu", 256, 8, 8, "bfloat16"): MosaicTiles(128, 4, 2)}})
+    keep(
+        folder, {"NVIDIA H200": {Key("mosaic_gpu", 256, 8, 8, "bfloat16"): MosaicTiles(128, 4, 2)}}
+    )
     assert choose_mosaic(H200, 256, 8, 8, "bfloat16") == usual
 
 
 def test_the_file_reads_back_as_it_was_written(folder):
-    measured = {kind: {Key(backend, dim, group, queries, dtype): choice
-                       for dim, group, queries, dtype in itertools.product(HEAD_DIMS, (1, 16), (1, 4096), ("bfloat16", "float16"))
-                       for backend, choice in [("mosaic_gpu", MOSAIC), ("triton", dataclasses.replace(TRITON, num_stages=dim))]}
-                for kind in ("NVIDIA H200", "NVIDIA \"RTX\" 4090/ö")}
+    measured = {
+        kind: {
+            Key(backend, dim, group, queries, dtype): choice
+            for dim, group, queries, dtype in itertools.product(
+                HEAD_DIMS, (1, 16), (1, 4096), ("bfloat16", "float16")
+            )
+            for backend, choice in [
+                ("mosaic_gpu", MOSAIC),
+                ("triton", dataclasses.replace(TRITON, num_stages=dim)),
+            ]
+        }
+        for kind in ("NVIDIA H200", 'NVIDIA "RTX" 4090/ö')
+    }
     keep(folder, measured)
     assert tiles.read_tiles(folder / "tiles.json") == measured
 
 
-ENTRY = {"backend": "mosaic_gpu", "head_dim": 128, "group": 8, "queries": 8, "dtype": "bfloat16", "tiles": dataclasses.asdict(MOSAIC)}
+ENTRY = {
+    "backend": "mosaic_gpu",
+    "head_dim": 128,
+    "group": 8,
+    "queries": 8,
+    "dtype": "bfloat16",
+    "tiles": dataclasses.asdict(MOSAIC),
+}
 
 
-@pytest.mark.parametrize(("text", "reason"), [
-    ("", "Expecting value"), ("[]", "its version is None"), ("{}", "its version is None"), ('{"version": 2, "devices": {}}', "is 2, not 1"),
-    ('{"version": 0, "devices": {}}', "its version is 0, not 1"), ('{"version": 1}', "devices"), ('{"version": 1, "devices": 3}', "wrong"),
-    *[(json.dumps({"version": 1, "devices": {"NVIDIA H200": [ENTRY | wrong]}}), reason) for wrong, reason in [
-        ({"tiles": {"tile": 100, "stages": 2, "query_stages": 1}}, "tile of MosaicTiles cannot be 100"),
-        ({"tiles": {"tile": "64", "stages": 2, "query_stages": 1}}, "wrong"), ({"tiles": {"tile": 64}}, "stages"),
-        ({"tiles": None}, "wrong"), ({"backend": "xla"}, "xla"), ({"backend": "triton"}, "stages"),
-        ({"colour": "red"}, "colour"), ({"dtype": []}, "wrong")]],
-])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "Expecting value"),
+        ("[]", "its version is None"),
+        ("{}", "its version is None"),
+        ('{"version": 2, "devices": {}}', "is 2, not 1"),
+        ('{"version": 0, "devices": {}}', "its version is 0, not 1"),
+        ('{"version": 1}', "devices"),
+        ('{"version": 1, "devices": 3}', "wrong"),
+        *[
+            (json.dumps({"version": 1, "devices": {"NVIDIA H200": [ENTRY | wrong]}}), reason)
+            for wrong, reason in [
+                (
+                    {"tiles": {"tile": 100, "stages": 2, "query_stages": 1}},
+                    "tile of MosaicTiles cannot be 100",
+                ),
+                ({"tiles": {"tile": "64", "stages": 2, "query_stages": 1}}, "wrong"),
+                ({"tiles": {"tile": 64}}, "stages"),
+                ({"tiles": None}, "wrong"),
+                ({"backend": "xla"}, "xla"),
+                ({"backend": "triton"}, "stages"),
+                ({"colour": "red"}, "colour"),
+                ({"dtype": []}, "wrong"),
+            ]
+        ],
+    ],
+)
 def test_a_file_that_cannot_be_read_is_one_warning(folder, text, reason):
     usual = choose_mosaic(H200, 128, 8, 8, "bfloat16")
     (folder / "tiles.json").write_text(text, encoding="utf-8")
@@ -217,4 +327,6 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError):
         write_json(tmp_path / "folder", {})
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["file.json"] and not [*tmp_path.glob("tmp*")]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["file.json"] and not [
+        *tmp_path.glob("tmp*")
+    ]

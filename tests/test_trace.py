@@ -1,4 +1,5 @@
-"""Traces against plain lists of tokens: what each token sees, and in which order; files that are cut, changed or something else."""
+"""Traces against plain lists of tokens: what each token sees, and in which order; files that are
+cut, changed or something else."""
 
 import dataclasses
 import random
@@ -16,21 +17,25 @@ LISTED = ([0, 2, 1], [0, 1, 2], [0, 3])
 
 @dataclasses.dataclass
 class Lists:
-    """The oracle: blocks as lists of numbers of tokens; for each token those that it sees, itself last, in the order of its row."""
+    """The oracle: blocks as lists of numbers of tokens; for each token those that it sees, itself
+    last, in the order of its row."""
 
     blocks: list[list[int]]
     sees: list[list[int]] = dataclasses.field(default_factory=list)
 
     def feed(self, counts: Sequence[int], layout: Sequence[Sequence[int]]) -> None:
         number = len(self.sees)
-        new = [list(range(number + sum(counts[:r]), number + sum(counts[:r + 1]))) for r in range(len(counts))]
+        new = [
+            list(range(number + sum(counts[:r]), number + sum(counts[: r + 1])))
+            for r in range(len(counts))
+        ]
         for tokens, row in zip(new, layout, strict=True):
             self.blocks[row[-1]] += tokens
         for tokens, row in zip(new, layout, strict=True):
             for token in tokens:
                 before = [other for block in row[:-1] for other in self.blocks[block]]
                 own = self.blocks[row[-1]]
-                self.sees.append([*before, *own[:own.index(token) + 1]])
+                self.sees.append([*before, *own[: own.index(token) + 1]])
 
     def move(self, source: int, target: int) -> None:
         self.blocks[target] += self.blocks[source]
@@ -38,7 +43,8 @@ class Lists:
 
 
 def random_session(seed: int, passes: int = 30) -> tuple[Recorder, Lists]:
-    """A prompt, then passes of up to three tokens of three rows, with moves, cuts and texts between them."""
+    """A prompt, then passes of up to three tokens of three rows, with moves, cuts and texts between
+    them."""
     rng = random.Random(seed)
     recorder, lists = Recorder(4), Lists([[] for _ in range(4)])
     recorder.text(range(5), 0)
@@ -61,12 +67,23 @@ def random_session(seed: int, passes: int = 30) -> tuple[Recorder, Lists]:
 
 
 def seen_by(trace: Trace, token: int) -> dict[int, int]:
-    """The tokens that one sees, by their positions in its row's order: read from the trace's integers, one stay at a time."""
+    """The tokens that one sees, by their positions in its row's order: read from the trace's
+    integers, one stay at a time."""
     view = trace.views[token]
     seen, when = trace.seen[token], trace.passes[view]
-    stays = zip(trace.stay_tokens, trace.stay_blocks, trace.stay_indices, trace.stay_begins, trace.stay_ends, strict=True)
-    found = [(int(trace.starts[view, block] + index), int(other)) for other, block, index, begin, end in stays
-             if begin <= when < end and index < seen[block]]
+    stays = zip(
+        trace.stay_tokens,
+        trace.stay_blocks,
+        trace.stay_indices,
+        trace.stay_begins,
+        trace.stay_ends,
+        strict=True,
+    )
+    found = [
+        (int(trace.starts[view, block] + index), int(other))
+        for other, block, index, begin, end in stays
+        if begin <= when < end and index < seen[block]
+    ]
     assert len({place for place, _ in found}) == len(found), "two keys at one position"
     return dict(found)
 
@@ -79,7 +96,11 @@ def test_a_trace_says_what_each_token_sees_and_where(seed):
     for token, expected in enumerate(lists.sees):
         assert seen_by(trace, token) == dict(enumerate(expected))
         assert trace.positions[token] == len(expected) - 1
-    assert trace.lengths.tolist() == [len(block) for block in lists.blocks] == recorder.lengths.tolist()
+    assert (
+        trace.lengths.tolist()
+        == [len(block) for block in lists.blocks]
+        == recorder.lengths.tolist()
+    )
     for block, held in enumerate(lists.blocks):
         left = (trace.stay_ends == STANDS) & (trace.stay_blocks == block)
         assert trace.stay_tokens[left][np.argsort(trace.stay_indices[left])].tolist() == held
@@ -93,7 +114,11 @@ def test_tokens_come_in_the_order_in_which_they_were_fed():
     assert first.tolist() == [2, 3] and second.tolist() == [4] and not none.size
     recorder.feed([[], []], [[0, 1], [0, 2]])
     trace = recorder.trace(names=("a", "b", "c"))
-    assert trace.tokens.tolist() == [7, 8, 1, 2, 3] and trace.rows.tolist() == [-1, 0, 2] and trace.passes.tolist() == [0, 1, 1]
+    assert (
+        trace.tokens.tolist() == [7, 8, 1, 2, 3]
+        and trace.rows.tolist() == [-1, 0, 2]
+        and trace.passes.tolist() == [0, 1, 1]
+    )
     assert trace.capacities.tolist() == [2, 2, 1] and trace.num_passes == 2
 
 
@@ -104,26 +129,40 @@ def test_a_step_that_moves_on_before_anybody_sees_it_was_nowhere_between():
     recorder.move(2, 0)
     recorder.feed([[3]], [[0, 1]])
     trace = recorder.trace()
-    assert list(zip(trace.stay_tokens.tolist(), trace.stay_blocks.tolist(), strict=True)) == [(0, 1), (0, 0), (1, 1), (1, 0), (2, 1)]
+    assert list(zip(trace.stay_tokens.tolist(), trace.stay_blocks.tolist(), strict=True)) == [
+        (0, 1),
+        (0, 0),
+        (1, 1),
+        (1, 0),
+        (2, 1),
+    ]
 
 
-@pytest.mark.parametrize(("act", "words"), [
-    (lambda r: r.feed([[1]], [[4]]), "there is no block 4; the trace has blocks 0 to 2"),
-    (lambda r: r.feed([[1]], [[]]), "row 0 brings 1 tokens but lists no block"),
-    (lambda r: r.feed([[1]], [[0, 1, 0]]), r"row 0 lists a block twice: \[0, 1, 0\]"),
-    (lambda r: r.feed([[1], [2]], [[0, 1], [1]]), "two rows write one block"),
-    (lambda r: r.feed([[1], [2]], [[0, 1]]), "tokens are given for 2 rows, and blocks for 1"),
-    (lambda r: r.feed([[1] * 5], [[1]]), "block 1 has 0 tokens of at most 4, and 5 more do not fit"),
-    (lambda r: r.move(0, 0), "block 0 cannot be moved onto itself"),
-    (lambda r: r.move(0, 1), "block 1 has 0 tokens of at most 4, and 6 more do not fit"),
-    (lambda r: r.cut(0, 7), "block 0 has 6 tokens; it cannot be cut to 7"),
-])
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda r: r.feed([[1]], [[4]]), "there is no block 4; the trace has blocks 0 to 2"),
+        (lambda r: r.feed([[1]], [[]]), "row 0 brings 1 tokens but lists no block"),
+        (lambda r: r.feed([[1]], [[0, 1, 0]]), r"row 0 lists a block twice: \[0, 1, 0\]"),
+        (lambda r: r.feed([[1], [2]], [[0, 1], [1]]), "two rows write one block"),
+        (lambda r: r.feed([[1], [2]], [[0, 1]]), "tokens are given for 2 rows, and blocks for 1"),
+        (
+            lambda r: r.feed([[1] * 5], [[1]]),
+            "block 1 has 0 tokens of at most 4, and 5 more do not fit",
+        ),
+        (lambda r: r.move(0, 0), "block 0 cannot be moved onto itself"),
+        (lambda r: r.move(0, 1), "block 1 has 0 tokens of at most 4, and 6 more do not fit"),
+        (lambda r: r.cut(0, 7), "block 0 has 6 tokens; it cannot be cut to 7"),
+    ],
+)
 def test_a_recorder_refuses_what_a_cache_would(act, words):
     recorder = Recorder(3, [8, 4, 4])
     recorder.text([1] * 6, 0)
     with pytest.raises(ValueError, match=words):
         act(recorder)
-    assert recorder.lengths.tolist() == [6, 0, 0] and recorder.trace().num_tokens == 6, "what is refused leaves nothing behind"
+    assert recorder.lengths.tolist() == [6, 0, 0] and recorder.trace().num_tokens == 6, (
+        "what is refused leaves nothing behind"
+    )
 
 
 def test_a_recorder_needs_blocks():
@@ -134,15 +173,21 @@ def test_a_recorder_needs_blocks():
 
 
 def test_a_dispatch_is_no_longer_than_what_it_can_record():
-    with pytest.raises(ValueError, match="passes is 5, but the state has room to record 4; create it with more, or run fewer at once"):
+    with pytest.raises(
+        ValueError,
+        match="passes is 5, but the state has room to record 4; create it with more, or run fewer "
+        "at once",
+    ):
         run(tiny_state([[1]] * 4, record=4), passes=5)
 
 
 # recorders that go on
 
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_recorder_goes_on_where_a_trace_ends(seed):
-    """At several places of a session: what comes after is recorded as though it had never stopped."""
+    """At several places of a session: what comes after is recorded as though it had never
+    stopped."""
     rng = random.Random(seed)
     recorder, lists = random_session(seed, passes=8)
     for _ in range(4):
@@ -154,7 +199,9 @@ def test_a_recorder_goes_on_where_a_trace_ends(seed):
             for each in (before, recorder):
                 each.feed(tokens, LISTED)
             lists.feed([*map(len, tokens)], LISTED)
-        assert same(recorder.trace(), before.trace()) and recorder.lengths.tolist() == [*map(len, lists.blocks)]
+        assert same(recorder.trace(), before.trace()) and recorder.lengths.tolist() == [
+            *map(len, lists.blocks)
+        ]
     trace = recorder.trace()
     for token, expected in enumerate(lists.sees):
         assert seen_by(trace, token) == dict(enumerate(expected))
@@ -164,12 +211,18 @@ def test_a_recorder_that_goes_on_keeps_to_its_capacities_if_it_is_told():
     recorder = Recorder(2, [4, 4])
     recorder.text([1, 2, 3], 0)
     trace = recorder.trace()
-    with pytest.raises(ValueError, match="block 0 has 3 tokens of at most 4, and 2 more do not fit"):
+    with pytest.raises(
+        ValueError, match="block 0 has 3 tokens of at most 4, and 2 more do not fit"
+    ):
         Recorder.of(trace, trace.capacities.tolist()).text([4, 5], 0)
     free = Recorder.of(trace)
     free.text([4, 5], 0)
     assert free.trace().capacities.tolist() == [5, 4]
-    with pytest.raises(ValueError, match="block 0 has 3 tokens in the end of the trace, but a capacity of 2; give the recorder larger"):
+    with pytest.raises(
+        ValueError,
+        match="block 0 has 3 tokens in the end of the trace, but a capacity of 2; give the "
+        "recorder larger",
+    ):
         Recorder.of(trace, [2, 4])
     with pytest.raises(ValueError, match="got 2 blocks and 1 capacities"):
         Recorder.of(trace, [9])
@@ -177,18 +230,25 @@ def test_a_recorder_that_goes_on_keeps_to_its_capacities_if_it_is_told():
 
 # files
 
+
 def same(a: Trace, b: Trace) -> bool:
-    return all(np.array_equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(Trace))
+    return all(
+        np.array_equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(Trace)
+    )
 
 
 def test_a_saved_trace_is_the_same(tmp_path):
-    trace = random_session(0)[0].trace(names=("history", "Ada", "Bo", "notes"), fingerprint="of a model", context=77)
+    trace = random_session(0)[0].trace(
+        names=("history", "Ada", "Bo", "notes"), fingerprint="of a model", context=77
+    )
     trace.save(tmp_path / "new folder" / "one.trace")
     assert same(Trace.load(tmp_path / "new folder" / "one.trace"), trace)
     wide = dataclasses.replace(trace, tokens=trace.tokens + 100_000)
     wide.save(tmp_path / "new folder" / "one.trace")
     assert same(Trace.load(tmp_path / "new folder" / "one.trace"), wide)
-    assert [file.name for file in (tmp_path / "new folder").iterdir()] == ["one.trace"], "nothing is left beside it"
+    assert [file.name for file in (tmp_path / "new folder").iterdir()] == ["one.trace"], (
+        "nothing is left beside it"
+    )
 
 
 def test_a_file_that_is_cut_short_or_damaged_is_refused(tmp_path):
@@ -197,10 +257,14 @@ def test_a_file_that_is_cut_short_or_damaged_is_refused(tmp_path):
     whole = file.read_bytes()
     for size in (0, 1, 50, 100, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=r"one\.trace (does not begin as a trace does|is a trace that is cut short or damaged)"):
+        with pytest.raises(
+            ValueError,
+            match=r"one\.trace (does not begin as a trace does|is a trace that is cut short or "
+            r"damaged)",
+        ):
             Trace.load(file)
     for at in range(0, len(whole), 31):
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1:])
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
         with pytest.raises(ValueError, match=r"one\.trace"):
             Trace.load(file)
     with pytest.raises(FileNotFoundError):
@@ -220,27 +284,64 @@ def test_a_file_of_another_kind_or_a_later_format_is_refused(tmp_path):
 
 # traces that are none
 
+
 def cut_short(trace: Trace) -> Trace:
     return dataclasses.replace(trace, tokens=trace.tokens[:-3], views=trace.views[:-3])
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (cut_short, "stay_tokens must not descend, and lie between 0 and"),
-    (lambda t: dataclasses.replace(t, tokens=t.tokens[:-1]), r"has views of shape \(\d+,\); got"),
-    (lambda t: dataclasses.replace(t, **{f.name: getattr(t, f.name)[:-2] for f in dataclasses.fields(t) if f.name.startswith("stay_")}),
-     r"cut short: token \d+ stands nowhere"),
-    (lambda t: dataclasses.replace(t, visible=t.visible + 1), r"cut short: token 0 sees more of block \d than stands there"),
-    (lambda t: dataclasses.replace(t, stay_ends=np.where(t.stay_ends == STANDS, 10**6, t.stay_ends), visible=t.visible * 0 + 9**6),
-     "sees more of block"),
-    (lambda t: dataclasses.replace(t, passes=t.passes[::-1]), "passes must not descend"),
-    (lambda t: dataclasses.replace(t, tokens=-t.tokens - 1), "tokens must be at least 0"),
-    (lambda t: dataclasses.replace(t, stay_blocks=t.stay_blocks + 2), "a stay of the trace is in block 5, but it has blocks 0 to 3"),
-    (lambda t: dataclasses.replace(t, stay_ends=t.stay_begins), "ends before it begins"),
-    (lambda t: dataclasses.replace(t, stay_begins=t.stay_begins + (t.stay_begins == 0)), "first stay of token 0 must begin with"),
-    (lambda t: dataclasses.replace(t, capacities=t.capacities // 9), "what stands in block 0 at the end"),
-    (lambda t: dataclasses.replace(t, stay_indices=t.stay_indices + 1), "must be one token at each index from 0"),
-    (lambda t: dataclasses.replace(t, names=("only",)), "a trace of 4 blocks has 1 names"),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (cut_short, "stay_tokens must not descend, and lie between 0 and"),
+        (
+            lambda t: dataclasses.replace(t, tokens=t.tokens[:-1]),
+            r"has views of shape \(\d+,\); got",
+        ),
+        (
+            lambda t: dataclasses.replace(
+                t,
+                **{
+                    f.name: getattr(t, f.name)[:-2]
+                    for f in dataclasses.fields(t)
+                    if f.name.startswith("stay_")
+                },
+            ),
+            r"cut short: token \d+ stands nowhere",
+        ),
+        (
+            lambda t: dataclasses.replace(t, visible=t.visible + 1),
+            r"cut short: token 0 sees more of block \d than stands there",
+        ),
+        (
+            lambda t: dataclasses.replace(
+                t,
+                stay_ends=np.where(t.stay_ends == STANDS, 10**6, t.stay_ends),
+                visible=t.visible * 0 + 9**6,
+            ),
+            "sees more of block",
+        ),
+        (lambda t: dataclasses.replace(t, passes=t.passes[::-1]), "passes must not descend"),
+        (lambda t: dataclasses.replace(t, tokens=-t.tokens - 1), "tokens must be at least 0"),
+        (
+            lambda t: dataclasses.replace(t, stay_blocks=t.stay_blocks + 2),
+            "a stay of the trace is in block 5, but it has blocks 0 to 3",
+        ),
+        (lambda t: dataclasses.replace(t, stay_ends=t.stay_begins), "ends before it begins"),
+        (
+            lambda t: dataclasses.replace(t, stay_begins=t.stay_begins + (t.stay_begins == 0)),
+            "first stay of token 0 must begin with",
+        ),
+        (
+            lambda t: dataclasses.replace(t, capacities=t.capacities // 9),
+            "what stands in block 0 at the end",
+        ),
+        (
+            lambda t: dataclasses.replace(t, stay_indices=t.stay_indices + 1),
+            "must be one token at each index from 0",
+        ),
+        (lambda t: dataclasses.replace(t, names=("only",)), "a trace of 4 blocks has 1 names"),
+    ],
+)
 def test_arrays_that_do_not_belong_together_are_no_trace(change, words):
     trace = random_session(1)[0].trace()
     with pytest.raises(ValueError, match=words):

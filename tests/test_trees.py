@@ -37,16 +37,34 @@ def paths(root: Node) -> list[tuple[Node, tuple[int, ...]]]:
 
 
 # Few tokens and short sequences: prefixes, branchings and equal prompts are frequent.
-few_prompts = st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 3)), min_size=1, max_size=8).map(
-    lambda drawn: [Prompt(i, tuple(tokens), n) for i, (tokens, n) in enumerate(drawn)])
+few_prompts = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 3)),
+    min_size=1,
+    max_size=8,
+).map(lambda drawn: [Prompt(i, tuple(tokens), n) for i, (tokens, n) in enumerate(drawn)])
 
 # Prompts of long runs, which fill several tiles.
-long_prompts = st.lists(st.tuples(st.lists(st.sampled_from([(1, 40), (2, 130), (3, 600)]), min_size=1, max_size=4), st.integers(1, 9)),
-                        min_size=1, max_size=5).map(
-    lambda drawn: [Prompt(i, tuple(t for token, length in runs for t in [token] * length), n) for i, (runs, n) in enumerate(drawn)])
+long_prompts = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from([(1, 40), (2, 130), (3, 600)]), min_size=1, max_size=4),
+        st.integers(1, 9),
+    ),
+    min_size=1,
+    max_size=5,
+).map(
+    lambda drawn: [
+        Prompt(i, tuple(t for token, length in runs for t in [token] * length), n)
+        for i, (runs, n) in enumerate(drawn)
+    ]
+)
 
-some_costs = st.builds(Costs, *(st.sampled_from(values) for values in (
-    (0, 20, 60), (0, 3, 15), (0, 0.001, 0.004, 0.02), (0, 1.5), (0, 2.5, 20))))
+some_costs = st.builds(
+    Costs,
+    *(
+        st.sampled_from(values)
+        for values in ((0, 20, 60), (0, 3, 15), (0, 0.001, 0.004, 0.02), (0, 1.5), (0, 2.5, 20))
+    ),
+)
 
 
 # ---- what prompts are written as
@@ -54,25 +72,49 @@ some_costs = st.builds(Costs, *(st.sampled_from(values) for values in (
 
 def test_one_prompt_a_list_and_a_tree():
     assert read_prompts("xy", 3, encode) == [Prompt(0, (BOS, 120, 121), 3)]
-    assert read_prompts([5, 6], 2, encode) == read_prompts([[5, 6]], 2, encode) == [Prompt(0, (5, 6), 2)]
+    assert (
+        read_prompts([5, 6], 2, encode)
+        == read_prompts([[5, 6]], 2, encode)
+        == [Prompt(0, (5, 6), 2)]
+    )
     assert read_prompts(np.asarray([5, 6]), 2, encode) == [Prompt(0, (5, 6), 2)]
     tree = Branch("x", [Branch("y", [Branch("1"), Branch("2", n=5)], n=4), Branch("z")])
     assert read_prompts(["xy", [5], tree, "z"], 2, encode) == [
-        Prompt(0, (BOS, *b"xy"), 2), Prompt(1, (5,), 2),
-        Prompt(2, (BOS, *b"xy"), 4), Prompt(3, (BOS, *b"xy1"), 2), Prompt(4, (BOS, *b"xy2"), 5), Prompt(5, (BOS, *b"xz"), 2),
-        Prompt(6, (BOS, *b"z"), 2)]
+        Prompt(0, (BOS, *b"xy"), 2),
+        Prompt(1, (5,), 2),
+        Prompt(2, (BOS, *b"xy"), 4),
+        Prompt(3, (BOS, *b"xy1"), 2),
+        Prompt(4, (BOS, *b"xy2"), 5),
+        Prompt(5, (BOS, *b"xz"), 2),
+        Prompt(6, (BOS, *b"z"), 2),
+    ]
 
 
 def test_a_tree_gives_the_tokens_of_the_full_strings():
-    tree = Branch("xa", [Branch("b"), Branch("c", [Branch("a", [Branch("b\n"), Branch("a")])]), Branch(" ")])
-    assert read_prompts(tree, 1, encode) == read_prompts(["xab", "xacab\n", "xacaa", "xa "], 1, encode)
+    tree = Branch(
+        "xa", [Branch("b"), Branch("c", [Branch("a", [Branch("b\n"), Branch("a")])]), Branch(" ")]
+    )
+    assert read_prompts(tree, 1, encode) == read_prompts(
+        ["xab", "xacab\n", "xacaa", "xa "], 1, encode
+    )
     assert read_prompts(tree, 1, encode)[0].tokens == (BOS, ord("x"), 1)
 
 
 def test_text_around_tokens_is_encoded_by_itself():
-    tree = Branch("xa", [Branch([500, 501], [Branch("b", [Branch("a"), Branch("c", [Branch([502])])]), Branch([9], n=2)])])
+    tree = Branch(
+        "xa",
+        [
+            Branch(
+                [500, 501],
+                [Branch("b", [Branch("a"), Branch("c", [Branch([502])])]), Branch([9], n=2)],
+            )
+        ],
+    )
     assert [(p.tokens, p.n) for p in read_prompts(tree, 1, encode)] == [
-        ((BOS, *b"xa", 500, 501, *b"ba"), 1), ((BOS, *b"xa", 500, 501, *b"bc", 502), 1), ((BOS, *b"xa", 500, 501, 9), 2)]
+        ((BOS, *b"xa", 500, 501, *b"ba"), 1),
+        ((BOS, *b"xa", 500, 501, *b"bc", 502), 1),
+        ((BOS, *b"xa", 500, 501, 9), 2),
+    ]
     assert read_prompts(Branch([500], [Branch("a")]), 1, encode) == [Prompt(0, (500, 97), 1)]
 
 
@@ -85,36 +127,48 @@ def test_each_text_is_encoded_once():
 
     twice = [Branch("q"), Branch("r"), Branch("q")]
     read_prompts(["doc q", Branch("doc ", twice), Branch("s", [Branch([1], twice)])], 1, counting)
-    assert sorted(seen) == [("doc q", True), ("doc r", True), ("q", False), ("r", False), ("s", True)]
+    assert sorted(seen) == [
+        ("doc q", True),
+        ("doc r", True),
+        ("q", False),
+        ("r", False),
+        ("s", True),
+    ]
 
 
-@pytest.mark.parametrize(("prompts", "words"), [
-    ([], "there are no prompts"),
-    (np.zeros(0, np.int32), "there are no prompts"),
-    ("", "prompt 0 has no text"),
-    (["a", "b", "c", ""], "prompt 3 has no text"),
-    (["a", []], "prompt 1 has no text"),
-    (Branch(""), "branch 0 has no text"),
-    (Branch("", [Branch("a")]), "branch 0 has no text"),
-    (Branch("a", [Branch("b"), Branch("c"), Branch("d", [Branch("e"), Branch([])])]), "branch 0.2.1 has no text"),
-    (["a", Branch("a", [Branch("")])], "branch 1.0 has no text"),
-    (["a", "?"], "prompt 1 has text that the tokenizer makes no token of"),
-    (["a", 5], "prompt 1 has text of type int"),
-    (b"ab", "prompt 0 has text of type bytes"),
-    (None, "prompt 0 has text of type NoneType"),
-    ([1, 2, "a"], "prompt 0 has the token 'a'"),
-    ([[1], [2, -1]], "prompt 1 has the token -1"),
-    ([[1], [2, 0.5]], "prompt 1 has the token 0.5"),
-    ([[1, True]], "prompt 0 has the token True"),
-    ([1, 2**31], "prompt 0 has the token 2147483648"),
-    (Branch("a", [Branch([-2])]), "branch 0.0 has the token -2"),
-    (Branch("a", ["b"]), "branch 0.0 is of type str, but children are Branch"),
-    (Branch("a", "bc"), "branch 0 has children of type str"),
-    (Branch("a", Branch("b")), "branch 0 has children of type Branch"),
-    (Branch("a", [Branch("b", n=0)]), "n of branch 0.0 is 0"),
-    (Branch("a", [Branch("b")], n=-3), "n of branch 0 is -3"),
-    (Branch("a", n=1.5), r"n of branch 0 is 1\.5"),
-])
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([], "there are no prompts"),
+        (np.zeros(0, np.int32), "there are no prompts"),
+        ("", "prompt 0 has no text"),
+        (["a", "b", "c", ""], "prompt 3 has no text"),
+        (["a", []], "prompt 1 has no text"),
+        (Branch(""), "branch 0 has no text"),
+        (Branch("", [Branch("a")]), "branch 0 has no text"),
+        (
+            Branch("a", [Branch("b"), Branch("c"), Branch("d", [Branch("e"), Branch([])])]),
+            "branch 0.2.1 has no text",
+        ),
+        (["a", Branch("a", [Branch("")])], "branch 1.0 has no text"),
+        (["a", "?"], "prompt 1 has text that the tokenizer makes no token of"),
+        (["a", 5], "prompt 1 has text of type int"),
+        (b"ab", "prompt 0 has text of type bytes"),
+        (None, "prompt 0 has text of type NoneType"),
+        ([1, 2, "a"], "prompt 0 has the token 'a'"),
+        ([[1], [2, -1]], "prompt 1 has the token -1"),
+        ([[1], [2, 0.5]], "prompt 1 has the token 0.5"),
+        ([[1, True]], "prompt 0 has the token True"),
+        ([1, 2**31], "prompt 0 has the token 2147483648"),
+        (Branch("a", [Branch([-2])]), "branch 0.0 has the token -2"),
+        (Branch("a", ["b"]), "branch 0.0 is of type str, but children are Branch"),
+        (Branch("a", "bc"), "branch 0 has children of type str"),
+        (Branch("a", Branch("b")), "branch 0 has children of type Branch"),
+        (Branch("a", [Branch("b", n=0)]), "n of branch 0.0 is 0"),
+        (Branch("a", [Branch("b")], n=-3), "n of branch 0 is -3"),
+        (Branch("a", n=1.5), r"n of branch 0 is 1\.5"),
+    ],
+)
 def test_bad_prompts(prompts, words):
     with pytest.raises(ValueError, match=words):
         read_prompts(prompts, 1, lambda text, first: [] if text == "?" else encode(text, first))
@@ -138,20 +192,34 @@ def test_fold_keeps_each_prefix_once(prompts):
     held = [(prompt, path) for node, path in nodes for prompt in node.ends]
     assert all(prompt.tokens == path for prompt, path in held)
     assert sorted(prompt.number for prompt, _ in held) == [prompt.number for prompt in prompts]
-    prefixes = {prompt.tokens[:length] for prompt in prompts for length in range(1, len(prompt.tokens) + 1)}
+    prefixes = {
+        prompt.tokens[:length] for prompt in prompts for length in range(1, len(prompt.tokens) + 1)
+    }
     assert unique_tokens(nodes[0][0]) == len(prefixes)
     for node, path in nodes:
-        below = [prompt for prompt in prompts if prompt.tokens[:len(path)] == path]
+        below = [prompt for prompt in prompts if prompt.tokens[: len(path)] == path]
         firsts = [child.tokens[0] for child in node.children]
-        assert firsts == [*dict.fromkeys(prompt.tokens[len(path)] for prompt in below if len(prompt.tokens) > len(path))]
+        assert firsts == [
+            *dict.fromkeys(
+                prompt.tokens[len(path)] for prompt in below if len(prompt.tokens) > len(path)
+            )
+        ]
         assert node.ends == [prompt for prompt in below if prompt.tokens == path]
         assert node.rows == sum(prompt.n for prompt in below)
-        assert node is nodes[0][0] or node.ends or len(node.children) > 1, "a node that nothing parts from"
+        assert node is nodes[0][0] or node.ends or len(node.children) > 1, (
+            "a node that nothing parts from"
+        )
 
 
 def test_fold_of_no_prompts():
     root = fold([])
-    assert (root.tokens, root.children, root.ends, root.rows, unique_tokens(root)) == ((), [], [], 0, 0)
+    assert (root.tokens, root.children, root.ends, root.rows, unique_tokens(root)) == (
+        (),
+        [],
+        [],
+        0,
+        0,
+    )
     for share in (True, False, None):
         assert arrange(root, share=share) == Arrangement((), ())
 
@@ -170,32 +238,51 @@ def test_many_prompts_with_a_long_common_prefix():
 
 def cost(tree: Arrangement, costs: Costs, grow: int) -> float:
     """The model of costs.py, written out."""
-    together = sum(math.ceil(len(block.tokens) / 512) * (costs.shared_tile + 512 * block.rows * costs.shared_token_row)
-                   for block in tree.blocks)
-    alone = sum(costs.private_row + math.ceil((len(stream.own) + grow) / 128) * costs.private_tile for stream in tree.streams)
+    together = sum(
+        math.ceil(len(block.tokens) / 512)
+        * (costs.shared_tile + 512 * block.rows * costs.shared_token_row)
+        for block in tree.blocks
+    )
+    alone = sum(
+        costs.private_row + math.ceil((len(stream.own) + grow) / 128) * costs.private_tile
+        for stream in tree.streams
+    )
     return together + alone + (costs.shared_start if tree.blocks else 0)
 
 
 def least_cost(root: Node, costs: Costs, grow: int) -> float:
-    """The least over all sets of nodes that are shared: each of their blocks begins where the last one above it ends."""
+    """The least over all sets of nodes that are shared: each of their blocks begins where the last
+    one above it ends."""
     nodes = paths(root)
     able = [i for i, (node, path) in enumerate(nodes) if node.rows > 1 and path]
     ends = [(prompt, path) for node, path in nodes for prompt in node.ends]
     totals = []
-    for chosen in itertools.chain.from_iterable(itertools.combinations(able, size) for size in range(len(able) + 1)):
+    for chosen in itertools.chain.from_iterable(
+        itertools.combinations(able, size) for size in range(len(able) + 1)
+    ):
 
         def boundary(path, chosen=chosen):
-            return max((len(nodes[i][1]) for i in chosen if len(nodes[i][1]) <= len(path) and nodes[i][1] == path[:len(nodes[i][1])]),
-                       default=0)
+            return max(
+                (
+                    len(nodes[i][1])
+                    for i in chosen
+                    if len(nodes[i][1]) <= len(path) and nodes[i][1] == path[: len(nodes[i][1])]
+                ),
+                default=0,
+            )
 
         total = costs.shared_start if chosen else 0
         for i in chosen:
             node, path = nodes[i]
             held = len(path) - boundary(path[:-1])
-            total += math.ceil(held / 512) * (costs.shared_tile + 512 * node.rows * costs.shared_token_row)
+            total += math.ceil(held / 512) * (
+                costs.shared_tile + 512 * node.rows * costs.shared_token_row
+            )
         for prompt, path in ends:
             held = len(path) - boundary(path)
-            total += prompt.n * (costs.private_row + math.ceil((held + grow) / 128) * costs.private_tile)
+            total += prompt.n * (
+                costs.private_row + math.ceil((held + grow) / 128) * costs.private_tile
+            )
         totals.append(total)
     return min(totals)
 
@@ -205,13 +292,19 @@ def check(tree: Arrangement, prompts: list[Prompt]) -> None:
     for stream in tree.streams:
         path = [token for block in tree.path(stream.block) for token in tree.blocks[block].tokens]
         assert (*path, *stream.own) == prompts[stream.prompt].tokens
-    assert sorted((s.prompt, s.index) for s in tree.streams) == [(p.number, i) for p in prompts for i in range(p.n)]
+    assert sorted((s.prompt, s.index) for s in tree.streams) == [
+        (p.number, i) for p in prompts for i in range(p.n)
+    ]
     for b, block in enumerate(tree.blocks):
         readers = [r for r, stream in enumerate(tree.streams) if b in tree.path(stream.block)]
         assert block.parent < b and block.tokens and len(readers) == block.rows > 1
-        assert readers == [*range(readers[0], readers[0] + len(readers))], "rows below a block are neighbours"
+        assert readers == [*range(readers[0], readers[0] + len(readers))], (
+            "rows below a block are neighbours"
+        )
     assert tree.depth == max((len(tree.path(b)) for b in range(len(tree.blocks))), default=0)
-    assert tree.cached_tokens == sum(len(x) for x in ([b.tokens for b in tree.blocks] + [s.own for s in tree.streams]))
+    assert tree.cached_tokens == sum(
+        len(x) for x in ([b.tokens for b in tree.blocks] + [s.own for s in tree.streams])
+    )
 
 
 @given(few_prompts)
@@ -221,14 +314,17 @@ def test_all_and_nothing_shared(prompts):
     check(everything, prompts)
     check(nothing, prompts)
     assert everything.cached_tokens == unique_tokens(root)
-    assert nothing.blocks == () and nothing.cached_tokens == sum(len(prompt.tokens) * prompt.n for prompt in prompts)
+    assert nothing.blocks == () and nothing.cached_tokens == sum(
+        len(prompt.tokens) * prompt.n for prompt in prompts
+    )
     assert all(not stream.own for stream in everything.streams if prompts[stream.prompt].n > 1)
     assert arrange(root, FREE, None) == everything, "of equal costs the one that shares is taken"
 
 
 @settings(max_examples=300)
 @given(st.one_of(few_prompts, long_prompts), some_costs, st.sampled_from([0, 32, 200]))
-@example([Prompt(0, (1,) * 120, 2)], Costs(0, 3, 0, 0, 2.5), 32)  # a copy fills one tile, and with what is sampled two
+# a copy fills one tile, and with what is sampled two
+@example([Prompt(0, (1,) * 120, 2)], Costs(0, 3, 0, 0, 2.5), 32)
 def test_the_least_cost_of_all_arrangements(prompts, costs, grow):
     root = fold(prompts)
     tree = arrange(root, costs, grow=grow)
@@ -263,7 +359,9 @@ def test_a_tree_of_three_thousand_levels():
     assert everything.path(depth - 2) == [*range(depth - 1)]
     fewest = arrange(root, grow=32)
     assert 0 < len(fewest.blocks) < depth - 1
-    assert cost(fewest, DEFAULT, 32) < min(cost(everything, DEFAULT, 32), cost(arrange(root, share=False), DEFAULT, 32))
+    assert cost(fewest, DEFAULT, 32) < min(
+        cost(everything, DEFAULT, 32), cost(arrange(root, share=False), DEFAULT, 32)
+    )
     for stream in (fewest.streams[0], fewest.streams[depth // 2], fewest.streams[-1]):
         held = sum(len(fewest.blocks[block].tokens) for block in fewest.path(stream.block))
         assert held + len(stream.own) == len(prompts[stream.prompt].tokens)
@@ -292,12 +390,18 @@ def test_bad_costs(name, value):
         Costs.from_json(DEFAULT.as_json() | {name: value})
 
 
-@pytest.mark.parametrize(("data", "words"), [
-    ([1, 2], r"but this is \[1, 2\]"),
-    ({}, "the costs lack shared_start"),
-    ({name: 1 for name in DEFAULT.as_json() if name != "private_row"}, "the costs lack private_row"),
-    (DEFAULT.as_json() | {"speed": 1}, "an entry 'speed'"),
-])
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ([1, 2], r"but this is \[1, 2\]"),
+        ({}, "the costs lack shared_start"),
+        (
+            {name: 1 for name in DEFAULT.as_json() if name != "private_row"},
+            "the costs lack private_row",
+        ),
+        (DEFAULT.as_json() | {"speed": 1}, "an entry 'speed'"),
+    ],
+)
 def test_bad_json(data, words):
     with pytest.raises(ValueError, match=words):
         Costs.from_json(data)

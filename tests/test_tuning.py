@@ -29,8 +29,9 @@ def folder(tmp_path, monkeypatch):
 class Clock:
     """Stands in for `tuning.prepare`: makes times up, and knows what it was asked for.
 
-    With 64 rows FAST takes half the usual time over private blocks, and over shared ones, which take ten times as long, 1.2 times it: the
-    least if both count the same, though not in sum. SLOW does not compile. The triton backend is fastest with a span of 32 and 3 stages.
+    With 64 rows FAST takes half the usual time over private blocks, and over shared ones, which
+    take ten times as long, 1.2 times it: the least if both count the same, though not in sum. SLOW
+    does not compile. The triton backend is fastest with a span of 32 and 3 stages.
     """
 
     def __init__(self):
@@ -41,7 +42,9 @@ class Clock:
         if choice == SLOW:
             raise RuntimeError("ptxas: too many registers\nand more lines")
         if backend == "mosaic_gpu":
-            factor = {(True, True): 1.2, (True, False): 0.5}.get((choice == FAST and job.rows == 64, job.shared), 1.0)
+            factor = {(True, True): 1.2, (True, False): 0.5}.get(
+                (choice == FAST and job.rows == 64, job.shared), 1.0
+            )
         else:
             factor = 0.7 if (choice.span, choice.num_stages) == (32, 3) else 0.9
         seconds = (1e-3 if job.shared else 1e-4) * factor
@@ -70,26 +73,43 @@ def run(capsys, *arguments: str, device: Device = H200) -> tuple[int, str, str]:
 def test_the_best_of_every_bucket_is_kept_and_used(capsys, clock, folder):
     code, out, _ = run(capsys, *SHAPE, "--rows", "64,2,1,64", "--json")
     result = json.loads(out)
-    assert code == 0 and result["device"] == "NVIDIA H200" and result["file"] == str(folder / "tiles.json")
+    assert (
+        code == 0
+        and result["device"] == "NVIDIA H200"
+        and result["file"] == str(folder / "tiles.json")
+    )
     found = {(b["backend"], b["queries"]): b["tiles"] for b in result["best"]}
-    assert set(found) == {(backend, queries) for backend in ("mosaic_gpu", "triton") for queries in (8, 16, 512)}
+    assert set(found) == {
+        (backend, queries) for backend in ("mosaic_gpu", "triton") for queries in (8, 16, 512)
+    }
     assert found["mosaic_gpu", 512] == dataclasses.asdict(FAST)
     assert (found["triton", 512]["span"], found["triton", 512]["num_stages"]) == (32, 3)
     # What the table has is taken where nothing is faster.
-    assert found["mosaic_gpu", 8] == dataclasses.asdict(tiles.built_in_mosaic(128, 8)) == result["best"][0]["built_in"]
+    assert (
+        found["mosaic_gpu", 8]
+        == dataclasses.asdict(tiles.built_in_mosaic(128, 8))
+        == result["best"][0]["built_in"]
+    )
 
     assert choose_mosaic(H200, 128, 8, 512, "bfloat16") == FAST
     assert choose_triton(H200, 128, 8, 512, "bfloat16") == TritonTiles(**found["triton", 512])
     assert choose_mosaic(H200, 128, 4, 512, "bfloat16") != FAST  # another G
 
     measured = result["measurements"]
-    (fast,) = [m for m in measured if m["tiles"] == dataclasses.asdict(FAST) and m["rows"] == 64 and m["shared"]]
+    (fast,) = [
+        m
+        for m in measured
+        if m["tiles"] == dataclasses.asdict(FAST) and m["rows"] == 64 and m["shared"]
+    ]
     assert fast["microseconds"] == pytest.approx(1200, rel=0.02)  # the busy round does not count
     for backend in ("mosaic_gpu", "triton"):
         passes = {(m["rows"], m["shared"]) for m in measured if m["backend"] == backend}
         assert passes == {(1, False), (2, True), (2, False), (64, True), (64, False)}
     failed = [m for m in measured if m["tiles"] == dataclasses.asdict(SLOW)]
-    assert failed and all(m["microseconds"] is None and m["reason"] == "RuntimeError: ptxas: too many registers" for m in failed)
+    assert failed and all(
+        m["microseconds"] is None and m["reason"] == "RuntimeError: ptxas: too many registers"
+        for m in failed
+    )
     assert out.count("\n") == 1 and "kernels" not in out
 
 
@@ -99,31 +119,68 @@ def test_candidates_are_measured_in_turn(capsys, clock):
     assert len(passes) == 2
     for job in passes:
         order = [choice for of, _, choice in clock.runs if of == job]
-        once = order[:len(set(order))]
+        once = order[: len(set(order))]
         assert len(set(once)) == len(once) > 1 and order == once * job.effort.rounds
     assert {backend for _, backend, _ in clock.jobs} == {"triton"}
     assert {job.effort for job, _, _ in clock.jobs} == {Effort()}
 
 
 def test_the_table_that_is_printed(capsys, clock, folder):
-    code, out, err = run(capsys, *SHAPE, "--rows", "1,64", "--backend", "mosaic_gpu", "--quick", "--dtype", "float16")
+    code, out, err = run(
+        capsys, *SHAPE, "--rows", "1,64", "--backend", "mosaic_gpu", "--quick", "--dtype", "float16"
+    )
     title, _, *rows, kept = out.splitlines()
-    assert code == 0 and title == "microseconds of one attention layer on NVIDIA H200: 32 heads, 4 kv heads, dim 128, float16"
-    assert [row.split()[:5] for row in rows] == [["mosaic_gpu", "1", "private", "101.0", "101.0"],
-                                                 ["mosaic_gpu", "64", "shared", "1010.0", "1212.0"],
-                                                 ["mosaic_gpu", "64", "private", "101.0", "50.5"]]
-    assert rows[1].endswith("tile 64, stages 5, query stages 1") and kept == f"kept in {folder / 'tiles.json'}"
-    assert "left out: mosaic_gpu, tile 128, stages 2, query stages 1 and 2 more: RuntimeError: ptxas: too many registers\n" in err
+    assert (
+        code == 0
+        and title
+        == "microseconds of one attention layer on NVIDIA H200: 32 heads, 4 kv heads, dim 128, "
+        "float16"
+    )
+    assert [row.split()[:5] for row in rows] == [
+        ["mosaic_gpu", "1", "private", "101.0", "101.0"],
+        ["mosaic_gpu", "64", "shared", "1010.0", "1212.0"],
+        ["mosaic_gpu", "64", "private", "101.0", "50.5"],
+    ]
+    assert (
+        rows[1].endswith("tile 64, stages 5, query stages 1")
+        and kept == f"kept in {folder / 'tiles.json'}"
+    )
+    assert (
+        "left out: mosaic_gpu, tile 128, stages 2, query stages 1 and 2 more: RuntimeError: ptxas: "
+        "too many registers\n" in err
+    )
     assert {job.effort for job, _, _ in clock.jobs} == {tuning.QUICK}
 
 
 def test_what_the_file_holds_for_other_shapes_and_devices_stays(capsys, clock, folder, tmp_path):
     file = tmp_path / "elsewhere" / "mine.json"
-    for device, more in ((H200, ()), (Device("NVIDIA H100", 90, 132), ()), (H200, ("--dtype", "float16")), (H200, ())):
-        assert run(capsys, *SHAPE, "--rows", "64", "--backend", "mosaic_gpu", "--output", str(file), *more, device=device)[0] == 0
+    for device, more in (
+        (H200, ()),
+        (Device("NVIDIA H100", 90, 132), ()),
+        (H200, ("--dtype", "float16")),
+        (H200, ()),
+    ):
+        assert (
+            run(
+                capsys,
+                *SHAPE,
+                "--rows",
+                "64",
+                "--backend",
+                "mosaic_gpu",
+                "--output",
+                str(file),
+                *more,
+                device=device,
+            )[0]
+            == 0
+        )
     assert tiles.decode_tiles(file.read_text(encoding="utf-8")) == {
-        "NVIDIA H200": {Key("mosaic_gpu", 128, 8, 512, dtype): FAST for dtype in ("bfloat16", "float16")},
-        "NVIDIA H100": {Key("mosaic_gpu", 128, 8, 512, "bfloat16"): FAST}}
+        "NVIDIA H200": {
+            Key("mosaic_gpu", 128, 8, 512, dtype): FAST for dtype in ("bfloat16", "float16")
+        },
+        "NVIDIA H100": {Key("mosaic_gpu", 128, 8, 512, "bfloat16"): FAST},
+    }
     assert not folder.exists() and choose_mosaic(H200, 128, 8, 512, "bfloat16") != FAST
     assert [path.name for path in file.parent.iterdir()] == ["mine.json"]
 
@@ -151,11 +208,16 @@ def test_a_backend_that_cannot_serve_is_left_out(capsys, clock, monkeypatch):
     monkeypatch.setattr(tuning, "prepare", prepare)
     code, out, err = run(capsys, *SHAPE, "--rows", "1")
     assert code == 0 and "nothing could be measured" in out.splitlines()[2]
-    assert "more: it runs on GPUs of compute capability 9.0" in err and "NotImplementedError" not in err
+    assert (
+        "more: it runs on GPUs of compute capability 9.0" in err
+        and "NotImplementedError" not in err
+    )
     code, out, err = run(capsys, *SHAPE, "--rows", "1", "--backend", "mosaic_gpu")
     assert (code, out) == (1, "")
-    assert err.endswith("jaxshare: error: no kernel could be measured on this NVIDIA H200: mosaic_gpu: it runs on GPUs of compute "
-                        "capability 9.0\n")
+    assert err.endswith(
+        "jaxshare: error: no kernel could be measured on this NVIDIA H200: mosaic_gpu: it runs on "
+        "GPUs of compute capability 9.0\n"
+    )
 
 
 def test_a_pass_that_does_not_fit_the_gpu_does_not_count(capsys, clock, monkeypatch, folder):
@@ -182,7 +244,9 @@ def test_what_was_found_before_an_interruption_is_kept(capsys, clock, monkeypatc
 
 def test_a_place_that_cannot_be_written(capsys, clock, tmp_path):
     code, out, err = run(capsys, *SHAPE, "--rows", "1", "--output", str(tmp_path))
-    assert (code, out) == (1, "") and "--output is" in err and "that is a folder; give a file" in err
+    assert (
+        (code, out) == (1, "") and "--output is" in err and "that is a folder; give a file" in err
+    )
 
 
 def test_a_disk_that_is_full_costs_no_measurement(capsys, clock, monkeypatch):
@@ -192,37 +256,76 @@ def test_a_disk_that_is_full_costs_no_measurement(capsys, clock, monkeypatch):
     monkeypatch.setattr(tuning, "save", save)
     code, out, err = run(capsys, *SHAPE, "--rows", "1,64", "--backend", "mosaic_gpu", "--json")
     found = json.loads(out)
-    assert code == 1 and len(found["best"]) > 1 and {m["rows"] for m in found["measurements"]} >= {1, 64}
-    assert "the tiles cannot be kept in" in err and "No space left" in err and "give another --output" in err
+    assert (
+        code == 1
+        and len(found["best"]) > 1
+        and {m["rows"] for m in found["measurements"]} >= {1, 64}
+    )
+    assert (
+        "the tiles cannot be kept in" in err
+        and "No space left" in err
+        and "give another --output" in err
+    )
 
 
 def test_the_shape_of_a_model(capsys, clock, tmp_path):
     config = json.loads((models.EMBEDDED / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "model").mkdir()
     file = tmp_path / "model" / "config.json"
-    file.write_text(json.dumps(config | {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 96, "dtype": "float16"}))
-    code, out, _ = run(capsys, "--model", str(file.parent), "--rows", "1", "--json")  # there are no weights there
-    assert code == 0 and json.loads(out)["shape"] == {"num_heads": 12, "num_kv_heads": 4, "head_dim": 96, "dtype": "float16"}
-    code, out, _ = run(capsys, "--model", str(file.parent), "--rows", "1", "--json", "--dtype", "bfloat16")
+    file.write_text(
+        json.dumps(
+            config
+            | {
+                "num_attention_heads": 12,
+                "num_key_value_heads": 4,
+                "head_dim": 96,
+                "dtype": "float16",
+            }
+        )
+    )
+    # there are no weights there
+    code, out, _ = run(capsys, "--model", str(file.parent), "--rows", "1", "--json")
+    assert code == 0 and json.loads(out)["shape"] == {
+        "num_heads": 12,
+        "num_kv_heads": 4,
+        "head_dim": 96,
+        "dtype": "float16",
+    }
+    code, out, _ = run(
+        capsys, "--model", str(file.parent), "--rows", "1", "--json", "--dtype", "bfloat16"
+    )
     assert json.loads(out)["shape"]["dtype"] == "bfloat16"
-    file.write_text(json.dumps(config | {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 96, "dtype": "float32"}))
+    file.write_text(
+        json.dumps(
+            config
+            | {
+                "num_attention_heads": 12,
+                "num_key_value_heads": 4,
+                "head_dim": 96,
+                "dtype": "float32",
+            }
+        )
+    )
     code, _, err = run(capsys, "--model", str(file.parent), "--rows", "1")
     assert code == 1 and "the dtype is float32" in err and "--dtype" in err
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    ((), "either with --model or with --heads, --kv-heads and --head-dim"),
-    ((*SHAPE, "--model", "x"), "either with --model or with"),
-    (("--heads", "8"), "--kv-heads is missing"),
-    (("--heads", "8", "--kv-heads", "2"), "--head-dim is missing"),
-    (("--heads", "8", "--kv-heads", "3", "--head-dim", "64"), "8 heads and 3 kv heads"),
-    (("--heads", "0", "--kv-heads", "0", "--head-dim", "64"), "0 heads and 0 kv heads"),
-    (("--heads", "8", "--kv-heads", "2", "--head-dim", "72"), "the head dim is 72"),
-    ((*SHAPE, "--dtype", "float32"), "the dtype is float32"),
-    ((*SHAPE, "--rows", "1;2"), "--rows is '1;2'"),
-    ((*SHAPE, "--rows", "4,0"), "--rows has 0"),
-    (("--model", "no/such/folder"), "there is no model folder no/such/folder"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "either with --model or with --heads, --kv-heads and --head-dim"),
+        ((*SHAPE, "--model", "x"), "either with --model or with"),
+        (("--heads", "8"), "--kv-heads is missing"),
+        (("--heads", "8", "--kv-heads", "2"), "--head-dim is missing"),
+        (("--heads", "8", "--kv-heads", "3", "--head-dim", "64"), "8 heads and 3 kv heads"),
+        (("--heads", "0", "--kv-heads", "0", "--head-dim", "64"), "0 heads and 0 kv heads"),
+        (("--heads", "8", "--kv-heads", "2", "--head-dim", "72"), "the head dim is 72"),
+        ((*SHAPE, "--dtype", "float32"), "the dtype is float32"),
+        ((*SHAPE, "--rows", "1;2"), "--rows is '1;2'"),
+        ((*SHAPE, "--rows", "4,0"), "--rows has 0"),
+        (("--model", "no/such/folder"), "there is no model folder no/such/folder"),
+    ],
+)
 def test_mistakes_get_one_sentence(capsys, arguments, words):
     code, out, err = run(capsys, *arguments)
     assert code == 1 and out == "" and words in err
@@ -232,7 +335,11 @@ def test_mistakes_get_one_sentence(capsys, arguments, words):
 def test_without_a_gpu_it_says_so(capsys, folder):
     assert cli.main(["tune", *SHAPE, "--json"]) == 1
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("jaxshare: error: there is no NVIDIA GPU here") and err.count("\n") == 1
+    assert (
+        out == ""
+        and err.startswith("jaxshare: error: there is no NVIDIA GPU here")
+        and err.count("\n") == 1
+    )
     assert not folder.exists()
 
 
@@ -243,11 +350,14 @@ def test_passes_are_as_large_as_they_may_be():
                 job = Pass(shape, rows, shared)
                 token = 2 * shape.num_kv_heads * shape.head_dim * 2
                 if rows == 64 and shape.num_kv_heads > 1:
-                    assert 2**26 < (job.prefix + rows * job.own) * token <= 2**30  # more than any cache, and what most GPUs hold
+                    # more than any cache, and what most GPUs hold
+                    assert 2**26 < (job.prefix + rows * job.own) * token <= 2**30
                 assert job.own >= 64 and 1 <= job.turns <= 64 and (job.prefix > 0) == shared
 
 
-SMALL = Pass(Shape(4, 2, 64), 3, shared=True, effort=Effort(rounds=1, seconds=1e-9, cache_bytes=2**17))
+SMALL = Pass(
+    Shape(4, 2, 64), 3, shared=True, effort=Effort(rounds=1, seconds=1e-9, cache_bytes=2**17)
+)
 
 
 @pytest.fixture(scope="module")
@@ -274,13 +384,22 @@ def test_measuring_compiles_with_the_tiles_and_takes_time(monkeypatch, one_layer
         assert set(seen) == {(choice, (3, 1, 4, 64))}
 
 
-WRONG = {"in one head": lambda out: out.at[-1, :, 0].multiply(1.2), "everywhere": lambda out: out * jnp.nan}
+WRONG = {
+    "in one head": lambda out: out.at[-1, :, 0].multiply(1.2),
+    "everywhere": lambda out: out * jnp.nan,
+}
 
 
 @pytest.mark.parametrize("how", WRONG)
 def test_wrong_answers_are_not_measured(monkeypatch, one_layer, how):
-    monkeypatch.setitem(attention.BACKENDS, "triton", lambda *arguments: WRONG[how](attention.reference_attention(*arguments)))
-    with pytest.raises(ValueError, match=r"its answer differs from XLA's by \S+, relative; it is not used"):
+    monkeypatch.setitem(
+        attention.BACKENDS,
+        "triton",
+        lambda *arguments: WRONG[how](attention.reference_attention(*arguments)),
+    )
+    with pytest.raises(
+        ValueError, match=r"its answer differs from XLA's by \S+, relative; it is not used"
+    ):
         # Warps that no other test asks for: what is traced for them is this test's own.
         tuning.prepare(SMALL, "triton", TritonTiles(16, 64, 2 ** (4 + [*WRONG].index(how)), 2))
 

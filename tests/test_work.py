@@ -16,7 +16,8 @@ from tests.helpers import pad_rows
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is static: R rows, T tokens, N listed, B blocks, G query heads of each of K kv heads; how the work is cut."""
+    """What is static: R rows, T tokens, N listed, B blocks, G query heads of each of K kv heads;
+    how the work is cut."""
 
     rows: int
     width: int
@@ -64,11 +65,22 @@ def cases(draw, shape: Shape):
     rows = []
     for _ in range(min(shape.rows, shape.blocks)):
         own = next(writers)
-        others = draw(st.lists(st.sampled_from(range(shape.blocks)), unique=True, max_size=shape.listed - 1))
+        others = draw(
+            st.lists(st.sampled_from(range(shape.blocks)), unique=True, max_size=shape.listed - 1)
+        )
         rows.append([*(b for b in others if b != own), own] if draw(st.integers(0, 6)) else [])
     count = [draw(st.integers(0, shape.width)) if row else 0 for row in rows]
-    return Case(rows, count, draw(st.lists(st.sampled_from([0, 0, 1, 5, 15, 16, 63, 64, 65, 130, 200]), min_size=shape.blocks,
-                                           max_size=shape.blocks)))
+    return Case(
+        rows,
+        count,
+        draw(
+            st.lists(
+                st.sampled_from([0, 0, 1, 5, 15, 16, 63, 64, 65, 130, 200]),
+                min_size=shape.blocks,
+                max_size=shape.blocks,
+            )
+        ),
+    )
 
 
 jitted_plan = jax.jit(make_plan, static_argnames="width")
@@ -80,29 +92,50 @@ def planned(shape: Shape, case: Case, begin: int = 3):
     for row, count in zip(case.rows, case.count, strict=True):
         if row:
             grown[row[-1]] += count
-    # One arena for all cases, so that one program plans them; blocks lie in it without gaps, at any offset.
+    # One arena for all cases, so that one program plans them; blocks lie in it without gaps, at any
+    # offset.
     cache = KVCache.create(shape, [max(256, *case.lengths) + shape.width] * shape.blocks)
     offsets = np.cumsum([begin, *grown])[:-1]
-    cache = dataclasses.replace(cache, lengths=jnp.asarray(case.lengths, jnp.int32), capacities=jnp.asarray(grown, jnp.int32),
-                                offsets=jnp.asarray(offsets, jnp.int32))
+    cache = dataclasses.replace(
+        cache,
+        lengths=jnp.asarray(case.lengths, jnp.int32),
+        capacities=jnp.asarray(grown, jnp.int32),
+        offsets=jnp.asarray(offsets, jnp.int32),
+    )
     count = jnp.asarray(case.count + [0] * (shape.rows - len(case.rows)), jnp.int32)
-    plan = jitted_plan(cache, pad_rows(case.rows, shape.rows, shape.listed), count, width=shape.width)
-    work = make_work(plan, group=shape.group, kv_heads=shape.kv_heads, span=shape.span, tile=shape.tile, num_items=shape.items,
-                     alignment=shape.alignment)
+    plan = jitted_plan(
+        cache, pad_rows(case.rows, shape.rows, shape.listed), count, width=shape.width
+    )
+    work = make_work(
+        plan,
+        group=shape.group,
+        kv_heads=shape.kv_heads,
+        span=shape.span,
+        tile=shape.tile,
+        num_items=shape.items,
+        alignment=shape.alignment,
+    )
     return jax.tree.map(np.asarray, work), offsets, grown
 
 
 def segment(work, number: int):
     """(kv head, fields of the segment) of a segment counted over the kv heads."""
     head, at = divmod(number, int(work.count))
-    return head, {name: int(getattr(work.segments, name)[at]) for name in ("query", "queries", "start", "lead", "tiles", "begin", "full")}
+    return head, {
+        name: int(getattr(work.segments, name)[at])
+        for name in ("query", "queries", "start", "lead", "tiles", "begin", "full")
+    }
 
 
 def tokens(shape: Shape, fields: dict[str, int], i: int, limit: int) -> range:
-    """Arena tokens of the i-th tile that a segment reads, for a query that sees `limit` tokens of the block."""
+    """Arena tokens of the i-th tile that a segment reads, for a query that sees `limit` tokens of
+    the block."""
     nth = (i + (fields["lead"] > 0)) % fields["tiles"]
     low = max(nth * shape.tile, fields["lead"])
-    return range(fields["start"] + low, fields["start"] + max(low, min((nth + 1) * shape.tile, fields["lead"] + limit)))
+    return range(
+        fields["start"] + low,
+        fields["start"] + max(low, min((nth + 1) * shape.tile, fields["lead"] + limit)),
+    )
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -127,7 +160,9 @@ def test_every_token_of_every_query_is_read_once(name, data):
             at = k * int(work.total) + fields["begin"]
             for i in range(max(begin - at, 0), min(end - at, fields["tiles"])):
                 for query in range(fields["query"], fields["query"] + fields["queries"]):
-                    r, n, t, g = np.unravel_index(work.source[query], (shape.rows, shape.listed, shape.width, shape.group))
+                    r, n, t, g = np.unravel_index(
+                        work.source[query], (shape.rows, shape.listed, shape.width, shape.group)
+                    )
                     if t < counts[r]:
                         read = tokens(shape, fields, i, int(work.limits[query]))
                         assert i >= fields["full"] or len(read) == shape.tile
@@ -142,7 +177,9 @@ def test_items_are_of_one_size_and_follow_each_other(name, data):
     shape = SHAPES[name]
     work, _, _ = planned(shape, data.draw(cases(shape)))
     begin, end = work.items[:, 0], work.items[:, 1]
-    assert begin[0] == 0 and (begin[1:] == end[:-1]).all() and end[-1] == work.total * shape.kv_heads
+    assert (
+        begin[0] == 0 and (begin[1:] == end[:-1]).all() and end[-1] == work.total * shape.kv_heads
+    )
     assert np.ptp(end - begin) <= 1
 
 
@@ -150,7 +187,8 @@ def test_items_are_of_one_size_and_follow_each_other(name, data):
 @settings(max_examples=15)
 @given(st.data())
 def test_partial_results_are_found_where_they_were_left(name, data):
-    """No two pieces share a row of partial results, and the merge's way to a query's pieces leads to all of them and no others."""
+    """No two pieces share a row of partial results, and the merge's way to a query's pieces leads
+    to all of them and no others."""
     shape = SHAPES[name]
     case = data.draw(cases(shape))
     work, _, _ = planned(shape, case)
@@ -160,10 +198,15 @@ def test_partial_results_are_found_where_they_were_left(name, data):
             k, fields = segment(work, number)
             at = k * int(work.total) + fields["begin"]
             reads = max(begin - at, 0) < min(end - at, fields["tiles"])
-            rows = {query: int(partial_row(work, item, k, query)) for query in range(fields["query"], fields["query"] + fields["queries"])}
+            rows = {
+                query: int(partial_row(work, item, k, query))
+                for query in range(fields["query"], fields["query"] + fields["queries"])
+            }
             # Stored in eights: what hangs over must belong to nobody either.
             eights = range(min(rows.values()), min(rows.values()) + -(-fields["queries"] // 8) * 8)
-            assert taken.isdisjoint(eights) and eights[-1] < work.partial_rows and eights[0] % 8 == 0
+            assert (
+                taken.isdisjoint(eights) and eights[-1] < work.partial_rows and eights[0] % 8 == 0
+            )
             taken.update(eights)
             for query, row in rows.items():
                 if reads:
@@ -174,15 +217,24 @@ def test_partial_results_are_found_where_they_were_left(name, data):
             for k in range(shape.kv_heads):
                 number = work.segment[r, n] + (work.member[r, n] + nth) // shape.span
                 first, behind = work.pieces[k, number]
-                source = int(np.ravel_multi_index((r, n, 0, nth), (shape.rows, shape.listed, 1, shape.width * shape.group)))
+                source = int(
+                    np.ravel_multi_index(
+                        (r, n, 0, nth), (shape.rows, shape.listed, 1, shape.width * shape.group)
+                    )
+                )
                 if behind > first:
-                    followed[k, source] = {int(partial_row(work, item, k, work.query[r, n] + nth)) for item in range(first, behind)}
+                    followed[k, source] = {
+                        int(partial_row(work, item, k, work.query[r, n] + nth))
+                        for item in range(first, behind)
+                    }
     assert followed == left
 
 
 def test_a_block_that_all_rows_see_is_read_once_for_all_of_them():
     shape = Shape(32, 1, 2, 33, 4, 1, span=128, tile=64, items=132, alignment=8)
-    work, _, _ = planned(shape, Case([[0, r + 1] for r in range(32)], [1] * 32, [4096] + [0] * 32), begin=0)
+    work, _, _ = planned(
+        shape, Case([[0, r + 1] for r in range(32)], [1] * 32, [4096] + [0] * 32), begin=0
+    )
     # 32 rows x 4 heads fill one segment: 64 tiles, and one for each row's own token.
     assert int(work.count) == 33 and int(work.total) == 64 + 32
 

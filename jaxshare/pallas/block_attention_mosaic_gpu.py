@@ -1,16 +1,21 @@
 """Block attention for Hopper GPUs, in Pallas on Mosaic GPU.
 
-One persistent program a multiprocessor takes one work item (`jaxshare.work`). Of its three warpgroups one fetches: queries of the next
-segment and tiles of keys and values, in bulk copies, as many under way as shared memory holds. The two others compute, 64 queries each:
+One persistent program a multiprocessor takes one work item (`jaxshare.work`). Of its three
+warpgroups one fetches: queries of the next segment and tiles of keys and values, in bulk copies, as
+many under way as shared memory holds. The two others compute, 64 queries each:
 
-  * a wide segment, of more than 64 queries, is split between them by queries: both use each tile (Hydragen section 3.2);
-  * a narrow one, down to a single row's, is split by tiles: they take turns, and what they found is merged at its end.
+  * a wide segment, of more than 64 queries, is split between them by queries: both use each tile
+    (Hydragen section 3.2);
+  * a narrow one, down to a single row's, is split by tiles: they take turns, and what they found is
+    merged at its end.
 
-So one shape of program serves blocks that one row sees and blocks that a thousand see. Products are wgmma throughout: its 64 rows are
-mostly padding for a private block, but then memory, not the matrix units, sets the pace (benchmarks/roofline.md).
+So one shape of program serves blocks that one row sees and blocks that a thousand see. Products are
+wgmma throughout: its 64 rows are mostly padding for a private block, but then memory, not the
+matrix units, sets the pace (benchmarks/roofline.md).
 
-The queries come rotated towards their block, scaled and gathered into the order of the segments by one XLA fusion a layer, because bulk
-copies cannot gather; a block that many multiprocessors share is so rotated for once, not by each of them (Hogwild! section 3.4).
+The queries come rotated towards their block, scaled and gathered into the order of the segments by
+one XLA fusion a layer, because bulk copies cannot gather; a block that many multiprocessors share
+is so rotated for once, not by each of them (Hogwild! section 3.4).
 """
 
 import functools
@@ -34,16 +39,21 @@ _WARPGROUP = 64
 """Queries of a warpgroup: the rows of a wgmma product."""
 _SPAN = 2 * _WARPGROUP
 _ALIGNMENT = 8
-"""Tokens, and queries, at which bulk copies into swizzled shared memory can begin: the rows of one swizzle pattern."""
+"""Tokens, and queries, at which bulk copies into swizzled shared memory can begin: the rows of one
+swizzle pattern."""
 
 INTERPRETER_LACKS = {
-    "wgmma with weights in registers, added to an accumulator in registers (run_state)": "a plain product, added",
+    "wgmma with weights in registers, added to an accumulator in registers (run_state)": "a plain "
+    "product, "
+    "added",
 }
-"""What Mosaic GPU's interpreter cannot run of this kernel, and what stands in its place when it is interpreted."""
+"""What Mosaic GPU's interpreter cannot run of this kernel, and what stands in its place when it is
+interpreted."""
 
 
 def mosaic_gpu_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
-    """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R, T, H, D] in q's dtype.
+    """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R,
+    T, H, D] in q's dtype.
 
     Raises:
       NotImplementedError: for a device, dtype or shape that it does not serve, saying why.
@@ -56,53 +66,89 @@ def mosaic_gpu_attention(q: Array, keys: Array, values: Array, plan: Plan, scale
     assert device is not None
     tiles = choose_mosaic(device, dim, group, rows * width * group, keys.dtype)
     keys, values = (_padded(a, tiles.tile) for a in (keys, values))
-    work = make_work(plan, group=group, kv_heads=kv_heads, span=_SPAN, tile=tiles.tile, num_items=device.multiprocessors,
-                     alignment=_ALIGNMENT)
+    work = make_work(
+        plan,
+        group=group,
+        kv_heads=kv_heads,
+        span=_SPAN,
+        tile=tiles.tile,
+        num_items=device.multiprocessors,
+        alignment=_ALIGNMENT,
+    )
     queries = segment_queries(q, plan, work, scale * math.log2(math.e), keys.dtype)
     out, lse = _pieces(queries, keys, values, work, tiles, device)
-    return merge_pieces(out, lse, work, (rows, width, heads, dim), q.dtype, device, plan.stripes.axis)
+    return merge_pieces(
+        out, lse, work, (rows, width, heads, dim), q.dtype, device, plan.stripes.axis
+    )
 
 
 def _check(device: Device | None, keys: Array, dim: int, group: int) -> None:
     if device is None:
-        raise NotImplementedError(f"it runs on NVIDIA GPUs of compute capability 9.0, and this is {jax.default_backend()}")
+        raise NotImplementedError(
+            f"it runs on NVIDIA GPUs of compute capability 9.0, and this is {jax.default_backend()}"
+        )
     if device.capability // 10 != 9:
         # Later GPUs have other matrix instructions in place of wgmma.
-        raise NotImplementedError(f"it runs on GPUs of compute capability 9.0, and {device.kind} has {device.capability / 10}")
+        raise NotImplementedError(
+            f"it runs on GPUs of compute capability 9.0, and {device.kind} has "
+            f"{device.capability / 10}"
+        )
     if keys.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"the cache must be bfloat16 or float16, not {keys.dtype}")
     if dim not in HEAD_DIMS:
-        raise NotImplementedError(f"the head dim is {dim}, but it must be one of {', '.join(map(str, HEAD_DIMS))}")
+        raise NotImplementedError(
+            f"the head dim is {dim}, but it must be one of {', '.join(map(str, HEAD_DIMS))}"
+        )
     if group > MOST_QUERY_HEADS:
-        raise NotImplementedError(f"{group} query heads share a kv head, but it takes at most {MOST_QUERY_HEADS}")
+        raise NotImplementedError(
+            f"{group} query heads share a kv head, but it takes at most {MOST_QUERY_HEADS}"
+        )
     try:
         importlib.import_module("jax.experimental.pallas.mosaic_gpu")
     except ImportError as error:
-        raise NotImplementedError(f"this installation of JAX has no Mosaic GPU backend ({error})") from error
+        raise NotImplementedError(
+            f"this installation of JAX has no Mosaic GPU backend ({error})"
+        ) from error
 
 
 def segment_queries(q: Array, plan: Plan, work: Work, scale: float, dtype: jnp.dtype) -> Array:
-    """[K, Q + span, D]: queries in the order of the segments, rotated towards their block and scaled; padding is finite."""
+    """[K, Q + span, D]: queries in the order of the segments, rotated towards their block and
+    scaled; padding is finite."""
     rows, width, heads, dim = q.shape
     slots, kv_heads = plan.blocks.shape[1], work.pieces.shape[0]
     group = heads // kv_heads
     source = jnp.maximum(work.source, 0)
     member, rest = source % group, source // group
     token, slot, row = rest % width, rest // width % slots, rest // width // slots
-    by_head = q.reshape(rows * width, kv_heads, group, dim).transpose(1, 0, 2, 3).reshape(kv_heads, -1, dim)
-    here = by_head.at[:, (row * width + token) * group + member].get(mode="promise_in_bounds").astype(jnp.float32)
-    cos, sin = (x.at[row, slot, token].get(mode="promise_in_bounds") for x in (plan.query_cos, plan.query_sin))
+    by_head = (
+        q.reshape(rows * width, kv_heads, group, dim)
+        .transpose(1, 0, 2, 3)
+        .reshape(kv_heads, -1, dim)
+    )
+    here = (
+        by_head.at[:, (row * width + token) * group + member]
+        .get(mode="promise_in_bounds")
+        .astype(jnp.float32)
+    )
+    cos, sin = (
+        x.at[row, slot, token].get(mode="promise_in_bounds")
+        for x in (plan.query_cos, plan.query_sin)
+    )
     return (rotate(here, cos, sin) * scale).astype(dtype)
 
 
 def _padded(arena: Array, tile: int) -> Array:
-    """An arena that tiles fit in. Caches are made so; only tiny ones, and odd ones made by hand, are copied."""
+    """An arena that tiles fit in. Caches are made so; only tiny ones, and odd ones made by hand,
+    are copied."""
     tokens = arena.shape[1]
     return jnp.pad(arena, ((0, 0), (0, max(tile, tokens + -tokens % _ALIGNMENT) - tokens), (0, 0)))
 
 
-def _pieces(queries: Array, keys: Array, values: Array, work: Work, tiles: MosaicTiles, device: Device) -> tuple[Array, Array]:
-    """Partial results of all pieces: out float32[partial rows, padded dim] and lse float32[partial rows], base 2.
+def _pieces(
+    queries: Array, keys: Array, values: Array, work: Work, tiles: MosaicTiles, device: Device
+) -> tuple[Array, Array]:
+    """Partial results of all pieces: out float32[partial rows, padded dim] and lse float32[partial
+    rows], base 2.
 
     Rows that belong to no query of a piece, and columns beyond D, hold anything.
     """
@@ -110,12 +156,18 @@ def _pieces(queries: Array, keys: Array, values: Array, work: Work, tiles: Mosai
 
     dim, dtype = keys.shape[2], keys.dtype
     part = _store_columns(dim)
-    swizzled, stored = (_transforms(plgpu, columns, size) for columns, size in ((dim, keys.dtype.itemsize), (part, 4)))
+    swizzled, stored = (
+        _transforms(plgpu, columns, size)
+        for columns, size in ((dim, keys.dtype.itemsize), (part, 4))
+    )
     stages, query_stages = tiles.stages, tiles.query_stages
     rows = work.partial_rows
     kernel = plgpu.kernel(
         functools.partial(_kernel, plgpu, work, tiles, keys.shape[1], part, device.interpret),
-        out_type=[jax.ShapeDtypeStruct((rows, padded_dim(dim)), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.float32)],
+        out_type=[
+            jax.ShapeDtypeStruct((rows, padded_dim(dim)), jnp.float32),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+        ],
         scratch_types=[
             plgpu.SMEM((query_stages, 2, _WARPGROUP, dim), dtype, transforms=swizzled),
             plgpu.SMEM((stages, tiles.tile, dim), dtype, transforms=swizzled),
@@ -125,19 +177,36 @@ def _pieces(queries: Array, keys: Array, values: Array, work: Work, tiles: Mosai
             _Barriers(
                 query_full=plgpu.Barrier(num_barriers=2 * query_stages),
                 query_free=plgpu.Barrier(num_arrivals=2, num_barriers=query_stages),
-                key_full=plgpu.Barrier(num_barriers=stages), value_full=plgpu.Barrier(num_barriers=stages),
+                key_full=plgpu.Barrier(num_barriers=stages),
+                value_full=plgpu.Barrier(num_barriers=stages),
                 key_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
                 value_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-                given=plgpu.Barrier(), taken=plgpu.Barrier()),
+                given=plgpu.Barrier(),
+                taken=plgpu.Barrier(),
+            ),
         ],
-        grid=(work.items.shape[0],), grid_names=("item",), num_threads=3, thread_name="warpgroup", kernel_name="block_attention",
+        grid=(work.items.shape[0],),
+        grid_names=("item",),
+        num_threads=3,
+        thread_name="warpgroup",
+        kernel_name="block_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        interpret=plgpu.InterpretGPUParams() if device.interpret else None)
-    return kernel(queries, keys, values, work.limits, work.items, work.segments.table, jnp.stack([work.count, work.total]))
+        interpret=plgpu.InterpretGPUParams() if device.interpret else None,
+    )
+    return kernel(
+        queries,
+        keys,
+        values,
+        work.limits,
+        work.items,
+        work.segments.table,
+        jnp.stack([work.count, work.total]),
+    )
 
 
 class _Barriers(NamedTuple):
-    """Between the fetching warpgroup and the two that compute: a slot is full, a slot is free again; and between those two."""
+    """Between the fetching warpgroup and the two that compute: a slot is full, a slot is free
+    again; and between those two."""
 
     query_full: Any
     query_free: Any
@@ -163,14 +232,34 @@ class _Piece(NamedTuple):
     end: Array
 
 
-def _kernel(plgpu: Any, work: Work, tiles: MosaicTiles, arena: int, part: int, interpret: bool, q_ref: Any, k_ref: Any, v_ref: Any,
-            limit_ref: Any, item_ref: Any, segment_ref: Any, count_ref: Any, out_ref: Any, lse_ref: Any, q_smem: Any, k_smem: Any,
-            v_smem: Any, out_smem: Any, stat_smem: Any, barriers: _Barriers) -> None:
+def _kernel(
+    plgpu: Any,
+    work: Work,
+    tiles: MosaicTiles,
+    arena: int,
+    part: int,
+    interpret: bool,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    limit_ref: Any,
+    item_ref: Any,
+    segment_ref: Any,
+    count_ref: Any,
+    out_ref: Any,
+    lse_ref: Any,
+    q_smem: Any,
+    k_smem: Any,
+    v_smem: Any,
+    out_smem: Any,
+    stat_smem: Any,
+    barriers: _Barriers,
+) -> None:
     """One item. plgpu is Pallas' Mosaic GPU module.
 
-    Refs in device memory: q [K, Q + span, D], k, v [K, tokens, D], limit [Q + span], item [P, 4], segment [S, 8], count [2],
-    out [partial rows, padded D], lse [partial rows]. In shared memory: q [slots, 2, 64, D], k, v [slots, tile, D], out [2, 64, part],
-    stat [2, 2, 64].
+    Refs in device memory: q [K, Q + span, D], k, v [K, tokens, D], limit [Q + span], item [P, 4],
+    segment [S, 8], count [2], out [partial rows, padded D], lse [partial rows]. In shared memory: q
+    [slots, 2, 64, D], k, v [slots, tile, D], out [2, 64, part], stat [2, 2, 64].
     """
     size, dim, dtype = tiles.tile, k_ref.shape[2], k_ref.dtype
     wgmma = plgpu.Layout.WGMMA
@@ -180,13 +269,25 @@ def _kernel(plgpu: Any, work: Work, tiles: MosaicTiles, arena: int, part: int, i
 
     def piece(number: Array) -> _Piece:
         head = lax.div(number, count)
-        query, queries, start, lead, tiles, full, begin = (segment_ref[number - head * count, i] for i in range(7))
+        query, queries, start, lead, tiles, full, begin = (
+            segment_ref[number - head * count, i] for i in range(7)
+        )
         at = head * total + begin
-        return _Piece(head, pl.multiple_of(query, ROW_ALIGNMENT), queries, pl.multiple_of(start, _ALIGNMENT), lead, tiles, full,
-                      jnp.maximum(first_tile - at, 0), jnp.minimum(end_tile - at, tiles))
+        return _Piece(
+            head,
+            pl.multiple_of(query, ROW_ALIGNMENT),
+            queries,
+            pl.multiple_of(start, _ALIGNMENT),
+            lead,
+            tiles,
+            full,
+            jnp.maximum(first_tile - at, 0),
+            jnp.minimum(end_tile - at, tiles),
+        )
 
     def window(now: _Piece, i: Array) -> tuple[Array, Array]:
-        """Where in the arena the i-th tile that is read begins, and how many tokens of the segment stand before that tile."""
+        """Where in the arena the i-th tile that is read begins, and how many tokens of the segment
+        stand before that tile."""
         i = i + (now.lead > 0).astype(jnp.int32)
         before = jnp.where(i == now.tiles, 0, i) * size
         return pl.multiple_of(jnp.minimum(now.start + before, arena - size), _ALIGNMENT), before
@@ -205,8 +306,11 @@ def _kernel(plgpu: Any, work: Work, tiles: MosaicTiles, arena: int, part: int, i
                 plgpu.barrier_wait(barriers.query_free.at[slot])
 
             def fetch_half(i: int) -> None:
-                plgpu.copy_gmem_to_smem(q_ref.at[now.head, pl.ds(now.query + i * _WARPGROUP, _WARPGROUP)], q_smem.at[slot, i],
-                                        barriers.query_full.at[2 * slot + i])
+                plgpu.copy_gmem_to_smem(
+                    q_ref.at[now.head, pl.ds(now.query + i * _WARPGROUP, _WARPGROUP)],
+                    q_smem.at[slot, i],
+                    barriers.query_full.at[2 * slot + i],
+                )
 
             fetch_half(0)
             pl.when(now.queries > _WARPGROUP)(lambda: fetch_half(1))
@@ -214,21 +318,33 @@ def _kernel(plgpu: Any, work: Work, tiles: MosaicTiles, arena: int, part: int, i
             def fetch_tile(i: Array, fetched: Array) -> Array:
                 slot = lax.rem(fetched, tiles.stages)
                 start = window(now, i)[0]
-                for ref, smem, full, free in ((k_ref, k_smem, barriers.key_full, barriers.key_free),
-                                              (v_ref, v_smem, barriers.value_full, barriers.value_free)):
+                for ref, smem, full, free in (
+                    (k_ref, k_smem, barriers.key_full, barriers.key_free),
+                    (v_ref, v_smem, barriers.value_full, barriers.value_free),
+                ):
+
                     @pl.when(fetched >= tiles.stages)
                     def _(free: Any = free) -> None:
                         plgpu.barrier_wait(free.at[slot])
 
-                    plgpu.copy_gmem_to_smem(ref.at[now.head, pl.ds(start, size)], smem.at[slot], full.at[slot])
+                    plgpu.copy_gmem_to_smem(
+                        ref.at[now.head, pl.ds(start, size)], smem.at[slot], full.at[slot]
+                    )
                 return fetched + 1
 
             return pieces + 1, lax.fori_loop(now.begin, now.end, fetch_tile, fetched)
 
-        pieces, fetched = lax.fori_loop(first_segment, end_segment, fetch_piece, (jnp.int32(0), jnp.int32(0)))
+        pieces, fetched = lax.fori_loop(
+            first_segment, end_segment, fetch_piece, (jnp.int32(0), jnp.int32(0))
+        )
         # Whoever waits at a barrier sees each of its turns, the last ones too.
-        for used, free in ((pieces, barriers.query_free), (fetched, barriers.key_free), (fetched, barriers.value_free)):
+        for used, free in (
+            (pieces, barriers.query_free),
+            (fetched, barriers.key_free),
+            (fetched, barriers.value_free),
+        ):
             for slot in range(free.shape[0]):
+
                 @pl.when(used > slot)
                 def _(free: Any = free.at[slot]) -> None:
                     plgpu.barrier_wait(free)
@@ -238,7 +354,9 @@ def _kernel(plgpu: Any, work: Work, tiles: MosaicTiles, arena: int, part: int, i
         plgpu.set_max_registers(240, action="increase")
 
         def filled(value: float, *shape: int) -> Array:
-            return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), wgmma if len(shape) == 2 else wgmma.reduce(1))
+            return plgpu.layout_cast(
+                jnp.full(shape, value, jnp.float32), wgmma if len(shape) == 2 else wgmma.reduce(1)
+            )
 
         def wide(x: Array, columns: int) -> Array:
             return lax.broadcast_in_dim(x, (_WARPGROUP, columns), [0])
@@ -249,10 +367,14 @@ def _kernel(plgpu: Any, work: Work, tiles: MosaicTiles, arena: int, part: int, i
             query_slot = lax.rem(pieces, tiles.query_stages)
             narrow = now.queries <= _WARPGROUP
             half = jnp.where(narrow, 0, warpgroup)
-            limit = now.lead + plgpu.load(limit_ref.at[pl.ds(now.query + half * _WARPGROUP, _WARPGROUP)], layout=wgmma.reduce(1),
-                                          optimized=False)
+            limit = now.lead + plgpu.load(
+                limit_ref.at[pl.ds(now.query + half * _WARPGROUP, _WARPGROUP)],
+                layout=wgmma.reduce(1),
+                optimized=False,
+            )
             plgpu.barrier_wait(barriers.query_full.at[2 * query_slot])
-            # Both wait for both halves: whoever left out a turn of a barrier would take the next for it.
+            # Both wait for both halves: whoever left out a turn of a barrier would take the next
+            # for it.
             pl.when(~narrow)(lambda: plgpu.barrier_wait(barriers.query_full.at[2 * query_slot + 1]))
 
             def take(masked: bool, i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -262,15 +384,21 @@ def _kernel(plgpu: Any, work: Work, tiles: MosaicTiles, arena: int, part: int, i
 
                 def compute(top: Array, total: Array, mixed: Array) -> tuple[Array, ...]:
                     def multiply(ref: Any) -> Array:
-                        plgpu.wgmma(ref, q_smem.at[query_slot, half], k_smem.at[slot].transpose((1, 0)))
+                        plgpu.wgmma(
+                            ref, q_smem.at[query_slot, half], k_smem.at[slot].transpose((1, 0))
+                        )
                         return ref[...]
 
                     scores = pl.run_scoped(multiply, plgpu.ACC((_WARPGROUP, size), jnp.float32))
                     plgpu.barrier_arrive(barriers.key_free.at[slot])
                     if masked:
                         start, before = window(now, i)
-                        token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=wgmma) + (start - now.start)
-                        seen = (token >= jnp.maximum(before, now.lead)) & (token < wide(limit, size))
+                        token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=wgmma) + (
+                            start - now.start
+                        )
+                        seen = (token >= jnp.maximum(before, now.lead)) & (
+                            token < wide(limit, size)
+                        )
                         scores = jnp.where(seen, scores, -jnp.inf)
                     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
                     under = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
@@ -285,7 +413,9 @@ def _kernel(plgpu: Any, work: Work, tiles: MosaicTiles, arena: int, part: int, i
                         plgpu.wgmma(ref, weights, v_smem.at[slot])
 
                     if interpret:  # INTERPRETER_LACKS
-                        mixed = mixed + jnp.dot(weights, v_smem[slot], preferred_element_type=jnp.float32)
+                        mixed = mixed + jnp.dot(
+                            weights, v_smem[slot], preferred_element_type=jnp.float32
+                        )
                     else:
                         mixed = pl.run_state(mix)(plgpu.ACC.init(mixed))
                     plgpu.barrier_arrive(barriers.value_free.at[slot])
@@ -300,12 +430,23 @@ def _kernel(plgpu: Any, work: Work, tiles: MosaicTiles, arena: int, part: int, i
                 mine = ~narrow | (lax.rem(i - now.begin, 2) == warpgroup)
                 return used + 1, *lax.cond(mine, compute, skip, *softmax)
 
-            state = (used, filled(-jnp.inf, _WARPGROUP), filled(0.0, _WARPGROUP), filled(0.0, _WARPGROUP, dim))
+            state = (
+                used,
+                filled(-jnp.inf, _WARPGROUP),
+                filled(0.0, _WARPGROUP),
+                filled(0.0, _WARPGROUP, dim),
+            )
             # With 256 columns two loops take more registers than there are.
-            whole = jnp.clip(now.full, now.begin, jnp.maximum(now.end, now.begin)) if dim < 256 else now.begin
+            whole = (
+                jnp.clip(now.full, now.begin, jnp.maximum(now.end, now.begin))
+                if dim < 256
+                else now.begin
+            )
             if dim < 256:
                 state = lax.fori_loop(now.begin, whole, functools.partial(take, False), state)
-            used, top, total, mixed = lax.fori_loop(whole, now.end, functools.partial(take, True), state)
+            used, top, total, mixed = lax.fori_loop(
+                whole, now.end, functools.partial(take, True), state
+            )
             plgpu.barrier_arrive(barriers.query_free.at[query_slot])
             # What was stored of the piece before must have left shared memory.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -317,7 +458,7 @@ def _kernel(plgpu: Any, work: Work, tiles: MosaicTiles, arena: int, part: int, i
                 stat_smem[1, 0] = top
                 stat_smem[1, 1] = total
                 for i in range(0, dim, part):
-                    out_smem[1] = mixed[:, i:i + part]
+                    out_smem[1] = mixed[:, i : i + part]
                     plgpu.barrier_arrive(barriers.given)
                     plgpu.barrier_wait(barriers.taken)
 
@@ -325,22 +466,31 @@ def _kernel(plgpu: Any, work: Work, tiles: MosaicTiles, arena: int, part: int, i
 
             @pl.when(here > 0)
             def _store() -> None:
-                row = pl.multiple_of(partial_row(work, item, now.head, now.query + half * _WARPGROUP), ROW_ALIGNMENT)
+                row = pl.multiple_of(
+                    partial_row(work, item, now.head, now.query + half * _WARPGROUP), ROW_ALIGNMENT
+                )
                 eights = lax.div(here + ROW_ALIGNMENT - 1, ROW_ALIGNMENT)
 
                 def merged(top: Array, total: Array) -> tuple[Array, ...]:
                     plgpu.barrier_wait(barriers.given)
-                    their_top, their_total = (plgpu.load(stat_smem.at[1, i], layout=wgmma.reduce(1), optimized=False) for i in range(2))
+                    their_top, their_total = (
+                        plgpu.load(stat_smem.at[1, i], layout=wgmma.reduce(1), optimized=False)
+                        for i in range(2)
+                    )
                     highest = jnp.maximum(top, their_top)
                     under = jnp.where(highest == -jnp.inf, 0.0, highest)
                     mine, theirs = jnp.exp2(top - under), jnp.exp2(their_top - under)
                     return highest, total * mine + their_total * theirs, mine, theirs
 
                 one = filled(1.0, _WARPGROUP)
-                highest, sum_, mine, theirs = lax.cond(takes, merged, lambda top, total: (top, total, one, one), top, total)
+                highest, sum_, mine, theirs = lax.cond(
+                    takes, merged, lambda top, total: (top, total, one, one), top, total
+                )
                 empty = sum_ == 0.0
                 sum_ = jnp.where(empty, 1.0, sum_)
-                stat_smem[warpgroup, 0] = jnp.where(empty, -jnp.inf, highest + jnp.log(sum_) * math.log2(math.e))
+                stat_smem[warpgroup, 0] = jnp.where(
+                    empty, -jnp.inf, highest + jnp.log(sum_) * math.log2(math.e)
+                )
                 mine, theirs = mine / sum_, theirs / sum_
                 for i in range(0, dim, part):
                     if i:
@@ -349,19 +499,30 @@ def _kernel(plgpu: Any, work: Work, tiles: MosaicTiles, arena: int, part: int, i
                     def add(columns: Array, i: int = i) -> Array:
                         if i:
                             plgpu.barrier_wait(barriers.given)
-                        columns = columns + plgpu.load(out_smem.at[1], layout=wgmma) * wide(theirs, part)
+                        columns = columns + plgpu.load(out_smem.at[1], layout=wgmma) * wide(
+                            theirs, part
+                        )
                         plgpu.barrier_arrive(barriers.taken)
                         return columns
 
-                    out_smem[warpgroup] = lax.cond(takes, add, lambda columns: columns, mixed[:, i:i + part] * wide(mine, part))
+                    out_smem[warpgroup] = lax.cond(
+                        takes,
+                        add,
+                        lambda columns: columns,
+                        mixed[:, i : i + part] * wide(mine, part),
+                    )
                     plgpu.commit_smem()
 
                     def store_rows(n: Array, _: None, i: int = i) -> None:
                         n = pl.multiple_of(n * ROW_ALIGNMENT, ROW_ALIGNMENT)
                         eight, to = pl.ds(n, ROW_ALIGNMENT), pl.ds(row + n, ROW_ALIGNMENT)
-                        plgpu.copy_smem_to_gmem(out_smem.at[warpgroup, eight], out_ref.at[to, pl.ds(i, part)])
+                        plgpu.copy_smem_to_gmem(
+                            out_smem.at[warpgroup, eight], out_ref.at[to, pl.ds(i, part)]
+                        )
                         if i == 0:
-                            plgpu.copy_smem_to_gmem(stat_smem.at[warpgroup, 0, eight], lse_ref.at[to])
+                            plgpu.copy_smem_to_gmem(
+                                stat_smem.at[warpgroup, 0, eight], lse_ref.at[to]
+                            )
 
                     lax.fori_loop(0, eights, store_rows, None)
 

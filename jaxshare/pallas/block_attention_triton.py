@@ -1,10 +1,12 @@
 """Block attention in a kernel that JAX lowers through Triton: for NVIDIA GPUs from Ampere on.
 
-A program works off one item of the pass (`jaxshare.work`): it walks the item's segments, rotates each one's queries towards its block as it
-loads them (Hogwild! section 3.4), and takes the segment's tiles into a running softmax. What it finds of a segment is written down as
-partial results, which `jaxshare.pallas.merge_triton` merges.
+A program works off one item of the pass (`jaxshare.work`): it walks the item's segments, rotates
+each one's queries towards its block as it loads them (Hogwild! section 3.4), and takes the
+segment's tiles into a running softmax. What it finds of a segment is written down as partial
+results, which `jaxshare.pallas.merge_triton` merges.
 
-JAX has deprecated this way to a GPU. Nothing else depends on it, and a JAX without it is told apart only when this backend is called.
+JAX has deprecated this way to a GPU. Nothing else depends on it, and a JAX without it is told apart
+only when this backend is called.
 """
 
 import functools
@@ -27,10 +29,11 @@ _LOG2_E = 1.4426950408889634
 
 
 def triton_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
-    """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R, T, H, D] in q's dtype.
+    """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R,
+    T, H, D] in q's dtype.
 
-    Queries are rotated in float32 and rounded to the cache's dtype; scores, weights and sums are float32, weights rounded to the cache's
-    dtype for their product with the values.
+    Queries are rotated in float32 and rounded to the cache's dtype; scores, weights and sums are
+    float32, weights rounded to the cache's dtype for their product with the values.
 
     Raises:
       NotImplementedError: no such GPU, head dim, group or dtype, or a JAX without Triton.
@@ -39,11 +42,25 @@ def triton_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: fl
     rows, width, heads, dim = q.shape
     group = heads // keys.shape[0]
     tiles = choose_triton(device, dim, group, rows * width * group, keys.dtype)
-    work = make_work(plan, group=group, kv_heads=keys.shape[0], span=tiles.span, tile=tiles.tile,
-                     num_items=device.multiprocessors * tiles.items_per_multiprocessor)
+    work = make_work(
+        plan,
+        group=group,
+        kv_heads=keys.shape[0],
+        span=tiles.span,
+        tile=tiles.tile,
+        num_items=device.multiprocessors * tiles.items_per_multiprocessor,
+    )
     mixed, lse = _pieces(q, keys, values, plan, work, scale, tiles, device.interpret)
-    return merge_pieces(mixed, lse, work, (rows, width, heads, dim), q.dtype, multiprocessors=device.multiprocessors,
-                        interpret=device.interpret, axis=plan.stripes.axis)
+    return merge_pieces(
+        mixed,
+        lse,
+        work,
+        (rows, width, heads, dim),
+        q.dtype,
+        multiprocessors=device.multiprocessors,
+        interpret=device.interpret,
+        axis=plan.stripes.axis,
+    )
 
 
 def _able(q: Array, keys: Array, values: Array) -> Device:
@@ -54,54 +71,120 @@ def _able(q: Array, keys: Array, values: Array) -> Device:
     """
     device = current_device()
     if device is None or device.capability < _LEAST_CAPABILITY:
-        here = jax.default_backend() if device is None else f"{device.kind} of {device.capability // 10}.{device.capability % 10}"
-        raise NotImplementedError(f"it runs on NVIDIA GPUs from compute capability 8.0; this is {here}")
+        here = (
+            jax.default_backend()
+            if device is None
+            else f"{device.kind} of {device.capability // 10}.{device.capability % 10}"
+        )
+        raise NotImplementedError(
+            f"it runs on NVIDIA GPUs from compute capability 8.0; this is {here}"
+        )
     if keys.dtype not in _DTYPES:
         raise NotImplementedError(f"its caches are bfloat16 or float16; this one is {keys.dtype}")
     if values.dtype != keys.dtype:
-        raise NotImplementedError(f"keys and values must be of one dtype; these are {keys.dtype} and {values.dtype}")
+        raise NotImplementedError(
+            f"keys and values must be of one dtype; these are {keys.dtype} and {values.dtype}"
+        )
     if q.shape[3] not in HEAD_DIMS:
-        raise NotImplementedError(f"its head dims are {', '.join(map(str, HEAD_DIMS))}; this one is {q.shape[3]}")
+        raise NotImplementedError(
+            f"its head dims are {', '.join(map(str, HEAD_DIMS))}; this one is {q.shape[3]}"
+        )
     if (group := q.shape[2] // keys.shape[0]) > MOST_QUERY_HEADS:
-        raise NotImplementedError(f"it takes up to {MOST_QUERY_HEADS} query heads for each kv head; here are {group}")
+        raise NotImplementedError(
+            f"it takes up to {MOST_QUERY_HEADS} query heads for each kv head; here are {group}"
+        )
     try:
         importlib.import_module("jax.experimental.pallas.triton")
     except ImportError as error:
-        raise NotImplementedError(f"JAX {jax.__version__} cannot lower Pallas kernels through Triton: {error}") from error
+        raise NotImplementedError(
+            f"JAX {jax.__version__} cannot lower Pallas kernels through Triton: {error}"
+        ) from error
     return device
 
 
-def _pieces(q: Array, keys: Array, values: Array, plan: Plan, work: Work, scale: float, tiles: TritonTiles,
-            interpret: bool) -> tuple[Array, Array]:
-    """Partial results of all items: attention float32[partial_rows, D] over the keys of a piece, and its log-sum-exp to base 2,
-    float32[partial_rows]. Only rows of real pieces are written."""
+def _pieces(
+    q: Array,
+    keys: Array,
+    values: Array,
+    plan: Plan,
+    work: Work,
+    scale: float,
+    tiles: TritonTiles,
+    interpret: bool,
+) -> tuple[Array, Array]:
+    """Partial results of all items: attention float32[partial_rows, D] over the keys of a piece,
+    and its log-sum-exp to base 2, float32[partial_rows]. Only rows of real pieces are written."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
     rows, width, heads, dim = q.shape
     pairs = plan.query_cos.shape[-1]
     # A kernel takes no empty arrays: without rotation it is given two that it does not look at.
-    tables = [x.reshape(-1, pairs) if pairs else jnp.zeros((1, 1)) for x in (plan.query_cos, plan.query_sin)]
+    tables = [
+        x.reshape(-1, pairs) if pairs else jnp.zeros((1, 1))
+        for x in (plan.query_cos, plan.query_sin)
+    ]
     return pl.pallas_call(
-        functools.partial(_kernel, work, width=width, listed=plan.blocks.shape[1], pairs=pairs, scale=scale * _LOG2_E),
-        out_shape=(jax.ShapeDtypeStruct((work.partial_rows, dim), jnp.float32), jax.ShapeDtypeStruct((work.partial_rows,), jnp.float32)),
-        grid=(work.items.shape[0],), compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
-        interpret=interpret, name="block_attention",
-    )(q.reshape(rows * width, heads, dim), *tables, keys, values, work.items, work.count.reshape(1), work.total.reshape(1),
-      work.segments.table, work.source, work.limits)
+        functools.partial(
+            _kernel,
+            work,
+            width=width,
+            listed=plan.blocks.shape[1],
+            pairs=pairs,
+            scale=scale * _LOG2_E,
+        ),
+        out_shape=(
+            jax.ShapeDtypeStruct((work.partial_rows, dim), jnp.float32),
+            jax.ShapeDtypeStruct((work.partial_rows,), jnp.float32),
+        ),
+        grid=(work.items.shape[0],),
+        compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        interpret=interpret,
+        name="block_attention",
+    )(
+        q.reshape(rows * width, heads, dim),
+        *tables,
+        keys,
+        values,
+        work.items,
+        work.count.reshape(1),
+        work.total.reshape(1),
+        work.segments.table,
+        work.source,
+        work.limits,
+    )
 
 
-def _kernel(work: Work, q_ref: Any, cos_ref: Any, sin_ref: Any, keys_ref: Any, values_ref: Any, items_ref: Any, count_ref: Any,
-            total_ref: Any, segments_ref: Any, source_ref: Any, limits_ref: Any, mixed_ref: Any, lse_ref: Any, *, width: int, listed: int,
-            pairs: int, scale: float) -> None:
+def _kernel(
+    work: Work,
+    q_ref: Any,
+    cos_ref: Any,
+    sin_ref: Any,
+    keys_ref: Any,
+    values_ref: Any,
+    items_ref: Any,
+    count_ref: Any,
+    total_ref: Any,
+    segments_ref: Any,
+    source_ref: Any,
+    limits_ref: Any,
+    mixed_ref: Any,
+    lse_ref: Any,
+    *,
+    width: int,
+    listed: int,
+    pairs: int,
+    scale: float,
+) -> None:
     """Works off one item.
 
-    Refs: q [R * T, H, D]; cos, sin float32[R * N * T, P]; keys, values [K, tokens, D]; items int32[items, 4]; count, total int32[1];
-    segments int32[S, 8]; source, limits int32[Q + span]; mixed float32[partial_rows, D]; lse float32[partial_rows].
-    Of `work` only what is static is used. `scale` is for scores to base 2.
+    Refs: q [R * T, H, D]; cos, sin float32[R * N * T, P]; keys, values [K, tokens, D]; items
+    int32[items, 4]; count, total int32[1]; segments int32[S, 8]; source, limits int32[Q + span];
+    mixed float32[partial_rows, D]; lse float32[partial_rows]. Of `work` only what is static is
+    used. `scale` is for scores to base 2.
 
-    Heads whose D is no power of two are taken in pieces that are: Triton knows no other shapes. Everything is loaded through arrays of
-    indices, whose masks keep it inside its array.
+    Heads whose D is no power of two are taken in pieces that are: Triton knows no other shapes.
+    Everything is loaded through arrays of indices, whose masks keep it inside its array.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
@@ -127,14 +210,20 @@ def _kernel(work: Work, q_ref: Any, cos_ref: Any, sin_ref: Any, keys_ref: Any, v
         source = jnp.where(real, source, 0)
         limit = jnp.where(real, plt.load(limits_ref.at[query + lane]), 0)
         longest = jnp.max(limit)
-        token, turn = source // (listed * width * group) * width + source // group % width, source // group
+        token, turn = (
+            source // (listed * width * group) * width + source // group % width,
+            source // group,
+        )
 
         def rotated(run: _Run) -> Array:
-            """Queries [span, D'], rotated towards the block: entry i < P with i + P, and that with i; what is behind 2P as it is."""
+            """Queries [span, D'], rotated towards the block: entry i < P with i + P, and that with
+            i; what is behind 2P as it is."""
             column = run.column
             member = head * group + source[:, None] % group
             inside = real[:, None] & (column < dim)[None]
-            x = plt.load(q_ref.at[token[:, None], member, column[None]], mask=inside, other=0.0).astype(jnp.float32)
+            x = plt.load(
+                q_ref.at[token[:, None], member, column[None]], mask=inside, other=0.0
+            ).astype(jnp.float32)
             if run.begin < 2 * pairs:
                 turns, is_first = column < 2 * pairs, column < pairs
                 partner = jnp.where(is_first, column + pairs, column - pairs)
@@ -142,24 +231,36 @@ def _kernel(work: Work, q_ref: Any, cos_ref: Any, sin_ref: Any, keys_ref: Any, v
                 turned = real[:, None] & turns[None]
                 cos = plt.load(cos_ref.at[angle], mask=turned, other=1.0)
                 sin = plt.load(sin_ref.at[angle], mask=turned, other=0.0)
-                y = plt.load(q_ref.at[token[:, None], member, partner[None]], mask=turned, other=0.0).astype(jnp.float32)
+                y = plt.load(
+                    q_ref.at[token[:, None], member, partner[None]], mask=turned, other=0.0
+                ).astype(jnp.float32)
                 x = x * cos + y * jnp.where(is_first[None], -sin, sin)
             return (x * scale).astype(keys_ref.dtype)
 
         turned = [rotated(run) for run in runs]
 
         def take(masked: bool, j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            """Takes one tile into the running softmax. Masked: not all of it is seen, or not by all."""
+            """Takes one tile into the running softmax. Masked: not all of it is seen, or not by
+            all."""
             top, weight, *mixed = carry
             place = j * tile + jnp.arange(tile)
 
             def parts(ref: Any) -> list[Array]:
                 found = []
                 for run in runs:
-                    # What lies behind the longest limit may be anything, and may lie behind the arena.
-                    masks = [(place < longest)[:, None]] * masked + [(run.column < dim)[None]] * run.padded
-                    mask = {"mask": functools.reduce(jnp.logical_and, masks), "other": 0.0} if masks else {}
-                    found.append(plt.load(ref.at[head, (start + place)[:, None], run.column[None]], **mask))
+                    # What lies behind the longest limit may be anything, and may lie behind the
+                    # arena.
+                    masks = [(place < longest)[:, None]] * masked + [
+                        (run.column < dim)[None]
+                    ] * run.padded
+                    mask = (
+                        {"mask": functools.reduce(jnp.logical_and, masks), "other": 0.0}
+                        if masks
+                        else {}
+                    )
+                    found.append(
+                        plt.load(ref.at[head, (start + place)[:, None], run.column[None]], **mask)
+                    )
                 return found
 
             scores = functools.reduce(jnp.add, map(_scores, turned, parts(keys_ref)))
@@ -169,10 +270,17 @@ def _kernel(work: Work, q_ref: Any, cos_ref: Any, sin_ref: Any, keys_ref: Any, v
             under = jnp.where(higher == -jnp.inf, 0.0, higher) if masked else higher
             keep = jnp.exp2(top - under)
             weights = jnp.exp2(scores - under[:, None])
-            mixed = [m * keep[:, None] + _mixed(weights.astype(values_ref.dtype), v) for m, v in zip(mixed, parts(values_ref), strict=True)]
+            mixed = [
+                m * keep[:, None] + _mixed(weights.astype(values_ref.dtype), v)
+                for m, v in zip(mixed, parts(values_ref), strict=True)
+            ]
             return higher, weight * keep + jnp.sum(weights, axis=1), *mixed
 
-        state = (jnp.full(span, -jnp.inf), jnp.zeros(span), *(jnp.zeros((span, run.column.size)) for run in runs))
+        state = (
+            jnp.full(span, -jnp.inf),
+            jnp.zeros(span),
+            *(jnp.zeros((span, run.column.size)) for run in runs),
+        )
         middle = jnp.clip(full, first, jnp.maximum(first, behind))
         state = lax.fori_loop(first, middle, functools.partial(take, False), state)
         top, weight, *mixed = lax.fori_loop(middle, behind, functools.partial(take, True), state)
@@ -180,15 +288,22 @@ def _kernel(work: Work, q_ref: Any, cos_ref: Any, sin_ref: Any, keys_ref: Any, v
         row = partial_row(work, item, head, query + lane)
         stored = lane < queries
         some = jnp.where(weight == 0, 1.0, weight)
-        plt.store(lse_ref.at[row], jnp.where(weight == 0, -jnp.inf, top + jnp.log2(some)), mask=stored)
+        plt.store(
+            lse_ref.at[row], jnp.where(weight == 0, -jnp.inf, top + jnp.log2(some)), mask=stored
+        )
         for run, m in zip(runs, mixed, strict=True):
-            plt.store(mixed_ref.at[row[:, None], run.column[None]], m / some[:, None], mask=stored[:, None] & (run.column < dim)[None])
+            plt.store(
+                mixed_ref.at[row[:, None], run.column[None]],
+                m / some[:, None],
+                mask=stored[:, None] & (run.column < dim)[None],
+            )
 
     lax.fori_loop(first_segment, behind_segment, segment, None)
 
 
 class _Run(NamedTuple):
-    """Neighbouring columns of a head: the first's number, all their numbers, and whether some are behind the head's last."""
+    """Neighbouring columns of a head: the first's number, all their numbers, and whether some are
+    behind the head's last."""
 
     begin: int
     column: Array
@@ -196,9 +311,11 @@ class _Run(NamedTuple):
 
 
 def _runs(dim: int) -> list[_Run]:
-    """A head's columns in runs whose sizes are powers of two, the largest first; 80 is 64 and 32, half of those padding.
+    """A head's columns in runs whose sizes are powers of two, the largest first; 80 is 64 and 32,
+    half of those padding.
 
-    None is narrower than 32: where a product has no more columns than it has rows, Triton has all warps compute all of it if rows are few.
+    None is narrower than 32: where a product has no more columns than it has rows, Triton has all
+    warps compute all of it if rows are few.
     """
     runs, begin = [], 0
     while begin < dim:

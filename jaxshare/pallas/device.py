@@ -26,16 +26,21 @@ class Device:
 
 H200 = Device("NVIDIA H200", 90, 132)
 
-# JAX keeps traces and programs apart by the value of such a context, so that a jitted function is traced anew for another device.
+# JAX keeps traces and programs apart by the value of such a context, so that a jitted function is
+# traced anew for another device.
 _assumed = jax.make_user_context(None)
 
 
 def current_device() -> Device | None:
-    """The GPU that what is being traced will run on, JAX's default device; None if that is no NVIDIA GPU."""
+    """The GPU that what is being traced will run on, JAX's default device; None if that is no
+    NVIDIA GPU."""
     if assumed := _assumed.value:
         return assumed
     device = default_device()
-    if getattr(device, "platform", "") != "gpu" or not str(getattr(device, "compute_capability", "")).replace(".", "").isdigit():
+    if (
+        getattr(device, "platform", "") != "gpu"
+        or not str(getattr(device, "compute_capability", "")).replace(".", "").isdigit()
+    ):
         return None
     major, minor = str(device.compute_capability).split(".")
     return Device(device.device_kind, 10 * int(major) + int(minor), device.core_count)
@@ -48,5 +53,6 @@ def default_device() -> Any:
 
 
 def assume_device(device: Device) -> AbstractContextManager[None]:
-    """Traces in here are for this GPU, whether there is one or not: to compile for another machine, and to interpret kernels."""
+    """Traces in here are for this GPU, whether there is one or not: to compile for another machine,
+    and to interpret kernels."""
     return _assumed(device)

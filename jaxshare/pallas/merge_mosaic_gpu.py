@@ -22,8 +22,15 @@ def padded_dim(dim: int) -> int:
     return dim + -dim % _LANES
 
 
-def merge_pieces(out: Array, lse: Array, work: Work, shape: tuple[int, int, int, int], dtype: jnp.dtype, device: Device,
-                 axis: str | None = None) -> Array:
+def merge_pieces(
+    out: Array,
+    lse: Array,
+    work: Work,
+    shape: tuple[int, int, int, int],
+    dtype: jnp.dtype,
+    device: Device,
+    axis: str | None = None,
+) -> Array:
     """Attention of each query over all of its blocks.
 
     Args:
@@ -42,15 +49,26 @@ def merge_pieces(out: Array, lse: Array, work: Work, shape: tuple[int, int, int,
     rows, width, heads, dim = shape
     slots, columns = work.query.shape[1], padded_dim(dim)
     queries = rows * width * heads
-    listed = jnp.stack([work.query, work.segment, work.member, jnp.zeros_like(work.member)], axis=2).reshape(rows * slots, 4)
+    listed = jnp.stack(
+        [work.query, work.segment, work.member, jnp.zeros_like(work.member)], axis=2
+    ).reshape(rows * slots, 4)
 
-    def kernel(out_ref: Any, lse_ref: Any, listed_ref: Any, piece_ref: Any, merged_ref: Any, *lse_out_ref: Any) -> None:
-        """One query a warpgroup. listed [R * N, 4], piece [K, S, 2], merged [R * T * H, padded D], lse_out as merged, all columns alike."""
+    def kernel(
+        out_ref: Any,
+        lse_ref: Any,
+        listed_ref: Any,
+        piece_ref: Any,
+        merged_ref: Any,
+        *lse_out_ref: Any,
+    ) -> None:
+        """One query a warpgroup. listed [R * N, 4], piece [K, S, 2], merged [R * T * H, padded D],
+        lse_out as merged, all columns alike."""
         number = jnp.minimum(lax.axis_index("four") * 4 + lax.axis_index("warpgroup"), queries - 1)
         head = lax.rem(number, heads)
         group = heads // piece_ref.shape[0]
         kv_head, row = lax.div(head, group), lax.div(number, width * heads)
-        nth = lax.rem(lax.div(number, heads), width) * group + lax.rem(head, group)  # among the row's queries of this kv head
+        # among the row's queries of this kv head
+        nth = lax.rem(lax.div(number, heads), width) * group + lax.rem(head, group)
 
         def add_block(slot: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
             query, segment, member = (listed_ref[row * slots + slot, i] for i in range(3))
@@ -91,10 +109,24 @@ def merge_pieces(out: Array, lse: Array, work: Work, shape: tuple[int, int, int,
 
     # What other devices are yet to be merged with is not rounded, and needs its log-sum-exp.
     rounded = jnp.float32 if axis else dtype
-    merged, wide = jax.ShapeDtypeStruct((queries, columns), rounded), jax.ShapeDtypeStruct((queries, columns), jnp.float32)
+    merged, wide = (
+        jax.ShapeDtypeStruct((queries, columns), rounded),
+        jax.ShapeDtypeStruct((queries, columns), jnp.float32),
+    )
     found = plgpu.kernel(
-        kernel, out_type=[merged, wide] if axis else [merged], grid=(-(-queries // 4),), grid_names=("four",), num_threads=4,
-        thread_name="warpgroup", kernel_name="merge_pieces", compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=plgpu.InterpretGPUParams() if device.interpret else None)(out, lse, listed, work.pieces)
+        kernel,
+        out_type=[merged, wide] if axis else [merged],
+        grid=(-(-queries // 4),),
+        grid_names=("four",),
+        num_threads=4,
+        thread_name="warpgroup",
+        kernel_name="merge_pieces",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=plgpu.InterpretGPUParams() if device.interpret else None,
+    )(out, lse, listed, work.pieces)
     out = found[0][:, :dim].reshape(shape)
-    return merge_over(axis, out, found[1][:, 0].reshape(shape[:3]) * math.log(2)).astype(dtype) if axis else out
+    return (
+        merge_over(axis, out, found[1][:, 0].reshape(shape[:3]) * math.log(2)).astype(dtype)
+        if axis
+        else out
+    )

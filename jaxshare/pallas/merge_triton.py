@@ -1,7 +1,9 @@
-"""Merging what the items of the Triton backend computed of each query: see `jaxshare.pallas.block_attention_triton`.
+"""Merging what the items of the Triton backend computed of each query: see
+`jaxshare.pallas.block_attention_triton`.
 
-Partial results lie in rows of `Work.partial_rows`, and only those of real pieces hold anything. So each query looks up, for every block
-that it sees, which pieces its segment has, and takes those rows alone into a softmax over their log-sum-exps (Hydragen section 3.1).
+Partial results lie in rows of `Work.partial_rows`, and only those of real pieces hold anything. So
+each query looks up, for every block that it sees, which pieces its segment has, and takes those
+rows alone into a softmax over their log-sum-exps (Hydragen section 3.1).
 """
 
 import functools
@@ -20,8 +22,17 @@ _LANES = 16
 """Partial results that a program takes at once, of all its queries."""
 
 
-def merge_pieces(mixed: Array, lse: Array, work: Work, shape: tuple[int, int, int, int], dtype: jnp.dtype, *, multiprocessors: int,
-                 interpret: bool, axis: str | None = None) -> Array:
+def merge_pieces(
+    mixed: Array,
+    lse: Array,
+    work: Work,
+    shape: tuple[int, int, int, int],
+    dtype: jnp.dtype,
+    *,
+    multiprocessors: int,
+    interpret: bool,
+    axis: str | None = None,
+) -> Array:
     """Attention of each query over all it sees, from its pieces.
 
     Args:
@@ -48,19 +59,40 @@ def merge_pieces(mixed: Array, lse: Array, work: Work, shape: tuple[int, int, in
     # What other devices are yet to be merged with is not rounded, and needs its log-sum-exp.
     merged = jax.ShapeDtypeStruct((total, dim), jnp.float32 if axis else dtype)
     found = pl.pallas_call(
-        kernel, out_shape=[merged, jax.ShapeDtypeStruct((total,), jnp.float32)] if axis else [merged], grid=(-(-total // queries),),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1), interpret=interpret, name="merge_pieces",
+        kernel,
+        out_shape=[merged, jax.ShapeDtypeStruct((total,), jnp.float32)] if axis else [merged],
+        grid=(-(-total // queries),),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="merge_pieces",
     )(mixed, lse, work.query, work.segment, work.member, work.pieces)
     out = found[0].reshape(shape)
-    return merge_over(axis, out, found[1].reshape(shape[:3]) * math.log(2)).astype(dtype) if axis else out
+    return (
+        merge_over(axis, out, found[1].reshape(shape[:3]) * math.log(2)).astype(dtype)
+        if axis
+        else out
+    )
 
 
-def _kernel(work: Work, mixed_ref: Any, lse_ref: Any, query_ref: Any, segment_ref: Any, member_ref: Any, pieces_ref: Any, out_ref: Any,
-            *lse_out_ref: Any, shape: tuple[int, int, int, int], queries: int, lanes: int) -> None:
+def _kernel(
+    work: Work,
+    mixed_ref: Any,
+    lse_ref: Any,
+    query_ref: Any,
+    segment_ref: Any,
+    member_ref: Any,
+    pieces_ref: Any,
+    out_ref: Any,
+    *lse_out_ref: Any,
+    shape: tuple[int, int, int, int],
+    queries: int,
+    lanes: int,
+) -> None:
     """Merges M = `queries` neighbouring queries, L = `lanes` pieces of each at once.
 
-    Refs: mixed float32[partial_rows, D]; lse float32[partial_rows]; query, segment, member int32[R, N]; pieces int32[K, S, 2];
-    out [R * T * H, D]; where it is asked for, lse_out float32[R * T * H], to base 2. Of `work` only what is static is used.
+    Refs: mixed float32[partial_rows, D]; lse float32[partial_rows]; query, segment, member int32[R,
+    N]; pieces int32[K, S, 2]; out [R * T * H, D]; where it is asked for, lse_out float32[R * T *
+    H], to base 2. Of `work` only what is static is used.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
@@ -82,29 +114,41 @@ def _kernel(work: Work, mixed_ref: Any, lse_ref: Any, query_ref: Any, segment_re
         query = plt.load(query_ref.at[row[:, None], slot], mask=listing, other=-1)
         sees = listing & (query >= 0)
         before = plt.load(member_ref.at[row[:, None], slot], mask=sees, other=0)
-        segment = plt.load(segment_ref.at[row[:, None], slot], mask=sees, other=0) + (before + member[:, None]) // work.span
+        segment = (
+            plt.load(segment_ref.at[row[:, None], slot], mask=sees, other=0)
+            + (before + member[:, None]) // work.span
+        )
         first = plt.load(pieces_ref.at[kv_head[:, None], segment, 0], mask=sees, other=0)
         number = plt.load(pieces_ref.at[kv_head[:, None], segment, 1], mask=sees, other=0) - first
         ends = jnp.cumsum(number, axis=1)
         begins = ends - number
         count = jnp.sum(number, axis=1)  # [M]
-        # Neighbouring pieces of a segment are `span` rows apart. Where each block's row would be if its pieces began at lane 0.
-        at = partial_row(work, first, kv_head[:, None], query + member[:, None]) - begins * work.span
+        # Neighbouring pieces of a segment are `span` rows apart. Where each block's row would be if
+        # its pieces began at lane 0.
+        at = (
+            partial_row(work, first, kv_head[:, None], query + member[:, None]) - begins * work.span
+        )
 
         def pieces(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             top, total, out = carry
             lane = (step * lanes + jnp.arange(lanes))[None]  # [1, L]
             there = lane < count[:, None]  # [M, L]
-            mine = (begins[:, None] <= lane[..., None]) & (lane[..., None] < ends[:, None])  # [M, L, N']
+            # [M, L, N']
+            mine = (begins[:, None] <= lane[..., None]) & (lane[..., None] < ends[:, None])
             line = jnp.sum(jnp.where(mine, at[:, None], 0), axis=2) + lane * work.span
             lse = plt.load(lse_ref.at[line], mask=there, other=-jnp.inf)
             inside = there[..., None] & (column < dim)[None, None]
-            part = plt.load(mixed_ref.at[line[..., None], column[None, None]], mask=inside, other=0.0)
+            part = plt.load(
+                mixed_ref.at[line[..., None], column[None, None]], mask=inside, other=0.0
+            )
             higher = jnp.maximum(top, jnp.max(lse, axis=1))
             under = jnp.where(higher == -jnp.inf, 0.0, higher)
             weight, keep = jnp.exp2(lse - under[:, None]), jnp.exp2(top - under)
-            return (higher, total * keep + jnp.sum(weight, axis=1),
-                    out * keep[:, None] + jnp.sum(part * weight[..., None], axis=1))
+            return (
+                higher,
+                total * keep + jnp.sum(weight, axis=1),
+                out * keep[:, None] + jnp.sum(part * weight[..., None], axis=1),
+            )
 
         return lax.fori_loop(0, (jnp.max(count) + lanes - 1) // lanes, pieces, carry)
 
@@ -113,4 +157,8 @@ def _kernel(work: Work, mixed_ref: Any, lse_ref: Any, query_ref: Any, segment_re
     for ref in lse_out_ref:
         plt.store(ref.at[index], top + jnp.log2(total), mask=real)
     out = out / jnp.where(total == 0, 1.0, total)[:, None]
-    plt.store(out_ref.at[index[:, None], column[None]], out.astype(out_ref.dtype), mask=real[:, None] & (column < dim)[None])
+    plt.store(
+        out_ref.at[index[:, None], column[None]],
+        out.astype(out_ref.dtype),
+        mask=real[:, None] & (column < dim)[None],
+    )

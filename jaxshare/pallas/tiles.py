@@ -1,4 +1,5 @@
-"""Tile configurations of the GPU kernels: a small table by shape, which what `jaxshare tune` has measured on the user's GPU overrides."""
+"""Tile configurations of the GPU kernels: a small table by shape, which what `jaxshare tune` has
+measured on the user's GPU overrides."""
 
 import dataclasses
 import functools
@@ -21,7 +22,8 @@ MOST_QUERY_HEADS = 16
 """Query heads of a kv head. Of both, what the kernels of either backend are for."""
 
 VERSION = 1
-"""Of the file of measured tiles. To be raised when kernels change so much that what was measured means nothing."""
+"""Of the file of measured tiles. To be raised when kernels change so much that what was measured
+means nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,20 +62,34 @@ class TritonTiles:
     items_per_multiprocessor: int = 2
 
     def __post_init__(self) -> None:
-        _check(self, span=self.span >= 16 and _is_power(self.span), tile=self.tile >= 16 and _is_power(self.tile),
-               num_warps=_is_power(self.num_warps))
+        _check(
+            self,
+            span=self.span >= 16 and _is_power(self.span),
+            tile=self.tile >= 16 and _is_power(self.tile),
+            num_warps=_is_power(self.num_warps),
+        )
 
 
 Tiles = MosaicTiles | TritonTiles
 
-KINDS: dict[str, type[MosaicTiles] | type[TritonTiles]] = {"mosaic_gpu": MosaicTiles, "triton": TritonTiles}
+KINDS: dict[str, type[MosaicTiles] | type[TritonTiles]] = {
+    "mosaic_gpu": MosaicTiles,
+    "triton": TritonTiles,
+}
 """The tiles of each backend that has any, by its name in `jaxshare.attention.BACKENDS`."""
 
 
 def _check(tiles: Tiles, **right: bool) -> None:
     fields = dataclasses.asdict(tiles)
-    if wrong := [name for name, value in fields.items() if type(value) is not int or value < 1 or not right.get(name, True)]:
-        raise ValueError(f"{wrong[0]} of {type(tiles).__name__} cannot be {fields[wrong[0]]!r}; its documentation says what it can be")
+    if wrong := [
+        name
+        for name, value in fields.items()
+        if type(value) is not int or value < 1 or not right.get(name, True)
+    ]:
+        raise ValueError(
+            f"{wrong[0]} of {type(tiles).__name__} cannot be {fields[wrong[0]]!r}; its "
+            "documentation says what it can be"
+        )
 
 
 def _is_power(number: int) -> bool:
@@ -86,46 +102,69 @@ _SPAN = 128
 _ITEMSIZE = 2
 """Bytes of an entry of the caches that the kernels serve: bfloat16 or float16."""
 _SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
-"""KiB of shared memory that one program may have, by compute capability (CUDA programming guide, technical specifications)."""
+"""KiB of shared memory that one program may have, by compute capability (CUDA programming guide,
+technical specifications)."""
 
 
 def shared_memory(device: Device) -> int:
-    """Bytes of shared memory that one program on the device may have; the least of all for a device that is not known."""
+    """Bytes of shared memory that one program on the device may have; the least of all for a device
+    that is not known."""
     return _SHARED_MEMORY.get(device.capability, min(_SHARED_MEMORY.values())) * _KIB
 
 
 def mosaic_bytes(tiles: MosaicTiles, head_dim: int) -> int:
-    """Bytes of shared memory that the mosaic_gpu kernel takes, a little more than exact for its barriers and statistics."""
-    columns = 64 if head_dim % 64 == 0 else head_dim  # of a result, which leaves through shared memory in float32
-    return (tiles.query_stages * _SPAN * head_dim * _ITEMSIZE + tiles.stages * 2 * tiles.tile * head_dim * _ITEMSIZE
-            + _SPAN * columns * 4 + 2 * _KIB)
+    """Bytes of shared memory that the mosaic_gpu kernel takes, a little more than exact for its
+    barriers and statistics."""
+    # of a result, which leaves through shared memory in float32
+    columns = 64 if head_dim % 64 == 0 else head_dim
+    return (
+        tiles.query_stages * _SPAN * head_dim * _ITEMSIZE
+        + tiles.stages * 2 * tiles.tile * head_dim * _ITEMSIZE
+        + _SPAN * columns * 4
+        + 2 * _KIB
+    )
 
 
 def triton_bytes(tiles: TritonTiles, head_dim: int) -> int:
-    """Bytes of shared memory that the Triton kernel takes at most: keys and values of every stage, and the queries."""
+    """Bytes of shared memory that the Triton kernel takes at most: keys and values of every stage,
+    and the queries."""
     columns = bucket(head_dim)
     return (tiles.num_stages * 2 * tiles.tile + tiles.span) * columns * _ITEMSIZE + 2 * _KIB
 
 
 def candidates_mosaic(head_dim: int) -> list[MosaicTiles]:
-    """What is worth measuring: tiles whose scores and results fit two warpgroups' registers, with the most stages that fit, or fewer."""
+    """What is worth measuring: tiles whose scores and results fit two warpgroups' registers, with
+    the most stages that fit, or fewer."""
     found: list[MosaicTiles] = []
     for tile in (64, 128) if head_dim <= 128 else (64,):
         for query_stages in (1, 2):
-            fit = [tiles for stages in (2, 3, 4, 5, 6, 8) if mosaic_bytes(tiles := MosaicTiles(tile, stages, query_stages), head_dim)
-                   <= _SHARED_MEMORY[90] * _KIB]
+            fit = [
+                tiles
+                for stages in (2, 3, 4, 5, 6, 8)
+                if mosaic_bytes(tiles := MosaicTiles(tile, stages, query_stages), head_dim)
+                <= _SHARED_MEMORY[90] * _KIB
+            ]
             found += fit[:-3:-1]
     return found
 
 
 def candidates_triton(device: Device, head_dim: int, queries: int) -> list[TritonTiles]:
-    """What is worth measuring for a call of so many queries: spans up to all of them, in tiles that fit the device's shared memory."""
-    spans = [span for span in (16, 32, 64, 128) if span <= max(16, bucket(queries)) and (span < 128 or head_dim <= 128)]
+    """What is worth measuring for a call of so many queries: spans up to all of them, in tiles that
+    fit the device's shared memory."""
+    spans = [
+        span
+        for span in (16, 32, 64, 128)
+        if span <= max(16, bucket(queries)) and (span < 128 or head_dim <= 128)
+    ]
     found: list[TritonTiles] = []
     for span in spans:
         for tile in (128, 64, 32, 16):
             for warps in {16: (4,), 32: (4,), 64: (4, 8), 128: (8,)}[span]:
-                fit = [tiles for stages in (2, 3) if _fits(tiles := TritonTiles(span, tile, warps, stages), device, head_dim)]
+                fit = [
+                    tiles
+                    for stages in (2, 3)
+                    if _fits(tiles := TritonTiles(span, tile, warps, stages), device, head_dim)
+                ]
                 found += [_filled(tiles, device, head_dim) for tiles in fit]
             if tile <= 64 and any(tiles.span == span and tiles.num_stages == 3 for tiles in found):
                 break  # smaller ones are for where three stages of these do not fit
@@ -133,18 +172,24 @@ def candidates_triton(device: Device, head_dim: int, queries: int) -> list[Trito
 
 
 def _fits(tiles: Tiles, device: Device, head_dim: int) -> bool:
-    needed = mosaic_bytes(tiles, head_dim) if isinstance(tiles, MosaicTiles) else triton_bytes(tiles, head_dim)
+    needed = (
+        mosaic_bytes(tiles, head_dim)
+        if isinstance(tiles, MosaicTiles)
+        else triton_bytes(tiles, head_dim)
+    )
     return needed <= shared_memory(device)
 
 
 def _filled(tiles: TritonTiles, device: Device, head_dim: int) -> TritonTiles:
-    """With as many items for each multiprocessor as it can hold at once: their shared memory, and 16 warps with 128 registers a thread."""
+    """With as many items for each multiprocessor as it can hold at once: their shared memory, and
+    16 warps with 128 registers a thread."""
     at_once = min(shared_memory(device) // triton_bytes(tiles, head_dim), 16 // tiles.num_warps)
     return dataclasses.replace(tiles, items_per_multiprocessor=max(1, at_once))
 
 
 MANY_QUERIES = 2048
-"""From so many queries on, products of blocks that many rows see are what takes time, and before, reading the cache."""
+"""From so many queries on, products of blocks that many rows see are what takes time, and before,
+reading the cache."""
 
 MOSAIC_TABLE = {
     64: (MosaicTiles(64, 6, 2), MosaicTiles(128, 4, 2)),
@@ -154,12 +199,18 @@ MOSAIC_TABLE = {
     192: (MosaicTiles(64, 3, 1), MosaicTiles(64, 3, 1)),
     256: (MosaicTiles(64, 2, 1), MosaicTiles(64, 2, 1)),
 }
-"""By head dim, for few queries and for many. Chosen by what compiles for an H200 without spilling registers, with enough bytes under way
-to hide its memory's latency; not measured on one yet. G and the dtype decide nothing here: G is in the number of queries, and both dtypes
-have two bytes."""
+"""By head dim, for few queries and for many. Chosen by what compiles for an H200 without spilling
+registers, with enough bytes under way to hide its memory's latency; not measured on one yet. G and
+the dtype decide nothing here: G is in the number of queries, and both dtypes have two bytes."""
 
-TRITON_TABLE = {64: ((64, 3), (64, 2)), 80: ((64, 3), (64, 2), (32, 2)), 96: ((64, 3), (64, 2), (32, 2)),
-                128: ((64, 3), (64, 2), (32, 2)), 192: ((64, 2), (32, 3), (32, 2)), 256: ((64, 2), (32, 3), (32, 2))}
+TRITON_TABLE = {
+    64: ((64, 3), (64, 2)),
+    80: ((64, 3), (64, 2), (32, 2)),
+    96: ((64, 3), (64, 2), (32, 2)),
+    128: ((64, 3), (64, 2), (32, 2)),
+    192: ((64, 2), (32, 3), (32, 2)),
+    256: ((64, 2), (32, 3), (32, 2)),
+}
 """By head dim, tile and stages, the first that fits the device. Not measured yet either."""
 
 
@@ -175,33 +226,44 @@ def built_in_mosaic(head_dim: int, queries: int) -> MosaicTiles:
 
 
 def built_in_triton(device: Device, head_dim: int, queries: int) -> TritonTiles:
-    """What the table says, cut to the device's shared memory; the error is that of `built_in_mosaic`."""
+    """What the table says, cut to the device's shared memory; the error is that of
+    `built_in_mosaic`."""
     _check_dim(head_dim, TRITON_TABLE)
-    # What is wider than a block's queries is padding, and up to 64 a kernel that waits for memory has time for it. Registers hold the
-    # results of 128 queries for heads of at most 128.
+    # What is wider than a block's queries is padding, and up to 64 a kernel that waits for memory
+    # has time for it. Registers hold the results of 128 queries for heads of at most 128.
     span = 128 if queries >= MANY_QUERIES and head_dim <= 128 else min(max(16, bucket(queries)), 64)
     # Results of 64 queries of wider heads take eight warps' registers too.
     warps = 8 if span == 128 or (span == 64 and head_dim > 128) else 4
     options = [TritonTiles(span, tile, warps, stages) for tile, stages in TRITON_TABLE[head_dim]]
-    return _filled(next(tiles for tiles in options if _fits(tiles, device, head_dim)), device, head_dim)
+    return _filled(
+        next(tiles for tiles in options if _fits(tiles, device, head_dim)), device, head_dim
+    )
 
 
 def _check_dim(head_dim: int, table: Mapping[int, Any]) -> None:
     if head_dim not in table:
-        raise NotImplementedError(f"the head dim is {head_dim}, but there are tiles for {', '.join(map(str, table))} alone")
+        raise NotImplementedError(
+            f"the head dim is {head_dim}, but there are tiles for {', '.join(map(str, table))} "
+            "alone"
+        )
 
 
-# JAX keeps traces and programs apart by the value of such a context, so that a jitted function is traced anew for other tiles.
+# JAX keeps traces and programs apart by the value of such a context, so that a jitted function is
+# traced anew for other tiles.
 _in_use = jax.make_user_context(None)
 
 
 def use_tiles(tiles: Tiles | None) -> AbstractContextManager[None]:
-    """Kernels traced in here have these tiles, if the tiles are of their backend; None are those that they would have without it."""
+    """Kernels traced in here have these tiles, if the tiles are of their backend; None are those
+    that they would have without it."""
     return _in_use(tiles)
 
 
-def choose_mosaic(device: Device, head_dim: int, group: int, queries: int, dtype: jax.typing.DTypeLike) -> MosaicTiles:
-    """Of the mosaic_gpu backend for a call: those of `use_tiles`, or what was measured for such calls, or the table's.
+def choose_mosaic(
+    device: Device, head_dim: int, group: int, queries: int, dtype: jax.typing.DTypeLike
+) -> MosaicTiles:
+    """Of the mosaic_gpu backend for a call: those of `use_tiles`, or what was measured for such
+    calls, or the table's.
 
     Args:
       device: that it will run on.
@@ -213,13 +275,20 @@ def choose_mosaic(device: Device, head_dim: int, group: int, queries: int, dtype
     Raises:
       NotImplementedError: a head dim that is not in the table.
     """
-    tiles = _override(device, Key("mosaic_gpu", head_dim, group, bucket(queries), jnp.dtype(dtype).name))
+    tiles = _override(
+        device, Key("mosaic_gpu", head_dim, group, bucket(queries), jnp.dtype(dtype).name)
+    )
     return tiles if isinstance(tiles, MosaicTiles) else built_in_mosaic(head_dim, queries)
 
 
-def choose_triton(device: Device, head_dim: int, group: int, queries: int, dtype: jax.typing.DTypeLike) -> TritonTiles:
-    """Of the triton backend for a call; the arguments, the order and the error are those of `choose_mosaic`."""
-    tiles = _override(device, Key("triton", head_dim, group, bucket(queries), jnp.dtype(dtype).name))
+def choose_triton(
+    device: Device, head_dim: int, group: int, queries: int, dtype: jax.typing.DTypeLike
+) -> TritonTiles:
+    """Of the triton backend for a call; the arguments, the order and the error are those of
+    `choose_mosaic`."""
+    tiles = _override(
+        device, Key("triton", head_dim, group, bucket(queries), jnp.dtype(dtype).name)
+    )
     return tiles if isinstance(tiles, TritonTiles) else built_in_triton(device, head_dim, queries)
 
 
@@ -242,7 +311,8 @@ class Key:
     dtype: str
 
     def nearest(self) -> Iterator["Key"]:
-        """This key, and those of half and twice as many queries, whose tiles will do where this one was not measured."""
+        """This key, and those of half and twice as many queries, whose tiles will do where this one
+        was not measured."""
         for queries in (self.queries, self.queries // 2, self.queries * 2):
             yield dataclasses.replace(self, queries=queries)
 
@@ -260,23 +330,34 @@ def tiles_file() -> Path:
 def read_tiles(file: Path) -> Measured:
     """What the file holds. A file is read once in a process; `read_tiles.cache_clear()` forgets it.
 
-    There need not be one. One that cannot be read, or is of another version, is a warning and counts for nothing.
+    There need not be one. One that cannot be read, or is of another version, is a warning and
+    counts for nothing.
     """
     try:
         return decode_tiles(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        warnings.warn(f"the tiles in {file} cannot be read ({error}); built-in ones are used until `jaxshare tune` writes it anew",
-                      stacklevel=2)
+        warnings.warn(
+            f"the tiles in {file} cannot be read ({error}); built-in ones are used until `jaxshare "
+            "tune` writes it anew",
+            stacklevel=2,
+        )
         return {}
 
 
 def encode_tiles(measured: Measured) -> dict[str, Any]:
     """As plain data, for `decode_tiles`."""
-    return {"version": VERSION, "devices": {
-        kind: [{**dataclasses.asdict(key), "tiles": dataclasses.asdict(tiles)} for key, tiles in entries.items()]
-        for kind, entries in measured.items()}}
+    return {
+        "version": VERSION,
+        "devices": {
+            kind: [
+                {**dataclasses.asdict(key), "tiles": dataclasses.asdict(tiles)}
+                for key, tiles in entries.items()
+            ]
+            for kind, entries in measured.items()
+        },
+    }
 
 
 def decode_tiles(text: str) -> Measured:
@@ -290,7 +371,9 @@ def decode_tiles(text: str) -> Measured:
         version = data.get("version") if isinstance(data, dict) else None
         raise ValueError(f"its version is {version!r}, not {VERSION}")
     try:
-        return {kind: dict(map(_decode_entry, entries)) for kind, entries in data["devices"].items()}
+        return {
+            kind: dict(map(_decode_entry, entries)) for kind, entries in data["devices"].items()
+        }
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"an entry is missing or wrong: {type(error).__name__} {error}") from error
 

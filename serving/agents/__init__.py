@@ -1,7 +1,17 @@
-"""Agents: ordinary coroutines, compiled to flow graphs, under supervisors that search them (Hive, section 5)."""
+"""Agents: ordinary coroutines, compiled to flow graphs, under supervisors that search them (Hive,
+section 5)."""
 
 from jaxshare.serving.agents.agent import Agent, agent
-from jaxshare.serving.agents.calls import Message, Model, ModelCall, Options, ParseError, Reply, llm, tool
+from jaxshare.serving.agents.calls import (
+    Message,
+    Model,
+    ModelCall,
+    Options,
+    ParseError,
+    Reply,
+    llm,
+    tool,
+)
 from jaxshare.serving.agents.names import RefusedError
 from jaxshare.serving.agents.program import UncopyableError
 from jaxshare.serving.agents.react import react

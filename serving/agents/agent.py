@@ -12,7 +12,8 @@ from jaxshare.serving.agents.states import Single, Supervisor
 
 @shared
 class Agent:
-    """What @agent makes of a function. It is not called: `spawn` runs it beside another agent, `run` by itself.
+    """What @agent makes of a function. It is not called: `spawn` runs it beside another agent,
+    `run` by itself.
 
     Attributes:
       name: the function's.
@@ -27,7 +28,10 @@ class Agent:
         self.name = function.__name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(f"{self.name} is an agent: spawn({self.name}, ...) runs it from another agent, run({self.name}, ...) by itself")
+        raise TypeError(
+            f"{self.name} is an agent: spawn({self.name}, ...) runs it from another agent, "
+            f"run({self.name}, ...) by itself"
+        )
 
     def __repr__(self) -> str:
         return f"<agent {self.name}, supervised by {type(self.supervisor).__name__}>"
@@ -53,23 +57,43 @@ def agent(function: Callable[..., Any], /) -> Agent: ...
 def agent(*, supervisor: Supervisor = ...) -> Callable[[Callable[..., Any]], Agent]: ...
 
 
-def agent(function: Callable[..., Any] | None = None, /, *, supervisor: Supervisor = Single()) -> Any:
-    """Makes an agent of an async def: compiles it from its source to a flow graph whose states can be fired again and again.
+def agent(
+    function: Callable[..., Any] | None = None, /, *, supervisor: Supervisor = Single()
+) -> Any:
+    """Makes an agent of an async def: compiles it from its source to a flow graph whose states can
+    be fired again and again.
 
     Raises:
       TypeError: the function is not an async def, or the supervisor none.
-      RefusedError: the function has something that cannot be compiled; the error has the file and the line.
+      RefusedError: the function has something that cannot be compiled; the error has the file and
+        the line.
     """
     if function is not None and not callable(function):
-        raise TypeError(f"@agent takes its supervisor by name: @agent(supervisor=...), not {function!r}")
+        raise TypeError(
+            f"@agent takes its supervisor by name: @agent(supervisor=...), not {function!r}"
+        )
     check_supervisor(supervisor)
-    return Agent(function, supervisor) if function is not None else functools.partial(Agent, supervisor=supervisor)
+    return (
+        Agent(function, supervisor)
+        if function is not None
+        else functools.partial(Agent, supervisor=supervisor)
+    )
 
 
 def check_supervisor(supervisor: Any) -> Supervisor:
     """The supervisor, if it is one: an object with the four callbacks."""
-    missing = [name for name in ("init", "fire", "commit", "wake") if not callable(getattr(supervisor, name, None))]
+    missing = [
+        name
+        for name in ("init", "fire", "commit", "wake")
+        if not callable(getattr(supervisor, name, None))
+    ]
     if missing or isinstance(supervisor, type):
-        what = f"{supervisor!r} has no {', '.join(missing)}" if missing else f"{supervisor!r} is a class; make one of it"
-        raise TypeError(f"a supervisor is an object with the callbacks init, fire, commit and wake; {what}")
+        what = (
+            f"{supervisor!r} has no {', '.join(missing)}"
+            if missing
+            else f"{supervisor!r} is a class; make one of it"
+        )
+        raise TypeError(
+            f"a supervisor is an object with the callbacks init, fire, commit and wake; {what}"
+        )
     return supervisor

@@ -26,37 +26,59 @@ class UsedUpError(Exception):
     """A budget does not allow another call of the model."""
 
 
-async def ask(runtime: "Runtime", run: AgentRun, state: State, request: Llm, path: tuple[int, ...]) -> tuple[Any, tuple[Message, ...]]:
-    """(the answer of the model, or the list of n, and the messages that the dialogue is continued by).
+async def ask(
+    runtime: "Runtime", run: AgentRun, state: State, request: Llm, path: tuple[int, ...]
+) -> tuple[Any, tuple[Message, ...]]:
+    """(the answer of the model, or the list of n, and the messages that the dialogue is continued
+    by).
 
     Raises what the last attempt has raised, of several answers the first that has; and
       UsedUpError: the run's budget has no call left for it.
     """
     messages = (*state.dialogue, *request.messages)
     if not messages:
-        raise ValueError(f"agent {run.agent.name} asks the model in line {state.line}, but there is nothing in its dialogue")
+        raise ValueError(
+            f"agent {run.agent.name} asks the model in line {state.line}, but there is nothing in "
+            "its dialogue"
+        )
     count = request.n or 1
     check_budget(run, count)
     spend(run, count)
     if request.n is None:
         value, text = await _attempts(runtime, run, state, request, path, messages, 0)
         return value, (*request.messages, Message("assistant", text))
-    asked = [_attempts(runtime, run, state, request, path, messages, number) for number in range(count)]
+    asked = [
+        _attempts(runtime, run, state, request, path, messages, number) for number in range(count)
+    ]
     answers = await asyncio.gather(*asked, return_exceptions=True)
     if errors := [answer for answer in answers if isinstance(answer, BaseException)]:
         raise next((error for error in errors if isinstance(error, UsedUpError)), errors[0])
     return [answer[0] for answer in answers if isinstance(answer, tuple)], request.messages
 
 
-async def _attempts(runtime: "Runtime", run: AgentRun, state: State, request: Llm, path: tuple[int, ...], messages: tuple[Message, ...],
-                    number: int) -> tuple[Any, str]:
+async def _attempts(
+    runtime: "Runtime",
+    run: AgentRun,
+    state: State,
+    request: Llm,
+    path: tuple[int, ...],
+    messages: tuple[Message, ...],
+    number: int,
+) -> tuple[Any, str]:
     """(one answer of the model, its text), asked for until it can be parsed."""
     text, reason = "", ""
     for attempt in range(request.retries + 1):
         if attempt:
             check_budget(run, 1)
             spend(run, 1)
-        call = ModelCall(messages, request.options, _seed(runtime.seed, run.id, path, number, attempt), run.agent.name, run.id, path)
+        call = ModelCall(
+            messages,
+            request.options,
+            _seed(runtime.seed, run.id, path, number, attempt),
+            run.agent.name,
+            run.id,
+            path,
+        )
         try:
             if runtime.slots is None and request.timeout is None:
                 reply = await runtime.model.answer(call)
@@ -69,10 +91,16 @@ async def _attempts(runtime: "Runtime", run: AgentRun, state: State, request: Ll
             if attempt < request.retries:
                 continue
             if isinstance(error, TimeoutError) and not str(error) and request.timeout is not None:
-                raise _late(f"the model has not answered agent {run.agent.name} in line {state.line}", request.timeout) from None
+                raise _late(
+                    f"the model has not answered agent {run.agent.name} in line {state.line}",
+                    request.timeout,
+                ) from None
             raise
         if not isinstance(reply, Reply):
-            raise TypeError(f"the model's answer has to be a Reply, but {type(runtime.model).__name__} gave {reply!r}")
+            raise TypeError(
+                f"the model's answer has to be a Reply, but {type(runtime.model).__name__} gave "
+                f"{reply!r}"
+            )
         spend(run, 0, reply.new_tokens, reply.prompt_tokens)
         text = reply.text
         if request.parse is None:
@@ -84,7 +112,9 @@ async def _attempts(runtime: "Runtime", run: AgentRun, state: State, request: Ll
     raise ParseError(run.agent.name, request.retries + 1, text, reason)
 
 
-recording: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("jaxshare_agents_recording", default=None)
+recording: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar(
+    "jaxshare_agents_recording", default=None
+)
 """What the firing that is under way has spent, where that is recorded."""
 
 
@@ -107,24 +137,38 @@ def check_budget(run: AgentRun, count: int) -> None:
 
 
 def _seed(seed: int, run: str, path: tuple[int, ...], number: int, attempt: int) -> int:
-    """The stream of one call of the model: it follows from where the call stands in the program alone."""
+    """The stream of one call of the model: it follows from where the call stands in the program
+    alone."""
     return stream_seed(seed, "call", run, len(path), *path, number, attempt)
 
 
 async def use(request: Tool) -> Any:
     """Calls a tool."""
-    function, plain = request.function, ATOMS.issuperset(map(type, (*request.args, *request.kwargs.values())))
+    function, plain = (
+        request.function,
+        ATOMS.issuperset(map(type, (*request.args, *request.kwargs.values()))),
+    )
     for attempt in itertools.count():
-        args, kwargs = (request.args, request.kwargs) if plain else own((request.args, request.kwargs))
+        args, kwargs = (
+            (request.args, request.kwargs) if plain else own((request.args, request.kwargs))
+        )
         try:
-            if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+                type(function).__call__
+            ):
                 return await _within(request.timeout, function(*args, **kwargs))
-            return await _within(request.timeout, _in_thread(lambda args=args, kwargs=kwargs: function(*args, **kwargs)))
+            return await _within(
+                request.timeout,
+                _in_thread(lambda args=args, kwargs=kwargs: function(*args, **kwargs)),
+            )
         except Exception as error:
             if attempt < request.retries:
                 continue
             if isinstance(error, TimeoutError) and not str(error) and request.timeout is not None:
-                raise _late(f"the tool {getattr(function, '__name__', repr(function))} has not ended", request.timeout) from None
+                raise _late(
+                    f"the tool {getattr(function, '__name__', repr(function))} has not ended",
+                    request.timeout,
+                ) from None
             raise
 
 
@@ -153,7 +197,12 @@ def _in_thread(function: Callable[[], Any]) -> Awaitable[Any]:
             outcome: tuple[Any, BaseException | None] = function(), None
         except BaseException as error:
             # A future cannot hold a StopIteration.
-            outcome = None, RuntimeError(f"a tool raised {error!r}") if isinstance(error, StopIteration) else error
+            outcome = (
+                None,
+                RuntimeError(f"a tool raised {error!r}")
+                if isinstance(error, StopIteration)
+                else error,
+            )
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, *outcome)
 
@@ -166,9 +215,14 @@ _SHARED = (type, types.FunctionType, types.ModuleType, BaseException, jax.Array)
 
 
 def constant(value: Any) -> bool:
-    """Whether a value, as far as can be seen at once, is one that all copies of a state, and all agents, share."""
+    """Whether a value, as far as can be seen at once, is one that all copies of a state, and all
+    agents, share."""
     kind = type(value)
-    return kind in ATOMS or (kind is tuple and ATOMS.issuperset(map(type, value))) or issubclass(kind, _SHARED)
+    return (
+        kind in ATOMS
+        or (kind is tuple and ATOMS.issuperset(map(type, value)))
+        or issubclass(kind, _SHARED)
+    )
 
 
 def own(value: Any, memo: dict[int, Any] | None = None) -> Any:

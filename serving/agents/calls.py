@@ -1,4 +1,5 @@
-"""What an agent can wait for, and what a model is to the agents: `llm`, `tool`, and the requests that they make."""
+"""What an agent can wait for, and what a model is to the agents: `llm`, `tool`, and the requests
+that they make."""
 
 import dataclasses
 import functools
@@ -36,7 +37,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; an answer has at least one token")
+            raise ValueError(
+                f"max_new_tokens is {self.max_new_tokens}; an answer has at least one token"
+            )
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop is {self.stop!r}, but it must be texts that are not empty")
 
@@ -51,8 +54,10 @@ class _Request:
     __slots__ = ()
 
     def __await__(self) -> Generator[Any, None, Any]:
-        raise RuntimeError(f"a {type(self).__name__.lower()} is waited for outside an agent: decorate the function with @agent and run it, "
-                           "since what an agent calls cannot wait for it")
+        raise RuntimeError(
+            f"a {type(self).__name__.lower()} is waited for outside an agent: decorate the "
+            "function with @agent and run it, since what an agent calls cannot wait for it"
+        )
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,17 +107,33 @@ class Yielded:
 Content = str | Message | Mapping[str, str] | Sequence[Message | Mapping[str, str]]
 
 
-def llm(content: Content = (), /, *, n: int | None = None, stop: str | Sequence[str] = (), max_new_tokens: int = 256,
-        temperature: float | None = None, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
-        parse: Callable[[str], Any] | None = None, retries: int = 0, timeout: float | None = None) -> Llm:
-    """To be awaited in an agent: continues its dialogue by this and the model's answer, and is that answer's text.
+def llm(
+    content: Content = (),
+    /,
+    *,
+    n: int | None = None,
+    stop: str | Sequence[str] = (),
+    max_new_tokens: int = 256,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    parse: Callable[[str], Any] | None = None,
+    retries: int = 0,
+    timeout: float | None = None,
+) -> Llm:
+    """To be awaited in an agent: continues its dialogue by this and the model's answer, and is that
+    answer's text.
 
     Args:
       content: a user's message, or messages; nothing to go on as it is.
-      n: so many answers to the same, side by side: a list of them, and none becomes part of the dialogue.
+      n: so many answers to the same, side by side: a list of them, and none becomes part of the
+        dialogue.
       stop, max_new_tokens, temperature, top_k, top_p, min_p: see `Options`.
-      parse: makes what is wanted of the text, which is then what this is; a ValueError says that it cannot.
-      retries: how often the model is asked anew where it fails, takes too long, or cannot be parsed.
+      parse: makes what is wanted of the text, which is then what this is; a ValueError says that it
+        cannot.
+      retries: how often the model is asked anew where it fails, takes too long, or cannot be
+        parsed.
       timeout: of one attempt, in seconds.
 
     Raises (where it is awaited):
@@ -125,15 +146,30 @@ def llm(content: Content = (), /, *, n: int | None = None, stop: str | Sequence[
     if n is not None and n < 1:
         raise ValueError(f"n is {n}; there is at least one answer")
     _check_effort(retries, timeout)
-    options = _options(max_new_tokens, temperature, top_k, top_p, min_p, (stop,) if isinstance(stop, str) else tuple(stop))
+    options = _options(
+        max_new_tokens,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        (stop,) if isinstance(stop, str) else tuple(stop),
+    )
     return Llm(_messages(content), options, n, parse, retries, timeout)
 
 
-def tool(function: Callable[..., Any], /, *args: Any, timeout: float | None = None, retries: int = 0, **kwargs: Any) -> Tool:
-    """To be awaited in an agent: function(*args, **kwargs), in a thread of its own, or in the event loop where it is an async def.
+def tool(
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    timeout: float | None = None,
+    retries: int = 0,
+    **kwargs: Any,
+) -> Tool:
+    """To be awaited in an agent: function(*args, **kwargs), in a thread of its own, or in the event
+    loop where it is an async def.
 
-    It works on copies of its arguments, since a state can be fired again: what is to be kept has to be returned. What it raises is raised
-    where it is awaited.
+    It works on copies of its arguments, since a state can be fired again: what is to be kept has to
+    be returned. What it raises is raised where it is awaited.
 
     Args:
       timeout: in seconds. A thread cannot be stopped: one that hangs is left alone.
@@ -143,13 +179,20 @@ def tool(function: Callable[..., Any], /, *args: Any, timeout: float | None = No
         raise TypeError(f"a tool is a function and its arguments; {function!r} cannot be called")
     _check_effort(retries, timeout)
     while isinstance(function, functools.partial):
-        function, args, kwargs = function.func, (*function.args, *args), {**function.keywords, **kwargs}
+        function, args, kwargs = (
+            function.func,
+            (*function.args, *args),
+            {**function.keywords, **kwargs},
+        )
     return Tool(function, args, kwargs, timeout, retries)
 
 
 def _check_effort(retries: int, timeout: float | None) -> None:
     if retries < 0 or (timeout is not None and timeout <= 0):
-        raise ValueError(f"retries is {retries} and timeout {timeout}; retries begin at 0, and a timeout is a number of seconds above 0")
+        raise ValueError(
+            f"retries is {retries} and timeout {timeout}; retries begin at 0, and a timeout is a "
+            "number of seconds above 0"
+        )
 
 
 def _messages(content: Content) -> tuple[Message, ...]:
@@ -161,24 +204,38 @@ def _messages(content: Content) -> tuple[Message, ...]:
     for message in content:
         if isinstance(message, Mapping):
             if set(message) != {"role", "content"}:
-                raise ValueError(f"a message has a role and a content; this has {', '.join(map(repr, message)) or 'nothing'}")
+                raise ValueError(
+                    "a message has a role and a content; this has "
+                    f"{', '.join(map(repr, message)) or 'nothing'}"
+                )
             message = Message(message["role"], message["content"])
-        if not isinstance(message, Message) or not isinstance(message.role, str) or not isinstance(message.content, str):
-            raise ValueError(f"{message!r} is no message: give a text, a Message, or a dict with role and content")
+        if (
+            not isinstance(message, Message)
+            or not isinstance(message.role, str)
+            or not isinstance(message.content, str)
+        ):
+            raise ValueError(
+                f"{message!r} is no message: give a text, a Message, or a dict with role and "
+                "content"
+            )
         made.append(message)
     return tuple(made)
 
 
 class ParseError(ValueError):
-    """No attempt of a model could be parsed. `text` is the last one, `reason` what parse said of it."""
+    """No attempt of a model could be parsed. `text` is the last one, `reason` what parse said of
+    it."""
 
     def __init__(self, agent: str, attempts: int, text: str, reason: str):
-        super().__init__(f"agent {agent}: {attempts} answer{'s' * (attempts > 1)} of the model could not be parsed ({reason}); "
-                         f"the last was {text!r}")
+        super().__init__(
+            f"agent {agent}: {attempts} answer{'s' * (attempts > 1)} of the model could not be "
+            f"parsed ({reason}); the last was {text!r}"
+        )
         self.text, self.reason = text, reason
 
 
 # Models.
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelCall:
@@ -187,7 +244,8 @@ class ModelCall:
     Attributes:
       messages: the whole dialogue.
       options: of the answer.
-      seed: of what is random in it: the same for the same state and firing of the same run, whatever else happens.
+      seed: of what is random in it: the same for the same state and firing of the same run,
+        whatever else happens.
       agent: the name of the agent that asks.
       run: which of its runs, the path of agents that led there.
       state: its position in the tree of that run: which firing of each state on the way.

@@ -1,4 +1,5 @@
-"""The instructions of a compiled agent, and what lowering its statements and expressions to them builds on."""
+"""The instructions of a compiled agent, and what lowering its statements and expressions to them
+builds on."""
 
 import ast
 import dataclasses
@@ -11,7 +12,8 @@ from jaxshare.serving.agents.names import Renamer, refused
 
 
 class Do(enum.Enum):
-    """What an instruction does. `call` is its piece of code, a function of the frame; `to` an index of an instruction."""
+    """What an instruction does. `call` is its piece of code, a function of the frame; `to` an index
+    of an instruction."""
 
     RUN = enum.auto()  # call, go on
     TEST = enum.auto()  # call; go on if it is true, else to `to`
@@ -35,7 +37,8 @@ class Instruction:
       throw: of WAIT, raises what the frame has as thrown, in the agent's own line.
       handler: where an exception in it goes, None out of the agent.
       line: of the agent's file; `column` in it.
-      what: of WAIT, what is waited for, in the agent's words; and `is_yield`, whether it is a yield.
+      what: of WAIT, what is waited for, in the agent's words; and `is_yield`, whether it is a
+        yield.
       live: of WAIT, variables without a name of their own that are needed after it.
     """
 
@@ -74,7 +77,8 @@ class Handler:
 
 @dataclasses.dataclass(frozen=True)
 class Final:
-    """In a statement that has to be left with this, made anew for each way out; `label` is where exceptions go."""
+    """In a statement that has to be left with this, made anew for each way out; `label` is where
+    exceptions go."""
 
     label: Label
     leave: Callable[[], None]
@@ -91,10 +95,15 @@ _OWN = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
 def _own(node: ast.AST) -> Iterable[ast.AST]:
-    """The node and all in it, but for what functions and classes have inside; of those, what is evaluated where they are defined."""
+    """The node and all in it, but for what functions and classes have inside; of those, what is
+    evaluated where they are defined."""
     yield node
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-        inside = [*node.args.defaults, *filter(None, node.args.kw_defaults), *getattr(node, "decorator_list", ())]
+        inside = [
+            *node.args.defaults,
+            *filter(None, node.args.kw_defaults),
+            *getattr(node, "decorator_list", ()),
+        ]
     elif isinstance(node, ast.ClassDef):
         inside = [*node.bases, *node.keywords, *node.decorator_list]
     else:
@@ -107,7 +116,9 @@ def suspends(node: ast.AST | None) -> bool:
     """Whether it waits somewhere."""
     return node is not None and any(
         isinstance(n, (ast.Await, ast.Yield, ast.YieldFrom, ast.AsyncFor, ast.AsyncWith))
-        or (isinstance(n, ast.comprehension) and n.is_async) for n in _own(node))
+        or (isinstance(n, ast.comprehension) and n.is_async)
+        for n in _own(node)
+    )
 
 
 def _escapes(node: ast.AST, loop: bool = False) -> bool:
@@ -119,7 +130,9 @@ def _escapes(node: ast.AST, loop: bool = False) -> bool:
     if isinstance(node, _OWN):
         return False
     if isinstance(node, (ast.For, ast.While)):
-        return any(_escapes(n, True) for n in node.body) or any(_escapes(n, loop) for n in node.orelse)
+        return any(_escapes(n, True) for n in node.body) or any(
+            _escapes(n, loop) for n in node.orelse
+        )
     return any(_escapes(n, loop) for n in ast.iter_child_nodes(node))
 
 
@@ -139,16 +152,26 @@ class Emitter:
       line: its first.
     """
 
-    def __init__(self, variables: set[str], world: set[str], cells: set[str], where: str, line: int):
+    def __init__(
+        self, variables: set[str], world: set[str], cells: set[str], where: str, line: int
+    ):
         self.instructions: list[Instruction] = []
         self.temporaries: dict[str, int] = {}
-        self.outside: set[str] = set()  # temporaries for what is found outside the agent, which its copies share
-        self._variables, self._globals, self._cells, self._where, self._line = variables, world, cells, where, line
+        # temporaries for what is found outside the agent, which its copies share
+        self.outside: set[str] = set()
+        self._variables, self._globals, self._cells, self._where, self._line = (
+            variables,
+            world,
+            cells,
+            where,
+            line,
+        )
         self._to: list[tuple[Instruction, Label]] = []
         self._handlers: list[tuple[Instruction, Label]] = []
         self._contexts: list[Context] = []
         self._pending: list[ast.stmt] = []
-        self._traffic: list[tuple[set[str], set[str]]] = []  # of each instruction, temporaries that it reads and then writes
+        # of each instruction, temporaries that it reads and then writes
+        self._traffic: list[tuple[set[str], set[str]]] = []
 
     def finish(self) -> None:
         """Once all is emitted: places for labels, and what is needed after each wait."""
@@ -160,20 +183,37 @@ class Emitter:
         needed = _needed(self.instructions, self._traffic)
         for number, instruction in enumerate(self.instructions):
             if instruction.do is Do.WAIT:
-                after = [*successors(self.instructions, number), *([] if instruction.handler is None else [instruction.handler])]
-                instruction.live = frozenset().union(*(needed[i] for i in after)) - {instruction.store}
+                after = [
+                    *successors(self.instructions, number),
+                    *([] if instruction.handler is None else [instruction.handler]),
+                ]
+                instruction.live = frozenset().union(*(needed[i] for i in after)) - {
+                    instruction.store
+                }
 
     def refuse(self, node: ast.AST, reason: str) -> Exception:
         return refused(node, reason, self._where)
 
-    def _emit(self, do: Do, node: ast.AST, *, to: Label | None = None, body: list[ast.stmt] | None = None, **fields: Any) -> None:
+    def _emit(
+        self,
+        do: Do,
+        node: ast.AST,
+        *,
+        to: Label | None = None,
+        body: list[ast.stmt] | None = None,
+        **fields: Any,
+    ) -> None:
         self._flush()
-        self._traffic.append(_traffic(body or [], {name for name in self._variables if "." in name}))
+        self._traffic.append(
+            _traffic(body or [], {name for name in self._variables if "." in name})
+        )
         place = getattr(node, "lineno", self._line), getattr(node, "col_offset", 0)
         instruction = Instruction(do, *place, body=body and self._renamed(body, node), **fields)
         if to:
             self._to.append((instruction, to))
-        handler = next((c.label for c in reversed(self._contexts) if isinstance(c, (Handler, Final))), None)
+        handler = next(
+            (c.label for c in reversed(self._contexts) if isinstance(c, (Handler, Final))), None
+        )
         if handler:
             self._handlers.append((instruction, handler))
         self.instructions.append(instruction)
@@ -198,7 +238,9 @@ class Emitter:
         made = Renamer(self._variables, self._cells, self._where).statements(body)
         world = [ast.Global(sorted(self._globals))] if self._globals else []
         for statement in (*world, *made):
-            ast.fix_missing_locations(statement if hasattr(statement, "lineno") else at(statement, node))
+            ast.fix_missing_locations(
+                statement if hasattr(statement, "lineno") else at(statement, node)
+            )
         return [*world, *made]
 
     def _temporary(self) -> str:
@@ -221,10 +263,13 @@ class Emitter:
         self._run(ast.Assign([ast.Name(name, ast.Store())], value), node)
 
     def _is_outside(self, value: ast.expr) -> bool:
-        """Whether it is what a global name stands for, or an attribute or an item of that: found there again, not copied."""
+        """Whether it is what a global name stands for, or an attribute or an item of that: found
+        there again, not copied."""
         while isinstance(value, (ast.Attribute, ast.Subscript)):
             value = value.value
-        return isinstance(value, ast.Name) and (value.id not in self._variables or value.id in self.outside)
+        return isinstance(value, ast.Name) and (
+            value.id not in self._variables or value.id in self.outside
+        )
 
     def _test(self, test: ast.expr, no: Label, node: ast.AST) -> None:
         if not (isinstance(test, ast.Constant) and test.value):
@@ -248,13 +293,21 @@ def _traffic(body: Sequence[ast.stmt], temporaries: set[str]) -> tuple[set[str],
     """(temporaries that statements read before they write them, those that they write)."""
     reads, writes = set[str](), set[str]()
     for statement in body:
-        targets = [t for t in statement.targets if isinstance(t, ast.Name)] if isinstance(statement, ast.Assign) else []
-        reads |= {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and n not in targets} & temporaries - writes
+        targets = (
+            [t for t in statement.targets if isinstance(t, ast.Name)]
+            if isinstance(statement, ast.Assign)
+            else []
+        )
+        reads |= {
+            n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and n not in targets
+        } & temporaries - writes
         writes |= {t.id for t in targets} & temporaries
     return reads, writes
 
 
-def _needed(instructions: Sequence[Instruction], traffic: Sequence[tuple[set[str], set[str]]]) -> list[set[str]]:
+def _needed(
+    instructions: Sequence[Instruction], traffic: Sequence[tuple[set[str], set[str]]]
+) -> list[set[str]]:
     """The temporaries that are read after the begin of each instruction before they are written."""
     needed = [set[str]() for _ in instructions]
     before: dict[int, set[int]] = {}
@@ -266,7 +319,12 @@ def _needed(instructions: Sequence[Instruction], traffic: Sequence[tuple[set[str
     while todo:
         number = todo.pop()
         instruction, (reads, writes) = instructions[number], traffic[number]
-        found = set().union(*(needed[i] for i in successors(instructions, number))) - writes - {instruction.store} | reads
+        found = (
+            set().union(*(needed[i] for i in successors(instructions, number)))
+            - writes
+            - {instruction.store}
+            | reads
+        )
         if instruction.handler is not None:
             found |= needed[instruction.handler]
         if found != needed[number]:
@@ -276,9 +334,15 @@ def _needed(instructions: Sequence[Instruction], traffic: Sequence[tuple[set[str
 
 
 def at[Node: ast.AST](made: Node, node: ast.AST) -> Node:
-    """Where the node begins, and no more: Python says of some things that they are where they end."""
+    """Where the node begins, and no more: Python says of some things that they are where they
+    end."""
     line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0)
-    for name, value in {"lineno": line, "end_lineno": line, "col_offset": column, "end_col_offset": column}.items():
+    for name, value in {
+        "lineno": line,
+        "end_lineno": line,
+        "col_offset": column,
+        "end_col_offset": column,
+    }.items():
         setattr(made, name, value)
     return made
 
@@ -289,7 +353,9 @@ def is_temporary(node: ast.AST) -> bool:
 
 def builtin(name: str) -> ast.expr:
     """A builtin, whatever the agent calls by that name."""
-    return ast.Attribute(ast.Attribute(ast.Name(FRAME, ast.Load()), "builtins", ast.Load()), name, ast.Load())
+    return ast.Attribute(
+        ast.Attribute(ast.Name(FRAME, ast.Load()), "builtins", ast.Load()), name, ast.Load()
+    )
 
 
 def call_frame(name: str, *args: ast.expr) -> ast.expr:
@@ -300,7 +366,11 @@ def _unsliced(index: ast.expr) -> ast.expr:
     """An index as an expression that can stand by itself."""
     match index:
         case ast.Slice(lower=lower, upper=upper, step=step):
-            return ast.Call(builtin("slice"), [part or ast.Constant(None) for part in (lower, upper, step)], [])
+            return ast.Call(
+                builtin("slice"), [part or ast.Constant(None) for part in (lower, upper, step)], []
+            )
         case ast.Tuple(elts=parts):
-            return ast.copy_location(ast.Tuple([_unsliced(part) for part in parts], ast.Load()), index)
+            return ast.copy_location(
+                ast.Tuple([_unsliced(part) for part in parts], ast.Load()), index
+            )
     return index

@@ -1,4 +1,5 @@
-"""What agents give each other: values that are yielded, resumed with and returned, and handles of their children."""
+"""What agents give each other: values that are yielded, resumed with and returned, and handles of
+their children."""
 
 from typing import Any
 
@@ -9,7 +10,8 @@ from jaxshare.serving.agents.states import Arrival, State
 
 
 def passed(value: Any, to: AgentRun) -> Any:
-    """A copy of a value, for another run. Children whose handles are in it will not end before that run does."""
+    """A copy of a value, for another run. Children whose handles are in it will not end before that
+    run does."""
     if constant(value):
         return value
     handles: list[Handle] = []
@@ -30,21 +32,30 @@ def passed(value: Any, to: AgentRun) -> Any:
 
 
 def wait_for(run: AgentRun, state: State) -> None:
-    """Sees to it that what a new state waits for arrives, where that is for another agent to give."""
+    """Sees to it that what a new state waits for arrives, where that is for another agent to
+    give."""
     request = state.waiting
     if isinstance(request, Handle):
         request = state.waiting = request.result()
     if isinstance(request, Yielded):
         if run.parent is None:
-            state.arrived = Arrival(error=AgentError(f"agent {run.agent.name} yields in line {state.line}, but nobody has spawned it who "
-                                                     "could take the value; return it"))
+            state.arrived = Arrival(
+                error=AgentError(
+                    f"agent {run.agent.name} yields in line {state.line}, but nobody has spawned "
+                    "it who could take the value; return it"
+                )
+            )
         else:
             run.yields.append(state)
             _match(run)
     elif isinstance(request, (Next, Result)):
         other = request.child._run
         if other.runtime is not run.runtime:
-            state.arrived = Arrival(error=AgentError(f"agent {run.agent.name} waits in line {state.line} for a child of another run"))
+            state.arrived = Arrival(
+                error=AgentError(
+                    f"agent {run.agent.name} waits in line {state.line} for a child of another run"
+                )
+            )
         elif other.done and isinstance(request, Next):
             state.arrived = Arrival(error=other.error or ended(other))
         elif other.done:
@@ -73,8 +84,10 @@ def resume(run: AgentRun, value: Any) -> None:
     if run.done:
         raise EndedError(f"agent {run.agent.name} has ended and cannot be resumed")
     if run.taken is None:
-        raise AgentError(f"agent {run.agent.name} cannot be resumed: nothing that it has yielded was taken since it was resumed last; "
-                         "await its next() first")
+        raise AgentError(
+            f"agent {run.agent.name} cannot be resumed: nothing that it has yielded was taken "
+            "since it was resumed last; await its next() first"
+        )
     state, run.taken = run.taken, None
     run.runtime.arrive(run, state, Arrival(passed(value, run)))
     _match(run)
@@ -85,8 +98,13 @@ def who_waits(runs: list[AgentRun]) -> str:
     waits = []
     for run in runs:
         for state in run.asleep:
-            whom = f"the next value of {state.waiting.child._run.id}" if isinstance(state.waiting, Next) else \
-                f"the result of {state.waiting.child._run.id}" if isinstance(state.waiting, Result) else "being resumed"
+            whom = (
+                f"the next value of {state.waiting.child._run.id}"
+                if isinstance(state.waiting, Next)
+                else f"the result of {state.waiting.child._run.id}"
+                if isinstance(state.waiting, Result)
+                else "being resumed"
+            )
             waits.append(f"{run.id} waits in line {state.line} for {whom}")
     return "all agents wait: " + "; ".join(waits)
 

@@ -27,19 +27,28 @@ class Expressions(Emitter):
         raise NotImplementedError
 
     def _value(self, node: ast.expr) -> ast.expr:
-        """An expression for the same value that does not wait, once what comes first has been done."""
+        """An expression for the same value that does not wait, once what comes first has been
+        done."""
         if not suspends(node):
             return node
         lower = getattr(self, f"_value_{type(node).__name__}", None)
         if lower is None:
-            raise self.refuse(node, REASONS.get(type(node), f"a wait in a {type(node).__name__} expression"))
+            raise self.refuse(
+                node, REASONS.get(type(node), f"a wait in a {type(node).__name__} expression")
+            )
         made = lower(node)
         return made if hasattr(made, "lineno") else ast.copy_location(made, node)
 
     def _wait(self, node: ast.Await | ast.Yield, value: ast.expr) -> ast.expr:
         store = self._temporary()
-        self._emit(Do.WAIT, node, body=[at(ast.Return(value), node)], store=store, is_yield=isinstance(node, ast.Yield),
-                   what=getattr(node, "words", ""))
+        self._emit(
+            Do.WAIT,
+            node,
+            body=[at(ast.Return(value), node)],
+            store=store,
+            is_yield=isinstance(node, ast.Yield),
+            what=getattr(node, "words", ""),
+        )
         return ast.Name(store, ast.Load())
 
     def _value_Await(self, node: ast.Await) -> ast.expr:
@@ -59,19 +68,31 @@ class Expressions(Emitter):
                 value = self._keep(ast.List([ast.Starred(value, ast.Load())], ast.Load()), node)
             elif i < last and not isinstance(value, ast.Constant) and not is_temporary(value):
                 value = self._keep(value, node)
-            values.append(ast.copy_location(ast.Starred(value, ast.Load()), node) if starred else value)
+            values.append(
+                ast.copy_location(ast.Starred(value, ast.Load()), node) if starred else value
+            )
         return values
 
     def _value_Call(self, node: ast.Call) -> ast.expr:
-        mappings = [ast.Dict([None], [k.value]) if k.arg is None else k.value for k in node.keywords]
-        method = node.func if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, (ast.Constant, ast.Name)) else None
+        mappings = [
+            ast.Dict([None], [k.value]) if k.arg is None else k.value for k in node.keywords
+        ]
+        method = (
+            node.func
+            if isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, (ast.Constant, ast.Name))
+            else None
+        )
         if method and (isinstance(method.value, ast.Constant) or is_temporary(method.value)):
             # Nobody sees when a string's or a new list's method is looked up.
             function, *rest = method, *self._sequence([*node.args, *mappings])
         else:
             function, *rest = self._sequence([node.func, *node.args, *mappings])
-        keywords = [ast.keyword(k.arg, value) for k, value in zip(node.keywords, rest[len(node.args):], strict=True)]
-        made = ast.copy_location(ast.Call(function, rest[:len(node.args)], keywords), node)
+        keywords = [
+            ast.keyword(k.arg, value)
+            for k, value in zip(node.keywords, rest[len(node.args) :], strict=True)
+        ]
+        made = ast.copy_location(ast.Call(function, rest[: len(node.args)], keywords), node)
         if isinstance(node.func, ast.Attribute):
             # Python says that a method's call is where its name is.
             made.lineno = node.func.end_lineno or node.lineno
@@ -93,7 +114,9 @@ class Expressions(Emitter):
 
     def _value_Slice(self, node: ast.Slice) -> ast.expr:
         parts = iter(self._sequence([part for part in (node.lower, node.upper, node.step) if part]))
-        return ast.Slice(*(next(parts) if part else None for part in (node.lower, node.upper, node.step)))
+        return ast.Slice(
+            *(next(parts) if part else None for part in (node.lower, node.upper, node.step))
+        )
 
     def _value_Tuple(self, node: ast.Tuple) -> ast.expr:
         return ast.Tuple(self._sequence(node.elts), ast.Load())
@@ -107,8 +130,11 @@ class Expressions(Emitter):
     def _value_Dict(self, node: ast.Dict) -> ast.expr:
         if node.keys == [None]:
             return ast.Dict([None], [self._value(node.values[0])])
-        flat = [part for key, value in zip(node.keys, node.values, strict=True)
-                for part in ([ast.Dict([None], [value])] if key is None else [key, value])]
+        flat = [
+            part
+            for key, value in zip(node.keys, node.values, strict=True)
+            for part in ([ast.Dict([None], [value])] if key is None else [key, value])
+        ]
         values = iter(self._sequence(flat))
         keys, found = [], []
         for key in node.keys:
@@ -138,7 +164,9 @@ class Expressions(Emitter):
             parts.append(part)
         return ast.JoinedStr(parts)
 
-    def _choice(self, node: ast.expr, values: Sequence[ast.expr], go_on: Callable[[ast.expr, Label], None]) -> ast.expr:
+    def _choice(
+        self, node: ast.expr, values: Sequence[ast.expr], go_on: Callable[[ast.expr, Label], None]
+    ) -> ast.expr:
         """The first of the values after which `go_on` does not go on, else the last."""
         name, end = self._temporary(), Label()
         for i, value in enumerate(values):
@@ -150,7 +178,9 @@ class Expressions(Emitter):
 
     def _value_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         def go_on(value: ast.expr, end: Label) -> None:
-            self._test(value if isinstance(node.op, ast.And) else ast.UnaryOp(ast.Not(), value), end, node)
+            self._test(
+                value if isinstance(node.op, ast.And) else ast.UnaryOp(ast.Not(), value), end, node
+            )
 
         return self._choice(node, node.values, go_on)
 
@@ -179,12 +209,18 @@ class Expressions(Emitter):
         self._place(end)
         return ast.Name(name, ast.Load())
 
-    def _comprehension(self, node: Any, empty: ast.expr, add: Callable[[ast.expr], ast.stmt]) -> ast.expr:
+    def _comprehension(
+        self, node: Any, empty: ast.expr, add: Callable[[ast.expr], ast.stmt]
+    ) -> ast.expr:
         """As the loops that it stands for, over variables of its own."""
         names = comprehension_names(node)
         for inner in ast.walk(node):
-            if isinstance(inner, ast.Lambda) and any(isinstance(n, ast.Name) and n.id in names for n in ast.walk(inner.body)):
-                raise self.refuse(inner, "a lambda over the variables of a comprehension that waits; write a loop")
+            if isinstance(inner, ast.Lambda) and any(
+                isinstance(n, ast.Name) and n.id in names for n in ast.walk(inner.body)
+            ):
+                raise self.refuse(
+                    inner, "a lambda over the variables of a comprehension that waits; write a loop"
+                )
         made = self._keep(empty, node)
         apart = _Apart({name: f"{name}{self._temporary()}" for name in names})
         self._variables.update(apart.names.values())
@@ -199,13 +235,20 @@ class Expressions(Emitter):
             for test in reversed(generator.ifs):
                 body = [ast.If(test, body, [])]
             body = [ast.For(generator.target, generator.iter, body, [])]
-        self._block([ast.fix_missing_locations(ast.copy_location(statement, node)) for statement in body])
+        self._block(
+            [ast.fix_missing_locations(ast.copy_location(statement, node)) for statement in body]
+        )
         return made
 
     def _first_alone(self, node: Any) -> ast.expr | None:
-        """A comprehension that waits for nothing but what it goes through, which Python evaluates before all else."""
+        """A comprehension that waits for nothing but what it goes through, which Python evaluates
+        before all else."""
         first, *others = node.generators
-        rest = [*first.ifs, *others, *(getattr(node, field, None) for field in ("elt", "key", "value"))]
+        rest = [
+            *first.ifs,
+            *others,
+            *(getattr(node, field, None) for field in ("elt", "key", "value")),
+        ]
         if first.is_async or any(map(suspends, rest)):
             return None
         first.iter = self._value(first.iter)
@@ -214,15 +257,23 @@ class Expressions(Emitter):
     def _value_GeneratorExp(self, node: ast.GeneratorExp) -> ast.expr:
         if made := self._first_alone(node):
             return made
-        raise self.refuse(node, "a wait in a generator expression, which runs some other time; write a list comprehension")
+        raise self.refuse(
+            node,
+            "a wait in a generator expression, which runs some other time; write a list "
+            "comprehension",
+        )
 
     def _value_ListComp(self, node: ast.ListComp) -> ast.expr:
         empty = ast.List([], ast.Load())
-        return self._first_alone(node) or self._comprehension(node, empty, lambda made: _method(made, "append", node.elt))
+        return self._first_alone(node) or self._comprehension(
+            node, empty, lambda made: _method(made, "append", node.elt)
+        )
 
     def _value_SetComp(self, node: ast.SetComp) -> ast.expr:
         empty = ast.Call(builtin("set"), [], [])
-        return self._first_alone(node) or self._comprehension(node, empty, lambda made: _method(made, "add", node.elt))
+        return self._first_alone(node) or self._comprehension(
+            node, empty, lambda made: _method(made, "add", node.elt)
+        )
 
     def _value_DictComp(self, node: ast.DictComp) -> ast.expr:
         def add(made: ast.expr) -> ast.stmt:

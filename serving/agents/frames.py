@@ -1,7 +1,7 @@
 """What holds an agent's variables between two waits, and how it is copied.
 
-Python's own frames cannot be copied. A `Frame` is a dictionary of the variables by name, and a `Closure` is a function defined in an agent
-that knows how to be moved to another frame.
+Python's own frames cannot be copied. A `Frame` is a dictionary of the variables by name, and a
+`Closure` is a function defined in an agent that knows how to be moved to another frame.
 """
 
 import builtins
@@ -15,21 +15,24 @@ from typing import Any, Self
 import jax
 
 FRAME = ".frame"
-"""The one argument of every compiled piece. No name of Python's can be spelled like that, and the compiler does not mind."""
+"""The one argument of every compiled piece. No name of Python's can be spelled like that, and the
+compiler does not mind."""
 
 
 class Frame(dict[str, Any]):
-    """The variables of one run of an agent, by name, and what else makes it up between two suspensions.
+    """The variables of one run of an agent, by name, and what else makes it up between two
+    suspensions.
 
     Attributes:
       cells: of the functions around the agent, by name.
       at: the index of the instruction to run next.
-      handlers: of the try statements that are under way, outermost first: the instruction to go on with, and how many exceptions were
-        being handled when the statement began.
+      handlers: of the try statements that are under way, outermost first: the instruction to go on
+        with, and how many exceptions were being handled when the statement began.
       handling: exceptions that are being handled, outermost first.
       thrown: what the instruction that was waited for raises.
-      tracebacks: exceptions in it, with what they had when it began to wait. Copies share exceptions, and Python writes to them when they
-        are raised again; a run puts back what it knew.
+      tracebacks: exceptions in it, with what they had when it began to wait. Copies share
+        exceptions, and Python writes to them when they are raised again; a run puts back what it
+        knew.
       flat: of a snapshot, lists in it that hold nothing that changes.
     """
 
@@ -43,17 +46,25 @@ class Frame(dict[str, Any]):
         self.handlers: tuple[tuple[int, int], ...] = ()
         self.handling: tuple[BaseException, ...] = ()
         self.thrown: BaseException | None = None
-        self.tracebacks: Sequence[tuple[BaseException, types.TracebackType | None, BaseException | None]] = ()
+        self.tracebacks: Sequence[
+            tuple[BaseException, types.TracebackType | None, BaseException | None]
+        ] = ()
         self.flat: Sequence[list[Any]] = ()
 
     def __missing__(self, name: str) -> Any:
         # A comprehension's variables carry a number.
-        raise UnboundLocalError(f"cannot access local variable {name.partition('.')[0]!r} where it is not associated with a value")
+        raise UnboundLocalError(
+            f"cannot access local variable {name.partition('.')[0]!r} where it is not associated "
+            "with a value"
+        )
 
     def free(self, name: str) -> Any:
         """A variable, from a function inside the agent."""
         if name not in self:
-            raise NameError(f"cannot access free variable {name!r} where it is not associated with a value in enclosing scope")
+            raise NameError(
+                f"cannot access free variable {name!r} where it is not associated with a value in "
+                "enclosing scope"
+            )
         return self[name]
 
     def bind(self, name: str, value: Any) -> Any:
@@ -79,7 +90,9 @@ class Frame(dict[str, Any]):
         """Whether an except clause that names `kind` is for the exception that is being handled."""
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if not all(isinstance(k, type) and issubclass(k, BaseException) for k in kinds):
-            raise TypeError("catching classes that do not inherit from BaseException is not allowed")
+            raise TypeError(
+                "catching classes that do not inherit from BaseException is not allowed"
+            )
         return any(k in type(self.handled()).__mro__ for k in kinds)
 
     def handled(self) -> BaseException:
@@ -90,7 +103,9 @@ class Frame(dict[str, Any]):
         """Begins a with statement."""
         kind = type(manager)
         if not (hasattr(kind, "__enter__") and hasattr(kind, "__exit__")):
-            raise TypeError(f"'{kind.__name__}' object does not support the context manager protocol")
+            raise TypeError(
+                f"'{kind.__name__}' object does not support the context manager protocol"
+            )
         return kind.__enter__(manager)
 
     def leave(self, manager: Any) -> None:
@@ -98,26 +113,41 @@ class Frame(dict[str, Any]):
         type(manager).__exit__(manager, None, None, None)
 
     def swallows(self, manager: Any) -> bool:
-        """Ends it because of the exception that is being handled; whether that is at an end, too."""
+        """Ends it because of the exception that is being handled; whether that is at an end,
+        too."""
         exception = self.handled()
-        return bool(type(manager).__exit__(manager, type(exception), exception, exception.__traceback__))
+        return bool(
+            type(manager).__exit__(manager, type(exception), exception, exception.__traceback__)
+        )
 
     @staticmethod
     def closure(function: Any) -> Any:
-        """What a function that is defined in an agent, and what its decorators make of it, is kept as."""
-        if isinstance(function, types.FunctionType) and (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
+        """What a function that is defined in an agent, and what its decorators make of it, is kept
+        as."""
+        if isinstance(function, types.FunctionType) and (
+            function.__closure__ or function.__defaults__ or function.__kwdefaults__
+        ):
             return Closure(function)
-        if isinstance(function, functools._lru_cache_wrapper) and isinstance(function.__wrapped__, Closure):
+        if isinstance(function, functools._lru_cache_wrapper) and isinstance(
+            function.__wrapped__, Closure
+        ):
             name = vars(function.__wrapped__)["__name__"]
-            raise TypeError(f"functools.cache on {name}, which uses an agent's variables: copies of the agent would share it; "
-                            "define it outside and give it what it needs")
+            raise TypeError(
+                f"functools.cache on {name}, which uses an agent's variables: copies of the agent "
+                "would share it; define it outside and give it what it needs"
+            )
         return function
 
     def empty(self) -> Self:
         """Where this frame is, without variables."""
         made = type(self).__new__(type(self))
         made.cells, made.at, made.thrown = self.cells, self.at, self.thrown
-        made.handlers, made.handling, made.tracebacks, made.flat = self.handlers, self.handling, self.tracebacks, ()
+        made.handlers, made.handling, made.tracebacks, made.flat = (
+            self.handlers,
+            self.handling,
+            self.tracebacks,
+            (),
+        )
         return made
 
     def pause(self) -> None:
@@ -126,7 +156,9 @@ class Frame(dict[str, Any]):
         for value in self.values():
             if isinstance(value, BaseException):
                 exceptions = (*exceptions, value)
-        self.tracebacks = [(e, e.__traceback__, e.__context__) for e in exceptions] if exceptions else ()
+        self.tracebacks = (
+            [(e, e.__traceback__, e.__context__) for e in exceptions] if exceptions else ()
+        )
 
     def resume(self) -> None:
         """It runs on: its lists may change, and exceptions are again as this run has left them."""
@@ -143,7 +175,8 @@ class Frame(dict[str, Any]):
 
 
 class Closure:
-    """A function inside an agent that uses the agent's variables, or those of a function in it, or has defaults that can change.
+    """A function inside an agent that uses the agent's variables, or those of a function in it, or
+    has defaults that can change.
 
     A copy uses those of the agent's copy.
     """
@@ -167,15 +200,24 @@ class Closure:
         memo[id(self)] = copied
         old, new = self._function, _function(self._function, memo)
         copied._function = new
-        copied.__dict__.update((name, new if value is old else duplicate(value, memo)) for name, value in vars(self).items())
+        copied.__dict__.update(
+            (name, new if value is old else duplicate(value, memo))
+            for name, value in vars(self).items()
+        )
         return copied
 
 
 def _function(old: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
     """A copy of a function over copies of its cells; two functions with one cell have one again."""
     cells = tuple(_cell(cell, memo) for cell in old.__closure__ or ())
-    new = types.FunctionType(old.__code__, old.__globals__, old.__name__, duplicate(old.__defaults__, memo), cells)
-    new.__kwdefaults__, new.__qualname__, new.__doc__ = duplicate(old.__kwdefaults__, memo), old.__qualname__, old.__doc__
+    new = types.FunctionType(
+        old.__code__, old.__globals__, old.__name__, duplicate(old.__defaults__, memo), cells
+    )
+    new.__kwdefaults__, new.__qualname__, new.__doc__ = (
+        duplicate(old.__kwdefaults__, memo),
+        old.__qualname__,
+        old.__doc__,
+    )
     return new
 
 
@@ -188,7 +230,8 @@ def _cell(old: types.CellType, memo: dict[int, Any]) -> types.CellType:
 
 
 class Cells:
-    """Variables of the functions around an agent, as they are at the time of asking. All of its copies share them."""
+    """Variables of the functions around an agent, as they are at the time of asking. All of its
+    copies share them."""
 
     def __init__(self, names: Sequence[str], cells: Sequence[Any]):
         self._cells = dict(zip(names, cells, strict=True))
@@ -197,7 +240,10 @@ class Cells:
         try:
             return self._cells[name].cell_contents
         except ValueError:
-            raise NameError(f"cannot access free variable {name!r} where it is not associated with a value in enclosing scope") from None
+            raise NameError(
+                f"cannot access free variable {name!r} where it is not associated with a value in "
+                "enclosing scope"
+            ) from None
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._cells[name].cell_contents = value
@@ -217,7 +263,19 @@ class Cells:
         return self
 
 
-CONSTANT = {type(None), bool, int, float, complex, str, bytes, range, type, types.FunctionType, types.ModuleType}
+CONSTANT = {
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    type,
+    types.FunctionType,
+    types.ModuleType,
+}
 _ITERATORS = frozenset(type(iter(source)) for source in (range(0), "", [], ()))
 _SHARED = (type, types.ModuleType, BaseException, jax.Array)
 """What never changes, and what is shared by all copies of a state."""
@@ -234,7 +292,8 @@ def shared[T](kind: type[T]) -> type[T]:
 
 
 def duplicate(value: Any, memo: dict[Any, Any]) -> Any:
-    """copy.deepcopy that shares what copies of an agent share, in lists and dictionaries too, and moves methods with what they are of."""
+    """copy.deepcopy that shares what copies of an agent share, in lists and dictionaries too, and
+    moves methods with what they are of."""
     kind = type(value)
     if kind in CONSTANT:
         return value

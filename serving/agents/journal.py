@@ -1,13 +1,15 @@
-"""Journals: what agents were given from outside, kept so that a run can be repeated without its model and its tools.
+"""Journals: what agents were given from outside, kept so that a run can be repeated without its
+model and its tools.
 
     journal = Journal()
     asyncio.run(Runtime(model, journal=journal).run(agent, ...))
     journal.save("run.json")
     asyncio.run(Runtime(None, journal=Journal.load("run.json", strict=True)).run(agent, ...))  # the same states, scores and result
 
-An entry is what one firing of one state was given: the model's answer and what it adds to the dialogue, a tool's value, or an error. Its
-key is the run and the path of the firing, so nothing depends on what was faster. What was asked there is kept too, in short, so that an
-agent that has changed is not given what another one asked for.
+An entry is what one firing of one state was given: the model's answer and what it adds to the
+dialogue, a tool's value, or an error. Its key is the run and the path of the firing, so nothing
+depends on what was faster. What was asked there is kept too, in short, so that an agent that has
+changed is not given what another one asked for.
 """
 
 import base64
@@ -41,8 +43,9 @@ class ReplayError(LookupError):
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """What was asked, in short, and what came, in the form in which it is saved: {"json": value}, {"pickle": base64}, {"error": ...},
-    {"used up": of the budget}, or what can only be kept here. `spent` are calls of the model, tokens written and tokens read."""
+    """What was asked, in short, and what came, in the form in which it is saved: {"json": value},
+    {"pickle": base64}, {"error": ...}, {"used up": of the budget}, or what can only be kept here.
+    `spent` are calls of the model, tokens written and tokens read."""
 
     asked: str
     form: dict[str, Any]
@@ -52,7 +55,8 @@ class _Entry:
 
 
 class Journal:
-    """To be filled by a run, or to repeat one: `Runtime(model, journal=...)`. What it knows is taken from it, what it does not is asked.
+    """To be filled by a run, or to repeat one: `Runtime(model, journal=...)`. What it knows is
+    taken from it, what it does not is asked.
 
     Attributes:
       strict: what it does not know, or knows as something else, is a ReplayError.
@@ -74,8 +78,11 @@ class Journal:
 
     # What the runtime calls.
 
-    def known(self, key: Key, request: Any = None) -> Callable[[], tuple[Any, tuple[Message, ...]]] | None:
-        """What gives the value of a firing and what it adds to the dialogue, or raises its error; None if it is to be asked.
+    def known(
+        self, key: Key, request: Any = None
+    ) -> Callable[[], tuple[Any, tuple[Message, ...]]] | None:
+        """What gives the value of a firing and what it adds to the dialogue, or raises its error;
+        None if it is to be asked.
 
         Args:
           key: of the firing.
@@ -89,20 +96,34 @@ class Journal:
             return lambda: self._given(key, entry)
         if self.strict:
             self.missed.append(key)
-            what = f"asks for {asked}, and in the journal for {entry.asked}" if entry else "is not in the journal"
-            raise ReplayError(f"firing {list(key[1])} of {key[0]} {what}; the agent, its arguments or its supervisor are not those of the "
-                              "run that was recorded, or that run ended first")
+            what = (
+                f"asks for {asked}, and in the journal for {entry.asked}"
+                if entry
+                else "is not in the journal"
+            )
+            raise ReplayError(
+                f"firing {list(key[1])} of {key[0]} {what}; the agent, its arguments or its "
+                "supervisor are not those of the run that was recorded, or that run ended first"
+            )
         self._asked[key] = asked
         return None
 
     def spent(self, key: Key) -> tuple[int, int, int]:
-        """Calls of the model, tokens written and tokens read by a firing that is known: budgets count them again."""
+        """Calls of the model, tokens written and tokens read by a firing that is known: budgets
+        count them again."""
         return self._entries[key].spent
 
-    def done(self, key: Key, value: Any, said: tuple[Message, ...], spent: Sequence[int] = (0, 0, 0)) -> None:
-        """A firing was given this, and has spent so much. It is kept as it is now, whatever the agent makes of it."""
+    def done(
+        self, key: Key, value: Any, said: tuple[Message, ...], spent: Sequence[int] = (0, 0, 0)
+    ) -> None:
+        """A firing was given this, and has spent so much. It is kept as it is now, whatever the
+        agent makes of it."""
         asked, (calls, written, read) = self._asked.pop(key, ""), spent
-        entry = _Entry(asked, {"json": json.loads(json.dumps(value))}) if _is_plain(value) else _pickled(asked, value, "pickle")
+        entry = (
+            _Entry(asked, {"json": json.loads(json.dumps(value))})
+            if _is_plain(value)
+            else _pickled(asked, value, "pickle")
+        )
         self._entries[key] = dataclasses.replace(entry, said=said, spent=(calls, written, read))
 
     def failed(self, key: Key, error: BaseException, spent: Sequence[int] = (0, 0, 0)) -> None:
@@ -114,7 +135,9 @@ class Journal:
     def given_up(self, key: Key, used_up: str, spent: Sequence[int]) -> None:
         """In a firing the budget was used up, between two attempts."""
         calls, written, read = spent
-        self._entries[key] = _Entry(self._asked.pop(key, ""), {"used up": used_up}, spent=(calls, written, read))
+        self._entries[key] = _Entry(
+            self._asked.pop(key, ""), {"used up": used_up}, spent=(calls, written, read)
+        )
 
     def _given(self, key: Key, entry: _Entry) -> tuple[Any, tuple[Message, ...]]:
         match entry.form:
@@ -126,8 +149,11 @@ class Journal:
                 raise UsedUpError(used_up)
             case {"pickle": data} | {"error pickle": data}:
                 if not self._pickles:
-                    raise ValueError(f"what firing {list(key[1])} of {key[0]} was given is kept as a pickle, which can run any program "
-                                     "when it is read; if you trust where the journal comes from, load it with pickles=True")
+                    raise ValueError(
+                        f"what firing {list(key[1])} of {key[0]} was given is kept as a pickle, "
+                        "which can run any program when it is read; if you trust where the "
+                        "journal comes from, load it with pickles=True"
+                    )
                 value = pickle.loads(base64.b64decode(data))
             case _:
                 value = entry.here
@@ -147,20 +173,34 @@ class Journal:
         entries = []
         for (run, path), entry in self._entries.items():
             if "here" in entry.form or "error here" in entry.form:
-                raise ValueError(f"the journal cannot be saved: firing {list(path)} of {run} was given a {type(entry.here).__name__}, "
-                                 f"which neither JSON nor pickle can hold ({next(iter(entry.form.values()))}); have the tool return plain "
-                                 "data")
+                raise ValueError(
+                    f"the journal cannot be saved: firing {list(path)} of {run} was given a "
+                    f"{type(entry.here).__name__}, which neither JSON nor pickle can hold "
+                    f"({next(iter(entry.form.values()))}); have the tool return plain data"
+                )
             said = [[message.role, message.content] for message in entry.said]
-            entries.append({"run": run, "path": path, "asked": entry.asked, "said": said, "spent": entry.spent, **entry.form})
+            entries.append(
+                {
+                    "run": run,
+                    "path": path,
+                    "asked": entry.asked,
+                    "said": said,
+                    "spent": entry.spent,
+                    **entry.form,
+                }
+            )
         Path(file).write_text(json.dumps({"format": _FORMAT, "entries": entries}), encoding="utf-8")
 
     @classmethod
-    def load(cls, file: str | os.PathLike, *, strict: bool = False, pickles: bool = False) -> "Journal":
+    def load(
+        cls, file: str | os.PathLike, *, strict: bool = False, pickles: bool = False
+    ) -> "Journal":
         """Reads what `save` has written.
 
         Args:
           strict: see `Journal`.
-          pickles: unpickle what was pickled. That can run any program: for files from those you trust.
+          pickles: unpickle what was pickled. That can run any program: for files from those you
+            trust.
 
         Raises:
           ValueError: it is not a journal.
@@ -176,11 +216,20 @@ class Journal:
                 key, asked = (entry.pop("run"), tuple(entry.pop("path"))), entry.pop("asked")
                 said = tuple(Message(*message) for message in entry.pop("said"))
                 calls, written, read = map(int, entry.pop("spent"))
-                if len(entry) != 1 or not entry.keys() <= {"json", "pickle", "error", "error pickle", "used up"}:
+                if len(entry) != 1 or not entry.keys() <= {
+                    "json",
+                    "pickle",
+                    "error",
+                    "error pickle",
+                    "used up",
+                }:
                     raise ValueError(f"an entry has {', '.join(entry) or 'nothing'}")
                 journal._entries[key] = _Entry(asked, entry, said, (calls, written, read))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file} is no journal of agents ({error}); give a file that Journal.save has written") from error
+            raise ValueError(
+                f"{file} is no journal of agents ({error}); give a file that Journal.save has "
+                "written"
+            ) from error
         return journal
 
 
@@ -188,7 +237,9 @@ def _in_short(request: Any) -> str:
     """What is asked, in few words; of a model also a digest of them all."""
     if isinstance(request, Llm):
         words = repr((request.messages, request.options, request.n))
-        return f"an answer of the model ({hashlib.blake2b(words.encode(), digest_size=6).hexdigest()})"
+        return (
+            f"an answer of the model ({hashlib.blake2b(words.encode(), digest_size=6).hexdigest()})"
+        )
     if isinstance(request, Tool):
         return f"the tool {getattr(request.function, '__name__', type(request.function).__name__)}"
     return "" if request is None else f"a {type(request).__name__}"
@@ -202,7 +253,11 @@ def _is_plain(value: Any) -> bool:
         return math.isfinite(value)
     if type(value) is list:
         return all(map(_is_plain, value))
-    return type(value) is dict and all(type(key) is str for key in value) and all(map(_is_plain, value.values()))
+    return (
+        type(value) is dict
+        and all(type(key) is str for key in value)
+        and all(map(_is_plain, value.values()))
+    )
 
 
 def _pickled(asked: str, value: Any, how: str) -> _Entry:
@@ -221,7 +276,11 @@ def _named(error: BaseException) -> dict[str, Any] | None:
         return None
     more = {name: value for name, value in vars(error).items() if name != "__notes__"}
     args = [*error.args]
-    return {"kind": kind.__name__, "args": args, "more": more} if _is_plain(args) and _is_plain(more) else None
+    return (
+        {"kind": kind.__name__, "args": args, "more": more}
+        if _is_plain(args) and _is_plain(more)
+        else None
+    )
 
 
 def _error(named: dict[str, Any]) -> BaseException:

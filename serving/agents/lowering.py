@@ -1,8 +1,9 @@
 """An agent's statements, lowered to instructions that can stop between any two.
 
-An instruction is a piece of the agent's own code, compiled as Python compiles it, or a jump, or one of a few that keep track of try
-statements and of exceptions that are being handled. Wherever the agent waits, in the midst of an expression too, it is an instruction that
-waits: what was evaluated before is in the frame by then. What does not wait stays in one piece, loops and all.
+An instruction is a piece of the agent's own code, compiled as Python compiles it, or a jump, or one
+of a few that keep track of try statements and of exceptions that are being handled. Wherever the
+agent waits, in the midst of an expression too, it is an instruction that waits: what was evaluated
+before is in the frame by then. What does not wait stays in one piece, loops and all.
 """
 
 import ast
@@ -64,7 +65,9 @@ class Lowering(Expressions):
             return
         lower = getattr(self, f"_lower_{type(node).__name__}", None)
         if lower is None:
-            raise self.refuse(node, REASONS.get(type(node), f"a wait in a {type(node).__name__} statement"))
+            raise self.refuse(
+                node, REASONS.get(type(node), f"a wait in a {type(node).__name__} statement")
+            )
         lower(node)
 
     def _lower_Expr(self, node: ast.Expr) -> None:
@@ -89,18 +92,24 @@ class Lowering(Expressions):
         """A place to assign to, once what has to be waited for in it was."""
         match target:
             case ast.Attribute():
-                return at(ast.Attribute(self._value(target.value), target.attr, ast.Store()), target)
+                return at(
+                    ast.Attribute(self._value(target.value), target.attr, ast.Store()), target
+                )
             case ast.Subscript():
                 of, index = self._sequence([target.value, target.slice])
                 return at(ast.Subscript(of, index, ast.Store()), target)
-        raise self.refuse(target, "a wait inside a tuple that is assigned to; wait before, and assign then")
+        raise self.refuse(
+            target, "a wait inside a tuple that is assigned to; wait before, and assign then"
+        )
 
     def _lower_AugAssign(self, node: ast.AugAssign) -> None:
         match node.target:
             case ast.Name():
                 place: ast.expr = node.target
             case ast.Attribute(value=of, attr=name):
-                place = at(ast.Attribute(self._keep(self._value(of), node), name, ast.Store()), node)
+                place = at(
+                    ast.Attribute(self._keep(self._value(of), node), name, ast.Store()), node
+                )
             case ast.Subscript(value=of, slice=index):
                 of, index = self._sequence([of, index])
                 of, index = self._keep(of, node), self._keep(index, node)
@@ -162,12 +171,18 @@ class Lowering(Expressions):
         kept = self._keep(ast.Call(builtin("iter"), [self._value(node.iter)], []), node)
         self._place(again)
         # return False at its end, else the next is assigned
-        following = ast.Assign([ast.Name(".next", ast.Store())], ast.Call(builtin("next"), [kept], []))
+        following = ast.Assign(
+            [ast.Name(".next", ast.Store())], ast.Call(builtin("next"), [kept], [])
+        )
         ended = ast.ExceptHandler(builtin("StopIteration"), None, [ast.Return(ast.Constant(False))])
         assign = ast.Assign([node.target], ast.Name(".next", ast.Load()))
         if suspends(node.target):
             raise self.refuse(node.target, "a wait in what a for loop assigns to")
-        body: list[ast.stmt] = [ast.Try([following], [ended], [], []), assign, ast.Return(ast.Constant(True))]
+        body: list[ast.stmt] = [
+            ast.Try([following], [ended], [], []),
+            assign,
+            ast.Return(ast.Constant(True)),
+        ]
         self._emit(Do.TEST, node, to=no, body=[at(part, node) for part in body])
         self._inside(Loop(end, again), node.body)
         self._emit(Do.JUMP, node, to=again)
@@ -197,7 +212,8 @@ class Lowering(Expressions):
         self._contexts = kept
 
     def _unwind(self, depth: int) -> list[Context]:
-        """Leaves all contexts from `depth` on, innermost first, each in those that are around it; those that there were."""
+        """Leaves all contexts from `depth` on, innermost first, each in those that are around it;
+        those that there were."""
         self._flush()
         kept = self._contexts
         while len(self._contexts) > depth:
@@ -211,8 +227,15 @@ class Lowering(Expressions):
                 self._plain(Do.HANDLED)
         return kept
 
-    def _guarded(self, node: ast.AST, body: Callable[[], None], leave: Callable[[], None], failed: Callable[[Label], None]) -> None:
-        """body, with `leave` on every way out but by an exception, and `failed`, which is told the end, on that one."""
+    def _guarded(
+        self,
+        node: ast.AST,
+        body: Callable[[], None],
+        leave: Callable[[], None],
+        failed: Callable[[Label], None],
+    ) -> None:
+        """body, with `leave` on every way out but by an exception, and `failed`, which is told the
+        end, on that one."""
         handler, end = Label(), Label()
         self._emit(Do.ENTER, node, to=handler)
         self._contexts.append(Final(handler, leave))
@@ -324,8 +347,16 @@ class Lowering(Expressions):
         cases = []
         for number, case in enumerate(node.cases):
             if suspends(case.guard):
-                raise self.refuse(case.guard or node, "a wait in a guard of match; wait in its body")
-            cases.append(ast.match_case(case.pattern, case.guard, [ast.Assign([ast.Name(chosen, ast.Store())], ast.Constant(number))]))
+                raise self.refuse(
+                    case.guard or node, "a wait in a guard of match; wait in its body"
+                )
+            cases.append(
+                ast.match_case(
+                    case.pattern,
+                    case.guard,
+                    [ast.Assign([ast.Name(chosen, ast.Store())], ast.Constant(number))],
+                )
+            )
         self._set(chosen, ast.Constant(None), node)
         self._run(ast.Match(subject, cases), node)
         end = Label()

@@ -1,7 +1,8 @@
 """An agent's variables, moved from Python's own frames, which cannot be copied, into one that can.
 
-Every name that the agent's function binds becomes an entry of a `Frame`, here and in whatever is nested in the function: `x` is read and
-written as `frame["x"]`. A name of a function around the agent is found in that function's cell; all others stay what they are.
+Every name that the agent's function binds becomes an entry of a `Frame`, here and in whatever is
+nested in the function: `x` is read and written as `frame["x"]`. A name of a function around the
+agent is found in that function's cell; all others stay what they are.
 """
 
 import ast
@@ -12,26 +13,45 @@ from jaxshare.serving.agents.frames import FRAME
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-_BLIND = {"locals": "variables are not in a Python frame", "exec": "what it binds is not seen", "eval": "it does not see the variables",
-          "super": "there is no class around an agent", "vars": "variables are not in a Python frame"}
+_BLIND = {
+    "locals": "variables are not in a Python frame",
+    "exec": "what it binds is not seen",
+    "eval": "it does not see the variables",
+    "super": "there is no class around an agent",
+    "vars": "variables are not in a Python frame",
+}
 
 
 class RefusedError(SyntaxError):
-    """Something in an agent that cannot be compiled: the message says what and why, the rest where."""
+    """Something in an agent that cannot be compiled: the message says what and why, the rest
+    where."""
 
 
-def bound_names(body: Iterable[ast.AST], args: ast.arguments | None = None) -> tuple[set[str], set[str]]:
+def bound_names(
+    body: Iterable[ast.AST], args: ast.arguments | None = None
+) -> tuple[set[str], set[str]]:
     """(names that a function's body binds, those that it declares global)."""
     bound, elsewhere, world = {a.arg for a in _arguments(args)} if args else set(), set(), set()
     for node in _own_nodes(body):
         match node:
-            case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.NamedExpr(target=ast.Name(id=name)):
+            case (
+                ast.Name(id=name, ctx=ast.Store() | ast.Del())
+                | ast.NamedExpr(target=ast.Name(id=name))
+            ):
                 bound.add(name)
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
                 bound.add(name)
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
                 bound.update(_alias_name(alias) for alias in aliases)
-            case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            case (
+                ast.ExceptHandler(name=str(name))
+                | ast.MatchAs(name=str(name))
+                | ast.MatchStar(name=str(name))
+            ):
                 bound.add(name)
             case ast.MatchMapping(rest=str(name)):
                 bound.add(name)
@@ -43,7 +63,12 @@ def bound_names(body: Iterable[ast.AST], args: ast.arguments | None = None) -> t
 
 
 def _arguments(args: ast.arguments) -> list[ast.arg]:
-    return [*args.posonlyargs, *args.args, *args.kwonlyargs, *filter(None, (args.vararg, args.kwarg))]
+    return [
+        *args.posonlyargs,
+        *args.args,
+        *args.kwonlyargs,
+        *filter(None, (args.vararg, args.kwarg)),
+    ]
 
 
 def _alias_name(alias: ast.alias) -> str:
@@ -51,14 +76,19 @@ def _alias_name(alias: ast.alias) -> str:
 
 
 def _own_nodes(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """All nodes that belong to the scope of these; of a scope inside it, what is evaluated outside, and the := of comprehensions."""
+    """All nodes that belong to the scope of these; of a scope inside it, what is evaluated outside,
+    and the := of comprehensions."""
     for node in body:
         yield node
         if isinstance(node, _COMPREHENSIONS):
             yield from (inner for inner in ast.walk(node) if isinstance(inner, ast.NamedExpr))
             yield from _own_nodes([node.generators[0].iter])
         elif isinstance(node, _FUNCTIONS):
-            outside = [*node.args.defaults, *filter(None, node.args.kw_defaults), *getattr(node, "decorator_list", ())]
+            outside = [
+                *node.args.defaults,
+                *filter(None, node.args.kw_defaults),
+                *getattr(node, "decorator_list", ()),
+            ]
             yield from _own_nodes(outside)
         elif isinstance(node, ast.ClassDef):
             yield from _own_nodes([*node.bases, *node.keywords, *node.decorator_list])
@@ -71,7 +101,8 @@ class _ClassScope(set[str]):
 
 
 class Renamer(ast.NodeTransformer):
-    """Turns names of an agent's variables into entries of its frame, in statements that are to be compiled with FRAME as an argument.
+    """Turns names of an agent's variables into entries of its frame, in statements that are to be
+    compiled with FRAME as an argument.
 
     Args:
       variables: names that the agent's function binds.
@@ -81,7 +112,8 @@ class Renamer(ast.NodeTransformer):
 
     def __init__(self, variables: set[str], cells: set[str], where: str):
         self._variables, self._cells, self._where = variables, cells, where
-        self._scopes: list[set[str]] = []  # of what is nested, outermost first: names that are its own
+        # of what is nested, outermost first: names that are its own
+        self._scopes: list[set[str]] = []
         self._used = False  # whether the frame was, since it was last asked
         self._depth = 0  # of functions
         self._classes = 0  # around
@@ -101,7 +133,8 @@ class Renamer(ast.NodeTransformer):
     # Where a name is.
 
     def _holder(self, name: str) -> ast.expr | None:
-        """What has the name as an entry: the frame, or its cells; None where Python itself finds it."""
+        """What has the name as an entry: the frame, or its cells; None where Python itself finds
+        it."""
         if any(name in scope for scope in self._scopes):
             return None
         if name in self._variables:
@@ -137,7 +170,9 @@ class Renamer(ast.NodeTransformer):
         value = self.visit(node.value)
         # Inside a comprehension := binds a name of the function around it.
         if holder := self._holder(node.target.id):
-            return ast.copy_location(self._call(holder, "bind", ast.Constant(node.target.id), value), node)
+            return ast.copy_location(
+                self._call(holder, "bind", ast.Constant(node.target.id), value), node
+            )
         return ast.copy_location(ast.NamedExpr(node.target, value), node)
 
     def visit_Delete(self, node: ast.Delete) -> list[ast.AST]:
@@ -145,7 +180,11 @@ class Renamer(ast.NodeTransformer):
         for target in flat(node.targets):
             holder = self._holder(target.id) if isinstance(target, ast.Name) else None
             if holder and isinstance(target, ast.Name):
-                made.append(ast.copy_location(ast.Expr(self._call(holder, "unbind", ast.Constant(target.id))), node))
+                made.append(
+                    ast.copy_location(
+                        ast.Expr(self._call(holder, "unbind", ast.Constant(target.id))), node
+                    )
+                )
             else:
                 made.append(ast.copy_location(ast.Delete([self.visit(target)]), node))
         return made
@@ -159,7 +198,14 @@ class Renamer(ast.NodeTransformer):
         return self.visit(ast.copy_location(ast.Assign([node.target], node.value), node))
 
     def _imported(self, node: ast.Import | ast.ImportFrom) -> list[ast.AST]:
-        return [node, *(statement for alias in node.names for statement in self._stored(_alias_name(alias), node))]
+        return [
+            node,
+            *(
+                statement
+                for alias in node.names
+                for statement in self._stored(_alias_name(alias), node)
+            ),
+        ]
 
     visit_Import = visit_ImportFrom = _imported
 
@@ -175,8 +221,13 @@ class Renamer(ast.NodeTransformer):
         kind = self.visit(node.type) if node.type else None
         body = self.statements(node.body)
         if node.name and (holder := self._holder(node.name)):
-            forget = ast.copy_location(ast.Expr(self._call(holder, "forget", ast.Constant(node.name))), node)
-            body = [*self._stored(node.name, node), ast.copy_location(ast.Try(body, [], [], [forget]), node)]
+            forget = ast.copy_location(
+                ast.Expr(self._call(holder, "forget", ast.Constant(node.name))), node
+            )
+            body = [
+                *self._stored(node.name, node),
+                ast.copy_location(ast.Try(body, [], [], [forget]), node),
+            ]
         return ast.copy_location(ast.ExceptHandler(kind, node.name, body), node)
 
     def visit_Match(self, node: ast.Match) -> ast.AST:
@@ -186,12 +237,30 @@ class Renamer(ast.NodeTransformer):
             case.pattern = self.visit(case.pattern)
             body = self.statements(case.body)
             if case.guard is None:
-                case.body = [*(statement for name in captured for statement in self._stored(name, case.body[0])), *body]
+                case.body = [
+                    *(
+                        statement
+                        for name in captured
+                        for statement in self._stored(name, case.body[0])
+                    ),
+                    *body,
+                ]
                 continue
             # What is captured is bound before the guard is asked, and stays so when it says no.
-            bound = [self._call(self._holder(name) or self._frame(), "bind", ast.Constant(name), ast.Name(name, ast.Load()))
-                     for name in captured]
-            both = ast.Subscript(ast.Tuple([*bound, self.visit(case.guard)], ast.Load()), ast.Constant(-1), ast.Load())
+            bound = [
+                self._call(
+                    self._holder(name) or self._frame(),
+                    "bind",
+                    ast.Constant(name),
+                    ast.Name(name, ast.Load()),
+                )
+                for name in captured
+            ]
+            both = ast.Subscript(
+                ast.Tuple([*bound, self.visit(case.guard)], ast.Load()),
+                ast.Constant(-1),
+                ast.Load(),
+            )
             case.guard, case.body = ast.copy_location(both, case.guard), body
         return node
 
@@ -209,7 +278,8 @@ class Renamer(ast.NodeTransformer):
         node.body, apart = self._nested(node, lambda: self.statements(node.body))
         node.decorator_list = decorators
         if apart:
-            # Both what is defined and what its decorators make of it may be functions over the agent's variables.
+            # Both what is defined and what its decorators make of it may be functions over the
+            # agent's variables.
             closure = ast.copy_location(ast.Attribute(self._frame(), "closure", ast.Load()), node)
             node.decorator_list = [closure, *decorators, closure] if decorators else [closure]
         return [node, *self._stored(node.name, node)]
@@ -219,21 +289,32 @@ class Renamer(ast.NodeTransformer):
     def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
         self._defaults(node.args)
         node.body, apart = self._nested(node, lambda: self.visit(node.body))
-        return ast.copy_location(self._call(self._frame(), "closure", node), node) if apart else node
+        return (
+            ast.copy_location(self._call(self._frame(), "closure", node), node) if apart else node
+        )
 
-    def _nested(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, visit: Callable[[], Any]) -> tuple[Any, bool]:
-        """(a function's body, whether it may hold what is the agent's, or a function's in the agent)."""
-        bound, world = bound_names([node.body] if isinstance(node, ast.Lambda) else node.body, node.args)
+    def _nested(
+        self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, visit: Callable[[], Any]
+    ) -> tuple[Any, bool]:
+        """(a function's body, whether it may hold what is the agent's, or a function's in the
+        agent)."""
+        bound, world = bound_names(
+            [node.body] if isinstance(node, ast.Lambda) else node.body, node.args
+        )
         before, self._used = self._used, False
         scopes = self._scopes
-        self._scopes = [*(scope for scope in scopes if not isinstance(scope, _ClassScope)), bound | world]
+        self._scopes = [
+            *(scope for scope in scopes if not isinstance(scope, _ClassScope)),
+            bound | world,
+        ]
         self._depth += 1
         self._inner += 1
         body = visit()
         self._depth -= 1
         self._inner -= 1
         self._scopes = scopes
-        # Methods are shared with their class, which is refused where they use the agent's variables.
+        # Methods are shared with their class, which is refused where they use the agent's
+        # variables.
         defaults = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
         keeps = any(not isinstance(default, ast.Constant) for default in defaults)
         apart = not self._classes and (self._used or keeps or self._depth > 0)
@@ -245,7 +326,10 @@ class Renamer(ast.NodeTransformer):
         args.kw_defaults = [d and self.visit(d) for d in args.kw_defaults]
 
     def visit_ClassDef(self, node: ast.ClassDef) -> list[ast.AST]:
-        node.bases, node.keywords = [self.visit(b) for b in node.bases], [self.visit(k) for k in node.keywords]
+        node.bases, node.keywords = (
+            [self.visit(b) for b in node.bases],
+            [self.visit(k) for k in node.keywords],
+        )
         node.decorator_list = [self.visit(d) for d in node.decorator_list]
         used, self._used = self._used, False
         self._scopes.append(_ClassScope(bound_names(node.body)[0]))
@@ -254,7 +338,11 @@ class Renamer(ast.NodeTransformer):
         self._classes -= 1
         self._scopes.pop()
         if self._used:
-            raise self.refuse(node, "a class that uses the agent's variables, which a copy of the agent would share; define it outside")
+            raise self.refuse(
+                node,
+                "a class that uses the agent's variables, which a copy of the agent would share; "
+                "define it outside",
+            )
         self._used = used
         return [node, *self._stored(node.name, node)]
 
@@ -265,7 +353,10 @@ class Renamer(ast.NodeTransformer):
         self._inner += isinstance(node, ast.GeneratorExp)
         for i, generator in enumerate(node.generators):
             generator.iter = first if i == 0 else self.visit(generator.iter)
-            generator.target, generator.ifs = self.visit(generator.target), [self.visit(test) for test in generator.ifs]
+            generator.target, generator.ifs = (
+                self.visit(generator.target),
+                [self.visit(test) for test in generator.ifs],
+            )
         for field in ("elt", "key", "value"):
             if hasattr(node, field):
                 setattr(node, field, self.visit(getattr(node, field)))
@@ -276,9 +367,16 @@ class Renamer(ast.NodeTransformer):
     visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _comprehension
 
 
-def comprehension_names(node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> set[str]:
+def comprehension_names(
+    node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp,
+) -> set[str]:
     """A comprehension's own variables."""
-    return {n.id for g in node.generators for n in ast.walk(g.target) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return {
+        n.id
+        for g in node.generators
+        for n in ast.walk(g.target)
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
 
 
 def flat(targets: Iterable[ast.expr]) -> Iterator[ast.expr]:

@@ -1,4 +1,5 @@
-"""An agent's function, compiled: its instructions, and how they are run from one wait to the next (Hive, section 5.1)."""
+"""An agent's function, compiled: its instructions, and how they are run from one wait to the next
+(Hive, section 5.1)."""
 
 import __future__
 
@@ -20,7 +21,8 @@ _MADE = ".made"
 
 @dataclasses.dataclass(slots=True)
 class Waiting:
-    """A run has come to a wait: the index of its instruction, and what is waited for, or yielded."""
+    """A run has come to a wait: the index of its instruction, and what is waited for, or
+    yielded."""
 
     at: int
     value: Any
@@ -66,7 +68,8 @@ class Program:
         return self.function.__code__.co_filename
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
-        """The frame of a run that has not begun; a TypeError where the arguments do not fit, as calling the function would raise."""
+        """The frame of a run that has not begun; a TypeError where the arguments do not fit, as
+        calling the function would raise."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -75,7 +78,8 @@ class Program:
         return Frame(dict(bound.arguments), self.cells)
 
     def send(self, frame: Frame, value: Any) -> Waiting | Returned:
-        """Goes on from a wait with what was waited for; from the begin, where there is no wait, the value is not looked at."""
+        """Goes on from a wait with what was waited for; from the begin, where there is no wait, the
+        value is not looked at."""
         instruction = self.instructions[frame.at]
         if instruction.do is Do.WAIT:
             frame[instruction.store] = value
@@ -83,7 +87,8 @@ class Program:
         return self._run(frame)
 
     def throw(self, frame: Frame, exception: BaseException) -> Waiting | Returned:
-        """Goes on from a wait that has failed; where there is no wait, nothing in the agent can catch it."""
+        """Goes on from a wait that has failed; where there is no wait, nothing in the agent can
+        catch it."""
         if self.instructions[frame.at].do is not Do.WAIT:
             raise exception
         frame.thrown = exception
@@ -134,7 +139,8 @@ class Program:
 
 
 def _handling(frame: Frame, call: Callable[[Frame], Any]) -> Any:
-    """Runs a piece of code inside an except clause, so that a bare raise and sys.exc_info() find there what they would."""
+    """Runs a piece of code inside an except clause, so that a bare raise and sys.exc_info() find
+    there what they would."""
     exception = frame.handling[-1]
     traceback, context = exception.__traceback__, exception.__context__
     try:
@@ -162,14 +168,16 @@ def _as_python_would(error: BaseException, yields: bool) -> BaseException:
 
 
 class UncopyableError(TypeError):
-    """A variable of an agent holds what cannot be copied, so the agent's state cannot be fired more than once."""
+    """A variable of an agent holds what cannot be copied, so the agent's state cannot be fired more
+    than once."""
 
 
 def snapshot(frame: Frame, program: Program) -> Frame:
     """A copy of a frame; neither sees what the other changes from now on.
 
-    Shared are modules, classes, functions from outside the agent with all that they hold, exceptions, arrays of JAX, what decides so in
-    `__deepcopy__`, and what an expression that has been stopped found by the name of a variable outside the agent.
+    Shared are modules, classes, functions from outside the agent with all that they hold,
+    exceptions, arrays of JAX, what decides so in `__deepcopy__`, and what an expression that has
+    been stopped found by the name of a variable outside the agent.
 
     Raises:
       UncopyableError: a variable cannot be copied; the message names it.
@@ -189,10 +197,16 @@ def snapshot(frame: Frame, program: Program) -> Frame:
             copied[name] = value if name in program.outside else duplicate(value, memo)
         except Exception as error:
             own = name.partition(".")[0]
-            what = f"the variable {own}" if own else f"what line {program.temporaries[name]} still needs"
+            what = (
+                f"the variable {own}"
+                if own
+                else f"what line {program.temporaries[name]} still needs"
+            )
             raise UncopyableError(
-                f"agent {program.name} waits in line {wait.line}, but {what} holds a {type(value).__name__}, which cannot be copied "
-                f"({error}); make a list of an iterator, and open files and locks between two waits") from error
+                f"agent {program.name} waits in line {wait.line}, but {what} holds a "
+                f"{type(value).__name__}, which cannot be copied ({error}); make a list of an "
+                "iterator, and open files and locks between two waits"
+            ) from error
     copied.flat = memo[FLAT]
     return copied
 
@@ -204,10 +218,15 @@ def compiled(function: Callable[..., Any]) -> Program:
       TypeError: it is not an async def.
       RefusedError: it has something that cannot be compiled; with file and line.
     """
-    if not inspect.isfunction(function) or not (inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)):
+    if not inspect.isfunction(function) or not (
+        inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+    ):
         name = getattr(function, "__qualname__", repr(function))
         if isinstance(function, Closure):
-            raise TypeError(f"agent {name} is defined in an agent whose variables it uses; give it what it needs as arguments")
+            raise TypeError(
+                f"agent {name} is defined in an agent whose variables it uses; give it what it "
+                "needs as arguments"
+            )
         raise TypeError(f"an agent is a function written with async def, and {name} is not")
     code = function.__code__
     tree = _tree(function)
@@ -215,8 +234,14 @@ def compiled(function: Callable[..., Any]) -> Program:
     _no_private_names(function, tree)
     lowered = Lowering(tree, set(code.co_freevars), code.co_filename)
     _compile(lowered.instructions, function)
-    return Program(function, tuple(lowered.instructions), cells, inspect.isasyncgenfunction(function), lowered.temporaries,
-                   frozenset(lowered.outside))
+    return Program(
+        function,
+        tuple(lowered.instructions),
+        cells,
+        inspect.isasyncgenfunction(function),
+        lowered.temporaries,
+        frozenset(lowered.outside),
+    )
 
 
 def _tree(function: Callable[..., Any]) -> ast.AsyncFunctionDef:
@@ -225,8 +250,12 @@ def _tree(function: Callable[..., Any]) -> ast.AsyncFunctionDef:
     try:
         lines, first = inspect.getsourcelines(function)
     except OSError as error:
-        raise RefusedError(f"the source of agent {function.__name__} cannot be read ({error}); write it in a file or a notebook") from None
-    # A function inside something else stays as far to the right as it is, so that strings over many lines keep what they have.
+        raise RefusedError(
+            f"the source of agent {function.__name__} cannot be read ({error}); write it in a file "
+            "or a notebook"
+        ) from None
+    # A function inside something else stays as far to the right as it is, so that strings over many
+    # lines keep what they have.
     indented = lines[0][:1].isspace()
     tree: Any = ast.parse("if 1:\n" * indented + "".join(lines), code.co_filename)
     found = (tree.body[0] if indented else tree).body[0]
@@ -237,47 +266,72 @@ def _tree(function: Callable[..., Any]) -> ast.AsyncFunctionDef:
 
 
 def _no_private_names(function: Callable[..., Any], tree: ast.AST) -> None:
-    """In a class's body Python gives names with two underscores others, which are not in the source."""
+    """In a class's body Python gives names with two underscores others, which are not in the
+    source."""
     around = function.__qualname__.split(".")[-2:-1]
     for node in ast.walk(tree) if around and around != ["<locals>"] else ():
         name = getattr(node, "attr", getattr(node, "id", getattr(node, "arg", None)))
         if isinstance(name, str) and name.startswith("__") and not name.endswith("__"):
-            raise refused(node, f"{name}, a private name of a class; use one underscore", function.__code__.co_filename)
+            raise refused(
+                node,
+                f"{name}, a private name of a class; use one underscore",
+                function.__code__.co_filename,
+            )
 
 
 def _compile(instructions: list[Instruction], function: Callable[..., Any]) -> None:
-    """Compiles every instruction's piece of code to a function of the frame, with the agent's own name, globals and line numbers."""
+    """Compiles every instruction's piece of code to a function of the frame, with the agent's own
+    name, globals and line numbers."""
     *around, name = function.__code__.co_qualname.split(".")
     defined: list[ast.stmt] = []
 
     def define(kind: str, number: int, body: list[ast.stmt], line: int) -> None:
         arguments = ast.arguments([], [ast.arg(FRAME)], None, [], [], None, [])
-        made = ast.Call(ast.Name(_MADE, ast.Load()), [ast.Constant(kind), ast.Constant(number), ast.Name(name, ast.Load())], [])
+        made = ast.Call(
+            ast.Name(_MADE, ast.Load()),
+            [ast.Constant(kind), ast.Constant(number), ast.Name(name, ast.Load())],
+            [],
+        )
         defined.extend([_definition(name, arguments, body, line), ast.Expr(made)])
 
     for number, instruction in enumerate(instructions):
         if instruction.body:
             define("call", number, instruction.body, instruction.line)
         if instruction.do is Do.WAIT:
-            thrown = at(ast.Raise(call_frame("taken")), ast.Pass(lineno=instruction.line, col_offset=0))
+            thrown = at(
+                ast.Raise(call_frame("taken")), ast.Pass(lineno=instruction.line, col_offset=0)
+            )
             define("throw", number, [ast.fix_missing_locations(thrown)], instruction.line)
         instruction.body = None
-    # What is defined in a piece carries the names of all that is around the agent, so that is put around it.
+    # What is defined in a piece carries the names of all that is around the agent, so that is put
+    # around it.
     nothing = ast.arguments([], [], None, [], [], None, [])
     for i, outer in reversed(list(enumerate(around))):
         if outer == "<locals>":
             outer = around[i - 1]
-            defined = [_definition(outer, nothing, defined, 1), ast.Expr(ast.Call(ast.Name(outer, ast.Load()), [], []))]
-        elif around[i + 1:i + 2] != ["<locals>"]:
+            defined = [
+                _definition(outer, nothing, defined, 1),
+                ast.Expr(ast.Call(ast.Name(outer, ast.Load()), [], [])),
+            ]
+        elif around[i + 1 : i + 2] != ["<locals>"]:
             defined = [ast.ClassDef(outer, [], [], defined, [], type_params=[])]
 
     def made(kind: str, number: int, piece: types.FunctionType) -> None:
-        setattr(instructions[number], kind, types.FunctionType(piece.__code__, function.__globals__, name))
+        setattr(
+            instructions[number],
+            kind,
+            types.FunctionType(piece.__code__, function.__globals__, name),
+        )
 
     code = function.__code__
-    flags = code.co_flags & sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+    flags = code.co_flags & sum(
+        getattr(__future__, name).compiler_flag for name in __future__.all_feature_names
+    )
     module = ast.fix_missing_locations(ast.Module(defined, []))
-    exec(compile(module, code.co_filename, "exec", flags, dont_inherit=True), {"__name__": function.__module__, _MADE: made})
+    exec(
+        compile(module, code.co_filename, "exec", flags, dont_inherit=True),
+        {"__name__": function.__module__, _MADE: made},
+    )
 
 
 def _definition(name: str, arguments: ast.arguments, body: list[ast.stmt], line: int) -> ast.stmt:

@@ -1,4 +1,5 @@
-"""An agent that thinks, uses tools and looks at what they give until it knows the answer (ReAct, Yao et al., 2023)."""
+"""An agent that thinks, uses tools and looks at what they give until it knows the answer (ReAct,
+Yao et al., 2023)."""
 
 import functools
 import inspect
@@ -30,7 +31,8 @@ Task: {task}"""
 
 
 class Step(NamedTuple):
-    """What the model has written: an action, which is a tool's name and arguments, or the answer."""
+    """What the model has written: an action, which is a tool's name and arguments, or the
+    answer."""
 
     thought: str
     action: str | None = None
@@ -40,14 +42,17 @@ class Step(NamedTuple):
 
 @agent
 async def react(task, tools, steps=8, retries=2, timeout=None):
-    """Solves a task with tools; returns the text of the answer. Under `Single` as it is; `react.under(supervisor)` searches it.
+    """Solves a task with tools; returns the text of the answer. Under `Single` as it is;
+    `react.under(supervisor)` searches it.
 
-    The model writes `Thought:`, then `Action: NAME {JSON object of arguments}` or `Answer:`. Every action is answered by `Observation:` and
-    what the tool has returned. A tool that there is not, or that raises or takes too long, is told in the observation as well.
+    The model writes `Thought:`, then `Action: NAME {JSON object of arguments}` or `Answer:`. Every
+    action is answered by `Observation:` and what the tool has returned. A tool that there is not,
+    or that raises or takes too long, is told in the observation as well.
 
     Args:
       task: what is wanted, as text.
-      tools: functions by name, async ones too. The model sees their signatures and the first line of their documentation.
+      tools: functions by name, async ones too. The model sees their signatures and the first line
+        of their documentation.
       steps: actions and answers at most.
       retries: how often the model is asked again where it has written something else.
       timeout: of one use of a tool, in seconds.
@@ -65,11 +70,15 @@ async def react(task, tools, steps=8, retries=2, timeout=None):
             say = f"Observation: there is no tool {step.action}; there are: {', '.join(tools) or 'none'}"
             continue
         try:
-            found = await tool(functools.partial(tools[step.action], **step.arguments), timeout=timeout)
+            found = await tool(
+                functools.partial(tools[step.action], **step.arguments), timeout=timeout
+            )
             say = f"Observation: {found}"
         except Exception as error:
             say = f"Observation: {step.action} has failed: {type(error).__name__}: {error}"
-    raise AgentError(f"react has found no answer within {steps} steps; the last it was told is {say!r}")
+    raise AgentError(
+        f"react has found no answer within {steps} steps; the last it was told is {say!r}"
+    )
 
 
 def _described(tools: Mapping[str, Callable[..., Any]]) -> str:
@@ -80,18 +89,24 @@ def _described(tools: Mapping[str, Callable[..., Any]]) -> str:
     return "\n".join(lines) or "none"
 
 
-_WRITTEN = re.compile(r"\s*(?:Thought:(?P<thought>.*?))?^[ \t]*(?P<kind>Action|Answer):[ \t]*(?P<rest>.*)", re.DOTALL | re.MULTILINE)
+_WRITTEN = re.compile(
+    r"\s*(?:Thought:(?P<thought>.*?))?^[ \t]*(?P<kind>Action|Answer):[ \t]*(?P<rest>.*)",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 def parse_step(text: str) -> Step:
-    """What a model has written in the form that `react` asks for. After an action's arguments nothing is looked at.
+    """What a model has written in the form that `react` asks for. After an action's arguments
+    nothing is looked at.
 
     Raises:
       ValueError: neither an action nor an answer, or arguments that are no JSON object.
     """
     written = _WRITTEN.match(text)
     if not written:
-        raise ValueError("there is neither a line that begins with 'Action:' nor one with 'Answer:'")
+        raise ValueError(
+            "there is neither a line that begins with 'Action:' nor one with 'Answer:'"
+        )
     thought, rest = (written["thought"] or "").strip(), written["rest"].strip()
     if written["kind"] == "Answer":
         return Step(thought, answer=rest)

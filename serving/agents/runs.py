@@ -1,4 +1,5 @@
-"""One run of an agent, as its supervisor, its parent and a trace see it, and the handle that its parent has of it."""
+"""One run of an agent, as its supervisor, its parent and a trace see it, and the handle that its
+parent has of it."""
 
 import asyncio
 import contextvars
@@ -31,7 +32,8 @@ class BudgetError(AgentError):
 
 
 class EndedError(AgentError):
-    """A child that has ended was resumed, or asked for a value that it did not yield; or it was ended because nobody needs it any more."""
+    """A child that has ended was resumed, or asked for a value that it did not yield; or it was
+    ended because nobody needs it any more."""
 
 
 PASSED: Any = "passed"
@@ -46,9 +48,11 @@ class Handle:
         self._run = run
 
     def next(self) -> Next:
-        """To be awaited: the value that the child yields next. If it still waits to be resumed, it is, with None.
+        """To be awaited: the value that the child yields next. If it still waits to be resumed, it
+        is, with None.
 
-        Raises (where it is awaited): what the child has raised; EndedError if it has ended and yields no more.
+        Raises (where it is awaited): what the child has raised; EndedError if it has ended and
+        yields no more.
         """
         return Next(self)
 
@@ -83,30 +87,48 @@ class AgentRun:
       id: the path of agents that led there, and where each was spawned.
       agent, supervisor, parent: supervisor is this run's own; parent has spawned it,
       spawned_in: in this line.
-      owner: with whose end it ends: the parent, or, once that has given its handle away upwards, who has it then.
+      owner: with whose end it ends: the parent, or, once that has given its handle away upwards,
+        who has it then.
       root: its first state; states: all, in the order in which they were committed.
       children: runs that it has spawned.
       calls, new_tokens, prompt_tokens: of its model calls.
       began, ended: seconds since the runtime's start.
-      done: whether it is over; then `accepted` is the state that it ended with, or `error` why there is none.
+      done: whether it is over; then `accepted` is the state that it ended with, or `error` why
+        there is none.
       cancelled: whether it was ended because nobody needed it any more.
     """
 
-    def __init__(self, runtime: "Runtime", id: str, agent: Agent, supervisor: Supervisor, parent: "AgentRun | None", spawned_in: int):
-        self.runtime, self.id, self.agent, self.supervisor, self.parent = runtime, id, agent, supervisor, parent
+    def __init__(
+        self,
+        runtime: "Runtime",
+        id: str,
+        agent: Agent,
+        supervisor: Supervisor,
+        parent: "AgentRun | None",
+        spawned_in: int,
+    ):
+        self.runtime, self.id, self.agent, self.supervisor, self.parent = (
+            runtime,
+            id,
+            agent,
+            supervisor,
+            parent,
+        )
         self.owner, self.spawned_in = parent, spawned_in
         self.depth: int = parent.depth + 1 if parent else 0
         self.root = State(agent.name, id, ())
         self.states = [self.root]
         self.children: list[AgentRun] = []
-        self.owned: dict[AgentRun, None] = {}  # that end with it, in the order in which they became its own
+        # that end with it, in the order in which they became its own
+        self.owned: dict[AgentRun, None] = {}
         self.calls = self.new_tokens = self.prompt_tokens = 0
         self.began, self.ended = runtime.clock(), 0.0
         self.done = self.cancelled = False
         self.accepted: State | None = None
         self.error: BaseException | None = None
         self.handle = Handle(self)
-        # What is under way: firings that have not come to a new state, and those of them that have a task.
+        # What is under way: firings that have not come to a new state, and those of them that have
+        # a task.
         self.firings = 0
         self.tasks: set[asyncio.Task[None]] = set()
         self.used_up: str | None = None  # of its budget, so that a firing had to be given up
@@ -130,12 +152,15 @@ class Firing:
     spawned: int = 0
 
 
-firing: contextvars.ContextVar[Firing | None] = contextvars.ContextVar("jaxshare_agents_firing", default=None)
+firing: contextvars.ContextVar[Firing | None] = contextvars.ContextVar(
+    "jaxshare_agents_firing", default=None
+)
 
 
 def spawn(agent: Agent, /, *args: Any, **kwargs: Any) -> Handle:
-    """To be called in an agent: runs another beside it, at once, on copies of the arguments. It ends with the agent that has spawned it,
-    unless that has returned or yielded its handle: then with the agent that got it.
+    """To be called in an agent: runs another beside it, at once, on copies of the arguments. It
+    ends with the agent that has spawned it, unless that has returned or yielded its handle: then
+    with the agent that got it.
 
     Raises:
       TypeError: no agent, or arguments that do not fit it.
@@ -146,7 +171,9 @@ def spawn(agent: Agent, /, *args: Any, **kwargs: Any) -> Handle:
         raise TypeError(f"{agent!r} is no agent: decorate an async def with @agent")
     now = firing.get()
     if now is None:
-        raise RuntimeError(f"spawn({agent.name}) outside an agent; run({agent.name}, ...) runs it by itself")
+        raise RuntimeError(
+            f"spawn({agent.name}) outside an agent; run({agent.name}, ...) runs it by itself"
+        )
     return now.runtime.spawn(now, agent, args, kwargs, _agents_line())
 
 

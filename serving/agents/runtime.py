@@ -1,10 +1,13 @@
-"""The asynchronous runtime: runs agents, each under its supervisor, and moves values between them (Hive, section 5.1.1).
+"""The asynchronous runtime: runs agents, each under its supervisor, and moves values between them
+(Hive, section 5.1.1).
 
-A state is fired by doing what it waits for and then running the agent's code to its next wait; that is a new state, which is committed to
-the supervisor. Many states of many agents are under way at once; nothing is decided by which of them is faster, but for what a supervisor
-makes of the order in which states are committed.
+A state is fired by doing what it waits for and then running the agent's code to its next wait; that
+is a new state, which is committed to the supervisor. Many states of many agents are under way at
+once; nothing is decided by which of them is faster, but for what a supervisor makes of the order in
+which states are committed.
 
-Firings wait in a queue, which the event loop empties; what has to be awaited gets a task, and what is there already does not.
+Firings wait in a queue, which the event loop empties; what has to be awaited gets a task, and what
+is there already does not.
 """
 
 import asyncio
@@ -16,7 +19,15 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from jaxshare.serving.agents.agent import Agent
-from jaxshare.serving.agents.asking import ATOMS, UsedUpError, ask, check_budget, recording, spend, use
+from jaxshare.serving.agents.asking import (
+    ATOMS,
+    UsedUpError,
+    ask,
+    check_budget,
+    recording,
+    spend,
+    use,
+)
 from jaxshare.serving.agents.calls import Llm, Message, Model, Tool, Yielded
 from jaxshare.serving.agents.exchange import ended, passed, resume, wait_for, who_waits
 from jaxshare.serving.agents.program import Returned, snapshot
@@ -37,7 +48,18 @@ from jaxshare.serving.agents.states import Arrival, State, Supervisor, begun
 if TYPE_CHECKING:
     from jaxshare.serving.agents.frames import Frame
 
-__all__ = ["AgentError", "AgentRun", "BudgetError", "DeadlockError", "EndedError", "Handle", "Judged", "Runtime", "run", "spawn"]
+__all__ = [
+    "AgentError",
+    "AgentRun",
+    "BudgetError",
+    "DeadlockError",
+    "EndedError",
+    "Handle",
+    "Judged",
+    "Runtime",
+    "run",
+    "spawn",
+]
 
 _TURN = 256
 """Firings from the queue before the event loop may look after something else."""
@@ -49,17 +71,33 @@ class Runtime:
     Args:
       model: what `llm` asks.
       seed: of all that is random.
-      most_agents: runs of agents there may be in all, and `deepest` how deep they may spawn each other: recursion ends there with an error.
+      most_agents: runs of agents there may be in all, and `deepest` how deep they may spawn each
+        other: recursion ends there with an error.
       most_calls: model calls under way at once; None for no bound.
       journal: of a run to be repeated, or to be filled: see `jaxshare.serving.agents.journal`.
     """
 
-    def __init__(self, model: Model, *, seed: int = 0, most_agents: int = 100_000, deepest: int = 64, most_calls: int | None = None,
-                 journal: Any = None):
-        self.model, self.seed, self.most_agents, self.deepest, self.journal = model, seed, most_agents, deepest, journal
+    def __init__(
+        self,
+        model: Model,
+        *,
+        seed: int = 0,
+        most_agents: int = 100_000,
+        deepest: int = 64,
+        most_calls: int | None = None,
+        journal: Any = None,
+    ):
+        self.model, self.seed, self.most_agents, self.deepest, self.journal = (
+            model,
+            seed,
+            most_agents,
+            deepest,
+            journal,
+        )
         self.runs: list[AgentRun] = []
         self.slots = asyncio.Semaphore(most_calls) if most_calls else None
-        self._queue: deque[tuple[AgentRun, State, State]] = deque()  # firings: of which state, and what is to become the new one
+        # firings: of which state, and what is to become the new one
+        self._queue: deque[tuple[AgentRun, State, State]] = deque()
         self._emptying = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._begin = time.perf_counter()
@@ -99,27 +137,47 @@ class Runtime:
 
     # Starting and ending runs.
 
-    def spawn(self, by: Firing, agent: Agent, args: tuple[Any, ...], kwargs: dict[str, Any], line: int) -> Handle:
+    def spawn(
+        self, by: Firing, agent: Agent, args: tuple[Any, ...], kwargs: dict[str, Any], line: int
+    ) -> Handle:
         """A child of the run whose code is running, or which is judged."""
-        id = f"{by.run.id}/{agent.name}@{'.'.join(map(str, by.path))}" + f"#{by.spawned}" * (by.spawned > 0)
+        id = f"{by.run.id}/{agent.name}@{'.'.join(map(str, by.path))}" + f"#{by.spawned}" * (
+            by.spawned > 0
+        )
         by.spawned += 1
         return self._start(agent, args, kwargs, by.run, id, line).handle
 
-    def _start(self, agent: Agent, args: tuple[Any, ...], kwargs: dict[str, Any], parent: AgentRun | None, id: str, line: int) -> AgentRun:
+    def _start(
+        self,
+        agent: Agent,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parent: AgentRun | None,
+        id: str,
+        line: int,
+    ) -> AgentRun:
         if parent and parent.depth + 1 > self.deepest:
-            raise AgentError(f"{parent.agent.name} spawns {agent.name} {self.deepest} agents deep; if that is meant, give the runtime a "
-                             "larger `deepest`")
+            raise AgentError(
+                f"{parent.agent.name} spawns {agent.name} {self.deepest} agents deep; if that is "
+                "meant, give the runtime a larger `deepest`"
+            )
         if len(self.runs) >= self.most_agents:
-            raise AgentError(f"there were {self.most_agents} agents already when {agent.name} was to be spawned; if that is meant, give "
-                             "the runtime a larger `most_agents`")
+            raise AgentError(
+                f"there were {self.most_agents} agents already when {agent.name} was to be "
+                "spawned; if that is meant, give the runtime a larger `most_agents`"
+            )
         run = AgentRun(self, id, agent, begun(agent.supervisor), parent, line)
-        run.root.frame = agent.program.begin(passed(args, run), passed(kwargs, run) if kwargs else {})
+        run.root.frame = agent.program.begin(
+            passed(args, run), passed(kwargs, run) if kwargs else {}
+        )
         self.runs.append(run)
         if parent:
             parent.children.append(run)
             parent.owned[run] = None
         if (seconds := run.supervisor.budget.seconds) is not None:
-            run.timer = self._loop.call_later(seconds, self._stop_waiting, run, f"{seconds} seconds")
+            run.timer = self._loop.call_later(
+                seconds, self._stop_waiting, run, f"{seconds} seconds"
+            )
         try:
             run.supervisor.init(run.root)
         except Exception as error:
@@ -144,10 +202,17 @@ class Runtime:
         elif not run.firings and not run.asleep:
             if run.used_up:
                 self._stop(run, run.used_up)
-            elif not isinstance(supervisor, Supervisor) and any(state.ended for state in run.states):
+            elif not isinstance(supervisor, Supervisor) and any(
+                state.ended for state in run.states
+            ):
                 self._conclude(run)
             else:
-                self._end(run, error=AgentError(f"{_supervisor(run)} fires no state, and is not over: nothing can go on"))
+                self._end(
+                    run,
+                    error=AgentError(
+                        f"{_supervisor(run)} fires no state, and is not over: nothing can go on"
+                    ),
+                )
 
     def _stop(self, run: AgentRun, used_up: str) -> None:
         """Ends a run whose budget is used up by the best that there is."""
@@ -163,19 +228,33 @@ class Runtime:
             self._look_for_deadlock()
 
     def _conclude(self, run: AgentRun, used_up: str | None = None) -> None:
-        """Ends a run by what its supervisor has accepted; where that is nothing, by the error of its first path if all have failed."""
+        """Ends a run by what its supervisor has accepted; where that is nothing, by the error of
+        its first path if all have failed."""
         accepted = run.supervisor.accepted
         if accepted is None and not isinstance(run.supervisor, Supervisor):
-            accepted = min((state for state in run.states if state.finished), key=lambda state: state.path, default=None)
+            accepted = min(
+                (state for state in run.states if state.finished),
+                key=lambda state: state.path,
+                default=None,
+            )
         if accepted is not None:
             if accepted.finished:
                 return self._end(run, accepted=accepted)
-            unfinished = AgentError(f"{_supervisor(run)} has accepted {accepted!r}, which is not finished")
+            unfinished = AgentError(
+                f"{_supervisor(run)} has accepted {accepted!r}, which is not finished"
+            )
             return self._end(run, error=accepted.error or unfinished)
-        first = min((state for state in run.states if state.error), key=lambda state: state.path, default=None)
+        first = min(
+            (state for state in run.states if state.error),
+            key=lambda state: state.path,
+            default=None,
+        )
         failed = first and first.error
         if used_up:
-            error = BudgetError(f"agent {run.agent.name} has used up its budget ({used_up}) before it came to an end")
+            error = BudgetError(
+                f"agent {run.agent.name} has used up its budget ({used_up}) before it came to an "
+                "end"
+            )
         elif failed and all(state.fired or state.error for state in run.states):
             return self._end(run, error=failed)
         else:
@@ -183,7 +262,9 @@ class Runtime:
         error.__cause__ = failed
         self._end(run, error=error)
 
-    def _end(self, run: AgentRun, *, accepted: State | None = None, error: BaseException | None = None) -> None:
+    def _end(
+        self, run: AgentRun, *, accepted: State | None = None, error: BaseException | None = None
+    ) -> None:
         run.done, run.accepted, run.error, run.ended = True, accepted, error, self.clock()
         if run.timer:
             run.timer.cancel()
@@ -194,10 +275,16 @@ class Runtime:
         for child in list(run.owned):
             if not child.done:
                 child.cancelled = True
-                self._end(child, error=EndedError(f"agent {child.agent.name} was ended with {run.agent.name}"))
+                self._end(
+                    child,
+                    error=EndedError(f"agent {child.agent.name} was ended with {run.agent.name}"),
+                )
         if error is not None and run.parent and not run.cancelled:
-            _noted(error, f"in agent {run.agent.name}, spawned by {run.parent.agent.name} in line {run.spawned_in} of "
-                          f"{run.parent.agent.program.file}")
+            _noted(
+                error,
+                f"in agent {run.agent.name}, spawned by {run.parent.agent.name} in line "
+                f"{run.spawned_in} of {run.parent.agent.program.file}",
+            )
         arrival = Arrival(accepted and accepted.value, error)
         for listener in run.listeners:
             listener(arrival)
@@ -214,7 +301,10 @@ class Runtime:
 
     def _fire(self, run: AgentRun, state: State) -> None:
         if state.run != run.id or state.finished or state.error is not None:
-            raise AgentError(f"{state!r} cannot be fired: it {'has ended' if state.ended else f'is none of {run.id}'}")
+            raise AgentError(
+                f"{state!r} cannot be fired: it "
+                f"{'has ended' if state.ended else f'is none of {run.id}'}"
+            )
         if state in run.asleep:
             run.early.append(state)
             return
@@ -250,7 +340,9 @@ class Runtime:
         elif (arrival := state.arrived) is not None:
             self._step(run, state, new, passed(arrival.value, run), arrival.error)
         else:
-            task = asyncio.Task(self._await_outcome(run, state, new), loop=self._loop, eager_start=True)
+            task = asyncio.Task(
+                self._await_outcome(run, state, new), loop=self._loop, eager_start=True
+            )
             if not task.done():
                 run.tasks.add(task)
                 self._tasks.add(task)
@@ -275,7 +367,9 @@ class Runtime:
         """From a state that waits for something outside to the new one."""
         value, failed = None, None
         try:
-            value, said = await (self._outcome if self.journal is None else self._recorded)(run, state, new.path)
+            value, said = await (self._outcome if self.journal is None else self._recorded)(
+                run, state, new.path
+            )
             if said:
                 new.dialogue = (*state.dialogue, *said)
         except UsedUpError as error:
@@ -294,21 +388,28 @@ class Runtime:
         if not run.done:
             self._step(run, state, new, value, failed)
 
-    async def _outcome(self, run: AgentRun, state: State, path: tuple[int, ...]) -> tuple[Any, tuple[Message, ...]]:
-        """(what a state waits for, the messages that its dialogue is continued by); raises what that raises."""
+    async def _outcome(
+        self, run: AgentRun, state: State, path: tuple[int, ...]
+    ) -> tuple[Any, tuple[Message, ...]]:
+        """(what a state waits for, the messages that its dialogue is continued by); raises what
+        that raises."""
         request = state.waiting
         if isinstance(request, Llm):
             return await ask(self, run, state, request, path)
         if isinstance(request, Tool):
             return await use(request), ()
         if isinstance(request, types.CoroutineType) and path[-1]:
-            raise AgentError(f"agent {run.agent.name} waits in line {state.line} for a coroutine, which cannot be awaited again; make it a "
-                             "tool, so that the state can be fired many times")
+            raise AgentError(
+                f"agent {run.agent.name} waits in line {state.line} for a coroutine, which cannot "
+                "be awaited again; make it a tool, so that the state can be fired many times"
+            )
         if inspect.isawaitable(request):
             return await request, ()
         raise TypeError(f"object {type(request).__name__} can't be used in 'await' expression")
 
-    async def _recorded(self, run: AgentRun, state: State, path: tuple[int, ...]) -> tuple[Any, tuple[Message, ...]]:
+    async def _recorded(
+        self, run: AgentRun, state: State, path: tuple[int, ...]
+    ) -> tuple[Any, tuple[Message, ...]]:
         """The same from the journal, or for it."""
         request, key = state.waiting, (run.id, path)
         if isinstance(request, Llm):
@@ -329,7 +430,9 @@ class Runtime:
         self.journal.done(key, value, said, spent)
         return value, said
 
-    def _step(self, run: AgentRun, state: State, new: State, value: Any, failed: BaseException | None) -> None:
+    def _step(
+        self, run: AgentRun, state: State, new: State, value: Any, failed: BaseException | None
+    ) -> None:
         """Runs the agent's code from a state to the next, and commits that."""
         program, now = run.agent.program, Firing(self, run, new.path)
         token = firing.set(now)
@@ -363,13 +466,17 @@ class Runtime:
             if isinstance(value, Agent):
                 judge = self.spawn(now, value, (Judged.of(new),), {}, new.line)._run
                 if judge.done:
-                    self._judged(run, new, Arrival(judge.accepted and judge.accepted.value, judge.error))
+                    self._judged(
+                        run, new, Arrival(judge.accepted and judge.accepted.value, judge.error)
+                    )
                 else:
                     judge.listeners.append(lambda arrival: self._judged(run, new, arrival))
                 return
             arrival = Arrival(value(new))
         except Exception as error:
-            return self._end(run, error=_noted(error, f"in the value function of {_supervisor(run)}, of {new!r}"))
+            return self._end(
+                run, error=_noted(error, f"in the value function of {_supervisor(run)}, of {new!r}")
+            )
         self._judged(run, new, arrival)
 
     def _judged(self, run: AgentRun, new: State, arrival: Arrival) -> None:
@@ -381,8 +488,16 @@ class Runtime:
             new.score = float(arrival.value)
         except (TypeError, ValueError):
             value = run.supervisor.value
-            name = value.name if isinstance(value, Agent) else getattr(value, "__name__", repr(value))
-            return self._end(run, error=AgentError(f"the value function {name} gave {arrival.value!r} for {new!r}, which is no number"))
+            name = (
+                value.name if isinstance(value, Agent) else getattr(value, "__name__", repr(value))
+            )
+            return self._end(
+                run,
+                error=AgentError(
+                    f"the value function {name} gave {arrival.value!r} for {new!r}, which is no "
+                    "number"
+                ),
+            )
         self._commit(run, new)
 
     def _commit(self, run: AgentRun, new: State) -> None:
@@ -410,7 +525,10 @@ class Runtime:
         del run.asleep[state]
         try:
             run.supervisor.wake(state)
-            early, run.early = [s for s in run.early if s is state], [s for s in run.early if s is not state]
+            early, run.early = (
+                [s for s in run.early if s is state],
+                [s for s in run.early if s is not state],
+            )
             for state in early:
                 self._fire(run, state)
         except Exception as error:
@@ -429,7 +547,9 @@ class Runtime:
 
 
 def run(agent: Agent, /, *args: Any, model: Model, seed: int = 0, **kwargs: Any) -> Any:
-    """Runs an agent to its end and gives what it returned; arguments and errors are those of `Runtime` and `Runtime.run`."""
+    """Runs an agent to its end and gives what it returned; arguments and errors are those of
+    `Runtime` and `Runtime.run`."""
+
     async def whole() -> AgentRun:
         return await Runtime(model, seed=seed).run(agent, *args, **kwargs)
 
@@ -438,8 +558,10 @@ def run(agent: Agent, /, *args: Any, model: Model, seed: int = 0, **kwargs: Any)
     except RuntimeError:
         accepted = asyncio.run(whole()).accepted
     else:
-        raise RuntimeError("run() begins an event loop, and here one is running, as in a notebook: (await Runtime(model).run(agent, ...))"
-                           ".accepted.value is the same there")
+        raise RuntimeError(
+            "run() begins an event loop, and here one is running, as in a notebook: (await "
+            "Runtime(model).run(agent, ...)).accepted.value is the same there"
+        )
     assert accepted
     return accepted.value
 
@@ -449,12 +571,16 @@ _COUNTER, _BUILTIN = type(iter(range(0))), type(len)
 
 
 def _constant(frame: "Frame") -> bool:
-    """Whether nobody else can change anything in a frame, so that it needs no copy. A loop's own iterator has no name that others know."""
+    """Whether nobody else can change anything in a frame, so that it needs no copy. A loop's own
+    iterator has no name that others know."""
     if frame.handling:
         return False
     for name, value in frame.items():
         kind = type(value)
-        counts, function = kind is _COUNTER and name[0] == ".", kind is _BUILTIN and isinstance(value.__self__, types.ModuleType)
+        counts, function = (
+            kind is _COUNTER and name[0] == ".",
+            kind is _BUILTIN and isinstance(value.__self__, types.ModuleType),
+        )
         if kind not in _CONSTANT and not counts and not function:
             return False
     return True
@@ -464,7 +590,10 @@ def _close_coroutines(runs: list[AgentRun]) -> None:
     """Those that agents wait for and that nobody will await any more."""
     for run in runs:
         for state in run.states:
-            if isinstance(state.waiting, types.CoroutineType) and inspect.getcoroutinestate(state.waiting) == inspect.CORO_CREATED:
+            if (
+                isinstance(state.waiting, types.CoroutineType)
+                and inspect.getcoroutinestate(state.waiting) == inspect.CORO_CREATED
+            ):
                 state.waiting.close()
 
 

@@ -1,7 +1,9 @@
-"""Supervisors that scale an agent at test time: side by side, one after the other, and as trees (Hive, sections 2.2 and 5.1.1).
+"""Supervisors that scale an agent at test time: side by side, one after the other, and as trees
+(Hive, sections 2.2 and 5.1.1).
 
-What branches is what is random: states that wait for the model. All others are fired once. Where two scores are equal, the state that
-stands earlier in the tree wins, so that a search is the same every time, whichever of its firings is faster.
+What branches is what is random: states that wait for the model. All others are fired once. Where
+two scores are equal, the state that stands earlier in the tree wins, so that a search is the same
+every time, whichever of its firings is faster.
 """
 
 import math
@@ -13,7 +15,8 @@ from jaxshare.serving.agents.states import Budget, Paths, State, Supervisor
 
 
 def best(states: Iterable[State], count: int = 1) -> list[State]:
-    """Those with the highest scores, best first; of equal ones those that stand earlier in the tree."""
+    """Those with the highest scores, best first; of equal ones those that stand earlier in the
+    tree."""
     return sorted(states, key=lambda state: (-_score(state), state.path))[:count]
 
 
@@ -54,7 +57,10 @@ class _Several(Paths):
             self.stop("")
 
     def stop(self, reason: str) -> None:
-        self.over, self.accepted = True, self.chosen(sorted(self._found, key=lambda state: state.path)) if self._found else None
+        self.over, self.accepted = (
+            True,
+            self.chosen(sorted(self._found, key=lambda state: state.path)) if self._found else None,
+        )
 
     def chosen(self, found: Sequence[State]) -> State:
         """The answer among finished states."""
@@ -78,7 +84,9 @@ class SelfConsistency(_Several):
       key: what of a returned value is to be equal.
     """
 
-    def __init__(self, n: int, key: Callable[[Any], Any] = lambda value: value, budget: Budget = Budget()):
+    def __init__(
+        self, n: int, key: Callable[[Any], Any] = lambda value: value, budget: Budget = Budget()
+    ):
         super().__init__(n, None, budget)
         self.key = key
 
@@ -87,13 +95,15 @@ class SelfConsistency(_Several):
 
 
 def majority(found: Sequence[State], key: Callable[[Any], Any]) -> State:
-    """The first of the states whose value is the most frequent one; of equally frequent ones, that which came up first."""
+    """The first of the states whose value is the most frequent one; of equally frequent ones, that
+    which came up first."""
     keys = [key(state.value) for state in found]
     return found[max(range(len(found)), key=lambda i: keys.count(keys[i]))]
 
 
 class SelfRefine(Paths):
-    """Runs the agent, then again in the dialogue that it has had, continued by feedback, until it is good enough (Madaan et al., 2023).
+    """Runs the agent, then again in the dialogue that it has had, continued by feedback, until it
+    is good enough (Madaan et al., 2023).
 
     Args:
       feedback: what the user's message before the next round says of a finished state.
@@ -102,9 +112,22 @@ class SelfRefine(Paths):
       enough: the score that ends it.
     """
 
-    def __init__(self, feedback: Callable[[State], str], value: Any, rounds: int = 3, enough: float = 1.0, budget: Budget = Budget()):
+    def __init__(
+        self,
+        feedback: Callable[[State], str],
+        value: Any,
+        rounds: int = 3,
+        enough: float = 1.0,
+        budget: Budget = Budget(),
+    ):
         _check(rounds=rounds)
-        self.feedback, self.value, self.rounds, self.enough, self.budget = feedback, value, rounds, enough, budget
+        self.feedback, self.value, self.rounds, self.enough, self.budget = (
+            feedback,
+            value,
+            rounds,
+            enough,
+            budget,
+        )
 
     def start(self, root: State) -> None:
         self._root, self._found = root, []
@@ -129,14 +152,17 @@ class SelfRefine(Paths):
     def _again(self, state: State) -> State:
         """The agent's begin, in the dialogue of this state and with feedback on it."""
         dialogue = (*state.dialogue, Message("user", self.feedback(state)))
-        return State(state.agent, state.run, (*state.path, 0), state, dialogue, frame=self._root.frame)
+        return State(
+            state.agent, state.run, (*state.path, 0), state, dialogue, frame=self._root.frame
+        )
 
     def stop(self, reason: str) -> None:
         self.over, self.accepted = True, best(self._found)[0] if self._found else None
 
 
 class _Levels(Paths):
-    """Searches in which all paths of a level come to the next model call, or to an end, before the next level begins."""
+    """Searches in which all paths of a level come to the next model call, or to an end, before the
+    next level begins."""
 
     def start(self, root: State) -> None:
         self._found: list[State] = []  # finished
@@ -175,7 +201,8 @@ class _Levels(Paths):
 
 
 class BeamSearch(_Levels):
-    """The best `width` paths go on, each `branch` times; finished ones keep their place for as long as none is better.
+    """The best `width` paths go on, each `branch` times; finished ones keep their place for as long
+    as none is better.
 
     Args:
       value: judges what is between model calls, and what is finished.
@@ -194,9 +221,10 @@ class BeamSearch(_Levels):
 class TreeOfThoughts(_Levels):
     """Searches the tree of what a model may say (Yao et al., 2023).
 
-    Breadth first: every state of a level is fired `breadth` times, and the best `keep` of what comes of them are the next level; finished
-    ones are put aside, and the best is the answer in the end. Depth first: the same, for one state at a time, the best of its children
-    before the others; the first that is finished and good enough is the answer.
+    Breadth first: every state of a level is fired `breadth` times, and the best `keep` of what
+    comes of them are the next level; finished ones are put aside, and the best is the answer in the
+    end. Depth first: the same, for one state at a time, the best of its children before the others;
+    the first that is finished and good enough is the answer.
 
     Args:
       breadth: firings of a state.
@@ -205,19 +233,37 @@ class TreeOfThoughts(_Levels):
       depth: levels at most; None for no bound. What is not finished by then is dropped.
       depth_first: which of the two.
       prune: what scores less is dropped at once.
-      enough: a finished state with such a score ends the search; None is the best score of all breadth first, and any score depth first.
+      enough: a finished state with such a score ends the search; None is the best score of all
+        breadth first, and any score depth first.
     """
 
-    def __init__(self, breadth: int, keep: int, value: Any, *, depth: int | None = None, depth_first: bool = False,
-                 prune: float = -math.inf, enough: float | None = None, budget: Budget = Budget()):
+    def __init__(
+        self,
+        breadth: int,
+        keep: int,
+        value: Any,
+        *,
+        depth: int | None = None,
+        depth_first: bool = False,
+        prune: float = -math.inf,
+        enough: float | None = None,
+        budget: Budget = Budget(),
+    ):
         _check(breadth=breadth, keep=keep, depth=depth)
-        self.breadth, self.keep, self.value, self.depth, self.depth_first = breadth, keep, value, depth, depth_first
+        self.breadth, self.keep, self.value, self.depth, self.depth_first = (
+            breadth,
+            keep,
+            value,
+            depth,
+            depth_first,
+        )
         self.prune, self.budget = prune, budget
         self.enough = enough if enough is not None else -math.inf if depth_first else math.inf
 
     def start(self, root: State) -> None:
         super().start(root)
-        self._stack: list[tuple[State, int]] = []  # depth first: states to be gone on from and their depth, the next one last
+        # depth first: states to be gone on from and their depth, the next one last
+        self._stack: list[tuple[State, int]] = []
 
     def keeps(self, state: State) -> bool:
         return self._depth == 0 or _score(state) >= self.prune
@@ -243,14 +289,27 @@ class ForestOfThoughts(Supervisor):
     """Several searches side by side, whose answers vote (Bi et al., 2024).
 
     Args:
-      tree: the pattern of the searches, each of which begins with a firing of its own of the first state; its budget is not looked at.
+      tree: the pattern of the searches, each of which begins with a firing of its own of the first
+        state; its budget is not looked at.
       trees: how many.
       key: what of two answers is to be equal; None takes the answer with the best score instead.
     """
 
-    def __init__(self, tree: Supervisor, trees: int, key: Callable[[Any], Any] | None = lambda value: value, budget: Budget = Budget()):
+    def __init__(
+        self,
+        tree: Supervisor,
+        trees: int,
+        key: Callable[[Any], Any] | None = lambda value: value,
+        budget: Budget = Budget(),
+    ):
         _check(trees=trees)
-        self.tree, self.trees, self.key, self.budget, self.value = tree, trees, key, budget, tree.value
+        self.tree, self.trees, self.key, self.budget, self.value = (
+            tree,
+            trees,
+            key,
+            budget,
+            tree.value,
+        )
 
     def init(self, root: State) -> None:
         self.over, self.accepted = False, None
@@ -293,7 +352,9 @@ class ForestOfThoughts(Supervisor):
                 tree.stop(reason)
         found = [tree.accepted for tree in self._trees if tree.accepted and tree.accepted.finished]
         self.over = True
-        self.accepted = (majority(found, self.key) if self.key else best(found)[0]) if found else None
+        self.accepted = (
+            (majority(found, self.key) if self.key else best(found)[0]) if found else None
+        )
 
 
 class _Node:
@@ -306,22 +367,37 @@ class _Node:
 
 
 class MonteCarloTreeSearch(Paths):
-    """Goes down the tree to where it promises most, fires there once, and lets all above learn what came of it (UCT, Kocsis and
-    Szepesvari, 2006).
+    """Goes down the tree to where it promises most, fires there once, and lets all above learn what
+    came of it (UCT, Kocsis and Szepesvari, 2006).
 
     Args:
       simulations: how often.
       breadth: children of a state at most; one that has so many is gone through, not fired.
       value: judges new states, or, with rollouts, the ends that they come to; from 0 to 1.
       exploration: c of mean + c * sqrt(ln(visits of the parent) / visits).
-      rollout: a new state is gone on from, once each, to the end, and the end's score is what counts.
+      rollout: a new state is gone on from, once each, to the end, and the end's score is what
+        counts.
       enough: a finished state with such a score ends the search.
     """
 
-    def __init__(self, simulations: int, breadth: int, value: Any, *, exploration: float = math.sqrt(2), rollout: bool = False,
-                 enough: float = math.inf, budget: Budget = Budget()):
+    def __init__(
+        self,
+        simulations: int,
+        breadth: int,
+        value: Any,
+        *,
+        exploration: float = math.sqrt(2),
+        rollout: bool = False,
+        enough: float = math.inf,
+        budget: Budget = Budget(),
+    ):
         _check(simulations=simulations, breadth=breadth)
-        self.simulations, self.breadth, self.value, self.exploration = simulations, breadth, value, exploration
+        self.simulations, self.breadth, self.value, self.exploration = (
+            simulations,
+            breadth,
+            value,
+            exploration,
+        )
         self.rollout, self.enough, self.budget = rollout, enough, budget
 
     def start(self, root: State) -> None:
@@ -333,7 +409,11 @@ class MonteCarloTreeSearch(Paths):
         self._ready.append(root)
 
     def judges(self, state: State) -> bool:
-        return self._root is not None and super().judges(state) and (state.finished or not self.rollout)
+        return (
+            self._root is not None
+            and super().judges(state)
+            and (state.finished or not self.rollout)
+        )
 
     def reached(self, state: State) -> None:
         if self._root is None:
@@ -363,9 +443,12 @@ class MonteCarloTreeSearch(Paths):
             node = node.parent
 
     def _simulate(self) -> None:
-        """Goes down to the next state that is to be fired; ends that are come to on the way count again."""
+        """Goes down to the next state that is to be fired; ends that are come to on the way count
+        again."""
         assert self._root
-        while self._done < self.simulations and not any(_score(state) >= self.enough for state in self._found):
+        while self._done < self.simulations and not any(
+            _score(state) >= self.enough for state in self._found
+        ):
             node = self._root
             while not node.state.ended and len(node.children) >= self.breadth:
                 node = max(node.children, key=self._promise)
@@ -378,7 +461,9 @@ class MonteCarloTreeSearch(Paths):
 
     def _promise(self, node: _Node) -> float:
         assert node.parent
-        return node.total / node.visits + self.exploration * math.sqrt(math.log(node.parent.visits) / node.visits)
+        return node.total / node.visits + self.exploration * math.sqrt(
+            math.log(node.parent.visits) / node.visits
+        )
 
     def stop(self, reason: str) -> None:
         self.over, self.accepted = True, best(self._found)[0] if self._found else None

@@ -23,7 +23,8 @@ class State:
     Attributes:
       agent: the agent's name.
       run: which of its runs.
-      path: its position in the tree of the run: of each state on the way, which of its firings; () for the first.
+      path: its position in the tree of the run: of each state on the way, which of its firings; ()
+        for the first.
       parent: the state that was fired to come here, None for the first.
       dialogue: with the model, up to here.
       waiting: what the agent waits for; None where it has not begun or is at its end.
@@ -69,10 +70,18 @@ class State:
     @property
     def variables(self) -> Mapping[str, Any]:
         """The agent's variables, to look at."""
-        return types.MappingProxyType({name: value for name, value in (self.frame or {}).items() if "." not in name})
+        return types.MappingProxyType(
+            {name: value for name, value in (self.frame or {}).items() if "." not in name}
+        )
 
     def __repr__(self) -> str:
-        what = f"returned {self.value!r}" if self.finished else f"raised {self.error!r}" if self.error else f"waits in line {self.line}"
+        what = (
+            f"returned {self.value!r}"
+            if self.finished
+            else f"raised {self.error!r}"
+            if self.error
+            else f"waits in line {self.line}"
+        )
         return f"<State {self.run}{list(self.path)} {what if self.path or self.ended else 'has not begun'}>"
 
 
@@ -89,9 +98,10 @@ class Budget:
     """Of one run of an agent, its own model calls alone; None is no bound.
 
     Attributes:
-      calls: model calls; each of n answers is one, and each retry. A firing that would need one more is given up, and the run is at its end
-        when nothing else can go on.
-      tokens: written by the model: the same, once so many are; what is being written then is still counted on.
+      calls: model calls; each of n answers is one, and each retry. A firing that would need one
+        more is given up, and the run is at its end when nothing else can go on.
+      tokens: written by the model: the same, once so many are; what is being written then is still
+        counted on.
       seconds: of wall time; what is under way then is cancelled.
     """
 
@@ -102,24 +112,31 @@ class Budget:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if (value := getattr(self, field.name)) is not None and value <= 0:
-                raise ValueError(f"{field.name} of a budget is {value}; give a number above 0, or None for no bound")
+                raise ValueError(
+                    f"{field.name} of a budget is {value}; give a number above 0, or None for no "
+                    "bound"
+                )
 
 
 class Supervisor:
-    """Decides which states of an agent are fired. Four callbacks; whatever the agent is, the same supervisor can search its states.
+    """Decides which states of an agent are fired. Four callbacks; whatever the agent is, the same
+    supervisor can search its states.
 
-    What is given to @agent is a pattern: every run of the agent has a copy of its own, whose `init` sets up all that changes.
+    What is given to @agent is a pattern: every run of the agent has a copy of its own, whose `init`
+    sets up all that changes.
 
-    An object that has the four callbacks need not be derived from this. What it does not have of the rest is as it is here, but for its
-    end: where it does not set `over`, its run is over when it fires nothing and nothing is under way; where it does not set `accepted`, the
-    answer is the finished state that stands first in the tree.
+    An object that has the four callbacks need not be derived from this. What it does not have of
+    the rest is as it is here, but for its end: where it does not set `over`, its run is over when
+    it fires nothing and nothing is under way; where it does not set `accepted`, the answer is the
+    finished state that stands first in the tree.
 
     Attributes:
       budget: of a run.
-      value: what judges states that `judges` asks for, before they are committed: a function of the `State`, or an agent, which is spawned
-        with the state's `Judged` view. It gives a number.
+      value: what judges states that `judges` asks for, before they are committed: a function of the
+        `State`, or an agent, which is spawned with the state's `Judged` view. It gives a number.
       over: nothing more is to be fired, and
-      accepted: the finished state that is the answer, None where there is none; a state that has raised ends the run with its error.
+      accepted: the finished state that is the answer, None where there is none; a state that has
+        raised ends the run with its error.
     """
 
     budget: Budget = Budget()
@@ -136,7 +153,8 @@ class Supervisor:
         raise NotImplementedError
 
     def fire(self) -> Iterable[State]:
-        """The states to fire now, a state as many times as it is named. Asked after every other callback."""
+        """The states to fire now, a state as many times as it is named. Asked after every other
+        callback."""
         raise NotImplementedError
 
     def commit(self, state: State) -> None:
@@ -149,7 +167,12 @@ class Supervisor:
 
     def judges(self, state: State) -> bool:
         """Whether a new state needs a score."""
-        return self.value is not None and not state.sleeping and state.error is None and (state.asks_model or state.finished)
+        return (
+            self.value is not None
+            and not state.sleeping
+            and state.error is None
+            and (state.asks_model or state.finished)
+        )
 
     def stop(self, reason: str) -> None:
         """The budget is used up: what is there has to do."""
@@ -157,7 +180,8 @@ class Supervisor:
 
 
 def begun(pattern: Any) -> Supervisor:
-    """A supervisor for one run. What an object with the four callbacks alone does not say is as `Supervisor` has it."""
+    """A supervisor for one run. What an object with the four callbacks alone does not say is as
+    `Supervisor` has it."""
     if isinstance(pattern, Supervisor):
         return pattern.begin()
     made = copy.copy(pattern)
@@ -171,9 +195,11 @@ def begun(pattern: Any) -> Supervisor:
 
 
 class Paths(Supervisor):
-    """What most supervisors have in common: a state in which nothing is to be chosen, since it does not wait for the model, is fired once.
+    """What most supervisors have in common: a state in which nothing is to be chosen, since it does
+    not wait for the model, is fired once.
 
-    A subclass says in `reached` what to do with states that wait for the model, and with those that have ended.
+    A subclass says in `reached` what to do with states that wait for the model, and with those that
+    have ended.
     """
 
     def init(self, root: State) -> None:

@@ -7,7 +7,8 @@
     tree_picture(trace.runs[0]).savefig("tree.png")
     timeline_picture(trace).savefig("timeline.png")
 
-A trace has no value of an agent in it but as text: it is to be looked at, and says what a supervisor accepted and what it pruned.
+A trace has no value of an agent in it but as text: it is to be looked at, and says what a
+supervisor accepted and what it pruned.
 """
 
 import dataclasses
@@ -49,14 +50,17 @@ class TracedState:
     Attributes:
       path: of firings that led there; () is the first.
       parent: the path of the state that was fired; None for the first.
-      fate: "accepted", on the way to the answer, which is the last such; "kept", it was gone on from; "pruned", it was not, or is an end
-        that was not chosen; "failed", it raised an error; "waiting", another agent had not given what it waited for.
-      waits_for: "llm", "tool", "next", "result", "yield" or "await"; "begin" before the first, "end" behind the last.
+      fate: "accepted", on the way to the answer, which is the last such; "kept", it was gone on
+        from; "pruned", it was not, or is an end that was not chosen; "failed", it raised an error;
+        "waiting", another agent had not given what it waited for.
+      waits_for: "llm", "tool", "next", "result", "yield" or "await"; "begin" before the first,
+        "end" behind the last.
       line: in which it waits.
       score: by the supervisor's value function, if it was asked.
       fired: how often.
       value: of a finished state, or the error, as text.
-      began, ended: seconds since the runtime's start: when the firing that it comes of began and ended.
+      began, ended: seconds since the runtime's start: when the firing that it comes of began and
+        ended.
     """
 
     path: tuple[int, ...]
@@ -73,7 +77,8 @@ class TracedState:
 
 @dataclasses.dataclass(frozen=True)
 class TracedRun:
-    """A run of an agent; see `AgentRun`. `parent` is the id of the run that spawned it, `error` why it has no value."""
+    """A run of an agent; see `AgentRun`. `parent` is the id of the run that spawned it, `error` why
+    it has no value."""
 
     id: str
     agent: str
@@ -121,6 +126,7 @@ class Trace:
           ValueError: it is not a trace.
           OSError: it cannot be read.
         """
+
         def path(value: list[int] | None) -> tuple[int, ...] | None:
             return None if value is None else tuple(value)
 
@@ -128,11 +134,30 @@ class Trace:
             data = json.loads(Path(file).read_text(encoding="utf-8"))
             if data["format"] != _FORMAT:
                 raise ValueError(f"its format is {data['format']!r}, not {_FORMAT!r}")
-            return cls(tuple(TracedRun(**{**run, "states": tuple(
-                TracedState(**{**state, "path": path(state["path"]), "parent": path(state["parent"])}) for state in run["states"])})
-                for run in data["runs"]))
+            return cls(
+                tuple(
+                    TracedRun(
+                        **{
+                            **run,
+                            "states": tuple(
+                                TracedState(
+                                    **{
+                                        **state,
+                                        "path": path(state["path"]),
+                                        "parent": path(state["parent"]),
+                                    }
+                                )
+                                for state in run["states"]
+                            ),
+                        }
+                    )
+                    for run in data["runs"]
+                )
+            )
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} is no trace of agents ({error}); give a file that Trace.save has written") from error
+            raise ValueError(
+                f"{file} is no trace of agents ({error}); give a file that Trace.save has written"
+            ) from error
 
 
 def _traced(run: AgentRun) -> TracedRun:
@@ -143,10 +168,19 @@ def _traced(run: AgentRun) -> TracedRun:
         for above in _way(state.parent).values():
             states.setdefault(above.path, above)
     return TracedRun(
-        run.id, run.agent.name, type(run.supervisor).__name__, run.parent and run.parent.id, run.began,
-        run.ended if run.done else run.runtime.clock(), run.calls, run.new_tokens, run.prompt_tokens,
-        None if accepted is None else _short(accepted.value), None if run.error is None else _short(run.error),
-        tuple(_traced_state(state, ahead) for state in states.values()))
+        run.id,
+        run.agent.name,
+        type(run.supervisor).__name__,
+        run.parent and run.parent.id,
+        run.began,
+        run.ended if run.done else run.runtime.clock(),
+        run.calls,
+        run.new_tokens,
+        run.prompt_tokens,
+        None if accepted is None else _short(accepted.value),
+        None if run.error is None else _short(run.error),
+        tuple(_traced_state(state, ahead) for state in states.values()),
+    )
 
 
 def _way(state: State | None) -> dict[tuple[int, ...], State]:
@@ -169,8 +203,16 @@ def _traced_state(state: State, ahead: Mapping[tuple[int, ...], State]) -> Trace
         fate = "waiting" if state.sleeping else "pruned"
     value = state.error if state.error is not None else state.value if state.finished else None
     return TracedState(
-        state.path, state.parent.path if state.parent else None, fate, _waits_for(state), state.line, state.score, state.fired,
-        None if value is None and not state.finished else _short(value), *state.times)
+        state.path,
+        state.parent.path if state.parent else None,
+        fate,
+        _waits_for(state),
+        state.line,
+        state.score,
+        state.fired,
+        None if value is None and not state.finished else _short(value),
+        *state.times,
+    )
 
 
 def _waits_for(state: State) -> str:
@@ -189,8 +231,10 @@ def _short(value: Any) -> str:
 
 # Pictures.
 
+
 def tree_picture(run: TracedRun) -> "Figure":
-    """The search tree of a run, from left to right: what was accepted, gone on from, and pruned (figure 2a of Hive), with scores.
+    """The search tree of a run, from left to right: what was accepted, gone on from, and pruned
+    (figure 2a of Hive), with scores.
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -201,18 +245,49 @@ def tree_picture(run: TracedRun) -> "Figure":
     from matplotlib.collections import LineCollection
 
     ax = figure.add_subplot()
-    edges = [(state.fate == "accepted", (places[state.parent], places[state.path])) for state in run.states if state.parent is not None]
-    ax.add_collection(LineCollection([edge for _, edge in edges], colors=[_LOOKS["accepted"][0] if way else "#CCCCCC" for way, _ in edges],
-                                     linewidths=[2.0 if way else 0.8 for way, _ in edges], zorder=1))
+    edges = [
+        (state.fate == "accepted", (places[state.parent], places[state.path]))
+        for state in run.states
+        if state.parent is not None
+    ]
+    ax.add_collection(
+        LineCollection(
+            [edge for _, edge in edges],
+            colors=[_LOOKS["accepted"][0] if way else "#CCCCCC" for way, _ in edges],
+            linewidths=[2.0 if way else 0.8 for way, _ in edges],
+            zorder=1,
+        )
+    )
     for fate, (colour, marker, label) in _LOOKS.items():
         if found := [places[state.path] for state in run.states if state.fate == fate]:
-            ax.scatter(*zip(*found, strict=True), c=colour, marker=marker, s=60, edgecolors="white", linewidths=0.6, label=label, zorder=2)
+            ax.scatter(
+                *zip(*found, strict=True),
+                c=colour,
+                marker=marker,
+                s=60,
+                edgecolors="white",
+                linewidths=0.6,
+                label=label,
+                zorder=2,
+            )
     if len(run.states) <= _LABELLED:
         for state in run.states:
-            words = "begin" if not state.path else f"{state.waits_for} {state.line}" if state.waits_for != "end" else "end"
+            words = (
+                "begin"
+                if not state.path
+                else f"{state.waits_for} {state.line}"
+                if state.waits_for != "end"
+                else "end"
+            )
             score = "" if state.score is None else f" {state.score:.3g}"
-            ax.annotate(words + score, places[state.path], (4, 6), textcoords="offset points", fontsize=7)
-    ax.set_title(f"{run.agent} under {run.supervisor}: {len(run.states)} states, {run.calls} model calls", loc="left", fontsize=10.5)
+            ax.annotate(
+                words + score, places[state.path], (4, 6), textcoords="offset points", fontsize=7
+            )
+    ax.set_title(
+        f"{run.agent} under {run.supervisor}: {len(run.states)} states, {run.calls} model calls",
+        loc="left",
+        fontsize=10.5,
+    )
     ax.invert_yaxis()
     ax.margins(0.08)
     ax.axis("off")
@@ -221,8 +296,11 @@ def tree_picture(run: TracedRun) -> "Figure":
 
 
 def _places(run: TracedRun) -> dict[tuple[int, ...], tuple[float, float]]:
-    """Where each state stands: depth, and the middle of its children; leaves one below the other, in the order of their firings."""
-    children: dict[tuple[int, ...], list[tuple[int, ...]]] = {state.path: [] for state in run.states}
+    """Where each state stands: depth, and the middle of its children; leaves one below the other,
+    in the order of their firings."""
+    children: dict[tuple[int, ...], list[tuple[int, ...]]] = {
+        state.path: [] for state in run.states
+    }
     for state in run.states:
         if state.parent is not None:
             children[state.parent].append(state.path)
@@ -234,7 +312,10 @@ def _places(run: TracedRun) -> dict[tuple[int, ...], tuple[float, float]]:
         if done:
             places[path] = depth, (places[below[0]][1] + places[below[-1]][1]) / 2
         elif below:
-            stack += [(path, depth, True), *((child, depth + 1, False) for child in reversed(below))]
+            stack += [
+                (path, depth, True),
+                *((child, depth + 1, False) for child in reversed(below)),
+            ]
         else:
             places[path] = depth, float(leaves)
             leaves += 1
@@ -247,7 +328,8 @@ _BARS = 200
 
 
 def timeline_picture(trace: Trace) -> "Figure":
-    """One bar for each run, from its begin to its end, and in it what its firings waited for; what was done at once is a line.
+    """One bar for each run, from its begin to its end, and in it what its firings waited for; what
+    was done at once is a line.
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -258,7 +340,15 @@ def timeline_picture(trace: Trace) -> "Figure":
 
     ax = figure.add_subplot()
     for row, run in enumerate(runs):
-        ax.barh(row, max(run.ended - run.began, 0.0), 0.72, left=run.began, color="#EEEEEE", edgecolor="#BBBBBB", linewidth=0.5)
+        ax.barh(
+            row,
+            max(run.ended - run.began, 0.0),
+            0.72,
+            left=run.began,
+            color="#EEEEEE",
+            edgecolor="#BBBBBB",
+            linewidth=0.5,
+        )
         _draw_firings(ax, row, run)
     ax.set_yticks(range(len(runs)), [run.agent for run in runs], fontsize=8)
     ax.tick_params(axis="y", length=0)
@@ -268,30 +358,49 @@ def timeline_picture(trace: Trace) -> "Figure":
     which = f", the first {len(runs)} of {len(trace.runs)}" if len(runs) < len(trace.runs) else ""
     ax.set_title(f"What agents waited for{which}", loc="left", fontsize=10.5)
     labels = {"llm": "the model", "tool": "a tool", "other": "anything else"}
-    figure.legend(handles=[Patch(color=_BUSY[name], label=label) for name, label in labels.items()], loc="outside lower center", ncols=3,
-                  frameon=False, fontsize=9)
+    figure.legend(
+        handles=[Patch(color=_BUSY[name], label=label) for name, label in labels.items()],
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+        fontsize=9,
+    )
     return figure
 
 
 def _draw_firings(ax: "Axes", row: int, run: TracedRun) -> None:
     """What firings of a run waited for; those at the same time one below the other."""
     waited = {state.path: state.waits_for for state in run.states}
-    firings = sorted((state.began, state.ended, waited[state.parent]) for state in run.states if state.parent is not None)
+    firings = sorted(
+        (state.began, state.ended, waited[state.parent])
+        for state in run.states
+        if state.parent is not None
+    )
     lanes: list[float] = []  # where the last firing of each ends
     placed = []
     for began, ended, _ in firings:
         lane = next((i for i, end in enumerate(lanes) if end <= began), len(lanes))
-        lanes[lane:lane + 1] = [ended]
+        lanes[lane : lane + 1] = [ended]
         placed.append(lane)
     height = 0.64 / max(len(lanes), 1)
     colours = [_BUSY.get(kind, _BUSY["other"]) for _, _, kind in firings]
-    ax.barh([row - 0.32 + height * (lane + 0.5) for lane in placed], [ended - began for began, ended, _ in firings], height * 0.9,
-            left=[began for began, _, _ in firings], color=colours, edgecolor=colours, linewidth=0.5)
+    ax.barh(
+        [row - 0.32 + height * (lane + 0.5) for lane in placed],
+        [ended - began for began, ended, _ in firings],
+        height * 0.9,
+        left=[began for began, _, _ in firings],
+        color=colours,
+        edgecolor=colours,
+        linewidth=0.5,
+    )
 
 
 def _figure(width: float, height: float) -> "Figure":
     try:
         from matplotlib.figure import Figure  # here, because only pictures need it
     except ImportError as error:
-        raise ImportError("pictures are drawn with matplotlib, which is not installed: pip install 'jaxshare[plot]'") from error
+        raise ImportError(
+            "pictures are drawn with matplotlib, which is not installed: pip install "
+            "'jaxshare[plot]'"
+        ) from error
     return Figure(figsize=(width, height), dpi=90, layout="constrained")

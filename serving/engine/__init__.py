@@ -1,4 +1,5 @@
-"""The engine: takes calls from workers, branches and agents at any time, and keeps what they may use again (Hive, sections 6 to 8)."""
+"""The engine: takes calls from workers, branches and agents at any time, and keeps what they may
+use again (Hive, sections 6 to 8)."""
 
 from jaxshare.serving.engine.calls import (
     ClosedError,
@@ -14,5 +15,16 @@ from jaxshare.serving.engine.calls import (
 from jaxshare.serving.engine.engine import Engine
 from jaxshare.serving.hotspot import Hotspot
 
-__all__ = ["ClosedError", "Completion", "End", "Engine", "EngineError", "Hotspot", "NotANumberError", "Piece", "QueueFullError", "Stream",
-           "TooLongError"]
+__all__ = [
+    "ClosedError",
+    "Completion",
+    "End",
+    "Engine",
+    "EngineError",
+    "Hotspot",
+    "NotANumberError",
+    "Piece",
+    "QueueFullError",
+    "Stream",
+    "TooLongError",
+]

@@ -1,4 +1,5 @@
-"""What is asked of the engine, and what comes back: calls, streams of their tokens, how they end, and the errors of refused ones."""
+"""What is asked of the engine, and what comes back: calls, streams of their tokens, how they end,
+and the errors of refused ones."""
 
 import asyncio
 import collections
@@ -50,7 +51,8 @@ class End(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What a stream gives at a time: tokens, and the text that they complete (a character may end with a later piece)."""
+    """What a stream gives at a time: tokens, and the text that they complete (a character may end
+    with a later piece)."""
 
     tokens: tuple[int, ...]
     text: str
@@ -91,8 +93,8 @@ class Stream:
             print(piece.text, end="")
         done = await stream                     # or, outside of an event loop, stream.wait()
 
-    The engine never waits for a reader: what is not read stays here, and can be no more than the call may sample. A call whose stream
-    nobody has any more is cancelled.
+    The engine never waits for a reader: what is not read stays here, and can be no more than the
+    call may sample. A call whose stream nobody has any more is cancelled.
     """
 
     def __init__(self, state: "StreamState", cancel: Callable[[], None]):
@@ -161,13 +163,17 @@ class Text:
         return bool(self._stops) and self._cut(tokens)[1]
 
     def more(self, tokens: Sequence[int], last: bool) -> str:
-        """What the next tokens add to it, but for what may still become a stop text, or a character."""
+        """What the next tokens add to it, but for what may still become a stop text, or a
+        character."""
         self._said += tokens
         text = self.of(self._said)
         if not last:
-            held = max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
-            text = text[:len(text) - held].rstrip("\ufffd")
-        new, self._shown = text[self._shown:], max(self._shown, len(text))
+            held = max(
+                (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
+                default=0,
+            )
+            text = text[: len(text) - held].rstrip("\ufffd")
+        new, self._shown = text[self._shown :], max(self._shown, len(text))
         return new
 
     def _cut(self, tokens: Sequence[int]) -> tuple[str, bool]:
@@ -232,10 +238,13 @@ class Call:
       prompt: its tokens.
       sampler, seed, budget: how it is answered.
       agent, priority: whose it is, and before which others it is served.
-      resample: "stepwise" or "hotspot" if the Logits Cache may answer it, and keeps what it comes to; None for neither.
-      output: tokens sampled so far, of which the first `replayed` came from the cache; stop_token: what ended them.
+      resample: "stepwise" or "hotspot" if the Logits Cache may answer it, and keeps what it comes
+        to; None for neither.
+      output: tokens sampled so far, of which the first `replayed` came from the cache; stop_token:
+        what ended them.
       reused: tokens of the prompt that were known when it was first admitted.
-      drawn_from: what is kept of the distributions that its tokens were drawn from, but for the replayed ones.
+      drawn_from: what is kept of the distributions that its tokens were drawn from, but for the
+        replayed ones.
       next_seed: of the next call that asks the same, where seeds follow from that.
       given: how many tokens its stream was given.
     """

@@ -1,9 +1,11 @@
-"""Guesses: what a call that has left an earlier answer may say next, and the pass that finds out how much of it is right.
+"""Guesses: what a call that has left an earlier answer may say next, and the pass that finds out
+how much of it is right.
 
-Answers to the same prompt part at a token and often go on alike. So where the Logits Cache ends, the earlier answer is guessed on, and one
-pass over all guessed tokens gives the distribution at each of them. Each is drawn from with the call's own seed and position: what comes
-out is what one pass a token would have drawn, as far as the guesses are right, and one token more (as in speculative decoding, with the
-cache in the place of a draft model, and exact for each seed).
+Answers to the same prompt part at a token and often go on alike. So where the Logits Cache ends,
+the earlier answer is guessed on, and one pass over all guessed tokens gives the distribution at
+each of them. Each is drawn from with the call's own seed and position: what comes out is what one
+pass a token would have drawn, as far as the guesses are right, and one token more (as in
+speculative decoding, with the cache in the place of a draft model, and exact for each seed).
 """
 
 import functools
@@ -38,7 +40,7 @@ class Guesses:
         self._answer = answer.tolist()
         self._places: dict[tuple[int, ...], list[int]] = {}
         for end in range(_ALIKE, len(self._answer)):
-            self._places.setdefault(tuple(self._answer[end - _ALIKE:end]), []).append(end)
+            self._places.setdefault(tuple(self._answer[end - _ALIKE : end]), []).append(end)
         self._misses = 0
         self._parted = False
 
@@ -54,7 +56,7 @@ class Guesses:
         else:
             return []
         self._parted = True
-        return self._answer[place:place + most]
+        return self._answer[place : place + most]
 
     def back(self, said: Sequence[int]) -> bool:
         """Whether what was said last is what the earlier answer has somewhere."""
@@ -66,26 +68,47 @@ class Guesses:
 
 
 @functools.partial(jax.jit, static_argnames=("model", "kept"), donate_argnames="cache")
-def confirm(model: Model, params: Any, cache: KVCache, layout: Layout, tokens: Array, count: Array, samplers: Samplers, seeds: Array,
-            positions: Array, kept: int) -> tuple[KVCache, Array, Array, Kept | None]:
+def confirm(
+    model: Model,
+    params: Any,
+    cache: KVCache,
+    layout: Layout,
+    tokens: Array,
+    count: Array,
+    samplers: Samplers,
+    seeds: Array,
+    positions: Array,
+    kept: int,
+) -> tuple[KVCache, Array, Array, Kept | None]:
     """One pass over R rows of T tokens, and a draw after each of them.
 
     Args:
       cache: donated.
       tokens: int32[R, T]; count: int32[R], how many of them are real.
-      samplers: of the rows; seeds: uint32[R, 2]; positions: int32[R], of the draw after each row's first token.
+      samplers: of the rows; seeds: uint32[R, 2]; positions: int32[R], of the draw after each row's
+        first token.
       kept: how many of the largest logits to keep of each distribution; 0 for nothing.
 
     Returns:
-      The cache, int32[R, T] drawn, bool[R] whether all of the row's logits are finite, and what is kept, [R, T].
+      The cache, int32[R, T] drawn, bool[R] whether all of the row's logits are finite, and what is
+        kept, [R, T].
     """
     logits, cache = model.apply(params, tokens, count, cache, layout, every=True)
     rows, width, vocab = logits.shape
     flat = logits.reshape(rows * width, vocab)
     each = jax.tree.map(lambda of_row: jnp.repeat(of_row, width, axis=0), samplers)
-    drawn = each.sample(flat, jnp.repeat(seeds, width, axis=0), (positions[:, None] + jnp.arange(width)).reshape(-1),
-                        mesh=cache.mesh).reshape(rows, width)
+    drawn = each.sample(
+        flat,
+        jnp.repeat(seeds, width, axis=0),
+        (positions[:, None] + jnp.arange(width)).reshape(-1),
+        mesh=cache.mesh,
+    ).reshape(rows, width)
     real = jnp.arange(width) < count[:, None]
     finite = jnp.all(jnp.isfinite(jnp.max(logits, axis=-1)) | ~real, axis=1)
     found = keep(flat, each.temperature, kept) if kept else None
-    return cache, drawn, finite, jax.tree.map(lambda array: array.reshape(rows, width, *array.shape[1:]), found)
+    return (
+        cache,
+        drawn,
+        finite,
+        jax.tree.map(lambda array: array.reshape(rows, width, *array.shape[1:]), found),
+    )

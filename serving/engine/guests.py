@@ -1,4 +1,5 @@
-"""Guests: sessions of workers whose blocks are in the engine's memory, and whose passes take turns with those of its calls."""
+"""Guests: sessions of workers whose blocks are in the engine's memory, and whose passes take turns
+with those of its calls."""
 
 import collections
 import contextlib
@@ -20,7 +21,8 @@ class Guests:
     """The host of all guests of an engine.
 
     Attributes:
-      waiting: sessions that wait for memory. Calls are not admitted meanwhile, or there would never be enough.
+      waiting: sessions that wait for memory. Calls are not admitted meanwhile, or there would never
+        be enough.
     """
 
     def __init__(self, memory: Memory):
@@ -30,7 +32,8 @@ class Guests:
         self._tickets: collections.deque[object] = collections.deque()
         self._busy = self._closed = False
         self._rounds = self._wanted = 0
-        self._gone: collections.deque[Extent] = collections.deque()  # of guests that nobody has any more
+        # of guests that nobody has any more
+        self._gone: collections.deque[Extent] = collections.deque()
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -42,7 +45,8 @@ class Guests:
                 self._changed.wait_for(lambda: not self._busy and self._tickets[0] is ticket)
                 self._busy = True
             finally:
-                self._tickets.remove(ticket)  # whoever interrupts the wait must not leave it to those behind
+                # whoever interrupts the wait must not leave it to those behind
+                self._tickets.remove(ticket)
                 self._changed.notify_all()
         try:
             while self._gone:
@@ -56,7 +60,8 @@ class Guests:
 
     @property
     def room(self) -> int:
-        """Tokens that calls may need beside all sessions, those that wait for memory included. Not for use in a turn."""
+        """Tokens that calls may need beside all sessions, those that wait for memory included. Not
+        for use in a turn."""
         if self._gone:
             with self.turn():
                 pass
@@ -73,11 +78,17 @@ class Guests:
         pool, room = self._memory.pool, self.room
         if tokens > pool.tokens:
             size = pool.bytes_a_token
-            raise TooLongError(f"the session's blocks take {tokens} tokens, {tokens * size} bytes, but the engine has room for "
-                               f"{pool.tokens}, {pool.tokens * size} bytes; raise kv_bytes or lower the session's budget")
+            raise TooLongError(
+                f"the session's blocks take {tokens} tokens, {tokens * size} bytes, but the engine "
+                f"has room for {pool.tokens}, {pool.tokens * size} bytes; raise kv_bytes or lower "
+                "the session's budget"
+            )
         if tokens > room:
-            raise EngineError(f"the session's blocks take {tokens} tokens, but other sessions have {pool.tokens - room} of the engine's "
-                              f"{pool.tokens}; close one of them, or raise kv_bytes")
+            raise EngineError(
+                f"the session's blocks take {tokens} tokens, but other sessions have "
+                f"{pool.tokens - room} of the engine's {pool.tokens}; close one of them, or raise "
+                "kv_bytes"
+            )
         with self._changed:
             self._wanted += tokens
 
@@ -87,7 +98,8 @@ class Guests:
             self._wanted -= tokens
 
     def invite(self, capacities: Sequence[int], tokens: int, offsets: np.ndarray) -> "Guest":
-        """Memory for blocks of these capacities at these offsets of so many tokens; waits until calls that are in the way have ended.
+        """Memory for blocks of these capacities at these offsets of so many tokens; waits until
+        calls that are in the way have ended.
 
         Raises:
           ClosedError: the engine was shut down.
@@ -105,7 +117,9 @@ class Guests:
                             self._wanted -= tokens
                         seen = self._rounds + 1  # this turn itself counts
                 with self._changed:
-                    self._changed.wait_for(lambda seen=seen: extent or self._closed or self._rounds > seen)
+                    self._changed.wait_for(
+                        lambda seen=seen: extent or self._closed or self._rounds > seen
+                    )
         finally:
             with self._changed:
                 self.waiting -= 1
@@ -129,12 +143,21 @@ class Guests:
 
 
 class Guest:
-    """Blocks of a session. Their memory goes back when it is closed, or when nobody has it any more.
+    """Blocks of a session. Their memory goes back when it is closed, or when nobody has it any
+    more.
 
-    Between turns the arrays of a cache that came from here are not the session's: others write to them, and blocks may be moved.
+    Between turns the arrays of a cache that came from here are not the session's: others write to
+    them, and blocks may be moved.
     """
 
-    def __init__(self, host: Guests, memory: Memory, extent: Extent, offsets: np.ndarray, capacities: Sequence[int]):
+    def __init__(
+        self,
+        host: Guests,
+        memory: Memory,
+        extent: Extent,
+        offsets: np.ndarray,
+        capacities: Sequence[int],
+    ):
         self._host, self._memory, self._extent = host, memory, extent
         self._offsets, self._capacities = offsets.astype(np.int32), np.asarray(capacities, np.int32)
         self.close = weakref.finalize(self, host.dismiss, extent)
@@ -149,25 +172,38 @@ class Guest:
         """
         with self._host.turn():
             if self._host.closed or not self.close.alive or self._extent not in self._memory.lent:
-                raise ClosedError("the session's memory is gone: it was closed, or its engine was shut down or has failed")
+                raise ClosedError(
+                    "the session's memory is gone: it was closed, or its engine was shut down or "
+                    "has failed"
+                )
             yield
 
     def attach(self, cache: KVCache | None = None) -> KVCache:
         """The session's cache with the arrays as they are now; empty blocks for None. In a turn."""
         arenas, none = self._memory.pool.cache, jnp.zeros(len(self._offsets), jnp.int32)
         if cache is None:
-            cache = dataclasses.replace(arenas, lengths=none, capacities=jnp.asarray(self._capacities), phases=none + 0,
-                                        faults=jnp.zeros((), jnp.int32))
+            cache = dataclasses.replace(
+                arenas,
+                lengths=none,
+                capacities=jnp.asarray(self._capacities),
+                phases=none + 0,
+                faults=jnp.zeros((), jnp.int32),
+            )
         offsets = jnp.asarray(self._offsets + self._extent.offset)
         return dataclasses.replace(cache, keys=arenas.keys, values=arenas.values, offsets=offsets)
 
     def detach(self, cache: KVCache) -> None:
         """Gives the arrays back after passes over them. In the same turn."""
-        self._memory.pool.cache = dataclasses.replace(self._memory.pool.cache, keys=cache.keys, values=cache.values)
-        self._offsets = np.asarray(cache.offsets) - self._extent.offset  # long steps lie elsewhere for a time
+        self._memory.pool.cache = dataclasses.replace(
+            self._memory.pool.cache, keys=cache.keys, values=cache.values
+        )
+        # long steps lie elsewhere for a time
+        self._offsets = np.asarray(cache.offsets) - self._extent.offset
 
     def snapshot(self, cache: KVCache) -> KVCache:
         """A copy of the session's blocks alone, to look at."""
         with self.turn():
             keys, values = self._memory.pool.copy(self._extent)
-            return dataclasses.replace(cache, keys=keys, values=values, offsets=jnp.asarray(self._offsets))
+            return dataclasses.replace(
+                cache, keys=keys, values=values, offsets=jnp.asarray(self._offsets)
+            )

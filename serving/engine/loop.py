@@ -1,7 +1,9 @@
-"""The engine's loop: admits calls, feeds what they begin with in chunks, runs the jitted decode loop, and hands out what it samples.
+"""The engine's loop: admits calls, feeds what they begin with in chunks, runs the jitted decode
+loop, and hands out what it samples.
 
-A round of it is: take calls from the queue as long as there are rows and memory; one forward pass over a chunk of what is still to be
-fed; one dispatch of the decode loop. All of it runs in one thread; nothing here is called from another one.
+A round of it is: take calls from the queue as long as there are rows and memory; one forward pass
+over a chunk of what is still to be fed; one dispatch of the decode loop. All of it runs in one
+thread; nothing here is called from another one.
 """
 
 import dataclasses
@@ -45,7 +47,8 @@ class Row:
       running: whether it is in the decode loop; before that it is fed.
       logits: after what was fed, float32[V], where it is to sample at once.
       guesses: of what it may say next, where it has left an earlier answer.
-      drawn: tokens that the decode loop had sampled for it when it was looked at last, and `first` when it began there.
+      drawn: tokens that the decode loop had sampled for it when it was looked at last, and `first`
+        when it began there.
       slot, length: its own block among those of the last view, and the tokens in that.
     """
 
@@ -64,7 +67,7 @@ class Row:
     def left(self) -> np.ndarray:
         """Tokens that are to be fed."""
         assert self.node.extent is not None
-        return self.node.tokens[self.node.extent.length:]
+        return self.node.tokens[self.node.extent.length :]
 
 
 class Loop:
@@ -79,7 +82,17 @@ class Loop:
       replies: what becomes of what is sampled.
     """
 
-    def __init__(self, model: LoadedModel, *, memory: Memory, queue: Queue, rows: int, passes: int, metrics: Metrics, replies: Replies):
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        memory: Memory,
+        queue: Queue,
+        rows: int,
+        passes: int,
+        metrics: Metrics,
+        replies: Replies,
+    ):
         self.model, self.memory, self.queue = model, memory, queue
         self.passes, self.metrics, self.replies = passes, metrics, replies
         self.rows: list[Row | None] = [None] * rows
@@ -97,7 +110,8 @@ class Loop:
     # A round.
 
     def round(self, admit: bool = True) -> bool:
-        """Does what there is to do; whether anything was done. Without `admit` calls that wait go on waiting."""
+        """Does what there is to do; whether anything was done. Without `admit` calls that wait go
+        on waiting."""
         for row in self.live:
             if row.call.cancelled:
                 self._end(row, End.CANCELLED)
@@ -109,13 +123,22 @@ class Loop:
             self._admit()
         if long := [row for row in self.live if not row.running and len(row.left) > PENDING]:
             self._feed(long)
-        ready = [row for row in self.live if not row.running and (row.logits is not None or len(row.left) <= PENDING)]
+        ready = [
+            row
+            for row in self.live
+            if not row.running and (row.logits is not None or len(row.left) <= PENDING)
+        ]
         guessing = [row for row in ready if row.guesses and row.logits is None]
         unsure = self._confirm(guessing) if guessing else []
         self._start([row for row in ready if row in unsure or row not in guessing])
         if any(row.running for row in self.live):
             # A row that is fed must not wait long for its next chunk, nor a call for a row.
-            self._decode(max(1, self.passes // 4) if any(not row.running for row in self.live) else self.passes, len(self.queue) > 0)
+            self._decode(
+                max(1, self.passes // 4)
+                if any(not row.running for row in self.live)
+                else self.passes,
+                len(self.queue) > 0,
+            )
         self.metrics.look(self)
         return bool(self.live or len(self.queue))
 
@@ -128,7 +151,8 @@ class Loop:
             free = free or [i for i, row in enumerate(self.rows) if row is None]
             while (wait := self._place(call, free[0])) is Wait.ROOM and self._make_way(call):
                 pass
-            if wait is Wait.ROOM and not self.live:  # what it has in common with others lies in the way
+            # what it has in common with others lies in the way
+            if wait is Wait.ROOM and not self.live:
                 wait = self._place(call, free[0], afresh=True)
                 assert wait is None
             if wait is Wait.ROOM:
@@ -153,14 +177,29 @@ class Loop:
         if call.reused is None:
             call.reused = min(known, len(call.prompt))
         self.metrics.admitted(call, known)
-        log.debug("admitted", extra={"call": call.number, "agent": call.agent, "known": known, "to_feed": len(node.tokens)})
+        log.debug(
+            "admitted",
+            extra={
+                "call": call.number,
+                "agent": call.agent,
+                "known": known,
+                "to_feed": len(node.tokens),
+            },
+        )
         return None
 
     def _preempt(self, row: Row) -> None:
         """Takes row and memory from a call; it goes on later, as though nothing had been."""
         row.call.preemptions += 1
         self.metrics.preempted()
-        log.info("preempted", extra={"call": row.call.number, "agent": row.call.agent, "sampled": len(row.call.output)})
+        log.info(
+            "preempted",
+            extra={
+                "call": row.call.number,
+                "agent": row.call.agent,
+                "sampled": len(row.call.output),
+            },
+        )
         self._release(row)
         self.queue.put_back(row.call)
 
@@ -173,13 +212,15 @@ class Loop:
         tokens, counts = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
         for i, row in taken.items():
             piece = row.left[:width]
-            tokens[i, :len(piece)], counts[i] = piece, len(piece)
+            tokens[i, : len(piece)], counts[i] = piece, len(piece)
         cache, layout = self._view(taken, count)
         begin = time.perf_counter()
         logits, self.memory.pool.cache = self.model.forward(tokens, counts, cache, layout)
         finite = np.asarray(jnp.isfinite(logits).all(axis=-1))
         fed = int(counts.sum())
-        self.memory.feed_seconds = steadied(self.memory.feed_seconds, (time.perf_counter() - begin) / fed)
+        self.memory.feed_seconds = steadied(
+            self.memory.feed_seconds, (time.perf_counter() - begin) / fed
+        )
         self.metrics.fed(fed)
         for i, row in taken.items():
             assert row.node.extent is not None
@@ -192,7 +233,8 @@ class Loop:
         self.memory.moved = True
 
     def _confirm(self, rows: Sequence[Row]) -> list[Row]:
-        """One pass over what some of these rows may say next; those that have nothing to guess, which the decode loop is for."""
+        """One pass over what some of these rows may say next; those that have nothing to guess,
+        which the decode loop is for."""
         guessed: list[tuple[Row, list[int]]] = []
         unsure: list[Row] = []
         most = SHAPES[-1][1]
@@ -210,18 +252,31 @@ class Loop:
         if not guessed:
             return unsure
         count, width = next(shape for shape in SHAPES if len(guessed) <= shape[0])
-        tokens, counts, begins = np.zeros((count, width), np.int32), np.zeros(count, np.int32), np.zeros(count, np.int32)
+        tokens, counts, begins = (
+            np.zeros((count, width), np.int32),
+            np.zeros(count, np.int32),
+            np.zeros(count, np.int32),
+        )
         samplers, seeds, positions = [Sampler()] * count, [0] * count, np.zeros(count, np.int32)
         for i, (row, some) in enumerate(guessed):
             whole = [*row.left.tolist(), *some]
-            tokens[i, :len(whole)], counts[i], begins[i] = whole, len(whole), len(row.left) - 1
+            tokens[i, : len(whole)], counts[i], begins[i] = whole, len(whole), len(row.left) - 1
             samplers[i], seeds[i] = row.call.sampler, row.call.seed
             positions[i] = len(row.call.output) - begins[i]
         cache, layout = self._view({i: row for i, (row, _) in enumerate(guessed)}, count)
         edits = max(len(sampler.bias) + len(sampler.forbidden) for sampler in samplers)
         self.memory.pool.cache, drawn, finite, kept = confirm(
-            self.model.module, self.model.params, cache, layout, tokens, counts, Samplers.stack(samplers, bias_slots=max(8, edits)),
-            seed_words(seeds), positions, self.replies.kept)
+            self.model.module,
+            self.model.params,
+            cache,
+            layout,
+            tokens,
+            counts,
+            Samplers.stack(samplers, bias_slots=max(8, edits)),
+            seed_words(seeds),
+            positions,
+            self.replies.kept,
+        )
         drawn, finite, kept = jax.device_get((drawn, finite, kept))
         self.metrics.ran("guess", 1)
         self.memory.moved = True
@@ -231,20 +286,27 @@ class Loop:
             if not finite[i]:
                 self._not_a_number(row)
                 continue
-            found = drawn[i, begins[i]:counts[i]].tolist()
+            found = drawn[i, begins[i] : counts[i]].tolist()
             right = next((n for n, token in enumerate(some) if found[n] != token), len(some))
             row.guesses.told(right, len(some))
             self.metrics.guessed(right, len(some) - right)
             row.node.extent.length += int(begins[i]) + 1 + right
-            found = found[:right + 1]
+            found = found[: right + 1]
             stop = next((n for n, token in enumerate(found) if token in self.replies.stops), None)
             if stop is not None:  # what was fed behind it is nobody's
                 row.node.extent.length -= max(0, right - stop)
-                found = found[:stop + 1]
+                found = found[: stop + 1]
             part = slice(int(begins[i]), int(begins[i]) + len(found))
-            row.call.drawn_from.append(jax.tree.map(lambda array, i=i, part=part: array[i, part], kept))
+            row.call.drawn_from.append(
+                jax.tree.map(lambda array, i=i, part=part: array[i, part], kept)
+            )
             spent = len(row.call.output) + len(found) >= row.call.budget
-            self._found(row, found, Reason.STOP if stop is not None else Reason.BUDGET if spent else Reason.RUNNING, now)
+            self._found(
+                row,
+                found,
+                Reason.STOP if stop is not None else Reason.BUDGET if spent else Reason.RUNNING,
+                now,
+            )
         return unsure
 
     def _start(self, rows: Sequence[Row]) -> None:
@@ -256,11 +318,20 @@ class Loop:
             if self._samplers[row.index] != row.call.sampler:
                 self._samplers[row.index], self._samplers_on_device = row.call.sampler, None
         state = self._room_for([row.call for row in rows])
-        cache, seen = self._seen({row.index: row for row in self.live if row.running}, len(self.rows))
+        cache, seen = self._seen(
+            {row.index: row for row in self.live if row.running}, len(self.rows)
+        )
         self.memory.moved = False
         calls, new = [row.call for row in rows], {row.index for row in rows}
-        layout = Layout.from_blocks([[] if i in new else listed for i, listed in enumerate(seen)], width=self.memory.width)
-        state = dataclasses.replace(state, cache=cache, layout=layout, samplers=self._stacked(state.samplers.bias_tokens.shape[1]))
+        layout = Layout.from_blocks(
+            [[] if i in new else listed for i, listed in enumerate(seen)], width=self.memory.width
+        )
+        state = dataclasses.replace(
+            state,
+            cache=cache,
+            layout=layout,
+            samplers=self._stacked(state.samplers.bias_tokens.shape[1]),
+        )
         # Always as many, so that one program serves all.
         logits = self._no_logits
         if any(row.logits is not None for row in rows):
@@ -268,35 +339,53 @@ class Loop:
             logits = [nothing if row.logits is None else row.logits for row in rows]
             logits = jnp.stack(logits + [nothing] * (len(self.rows) - len(rows)))
         self._state = state.admit(
-            [row.index for row in rows], [seen[row.index] for row in rows], logits,
+            [row.index for row in rows],
+            [seen[row.index] for row in rows],
+            logits,
             seeds=[call.seed for call in calls],
-            budgets=[call.budget for call in calls], drawn=[row.drawn for row in rows],
+            budgets=[call.budget for call in calls],
+            drawn=[row.drawn for row in rows],
             pending=[row.left.tolist() if row.logits is None else [] for row in rows],
-            recorded=[call.resample is not None for call in calls])
+            recorded=[call.resample is not None for call in calls],
+        )
         for row in rows:
             row.logits = None
 
     def _room_for(self, calls: Sequence[Call]) -> DecodeState:
-        """The decode loop's state, with room for what these calls may sample and for their samplers' edits."""
+        """The decode loop's state, with room for what these calls may sample and for their
+        samplers' edits."""
         room = max(call.budget for call in calls)
         edits = max(len(call.sampler.bias) + len(call.sampler.forbidden) for call in calls)
         state = self._state and self._retire(self._state)
         if state is None:
             state = DecodeState.create(
-                *self._view({}, len(self.rows)), [], vocab_size=self.model.config.vocab_size, stops=self.model.generation.stop_tokens,
-                queue=PENDING, room=max(1024, bucket(room)), bias_slots=max(8, bucket(edits)), max_width=1,
-                kept=self.replies.kept)
+                *self._view({}, len(self.rows)),
+                [],
+                vocab_size=self.model.config.vocab_size,
+                stops=self.model.generation.stop_tokens,
+                queue=PENDING,
+                room=max(1024, bucket(room)),
+                bias_slots=max(8, bucket(edits)),
+                max_width=1,
+                kept=self.replies.kept,
+            )
         if (more := bucket(room) - state.tokens.shape[1]) > 0:
+
             def widened(array: Array) -> Array:
                 return jnp.pad(array, ((0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)))
 
-            state = dataclasses.replace(state, tokens=widened(state.tokens), kept=jax.tree.map(widened, state.kept))
+            state = dataclasses.replace(
+                state, tokens=widened(state.tokens), kept=jax.tree.map(widened, state.kept)
+            )
         if (slots := bucket(edits)) > state.samplers.bias_tokens.shape[1]:
             state = dataclasses.replace(state, samplers=self._stacked(slots))
         return state
 
     def _stacked(self, slots: int) -> Samplers:
-        if self._samplers_on_device is None or self._samplers_on_device.bias_tokens.shape[1] != slots:
+        if (
+            self._samplers_on_device is None
+            or self._samplers_on_device.bias_tokens.shape[1] != slots
+        ):
             self._samplers_on_device = Samplers.stack(self._samplers, bias_slots=slots)
         return self._samplers_on_device
 
@@ -308,7 +397,8 @@ class Loop:
         return state
 
     def _decode(self, passes: int, until_any: bool) -> None:
-        """One dispatch: forward passes, each of which samples a token for every row that runs; fewer with `until_any` if a row ends."""
+        """One dispatch: forward passes, each of which samples a token for every row that runs;
+        fewer with `until_any` if a row ends."""
         running = [row for row in self.live if row.running]
         for row in running:
             extent = row.node.extent
@@ -322,13 +412,26 @@ class Loop:
             state = dataclasses.replace(state, cache=cache, layout=layout)
             self.memory.moved = False
         else:
-            state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, keys=arenas.keys, values=arenas.values))
-        state = decode(self.model.module, self.model.params, state, passes=passes, until_any=until_any)
+            state = dataclasses.replace(
+                state,
+                cache=dataclasses.replace(state.cache, keys=arenas.keys, values=arenas.values),
+            )
+        state = decode(
+            self.model.module, self.model.params, state, passes=passes, until_any=until_any
+        )
         self._state, self.memory.pool.cache = state, state.cache
         if call := next(iter(self.queue), None):
             self.memory.prepare(call)  # while the device is at work
-        reasons, drawn, tokens, lengths, faults, ran = jax.device_get((state.reasons, state.drawn, state.tokens, state.cache.lengths,
-                                                                       state.cache.faults, state.passes))
+        reasons, drawn, tokens, lengths, faults, ran = jax.device_get(
+            (
+                state.reasons,
+                state.drawn,
+                state.tokens,
+                state.cache.lengths,
+                state.cache.faults,
+                state.passes,
+            )
+        )
         self.metrics.ran("decode", int(ran) - self._ran)
         self._ran = int(ran)
         if faults:
@@ -339,7 +442,7 @@ class Loop:
             assert row.node.extent is not None
             grown, row.length = int(lengths[row.slot]) - row.length, int(lengths[row.slot])
             row.node.extent.length += grown
-            found = tokens[row.index, row.drawn:drawn[row.index]].tolist()
+            found = tokens[row.index, row.drawn : drawn[row.index]].tolist()
             row.drawn += len(found)
             if (reason := Reason(int(reasons[row.index]))) is Reason.FULL:
                 full.append(row)
@@ -348,7 +451,12 @@ class Loop:
             if self.rows[row.index] is row:  # it may have had to make way meanwhile
                 self._give_room(row)
         for row in running:
-            if self.rows[row.index] is row and row.guesses and row not in full and row.guesses.back(row.call.output):
+            if (
+                self.rows[row.index] is row
+                and row.guesses
+                and row not in full
+                and row.guesses.back(row.call.output)
+            ):
                 self._leave_loop(row)
 
     def _found(self, row: Row, found: list[int], reason: Reason, now: float) -> None:
@@ -376,7 +484,8 @@ class Loop:
             self.replies.publish(call)
 
     def _give_room(self, row: Row) -> None:
-        """A row's block is full: it grows, or another one follows it, or somebody has to make way."""
+        """A row's block is full: it grows, or another one follows it, or somebody has to make
+        way."""
         while (node := self.memory.more(row.node, row.call.left + 1)) is None:
             victim = min(self.live, key=_worth)
             self._preempt(victim)
@@ -384,20 +493,30 @@ class Loop:
                 return
         row.node = node
         assert self._state is not None
-        self._state = dataclasses.replace(self._state, reasons=self._state.reasons.at[row.index].set(Reason.RUNNING.value))
+        self._state = dataclasses.replace(
+            self._state, reasons=self._state.reasons.at[row.index].set(Reason.RUNNING.value)
+        )
 
     def _not_a_number(self, row: Row) -> None:
-        """Ends a call that nothing can be sampled for; what it has written last is nothing to go on from."""
+        """Ends a call that nothing can be sampled for; what it has written last is nothing to go on
+        from."""
         assert row.node.extent is not None
         row.node.extent.length = 0
-        self._end(row, End.ERROR, NotANumberError(
-            f"the model's logits for call {row.call.number} are not numbers after {len(row.call.tokens)} tokens; its weights, or its "
-            f"dtype, cannot serve this prompt"))
+        self._end(
+            row,
+            End.ERROR,
+            NotANumberError(
+                f"the model's logits for call {row.call.number} are not numbers after "
+                f"{len(row.call.tokens)} tokens; its weights, or its dtype, cannot serve this "
+                "prompt"
+            ),
+        )
 
     # Ends.
 
     def _release(self, row: Row) -> None:
-        """Takes a row out of the loop; what it has written stays in the tree, for whoever may want it."""
+        """Takes a row out of the loop; what it has written stays in the tree, for whoever may want
+        it."""
         if row.running:
             self._leave_loop(row)
         self.rows[row.index] = None
@@ -408,7 +527,9 @@ class Loop:
         assert self._state is not None
         if row.call.resample and row.drawn > row.first:
             whole = jax.device_get(jax.tree.map(lambda array: array[row.index], self._state.kept))
-            row.call.drawn_from.append(jax.tree.map(lambda array: array[row.first:row.drawn], whole))
+            row.call.drawn_from.append(
+                jax.tree.map(lambda array: array[row.first : row.drawn], whole)
+            )
         self._retired.append(row.index)
         row.running, self.memory.moved = False, True
 
@@ -417,7 +538,8 @@ class Loop:
         self.replies.finish(row.call, end, error)
 
     def restart(self) -> None:
-        """After a failure: memory, rows and queue as they were at first, since a cache may have been given to a pass that failed."""
+        """After a failure: memory, rows and queue as they were at first, since a cache may have
+        been given to a pass that failed."""
         self.rows = [None] * len(self.rows)
         self.queue = self.replies.queue = Queue()
         self._state, self._ran = None, 0

@@ -1,4 +1,5 @@
-"""Memory: the pool and the prefix tree under one roof. Finds what is known of a call, makes room for the rest, and says what passes see."""
+"""Memory: the pool and the prefix tree under one roof. Finds what is known of a call, makes room
+for the rest, and says what passes see."""
 
 import collections
 import contextlib
@@ -24,9 +25,11 @@ from jaxshare.sizes import bucket
 GROWTH = 256
 """Tokens of room that a row is given at a time."""
 _SHORT = 16
-"""A hole is made by moving what lies within so many times its size, as long as something can leave instead."""
+"""A hole is made by moving what lies within so many times its size, as long as something can leave
+instead."""
 _SPARE = 16
-"""What leaves instead, at most until this part of the memory is free: then what is free is not far from itself."""
+"""What leaves instead, at most until this part of the memory is free: then what is free is not far
+from itself."""
 
 
 class Wait(enum.Enum):
@@ -54,10 +57,25 @@ class Memory:
       feed_seconds: a token took to be fed, as measured last; 0 for never. The loop measures it.
     """
 
-    def __init__(self, model: LoadedModel, *, tokens: int, host_tokens: int, rows: int, policy: Policy, metrics: Metrics):
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        tokens: int,
+        host_tokens: int,
+        rows: int,
+        policy: Policy,
+        metrics: Metrics,
+    ):
         self.moved, self.feed_seconds = True, 0.0
         self._copy_seconds = 0.0  # as feed_seconds
-        self._model, self._tokens, self._host_tokens, self._policy, self._metrics = model, tokens, host_tokens, policy, metrics
+        self._model, self._tokens, self._host_tokens, self._policy, self._metrics = (
+            model,
+            tokens,
+            host_tokens,
+            policy,
+            metrics,
+        )
         self.restart()
         self._costs, self._layers = calibration.load(model), model.config.num_layers
         self.width, self._slots = 8, 8 * rows
@@ -73,7 +91,8 @@ class Memory:
     # Calls.
 
     def place(self, call: Call, running: int, *, afresh: bool = False) -> Node | Wait:
-        """Gives a call memory: a node of its own, with room for what is to be fed and what may come next.
+        """Gives a call memory: a node of its own, with room for what is to be fed and what may come
+        next.
 
         Args:
           call: which.
@@ -100,7 +119,8 @@ class Memory:
         return node
 
     def prepare(self, call: Call) -> None:
-        """Lets go of what would have to leave for a call that comes next, where that takes no copy."""
+        """Lets go of what would have to leave for a call that comes next, where that takes no
+        copy."""
         tokens = call.tokens
         match = self.tree.match(tokens, len(tokens) - 1)
         wanted = len(tokens) - match.tokens + min(call.left, GROWTH)
@@ -110,7 +130,8 @@ class Memory:
                     self._let_go(wanted)
 
     def _base(self, match: Match, call: Call) -> Node:
-        """The node behind which a call's own tokens come; it is cut where the call leaves it in the middle, if that is worth it."""
+        """The node behind which a call's own tokens come; it is cut where the call leaves it in the
+        middle, if that is worth it."""
         node, cut = match.node, match.within < len(match.node.tokens)
         if node is self.tree.root:
             return node
@@ -120,21 +141,28 @@ class Memory:
         return self.tree.cut(node, match.within) if cut or node.writing else node
 
     def _pays(self, tokens: int, node: Node, call: Call) -> bool:
-        """Whether the first tokens of a node are worth a block of their own, which the call and all that use the node now read together.
+        """Whether the first tokens of a node are worth a block of their own, which the call and all
+        that use the node now read together.
 
-        The cost rule of branches says what that costs in every pass that the call will need; to be set against it is that the tokens need
-        not be fed again. Where nobody else is under way a piece is read in one with what stands before it, and costs nothing. A few tokens
-        at the very beginning are what all prompts have there, so they would soon be a block of all rows.
+        The cost rule of branches says what that costs in every pass that the call will need; to be
+        set against it is that the tokens need not be fed again. Where nobody else is under way a
+        piece is read in one with what stands before it, and costs nothing. A few tokens at the very
+        beginning are what all prompts have there, so they would soon be a block of all rows.
         """
         rows, costs = node.users + 1, self._costs
         if rows < 2 or tokens < LEAST_PIECE:
             return rows < 2 and (node.parent is not self.tree.root or tokens >= LEAST_PIECE)
-        more = costs.shared(tokens, rows) - rows * (costs.private(PRIVATE_TILE + tokens) - costs.private(PRIVATE_TILE))
-        return more * 1e-6 * self._layers * call.left <= tokens * self.feed_seconds or not self.feed_seconds
+        more = costs.shared(tokens, rows) - rows * (
+            costs.private(PRIVATE_TILE + tokens) - costs.private(PRIVATE_TILE)
+        )
+        return (
+            more * 1e-6 * self._layers * call.left <= tokens * self.feed_seconds
+            or not self.feed_seconds
+        )
 
     def _room_behind(self, path: list[Node], least: int, wanted: int) -> Extent | None:
-        """An extent for what comes behind these nodes, all of which are brought back; None if there is no room, and then nothing leaves in
-        vain."""
+        """An extent for what comes behind these nodes, all of which are brought back; None if there
+        is no room, and then nothing leaves in vain."""
         with _kept(path):
             there = self.pool.free - sum(len(node.tokens) for node in path if node.copy)
             there += self.tree.idle() if there < wanted else 0
@@ -152,19 +180,22 @@ class Memory:
         begin = time.perf_counter()
         self.tree.fetch(node, extent)
         jax.block_until_ready(self.pool.cache.keys[0])
-        self._copy_seconds = steadied(self._copy_seconds, (time.perf_counter() - begin) / len(node.tokens))
+        self._copy_seconds = steadied(
+            self._copy_seconds, (time.perf_counter() - begin) / len(node.tokens)
+        )
         self._metrics.fetched(len(node.tokens))
         self.moved = True
         return True
 
     def grow(self, node: Node, wanted: int) -> None:
-        """Gives a node that is written more room if what lies behind it is free; for so many tokens, or a part of them."""
+        """Gives a node that is written more room if what lies behind it is free; for so many
+        tokens, or a part of them."""
         assert node.extent is not None
         self.moved |= self.pool.grow(node.extent, min(wanted, GROWTH))
 
     def more(self, node: Node, wanted: int) -> Node | None:
-        """Gives who writes a node more room, there or behind it, for so many tokens or a part of them: the node that is written now, or
-        None if nothing is left that can go."""
+        """Gives who writes a node more room, there or behind it, for so many tokens or a part of
+        them: the node that is written now, or None if nothing is left that can go."""
         assert node.extent is not None
         wanted = min(wanted, GROWTH)
         while not self.pool.grow(node.extent, wanted):
@@ -180,7 +211,8 @@ class Memory:
         return node
 
     def release(self, node: Node) -> None:
-        """A call is over, or makes way, that has written this node; what it has written stays, for whoever may want it."""
+        """A call is over, or makes way, that has written this node; what it has written stays, for
+        whoever may want it."""
         for each in node.path():
             each.users -= 1
         self.tree.finish(node)
@@ -206,23 +238,30 @@ class Memory:
     # Room.
 
     def _room(self, tokens: int) -> Extent | None:
-        """An extent for so many tokens. What nobody uses leaves for it until as much is free; what lies between is then moved away."""
+        """An extent for so many tokens. What nobody uses leaves for it until as much is free; what
+        lies between is then moved away."""
         while (extent := self.pool.take(tokens)) is None:
             if not self._clear(tokens):
                 return None
         return extent
 
     def _clear(self, tokens: int) -> bool:
-        """Gets nearer to a hole of so many tokens; False if nothing more can be done. Where much would have to be moved for it, something
-        more leaves instead."""
-        return (self._pack(tokens, _SHORT * tokens) or self._let_go(tokens) or self._let_go(self.pool.tokens // _SPARE)
-                or self._pack(tokens))
+        """Gets nearer to a hole of so many tokens; False if nothing more can be done. Where much
+        would have to be moved for it, something more leaves instead."""
+        return (
+            self._pack(tokens, _SHORT * tokens)
+            or self._let_go(tokens)
+            or self._let_go(self.pool.tokens // _SPARE)
+            or self._pack(tokens)
+        )
 
     def _pack(self, tokens: int, within: int | None = None) -> bool:
-        """Makes a hole of so many tokens of what is free within so many places; False if it is not."""
+        """Makes a hole of so many tokens of what is free within so many places; False if it is
+        not."""
         if self.pool.free < tokens:
             return False
-        held = (node.extent for node in self.tree.root.below() if node.extent)  # looked through where there is something to move
+        # looked through where there is something to move
+        held = (node.extent for node in self.tree.root.below() if node.extent)
         packed = self.pool.pack(itertools.chain(held, self.lent), tokens, within)
         self.moved |= packed
         return packed
@@ -231,19 +270,25 @@ class Memory:
         """Lets nodes leave until so many tokens are free; False if none leaves."""
         evicted, swapped = self.tree.evicted, self.tree.swapped
         # Fetching a copy takes about as long as making it.
-        found = self.tree.make_room(tokens, worth_a_copy=2 * self._copy_seconds <= self.feed_seconds or not self.feed_seconds)
+        found = self.tree.make_room(
+            tokens,
+            worth_a_copy=2 * self._copy_seconds <= self.feed_seconds or not self.feed_seconds,
+        )
         self._metrics.evicted(self.tree.evicted - evicted, self.tree.swapped - swapped)
         return found
 
     # What passes see.
 
-    def view(self, nodes: Mapping[int, Node], count: int) -> tuple[KVCache, list[list[int]], dict[int, tuple[int, int]]]:
+    def view(
+        self, nodes: Mapping[int, Node], count: int
+    ) -> tuple[KVCache, list[list[int]], dict[int, tuple[int, int]]]:
         """For rows that write these nodes, of `count` in all.
 
         Runs that were cut are read as one where the same rows see all of them.
 
         Returns:
-          The cache with what they see as its blocks, for each row those that it sees, and for each of `nodes` (its own block, tokens in
+          The cache with what they see as its blocks, for each row those that it sees, and for each
+            of `nodes` (its own block, tokens in
           that).
         """
         slots: dict[tuple[int, int, int], int] = {}
@@ -273,7 +318,8 @@ def _kept(path: list[Node]) -> Iterator[None]:
 
 
 def _spans(node: Node) -> list[Extent]:
-    """The blocks that a row sees which writes this node. All rows that see one of two neighbours see both where as many use them."""
+    """The blocks that a row sees which writes this node. All rows that see one of two neighbours
+    see both where as many use them."""
     spans: list[Extent] = []
     users = -1
     for each in node.path():
@@ -288,5 +334,6 @@ def _spans(node: Node) -> list[Extent]:
 
 
 def steadied(before: float, now: float) -> float:
-    """A time that was measured again. The first one is long, since something is compiled: less is believed at once, more by and by."""
+    """A time that was measured again. The first one is long, since something is compiled: less is
+    believed at once, more by and by."""
     return now if not before else min(now, 0.9 * before + 0.1 * now)

@@ -22,32 +22,88 @@ class Metrics:
       registry: what Prometheus reads.
       passes: forward passes so far, those that feed prompts and those that sample.
       reused: tokens of prompts that were known when their calls were admitted first.
-      compile_seconds: that the engine's own thread has compiled so far; sessions on it count theirs.
+      compile_seconds: that the engine's own thread has compiled so far; sessions on it count
+        theirs.
     """
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self.passes = self.reused = 0
         self.compile_seconds = 0.0
-        self._passes = Counter("jaxshare_passes", "Forward passes, by what they do", ["kind"], registry=registry)
-        self._rows = Gauge("jaxshare_rows", "Calls that are under way", ["state"], registry=registry)
+        self._passes = Counter(
+            "jaxshare_passes", "Forward passes, by what they do", ["kind"], registry=registry
+        )
+        self._rows = Gauge(
+            "jaxshare_rows", "Calls that are under way", ["state"], registry=registry
+        )
         self._queue = Gauge("jaxshare_queue", "Calls that wait", registry=registry)
-        self._bytes = Gauge("jaxshare_bytes", "Bytes of keys and values by where they are, of what sessions have, and of the Logits Cache",
-                            ["tier"], registry=registry)
-        self._calls = Counter("jaxshare_calls", "Calls that have ended, by how", ["end"], registry=registry)
-        self._tokens = Counter("jaxshare_tokens", "Tokens of calls: read in, sampled, or taken from the Logits Cache", ["how"],
-                               registry=registry)
-        self._prompt = Counter("jaxshare_prompt_tokens", "Tokens that calls were admitted with", ["agent"], registry=registry)
-        self._reused = Counter("jaxshare_reused_tokens", "Of these, those that were known", ["agent"], registry=registry)
-        self._evicted = Counter("jaxshare_evicted_tokens", "Tokens that left the accelerator, by where to", ["to"], registry=registry)
-        self._fetched = Counter("jaxshare_fetched_tokens", "Tokens that came back from host memory", registry=registry)
-        self._lookups = Counter("jaxshare_logits_lookups", "Calls that the Logits Cache was asked for", ["found"], registry=registry)
-        self._guesses = Counter("jaxshare_guessed_tokens", "Tokens guessed after earlier answers", ["were"], registry=registry)
-        self._preempted = Counter("jaxshare_preemptions", "Calls that had to make way for another", registry=registry)
-        self._compile = Counter("jaxshare_compile_seconds", "Seconds in which the engine compiled", registry=registry)
-        self._first = Histogram("jaxshare_first_token_seconds", "From a call's submission to its first token", buckets=_SECONDS,
-                                registry=registry)
-        self._whole = Histogram("jaxshare_call_seconds", "From a call's submission to its end", buckets=_SECONDS, registry=registry)
+        self._bytes = Gauge(
+            "jaxshare_bytes",
+            "Bytes of keys and values by where they are, of what sessions have, and of the Logits "
+            "Cache",
+            ["tier"],
+            registry=registry,
+        )
+        self._calls = Counter(
+            "jaxshare_calls", "Calls that have ended, by how", ["end"], registry=registry
+        )
+        self._tokens = Counter(
+            "jaxshare_tokens",
+            "Tokens of calls: read in, sampled, or taken from the Logits Cache",
+            ["how"],
+            registry=registry,
+        )
+        self._prompt = Counter(
+            "jaxshare_prompt_tokens",
+            "Tokens that calls were admitted with",
+            ["agent"],
+            registry=registry,
+        )
+        self._reused = Counter(
+            "jaxshare_reused_tokens",
+            "Of these, those that were known",
+            ["agent"],
+            registry=registry,
+        )
+        self._evicted = Counter(
+            "jaxshare_evicted_tokens",
+            "Tokens that left the accelerator, by where to",
+            ["to"],
+            registry=registry,
+        )
+        self._fetched = Counter(
+            "jaxshare_fetched_tokens", "Tokens that came back from host memory", registry=registry
+        )
+        self._lookups = Counter(
+            "jaxshare_logits_lookups",
+            "Calls that the Logits Cache was asked for",
+            ["found"],
+            registry=registry,
+        )
+        self._guesses = Counter(
+            "jaxshare_guessed_tokens",
+            "Tokens guessed after earlier answers",
+            ["were"],
+            registry=registry,
+        )
+        self._preempted = Counter(
+            "jaxshare_preemptions", "Calls that had to make way for another", registry=registry
+        )
+        self._compile = Counter(
+            "jaxshare_compile_seconds", "Seconds in which the engine compiled", registry=registry
+        )
+        self._first = Histogram(
+            "jaxshare_first_token_seconds",
+            "From a call's submission to its first token",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._whole = Histogram(
+            "jaxshare_call_seconds",
+            "From a call's submission to its end",
+            buckets=_SECONDS,
+            registry=registry,
+        )
 
     def admitted(self, call: Call, known: int) -> None:
         self._prompt.labels(call.agent).inc(len(call.tokens))

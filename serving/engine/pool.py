@@ -1,7 +1,8 @@
-"""Pool: the accelerator's memory for keys and values, handed out in extents by the host, and copies of extents in host memory.
+"""Pool: the accelerator's memory for keys and values, handed out in extents by the host, and copies
+of extents in host memory.
 
-What a pass reads is told to it anew each time (`Pool.view`), so cutting an extent in two, giving a part back or letting it grow in place
-are arithmetic on the host, and copy nothing.
+What a pass reads is told to it anew each time (`Pool.view`), so cutting an extent in two, giving a
+part back or letting it grow in place are arithmetic on the host, and copy nothing.
 """
 
 import dataclasses
@@ -44,8 +45,13 @@ class Extent:
         return self.offset + self.capacity
 
     def goes_on_in(self, other: "Extent") -> bool:
-        """Whether the other one is the rest of what this once was, so that both can be read as one."""
-        return self.length == self.capacity and self.end == other.offset and self.phase + self.length == other.phase
+        """Whether the other one is the rest of what this once was, so that both can be read as
+        one."""
+        return (
+            self.length == self.capacity
+            and self.end == other.offset
+            and self.phase + self.length == other.phase
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,9 +68,14 @@ class HostCopy:
 
     def fork(self, at: int) -> "tuple[HostCopy, HostCopy]":
         """The first `at` tokens, and the rest."""
+
         def part(of: slice, phase: int) -> HostCopy:
             # Arrays of its own, so that each part's memory is free when that part goes.
-            return HostCopy(tuple(k[:, of].copy() for k in self.keys), tuple(v[:, of].copy() for v in self.values), phase)
+            return HostCopy(
+                tuple(k[:, of].copy() for k in self.keys),
+                tuple(v[:, of].copy() for v in self.values),
+                phase,
+            )
 
         return part(slice(at), self.phase), part(slice(at, None), self.phase + at)
 
@@ -114,15 +125,21 @@ class Pool:
 
     @staticmethod
     def fork(extent: Extent, at: int) -> Extent:
-        """Cuts an extent in two and copies nothing: what is returned has its first `at` tokens, and the extent itself is the rest."""
+        """Cuts an extent in two and copies nothing: what is returned has its first `at` tokens, and
+        the extent itself is the rest."""
         head = Extent(extent.offset, at, at, extent.phase)
-        extent.offset, extent.capacity, extent.length = extent.offset + at, extent.capacity - at, extent.length - at
+        extent.offset, extent.capacity, extent.length = (
+            extent.offset + at,
+            extent.capacity - at,
+            extent.length - at,
+        )
         extent.phase += at
         return head
 
     def pack(self, extents: Iterable[Extent], wanted: int, within: int | None = None) -> bool:
-        """Makes one hole of so many tokens out of neighbouring ones: moves what lies between them to their front. False if they are not
-        free, or not `within` so many places. Keys are rotated to where they were, wherever they lie.
+        """Makes one hole of so many tokens out of neighbouring ones: moves what lies between them
+        to their front. False if they are not free, or not `within` so many places. Keys are rotated
+        to where they were, wherever they lie.
 
         Args:
           extents: all that are taken.
@@ -134,8 +151,13 @@ class Pool:
         begin, end = window
         width, start, _ = self._window(begin, end - begin)
         source, at = np.arange(width), begin
-        for extent in sorted((e for e in extents if begin <= e.offset < end and e.capacity), key=lambda extent: extent.offset):
-            source[at - start:at - start + extent.capacity] = np.arange(extent.offset - start, extent.end - start)
+        for extent in sorted(
+            (e for e in extents if begin <= e.offset < end and e.capacity),
+            key=lambda extent: extent.offset,
+        ):
+            source[at - start : at - start + extent.capacity] = np.arange(
+                extent.offset - start, extent.end - start
+            )
             extent.offset = at
             at += extent.capacity
         self._holes.give_back(at, end - at)
@@ -151,20 +173,27 @@ class Pool:
         for slot, span in enumerate(spans):
             table[:, slot] = span.offset, span.length, span.capacity, span.phase
         offsets, lengths, capacities, phases = jax.device_put(tuple(table))
-        return dataclasses.replace(self.cache, offsets=offsets, lengths=lengths, capacities=capacities, phases=phases)
+        return dataclasses.replace(
+            self.cache, offsets=offsets, lengths=lengths, capacities=capacities, phases=phases
+        )
 
     # Copies.
 
     def copy(self, extent: Extent) -> Arenas:
         """Arenas of their own with what lies in an extent, at their begin."""
-        return _copied((self.cache.keys, self.cache.values), extent.offset, extent.capacity, self.cache.mesh)
+        return _copied(
+            (self.cache.keys, self.cache.values), extent.offset, extent.capacity, self.cache.mesh
+        )
 
     def read(self, extent: Extent) -> HostCopy:
         """A copy of what is in an extent."""
         width, start, first = self._window(extent.offset, extent.length)
         keys, values = _read((self.cache.keys, self.cache.values), start, width, self.cache.mesh)
         there = slice(first, first + extent.length)
-        keys, values = (tuple(np.array(a[:, there]) for a in jax.device_get(arrays)) for arrays in (keys, values))
+        keys, values = (
+            tuple(np.array(a[:, there]) for a in jax.device_get(arrays))
+            for arrays in (keys, values)
+        )
         return HostCopy(keys, values, extent.phase)
 
     def write(self, extent: Extent, copy: HostCopy) -> None:
@@ -172,12 +201,23 @@ class Pool:
         extent.length, extent.phase = copy.tokens, copy.phase
         width, start, first = self._window(extent.offset, extent.length)
         behind = width - first - copy.tokens
-        keys, values = (tuple(np.pad(a, ((0, 0), (first, behind), (0, 0))) for a in arrays) for arrays in (copy.keys, copy.values))
-        keys, values = _write((self.cache.keys, self.cache.values), (keys, values), start, first, copy.tokens, self.cache.mesh)
+        keys, values = (
+            tuple(np.pad(a, ((0, 0), (first, behind), (0, 0))) for a in arrays)
+            for arrays in (copy.keys, copy.values)
+        )
+        keys, values = _write(
+            (self.cache.keys, self.cache.values),
+            (keys, values),
+            start,
+            first,
+            copy.tokens,
+            self.cache.mesh,
+        )
         self.cache = dataclasses.replace(self.cache, keys=keys, values=values)
 
     def _window(self, begin: int, tokens: int) -> tuple[int, int, int]:
-        """(tokens of a window that holds a run, one of few sizes; where it begins in the arena; where the run does in it)."""
+        """(tokens of a window that holds a run, one of few sizes; where it begins in the arena;
+        where the run does in it)."""
         width = ALIGNMENT
         while width < tokens:
             width *= 4
@@ -186,9 +226,14 @@ class Pool:
         return width, start, begin - start
 
 
-# One device's part of each: what is spread over devices by tokens goes by way of all of them. Windows have the same heads as the arenas.
+# One device's part of each: what is spread over devices by tokens goes by way of all of them.
+# Windows have the same heads as the arenas.
 
-_ARENA, _WINDOW, _NONE = sharding.spec(ARENA), sharding.spec((ARENA[0], None, None)), PartitionSpec()
+_ARENA, _WINDOW, _NONE = (
+    sharding.spec(ARENA),
+    sharding.spec((ARENA[0], None, None)),
+    PartitionSpec(),
+)
 
 
 @functools.partial(jax.jit, donate_argnames="arenas", static_argnames="mesh")
@@ -202,9 +247,13 @@ def _pick(arenas: Arenas, source: Array, start: Array, mesh: Mesh | None) -> Are
     def local(arenas: Arenas, source: Array, start: Array) -> Arenas:
         if stripes.axis is None:
             return jax.tree.map(picked, arenas)
-        return put(stripes, arenas, start + jnp.arange(len(source)), take(stripes, arenas, start + source))
+        return put(
+            stripes, arenas, start + jnp.arange(len(source)), take(stripes, arenas, start + source)
+        )
 
-    return on_each(local, mesh, in_specs=(_ARENA, _NONE, _NONE), out_specs=_ARENA)(arenas, source, start)
+    return on_each(local, mesh, in_specs=(_ARENA, _NONE, _NONE), out_specs=_ARENA)(
+        arenas, source, start
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("width", "mesh"))
@@ -213,7 +262,9 @@ def _read(arenas: Arenas, start: Array, width: int, mesh: Mesh | None) -> Arenas
 
     def local(arenas: Arenas, start: Array) -> Arenas:
         if stripes.axis is None:
-            return jax.tree.map(lambda arena: jax.lax.dynamic_slice_in_dim(arena, start, width, axis=1), arenas)
+            return jax.tree.map(
+                lambda arena: jax.lax.dynamic_slice_in_dim(arena, start, width, axis=1), arenas
+            )
         return take(stripes, arenas, start + jnp.arange(width))
 
     return on_each(local, mesh, in_specs=(_ARENA, _NONE), out_specs=_WINDOW)(arenas, start)
@@ -227,14 +278,18 @@ def _copied(arenas: Arenas, start: Array, width: int, mesh: Mesh | None) -> Aren
 
     def local(window: Arenas) -> Arenas:
         size = -(-width // stripes.period) * STRIPE
-        empty = jax.tree.map(lambda arena: jnp.zeros((arena.shape[0], size, arena.shape[2]), arena.dtype), window)
+        empty = jax.tree.map(
+            lambda arena: jnp.zeros((arena.shape[0], size, arena.shape[2]), arena.dtype), window
+        )
         return put(stripes, empty, jnp.arange(width), window)
 
     return on_each(local, mesh, in_specs=(_WINDOW,), out_specs=_ARENA)(window)
 
 
 @functools.partial(jax.jit, donate_argnames="arenas", static_argnames="mesh")
-def _write(arenas: Arenas, new: Arenas, start: Array, first: Array, count: Array, mesh: Mesh | None) -> Arenas:
+def _write(
+    arenas: Arenas, new: Arenas, start: Array, first: Array, count: Array, mesh: Mesh | None
+) -> Arenas:
     stripes = Stripes.over(mesh)
 
     def local(arenas: Arenas, new: Arenas, start: Array, first: Array, count: Array) -> Arenas:
@@ -245,8 +300,12 @@ def _write(arenas: Arenas, new: Arenas, start: Array, first: Array, count: Array
 
         def written(arena: Array, piece: Array) -> Array:
             window = jax.lax.dynamic_slice_in_dim(arena, start, piece.shape[1], axis=1)
-            return jax.lax.dynamic_update_slice_in_dim(arena, jnp.where(there[:, None], piece, window), start, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(
+                arena, jnp.where(there[:, None], piece, window), start, axis=1
+            )
 
         return jax.tree.map(written, arenas, new)
 
-    return on_each(local, mesh, in_specs=(_ARENA, _WINDOW, _NONE, _NONE, _NONE), out_specs=_ARENA)(arenas, new, start, first, count)
+    return on_each(local, mesh, in_specs=(_ARENA, _WINDOW, _NONE, _NONE, _NONE), out_specs=_ARENA)(
+        arenas, new, start, first, count
+    )

@@ -1,4 +1,5 @@
-"""Who is served next: calls of a higher priority first, and among those agents in turn, by what each was given so far."""
+"""Who is served next: calls of a higher priority first, and among those agents in turn, by what
+each was given so far."""
 
 from collections.abc import Iterator
 
@@ -11,9 +12,10 @@ _MOST_AGENTS = 1024
 class Queue:
     """Calls that wait.
 
-    An agent's service is the tokens that were read and written for it. The agent that was given least comes first (fair queueing by tokens,
-    Sheng et al. 2024), its calls in the order in which they came; an agent that comes anew, or again, begins where the least served of
-    those at work is, so that nobody saves up service by being away.
+    An agent's service is the tokens that were read and written for it. The agent that was given
+    least comes first (fair queueing by tokens, Sheng et al. 2024), its calls in the order in which
+    they came; an agent that comes anew, or again, begins where the least served of those at work
+    is, so that nobody saves up service by being away.
     """
 
     def __init__(self) -> None:
@@ -26,7 +28,12 @@ class Queue:
 
     def __iter__(self) -> Iterator[Call]:
         """In the order in which they are to be served."""
-        return iter(sorted(self._calls, key=lambda call: (-call.priority, self._served[call.agent], call.number)))
+        return iter(
+            sorted(
+                self._calls,
+                key=lambda call: (-call.priority, self._served[call.agent], call.number),
+            )
+        )
 
     def begin(self, call: Call) -> None:
         """A call is there for the first time."""
@@ -53,8 +60,14 @@ class Queue:
             least = min((self._served[agent] for agent in self._at_work), default=None)
             if least is None:
                 self._served.clear()
-            elif len(self._served) > _MOST_AGENTS:  # who was given less than all that are at work is like somebody new
-                self._served = {agent: served for agent, served in self._served.items() if agent in self._at_work or served > least}
+            elif (
+                len(self._served) > _MOST_AGENTS
+            ):  # who was given less than all that are at work is like somebody new
+                self._served = {
+                    agent: served
+                    for agent, served in self._served.items()
+                    if agent in self._at_work or served > least
+                }
 
     def serve(self, call: Call, tokens: int) -> None:
         """So many tokens were read or written for a call."""

@@ -1,4 +1,5 @@
-"""What calls have said, and how they end: texts, stop texts, what streams are given, and what the Logits Cache is told and asked."""
+"""What calls have said, and how they end: texts, stop texts, what streams are given, and what the
+Logits Cache is told and asked."""
 
 import bisect
 import logging
@@ -28,8 +29,23 @@ class Replies:
       logits: the Logits Cache, or None; hotspot: how it is sampled where that was asked for.
     """
 
-    def __init__(self, model: LoadedModel, *, queue: Queue, policy: Policy, metrics: Metrics, logits: LogitsCache | None, hotspot: Hotspot):
-        self.queue, self.policy, self.metrics, self.logits, self.hotspot = queue, policy, metrics, logits, hotspot
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        queue: Queue,
+        policy: Policy,
+        metrics: Metrics,
+        logits: LogitsCache | None,
+        hotspot: Hotspot,
+    ):
+        self.queue, self.policy, self.metrics, self.logits, self.hotspot = (
+            queue,
+            policy,
+            metrics,
+            logits,
+            hotspot,
+        )
         self.stops = frozenset(model.generation.stop_tokens)
 
     @property
@@ -42,7 +58,11 @@ class Replies:
         assert self.logits is not None
         call.looked_up = True
         arguments = call.prompt, call.sampler, call.seed, call.budget, self.stops
-        found = self.logits.hotspot(*arguments, self.hotspot) if call.resample == "hotspot" else self.logits.replay(*arguments)
+        found = (
+            self.logits.hotspot(*arguments, self.hotspot)
+            if call.resample == "hotspot"
+            else self.logits.replay(*arguments)
+        )
         self.metrics.looked_up(len(found))
         if not found:
             return
@@ -75,40 +95,79 @@ class Replies:
             self._remember(call)
         self.publish(call)
         now = time.perf_counter()
-        done = Completion(tuple(call.output), "", end, len(call.prompt), call.reused or 0, call.replayed, call.preemptions,
-                          call.first and call.first - call.submitted, now - call.submitted, error)
+        done = Completion(
+            tuple(call.output),
+            "",
+            end,
+            len(call.prompt),
+            call.reused or 0,
+            call.replayed,
+            call.preemptions,
+            call.first and call.first - call.submitted,
+            now - call.submitted,
+            error,
+        )
         self.policy.finished(call.agent, len(call.output))
         self.metrics.finished(call, done)
-        log.info("ended", extra={"call": call.number, "agent": call.agent, "end": end.value, "prompt_tokens": done.prompt_tokens,
-                                 "reused_tokens": done.reused_tokens, "new_tokens": len(done.tokens), "seconds": round(done.seconds, 4)})
+        log.info(
+            "ended",
+            extra={
+                "call": call.number,
+                "agent": call.agent,
+                "end": end.value,
+                "prompt_tokens": done.prompt_tokens,
+                "reused_tokens": done.reused_tokens,
+                "new_tokens": len(done.tokens),
+                "seconds": round(done.seconds, 4),
+            },
+        )
         call.state.tell(done=done)
 
     def _remember(self, call: Call) -> None:
-        """Gives the Logits Cache what a call has computed; and has the next one on the same state looked up before it comes."""
+        """Gives the Logits Cache what a call has computed; and has the next one on the same state
+        looked up before it comes."""
         assert self.logits is not None
         drawn = [*call.output, *([] if call.stop_token is None else [call.stop_token])]
         kept = jax.tree.map(lambda *parts: np.concatenate(parts), *call.drawn_from)
-        new = drawn[call.replayed:]
-        kept = jax.tree.map(lambda array: array[:len(new)], kept)  # a stop text ends the answer before what was drawn last
-        written = self.logits.write(call.prompt, drawn[:call.replayed], new, kept)
+        new = drawn[call.replayed :]
+        # a stop text ends the answer before what was drawn last
+        kept = jax.tree.map(lambda array: array[: len(new)], kept)
+        written = self.logits.write(call.prompt, drawn[: call.replayed], new, kept)
         if written and call.next_seed is not None and call.resample == "stepwise":
             self.logits.prefetch(call.prompt, call.sampler, call.next_seed, call.budget, self.stops)
 
     def give_up(self, call: Call, error: Exception) -> None:
         """Ends a call because the loop has failed."""
-        call.state.tell(done=Completion(tuple(call.output), "", End.ERROR, len(call.prompt), call.reused or 0, call.replayed,
-                                        call.preemptions, None, time.perf_counter() - call.submitted, error))
+        call.state.tell(
+            done=Completion(
+                tuple(call.output),
+                "",
+                End.ERROR,
+                len(call.prompt),
+                call.reused or 0,
+                call.replayed,
+                call.preemptions,
+                None,
+                time.perf_counter() - call.submitted,
+                error,
+            )
+        )
 
     def stopped(self, call: Call) -> bool:
-        """Whether one of the call's stop texts stands; then its output ends where the text before it does."""
+        """Whether one of the call's stop texts stands; then its output ends where the text before
+        it does."""
         text = call.state.text
         if not text.stopped(call.output):
             return False
         # The fewest tokens with it: the same whenever the host looks in.
-        del call.output[bisect.bisect_left(range(len(call.output)), True, lo=1, key=lambda n: text.stopped(call.output[:n])):]
+        del call.output[
+            bisect.bisect_left(
+                range(len(call.output)), True, lo=1, key=lambda n: text.stopped(call.output[:n])
+            ) :
+        ]
         return True
 
     def publish(self, call: Call) -> None:
         """Gives out what is new."""
-        call.state.tell(tuple(call.output[call.given:]))
+        call.state.tell(tuple(call.output[call.given :]))
         call.given = len(call.output)

@@ -1,4 +1,5 @@
-"""What an engine knows, apart from how it lies in memory: the prefix tree with its keys and values. How an engine is saved and restored."""
+"""What an engine knows, apart from how it lies in memory: the prefix tree with its keys and values.
+How an engine is saved and restored."""
 
 import itertools
 from collections.abc import Mapping
@@ -19,19 +20,37 @@ _SEGMENT = ("depth", "owners", "last_used", "uses", "priority")
 def known(memory: Memory, model: LoadedModel) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Arrays and facts of all that is known, in host memory.
 
-    The arrays are `tokens` int32[N] and, of each layer L, `keys.L` and `values.L` [K, N, D] with every kv head once: the tokens of all
-    nodes, parents first. What a call is writing is known as far as it has got.
+    The arrays are `tokens` int32[N] and, of each layer L, `keys.L` and `values.L` [K, N, D] with
+    every kv head once: the tokens of all nodes, parents first. What a call is writing is known as
+    far as it has got.
     """
-    nodes = sorted(_known_nodes(memory.tree.root), key=lambda node: node.extent is None)  # behind those nobody is on the accelerator
-    arrays = {"tokens": np.concatenate([np.zeros(0, np.int32), *(node.tokens[:node.known] for node in nodes)])}
-    index, cache = contents.places([(node.extent.offset, node.known) for node in nodes if node.extent]), memory.pool.cache
-    there, copies = int(np.sum(index >= 0)), [node.copy for node in nodes if not node.extent and node.copy]
+    # behind those nobody is on the accelerator
+    nodes = sorted(_known_nodes(memory.tree.root), key=lambda node: node.extent is None)
+    arrays = {
+        "tokens": np.concatenate(
+            [np.zeros(0, np.int32), *(node.tokens[: node.known] for node in nodes)]
+        )
+    }
+    index, cache = (
+        contents.places([(node.extent.offset, node.known) for node in nodes if node.extent]),
+        memory.pool.cache,
+    )
+    there, copies = (
+        int(np.sum(index >= 0)),
+        [node.copy for node in nodes if not node.extent and node.copy],
+    )
     for kind in ("keys", "values"):
         for layer, arena in enumerate(getattr(cache, kind)):
             held = np.asarray(contents.read(arena, index, cache.mesh, model.kv_repeats))[:, :there]
-            arrays[f"{kind}.{layer}"] = np.concatenate([held, *(getattr(copy, kind)[layer][::model.kv_repeats] for copy in copies)], axis=1)
+            arrays[f"{kind}.{layer}"] = np.concatenate(
+                [held, *(getattr(copy, kind)[layer][:: model.kv_repeats] for copy in copies)],
+                axis=1,
+            )
     places = {id(node): i for i, node in enumerate(nodes)}
-    return arrays, {"now": memory.tree.now, "nodes": [_facts(node, places.get(id(node.parent))) for node in nodes]}
+    return arrays, {
+        "now": memory.tree.now,
+        "nodes": [_facts(node, places.get(id(node.parent))) for node in nodes],
+    }
 
 
 def _known_nodes(root: Node) -> list[Node]:
@@ -49,30 +68,51 @@ def _facts(node: Node, parent: int | None) -> dict[str, Any]:
     where = node.extent or node.copy
     assert where is not None
     facts = {name: getattr(node.segment, name) for name in _SEGMENT}
-    return {**facts, "depth": facts["depth"] - len(node.tokens) + node.known, "tokens": node.known, "phase": where.phase, "parent": parent}
+    return {
+        **facts,
+        "depth": facts["depth"] - len(node.tokens) + node.known,
+        "tokens": node.known,
+        "phase": where.phase,
+        "parent": parent,
+    }
 
 
-def learn(memory: Memory, model: LoadedModel, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> int:
-    """Brings what was known into a memory that knows nothing yet: what was used last first, as far as there is room.
+def learn(
+    memory: Memory, model: LoadedModel, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]
+) -> int:
+    """Brings what was known into a memory that knows nothing yet: what was used last first, as far
+    as there is room.
 
     Returns:
       How many tokens are known now.
     """
     tree, nodes = memory.tree, facts["nodes"]
     begins = [0, *itertools.accumulate(node["tokens"] for node in nodes)]
-    made: dict[int | None, tuple[Node, np.ndarray]] = {None: (tree.root, np.zeros(0, np.int32))}  # with all tokens to its end
+    # with all tokens to its end
+    made: dict[int | None, tuple[Node, np.ndarray]] = {None: (tree.root, np.zeros(0, np.int32))}
     held: dict[int, Node] = {}
     for i in sorted(range(len(nodes)), key=lambda i: (-nodes[i]["last_used"], nodes[i]["depth"])):
         if nodes[i]["parent"] not in made:  # there was no room for it
             continue
         parent, before = made[nodes[i]["parent"]]
-        tokens = arrays["tokens"][begins[i]:begins[i + 1]]
+        tokens = arrays["tokens"][begins[i] : begins[i + 1]]
         whole = np.concatenate([before, tokens])
-        node = Node(tokens, None, Segment(len(tokens), digest(whole), *(nodes[i][name] for name in _SEGMENT)), fresh=False)
+        node = Node(
+            tokens,
+            None,
+            Segment(len(tokens), digest(whole), *(nodes[i][name] for name in _SEGMENT)),
+            fresh=False,
+        )
         if _place(tree, node, parent, nodes[i]["phase"]):
             held[i] = node
         elif tree.host_used + len(tokens) <= tree.host_tokens:
-            node.copy = _copy(arrays, slice(begins[i], begins[i + 1]), nodes[i]["phase"], len(memory.pool.cache.keys), model.kv_repeats)
+            node.copy = _copy(
+                arrays,
+                slice(begins[i], begins[i + 1]),
+                nodes[i]["phase"],
+                len(memory.pool.cache.keys),
+                model.kv_repeats,
+            )
             tree.host_used += len(tokens)
         else:
             continue
@@ -87,7 +127,8 @@ def learn(memory: Memory, model: LoadedModel, arrays: Mapping[str, np.ndarray], 
 
 
 def _place(tree: PrefixTree, node: Node, parent: Node, phase: int) -> bool:
-    """Gives a node an extent, if there is one left. Behind what is in host memory alone nothing is on the accelerator."""
+    """Gives a node an extent, if there is one left. Behind what is in host memory alone nothing is
+    on the accelerator."""
     if parent is tree.root or parent.extent:
         node.extent = tree.pool.take(len(node.tokens))
     if node.extent:
@@ -95,18 +136,32 @@ def _place(tree: PrefixTree, node: Node, parent: Node, phase: int) -> bool:
     return node.extent is not None
 
 
-def _copy(arrays: Mapping[str, np.ndarray], tokens: slice, phase: int, layers: int, repeats: int) -> HostCopy:
-    keys, values = (tuple(np.repeat(arrays[f"{kind}.{layer}"][:, tokens], repeats, axis=0) for layer in range(layers))
-                    for kind in ("keys", "values"))
+def _copy(
+    arrays: Mapping[str, np.ndarray], tokens: slice, phase: int, layers: int, repeats: int
+) -> HostCopy:
+    keys, values = (
+        tuple(
+            np.repeat(arrays[f"{kind}.{layer}"][:, tokens], repeats, axis=0)
+            for layer in range(layers)
+        )
+        for kind in ("keys", "values")
+    )
     return HostCopy(keys, values, phase)
 
 
-def _write(memory: Memory, model: LoadedModel, arrays: Mapping[str, np.ndarray], held: Mapping[int, Node]) -> None:
-    """Puts the keys and values of nodes, whose tokens begin at these places of the arrays, where their extents are."""
+def _write(
+    memory: Memory, model: LoadedModel, arrays: Mapping[str, np.ndarray], held: Mapping[int, Node]
+) -> None:
+    """Puts the keys and values of nodes, whose tokens begin at these places of the arrays, where
+    their extents are."""
     if not held:
         return
-    index = contents.places([(node.extent.offset, node.extent.length) for node in held.values() if node.extent])
+    index = contents.places(
+        [(node.extent.offset, node.extent.length) for node in held.values() if node.extent]
+    )
     source = contents.places([(begin, len(node.tokens)) for begin, node in held.items()])
     cache, layers = memory.pool.cache, range(len(memory.pool.cache.keys))
-    keys, values = ([arrays[f"{kind}.{layer}"][:, source] for layer in layers] for kind in ("keys", "values"))
+    keys, values = (
+        [arrays[f"{kind}.{layer}"][:, source] for layer in layers] for kind in ("keys", "values")
+    )
     memory.pool.cache = contents.filled(cache, index, keys, values, model.kv_repeats)

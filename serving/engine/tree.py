@@ -1,7 +1,9 @@
-"""The prefix tree: which runs of tokens have their keys and values where, and who may still need them (Hydragen section 5's wish).
+"""The prefix tree: which runs of tokens have their keys and values where, and who may still need
+them (Hydragen section 5's wish).
 
-A radix tree over tokens. A call takes what it finds of its tokens, from the root on, and writes the rest into a node of its own, which
-others find as it grows. A node is cut where a call leaves it in the middle; nothing is copied then.
+A radix tree over tokens. A call takes what it finds of its tokens, from the root on, and writes the
+rest into a node of its own, which others find as it grows. A node is cut where a call leaves it in
+the middle; nothing is copied then.
 """
 
 import dataclasses
@@ -25,13 +27,14 @@ class Node:
     Attributes:
       tokens: int32; of a node that is being written those to come, too.
       parent: None for the root, and for what has left the tree.
-      children: by their first token, those that have none yet under -1. Siblings that have less in common than is worth a node of its own
-        stay as they are.
+      children: by their first token, those that have none yet under -1. Siblings that have less in
+        common than is worth a node of its own stay as they are.
       extent: where its keys and values are on the accelerator, or None.
       copy: of them in host memory, or None.
       users: calls under way whose tokens go through it.
       writing: whether a call still writes to it.
-      fresh: whether it may hold what a sibling holds, too, since it was begun before that was known.
+      fresh: whether it may hold what a sibling holds, too, since it was begun before that was
+        known.
       segment: what policies see of it.
     """
 
@@ -57,8 +60,14 @@ class Node:
 
     @property
     def may_leave(self) -> bool:
-        """Whether it is on the accelerator, and neither a call nor a node below it needs it there."""
-        return bool(self.extent and self.extent.length and not self.users and not any(child.extent for child in self.offspring()))
+        """Whether it is on the accelerator, and neither a call nor a node below it needs it
+        there."""
+        return bool(
+            self.extent
+            and self.extent.length
+            and not self.users
+            and not any(child.extent for child in self.offspring())
+        )
 
     def path(self) -> "list[Node]":
         """From the root's child to this."""
@@ -134,7 +143,8 @@ class PrefixTree:
 
     Attributes:
       now: the number of the call that was admitted last.
-      evicted: tokens that have left the accelerator, and of those `swapped` that went to host memory; dropped: that are nowhere any more.
+      evicted: tokens that have left the accelerator, and of those `swapped` that went to host
+        memory; dropped: that are nowhere any more.
     """
 
     def __init__(self, pool: Pool, policy: Policy, host_tokens: int):
@@ -161,11 +171,17 @@ class PrefixTree:
         return Match(node, within, at, 0)
 
     def cut(self, node: Node, at: int) -> Node:
-        """Makes two of a node: what is returned has its first `at` tokens, all of them known, and the node itself the rest. Of a node that
-        is being written that may be nothing yet."""
-        assert node.parent is not None and 0 < at <= node.known and (at < len(node.tokens) or node.writing)
+        """Makes two of a node: what is returned has its first `at` tokens, all of them known, and
+        the node itself the rest. Of a node that is being written that may be nothing yet."""
+        assert (
+            node.parent is not None
+            and 0 < at <= node.known
+            and (at < len(node.tokens) or node.writing)
+        )
         old, parent = node.segment, node.parent
-        segment = dataclasses.replace(old, tokens=at, depth=old.depth - old.tokens + at, owners=dict(old.owners), end=b"")
+        segment = dataclasses.replace(
+            old, tokens=at, depth=old.depth - old.tokens + at, owners=dict(old.owners), end=b""
+        )
         head = Node(node.tokens[:at], None, segment, users=node.users, fresh=node.fresh)
         if node.extent:
             head.extent = self.pool.fork(node.extent, at)
@@ -193,8 +209,8 @@ class PrefixTree:
 
     def shorten(self, node: Node) -> np.ndarray:
         """Takes off a node's tokens what is not written: that."""
-        behind = node.tokens[node.known:]
-        node.become(node.tokens[:node.known])
+        behind = node.tokens[node.known :]
+        node.become(node.tokens[: node.known])
         return behind
 
     def follow(self, node: Node, extent: Extent) -> Node:
@@ -209,7 +225,8 @@ class PrefixTree:
         return after
 
     def finish(self, node: Node) -> None:
-        """A call has ended that has written a node, and was counted off: gives back what it has not used, and what is known twice."""
+        """A call has ended that has written a node, and was counted off: gives back what it has not
+        used, and what is known twice."""
         assert node.extent is not None
         node.writing = False
         self.shorten(node)
@@ -228,7 +245,13 @@ class PrefixTree:
         while True:
             assert node.parent is not None
             alike = [twin for twin in node.parent.children[int(node.tokens[0])] if twin is not node]
-            common, twin = max(((min(_common(twin.tokens, node.tokens), twin.known), i) for i, twin in enumerate(alike)), default=(0, 0))
+            common, twin = max(
+                (
+                    (min(_common(twin.tokens, node.tokens), twin.known), i)
+                    for i, twin in enumerate(alike)
+                ),
+                default=(0, 0),
+            )
             if common < min(LEAST_PIECE, len(node.tokens)):
                 break
             twin = alike[twin]
@@ -263,7 +286,11 @@ class PrefixTree:
         for each in node.path():
             each.users += 1
             segment = each.segment
-            segment.last_used, segment.uses, segment.priority = self.now, segment.uses + 1, max(segment.priority, priority)
+            segment.last_used, segment.uses, segment.priority = (
+                self.now,
+                segment.uses + 1,
+                max(segment.priority, priority),
+            )
             segment.owners[agent] = segment.owners.get(agent, 0) + 1
             self.policy.used(segment, self.now)
         self.now += 1
@@ -271,8 +298,8 @@ class PrefixTree:
     # What leaves.
 
     def make_room(self, wanted: int, worth_a_copy: bool) -> bool:
-        """Lets nodes leave the accelerator until so many tokens are free: the least valuable first, of those that nobody uses and that have
-        none below them there; False if none leaves.
+        """Lets nodes leave the accelerator until so many tokens are free: the least valuable first,
+        of those that nobody uses and that have none below them there; False if none leaves.
 
         Args:
           wanted: tokens; of a node that is more than twice as large the first part stays.
@@ -280,27 +307,36 @@ class PrefixTree:
         """
         if self.pool.free >= wanted:
             return False
-        leaving = [(self.policy.rank(node.segment, self.now), n, node) for n, node in enumerate(self.root.below()) if node.may_leave]
+        leaving = [
+            (self.policy.rank(node.segment, self.now), n, node)
+            for n, node in enumerate(self.root.below())
+            if node.may_leave
+        ]
         heapq.heapify(leaving)
         numbers, left = itertools.count(-1, -1), False
         while leaving and self.pool.free < wanted:
             _, _, node = heapq.heappop(leaving)
             above, left = node.parent, True
-            # The end of a long run is the least useful part of it: what begins it may begin other calls, too. But what is cut often is in
-            # many pieces, and so is what is free.
+            # The end of a long run is the least useful part of it: what begins it may begin other
+            # calls, too. But what is cut often is in many pieces, and so is what is free.
             if len(node.tokens) > 2 * wanted:
                 above = self.cut(node, len(node.tokens) - wanted)
             self.leave(node, worth_a_copy)
             if above and above.may_leave:
-                heapq.heappush(leaving, (self.policy.rank(above.segment, self.now), next(numbers), above))
+                heapq.heappush(
+                    leaving, (self.policy.rank(above.segment, self.now), next(numbers), above)
+                )
         return left
 
     def idle(self) -> int:
         """Tokens on the accelerator that nobody uses."""
-        return sum(node.extent.length for node in self.root.below() if node.extent and not node.users)
+        return sum(
+            node.extent.length for node in self.root.below() if node.extent and not node.users
+        )
 
     def leave(self, node: Node, worth_a_copy: bool) -> None:
-        """Takes a node off the accelerator: to host memory if it is worth it and there is room, or away."""
+        """Takes a node off the accelerator: to host memory if it is worth it and there is room, or
+        away."""
         assert node.extent is not None and not node.users
         tokens = node.extent.length
         self.evicted += tokens
@@ -318,7 +354,11 @@ class PrefixTree:
         if tokens > self.host_tokens:
             return False
         while self.host_used + tokens > self.host_tokens:
-            copies = [node for node in self.root.below() if node.copy and not node.children and not node.users]
+            copies = [
+                node
+                for node in self.root.below()
+                if node.copy and not node.children and not node.users
+            ]
             if not copies:
                 return False
             node = min(copies, key=lambda node: self.policy.rank(node.segment, self.now))
@@ -339,7 +379,8 @@ class PrefixTree:
             node.copy = None
 
     def _remove(self, node: Node) -> None:
-        """Takes a node that is nowhere any more out of the tree, and the copies below it, which are of no use without it."""
+        """Takes a node that is nowhere any more out of the tree, and the copies below it, which are
+        of no use without it."""
         assert node.extent is None
         for lost in node.below():
             self.dropped += lost.copy.tokens if lost.copy and lost is not node else 0

@@ -1,5 +1,5 @@
-"""Evaluation: accuracy against the budget of forward passes (Hogwild! Inference, sections 4.1 and 4.2), and a judge of how well workers
-work together (section 4.3, appendix G).
+"""Evaluation: accuracy against the budget of forward passes (Hogwild! Inference, sections 4.1 and
+4.2), and a judge of how well workers work together (section 4.3, appendix G).
 
     jaxshare evaluate MODEL --task gsm8k5 --method workers --workers 1,2,4 --budgets 1024,2048,4096 --out DIR
     jaxshare judge DIR --endpoint URL --model NAME
@@ -12,5 +12,28 @@ from jaxshare.serving.evaluation.sandbox import Limits, Verdict, run_tests
 from jaxshare.serving.evaluation.scoring import Point, Score, Scorer, passes_to, points, wilson
 from jaxshare.serving.evaluation.tasks import Problem, Task, load_task
 
-__all__ = ["Endpoint", "Grading", "JudgeError", "Limits", "Mathematician", "Piece", "Point", "Problem", "Run", "Score", "Scorer", "Task",
-           "Verdict", "execute", "grade", "load_task", "passes_to", "pieces", "points", "run_tests", "solve", "trace_of", "wilson"]
+__all__ = [
+    "Endpoint",
+    "Grading",
+    "JudgeError",
+    "Limits",
+    "Mathematician",
+    "Piece",
+    "Point",
+    "Problem",
+    "Run",
+    "Score",
+    "Scorer",
+    "Task",
+    "Verdict",
+    "execute",
+    "grade",
+    "load_task",
+    "passes_to",
+    "pieces",
+    "points",
+    "run_tests",
+    "solve",
+    "trace_of",
+    "wilson",
+]

@@ -1,8 +1,9 @@
-"""A judge of how well workers work together: a model behind an endpoint that speaks OpenAI's protocol (Hogwild! Inference, section 4.3 and
-appendix G).
+"""A judge of how well workers work together: a model behind an endpoint that speaks OpenAI's
+protocol (Hogwild! Inference, section 4.3 and appendix G).
 
-A trace is laid out worker by worker first, so that the judge does not favour those that write in long turns, and cut to so many tokens of
-each worker, so that it does not favour those that write more.
+A trace is laid out worker by worker first, so that the judge does not favour those that write in
+long turns, and cut to so many tokens of each worker, so that it does not favour those that write
+more.
 """
 
 import dataclasses
@@ -21,7 +22,9 @@ from typing import Any
 from jaxshare.serving.evaluation.judge_texts import LEVELS, TASK
 from jaxshare.serving.evaluation.runs import Run
 
-_LEVEL = re.compile(r"^\W*level\W*([1-6])(?:\s*(?:/|of|out of)\s*6)?\W*$", re.IGNORECASE | re.MULTILINE)
+_LEVEL = re.compile(
+    r"^\W*level\W*([1-6])(?:\s*(?:/|of|out of)\s*6)?\W*$", re.IGNORECASE | re.MULTILINE
+)
 PREFIX_TOKENS = 4096
 """Of each worker (section 4.3)."""
 GRADINGS = 3
@@ -46,7 +49,8 @@ class Endpoint:
       max_tokens: of a reply, at most.
       seconds: that one reply may take.
       attempts: at one question, before giving up.
-      pause: seconds before the second attempt, twice as many before the third, and so on, one minute at most.
+      pause: seconds before the second attempt, twice as many before the third, and so on, one
+        minute at most.
 
     Raises:
       ValueError: an address that is none, or numbers out of range.
@@ -64,16 +68,24 @@ class Endpoint:
     def __post_init__(self):
         parts = urllib.parse.urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ValueError(f"the endpoint is {self.url!r}; it must be an address such as http://localhost:8000/v1")
+            raise ValueError(
+                f"the endpoint is {self.url!r}; it must be an address such as "
+                "http://localhost:8000/v1"
+            )
         if self.attempts < 1 or self.max_tokens < 1 or not self.seconds > 0 or self.pause < 0:
-            raise ValueError(f"attempts is {self.attempts}, max_tokens {self.max_tokens}, seconds {self.seconds} and pause {self.pause}; a "
-                             f"question takes at least one attempt, one token, some time and no negative pause")
+            raise ValueError(
+                f"attempts is {self.attempts}, max_tokens {self.max_tokens}, seconds "
+                f"{self.seconds} and pause {self.pause}; a question takes at least one attempt, "
+                "one token, some time and no negative pause"
+            )
 
     def ask(self, prompt: str, sleep: Callable[[float], None] = time.sleep) -> tuple[str, int]:
-        """A reply that ends with a level, and that level. What can go wrong for a while is tried again.
+        """A reply that ends with a level, and that level. What can go wrong for a while is tried
+        again.
 
         Raises:
-          JudgeError: the endpoint is not there, refuses, or answers with nonsense, after all attempts.
+          JudgeError: the endpoint is not there, refuses, or answers with nonsense, after all
+            attempts.
         """
         pause = self.pause
         for attempt in range(1, self.attempts + 1):
@@ -83,21 +95,31 @@ class Endpoint:
             except _Passing as error:
                 if attempt == self.attempts:
                     times = f"{attempt} attempts" if attempt > 1 else "an attempt"
-                    raise JudgeError(f"the judge {self.model} at {self.url} gave no grade after {times} ({error}); see to the endpoint, or "
-                                     f"give another --endpoint or --model") from error
+                    raise JudgeError(
+                        f"the judge {self.model} at {self.url} gave no grade after {times} "
+                        f"({error}); see to the endpoint, or give another --endpoint or --model"
+                    ) from error
                 sleep(min(_LONGEST_PAUSE, max(pause, error.wait)))
                 pause *= 2
         raise AssertionError("unreachable")
 
     def _reply(self, prompt: str) -> str:
         """The text of one answer."""
-        body: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": prompt}], "max_tokens": self.max_tokens}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": self.max_tokens,
+        }
         if self.temperature is not None:
             body["temperature"] = self.temperature
         url = self.url.rstrip("/")
         url = url if url.endswith("/chat/completions") else f"{url}/chat/completions"
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # only http and https get here
+        headers = {
+            "Content-Type": "application/json",
+            **({"Authorization": f"Bearer {self.key}"} if self.key else {}),
+        }
+        # only http and https get here
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=self.seconds) as response:
                 return _text(response.read())
@@ -106,11 +128,18 @@ class Endpoint:
                 said = error.read(300).decode(errors="replace").strip()
             what = f"HTTP {error.code} {error.reason}{f': {said}' if said else ''}"
             if error.code not in _RETRIED:
-                raise JudgeError(f"the judge {self.model} at {self.url} refuses ({what}); check the address, the model's name and the "
-                                 f"key") from error
+                raise JudgeError(
+                    f"the judge {self.model} at {self.url} refuses ({what}); check the address, "
+                    "the model's name and the key"
+                ) from error
             raise _Passing(what, _wait(error.headers)) from error
-        except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are among them
-            raise _Passing(str(getattr(error, "reason", "")) or str(error) or type(error).__name__) from error
+        except (
+            OSError,
+            http.client.HTTPException,
+        ) as error:  # URLError and timeouts are among them
+            raise _Passing(
+                str(getattr(error, "reason", "")) or str(error) or type(error).__name__
+            ) from error
 
 
 class _Passing(Exception):
@@ -133,20 +162,26 @@ def _text(body: bytes) -> str:
         if not isinstance(text, str):
             raise TypeError(f"the content is {json.dumps(text)[:40]}")
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise _Passing(f"what came back is no chat completion ({type(error).__name__}: {error})") from error
+        raise _Passing(
+            f"what came back is no chat completion ({type(error).__name__}: {error})"
+        ) from error
     return text
 
 
 def level_of(reply: str) -> int:
-    """The level that a reply ends with; the last one, where there are several lines of that form."""
+    """The level that a reply ends with; the last one, where there are several lines of that
+    form."""
     found = _LEVEL.findall(reply)
     if not found:
-        raise _Passing(f"the reply has no line with a level from 1 to 6 but ends with {reply.strip()[-80:]!r}")
+        raise _Passing(
+            f"the reply has no line with a level from 1 to 6 but ends with {reply.strip()[-80:]!r}"
+        )
     return int(found[-1])
 
 
 def trace_of(run: Run, tokens: int = PREFIX_TOKENS) -> dict[str, str]:
-    """What each worker wrote, its steps one after the other (the contiguous layout of appendix A), and of each no more than so many tokens.
+    """What each worker wrote, its steps one after the other (the contiguous layout of appendix A),
+    and of each no more than so many tokens.
 
     A step that is cut keeps as large a part of its characters as of its tokens.
     """
@@ -155,7 +190,7 @@ def trace_of(run: Run, tokens: int = PREFIX_TOKENS) -> dict[str, str]:
         texts, left = [], tokens
         for step in steps:
             count, text = len(step["tokens"]), step["text"]
-            texts.append(text if count <= left else text[:len(text) * left // count])
+            texts.append(text if count <= left else text[: len(text) * left // count])
             left -= count
             if left <= 0:
                 break
@@ -166,7 +201,9 @@ def trace_of(run: Run, tokens: int = PREFIX_TOKENS) -> dict[str, str]:
 def prompt_of(problem: str, trace: Mapping[str, str]) -> str:
     """What the judge is asked."""
     levels = "\n\n".join(f"Level {level}. {words}" for level, words in LEVELS.items())
-    texts = "\n\n".join(f'<worker name="{name}">\n{text}\n</worker>' for name, text in trace.items())
+    texts = "\n\n".join(
+        f'<worker name="{name}">\n{text}\n</worker>' for name, text in trace.items()
+    )
     names = f"{', '.join([*trace][:-1])} and {[*trace][-1]}"
     return TASK.format(count=len(trace), names=names, levels=levels, problem=problem, trace=texts)
 
@@ -189,7 +226,13 @@ class Grading:
     reply: str
 
 
-def grade(endpoint: Endpoint, run: Run, grading: int, tokens: int = PREFIX_TOKENS, sleep: Callable[[float], None] = time.sleep) -> Grading:
+def grade(
+    endpoint: Endpoint,
+    run: Run,
+    grading: int,
+    tokens: int = PREFIX_TOKENS,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Grading:
     """Asks the judge once. Gradings of one run are independent of each other.
 
     Raises:
@@ -200,13 +243,21 @@ def grade(endpoint: Endpoint, run: Run, grading: int, tokens: int = PREFIX_TOKEN
 
 
 def average_levels(gradings: Sequence[Grading]) -> list[dict[str, Any]]:
-    """For each number of workers the mean over runs of the mean of each run's gradings, and its standard error over runs."""
+    """For each number of workers the mean over runs of the mean of each run's gradings, and its
+    standard error over runs."""
     runs: dict[int, dict[tuple[str, int], list[int]]] = {}
     for g in gradings:
         runs.setdefault(g.workers, {}).setdefault((g.problem, g.number), []).append(g.level)
     found = []
     for workers, by_run in sorted(runs.items()):
         means = [statistics.fmean(levels) for levels in by_run.values()]
-        error = statistics.stdev(means) / len(means)**0.5 if len(means) > 1 else None
-        found.append({"workers": workers, "level": statistics.fmean(means), "standard_error": error, "runs": len(means)})
+        error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
+        found.append(
+            {
+                "workers": workers,
+                "level": statistics.fmean(means),
+                "standard_error": error,
+                "runs": len(means),
+            }
+        )
     return found

@@ -1,16 +1,26 @@
-"""What the judge of collaboration is told. The levels follow the plan of Hogwild! Inference (section 4.3 and appendix G), 1 for no
-collaboration, 3 for a basic division of tasks, 6 for the best there could be, in words of our own. They are about how workers coordinate,
-not about whether they are right.
+"""What the judge of collaboration is told. The levels follow the plan of Hogwild! Inference
+(section 4.3 and appendix G), 1 for no collaboration, 3 for a basic division of tasks, 6 for the
+best there could be, in words of our own. They are about how workers coordinate, not about whether
+they are right.
 """
 # ruff: noqa: E501 - a line break inside a paragraph would reach the judge.
 
 LEVELS = {
-    1: "None. Each worker goes its own way, as though it were alone. What the others write is neither mentioned nor used, and the same work is done more than once.",
-    2: "Contact. The workers notice each other: they greet, agree, or repeat what another has said. It changes little in what they do, and most of the work is still done twice.",
-    3: "Division. The work is split into parts that different workers take up. They seldom look at each other's parts on the way, notice late where parts overlap, and put little together before the end.",
-    4: "Exchange. The work is split, and results go from one worker to another while they work: what one has found is used, checked or corrected by another. Some work is still done twice, or some help comes too late.",
-    5: "Teamwork. The workers plan together and change the plan when something new comes up. They build on each other's ideas, find each other's mistakes soon, and hardly ever do what another is doing.",
-    6: "The best there could be. No word is wasted: every step of every worker uses all that is known to any of them at that moment, and nobody could have done more for the others.",
+    1: "None. Each worker goes its own way, as though it were alone. What the others write is "
+    "neither mentioned nor used, and the same work is done more than once.",
+    2: "Contact. The workers notice each other: they greet, agree, or repeat what another has "
+    "said. It changes little in what they do, and most of the work is still done twice.",
+    3: "Division. The work is split into parts that different workers take up. They seldom look at "
+    "each other's parts on the way, notice late where parts overlap, and put little together "
+    "before the end.",
+    4: "Exchange. The work is split, and results go from one worker to another while they work: "
+    "what one has found is used, checked or corrected by another. Some work is still done "
+    "twice, or some help comes too late.",
+    5: "Teamwork. The workers plan together and change the plan when something new comes up. They "
+    "build on each other's ideas, find each other's mistakes soon, and hardly ever do what "
+    "another is doing.",
+    6: "The best there could be. No word is wasted: every step of every worker uses all that is "
+    "known to any of them at that moment, and nobody could have done more for the others.",
 }
 
 TASK = """\

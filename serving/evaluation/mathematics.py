@@ -1,4 +1,5 @@
-"""Whether two answers are the same as mathematics: math-verify, in a process that may hang or die without harm."""
+"""Whether two answers are the same as mathematics: math-verify, in a process that may hang or die
+without harm."""
 
 import importlib.util
 import json
@@ -18,7 +19,8 @@ _BYTES = 4 * 1024**3
 
 
 class Mathematician:
-    """Compares answers. Its process begins with the first question and anew after one that was too much for it, and ends with `close`."""
+    """Compares answers. Its process begins with the first question and anew after one that was too
+    much for it, and ends with `close`."""
 
     def __init__(self, seconds: float = _SECONDS):
         """Starts nothing yet.
@@ -35,11 +37,14 @@ class Mathematician:
     def check() -> None:
         """Raises ValueError where math-verify is not installed."""
         if importlib.util.find_spec("math_verify") is None:
-            raise ValueError("answers of this task are compared with math-verify, which is not installed; "
-                             "`pip install 'jaxshare[evaluate]'` has it")
+            raise ValueError(
+                "answers of this task are compared with math-verify, which is not installed; "
+                "`pip install 'jaxshare[evaluate]'` has it"
+            )
 
     def same(self, reference: str, answer: str) -> bool:
-        """Whether an answer says the same as the reference. What cannot be told in time is not the same.
+        """Whether an answer says the same as the reference. What cannot be told in time is not the
+        same.
 
         Raises:
           ValueError: math-verify is not there, or does not run.
@@ -74,15 +79,26 @@ class Mathematician:
         try:
             self._put(question)
             return json.loads(self._replies.get(timeout=self._seconds))
-        except (queue.Empty, OSError, ValueError):  # it hangs, it has died, or it died before it answered
+        except (
+            queue.Empty,
+            OSError,
+            ValueError,
+        ):  # it hangs, it has died, or it died before it answered
             self.close()
             return False
 
     def _begin(self) -> None:
         self.check()
         self._process = process = subprocess.Popen(
-            [sys.executable, "-P", str(_PROGRAM), str(_BYTES)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True, encoding="utf-8", start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
+            [sys.executable, "-P", str(_PROGRAM), str(_BYTES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
         self._replies = replies = queue.SimpleQueue()
 
         def listen() -> None:
@@ -98,10 +114,16 @@ class Mathematician:
             ready = json.loads(replies.get(timeout=_START_SECONDS))
         except (queue.Empty, OSError, ValueError) as error:
             self.close()
-            raise ValueError("math-verify is installed but does not run; `pip install 'jaxshare[evaluate]'` mends its packages") from error
+            raise ValueError(
+                "math-verify is installed but does not run; `pip install 'jaxshare[evaluate]'` "
+                "mends its packages"
+            ) from error
         if not ready:
             self.close()
-            raise ValueError("math-verify runs but does not take 1 for 1; `pip install 'jaxshare[evaluate]'` mends its packages")
+            raise ValueError(
+                "math-verify runs but does not take 1 for 1; `pip install 'jaxshare[evaluate]'` "
+                "mends its packages"
+            )
 
     def _put(self, question: tuple[str, str]) -> None:
         assert self._process is not None and self._process.stdin is not None

@@ -35,11 +35,26 @@ def accuracy_picture(lines: Mapping[str, Sequence[Point]], title: str) -> "Figur
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for (name, line), color, marker in zip(lines.items(), itertools.cycle(_COLORS), itertools.cycle(_MARKERS), strict=False):
+    for (name, line), color, marker in zip(
+        lines.items(), itertools.cycle(_COLORS), itertools.cycle(_MARKERS), strict=False
+    ):
         budgets = [point.budget for point in line]
-        axes.fill_between(budgets, [100 * point.low for point in line], [100 * point.high for point in line], color=color, alpha=0.15,
-                          linewidth=0)
-        axes.plot(budgets, [100 * point.accuracy for point in line], color=color, marker=marker, markersize=5, label=name)
+        axes.fill_between(
+            budgets,
+            [100 * point.low for point in line],
+            [100 * point.high for point in line],
+            color=color,
+            alpha=0.15,
+            linewidth=0,
+        )
+        axes.plot(
+            budgets,
+            [100 * point.accuracy for point in line],
+            color=color,
+            marker=marker,
+            markersize=5,
+            label=name,
+        )
     budgets = sorted({point.budget for line in lines.values() for point in line})
     axes.set(title=title, xlabel="forward passes", ylabel="accuracy, %", ylim=(-3, 103))
     if len(budgets) <= _FEW:

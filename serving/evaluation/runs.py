@@ -1,7 +1,8 @@
-"""Runs of an evaluation: which there are, what one comes to, and the file that they are written to as they finish.
+"""Runs of an evaluation: which there are, what one comes to, and the file that they are written to
+as they finish.
 
-A run depends on its piece and the model alone. That is why an evaluation needs no state but its own file: what stands there is skipped, the
-rest is run, and all is as in an unbroken one.
+A run depends on its piece and the model alone. That is why an evaluation needs no state but its own
+file: what stands there is skipped, the rest is run, and all is as in an unbroken one.
 """
 
 import concurrent.futures
@@ -9,7 +10,16 @@ import dataclasses
 import functools
 import json
 import queue
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,7 +50,8 @@ class Piece:
       budgets: forward passes after which answers are taken, in ascending order.
       answer_tokens: most tokens of an answer that is asked for early.
       sampler: for all of them.
-      more: further arguments of the method: the format, and settings of `Workers` for the method "workers".
+      more: further arguments of the method: the format, and settings of `Workers` for the method
+        "workers".
     """
 
     problem: str
@@ -63,7 +74,11 @@ class Piece:
     @property
     def rule(self) -> AnswerRule:
         """What ends the run: an answer to all of the problem's questions."""
-        return box_answers(has_entries(self.parts)) if self.kind == "box" and self.parts > 1 else answer_rule(self.kind)
+        return (
+            box_answers(has_entries(self.parts))
+            if self.kind == "box" and self.parts > 1
+            else answer_rule(self.kind)
+        )
 
     def __str__(self) -> str:
         return f"the run of problem {self.problem} with {self.workers} worker{'s' * (self.workers > 1)}"
@@ -100,23 +115,57 @@ class Run:
             run = cls(**json.loads(line))
         except TypeError as error:
             raise ValueError(str(error)) from error
-        kinds = {"workers": int, "problem": str, "number": int, "seed": int, "text": str, "result": dict}
+        kinds = {
+            "workers": int,
+            "problem": str,
+            "number": int,
+            "seed": int,
+            "text": str,
+            "result": dict,
+        }
         wrong = [name for name, kind in kinds.items() if type(getattr(run, name)) is not kind]
         if wrong or not {"workers", "answers", "passes"} <= {*run.result}:
             raise ValueError(f"its {wrong[0] if wrong else 'result'} is not what a run has")
         return run
 
 
-def pieces(problems: Sequence[Problem], *, method: str, workers: Sequence[int], budgets: Sequence[int], seeds: int, seed: int,
-           answer_tokens: int, sampler: Sampler, more: Mapping[str, Any]) -> list[Piece]:
-    """All runs of an evaluation, problem by problem, so that one that is broken off has the same problems for all numbers of workers.
+def pieces(
+    problems: Sequence[Problem],
+    *,
+    method: str,
+    workers: Sequence[int],
+    budgets: Sequence[int],
+    seeds: int,
+    seed: int,
+    answer_tokens: int,
+    sampler: Sampler,
+    more: Mapping[str, Any],
+) -> list[Piece]:
+    """All runs of an evaluation, problem by problem, so that one that is broken off has the same
+    problems for all numbers of workers.
 
-    A run's seed follows from `seed`, the problem's place and the number of the run (`jaxshare.seeds`), not from the number of workers.
+    A run's seed follows from `seed`, the problem's place and the number of the run
+    (`jaxshare.seeds`), not from the number of workers.
     """
-    settings: Any = dict(budgets=tuple(sorted(set(budgets))), answer_tokens=answer_tokens, sampler=sampler, more=more)
-    return [Piece(problem.id, problem.text, problem.kind, problem.parts, method, count, number,
-                  stream_seed(seed, "evaluation run", place, number), **settings)
-            for place, problem in enumerate(problems) for number in range(seeds) for count in workers]
+    settings: Any = dict(
+        budgets=tuple(sorted(set(budgets))), answer_tokens=answer_tokens, sampler=sampler, more=more
+    )
+    return [
+        Piece(
+            problem.id,
+            problem.text,
+            problem.kind,
+            problem.parts,
+            method,
+            count,
+            number,
+            stream_seed(seed, "evaluation run", place, number),
+            **settings,
+        )
+        for place, problem in enumerate(problems)
+        for number in range(seeds)
+        for count in workers
+    ]
 
 
 def solve(model: LoadedModel, piece: Piece, on_pass: Callable[[int], None] | None = None) -> Run:
@@ -126,22 +175,37 @@ def solve(model: LoadedModel, piece: Piece, on_pass: Callable[[int], None] | Non
       on_pass: called now and then with the forward passes so far.
 
     Raises:
-      ValueError: a problem that the method refuses, such as one that does not fit the model's context.
+      ValueError: a problem that the method refuses, such as one that does not fit the model's
+        context.
     """
     on_event = (lambda event: on_pass(event.passes)) if on_pass else None
     result = METHODS[piece.method](
-        model, piece.text, workers=piece.workers, budget=piece.budgets[-1], finish_at=piece.budgets, kind=piece.rule, sampler=piece.sampler,
-        seed=piece.seed, finisher_tokens=piece.answer_tokens, on_event=on_event, **piece.more)
+        model,
+        piece.text,
+        workers=piece.workers,
+        budget=piece.budgets[-1],
+        finish_at=piece.budgets,
+        kind=piece.rule,
+        sampler=piece.sampler,
+        seed=piece.seed,
+        finisher_tokens=piece.answer_tokens,
+        on_event=on_event,
+        **piece.more,
+    )
     return Run(piece.workers, piece.problem, piece.number, piece.seed, piece.text, result.as_json())
 
 
-Execute = Callable[[Sequence[Piece], Callable[[int], None]], Iterable[tuple[Piece, Run | ValueError]]]
-"""Where runs are made: given pieces, each of which stands by itself, it yields what each has come to, in any order, as they finish. It may
-call the second argument with the forward passes of the run that is under way."""
+Execute = Callable[
+    [Sequence[Piece], Callable[[int], None]], Iterable[tuple[Piece, Run | ValueError]]
+]
+"""Where runs are made: given pieces, each of which stands by itself, it yields what each has come
+to, in any order, as they finish. It may call the second argument with the forward passes of the run
+that is under way."""
 
 
 def execute(model: LoadedModel) -> Execute:
-    """Makes runs here: one after the other, or side by side on the data groups of the model's mesh."""
+    """Makes runs here: one after the other, or side by side on the data groups of the model's
+    mesh."""
     replicas = model.replicas()
     free: queue.SimpleQueue[LoadedModel] = queue.SimpleQueue()
     for replica in replicas:
@@ -156,13 +220,19 @@ def execute(model: LoadedModel) -> Execute:
         finally:
             free.put(replica)
 
-    def run(wanted: Sequence[Piece], on_pass: Callable[[int], None]) -> Iterator[tuple[Piece, Run | ValueError]]:
+    def run(
+        wanted: Sequence[Piece], on_pass: Callable[[int], None]
+    ) -> Iterator[tuple[Piece, Run | ValueError]]:
         if len(replicas) == 1:
             yield from (make(piece, on_pass) for piece in wanted)
             return
-        pool = concurrent.futures.ThreadPoolExecutor(len(replicas), thread_name_prefix="jaxshare-data")
+        pool = concurrent.futures.ThreadPoolExecutor(
+            len(replicas), thread_name_prefix="jaxshare-data"
+        )
         try:
-            for made in concurrent.futures.as_completed([pool.submit(make, piece, None) for piece in wanted]):
+            for made in concurrent.futures.as_completed(
+                [pool.submit(make, piece, None) for piece in wanted]
+            ):
                 yield made.result()
         finally:  # also where the caller wants no more
             pool.shutdown(cancel_futures=True)
@@ -177,7 +247,10 @@ def execute_on(fleet: Fleet, load: Callable[[], LoadedModel]) -> Execute:
       fleet: connected.
       load: gives the model, on the node where it is called.
     """
-    def run(wanted: Sequence[Piece], on_pass: Callable[[int], None]) -> Iterator[tuple[Piece, Run | ValueError]]:
+
+    def run(
+        wanted: Sequence[Piece], on_pass: Callable[[int], None]
+    ) -> Iterator[tuple[Piece, Run | ValueError]]:
         fleet.start(functools.partial(_solver, load), most=len(wanted))
         for result in fleet.run(wanted):
             yield result.piece, result.value
@@ -189,7 +262,9 @@ def _solver(load: Callable[[], LoadedModel]) -> Work:
     """What makes runs in the process of a replica."""
     model = load()
 
-    def work(piece: Piece, arrived: Collection[Hashable]) -> Iterator[tuple[Hashable, Run | ValueError]]:
+    def work(
+        piece: Piece, arrived: Collection[Hashable]
+    ) -> Iterator[tuple[Hashable, Run | ValueError]]:
         try:
             yield piece.key, solve(model, piece)
         except ValueError as error:
@@ -202,7 +277,8 @@ def _solver(load: Callable[[], LoadedModel]) -> Work:
 
 
 def read_runs(file: BinaryIO, path: Path, known: Container[Key]) -> list[Run]:
-    """The runs that are there already. A last line that was being written when its writer was killed is cut off.
+    """The runs that are there already. A last line that was being written when its writer was
+    killed is cut off.
 
     Raises:
       ValueError: a line that is damaged, repeated, or of no run of this evaluation.
@@ -216,8 +292,10 @@ def read_runs(file: BinaryIO, path: Path, known: Container[Key]) -> list[Run]:
             if run.key in found:
                 raise ValueError("it repeats a run before")
         except ValueError as error:
-            raise ValueError(f"line {number} of {path} is damaged ({error}); take that line out, and --resume makes the run "
-                             f"again") from error
+            raise ValueError(
+                f"line {number} of {path} is damaged ({error}); take that line out, and --resume "
+                "makes the run again"
+            ) from error
         found[run.key] = run
     return [*found.values()]
 

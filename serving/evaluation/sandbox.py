@@ -1,9 +1,12 @@
-"""Programs that a model has written, run against tests: a process of its own, limits on time and memory, no network.
+"""Programs that a model has written, run against tests: a process of its own, limits on time and
+memory, no network.
 
-This guards against mistakes: endless loops, memory that grows, an answer looked up on the network, a program that ends before its tests. It
-is NOT a jail. A program runs as you do: it can read the files that you can read, and write those that you can write. Where the kernel lets
-one make namespaces (Linux, `unshare`), it has no network at all and its processes die with it. Elsewhere Python itself refuses to connect
-and to begin other processes, which a program that wants to can get round. For programs that mean harm use a container or another machine.
+This guards against mistakes: endless loops, memory that grows, an answer looked up on the network,
+a program that ends before its tests. It is NOT a jail. A program runs as you do: it can read the
+files that you can read, and write those that you can write. Where the kernel lets one make
+namespaces (Linux, `unshare`), it has no network at all and its processes die with it. Elsewhere
+Python itself refuses to connect and to begin other processes, which a program that wants to can get
+round. For programs that mean harm use a container or another machine.
 """
 
 import contextlib
@@ -60,21 +63,27 @@ class Verdict:
 
 @functools.cache
 def namespaces() -> tuple[str, ...]:
-    """The command that begins a process without a network, or () where the system does not let one."""
+    """The command that begins a process without a network, or () where the system does not let
+    one."""
     command = shutil.which("unshare")
     if command is None:
         return ()
     found = (command, *_NAMESPACES)
-    tried = subprocess.run([*found, "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    tried = subprocess.run(
+        [*found, "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
     return found if tried.returncode == 0 else ()
 
 
-def run_tests(program: str, tests: str, limits: Limits = Limits(), *, isolate: bool = True) -> Verdict:
+def run_tests(
+    program: str, tests: str, limits: Limits = Limits(), *, isolate: bool = True
+) -> Verdict:
     """Runs a program, then its tests behind it in the same module.
 
     Args:
       program: Python code. What stands under `if __name__ == "__main__":` is not run.
-      tests: Python code that uses what the program has defined, and raises an exception if that is wrong.
+      tests: Python code that uses what the program has defined, and raises an exception if that is
+        wrong.
       limits: see `Limits`.
       isolate: in namespaces, where the system has them; False blocks the network in Python alone.
     """
@@ -82,8 +91,16 @@ def run_tests(program: str, tests: str, limits: Limits = Limits(), *, isolate: b
     read, write = os.pipe()
     try:
         mark = secrets.token_hex(16)
-        given = {"program": program, "tests": tests, "report": write, "mark": mark, "block": not prefix,
-                 "seconds": math.ceil(limits.seconds), "memory": limits.memory, "files": limits.files}
+        given = {
+            "program": program,
+            "tests": tests,
+            "report": write,
+            "mark": mark,
+            "block": not prefix,
+            "seconds": math.ceil(limits.seconds),
+            "memory": limits.memory,
+            "files": limits.files,
+        }
         with tempfile.TemporaryDirectory(prefix="jaxshare-", ignore_cleanup_errors=True) as folder:
             error = _run_process(prefix, given, folder, write, 2 * limits.seconds + _START_SECONDS)
         os.set_blocking(read, False)
@@ -93,18 +110,36 @@ def run_tests(program: str, tests: str, limits: Limits = Limits(), *, isolate: b
         os.close(write)
 
 
-def _run_process(prefix: tuple[str, ...], given: dict[str, object], folder: str, report: int, seconds: float) -> Verdict | None:
-    """Runs the process to its end, or until it has taken too long; a verdict if it did not come to one itself."""
+def _run_process(
+    prefix: tuple[str, ...], given: dict[str, object], folder: str, report: int, seconds: float
+) -> Verdict | None:
+    """Runs the process to its end, or until it has taken too long; a verdict if it did not come to
+    one itself."""
     # No variable of ours reaches the program: there are keys among them.
-    environment = {"PATH": os.defpath, "HOME": folder, "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*prefix, sys.executable, "-I", "-B", str(_PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL, cwd=folder, env=environment, pass_fds=[report], start_new_session=True)
+    environment = {
+        "PATH": os.defpath,
+        "HOME": folder,
+        "LANG": "C.UTF-8",
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    process = subprocess.Popen(
+        [*prefix, sys.executable, "-I", "-B", str(_PROGRAM)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=folder,
+        env=environment,
+        pass_fds=[report],
+        start_new_session=True,
+    )
     try:
         process.communicate(json.dumps(given).encode(), timeout=seconds)
     except subprocess.TimeoutExpired:
         return Verdict(False, f"takes more than {seconds:g} seconds")
     finally:
-        with contextlib.suppress(ProcessLookupError):  # all that it has begun, also where it has ended by itself
+        # all that it has begun, also where it has ended by itself
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return None
@@ -117,5 +152,8 @@ def _verdict(report: int, mark: str) -> Verdict:
         if found["mark"] != mark:
             raise ValueError("another mark")
     except (BlockingIOError, ValueError, KeyError, TypeError):
-        return Verdict(False, "ended before its tests did: it ends itself, or takes more time or memory than it may")
+        return Verdict(
+            False,
+            "ended before its tests did: it ends itself, or takes more time or memory than it may",
+        )
     return Verdict(found["error"] is None, found["error"])

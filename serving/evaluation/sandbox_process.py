@@ -1,7 +1,8 @@
-"""Runs a program and then its tests, under limits. `sandbox.run_tests` begins it as a process of its own, from the standard library alone.
+"""Runs a program and then its tests, under limits. `sandbox.run_tests` begins it as a process of
+its own, from the standard library alone.
 
-Reads one JSON object from stdin, and writes one to a file descriptor at the end, with the mark that it was given: so a program that ends
-the process early has not passed.
+Reads one JSON object from stdin, and writes one to a file descriptor at the end, with the mark that
+it was given: so a program that ends the process early has not passed.
 """
 
 import functools
@@ -12,8 +13,22 @@ import signal
 import sys
 import types
 
-_NETWORK = ("socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "socket.gethostby")
-_PROCESSES = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.startfile")
+_NETWORK = (
+    "socket.connect",
+    "socket.bind",
+    "socket.sendto",
+    "socket.sendmsg",
+    "socket.getaddrinfo",
+    "socket.gethostby",
+)
+_PROCESSES = (
+    "subprocess.Popen",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "os.startfile",
+)
 
 
 def main() -> None:
@@ -46,7 +61,8 @@ def _late(seconds: int, *_: object) -> None:
 
 
 def _run(source: str, what: str) -> str | None:
-    """Runs code in the module `solution`, whose `if __name__ == "__main__":` does not hold; what it raises, or None."""
+    """Runs code in the module `solution`, whose `if __name__ == "__main__":` does not hold; what it
+    raises, or None."""
     module = sys.modules.setdefault("solution", types.ModuleType("solution"))
     try:
         exec(compile(source, what, "exec"), module.__dict__)

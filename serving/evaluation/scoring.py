@@ -1,4 +1,5 @@
-"""From texts to numbers: what is right, accuracy by budget with its uncertainty, and how many passes it takes to get somewhere."""
+"""From texts to numbers: what is right, accuracy by budget with its uncertainty, and how many
+passes it takes to get somewhere."""
 
 import collections
 import dataclasses
@@ -49,7 +50,9 @@ class Score:
 class Scorer:
     """Marks answers. The same answer to the same problem is looked at once."""
 
-    def __init__(self, problems: Iterable[Problem], mathematician: Mathematician, limits: Limits = Limits()):
+    def __init__(
+        self, problems: Iterable[Problem], mathematician: Mathematician, limits: Limits = Limits()
+    ):
         self._problems = {problem.id: problem for problem in problems}
         self._mathematician, self._limits = mathematician, limits
         self._verdicts: dict[tuple[str, str], Verdict] = {}
@@ -59,15 +62,33 @@ class Scorer:
         problem, found = self._problems[run.problem], []
         for budget, answer in run.result["answers"].items():
             value = answer["value"]
-            right, error = self._program(problem, value) if problem.tests is not None else (self._right(problem, value), None)
-            found.append(Score(run.workers, run.problem, run.number, int(budget), value, right,
-                               value is not None and not answer["extra_passes"], error))
+            right, error = (
+                self._program(problem, value)
+                if problem.tests is not None
+                else (self._right(problem, value), None)
+            )
+            found.append(
+                Score(
+                    run.workers,
+                    run.problem,
+                    run.number,
+                    int(budget),
+                    value,
+                    right,
+                    value is not None and not answer["extra_passes"],
+                    error,
+                )
+            )
         return found
 
     def _right(self, problem: Problem, value: str | None) -> tuple[bool, ...]:
-        return right_answers(problem.answers, value, str.__eq__ if problem.exact else self._mathematician.same)
+        return right_answers(
+            problem.answers, value, str.__eq__ if problem.exact else self._mathematician.same
+        )
 
-    def _program(self, problem: Problem, program: str | None) -> tuple[tuple[bool, ...], str | None]:
+    def _program(
+        self, problem: Problem, program: str | None
+    ) -> tuple[tuple[bool, ...], str | None]:
         if program is None or problem.tests is None:
             return (False,), "there is no program"
         key = problem.id, program
@@ -76,13 +97,16 @@ class Scorer:
         return (self._verdicts[key].passed,), self._verdicts[key].error
 
 
-def right_answers(references: Sequence[str], value: str | None, same: Callable[[str, str], bool]) -> tuple[bool, ...]:
+def right_answers(
+    references: Sequence[str], value: str | None, same: Callable[[str, str], bool]
+) -> tuple[bool, ...]:
     """Whether each of the answers in a box is right.
 
     Args:
       references: what is right, in order.
-      value: what stands in the box: with several references as many answers with commas between them. Too few: those that are missing are
-        wrong. Too many: nobody can tell which is which, and all are wrong.
+      value: what stands in the box: with several references as many answers with commas between
+        them. Too few: those that are missing are wrong. Too many: nobody can tell which is which,
+        and all are wrong.
       same: (reference, answer) -> whether they are the same.
     """
     if value is None or not value.strip():
@@ -93,12 +117,15 @@ def right_answers(references: Sequence[str], value: str | None, same: Callable[[
     if len(parts) > len(references):
         return (False,) * len(references)
     parts += [""] * (len(references) - len(parts))
-    return tuple(bool(part) and same(reference, part) for reference, part in zip(references, parts, strict=True))
+    return tuple(
+        bool(part) and same(reference, part)
+        for reference, part in zip(references, parts, strict=True)
+    )
 
 
 def _entries(text: str, wanted: int) -> list[str]:
-    """Of a list with commas. A comma may be one between thousands where all commas together make too many entries, or where others have a
-    space behind them."""
+    """Of a list with commas. A comma may be one between thousands where all commas together make
+    too many entries, or where others have a space behind them."""
     parts = _COMMA.split(text)
     if len(parts) == wanted or (len(parts) < wanted and not re.search(r",\s", text)):
         return parts
@@ -111,7 +138,8 @@ class Point:
 
     Attributes:
       workers, budget: of them.
-      accuracy: the mean over problems of the part of their questions that is right, over seeds first.
+      accuracy: the mean over problems of the part of their questions that is right, over seeds
+        first.
       low, high: its 95% interval; see `wilson`.
       written: the part of the runs whose answer was written in time.
       problems, runs: how many there are.
@@ -139,17 +167,28 @@ def points(scores: Iterable[Score]) -> list[Point]:
             by_problem[score.problem].append(score.part)
         accuracy = statistics.fmean(statistics.fmean(parts) for parts in by_problem.values())
         low, high = wilson(accuracy, len(by_problem))
-        found.append(Point(workers, budget, accuracy, low, high, statistics.fmean(score.written for score in group), len(by_problem),
-                           len(group)))
+        found.append(
+            Point(
+                workers,
+                budget,
+                accuracy,
+                low,
+                high,
+                statistics.fmean(score.written for score in group),
+                len(by_problem),
+                len(group),
+            )
+        )
     return found
 
 
 def wilson(accuracy: float, problems: int) -> tuple[float, float]:
     """Wilson's score interval of 95% (Wilson, 1927) for a mean over problems.
 
-    A problem that is right in part, over several questions or seeds, counts as one all the same: what is drawn at random are problems, and
-    questions of one are not independent. A mean of values from 0 to 1 varies at most as one of noughts and ones does, so the interval is
-    too wide there rather than too narrow.
+    A problem that is right in part, over several questions or seeds, counts as one all the same:
+    what is drawn at random are problems, and questions of one are not independent. A mean of values
+    from 0 to 1 varies at most as one of noughts and ones does, so the interval is too wide there
+    rather than too narrow.
 
     Args:
       accuracy: the mean, 0 to 1.
@@ -161,9 +200,11 @@ def wilson(accuracy: float, problems: int) -> tuple[float, float]:
 
 
 def passes_to(found: Iterable[Point], accuracy: float) -> dict[int, float | None]:
-    """For each number of workers the forward passes after which it is this accurate for the first time.
+    """For each number of workers the forward passes after which it is this accurate for the first
+    time.
 
-    Between two budgets a straight line is drawn. Where the smallest budget is enough already, it is that one; None where no budget is.
+    Between two budgets a straight line is drawn. Where the smallest budget is enough already, it is
+    that one; None where no budget is.
     """
     by_workers: dict[int, list[Point]] = collections.defaultdict(list)
     for point in sorted(found, key=lambda point: point.budget):
@@ -176,16 +217,28 @@ def _first(line: Sequence[Point], accuracy: float) -> float | None:
         return float(line[0].budget)
     for left, right in itertools.pairwise(line):
         if right.accuracy >= accuracy:
-            return left.budget + (right.budget - left.budget) * (accuracy - left.accuracy) / (right.accuracy - left.accuracy)
+            return left.budget + (right.budget - left.budget) * (accuracy - left.accuracy) / (
+                right.accuracy - left.accuracy
+            )
     return None
 
 
 def table(found: Sequence[Point]) -> str:
-    """Accuracy in percent with its interval, a row for each budget and a column for each number of workers."""
-    workers, budgets = (sorted({getattr(point, name) for point in found}) for name in ("workers", "budget"))
+    """Accuracy in percent with its interval, a row for each budget and a column for each number of
+    workers."""
+    workers, budgets = (
+        sorted({getattr(point, name) for point in found}) for name in ("workers", "budget")
+    )
     cells: Mapping[tuple[int, int], str] = {
-        (p.workers, p.budget): f"{100 * p.accuracy:.1f} ({100 * p.low:.0f}-{100 * p.high:.0f})" for p in found}
+        (p.workers, p.budget): f"{100 * p.accuracy:.1f} ({100 * p.low:.0f}-{100 * p.high:.0f})"
+        for p in found
+    }
     header = ["passes", *(f"{count} worker{'s' * (count > 1)}" for count in workers)]
-    rows = [[str(budget), *(cells.get((count, budget), "") for count in workers)] for budget in budgets]
+    rows = [
+        [str(budget), *(cells.get((count, budget), "") for count in workers)] for budget in budgets
+    ]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows])
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in [header, *rows]
+    )

@@ -1,4 +1,5 @@
-"""What is asked in an evaluation: generated sums, data sets that lie in a folder, and files of one's own."""
+"""What is asked in an evaluation: generated sums, data sets that lie in a folder, and files of
+one's own."""
 
 import codecs
 import dataclasses
@@ -18,7 +19,9 @@ SUMS, TYPED, DEPENDENT = "sums", "sums-typed", "sums-dependent"
 _GROUP = 5
 _SAMPLES = 128
 """Of tasks that could give more (section 4.1)."""
-_GSM8K = "Solve these problems and return comma-separated answers \\boxed{answer1,..., answer5} :\n "
+_GSM8K = (
+    "Solve these problems and return comma-separated answers \\boxed{answer1,..., answer5} :\n "
+)
 """Footnote 7 of the paper, to the letter."""
 
 
@@ -29,9 +32,10 @@ class Problem:
     Attributes:
       id: its name within the task.
       text: the user's words.
-      answers: what is right; with more than one, the answer lists as many with commas between, and each counts as much as the others.
-        Empty where tests decide.
-      tests: Python code that raises an exception unless the program before it is right; None where answers decide.
+      answers: what is right; with more than one, the answer lists as many with commas between, and
+        each counts as much as the others. Empty where tests decide.
+      tests: Python code that raises an exception unless the program before it is right; None where
+        answers decide.
       exact: answers are right to the letter alone; else they are compared as mathematics.
     """
 
@@ -71,7 +75,9 @@ class Task:
     @property
     def digest(self) -> str:
         """What tells its problems from others."""
-        return records.sha256(json.dumps([dataclasses.astuple(problem) for problem in self.problems]).encode())
+        return records.sha256(
+            json.dumps([dataclasses.astuple(problem) for problem in self.problems]).encode()
+        )
 
     @property
     def needs_mathematics(self) -> bool:
@@ -79,20 +85,27 @@ class Task:
         return any(problem.answers and not problem.exact for problem in self.problems)
 
 
-def load_task(name: str, *, samples: int | None = None, questions: tuple[int, int] = (sums.QUESTIONS, sums.QUESTIONS),
-              data: str | Path | None = None) -> Task:
+def load_task(
+    name: str,
+    *,
+    samples: int | None = None,
+    questions: tuple[int, int] = (sums.QUESTIONS, sums.QUESTIONS),
+    data: str | Path | None = None,
+) -> Task:
     """The problems of a task.
 
     Args:
-      name: one of `TASKS`, or a file of JSON lines, each {"problem": "...", "answer": "..."}, with a list of answers if it asks several
-        things, or {"problem": "...", "tests": "..."}; an "id" if wanted.
-      samples: the first so many; default 128 of those that are generated or grouped, and all of a file.
+      name: one of `TASKS`, or a file of JSON lines, each {"problem": "...", "answer": "..."}, with
+        a list of answers if it asks several things, or {"problem": "...", "tests": "..."}; an "id"
+        if wanted.
+      samples: the first so many; default 128 of those that are generated or grouped, and all of a
+        file.
       questions: the least and the most of a generated problem.
       data: the folder of the data sets; default $JAXSHARE_DATA.
 
     Raises:
-      ValueError: no such task, numbers out of range, a folder or a file that is not there, more samples than there are, or no line that can
-        be read.
+      ValueError: no such task, numbers out of range, a folder or a file that is not there, more
+        samples than there are, or no line that can be read.
     """
     if samples is not None and samples < 1:
         raise ValueError(f"--samples is {samples}; evaluate on at least 1 problem")
@@ -105,7 +118,10 @@ def load_task(name: str, *, samples: int | None = None, questions: tuple[int, in
         path = _in_data(data, name, file, source)
         return _from_file(name, path, samples, tokens, lambda value: _of_set(value, *fields))
     if not name.endswith((".jsonl", ".json")):
-        raise ValueError(f"--task is {name!r}; it must be one of {', '.join(TASKS)}, or a file of JSON lines whose name ends with .jsonl")
+        raise ValueError(
+            f"--task is {name!r}; it must be one of {', '.join(TASKS)}, or a file of JSON lines "
+            "whose name ends with .jsonl"
+        )
     return _from_file(name, Path(name), samples, None, _own)
 
 
@@ -113,18 +129,24 @@ def load_task(name: str, *, samples: int | None = None, questions: tuple[int, in
 
 
 def _generated(name: str, samples: int, questions: tuple[int, int]) -> Task:
-    """Problems of `jaxshare.models.problems`; none depends on how many there are. Those of `TYPED` take the forms of a message in turn, and
-    have its name in their ids."""
+    """Problems of `jaxshare.models.problems`; none depends on how many there are. Those of `TYPED`
+    take the forms of a message in turn, and have its name in their ids."""
     alone = 1 + (name == DEPENDENT)
     least, most = questions
     if not alone <= least <= most <= sums.MOST_QUESTIONS:
-        raise ValueError(f"--questions is {least if least == most else f'{least}-{most}'}; {name} asks {alone} to "
-                         f"{sums.MOST_QUESTIONS} at once")
+        raise ValueError(
+            f"--questions is {least if least == most else f'{least}-{most}'}; {name} asks {alone} "
+            f"to {sums.MOST_QUESTIONS} at once"
+        )
     found, forms = [], [*FORMS.items()]
     for i in range(samples):
         many = random.Random(f"evaluate/questions/{i}").randint(least, most)
         rng, (form, shape) = random.Random(f"evaluate/{name}/{i}"), forms[i % len(forms)]
-        made = sums.typed_problem(rng, many, shape) if name == TYPED else sums.make_problem(rng, many, dependent=name == DEPENDENT)
+        made = (
+            sums.typed_problem(rng, many, shape)
+            if name == TYPED
+            else sums.make_problem(rng, many, dependent=name == DEPENDENT)
+        )
         label = f"{form} {i // len(forms) + 1}" if name == TYPED else str(i + 1)
         found.append(Problem(label, made.prompt(), tuple(map(str, made.answers)), exact=True))
     return Task(name, tuple(found), 8 * most)
@@ -133,10 +155,16 @@ def _generated(name: str, samples: int, questions: tuple[int, int]) -> Task:
 # Data sets.
 
 _SETS = {
-    "olympiad": ("olympiadbench.jsonl", "OlympiadBench, OE_TO_maths_en_COMP", ("question", "answer"), 64),
+    "olympiad": (
+        "olympiadbench.jsonl",
+        "OlympiadBench, OE_TO_maths_en_COMP",
+        ("question", "answer"),
+        64,
+    ),
     "aime": ("aime2024.jsonl", "AIME 2024", ("problem", "answer"), 16),
 }
-"""The file, where it comes from, its fields, and the most tokens of an early answer (appendix C)."""
+"""The file, where it comes from, its fields, and the most tokens of an early answer (appendix
+C)."""
 TASKS = (SUMS, TYPED, DEPENDENT, "gsm8k5", *_SETS)
 
 
@@ -147,18 +175,34 @@ def _in_data(folder: str | Path | None, task: str, file: str, source: str) -> Pa
         raise ValueError(f"{have}; name it with --data-dir or in {DATA_VARIABLE}")
     if not Path(folder, file).is_file():
         what = f"has no {file}" if Path(folder).is_dir() else "is not there"
-        raise ValueError(f"{have}, but {folder} {what}; name another with --data-dir or in {DATA_VARIABLE}")
+        raise ValueError(
+            f"{have}, but {folder} {what}; name another with --data-dir or in {DATA_VARIABLE}"
+        )
     return Path(folder, file)
 
 
 def _gsm8k5(samples: int, data: str | Path | None) -> Task:
     """Five questions of GSM8k at once, and never one twice (section 4.1)."""
-    singles = _from_file("gsm8k5", _in_data(data, "gsm8k5", "gsm8k_test.jsonl", "the test set of openai/grade-school-math"), None, None,
-                         lambda value: _of_set(value, "question", "answer"))
-    groups = [singles.problems[i:i + _GROUP] for i in range(0, len(singles.problems) - _GROUP + 1, _GROUP)]
+    singles = _from_file(
+        "gsm8k5",
+        _in_data(data, "gsm8k5", "gsm8k_test.jsonl", "the test set of openai/grade-school-math"),
+        None,
+        None,
+        lambda value: _of_set(value, "question", "answer"),
+    )
+    groups = [
+        singles.problems[i : i + _GROUP]
+        for i in range(0, len(singles.problems) - _GROUP + 1, _GROUP)
+    ]
     _check_enough("gsm8k5", samples, len(groups))
-    found = [Problem("+".join(p.id for p in group), _GSM8K + "\n ".join(f"{i}. {p.text}" for i, p in enumerate(group, 1)),
-                     tuple(p.answers[0].rpartition("####")[2].strip().replace(",", "") for p in group)) for group in groups[:samples]]
+    found = [
+        Problem(
+            "+".join(p.id for p in group),
+            _GSM8K + "\n ".join(f"{i}. {p.text}" for i, p in enumerate(group, 1)),
+            tuple(p.answers[0].rpartition("####")[2].strip().replace(",", "") for p in group),
+        )
+        for group in groups[:samples]
+    ]
     return Task("gsm8k5", tuple(found), 64, singles.bad_lines)
 
 
@@ -172,12 +216,16 @@ def _of_set(value: dict[str, Any], problem: str, answer: str) -> Problem:
 def _own(value: dict[str, Any]) -> Problem:
     known = {"id", "problem", "answer", "tests"}
     if unknown := sorted({*value} - known):
-        raise ValueError(f"has the unknown field {json.dumps(unknown[0])}; known are id, problem, answer, tests")
+        raise ValueError(
+            f"has the unknown field {json.dumps(unknown[0])}; known are id, problem, answer, tests"
+        )
     if ("answer" in value) == ("tests" in value):
         raise ValueError('must have one of "answer" and "tests"')
     name = value.get("id", "")
     if type(name) not in (str, int):
-        raise ValueError(f"has the id {json.dumps(name)[:40]}; it must be a string or a whole number")
+        raise ValueError(
+            f"has the id {json.dumps(name)[:40]}; it must be a string or a whole number"
+        )
     if "tests" in value:
         return Problem(str(name), _text(value, "problem"), tests=_code(_text(value, "tests")))
     answer = value["answer"]
@@ -185,7 +233,10 @@ def _own(value: dict[str, Any]) -> Problem:
         answer = str(answer)
     answers = answer if isinstance(answer, list) else [answer]
     if not answers or not all(isinstance(a, str) and a.strip() for a in answers):
-        raise ValueError(f'has {json.dumps(value["answer"])[:40]} as its "answer"; give a text, a number or a list of texts')
+        raise ValueError(
+            f'has {json.dumps(value["answer"])[:40]} as its "answer"; give a text, a number or a '
+            "list of texts"
+        )
     return Problem(str(name), _text(value, "problem"), tuple(answers))
 
 
@@ -200,17 +251,27 @@ def _code(tests: str) -> str:
     try:
         compile(tests, "tests", "exec")
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f'has "tests" that are not Python ({error}); give code that raises an exception where the program is '
-                         f'wrong') from error
+        raise ValueError(
+            f'has "tests" that are not Python ({error}); give code that raises an exception where the program is '
+            f"wrong"
+        ) from error
     return tests
 
 
-def _from_file(name: str, path: Path, samples: int | None, tokens: int | None, make: Callable[[dict[str, Any]], Problem]) -> Task:
+def _from_file(
+    name: str,
+    path: Path,
+    samples: int | None,
+    tokens: int | None,
+    make: Callable[[dict[str, Any]], Problem],
+) -> Task:
     """The first problems of a file; without an id, one is called by its line."""
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"the task file {path} cannot be read ({error}); give a file of JSON lines") from error
+        raise ValueError(
+            f"the task file {path} cannot be read ({error}); give a file of JSON lines"
+        ) from error
     found: dict[str, Problem] = {}
     bad_lines: list[dict[str, Any]] = []
     for number, raw in _lines(data):
@@ -220,7 +281,9 @@ def _from_file(name: str, path: Path, samples: int | None, tokens: int | None, m
             problem = make(_object(raw))
             problem = problem if problem.id else dataclasses.replace(problem, id=str(number))
             if problem.id in found:
-                raise ValueError(f"has the id {json.dumps(problem.id)} of a line before; give each line its own")
+                raise ValueError(
+                    f"has the id {json.dumps(problem.id)} of a line before; give each line its own"
+                )
             found[problem.id] = problem
         except ValueError as error:
             bad_lines.append({"line": number, "error": str(error)})
@@ -228,11 +291,15 @@ def _from_file(name: str, path: Path, samples: int | None, tokens: int | None, m
             bad_lines.append({"line": number, "error": "is nested too deeply"})
     if not found:
         first = f" (line {bad_lines[0]['line']} {bad_lines[0]['error']})" if bad_lines else ""
-        raise ValueError(f'no line of the task file {path} can be run{first}; give at least one such as {{"problem": "...", "answer": '
-                         f'"..."}}')
+        raise ValueError(
+            f"no line of the task file {path} can be run{first}; give at least one such as "
+            '{"problem": "...", "answer": "..."}'
+        )
     if samples is not None:
         _check_enough(name, samples, len(found))
-    return Task(name, tuple(found.values()), tokens or _early_tokens([*found.values()]), tuple(bad_lines))
+    return Task(
+        name, tuple(found.values()), tokens or _early_tokens([*found.values()]), tuple(bad_lines)
+    )
 
 
 def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -244,7 +311,8 @@ def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
 def _object(raw: bytes) -> dict[str, Any]:
     try:
         value = json.loads(raw.decode())
-        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair can be escaped in JSON, and is no text
+        # half of a surrogate pair can be escaped in JSON, and is no text
+        json.dumps(value, ensure_ascii=False).encode()
     except ValueError as error:
         raise ValueError(f"is not JSON in UTF-8 ({error})") from error
     if not isinstance(value, dict):
