@@ -55,7 +55,7 @@ lint: $(DEV) ## ruff and pyright
 	$(BIN)/ruff format --check --quiet
 	@rm -rf build/pyright && mkdir -p build/pyright/jaxshare
 	@ln -s "$(CURDIR)"/jaxshare/* "$(CURDIR)/models" "$(CURDIR)/serving" build/pyright/jaxshare/
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	@find -L build/pyright -name '*.py' -print0 | xargs -0 $(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(DEV) $(TORCH_ENV) ## decode speed against transformers on this machine (BENCH_ARGS= for the full run)
 	$(BIN)/python scripts/bench_decode.py --torch-python $(TORCH_PYTHON) $(BENCH_ARGS)

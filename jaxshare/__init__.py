@@ -5,12 +5,11 @@ ordered lists of cached blocks. The core is pure JAX; `jaxshare.models` has Llam
 `jaxshare.serving` what people run.
 """
 
-from jaxshare.attention import block_attention
+from jaxshare.attention import Plan, block_attention, make_plan
 from jaxshare.cache import KVCache
 from jaxshare.checkout import find_siblings, version
 from jaxshare.decode import DecodeState, Reason, decode
 from jaxshare.layout import Layout
-from jaxshare.plan import Plan, make_plan
 from jaxshare.recording import Recorder
 from jaxshare.reencoding import TraceBatch
 from jaxshare.rope import Rope

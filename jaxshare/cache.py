@@ -25,7 +25,7 @@ from jaxshare.rope import Rope, rotate
 from jaxshare.sharding import Stripes, on_each
 
 if TYPE_CHECKING:
-    from jaxshare.plan import Plan
+    from jaxshare.attention.plan import Plan
 
 Arenas = tuple[tuple[Array, ...], tuple[Array, ...]]
 """Keys and values of all layers, [K, tokens, D] each."""

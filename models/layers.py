@@ -15,13 +15,13 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jaxshare.attention import block_attention
+from jaxshare.attention.api import block_attention
+from jaxshare.attention.block_share import block_mass, last_tokens
+from jaxshare.attention.plan import make_plan
 from jaxshare.cache import KVCache
 from jaxshare.decode import Model
 from jaxshare.layout import Layout, is_concrete
-from jaxshare.mass import block_mass, last_tokens
 from jaxshare.models.config import ModelConfig
-from jaxshare.plan import make_plan
 from jaxshare.reencoding import TraceBatch, trace_attention
 from jaxshare.rope import rotate
 from jaxshare.sharding import psum

@@ -24,9 +24,9 @@ from benchlib import Worker, WorkerError, alternate, ratios
 from jax import Array
 
 from jaxshare import block_attention
-from jaxshare.attention import BACKENDS as BACKENDS_HERE
-from jaxshare.plan import Plan
-from jaxshare.work import Work, make_work
+from jaxshare.attention.api import BACKENDS as BACKENDS_HERE
+from jaxshare.attention.plan import Plan
+from jaxshare.pallas.work_items import Work, make_work
 
 # Sides, as they are called in results.
 KERNELS = ("mosaic_gpu", "triton")

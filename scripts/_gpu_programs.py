@@ -31,8 +31,8 @@ from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder
 from jaxshare.models.sharded import ShardedDecoder, fit
 from jaxshare.pallas.device import H200
+from jaxshare.pallas.work_items import make_work
 from jaxshare.steps import Steps
-from jaxshare.work import make_work
 
 GPU_BACKENDS = ("mosaic_gpu", "triton")
 """Backends of block attention whose kernels are looked at one by one."""

@@ -49,9 +49,9 @@ from benchlib import (
 from jax import Array
 
 from jaxshare import DecodeState, KVCache, Layout, decode
-from jaxshare.attention import block_attention
+from jaxshare.attention.api import block_attention
+from jaxshare.attention.plan import Plan, make_plan
 from jaxshare.models import LoadedModel, load, problems
-from jaxshare.plan import Plan, make_plan
 from jaxshare.serving import Workers, demo
 
 MODEL = bench_decode.MODEL | {"max_position_embeddings": 32768}

@@ -4,10 +4,10 @@ Nothing in here is measured.
     python scripts/roofline.py [--json]
 
 The page benchmarks/roofline.md has the same tables and explains them. Shapes and goals are those of
-bench_attention.py, the cut into work items is that of `jaxshare.work`, tiles are those of
-`jaxshare.pallas.tiles`. Everything else is assumed, and what nobody can know before a measurement
-is assumed twice, hopefully and carefully. Seconds, bytes and FLOPs throughout; axis letters as in
-`jaxshare.plan`.
+bench_attention.py, the cut into work items is that of `jaxshare.pallas.work_items`, tiles are those
+of `jaxshare.pallas.tiles`. Everything else is assumed, and what nobody can know before a
+measurement is assumed twice, hopefully and carefully. Seconds, bytes and FLOPs throughout; axis
+letters as in `jaxshare.attention.plan`.
 """
 
 import argparse
@@ -140,7 +140,7 @@ class Segment:
 
 
 def segments(case: Case, tile: int) -> list[Segment]:
-    """In the order of `jaxshare.work`: by block."""
+    """In the order of `jaxshare.pallas.work_items`: by block."""
     readers = collections.Counter(
         b for row, count in zip(case.rows, case.count, strict=True) if count for b in row
     )

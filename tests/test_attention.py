@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxshare import Layout, Rope, attention, attention_xla, block_attention, make_plan
-from jaxshare.attention import BACKENDS
+from jaxshare import Layout, Rope, block_attention, make_plan
+from jaxshare.attention import api, xla
+from jaxshare.attention.api import BACKENDS
 from tests.helpers import Shelf, cache_with, pad_rows, rotated
 
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 4e-2}
@@ -233,8 +234,8 @@ def test_groups_of_rows_with_ragged_tokens(case):
 def test_turns_that_change_only_the_rows_they_read_for(shape, monkeypatch):
     """As with many rows. Rows read several tiles of a block, some of them in one turn, and blocks
     one after the other."""
-    monkeypatch.setattr(attention_xla, "_MANY_ROWS", 0)
-    monkeypatch.setattr(attention_xla, "_ROWS_OF_A_TURN", 0)
+    monkeypatch.setattr(xla, "_MANY_ROWS", 0)
+    monkeypatch.setattr(xla, "_ROWS_OF_A_TURN", 0)
     attended.clear_cache()
 
     @settings(max_examples=25)
@@ -560,7 +561,7 @@ def test_the_named_backend_is_used(small, backends):
 
 
 def test_without_a_name_the_preferred_backend_is_used(small, backends):
-    backends.setattr(attention, "preferred", lambda: ("no_gpu", "one"))
+    backends.setattr(api, "preferred", lambda: ("no_gpu", "one"))
     assert (block_attention(*small) == 1).all()
 
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshare.attention import BACKENDS
-from jaxshare.work import make_work
+from jaxshare.attention.api import BACKENDS
+from jaxshare.pallas.work_items import make_work
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshare import Sampler
+from jaxshare.attention.plan import make_plan
 from jaxshare.models import EMBEDDED, LoadedModel, problems
-from jaxshare.plan import make_plan
 from jaxshare.seeds import stream_seed
 from jaxshare.serving import demo
 from jaxshare.serving.branches import Branches, Completion, Completions, generate

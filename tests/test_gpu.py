@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshare.attention import preferred
+from jaxshare.attention.api import preferred
 from jaxshare.pallas.device import current_device
 
 with pytest.MonkeyPatch.context() as patch:

@@ -179,7 +179,7 @@ def test_checker_finds(package, source, name):
             ".pallas import flaxen",
         ),
         ("jaxshare", "import flaxlike\nfrom jaxshare import modelsize"),
-        ("jaxshare.pallas", "from ..plan import Plan"),
+        ("jaxshare.pallas", "from ..layout import Layout"),
         (
             "jaxshare.models",
             "import flax.linen as nn\nfrom jaxshare.rope import Rope\nfrom . import config",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxshare import KVCache, Layout, Rope, make_plan
-from jaxshare.mass import block_mass
+from jaxshare.attention.block_share import block_mass
 from tests.helpers import (
     MODEL,
     TINY,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxshare.merge import merge
+from jaxshare.attention.merge import merge
 
 QUERIES, DIM = 6, 5
 

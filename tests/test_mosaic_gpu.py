@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 
 from jaxshare import block_attention, make_plan
-from jaxshare.attention import preferred
+from jaxshare.attention.api import preferred
 from jaxshare.pallas import merge_mosaic_gpu
 from jaxshare.pallas.block_attention_mosaic_gpu import INTERPRETER_LACKS
 from jaxshare.pallas.device import H200, Device, assume_device

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshare import Rope, make_plan
+from jaxshare.attention.plan import Tiling
 from jaxshare.cache import Fault
-from jaxshare.plan import Tiling
 from tests.helpers import cache_with, pad_rows
 
 ROWS, LISTED, BLOCKS, ARENA = 5, 4, 7, 400

@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 
 from jaxshare import KVCache, Layout, Sampler
+from jaxshare.attention.plan import make_plan
 from jaxshare.models import EMBEDDED, load, reencode_logits
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.loading import LoadedModel
 from jaxshare.models.problems import Dependent, Problem, make_problem
-from jaxshare.plan import make_plan
 from jaxshare.serving import Format, Workers
 from jaxshare.serving.layouts import worker_names
 from jaxshare.trace import Trace

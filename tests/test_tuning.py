@@ -6,7 +6,8 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from jaxshare import attention, models
+from jaxshare import models
+from jaxshare.attention import api
 from jaxshare.pallas import tiles
 from jaxshare.pallas.device import H200, Device, assume_device
 from jaxshare.pallas.tiles import Key, MosaicTiles, TritonTiles, choose_mosaic, choose_triton
@@ -375,9 +376,9 @@ def test_measuring_compiles_with_the_tiles_and_takes_time(monkeypatch, one_layer
     def backend(q, keys, values, plan, scale):
         seen.append((choose_triton(H200, 64, 2, 6, keys.dtype), q.shape))
         assert keys.shape[1] >= 256 + 3 * 64
-        return attention.reference_attention(q, keys, values, plan, scale)
+        return api.reference_attention(q, keys, values, plan, scale)
 
-    monkeypatch.setitem(attention.BACKENDS, "triton", backend)
+    monkeypatch.setitem(api.BACKENDS, "triton", backend)
     for choice in (TritonTiles(16, 64, 4, 2), TritonTiles(16, 64, 4, 3)):
         seen.clear()
         assert 0 < tuning.prepare(SMALL, "triton", choice)() < 60
@@ -393,9 +394,9 @@ WRONG = {
 @pytest.mark.parametrize("how", WRONG)
 def test_wrong_answers_are_not_measured(monkeypatch, one_layer, how):
     monkeypatch.setitem(
-        attention.BACKENDS,
+        api.BACKENDS,
         "triton",
-        lambda *arguments: WRONG[how](attention.reference_attention(*arguments)),
+        lambda *arguments: WRONG[how](api.reference_attention(*arguments)),
     )
     with pytest.raises(
         ValueError, match=r"its answer differs from XLA's by \S+, relative; it is not used"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshare import KVCache, Rope, make_plan
-from jaxshare.work import make_work, partial_row
+from jaxshare.pallas.work_items import make_work, partial_row
 from tests.helpers import pad_rows
 
 

@@ -1,8 +1,8 @@
 """Block attention for Hopper GPUs, in Pallas on Mosaic GPU.
 
-One persistent program a multiprocessor takes one work item (`jaxshare.work`). Of its three
-warpgroups one fetches: queries of the next segment and tiles of keys and values, in bulk copies, as
-many under way as shared memory holds. The two others compute, 64 queries each:
+One persistent program a multiprocessor takes one work item (`jaxshare.pallas.work_items`). Of its
+three warpgroups one fetches: queries of the next segment and tiles of keys and values, in bulk
+copies, as many under way as shared memory holds. The two others compute, 64 queries each:
 
   * a wide segment, of more than 64 queries, is split between them by queries: both use each tile
     (Hydragen section 3.2);
@@ -28,12 +28,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from jaxshare.attention.plan import Plan
 from jaxshare.pallas.device import Device, current_device
 from jaxshare.pallas.merge_mosaic_gpu import merge_pieces, padded_dim
 from jaxshare.pallas.tiles import HEAD_DIMS, MOST_QUERY_HEADS, MosaicTiles, choose_mosaic
-from jaxshare.plan import Plan
+from jaxshare.pallas.work_items import ROW_ALIGNMENT, Work, make_work, partial_row
 from jaxshare.rope import rotate
-from jaxshare.work import ROW_ALIGNMENT, Work, make_work, partial_row
 
 _WARPGROUP = 64
 """Queries of a warpgroup: the rows of a wgmma product."""

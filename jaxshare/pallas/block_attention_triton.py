@@ -1,9 +1,9 @@
 """Block attention in a kernel that JAX lowers through Triton: for NVIDIA GPUs from Ampere on.
 
-A program works off one item of the pass (`jaxshare.work`): it walks the item's segments, rotates
-each one's queries towards its block as it loads them (Hogwild! section 3.4), and takes the
-segment's tiles into a running softmax. What it finds of a segment is written down as partial
-results, which `jaxshare.pallas.merge_triton` merges.
+A program works off one item of the pass (`jaxshare.pallas.work_items`): it walks the item's
+segments, rotates each one's queries towards its block as it loads them (Hogwild! section 3.4), and
+takes the segment's tiles into a running softmax. What it finds of a segment is written down as
+partial results, which `jaxshare.pallas.merge_triton` merges.
 
 JAX has deprecated this way to a GPU. Nothing else depends on it, and a JAX without it is told apart
 only when this backend is called.
@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxshare.attention.plan import Plan
 from jaxshare.pallas.device import Device, current_device
 from jaxshare.pallas.merge_triton import merge_pieces
 from jaxshare.pallas.tiles import HEAD_DIMS, MOST_QUERY_HEADS, TritonTiles, choose_triton
-from jaxshare.plan import Plan
-from jaxshare.work import Work, make_work, partial_row
+from jaxshare.pallas.work_items import Work, make_work, partial_row
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _LEAST_CAPABILITY = 80

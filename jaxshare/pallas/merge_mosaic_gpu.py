@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxshare.merge import merge_over
+from jaxshare.attention.merge import merge_over
 from jaxshare.pallas.device import Device
-from jaxshare.work import Work, partial_row
+from jaxshare.pallas.work_items import Work, partial_row
 
 _AT_ONCE = 8
 """Pieces read together: what hides the time that memory takes to answer."""

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxshare.merge import merge_over
-from jaxshare.work import Work, partial_row
+from jaxshare.attention.merge import merge_over
+from jaxshare.pallas.work_items import Work, partial_row
 
 _SLOTS_AT_ONCE = 32
 _LANES = 16

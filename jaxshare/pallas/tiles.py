@@ -76,7 +76,7 @@ KINDS: dict[str, type[MosaicTiles] | type[TritonTiles]] = {
     "mosaic_gpu": MosaicTiles,
     "triton": TritonTiles,
 }
-"""The tiles of each backend that has any, by its name in `jaxshare.attention.BACKENDS`."""
+"""The tiles of each backend that has any, by its name in `jaxshare.attention.api.BACKENDS`."""
 
 
 def _check(tiles: Tiles, **right: bool) -> None:

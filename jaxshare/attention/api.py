@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from jax import Array
 
-from jaxshare.attention_xla import xla_attention
+from jaxshare.attention.plan import Plan
+from jaxshare.attention.reference import reference_attention
+from jaxshare.attention.xla import xla_attention
 from jaxshare.pallas.device import current_device
-from jaxshare.plan import Plan
-from jaxshare.reference import reference_attention
 
 Backend = Callable[[Array, Array, Array, Plan, float], Array]
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxshare.merge import Partial, merge, merge_over
-from jaxshare.plan import Plan, Tiles
+from jaxshare.attention.merge import Partial, merge, merge_over
+from jaxshare.attention.plan import Plan, Tiles
 
 _LOG2_E = 1.4426950408889634
 _MOST_QUERIES_AT_ONCE = 32

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxshare.plan import Plan
+from jaxshare.attention.plan import Plan
 
 ROW_ALIGNMENT = 8
 """The queries of a block begin at a multiple of this, so that partial results can be stored in bulk

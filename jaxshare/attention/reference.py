@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxshare.plan import Plan
+from jaxshare.attention.plan import Plan
 from jaxshare.rope import Rope
 
 _FINE = 1024

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxshare.plan import Plan
+from jaxshare.attention.plan import Plan
 from jaxshare.rope import rotate
 from jaxshare.sharding import pmax, psum
 
