@@ -8,12 +8,13 @@ ordered lists of cached blocks. The core is pure JAX; `jaxshare.models` has Llam
 from jaxshare.attention import Plan, block_attention, make_plan
 from jaxshare.cache import KVCache
 from jaxshare.checkout import find_siblings, version
-from jaxshare.decode import DecodeState, Reason, decode
+from jaxshare.decoding.loop import decode
+from jaxshare.decoding.sampling import Sampler, Samplers
+from jaxshare.decoding.state import DecodeState, Reason
 from jaxshare.layout import Layout
 from jaxshare.recording import Recorder
 from jaxshare.reencoding import TraceBatch
 from jaxshare.rope import Rope
-from jaxshare.sampling import Sampler, Samplers
 from jaxshare.trace import Trace
 
 find_siblings()

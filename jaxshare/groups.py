@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxshare.decode import DecodeState, Model, decode
-from jaxshare.sampling import vocab_axis, vocab_spec
+from jaxshare.decoding.loop import decode
+from jaxshare.decoding.sampling import vocab_axis, vocab_spec
+from jaxshare.decoding.state import DecodeState, Model
 from jaxshare.sharding import DATA, axis_size, data_groups
 
 

@@ -1,9 +1,9 @@
 """Seeds: one rule that says which stream of random numbers each row draws from.
 
 A stream has a key of 64 bits, its seed, and a draw depends on that key and its position in the
-stream alone (`jaxshare.sampling`). A host that needs several streams makes each one's key from the
-seed that it was given and from the place of the stream: prompt and index, the number of a worker,
-the path of a firing, the run of an evaluation. Keys are hashes, not sums, so that neither
+stream alone (`jaxshare.decoding.sampling`). A host that needs several streams makes each one's key
+from the seed that it was given and from the place of the stream: prompt and index, the number of a
+worker, the path of a firing, the run of an evaluation. Keys are hashes, not sums, so that neither
 neighbouring seeds nor neighbouring places share a stream.
 """
 

@@ -19,7 +19,7 @@ from jaxshare.attention.api import block_attention
 from jaxshare.attention.block_share import block_mass, last_tokens
 from jaxshare.attention.plan import make_plan
 from jaxshare.cache import KVCache
-from jaxshare.decode import Model
+from jaxshare.decoding.state import Model
 from jaxshare.layout import Layout, is_concrete
 from jaxshare.models.config import ModelConfig
 from jaxshare.reencoding import TraceBatch, trace_attention

@@ -26,13 +26,13 @@ from jaxshare import (
     make_plan,
     sharding,
 )
-from jaxshare.automaton import TokenAutomaton
+from jaxshare.decoding.automaton import TokenAutomaton
+from jaxshare.decoding.steps import Steps
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder
 from jaxshare.models.sharded import ShardedDecoder, fit
 from jaxshare.pallas.device import H200
 from jaxshare.pallas.work_items import make_work
-from jaxshare.steps import Steps
 
 GPU_BACKENDS = ("mosaic_gpu", "triton")
 """Backends of block attention whose kernels are looked at one by one."""

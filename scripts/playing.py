@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from teacher import Lapses, Paragraph, Pupil, Script, Sight, box, worked
 
+from jaxshare.decoding.sampling import uniforms
 from jaxshare.models.problems import Problem, few_shot_messages
 from jaxshare.recording import Recorder
-from jaxshare.sampling import uniforms
 from jaxshare.seeds import seed_words, stream_seed
 from jaxshare.serving.layouts import LAYOUTS, WorkersLayout
 from jaxshare.serving.workers import FINISHER

@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxshare.automaton import ByteAutomaton
+from jaxshare.decoding.automaton import ByteAutomaton
 from jaxshare.serving.steps import box_automaton, code_automaton
 
 Valid = Callable[[str], bool]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxshare import __version__
+from jaxshare.decoding.sampling import Sampler
 from jaxshare.files import check_file, check_folder
-from jaxshare.sampling import Sampler
 from jaxshare.serving import batch, devices, formats, inspection, prompt_view, tune_command
 from jaxshare.serving.agents import command as agents_command
 from jaxshare.serving.endings import STOP_ON

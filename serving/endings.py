@@ -4,7 +4,7 @@ its tokenizer, made once."""
 import functools
 from collections.abc import Callable
 
-from jaxshare.automaton import ByteAutomaton, TokenAutomaton
+from jaxshare.decoding.automaton import ByteAutomaton, TokenAutomaton
 from jaxshare.serving.steps import check_separator, step_automaton
 from jaxshare.serving.transcript import Codec
 

@@ -5,8 +5,8 @@ import dataclasses
 
 import numpy as np
 
-from jaxshare.kept import Kept
-from jaxshare.sampling import Sampler
+from jaxshare.decoding.sampling import Sampler
+from jaxshare.decoding.top_logits import Kept
 from jaxshare.serving.replay import probabilities
 
 

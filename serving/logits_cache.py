@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxshare.kept import Kept
-from jaxshare.sampling import Sampler
+from jaxshare.decoding.sampling import Sampler
+from jaxshare.decoding.top_logits import Kept
 from jaxshare.serving.hotspot import USUAL, Distance, Hotspot
 from jaxshare.serving.replay import FIELDS, UNDECIDED, decide, redraw, rows, uniform_run
 

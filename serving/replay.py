@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxshare.kept import Kept
-from jaxshare.sampling import Sampler, uniforms
+from jaxshare.decoding.sampling import Sampler, uniforms
+from jaxshare.decoding.top_logits import Kept
 from jaxshare.seeds import seed_words
 from jaxshare.sizes import bucket
 

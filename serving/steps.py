@@ -12,7 +12,7 @@ import re
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxshare.automaton import ByteAutomaton
+from jaxshare.decoding.automaton import ByteAutomaton
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

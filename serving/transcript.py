@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxshare import Reason
+from jaxshare.decoding.steps import Mark
 from jaxshare.serving.steps import token_bytes
-from jaxshare.steps import Mark
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

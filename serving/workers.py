@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, decode
 from jaxshare.compile_time import Stopwatch, compile_seconds
+from jaxshare.decoding.steps import Mark, Steps
 from jaxshare.models import LoadedModel
 from jaxshare.recording import Recorder
 from jaxshare.seeds import seed_words, stream_seed
@@ -44,7 +45,6 @@ from jaxshare.serving.saved_sessions import SavedSession, SessionFacts
 from jaxshare.serving.saves import Saved, Saves
 from jaxshare.serving.session_texts import SessionTexts
 from jaxshare.serving.transcript import Event, Step, Transcript, codec_of
-from jaxshare.steps import Mark, Steps
 from jaxshare.trace import Trace
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxshare.automaton import ByteAutomaton
+from jaxshare.decoding.automaton import ByteAutomaton
 
 STEP = jax.jit(lambda automaton, state, token: automaton.step(state, token))
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshare.kept import Kept, keep
+from jaxshare.decoding.top_logits import Kept, keep
 
 KEEP = jax.jit(keep, static_argnums=2)
 

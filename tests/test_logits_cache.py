@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshare import Sampler
-from jaxshare.kept import Kept, keep
+from jaxshare.decoding.top_logits import Kept, keep
 from jaxshare.serving.hotspot import Distance, Hotspot
 from jaxshare.serving.logits_cache import LogitsCache
 from jaxshare.serving.replay import UNDECIDED, redraw

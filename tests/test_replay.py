@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxshare import Sampler, Samplers
-from jaxshare.kept import Kept, keep
-from jaxshare.sampling import uniforms
+from jaxshare.decoding.sampling import uniforms
+from jaxshare.decoding.top_logits import Kept, keep
 from jaxshare.serving.replay import UNDECIDED, decide, probabilities, redraw, rows, uniform_run
 from tests.test_sampling import expected_probabilities, keys
 

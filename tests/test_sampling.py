@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshare import Sampler, Samplers
-from jaxshare.sampling import _draw, logprob, uniforms
+from jaxshare.decoding.sampling import _draw, logprob, uniforms
 
 ROWS, ROUNDS = 4096, 8
 """Draws are made ROWS at a time, ROUNDS positions each."""

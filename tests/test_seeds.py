@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxshare import DecodeState, KVCache, Layout, Sampler
-from jaxshare.sampling import uniforms
+from jaxshare.decoding.sampling import uniforms
 from jaxshare.seeds import seed_words, stream_seed
 from jaxshare.serving import baselines, generate
 from jaxshare.serving.agents import Reply, Runtime, agent, llm

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from jaxshare.automaton import ByteAutomaton, TokenAutomaton
+from jaxshare.decoding.automaton import ByteAutomaton, TokenAutomaton
 from jaxshare.models import EMBEDDED
 from jaxshare.serving.steps import (
     box_automaton,

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from jaxshare import Sampler
-from jaxshare.kept import Kept
+from jaxshare.decoding.top_logits import Kept
 
 
 class EngineError(RuntimeError):

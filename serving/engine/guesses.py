@@ -18,8 +18,8 @@ import numpy as np
 from jax import Array
 
 from jaxshare import KVCache, Layout, Samplers
-from jaxshare.decode import Model
-from jaxshare.kept import Kept, keep
+from jaxshare.decoding.state import Model
+from jaxshare.decoding.top_logits import Kept, keep
 
 SHAPES = ((1, 16), (4, 16))
 """(rows, tokens of a row) of a pass over guesses."""

@@ -17,8 +17,8 @@ import numpy as np
 from jax import Array
 
 from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, decode
+from jaxshare.decoding.sampling import Samplers
 from jaxshare.models import LoadedModel
-from jaxshare.sampling import Samplers
 from jaxshare.seeds import seed_words
 from jaxshare.serving import prefill
 from jaxshare.serving.engine.calls import Call, End, NotANumberError

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxshare.automaton import TokenAutomaton
 from jaxshare.cache import KVCache
+from jaxshare.decoding.automaton import TokenAutomaton
+from jaxshare.decoding.sampling import uniforms
 from jaxshare.layout import Layout
-from jaxshare.sampling import uniforms
 from jaxshare.seeds import seed_words, stream_seed
 
 

@@ -1,0 +1,8 @@
+"""Decoding: the jitted loop (`loop`), its state (`state`), what it samples with (`sampling`,
+`top_logits`) and what ends a step on the device (`steps`, `automaton`)."""
+
+from jaxshare.decoding.loop import decode
+from jaxshare.decoding.sampling import Sampler, Samplers
+from jaxshare.decoding.state import DecodeState, Reason
+
+__all__ = ["DecodeState", "Reason", "Sampler", "Samplers", "decode"]
