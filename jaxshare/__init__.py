@@ -12,10 +12,10 @@ from jaxshare.decoding.loop import decode
 from jaxshare.decoding.sampling import Sampler, Samplers
 from jaxshare.decoding.state import DecodeState, Reason
 from jaxshare.layout import Layout
-from jaxshare.recording import Recorder
-from jaxshare.reencoding import TraceBatch
 from jaxshare.rope import Rope
-from jaxshare.trace import Trace
+from jaxshare.trace.attention import TraceBatch
+from jaxshare.trace.recorder import Recorder
+from jaxshare.trace.trace import Trace
 
 find_siblings()
 __version__ = version()

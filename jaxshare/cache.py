@@ -10,8 +10,8 @@ without touching a key.
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,25 +20,10 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxshare import sharding
+from jaxshare.arena import ARENA, Appends, copy_tokens, copy_tokens_over, extents, write_tokens
 from jaxshare.layout import is_concrete
 from jaxshare.rope import Rope, rotate
 from jaxshare.sharding import Stripes, on_each
-
-if TYPE_CHECKING:
-    from jaxshare.attention.plan import Plan
-
-Arenas = tuple[tuple[Array, ...], tuple[Array, ...]]
-"""Keys and values of all layers, [K, tokens, D] each."""
-
-ALIGNMENT = 128
-"""Tokens of a tile."""
-LARGE_TILE = 512
-"""Tokens of a large tile: long arenas are whole numbers of them, and are read so where few rows
-share long blocks."""
-ARENA = ("kv_heads", "tokens", None)
-"""What the dimensions of an arena are called, for a mesh."""
-_MOVE_TILE = 128
-_UNROLLED_ROWS = 8
 
 
 class CacheConfig(Protocol):
@@ -219,7 +204,7 @@ class KVCache:
         """Bytes of one cached token: keys and values of all layers."""
         return sum(a.shape[0] * a.shape[2] * a.dtype.itemsize for a in (*self.keys, *self.values))
 
-    def append(self, layer: int, k: Array, v: Array, plan: "Plan") -> "KVCache":
+    def append(self, layer: int, k: Array, v: Array, plan: Appends) -> "KVCache":
         """Writes one layer's new keys and values behind the blocks that the rows write. Lengths
         change in `advance`.
 
@@ -235,11 +220,11 @@ class KVCache:
         k = rotate(k, plan.key_cos[:, :, None], plan.key_sin[:, :, None])
         return dataclasses.replace(
             self,
-            keys=_replaced(self.keys, layer, _write(self.keys[layer], k, plan)),
-            values=_replaced(self.values, layer, _write(self.values[layer], v, plan)),
+            keys=_replaced(self.keys, layer, write_tokens(self.keys[layer], k, plan)),
+            values=_replaced(self.values, layer, write_tokens(self.values[layer], v, plan)),
         )
 
-    def advance(self, plan: "Plan") -> "KVCache":
+    def advance(self, plan: Appends) -> "KVCache":
         """The cache after a pass: the lengths that `append` has filled, and what the plan found
         wrong."""
         return dataclasses.replace(self, lengths=plan.lengths, faults=self.faults | plan.faults)
@@ -457,6 +442,10 @@ class KVCache:
         return jnp.all((numbers >= 0) & (numbers < self.num_blocks))
 
 
+def _replaced(leaves: tuple[Array, ...], layer: int, leaf: Array) -> tuple[Array, ...]:
+    return (*leaves[:layer], leaf, *leaves[layer + 1 :])
+
+
 def _check_apart(begins: np.ndarray, sizes: np.ndarray) -> None:
     """Raises ValueError where two extents of int[B] offsets and capacities lie over each other."""
     order = np.argsort(begins, kind="stable")
@@ -501,199 +490,9 @@ def _copied(
     """The cache with `count` tokens of the arenas copied from `source` to `target`, keys rotated
     further by (cos, sin) of each pair."""
     stripes, none = cache.stripes, PartitionSpec()
-    copy = _copy if stripes.axis is None else functools.partial(_copy_over, stripes)
+    copy = copy_tokens if stripes.axis is None else functools.partial(copy_tokens_over, stripes)
     arenas = cache.specs.keys, cache.specs.values
     keys, values = on_each(
         copy, cache.mesh, in_specs=(arenas, none, none, none, none, none), out_specs=arenas
     )((cache.keys, cache.values), source, target, count, *angles)
     return dataclasses.replace(cache, keys=keys, values=values)
-
-
-def alignment(capacity: int) -> int:
-    """Of a block's offset. Blocks of a tile or more begin on a tile, so that backends can read the
-    arena as it lies; smaller ones are packed, so that many small blocks stay small."""
-    return ALIGNMENT if capacity >= ALIGNMENT else 1
-
-
-def arena_size(tokens: int) -> int:
-    """The size of an arena that holds so many: it ends with a tile, and with a large one if it is
-    long."""
-    tile = LARGE_TILE if tokens >= 4 * LARGE_TILE else ALIGNMENT if tokens >= ALIGNMENT else 1
-    return max(1, tokens + -tokens % tile)
-
-
-def extents(capacities: np.ndarray) -> tuple[np.ndarray, int]:
-    """Offsets of blocks that lie side by side, and the size of an arena for them."""
-    offsets, end = np.zeros_like(capacities), 0
-    for b, capacity in enumerate(capacities):
-        end += -end % alignment(capacity)
-        offsets[b] = end
-        end += capacity
-    return offsets, arena_size(int(end))
-
-
-def _replaced(leaves: tuple[Array, ...], layer: int, leaf: Array) -> tuple[Array, ...]:
-    return (*leaves[:layer], leaf, *leaves[layer + 1 :])
-
-
-def _write(arena: Array, new: Array, plan: "Plan") -> Array:
-    """arena [K, tokens, D], new [R, T, K, D]: each row's real tokens to their place; all else
-    stays."""
-    # Backends read whole tiles and give what a row does not see a weight of 0; 0 times what is not
-    # finite would reach that row.
-    new = finite(new.astype(arena.dtype)).swapaxes(1, 2)  # [R, K, T, D]
-    # On a GPU one kernel places all rows at once; on a CPU XLA's scatter goes element by element,
-    # and windows are copied faster.
-    return jax.lax.platform_dependent(
-        arena,
-        new,
-        plan.write_at,
-        plan.count,
-        cuda=functools.partial(_scatter, plan.stripes),
-        default=functools.partial(_write_windows, plan.stripes),
-    )
-
-
-def finite(x: Array) -> Array:
-    """What is not finite as 0, or as the largest number of the dtype."""
-    most = float(jnp.finfo(x.dtype).max)
-    return jnp.nan_to_num(x, nan=0.0, posinf=most, neginf=-most)
-
-
-def _scatter(stripes: Stripes, arena: Array, new: Array, write_at: Array, count: Array) -> Array:
-    rows, kv_heads, width, dim = new.shape
-    step = jnp.arange(width)
-    index = write_at[:, None] + step
-    to = jnp.where(
-        (step < count[:, None]) & stripes.mine(index), stripes.held(index), arena.shape[1]
-    ).reshape(-1)
-    return arena.at[:, to].set(
-        new.swapaxes(0, 1).reshape(kv_heads, rows * width, dim), mode="drop", unique_indices=True
-    )
-
-
-def _write_windows(
-    stripes: Stripes, arena: Array, new: Array, write_at: Array, count: Array
-) -> Array:
-    width = min(new.shape[2], arena.shape[1])
-
-    def write_row(r, arena: Array) -> Array:
-        # A window of static size is read, the real tokens laid over it and the window written back.
-        # Where it would hang over the arena's end it is shifted left, and the tokens in it right.
-        start = jnp.minimum(stripes.held(write_at[r]), arena.shape[1] - width)
-        token = stripes.index(start + jnp.arange(width)) - write_at[r]
-        window = jax.lax.dynamic_slice_in_dim(arena, start, width, axis=1)
-        shifted = (
-            new[r]
-            if new.shape[2] == 1
-            else jnp.take(new[r], jnp.clip(token, 0, new.shape[2] - 1), axis=1)
-        )
-        window = jnp.where(((token >= 0) & (token < count[r]))[:, None], shifted, window)
-        return jax.lax.dynamic_update_slice_in_dim(arena, window, start, axis=1)
-
-    if new.shape[0] <= _UNROLLED_ROWS:
-        for r in range(new.shape[0]):
-            arena = write_row(r, arena)
-        return arena
-    return jax.lax.fori_loop(0, new.shape[0], write_row, arena)
-
-
-def _copy(
-    arenas: Arenas, source: Array, target: Array, count: Array, cos: Array, sin: Array
-) -> Arenas:
-    """Copies `count` tokens from `source` to `target`, which may overlap, keys rotated further by
-    one angle a pair."""
-    tokens = arenas[0][0].shape[1]
-    tile = min(_MOVE_TILE, tokens)
-
-    def copy_tile(done: Array, arenas: Arenas) -> Arenas:
-        left = jnp.minimum(count - done, tile)
-        read, write = (jnp.minimum(at + done, tokens - tile) for at in (source, target))
-        # Window index i of the target holds token i - (target + done - write) of this tile.
-        token = jnp.arange(tile) - (target + done - write)
-        real = ((token >= 0) & (token < left))[:, None]
-        pick = jnp.clip(token + (source + done - read), 0, tile - 1)
-
-        def copied(arena: Array, turn: bool) -> Array:
-            piece = jnp.take(jax.lax.dynamic_slice_in_dim(arena, read, tile, axis=1), pick, axis=1)
-            piece = rotate(piece, cos, sin) if turn else piece
-            window = jax.lax.dynamic_slice_in_dim(arena, write, tile, axis=1)
-            return jax.lax.dynamic_update_slice_in_dim(
-                arena, jnp.where(real, piece, window), write, axis=1
-            )
-
-        return tuple(copied(k, True) for k in arenas[0]), tuple(copied(v, False) for v in arenas[1])
-
-    return _by_tiles(copy_tile, arenas, source, target, count, tile)
-
-
-def _copy_over(
-    stripes: Stripes,
-    arenas: Arenas,
-    source: Array,
-    target: Array,
-    count: Array,
-    cos: Array,
-    sin: Array,
-) -> Arenas:
-    """`_copy` where tokens are spread over devices: who keeps them tells the others, and who is to
-    keep them writes."""
-
-    def copy_tile(done: Array, arenas: Arenas) -> Arenas:
-        token = done + jnp.arange(_MOVE_TILE)
-        # What lies behind the last token is read and written nowhere.
-        keys, values = take(stripes, arenas, jnp.where(token < count, source + token, -1))
-        new = tuple(rotate(k, cos, sin) for k in keys), values
-        return put(stripes, arenas, jnp.where(token < count, target + token, -1), new)
-
-    return _by_tiles(copy_tile, arenas, source, target, count, _MOVE_TILE)
-
-
-def _by_tiles(
-    copy_tile: Callable[[Array, Arenas], Arenas],
-    arenas: Arenas,
-    source: Array,
-    target: Array,
-    count: Array,
-    tile: int,
-) -> Arenas:
-    """Copies tile by tile, from the end where the target lies behind the source: tokens are read
-    before they are overwritten."""
-    tiles = -(-count // tile)
-
-    def step(state: tuple[Array, Arenas]) -> tuple[Array, Arenas]:
-        number, arenas = state
-        return number + 1, copy_tile(
-            jnp.where(target > source, tiles - 1 - number, number) * tile, arenas
-        )
-
-    return jax.lax.while_loop(
-        lambda state: state[0] < tiles, step, (jnp.zeros((), jnp.int32), arenas)
-    )[1]
-
-
-def take(stripes: Stripes, arenas: Arenas, index: Array) -> Arenas:
-    """The tokens at these places of the arenas, [K, N, D] each, on every device that runs this; 0
-    where the index is negative.
-
-    Args:
-      stripes: of the cache.
-      arenas: one device's keys and values, [K, tokens, D] each.
-      index: int32[N].
-    """
-    here = (stripes.mine(index) & (index >= 0))[:, None]
-    place = jnp.where(here[:, 0], stripes.held(index), 0)
-    return sharding.psum(
-        jax.tree.map(lambda arena: jnp.where(here, arena[:, place], 0), arenas), stripes.axis
-    )
-
-
-def put(stripes: Stripes, arenas: Arenas, index: Array, new: Arenas) -> Arenas:
-    """The arenas with `new` at these places, each once, nothing where the index is negative;
-    arguments as in `take`."""
-    place = jnp.where(
-        stripes.mine(index) & (index >= 0), stripes.held(index), arenas[0][0].shape[1]
-    )
-    return jax.tree.map(
-        lambda arena, piece: arena.at[:, place].set(piece, mode="drop"), arenas, new
-    )

@@ -146,3 +146,8 @@ def _check(blocks: np.ndarray, num_blocks: int | None = None) -> None:
 def is_concrete(*arrays: int | Array) -> bool:
     """Whether all values can be looked at now, that is, none is being traced."""
     return not any(isinstance(a, Tracer) for a in arrays)
+
+
+def bucket(number: int) -> int:
+    """The least power of two that is not smaller; 1 for nothing."""
+    return 1 << max(number - 1, 0).bit_length()

@@ -22,9 +22,9 @@ from jaxshare.cache import KVCache
 from jaxshare.decoding.state import Model
 from jaxshare.layout import Layout, is_concrete
 from jaxshare.models.config import ModelConfig
-from jaxshare.reencoding import TraceBatch, trace_attention
 from jaxshare.rope import rotate
 from jaxshare.sharding import psum
+from jaxshare.trace.attention import TraceBatch, trace_attention
 
 Params = Mapping[str, Any]
 """Flax variables: {"params": {...}}."""

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxshare.cache import KVCache
-from jaxshare.environment import environment
 from jaxshare.layout import Layout
 from jaxshare.models import checkpoint, layers
 from jaxshare.models.config import ModelConfig
@@ -360,3 +359,18 @@ def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
             "the tokenizers library writes it would do, and so would a folder without tokenizer "
             "files"
         ) from error
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """These variables have these values meanwhile. For what is set and read on one thread."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -15,8 +15,8 @@ from jaxshare.cache import KVCache
 from jaxshare.models.layers import Decoder, Params
 from jaxshare.models.loading import LoadedModel
 from jaxshare.models.sharded import ShardedDecoder
-from jaxshare.reencoding import TraceBatch, fill, standing
-from jaxshare.trace import Trace
+from jaxshare.trace.attention import TraceBatch, fill, standing
+from jaxshare.trace.trace import Trace
 
 
 def reencode(
@@ -93,7 +93,7 @@ def reencode_logits(
     """Logits of a batch of traces in one parallel pass: pure, and differentiable in `params`, for
     training.
 
-        recorder = Recorder(num_blocks=3)            # a teacher plays two workers: see jaxshare.recording
+        recorder = Recorder(num_blocks=3)            # a teacher plays two workers: see jaxshare.trace.recorder
         ...
         batch = TraceBatch.of([recorder.trace()])
         logits = reencode_logits(model.module, params, batch)    # what each row would sample after each token

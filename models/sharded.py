@@ -22,8 +22,8 @@ from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder, Params
-from jaxshare.reencoding import TraceBatch
 from jaxshare.sharding import TENSOR, LogicalAxes, axis_in_use, axis_size, inside, on_each
+from jaxshare.trace.attention import TraceBatch
 
 Path = tuple[str, ...]
 

@@ -13,7 +13,7 @@ from _sharing_needles import Needles, accuracy
 from benchlib import alternate, ratios
 
 from jaxshare import Sampler
-from jaxshare.cache import ALIGNMENT
+from jaxshare.arena import ALIGNMENT
 from jaxshare.models import LoadedModel
 from jaxshare.serving import Branches, Completions, Prefixes, generate
 

@@ -28,10 +28,10 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 
 # Not as a part of jaxshare, which imports JAX: gpu_compile.py has to set the environment before.
-_spec = importlib.util.spec_from_file_location("jaxshare_files", ROOT / "jaxshare" / "files.py")
+_spec = importlib.util.spec_from_file_location("jaxshare_paths", ROOT / "jaxshare" / "paths.py")
 assert _spec and _spec.loader
-files = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(files)
+paths = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(paths)
 
 TORCH_PYTHON = ".venv-torch/bin/python"
 
@@ -100,7 +100,7 @@ class Parser(argparse.ArgumentParser):
 
     def check_output(self, output: Path | None) -> None:
         """Ends the program where --output, if it was given, names nothing that can be written."""
-        if output is not None and (why := files.unwritable_file(output)):
+        if output is not None and (why := paths.unwritable_file(output)):
             self.error(
                 f"--output is {output}, but it must name a file in a folder that exists and can be "
                 f"written: {why}"
@@ -109,7 +109,7 @@ class Parser(argparse.ArgumentParser):
     def check_folder(self, option: str, folder: Path | None) -> None:
         """Ends the program where a folder for results, if `option` named one, cannot be written to
         or made."""
-        if folder is not None and (why := files.unwritable_folder(folder)):
+        if folder is not None and (why := paths.unwritable_folder(folder)):
             self.error(f"{option} is {folder}, but {why}; name a folder that can be written")
 
 
@@ -451,7 +451,7 @@ def finish(
     print(encoded if as_json else f"{text}\n\n{closing}", flush=True)
     if output is not None:
         try:
-            with files.whole_file(output) as file:
+            with paths.whole_file(output) as file:
                 file.write(encoded + "\n")
         except OSError as error:
             print(

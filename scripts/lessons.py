@@ -30,10 +30,10 @@ from jaxshare.models.problems import (
     make_problem,
     typed_problem,
 )
-from jaxshare.reencoding import TILE, TraceBatch
 from jaxshare.serving import Format
 from jaxshare.serving.layouts import worker_names
-from jaxshare.trace import STANDS, Trace
+from jaxshare.trace.attention import TILE, TraceBatch
+from jaxshare.trace.trace import STANDS, Trace
 
 MOST_WORKERS = 6
 _WORKERS = {1: 3, 2: 4, 3: 2, 4: 4, 5: 1, 6: 3}

@@ -1,8 +1,8 @@
 """Attention of packed traces for training on a CPU: all pairs of queries and keys that see each
 other at once, in one product.
 
-`jaxshare.reencoding.trace_attention` goes over tiles one by one, so that memory stays small at any
-length. Here a batch has a few thousand tokens of many sessions, and most pairs of a chunk of
+`jaxshare.trace.attention.trace_attention` goes over tiles one by one, so that memory stays small at
+any length. Here a batch has a few thousand tokens of many sessions, and most pairs of a chunk of
 queries and a tile of keys belong to different ones. The pairs that matter are found on the host,
 once for all layers.
 """
@@ -15,8 +15,8 @@ import numpy as np
 from jax import Array
 
 from jaxshare.models.layers import Decoder, Params
-from jaxshare.reencoding import TraceBatch
 from jaxshare.rope import rotate
+from jaxshare.trace.attention import TraceBatch
 
 SIDE = 64
 """Queries and keys of a pair: they divide those of a `TraceBatch`."""

@@ -16,11 +16,11 @@ from teacher import Lapses, Paragraph, Pupil, Script, Sight, box, worked
 
 from jaxshare.decoding.sampling import uniforms
 from jaxshare.models.problems import Problem, few_shot_messages
-from jaxshare.recording import Recorder
 from jaxshare.seeds import seed_words, stream_seed
 from jaxshare.serving.layouts import LAYOUTS, WorkersLayout
 from jaxshare.serving.workers import FINISHER
-from jaxshare.trace import Trace
+from jaxshare.trace.recorder import Recorder
+from jaxshare.trace.trace import Trace
 
 NO_LAPSES = Lapses()
 WIDTH = 16

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxshare import DecodeState, KVCache, Layout, Sampler, decode
-from jaxshare.groups import decode_groups, stack, unstack
+from jaxshare.data_parallel import decode_groups, stack, unstack
 from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.inputs import cache_dtype

@@ -41,7 +41,6 @@ from tqdm import tqdm
 from training import keep_memory, make_optimizer
 
 from jaxshare import DecodeState, KVCache, Layout, decode
-from jaxshare.files import check_folder
 from jaxshare.models import EMBEDDED, load
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.forms import FORMS
@@ -54,6 +53,7 @@ from jaxshare.models.problems import (
     make_problem,
     typed_problem,
 )
+from jaxshare.paths import check_folder
 from jaxshare.rope import rotate
 
 VOCAB_SIZE = 402

@@ -35,11 +35,11 @@ from tqdm import tqdm
 from training import keep_memory, make_optimizer, schedule
 
 from jaxshare import Sampler
-from jaxshare.files import check_folder
 from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.models.layers import Decoder
 from jaxshare.models.loading import local_folder
 from jaxshare.models.problems import MOST_QUESTIONS, QUESTIONS, SEPARATOR
+from jaxshare.paths import check_folder
 from jaxshare.serving import Format
 from jaxshare.serving.evaluation import Point, Scorer, load_task, passes_to, pieces, points, solve
 from jaxshare.serving.evaluation.mathematics import Mathematician

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jaxshare import KVCache
-from jaxshare.cache import ALIGNMENT, LARGE_TILE
+from jaxshare.arena import ALIGNMENT, LARGE_TILE
 from jaxshare.models import LoadedModel
 from jaxshare.serving.holes import Holes
 from jaxshare.serving.inputs import cache_dtype

@@ -24,8 +24,8 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from jaxshare import models
-from jaxshare.files import check_file
 from jaxshare.models import LoadedModel
+from jaxshare.paths import check_file
 from jaxshare.serving import devices, fleet, records
 from jaxshare.serving.batch_input import Item, read_input
 from jaxshare.serving.greedy import warn_of_greedy

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxshare import DecodeState, Layout, Reason, Sampler, decode
-from jaxshare.cache import ALIGNMENT, arena_size
+from jaxshare.arena import ALIGNMENT, arena_size
 from jaxshare.compile_time import Stopwatch
+from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving import calibration, prefill
@@ -32,7 +33,6 @@ from jaxshare.serving.prefixes import Prefix, at_work
 from jaxshare.serving.room import MOST_ROWS, Room
 from jaxshare.serving.trees import Prompt, Prompts, read_prompts
 from jaxshare.serving.waves import Residents, Wave, groups, widest_wave
-from jaxshare.sizes import bucket
 
 _PASSES_AT_ONCE = 16
 _NARROW_FROM, _NARROW_TO = 256, 4

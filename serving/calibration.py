@@ -17,9 +17,9 @@ from jax import Array
 from tqdm import tqdm
 
 from jaxshare import KVCache, Layout, Plan, block_attention, make_plan
-from jaxshare.cache_folder import cache_folder, write_json
 from jaxshare.models import LoadedModel
 from jaxshare.models.config import ModelConfig
+from jaxshare.paths import cache_folder, write_json
 from jaxshare.serving import costs as defaults
 from jaxshare.serving.costs import PRIVATE_TILE, SHARED_TILE, Costs
 from jaxshare.serving.inputs import cache_dtype

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxshare import __version__
 from jaxshare.decoding.sampling import Sampler
-from jaxshare.files import check_file, check_folder
+from jaxshare.paths import check_file, check_folder
 from jaxshare.serving import batch, devices, formats, inspection, prompt_view, tune_command
 from jaxshare.serving.agents import command as agents_command
 from jaxshare.serving.endings import STOP_ON
@@ -19,7 +19,7 @@ from jaxshare.serving.evaluation import judge_command
 from jaxshare.serving.layouts import MOVES, worker_names
 from jaxshare.serving.results import Result, check_finish_at
 from jaxshare.serving.saves import has_saves
-from jaxshare.trace import Trace
+from jaxshare.trace.trace import Trace
 
 _ANSWER_TOKENS = {"box": 16, "code": 1024}
 

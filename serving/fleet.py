@@ -30,8 +30,8 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from jaxshare.environment import environment
 from jaxshare.models.fields import first_line
+from jaxshare.models.loading import environment
 from jaxshare.serving.devices import sizes_of
 
 Work = Callable[[Any, Collection[Hashable]], Iterator[tuple[Hashable, Any]]]

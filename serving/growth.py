@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxshare.cache import ALIGNMENT
+from jaxshare.arena import ALIGNMENT
 
 Extent = tuple[int, int]
 """Offset and capacity."""

@@ -2,7 +2,7 @@
 
 import bisect
 
-from jaxshare.cache import alignment
+from jaxshare.arena import alignment
 
 
 class Holes:

@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxshare.cache import KVCache
-from jaxshare.files import check_file, check_folder, whole_file
 from jaxshare.layout import Layout
 from jaxshare.models.layers import Decoder
+from jaxshare.paths import check_file, check_folder, whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from jax import Array
 
-from jaxshare.cache import arena_size
+from jaxshare.arena import arena_size
 from jaxshare.models import LoadedModel
 from jaxshare.serving.arena import Arena, whole_tiles
 from jaxshare.serving.inputs import check_context, encode, token_bytes

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxshare.files import whole_file
+from jaxshare.paths import whole_file
 
 
 def line(value: Any) -> bytes:

@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxshare.decoding.sampling import Sampler, uniforms
 from jaxshare.decoding.top_logits import Kept
+from jaxshare.layout import bucket
 from jaxshare.seeds import seed_words
-from jaxshare.sizes import bucket
 
 UNDECIDED = -1
 Numbers = np.ndarray | jax.Array

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxshare import DecodeState, KVCache, Reason, Sampler, contents
+from jaxshare import DecodeState, KVCache, Reason, Sampler, cache_io
 from jaxshare.models import LoadedModel, reencode
 from jaxshare.serving.answers import AnswerRule
 from jaxshare.serving.layouts import MakeLayout, WorkersLayout
@@ -21,7 +21,7 @@ from jaxshare.serving.prompts import Format
 from jaxshare.serving.results import Answer
 from jaxshare.serving.saves import Saved, SaveError, Saves, leaves, on_host
 from jaxshare.serving.transcript import Event
-from jaxshare.trace import Trace
+from jaxshare.trace.trace import Trace
 
 _FORMAT = "jaxshare session 3"
 _TRACE = "trace"
@@ -135,7 +135,7 @@ def write(
         told["trace_bytes"] = arrays[_TRACE].size
     if cache:
         held = state.cache
-        index = contents.places(
+        index = cache_io.places(
             [
                 *zip(
                     np.asarray(held.offsets).tolist(),
@@ -145,7 +145,7 @@ def write(
             ]
         )
         for name, arena in _arenas(held).items():
-            arrays[name] = contents.read(arena, index, held.mesh, kv_repeats)
+            arrays[name] = cache_io.read(arena, index, held.mesh, kv_repeats)
         told["tokens"] = int(np.sum(index >= 0))
     return saves.save(arrays, told, wait=wait)
 
@@ -245,9 +245,9 @@ class SavedSession:
         names, tokens, size = [*like], self._saved.facts["tokens"], self._saved.facts["trace_bytes"]
         if tokens is not None:
             arena = fresh.cache.keys[0]
-            shape = arena.shape[0] // model.kv_repeats, contents.padded(tokens), arena.shape[2]
+            shape = arena.shape[0] // model.kv_repeats, cache_io.padded(tokens), arena.shape[2]
             like |= dict.fromkeys(
-                _arenas(fresh.cache), contents.like(shape, arena.dtype, fresh.cache.mesh)
+                _arenas(fresh.cache), cache_io.like(shape, arena.dtype, fresh.cache.mesh)
             )
         if size is not None:
             like[_TRACE] = np.zeros(size, np.uint8)
@@ -319,11 +319,11 @@ def _arenas(cache: KVCache) -> dict[str, Any]:
 
 
 def _refilled(cache: KVCache, found: Mapping[str, Any], kv_repeats: int) -> KVCache:
-    index = contents.places(
+    index = cache_io.places(
         [*zip(np.asarray(cache.offsets).tolist(), found["cache.lengths"].tolist(), strict=True)]
     )
     new, layers = [found[name] for name in _arenas(cache)], len(cache.keys)
-    return contents.filled(cache, index, new[:layers], new[layers:], kv_repeats)
+    return cache_io.filled(cache, index, new[:layers], new[layers:], kv_repeats)
 
 
 def _settings_as_json(settings: Mapping[str, Any]) -> dict[str, Any]:

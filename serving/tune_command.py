@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from jaxshare.files import check_file
 from jaxshare.pallas.device import Device, current_device
 from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, Tiles, tiles_file
+from jaxshare.paths import check_file
 from jaxshare.serving import tuning
 from jaxshare.serving.tuning import DTYPES, QUICK, QUICK_ROWS, ROWS, Effort, Outcome, Shape
 

@@ -17,11 +17,11 @@ import numpy as np
 from jax import Array, lax
 
 from jaxshare import KVCache, Layout, Plan, Rope, block_attention, make_plan
-from jaxshare.cache_folder import write_json
+from jaxshare.layout import bucket
 from jaxshare.pallas import tiles as tables
 from jaxshare.pallas.device import Device
 from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, Key, Tiles, use_tiles
-from jaxshare.sizes import bucket
+from jaxshare.paths import write_json
 
 ROWS = (1, 8, 64, 512)
 """What is measured for one of them is used for half and for twice as many too, so that these are

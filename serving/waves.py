@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from jaxshare import KVCache
+from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.serving import prefill
 from jaxshare.serving.arena import Arena, footprints
@@ -19,7 +20,6 @@ from jaxshare.serving.folding import Arrangement, Stream
 from jaxshare.serving.prefill import Feed
 from jaxshare.serving.prefixes import Prefix
 from jaxshare.serving.room import Room
-from jaxshare.sizes import bucket
 
 
 class Residents:

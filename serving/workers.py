@@ -26,7 +26,6 @@ from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, decode
 from jaxshare.compile_time import Stopwatch, compile_seconds
 from jaxshare.decoding.steps import Mark, Steps
 from jaxshare.models import LoadedModel
-from jaxshare.recording import Recorder
 from jaxshare.seeds import seed_words, stream_seed
 from jaxshare.serving import saved_sessions
 from jaxshare.serving.answers import AnswerRule, answer_rule
@@ -45,7 +44,8 @@ from jaxshare.serving.saved_sessions import SavedSession, SessionFacts
 from jaxshare.serving.saves import Saved, Saves
 from jaxshare.serving.session_texts import SessionTexts
 from jaxshare.serving.transcript import Event, Step, Transcript, codec_of
-from jaxshare.trace import Trace
+from jaxshare.trace.recorder import Recorder
+from jaxshare.trace.trace import Trace
 
 if TYPE_CHECKING:
     from jaxshare.serving.engine import Engine

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxshare.files import check_file, check_folder, unwritable_file, unwritable_folder, whole_file
+from jaxshare.paths import check_file, check_folder, unwritable_file, unwritable_folder, whole_file
 
 no_proc = pytest.mark.skipif(
     not Path("/proc/self").is_dir(), reason="needs a folder in which even root can make no file"

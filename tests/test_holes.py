@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxshare.cache import alignment
+from jaxshare.arena import alignment
 from jaxshare.serving.holes import Holes
 
 SIZE = 700

@@ -17,12 +17,12 @@ from jaxshare.models import EMBEDDED, layers, load, reencode, reencode_logits
 from jaxshare.models.generation import Generation
 from jaxshare.models.layers import Decoder
 from jaxshare.models.loading import LoadedModel
-from jaxshare.recording import Recorder
-from jaxshare.reencoding import CHUNK, TILE, TraceBatch, trace_attention
 from jaxshare.serving import Workers
 from jaxshare.serving.engine import Engine
 from jaxshare.sharding import make_mesh
-from jaxshare.trace import Trace
+from jaxshare.trace.attention import CHUNK, TILE, TraceBatch, trace_attention
+from jaxshare.trace.recorder import Recorder
+from jaxshare.trace.trace import Trace
 from tests.helpers import TINY, DenseModel, tiny_params
 from tests.test_trace import LISTED, Lists, random_session
 from tests.test_workers import NAMES, start

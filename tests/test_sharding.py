@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxshare import DecodeState, KVCache, Layout, Sampler, decode, sharding
-from jaxshare.groups import decode_groups, stack, unstack
+from jaxshare.data_parallel import decode_groups, stack, unstack
 from jaxshare.models import EMBEDDED, load
 from jaxshare.models.generation import Generation
 from jaxshare.models.loading import LoadedModel

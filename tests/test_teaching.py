@@ -27,7 +27,7 @@ from jaxshare.models.loading import LoadedModel
 from jaxshare.models.problems import Dependent, Problem, make_problem
 from jaxshare.serving import Format, Workers
 from jaxshare.serving.layouts import worker_names
-from jaxshare.trace import Trace
+from jaxshare.trace.trace import Trace
 from tests.test_trace import seen_by
 
 ROOT = Path(__file__).parents[1]

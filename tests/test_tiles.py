@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshare.cache_folder import cache_folder, write_json
 from jaxshare.pallas import tiles
 from jaxshare.pallas.device import H200, Device
 from jaxshare.pallas.tiles import (
@@ -22,6 +21,7 @@ from jaxshare.pallas.tiles import (
     choose_triton,
     use_tiles,
 )
+from jaxshare.paths import cache_folder, write_json
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 QUERIES = (1, 4, 16, 17, 64, 512, 2047, 2048, 8192, 10**6)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from jaxshare.recording import Recorder
-from jaxshare.trace import STANDS, Trace
+from jaxshare.trace.recorder import Recorder
+from jaxshare.trace.trace import STANDS, Trace
 from tests.helpers import run, tiny_state
 
 LISTED = ([0, 2, 1], [0, 1, 2], [0, 3])

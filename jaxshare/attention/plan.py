@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxshare.cache import LARGE_TILE, Fault, KVCache
+from jaxshare.arena import LARGE_TILE
+from jaxshare.cache import Fault, KVCache
 from jaxshare.layout import Layout
 from jaxshare.rope import Rope
 from jaxshare.sharding import Stripes

@@ -16,10 +16,9 @@ from jaxshare.cache import KVCache
 from jaxshare.decoding.sampling import Sampler, Samplers
 from jaxshare.decoding.steps import Steps
 from jaxshare.decoding.top_logits import Kept
-from jaxshare.layout import Layout
-from jaxshare.recording import Record
+from jaxshare.layout import Layout, bucket
 from jaxshare.seeds import seed_words, stream_seed
-from jaxshare.sizes import bucket
+from jaxshare.trace.recorder import Record
 
 _STOPS = 8
 """Stop tokens are kept in a multiple of this many places, so that a few more or less share a

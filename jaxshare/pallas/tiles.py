@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxshare.cache_folder import cache_folder
+from jaxshare.layout import bucket
 from jaxshare.pallas.device import Device
-from jaxshare.sizes import bucket
+from jaxshare.paths import cache_folder
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 MOST_QUERY_HEADS = 16

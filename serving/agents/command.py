@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxshare.files import check_file, check_folder
+from jaxshare.paths import check_file, check_folder
 from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.calls import Model
 from jaxshare.serving.agents.frames import FRAME

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from jaxshare.files import whole_file
+from jaxshare.paths import whole_file
 from jaxshare.serving.agents.calls import Llm, Next, Result, Tool, Yielded
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
 from jaxshare.serving.agents.states import State

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from jaxshare import Sampler
-from jaxshare.cache import ALIGNMENT, arena_size, extents
+from jaxshare.arena import ALIGNMENT, arena_size, extents
 from jaxshare.compile_time import compile_seconds
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed

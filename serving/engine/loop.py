@@ -18,6 +18,7 @@ from jax import Array
 
 from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, decode
 from jaxshare.decoding.sampling import Samplers
+from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import seed_words
 from jaxshare.serving import prefill
@@ -28,7 +29,6 @@ from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.queue import Queue
 from jaxshare.serving.engine.replies import Replies
 from jaxshare.serving.engine.tree import Node
-from jaxshare.sizes import bucket
 
 log = logging.getLogger("jaxshare.engine")
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from jaxshare import KVCache
+from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.serving import calibration
 from jaxshare.serving.costs import PRIVATE_TILE
@@ -20,7 +21,6 @@ from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.pool import Extent, Pool
 from jaxshare.serving.engine.tree import LEAST_PIECE, Match, Node, PrefixTree
 from jaxshare.serving.residency import Observation, Policy
-from jaxshare.sizes import bucket
 
 GROWTH = 256
 """Tokens of room that a row is given at a time."""

@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxshare import KVCache, sharding
-from jaxshare.cache import ALIGNMENT, ARENA, Arenas, put, take
+from jaxshare.arena import ALIGNMENT, ARENA, Arenas, put, take
 from jaxshare.models import LoadedModel
 from jaxshare.serving.holes import Holes
 from jaxshare.serving.inputs import cache_dtype, token_bytes

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxshare import contents
+from jaxshare import cache_io
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.memory import Memory
 from jaxshare.serving.engine.pool import HostCopy
@@ -32,7 +32,7 @@ def known(memory: Memory, model: LoadedModel) -> tuple[dict[str, np.ndarray], di
         )
     }
     index, cache = (
-        contents.places([(node.extent.offset, node.known) for node in nodes if node.extent]),
+        cache_io.places([(node.extent.offset, node.known) for node in nodes if node.extent]),
         memory.pool.cache,
     )
     there, copies = (
@@ -41,7 +41,7 @@ def known(memory: Memory, model: LoadedModel) -> tuple[dict[str, np.ndarray], di
     )
     for kind in ("keys", "values"):
         for layer, arena in enumerate(getattr(cache, kind)):
-            held = np.asarray(contents.read(arena, index, cache.mesh, model.kv_repeats))[:, :there]
+            held = np.asarray(cache_io.read(arena, index, cache.mesh, model.kv_repeats))[:, :there]
             arrays[f"{kind}.{layer}"] = np.concatenate(
                 [held, *(getattr(copy, kind)[layer][:: model.kv_repeats] for copy in copies)],
                 axis=1,
@@ -156,12 +156,12 @@ def _write(
     their extents are."""
     if not held:
         return
-    index = contents.places(
+    index = cache_io.places(
         [(node.extent.offset, node.extent.length) for node in held.values() if node.extent]
     )
-    source = contents.places([(begin, len(node.tokens)) for begin, node in held.items()])
+    source = cache_io.places([(begin, len(node.tokens)) for begin, node in held.items()])
     cache, layers = memory.pool.cache, range(len(memory.pool.cache.keys))
     keys, values = (
         [arrays[f"{kind}.{layer}"][:, source] for layer in layers] for kind in ("keys", "values")
     )
-    memory.pool.cache = contents.filled(cache, index, keys, values, model.kv_repeats)
+    memory.pool.cache = cache_io.filled(cache, index, keys, values, model.kv_repeats)

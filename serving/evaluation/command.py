@@ -22,9 +22,9 @@ from tqdm import tqdm
 
 from jaxshare import models
 from jaxshare.compile_time import Stopwatch
-from jaxshare.files import check_folder
 from jaxshare.models import LoadedModel
 from jaxshare.models.problems import QUESTIONS
+from jaxshare.paths import check_folder
 from jaxshare.serving import devices, fleet, formats, records
 from jaxshare.serving.baselines import METHODS
 from jaxshare.serving.endings import STOP_ON

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from jaxshare.files import check_folder
+from jaxshare.paths import check_folder
 from jaxshare.serving import records
 from jaxshare.serving.evaluation import judge
 from jaxshare.serving.evaluation.command import RUNS, read_settings

@@ -16,9 +16,10 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxshare import sharding
-from jaxshare.cache import ARENA, KVCache, put, take
+from jaxshare.arena import ARENA, put, take
+from jaxshare.cache import KVCache
+from jaxshare.layout import bucket
 from jaxshare.sharding import KV, TENSOR, Stripes, on_each
-from jaxshare.sizes import bucket
 
 _LEAST = 128
 _ARENA, _WINDOW, _NONE = (

@@ -18,10 +18,11 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxshare.cache import Arenas, KVCache, finite, put
+from jaxshare.arena import Arenas, finite, put
+from jaxshare.cache import KVCache
 from jaxshare.rope import Rope, rotate
 from jaxshare.sharding import on_each
-from jaxshare.trace import STANDS, Trace
+from jaxshare.trace.trace import STANDS, Trace
 
 CHUNK = 128
 """Queries that are computed together; batches are whole numbers of them."""

@@ -6,7 +6,7 @@ difference between its position and the begin of each block, and how many tokens
 Keys move here, too: a finished step goes to the end of the history, and what is fed after that sees
 it there. So a trace also says where each key stood, and when.
 
-`jaxshare.recording` makes traces, `jaxshare.reencoding` computes with them.
+`jaxshare.trace.recorder` makes traces, `jaxshare.trace.attention` computes with them.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from jaxshare.files import whole_file
+from jaxshare.paths import whole_file
 
 STANDS = 2**31 - 1
 """The end of a stay that has not ended."""

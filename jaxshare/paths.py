@@ -2,6 +2,7 @@
 written."""
 
 import contextlib
+import json
 import os
 import secrets
 import tempfile
@@ -115,3 +116,21 @@ def check_folder(option: str, folder: str | os.PathLike | None) -> None:
         raise ValueError(
             f"{option} is {os.fspath(folder)!r}, but {why}; give a folder that can be written"
         )
+
+
+def cache_folder() -> Path:
+    """$JAXSHARE_CACHE, or the folder that the system has for such things. It may not exist yet."""
+    import platformdirs  # here, because only programs on a GPU or with a cost rule ask
+
+    return Path(os.environ.get("JAXSHARE_CACHE") or platformdirs.user_cache_dir("jaxshare"))
+
+
+def write_json(file: Path, data: Any) -> None:
+    """Writes the whole file or, where that fails, leaves it as it was; a reader never sees half of
+    it. Makes the folder.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    with whole_file(file) as whole:
+        json.dump(data, whole, indent=2)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxshare.trace import NO_ROW, STANDS, Trace
+from jaxshare.trace.trace import NO_ROW, STANDS, Trace
 
 
 @jax.tree_util.register_dataclass
