@@ -4,12 +4,12 @@ model = jaxshare.models.load("Qwen/Qwen3-0.6B")
 """
 
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.fields import ConfigError
-from jaxshare.models.generation import Generation
-from jaxshare.models.hf import CheckpointError
+from jaxshare.models.config_fields import ConfigError
+from jaxshare.models.generation_config import Generation
 from jaxshare.models.layers import Decoder
 from jaxshare.models.loading import EMBEDDED, LoadedModel, load, outline
 from jaxshare.models.reencoding import reencode, reencode_logits
+from jaxshare.models.safetensors_io import CheckpointError
 
 __all__ = [
     "EMBEDDED",

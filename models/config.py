@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxshare.models import llama, qwen
-from jaxshare.models.fields import Fields, read_json
-from jaxshare.models.rope_fields import read_rope
+from jaxshare.models.config_fields import Fields, read_json
+from jaxshare.models.rope_config import read_rope
 from jaxshare.rope import Rope
 
 FAMILIES = llama.FAMILIES | qwen.FAMILIES

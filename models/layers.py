@@ -153,7 +153,7 @@ class Decoder(nn.Module):
 
     Attributes:
       config: of the whole model, or of the part that each device of a mesh has
-        (`jaxshare.models.sharded`).
+        (`jaxshare.models.tensor_parallel`).
       implementation: attention backend.
       axis, vocab_axis: of the mesh, over which heads and MLP, and the vocabulary, are split.
     """

@@ -25,13 +25,19 @@ from jax.typing import ArrayLike
 
 from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
-from jaxshare.models import checkpoint, layers
+from jaxshare.models import layers, orbax_io
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.fields import Fields, first_line, read_json
-from jaxshare.models.generation import Generation
-from jaxshare.models.hf import DTYPES, match_tensors, read_params, stored_tensors, wanted_tensors
+from jaxshare.models.config_fields import Fields, first_line, read_json
+from jaxshare.models.generation_config import Generation
 from jaxshare.models.layers import Decoder
-from jaxshare.models.sharded import ShardedDecoder, fit, fit_params, part_on, place, put
+from jaxshare.models.safetensors_io import (
+    DTYPES,
+    match_tensors,
+    read_params,
+    stored_tensors,
+    wanted_tensors,
+)
+from jaxshare.models.tensor_parallel import ShardedDecoder, fit, fit_params, part_on, place, put
 from jaxshare.sharding import DATA, axis_size, data_groups
 
 if TYPE_CHECKING:
@@ -201,10 +207,10 @@ def load(
     fitted = config if mesh is None else fit(config, mesh)
     settings = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
     read: Callable[[jnp.dtype], dict[str, Any]]
-    if checkpoint.is_checkpoint(folder):
+    if orbax_io.is_checkpoint(folder):
         wanted = wanted_tensors(config)
-        dtypes = {*checkpoint.match_metadata(folder, wanted).values()}
-        read = functools.partial(checkpoint.restore_params, folder, config, wanted, mesh=mesh)
+        dtypes = {*orbax_io.match_metadata(folder, wanted).values()}
+        read = functools.partial(orbax_io.restore_params, folder, config, wanted, mesh=mesh)
     else:
         stored = stored_tensors(folder)
         wanted = match_tensors(config, stored, folder)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxshare.models.fields import Family, Fields, read_head_dim
+from jaxshare.models.config_fields import Family, Fields, read_head_dim
 
 
 def _qwen2(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:

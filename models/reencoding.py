@@ -14,7 +14,7 @@ from jax import Array
 from jaxshare.cache import KVCache
 from jaxshare.models.layers import Decoder, Params
 from jaxshare.models.loading import LoadedModel
-from jaxshare.models.sharded import ShardedDecoder
+from jaxshare.models.tensor_parallel import ShardedDecoder
 from jaxshare.trace.attention import TraceBatch, fill, standing
 from jaxshare.trace.trace import Trace
 

@@ -31,7 +31,7 @@ from _attention_speed import (
 from benchlib import Goal, alternate, ratios
 
 from jaxshare.models import Decoder, LoadedModel, ModelConfig
-from jaxshare.models.generation import Generation
+from jaxshare.models.generation_config import Generation
 
 PARTS = ("correctness", "private", "shared", "workers", "plan", "step")
 PRIVATE_GOAL, PRODUCTS_GOAL, UNSHARED_GOAL, PLAN_GOAL, STEP_GOAL = 0.85, 0.6, 20.0, 30.0, 0.8

@@ -30,7 +30,7 @@ from jaxshare.decoding.automaton import TokenAutomaton
 from jaxshare.decoding.steps import Steps
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder
-from jaxshare.models.sharded import ShardedDecoder, fit
+from jaxshare.models.tensor_parallel import ShardedDecoder, fit
 from jaxshare.pallas.device import H200
 from jaxshare.pallas.work_items import make_work
 

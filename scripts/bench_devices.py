@@ -29,7 +29,7 @@ from benchlib import Goal, Parser, command, finish, machine, progress, table, ve
 from jaxshare import DecodeState, KVCache, Layout, Rope, Sampler, decode, sharding
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder
-from jaxshare.models.sharded import ShardedDecoder, fit
+from jaxshare.models.tensor_parallel import ShardedDecoder, fit
 from jaxshare.sharding import make_mesh
 
 DEVICES = 8

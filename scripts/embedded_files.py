@@ -11,9 +11,9 @@ from embedded_data import CHAT_TEMPLATE, END, PAD
 from tokenizers import Tokenizer
 
 from jaxshare.models import EMBEDDED
-from jaxshare.models.checkpoint import write_tensors
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.hf import tensor_name
+from jaxshare.models.orbax_io import write_tensors
+from jaxshare.models.safetensors_io import tensor_name
 from jaxshare.rope import Rope
 
 THETA = 10000.0

@@ -26,7 +26,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxshare.models.generation import Generation
+from jaxshare.models.generation_config import Generation
 from jaxshare.models.problems import Problem, wait_body
 from jaxshare.serving import Format
 from jaxshare.serving.layouts import WorkersLayout

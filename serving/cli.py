@@ -601,12 +601,12 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from jaxshare.models import checkpoint
+    from jaxshare.models import orbax_io
     from jaxshare.models.loading import local_folder
 
     if not Path(options.target).exists():
         check_folder("TARGET", options.target)
-    written = checkpoint.convert(local_folder(options.source), Path(options.target))
+    written = orbax_io.convert(local_folder(options.source), Path(options.target))
     form = "Orbax" if written["form"] == "orbax" else "Hugging Face"
     print(
         f"{options.target}: {written['tensors']} tensors, {written['bytes'] / 1e6:,.1f} MB, in "

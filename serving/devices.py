@@ -165,7 +165,7 @@ def join(options: argparse.Namespace) -> None:
         _wait_for(options.coordinator, options.processes)
     import jax
 
-    from jaxshare.models.fields import first_line
+    from jaxshare.models.config_fields import first_line
 
     known = (
         {}

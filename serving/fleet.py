@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from jaxshare.models.fields import first_line
+from jaxshare.models.config_fields import first_line
 from jaxshare.models.loading import environment
 from jaxshare.serving.devices import sizes_of
 

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from jaxshare.models import LoadedModel
-from jaxshare.models.fields import read_json
+from jaxshare.models.config_fields import read_json
 from jaxshare.serving.prompts import COLLABORATIVE, PLAIN, Format, collaborative
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from jaxshare.models import ConfigError, LoadedModel
-from jaxshare.models.fields import REQUIRED, Fields
+from jaxshare.models.config_fields import REQUIRED, Fields
 from jaxshare.serving.prompt_texts import ALONE, EXAMPLES, RULES, SUGGESTIONS, TASK
 
 _THINK = ("auto", "always", "never")

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxshare.models.fields import first_line
-from jaxshare.models.reads import ended_reads, why
+from jaxshare.models.config_fields import first_line
+from jaxshare.models.orbax_io import ended_reads, root_cause
 
 _KEPT = 2
 """Saves of a folder that are kept: the newest, and the one before it."""
@@ -224,8 +224,8 @@ class Saved:
                 return self._manager.restore(self.number, args=ocp.args.Composite(**args))
         except Exception as error:  # of many kinds, from a missing file to one that was cut short
             raise SaveError(
-                f"save {self.number} of {self.folder} cannot be read ({why(error)}); give number= "
-                "for the one before it"
+                f"save {self.number} of {self.folder} cannot be read ({root_cause(error)}); give "
+                "number= for the one before it"
             ) from error
 
     def __enter__(self) -> Self:

@@ -210,7 +210,7 @@ def _shape(options: argparse.Namespace) -> Shape:
 def _model_shape(name: str, dtype: str | None) -> Shape:
     """Of the model's config.json, without its weights."""
     from jaxshare import models  # here, so that --help and wrong arguments answer at once
-    from jaxshare.models.fields import read_json
+    from jaxshare.models.config_fields import read_json
     from jaxshare.models.loading import local_folder
 
     file = local_folder(name) / "config.json"

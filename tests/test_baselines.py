@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxshare import KVCache, Layout, Sampler
 from jaxshare.models import LoadedModel, problems
-from jaxshare.models.generation import Generation
+from jaxshare.models.generation_config import Generation
 from jaxshare.seeds import stream_seed
 from jaxshare.serving import PLAIN, Result
 from jaxshare.serving.baselines import METHODS, self_consistency, sequential, skeleton_of_thought

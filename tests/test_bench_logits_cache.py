@@ -10,7 +10,7 @@ import pytest
 
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
-from jaxshare.models.generation import Generation
+from jaxshare.models.generation_config import Generation
 from tests.helpers import TINY, tiny_params
 
 ROOT = Path(__file__).resolve().parent.parent

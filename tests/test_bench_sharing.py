@@ -17,7 +17,7 @@ import pytest
 
 from jaxshare import KVCache, Layout, block_attention
 from jaxshare.models import LoadedModel
-from jaxshare.models.generation import Generation
+from jaxshare.models.generation_config import Generation
 from jaxshare.serving import Costs
 from tests.helpers import TINY, tiny_params
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxshare.models import EMBEDDED, checkpoint, load
-from jaxshare.models.hf import CheckpointError
+from jaxshare.models import EMBEDDED, load, orbax_io
+from jaxshare.models.safetensors_io import CheckpointError
 from jaxshare.serving import cli
 from jaxshare.sharding import make_mesh
 
@@ -22,7 +22,7 @@ from jaxshare.sharding import make_mesh
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     target = tmp_path_factory.mktemp("models") / "orbax"
-    checkpoint.convert(EMBEDDED, target)
+    orbax_io.convert(EMBEDDED, target)
     return target
 
 
@@ -69,9 +69,9 @@ def test_every_tensor_keeps_its_own_dtype_and_large_models_are_cut(tmp_path, mon
         name: value.astype(kinds[i % 3]) for i, (name, value) in enumerate(sorted(tensors.items()))
     }
     save_file(tensors, mixed / "model.safetensors")
-    checkpoint.convert(mixed, tmp_path / "orbax")
-    monkeypatch.setattr(checkpoint, "_SHARD", 500_000)
-    checkpoint.convert(tmp_path / "orbax", tmp_path / "back")
+    orbax_io.convert(mixed, tmp_path / "orbax")
+    monkeypatch.setattr(orbax_io, "_SHARD", 500_000)
+    orbax_io.convert(tmp_path / "orbax", tmp_path / "back")
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert len({*index["weight_map"].values()}) > 2 and index["metadata"]["total_size"] == sum(
         v.nbytes for v in tensors.values()
@@ -222,5 +222,5 @@ def test_what_is_half_written_is_not_there(tmp_path):
     assert process.returncode == -signal.SIGKILL and not (tmp_path / "target").exists()
     with pytest.raises(FileNotFoundError, match="there is no model folder"):
         load(tmp_path / "target")
-    checkpoint.convert(EMBEDDED, tmp_path / "target")
+    orbax_io.convert(EMBEDDED, tmp_path / "target")
     equal(load(tmp_path / "target").params, load(EMBEDDED).params)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
-from jaxshare.models.generation import Generation
+from jaxshare.models.generation_config import Generation
 from jaxshare.serving.engine import ClosedError, Engine, EngineError
 from jaxshare.serving.saves import SaveError, Saves
 from jaxshare.sharding import make_mesh

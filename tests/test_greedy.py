@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from jaxshare import Sampler, models
-from jaxshare.models.generation import Generation
+from jaxshare.models.generation_config import Generation
 from jaxshare.serving import Branches, Workers, cli, demo, greedy
 from jaxshare.serving.baselines import sequential
 from jaxshare.serving.engine import Engine

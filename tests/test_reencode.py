@@ -14,7 +14,7 @@ import pytest
 
 from jaxshare import KVCache, Layout
 from jaxshare.models import EMBEDDED, layers, load, reencode, reencode_logits
-from jaxshare.models.generation import Generation
+from jaxshare.models.generation_config import Generation
 from jaxshare.models.layers import Decoder
 from jaxshare.models.loading import LoadedModel
 from jaxshare.serving import Workers

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxshare import DecodeState, KVCache, Layout, Sampler, decode, sharding
 from jaxshare.data_parallel import decode_groups, stack, unstack
 from jaxshare.models import EMBEDDED, load
-from jaxshare.models.generation import Generation
+from jaxshare.models.generation_config import Generation
 from jaxshare.models.loading import LoadedModel
 from jaxshare.sharding import STRIPE, Stripes, make_mesh
 from tests.helpers import TINY, init

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxshare.models.fields import Fields
+from jaxshare.models.config_fields import Fields
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxshare.models.fields import REQUIRED, ConfigError, Fields
+from jaxshare.models.config_fields import REQUIRED, ConfigError, Fields
 from jaxshare.rope import Rope
 
 _Read = Callable[[Fields, int, float, int, int], Rope | tuple[Rope, Rope]]

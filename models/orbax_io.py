@@ -7,10 +7,13 @@ part of each, so a model that no host could hold can be restored. A folder is wr
 name and renamed at its end: what is there is whole.
 """
 
+import asyncio
+import contextlib
 import json
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,8 @@ from safetensors.numpy import save_file
 
 from jaxshare import sharding
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.hf import (
+from jaxshare.models.config_fields import first_line
+from jaxshare.models.safetensors_io import (
     INDEX,
     SINGLE,
     CheckpointError,
@@ -34,8 +38,7 @@ from jaxshare.models.hf import (
     stored_tensors,
     wanted_tensors,
 )
-from jaxshare.models.reads import ended_reads, why
-from jaxshare.models.sharded import ShardedDecoder, fit, fit_params, repeats
+from jaxshare.models.tensor_parallel import ShardedDecoder, fit, fit_params, repeats
 from jaxshare.pallas.device import default_device
 
 PARAMS = "params"
@@ -154,7 +157,8 @@ def _restored(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarr
                     )
             except Exception as error:
                 raise CheckpointError(
-                    f"{folder / PARAMS} cannot be read ({why(error)}); convert the model again"
+                    f"{folder / PARAMS} cannot be read ({root_cause(error)}); convert the model "
+                    "again"
                 ) from error
             yield name, np.asarray(jax.tree.leaves(found)[0])
 
@@ -226,8 +230,8 @@ def match_metadata(folder: Path, wanted: Mapping[str, Wanted]) -> dict[tuple[str
         Exception
     ) as error:  # of many kinds, from a missing file to a format that this Orbax does not know
         raise CheckpointError(
-            f"{folder / PARAMS} is not a whole Orbax checkpoint ({why(error)}); convert the model "
-            "again"
+            f"{folder / PARAMS} is not a whole Orbax checkpoint ({root_cause(error)}); convert the "
+            "model again"
         ) from error
     expected = {w.path: w.shape for w in wanted.values()}
     problems = [f"{'/'.join(path)} is missing" for path in expected.keys() - shapes.keys()]
@@ -290,7 +294,7 @@ def restore_params(
             params = checkpointer.restore((folder / PARAMS).resolve(), target)
     except Exception as error:
         raise CheckpointError(
-            f"{folder / PARAMS} cannot be restored ({why(error)}); convert the model again"
+            f"{folder / PARAMS} cannot be restored ({root_cause(error)}); convert the model again"
         ) from error
     if module is None:
         return {"params": params}
@@ -305,3 +309,45 @@ def restore_params(
         )
 
     return {"params": jax.tree.map_with_path(fitted, params)}
+
+
+_PATIENCE = 60.0
+"""Seconds that reads under way are waited for."""
+
+
+_one_at_a_time = threading.RLock()
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop that does not close before its tasks have ended."""
+
+    def close(self) -> None:
+        tasks = set() if self.is_closed() else asyncio.all_tasks(self)
+        if tasks:
+            self.run_until_complete(asyncio.wait(tasks, timeout=_PATIENCE))
+        super().close()
+
+
+@contextlib.contextmanager
+def ended_reads() -> Iterator[None]:
+    """Where Orbax is to restore something: a read that fails leaves no others under way.
+
+    Orbax closes its event loop at the first error while other reads still run, and each of those
+    then complains by itself, after the error that says what is wrong, at whatever moment it ends or
+    is collected.
+    """
+    with _one_at_a_time:  # so that each thread puts back what it has found
+        here, others = threading.get_ident(), asyncio.new_event_loop
+        asyncio.new_event_loop = lambda: _Loop() if threading.get_ident() == here else others()
+        try:
+            yield
+        finally:
+            asyncio.new_event_loop = others
+
+
+def root_cause(error: BaseException) -> str:
+    """What was wrong at first: Orbax wraps what TensorStore says in errors that name the index of
+    an array alone."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return first_line(error)

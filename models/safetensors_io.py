@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.fields import read_json
+from jaxshare.models.config_fields import read_json
 from jaxshare.models.layers import Decoder
 
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
