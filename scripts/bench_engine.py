@@ -54,8 +54,8 @@ from jaxshare import DecodeState, KVCache, Layout, Sampler, decode
 from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.serving import generate
 from jaxshare.serving.engine import Completion, Engine, Stream
-from jaxshare.serving.engine.tree import Match
 from jaxshare.serving.inputs import token_bytes
+from jaxshare.serving.kvcache.prefix_tree import Match
 
 ENGINE, RAW, BATCHES, FORGETFUL = "engine", "raw loop", "one batch at a time", "no prefix reuse"
 MODELS = ("embedded", "random")

@@ -46,7 +46,7 @@ from jaxshare.models import LoadedModel, load
 from jaxshare.serving.arena import whole_tiles
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.inputs import token_bytes
-from jaxshare.serving.residency import POLICIES, Belady, Contribution, Policy, make_policy
+from jaxshare.serving.kvcache.policy import POLICIES, Belady, Contribution, Policy, make_policy
 
 ROUNDS = (7, 21)
 CAPACITY = 9000

@@ -48,7 +48,8 @@ from benchlib import (
 from tqdm import tqdm
 
 from jaxshare.models import EMBEDDED, LoadedModel, ModelConfig, load
-from jaxshare.serving import calibration, costs
+from jaxshare.serving import calibration
+from jaxshare.serving.kvcache import sharing_cost
 
 MODEL = bench_decode.MODEL | {
     "num_attention_heads": 8,
@@ -774,7 +775,7 @@ def measure_all(
                 say,
             )
         if "rule" in options.parts:
-            rules = {"default": costs.DEFAULT}
+            rules = {"default": sharing_cost.DEFAULT}
             if not options.quick:
                 say("cost rule: calibrate")
                 rules["calibrated"] = calibration.calibrate(part_model, progress=list)[0]

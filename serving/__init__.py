@@ -2,7 +2,7 @@
 
 from jaxshare.serving.answers import AnswerRule, box_answers, code_answers
 from jaxshare.serving.branches import Branches, Completion, Completions, generate
-from jaxshare.serving.costs import Costs
+from jaxshare.serving.kvcache.sharing_cost import Costs
 from jaxshare.serving.layouts import WorkersLayout, combined, contiguous, interleaved
 from jaxshare.serving.prefixes import Prefix, Prefixes
 from jaxshare.serving.prompts import COLLABORATIVE, PLAIN, Format, collaborative

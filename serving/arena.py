@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxshare import KVCache
 from jaxshare.arena import ALIGNMENT, LARGE_TILE
 from jaxshare.models import LoadedModel
-from jaxshare.serving.holes import Holes
 from jaxshare.serving.inputs import cache_dtype
+from jaxshare.serving.kvcache.free_list import Holes
 
 
 def footprints(capacities: Sequence[int]) -> list[int]:

@@ -19,7 +19,6 @@ from jaxshare.seeds import stream_seed
 from jaxshare.serving import calibration, prefill
 from jaxshare.serving.arena import Arena, whole_tiles
 from jaxshare.serving.calibration import Chosen
-from jaxshare.serving.costs import Costs
 from jaxshare.serving.folding import Arrangement, Stream, arrange, can_share, fold, unique_tokens
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import (
@@ -29,6 +28,7 @@ from jaxshare.serving.inputs import (
     token_bytes,
     warn_of_equal_texts,
 )
+from jaxshare.serving.kvcache.sharing_cost import Costs
 from jaxshare.serving.prefixes import Prefix, at_work
 from jaxshare.serving.room import MOST_ROWS, Room
 from jaxshare.serving.trees import Prompt, Prompts, read_prompts

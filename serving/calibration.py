@@ -20,9 +20,9 @@ from jaxshare import KVCache, Layout, Plan, block_attention, make_plan
 from jaxshare.models import LoadedModel
 from jaxshare.models.config import ModelConfig
 from jaxshare.paths import cache_folder, write_json
-from jaxshare.serving import costs as defaults
-from jaxshare.serving.costs import PRIVATE_TILE, SHARED_TILE, Costs
 from jaxshare.serving.inputs import cache_dtype
+from jaxshare.serving.kvcache import sharing_cost as defaults
+from jaxshare.serving.kvcache.sharing_cost import PRIVATE_TILE, SHARED_TILE, Costs
 from jaxshare.sharding import TENSOR, axis_size
 
 ROWS = (2, 8, 64)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxshare.serving.costs import DEFAULT, Costs
+from jaxshare.serving.kvcache.sharing_cost import DEFAULT, Costs
 from jaxshare.serving.trees import Prompt
 
 

@@ -20,7 +20,7 @@ from jaxshare.models import EMBEDDED, LoadedModel, problems
 from jaxshare.seeds import stream_seed
 from jaxshare.serving import demo
 from jaxshare.serving.branches import Branches, Completion, Completions, generate
-from jaxshare.serving.costs import Costs
+from jaxshare.serving.kvcache.sharing_cost import Costs
 from jaxshare.serving.trees import Branch, Prompts
 
 PROMPT = "<|im_start|>user\nSolve: 47 + 38<|im_end|>\n<|im_start|>assistant\n"

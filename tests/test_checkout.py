@@ -15,7 +15,7 @@ from jaxshare.checkout import SIBLINGS, SiblingFinder
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = """
 import importlib, json, sys
-import jaxshare.models, jaxshare.serving.costs
+import jaxshare.models, jaxshare.serving.kvcache.sharing_cost
 found = {name: importlib.import_module(name).__file__ for name in ("jaxshare", "jaxshare.models", "jaxshare.serving")}
 leaked = []
 for name in ("jaxshare.tests", "jaxshare.scripts", "jaxshare.docs", "jaxshare.jaxshare"):

@@ -31,9 +31,9 @@ from jaxshare.serving.engine import (
     TooLongError,
 )
 from jaxshare.serving.engine import loop as engine_loop
-from jaxshare.serving.engine import memory as engine_memory
-from jaxshare.serving.engine.guests import Guest
 from jaxshare.serving.inputs import token_bytes
+from jaxshare.serving.kvcache import manager as engine_memory
+from jaxshare.serving.kvcache.lease import Guest
 from jaxshare.serving.logits_cache import LogitsCache
 from tests.helpers import TINY, init
 

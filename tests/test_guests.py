@@ -12,9 +12,9 @@ import pytest
 from jaxshare import Sampler
 from jaxshare.serving import Workers
 from jaxshare.serving.engine import ClosedError, Completion, Engine, EngineError, TooLongError
-from jaxshare.serving.engine.guests import Guests
-from jaxshare.serving.engine.memory import Memory
 from jaxshare.serving.inputs import token_bytes
+from jaxshare.serving.kvcache.lease import Guests
+from jaxshare.serving.kvcache.manager import Memory
 from tests.test_branches import model, problem
 from tests.test_workers import BUDGET, CHAT, WARM, run, start, written
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshare.arena import alignment
-from jaxshare.serving.holes import Holes
+from jaxshare.serving.kvcache.free_list import Holes
 
 SIZE = 700
 

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxshare.serving import contribution, residency
-from jaxshare.serving.residency import Belady, Contribution, Observation, Segment, make_policy
+from jaxshare.serving.kvcache import contribution
+from jaxshare.serving.kvcache import policy as residency
+from jaxshare.serving.kvcache.policy import Belady, Contribution, Observation, Segment, make_policy
 
 log, root = math.log, math.sqrt
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxshare.serving.costs import DEFAULT, Costs
 from jaxshare.serving.folding import Arrangement, Node, arrange, fold, unique_tokens
+from jaxshare.serving.kvcache.sharing_cost import DEFAULT, Costs
 from jaxshare.serving.trees import Branch, Prompt, read_prompts
 
 BOS = 7

@@ -18,7 +18,6 @@ from jaxshare.compile_time import compile_seconds
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.arena import whole_tiles
-from jaxshare.serving.engine import saved
 from jaxshare.serving.engine.calls import (
     Call,
     ClosedError,
@@ -29,17 +28,18 @@ from jaxshare.serving.engine.calls import (
     Text,
     TooLongError,
 )
-from jaxshare.serving.engine.guests import Guest, Guests
 from jaxshare.serving.engine.loop import Loop
-from jaxshare.serving.engine.memory import Memory
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.queue import Queue
 from jaxshare.serving.engine.replies import Replies
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.hotspot import USUAL, Hotspot
 from jaxshare.serving.inputs import default_sampler, encode, encode_messages, token_bytes
+from jaxshare.serving.kvcache import checkpoint
+from jaxshare.serving.kvcache.lease import Guest, Guests
+from jaxshare.serving.kvcache.manager import Memory
+from jaxshare.serving.kvcache.policy import Policy, digest, make_policy
 from jaxshare.serving.logits_cache import LogitsCache
-from jaxshare.serving.residency import Policy, digest, make_policy
 from jaxshare.serving.saves import Saved, SaveError, Saves
 
 if TYPE_CHECKING:
@@ -432,7 +432,7 @@ class Engine:
                     raise ClosedError("the engine is shut down; make another")
                 asked = [[key.hex(), count] for key, count in self._asked.items()]
             self._saves = Saves.of(folder, self._saves)
-            arrays, facts = saved.known(self._loop.memory, self.model)
+            arrays, facts = checkpoint.known(self._loop.memory, self.model)
             logits = self.logits_cache.known() if self.logits_cache else ({}, None)
             return self._saves.save(
                 {**arrays, **logits[0]},
@@ -483,7 +483,7 @@ class Engine:
             arrays = save.arrays()
             if self.logits_cache and save.facts["logits"]:
                 self.logits_cache.learn(arrays, save.facts["logits"])
-            return saved.learn(self._loop.memory, self.model, arrays, save.facts)
+            return checkpoint.learn(self._loop.memory, self.model, arrays, save.facts)
 
     # Its life.
 

@@ -24,11 +24,11 @@ from jaxshare.seeds import seed_words
 from jaxshare.serving import prefill
 from jaxshare.serving.engine.calls import Call, End, NotANumberError
 from jaxshare.serving.engine.guesses import SHAPES, Guesses, confirm
-from jaxshare.serving.engine.memory import Memory, Wait, steadied
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.queue import Queue
 from jaxshare.serving.engine.replies import Replies
-from jaxshare.serving.engine.tree import Node
+from jaxshare.serving.kvcache.manager import Memory, Wait, steadied
+from jaxshare.serving.kvcache.prefix_tree import Node
 
 log = logging.getLogger("jaxshare.engine")
 

@@ -14,8 +14,8 @@ from jaxshare.serving.engine.guesses import Guesses
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.queue import Queue
 from jaxshare.serving.hotspot import Hotspot
+from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.logits_cache import LogitsCache
-from jaxshare.serving.residency import Policy
 
 log = logging.getLogger("jaxshare.engine")
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from jaxshare import cache_io
 from jaxshare.models import LoadedModel
-from jaxshare.serving.engine.memory import Memory
-from jaxshare.serving.engine.pool import HostCopy
-from jaxshare.serving.engine.tree import Node, PrefixTree
-from jaxshare.serving.residency import Segment, digest
+from jaxshare.serving.kvcache.manager import Memory
+from jaxshare.serving.kvcache.policy import Segment, digest
+from jaxshare.serving.kvcache.pool import HostCopy
+from jaxshare.serving.kvcache.prefix_tree import Node, PrefixTree
 
 _SEGMENT = ("depth", "owners", "last_used", "uses", "priority")
 

@@ -3,7 +3,7 @@ as an order in which segments leave.
 
 First the terms, each a function of its own with its formula; the paper's text has lost most of its
 formulas, so these are ours, with reasons. Then `Contribution`, a
-`jaxshare.serving.residency.Policy` that feeds them from the calls of a sliding window.
+`jaxshare.serving.kvcache.policy.Policy` that feeds them from the calls of a sliding window.
 """
 
 import collections
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     # That module lists all policies, this one too.
-    from jaxshare.serving.residency import Observation, Segment
+    from jaxshare.serving.kvcache.policy import Observation, Segment
 
 ALPHA = 0.4
 """How much an agent's own use counts against what it shares. The paper's number is lost; it says

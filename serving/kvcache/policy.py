@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxshare.serving.contribution import Contribution
+from jaxshare.serving.kvcache.contribution import Contribution
 
 
 def digest(tokens: Sequence[int] | np.ndarray) -> bytes:

@@ -15,12 +15,12 @@ from jaxshare import KVCache
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.serving import calibration
-from jaxshare.serving.costs import PRIVATE_TILE
 from jaxshare.serving.engine.calls import Call
 from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.pool import Extent, Pool
-from jaxshare.serving.engine.tree import LEAST_PIECE, Match, Node, PrefixTree
-from jaxshare.serving.residency import Observation, Policy
+from jaxshare.serving.kvcache.policy import Observation, Policy
+from jaxshare.serving.kvcache.pool import Extent, Pool
+from jaxshare.serving.kvcache.prefix_tree import LEAST_PIECE, Match, Node, PrefixTree
+from jaxshare.serving.kvcache.sharing_cost import PRIVATE_TILE
 
 GROWTH = 256
 """Tokens of room that a row is given at a time."""

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxshare.serving.engine.pool import Extent, HostCopy, Pool
-from jaxshare.serving.residency import Policy, Segment, digest
+from jaxshare.serving.kvcache.policy import Policy, Segment, digest
+from jaxshare.serving.kvcache.pool import Extent, HostCopy, Pool
 
 LEAST_PIECE = 16
 """So many tokens that calls have in common are worth waiting for, and a block of their own."""

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxshare import KVCache, sharding
 from jaxshare.arena import ALIGNMENT, ARENA, Arenas, put, take
 from jaxshare.models import LoadedModel
-from jaxshare.serving.holes import Holes
 from jaxshare.serving.inputs import cache_dtype, token_bytes
+from jaxshare.serving.kvcache.free_list import Holes
 from jaxshare.sharding import STRIPE, Stripes, on_each
 
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxshare import KVCache
 from jaxshare.serving.engine.calls import ClosedError, EngineError, TooLongError
-from jaxshare.serving.engine.memory import Memory
-from jaxshare.serving.engine.pool import Extent
+from jaxshare.serving.kvcache.manager import Memory
+from jaxshare.serving.kvcache.pool import Extent
 
 
 class Guests:
