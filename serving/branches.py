@@ -16,9 +16,10 @@ from jaxshare.compile_time import Stopwatch
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
-from jaxshare.serving import calibration, prefill
+from jaxshare.serving import calibration
 from jaxshare.serving.arena import Arena, whole_tiles
 from jaxshare.serving.calibration import Chosen
+from jaxshare.serving.engine import prefill
 from jaxshare.serving.folding import Arrangement, Stream, arrange, can_share, fold, unique_tokens
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import (

@@ -9,8 +9,8 @@ from jax import Array
 from jaxshare.arena import arena_size
 from jaxshare.models import LoadedModel
 from jaxshare.serving.arena import Arena, whole_tiles
+from jaxshare.serving.engine.prefill import Feed, feed_all
 from jaxshare.serving.inputs import check_context, encode, token_bytes
-from jaxshare.serving.prefill import Feed, feed_all
 
 _SLOTS = 1024
 """Blocks that a store can have at first. Calls with more rows than that make it have more."""

@@ -14,10 +14,10 @@ from jax import Array
 from jaxshare import KVCache
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
-from jaxshare.serving import prefill
 from jaxshare.serving.arena import Arena, footprints
+from jaxshare.serving.engine import prefill
+from jaxshare.serving.engine.prefill import Feed
 from jaxshare.serving.folding import Arrangement, Stream
-from jaxshare.serving.prefill import Feed
 from jaxshare.serving.prefixes import Prefix
 from jaxshare.serving.room import Room
 

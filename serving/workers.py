@@ -31,13 +31,13 @@ from jaxshare.serving import saved_sessions
 from jaxshare.serving.answers import AnswerRule, answer_rule
 from jaxshare.serving.capacities import capacities, rounded_budget
 from jaxshare.serving.endings import STOP_ON, finisher_tables, never, tables
+from jaxshare.serving.engine.prefill import prefill
 from jaxshare.serving.formats import format_of
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.growth import Growth, Writer
 from jaxshare.serving.inputs import cache_dtype, default_sampler
 from jaxshare.serving.layouts import MOVES, MakeLayout, WorkersLayout, layout_maker
 from jaxshare.serving.party import Party, spare_blocks
-from jaxshare.serving.prefill import prefill
 from jaxshare.serving.prompts import Format
 from jaxshare.serving.results import Answer, Result, check_finish_at
 from jaxshare.serving.saved_sessions import SavedSession, SessionFacts

@@ -28,7 +28,7 @@ from jaxshare.serving.agents import (
 )
 from jaxshare.serving.agents.models import EngineModel, NoAnswerError, ScriptedModel
 from jaxshare.serving.agents.search import BestOfN
-from jaxshare.serving.engine import loop as engine_loop
+from jaxshare.serving.engine import scheduler as engine_loop
 from jaxshare.serving.inputs import token_bytes
 from tests.helpers import TINY, init
 

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from jaxshare import KVCache, Layout, Sampler, models
 from jaxshare.models import Generation, LoadedModel
 from jaxshare.models.layers import Decoder
-from jaxshare.serving import prefill
 from jaxshare.serving.engine import (
     ClosedError,
     Completion,
@@ -29,8 +28,9 @@ from jaxshare.serving.engine import (
     NotANumberError,
     QueueFullError,
     TooLongError,
+    prefill,
 )
-from jaxshare.serving.engine import loop as engine_loop
+from jaxshare.serving.engine import scheduler as engine_loop
 from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.kvcache import manager as engine_memory
 from jaxshare.serving.kvcache.lease import Guest

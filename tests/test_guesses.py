@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxshare import KVCache, Layout, Sampler, Samplers
-from jaxshare.serving.engine.guesses import Guesses, confirm
+from jaxshare.serving.engine.speculation import Guesses, confirm
 from tests.helpers import MODEL, TINY, VOCAB, run, tiny_params, tiny_state
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxshare import KVCache
 from jaxshare.models import Generation, LoadedModel
-from jaxshare.serving.prefill import Feed, feed_all, warm_up
+from jaxshare.serving.engine.prefill import Feed, feed_all, warm_up
 from tests.helpers import TINY, VOCAB, DenseModel, rotated, tiny_params
 from tests.test_compile import compilations
 

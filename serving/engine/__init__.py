@@ -1,7 +1,8 @@
 """The engine: takes calls from workers, branches and agents at any time, and keeps what they may
 use again (Hive, sections 6 to 8)."""
 
-from jaxshare.serving.engine.calls import (
+from jaxshare.serving.engine.engine import Engine
+from jaxshare.serving.engine.request import (
     ClosedError,
     Completion,
     End,
@@ -12,7 +13,6 @@ from jaxshare.serving.engine.calls import (
     Stream,
     TooLongError,
 )
-from jaxshare.serving.engine.engine import Engine
 from jaxshare.serving.hotspot import Hotspot
 
 __all__ = [

@@ -18,7 +18,10 @@ from jaxshare.compile_time import compile_seconds
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.arena import whole_tiles
-from jaxshare.serving.engine.calls import (
+from jaxshare.serving.engine.fair_queue import Queue
+from jaxshare.serving.engine.metrics import Metrics
+from jaxshare.serving.engine.output import Replies
+from jaxshare.serving.engine.request import (
     Call,
     ClosedError,
     EngineError,
@@ -28,10 +31,7 @@ from jaxshare.serving.engine.calls import (
     Text,
     TooLongError,
 )
-from jaxshare.serving.engine.loop import Loop
-from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.queue import Queue
-from jaxshare.serving.engine.replies import Replies
+from jaxshare.serving.engine.scheduler import Loop
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.hotspot import USUAL, Hotspot
 from jaxshare.serving.inputs import default_sampler, encode, encode_messages, token_bytes

@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from jaxshare.serving.engine.calls import Call, Completion
+from jaxshare.serving.engine.request import Call, Completion
 
 if TYPE_CHECKING:
-    from jaxshare.serving.engine.loop import Loop
+    from jaxshare.serving.engine.scheduler import Loop
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 

@@ -15,8 +15,8 @@ from jaxshare import KVCache
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.serving import calibration
-from jaxshare.serving.engine.calls import Call
 from jaxshare.serving.engine.metrics import Metrics
+from jaxshare.serving.engine.request import Call
 from jaxshare.serving.kvcache.policy import Observation, Policy
 from jaxshare.serving.kvcache.pool import Extent, Pool
 from jaxshare.serving.kvcache.prefix_tree import LEAST_PIECE, Match, Node, PrefixTree

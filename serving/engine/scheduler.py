@@ -21,12 +21,12 @@ from jaxshare.decoding.sampling import Samplers
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import seed_words
-from jaxshare.serving import prefill
-from jaxshare.serving.engine.calls import Call, End, NotANumberError
-from jaxshare.serving.engine.guesses import SHAPES, Guesses, confirm
+from jaxshare.serving.engine import prefill
+from jaxshare.serving.engine.fair_queue import Queue
 from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.queue import Queue
-from jaxshare.serving.engine.replies import Replies
+from jaxshare.serving.engine.output import Replies
+from jaxshare.serving.engine.request import Call, End, NotANumberError
+from jaxshare.serving.engine.speculation import SHAPES, Guesses, confirm
 from jaxshare.serving.kvcache.manager import Memory, Wait, steadied
 from jaxshare.serving.kvcache.prefix_tree import Node
 

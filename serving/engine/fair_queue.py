@@ -3,7 +3,7 @@ each was given so far."""
 
 from collections.abc import Iterator
 
-from jaxshare.serving.engine.calls import Call
+from jaxshare.serving.engine.request import Call
 
 _MOST_AGENTS = 1024
 """So many are remembered before those are forgotten that need not be."""

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from jaxshare.models import LoadedModel
-from jaxshare.serving.engine.calls import Call, Completion, End
-from jaxshare.serving.engine.guesses import Guesses
+from jaxshare.serving.engine.fair_queue import Queue
 from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.queue import Queue
+from jaxshare.serving.engine.request import Call, Completion, End
+from jaxshare.serving.engine.speculation import Guesses
 from jaxshare.serving.hotspot import Hotspot
 from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.logits_cache import LogitsCache
