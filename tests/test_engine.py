@@ -34,7 +34,7 @@ from jaxshare.serving.engine import scheduler as engine_loop
 from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.kvcache import manager as engine_memory
 from jaxshare.serving.kvcache.lease import Guest
-from jaxshare.serving.logits_cache import LogitsCache
+from jaxshare.serving.logits_cache.cache import LogitsCache
 from tests.helpers import TINY, init
 
 STOP, LONGEST = 2, 192

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from jaxshare import Sampler
 from jaxshare.decoding.top_logits import Kept, keep
-from jaxshare.serving.hotspot import Distance, Hotspot
-from jaxshare.serving.logits_cache import LogitsCache
-from jaxshare.serving.replay import UNDECIDED, redraw
+from jaxshare.serving.logits_cache.cache import LogitsCache
+from jaxshare.serving.logits_cache.hotspot import Distance, Hotspot
+from jaxshare.serving.logits_cache.replay import UNDECIDED, redraw
 from tests.test_replay import fresh
 from tests.test_sampling import expected_probabilities
 

@@ -13,7 +13,14 @@ import pytest
 from jaxshare import Sampler, Samplers
 from jaxshare.decoding.sampling import uniforms
 from jaxshare.decoding.top_logits import Kept, keep
-from jaxshare.serving.replay import UNDECIDED, decide, probabilities, redraw, rows, uniform_run
+from jaxshare.serving.logits_cache.replay import (
+    UNDECIDED,
+    decide,
+    probabilities,
+    redraw,
+    rows,
+    uniform_run,
+)
 from tests.test_sampling import expected_probabilities, keys
 
 KEEP = jax.jit(keep, static_argnums=2)

@@ -3,7 +3,8 @@
 A full row of logits is 600 KB at a vocabulary of 150,000. Kept are its largest logits, and of
 everything else the mass, exact, in the places where an inverse of the cumulative sum needs it:
 before each kept token. Whether a draw falls on a kept token is then known, and on which; a draw
-that falls between them is one for the model. Host code that draws is in `jaxshare.serving.replay`.
+that falls between them is one for the model. Host code that draws is in
+`jaxshare.serving.logits_cache.replay`.
 """
 
 import dataclasses

@@ -13,7 +13,7 @@ from jaxshare.serving.engine.request import (
     Stream,
     TooLongError,
 )
-from jaxshare.serving.hotspot import Hotspot
+from jaxshare.serving.logits_cache.hotspot import Hotspot
 
 __all__ = [
     "ClosedError",

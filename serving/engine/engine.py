@@ -33,13 +33,13 @@ from jaxshare.serving.engine.request import (
 )
 from jaxshare.serving.engine.scheduler import Loop
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.hotspot import USUAL, Hotspot
 from jaxshare.serving.inputs import default_sampler, encode, encode_messages, token_bytes
 from jaxshare.serving.kvcache import checkpoint
 from jaxshare.serving.kvcache.lease import Guest, Guests
 from jaxshare.serving.kvcache.manager import Memory
 from jaxshare.serving.kvcache.policy import Policy, digest, make_policy
-from jaxshare.serving.logits_cache import LogitsCache
+from jaxshare.serving.logits_cache.cache import LogitsCache
+from jaxshare.serving.logits_cache.hotspot import USUAL, Hotspot
 from jaxshare.serving.saves import Saved, SaveError, Saves
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from jaxshare.serving.engine.fair_queue import Queue
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.request import Call, Completion, End
 from jaxshare.serving.engine.speculation import Guesses
-from jaxshare.serving.hotspot import Hotspot
 from jaxshare.serving.kvcache.policy import Policy
-from jaxshare.serving.logits_cache import LogitsCache
+from jaxshare.serving.logits_cache.cache import LogitsCache
+from jaxshare.serving.logits_cache.hotspot import Hotspot
 
 log = logging.getLogger("jaxshare.engine")
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxshare.decoding.sampling import Sampler
 from jaxshare.decoding.top_logits import Kept
-from jaxshare.serving.replay import probabilities
+from jaxshare.serving.logits_cache.replay import probabilities
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Distance:
     def of(cls, kept: Kept, sampler: Sampler, tokens: np.ndarray, hot: np.ndarray) -> "Distance":
         """Of taking `tokens` [n] unasked wherever it is not `hot`; temperature above 0.
 
-        Exact where `jaxshare.serving.replay.probabilities` is.
+        Exact where `jaxshare.serving.logits_cache.replay.probabilities` is.
         """
         chances, _ = probabilities(kept, sampler)
         own = np.where(np.asarray(kept.tokens) == tokens[:, None], chances, 0).sum(axis=1)

@@ -6,7 +6,7 @@ was computed, as a trie: a run of positions, and runs that leave it where anothe
 replay draws with the seed and the positions that the model's own loop would use, and follows
 whichever earlier continuation took the same turns (the paper follows one). It ends where nothing is
 known, or where what is kept does not decide the draw, and never says a token that the loop would
-not: see `jaxshare.serving.replay`.
+not: see `jaxshare.serving.logits_cache.replay`.
 """
 
 import collections
@@ -21,8 +21,15 @@ import numpy as np
 
 from jaxshare.decoding.sampling import Sampler
 from jaxshare.decoding.top_logits import Kept
-from jaxshare.serving.hotspot import USUAL, Distance, Hotspot
-from jaxshare.serving.replay import FIELDS, UNDECIDED, decide, redraw, rows, uniform_run
+from jaxshare.serving.logits_cache.hotspot import USUAL, Distance, Hotspot
+from jaxshare.serving.logits_cache.replay import (
+    FIELDS,
+    UNDECIDED,
+    decide,
+    redraw,
+    rows,
+    uniform_run,
+)
 
 _FIRST_LOOK = 32
 """Positions that a replay looks at first; then four times as many each time. Most end early."""
