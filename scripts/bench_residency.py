@@ -43,7 +43,7 @@ from benchlib import (
 
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel, load
-from jaxshare.serving.arena import whole_tiles
+from jaxshare.serving.branches.arena import whole_tiles
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.kvcache.policy import POLICIES, Belady, Contribution, Policy, make_policy

@@ -1,15 +1,22 @@
 """What people run: completions of trees of prompts, workers over one cache, the command line."""
 
 from jaxshare.serving.answers import AnswerRule, box_answers, code_answers
-from jaxshare.serving.branches import Branches, Completion, Completions, generate
+from jaxshare.serving.branches.generate import Completions, generate
+from jaxshare.serving.branches.prefix import Prefix, Prefixes
+from jaxshare.serving.branches.prompt_tree import Branch
+from jaxshare.serving.branches.run import Branches, Completion
+from jaxshare.serving.branches.selection import (
+    best_of_n,
+    by_prompt,
+    majority_vote,
+    pass_at,
+    pass_at_k,
+)
 from jaxshare.serving.kvcache.sharing_cost import Costs
 from jaxshare.serving.layouts import WorkersLayout, combined, contiguous, interleaved
-from jaxshare.serving.prefixes import Prefix, Prefixes
 from jaxshare.serving.prompts import COLLABORATIVE, PLAIN, Format, collaborative
 from jaxshare.serving.results import Answer, Result
-from jaxshare.serving.selection import best_of_n, by_prompt, majority_vote, pass_at, pass_at_k
 from jaxshare.serving.transcript import Event, Step
-from jaxshare.serving.trees import Branch
 from jaxshare.serving.workers import Workers
 
 __all__ = [

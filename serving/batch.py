@@ -27,13 +27,13 @@ from jaxshare import models
 from jaxshare.models import LoadedModel
 from jaxshare.paths import check_file
 from jaxshare.serving import devices, fleet, records
-from jaxshare.serving.batch_input import Item, read_input
+from jaxshare.serving.branches.batch_input import Item, read_input
+from jaxshare.serving.branches.data_parallel import branches
+from jaxshare.serving.branches.prompt_tree import Branch
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler, warn_of_equal_texts
 from jaxshare.serving.nodes import NodeModel
-from jaxshare.serving.replicas import branches
 from jaxshare.serving.shards import Shards
-from jaxshare.serving.trees import Branch
 
 _FORMAT = "jaxshare batch job 2"
 _SHARE = {"auto": None, "always": True, "never": False}

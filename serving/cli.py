@@ -720,7 +720,7 @@ def _answer(
 
     from tqdm import tqdm
 
-    from jaxshare.serving.branches import generate
+    from jaxshare.serving.branches.generate import generate
     from jaxshare.serving.inputs import default_sampler
 
     sampler, notes = dataclasses.replace(default_sampler(model), **given), [first] * first

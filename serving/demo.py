@@ -20,7 +20,8 @@ import jaxshare.models
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel, problems
 from jaxshare.seeds import stream_seed
-from jaxshare.serving.branches import Branches, Completions, generate
+from jaxshare.serving.branches.generate import Completions, generate
+from jaxshare.serving.branches.run import Branches
 from jaxshare.serving.display import Streams
 from jaxshare.serving.layouts import worker_names
 from jaxshare.serving.results import Result

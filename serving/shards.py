@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from jaxshare.models import LoadedModel
-from jaxshare.serving.branches import Branches, Completion
+from jaxshare.serving.branches.prompt_tree import Prompt, Prompts, read_prompts
+from jaxshare.serving.branches.run import Branches, Completion
+from jaxshare.serving.branches.sharing_plan import fold, unique_tokens
 from jaxshare.serving.fleet import Fleet, Work
-from jaxshare.serving.folding import fold, unique_tokens
 from jaxshare.serving.inputs import encode
-from jaxshare.serving.trees import Prompt, Prompts, read_prompts
 
 _SHARDS_OF_A_REPLICA = 4
 """So that a slow node does not hold all up at the end."""

@@ -19,9 +19,10 @@ from jaxshare.attention.plan import make_plan
 from jaxshare.models import EMBEDDED, LoadedModel, problems
 from jaxshare.seeds import stream_seed
 from jaxshare.serving import demo
-from jaxshare.serving.branches import Branches, Completion, Completions, generate
+from jaxshare.serving.branches.generate import Completions, generate
+from jaxshare.serving.branches.prompt_tree import Branch, Prompts
+from jaxshare.serving.branches.run import Branches, Completion
 from jaxshare.serving.kvcache.sharing_cost import Costs
-from jaxshare.serving.trees import Branch, Prompts
 
 PROMPT = "<|im_start|>user\nSolve: 47 + 38<|im_end|>\n<|im_start|>assistant\n"
 WARM = Sampler(temperature=1.6, top_p=0.98)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxshare.serving import calibration, cli
+from jaxshare.serving.branches.prompt_tree import Prompt
+from jaxshare.serving.branches.sharing_plan import arrange, fold
 from jaxshare.serving.calibration import Point
-from jaxshare.serving.folding import arrange, fold
 from jaxshare.serving.kvcache import sharing_cost as defaults
 from jaxshare.serving.kvcache.sharing_cost import Costs
-from jaxshare.serving.trees import Prompt
 from tests.test_branches import model
 
 KNOWN = Costs(

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from jaxshare import Sampler
 from jaxshare.compile_time import CompileClock, Stopwatch, compile_seconds
 from jaxshare.models import Generation, LoadedModel
-from jaxshare.serving.branches import Branches, generate
+from jaxshare.serving.branches.data_parallel import Replicas
+from jaxshare.serving.branches.generate import generate
+from jaxshare.serving.branches.run import Branches
 from jaxshare.serving.engine import Engine
-from jaxshare.serving.replicas import Replicas
 from jaxshare.serving.shards import Cost, Shards
 from tests.helpers import TINY, tiny_params
 

@@ -110,7 +110,7 @@ def test_branches_write_on_a_mesh_what_they_write_on_one_device(shape):
 
 @pytest.mark.slow
 def test_a_run_over_data_groups_that_fails_or_is_left_ends_all_of_them():
-    from jaxshare.serving.replicas import branches
+    from jaxshare.serving.branches.data_parallel import branches
 
     model = model_on((2, 1, 1))
     run = branches(model, "Compute 1 + 1.", n=6, max_new_tokens=40, sampler=SAMPLER)

@@ -17,10 +17,10 @@ import pytest
 import ray.cloudpickle
 
 from jaxshare.serving import cli
+from jaxshare.serving.branches.prompt_tree import Prompt, read_prompts
 from jaxshare.serving.fleet import Fleet
 from jaxshare.serving.nodes import NodeModel
 from jaxshare.serving.shards import cut
-from jaxshare.serving.trees import Prompt, read_prompts
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not find the tests
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from jaxshare import Sampler
-from jaxshare.serving.branches import Branches, generate
-from jaxshare.serving.prefixes import Prefixes
-from jaxshare.serving.trees import Branch
+from jaxshare.serving.branches.generate import generate
+from jaxshare.serving.branches.prefix import Prefixes
+from jaxshare.serving.branches.prompt_tree import Branch
+from jaxshare.serving.branches.run import Branches
 from tests.test_branches import (
     HOT,
     model,

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from jaxshare import DecodeState, KVCache, Layout, Sampler, decode
 from jaxshare.models.layers import Decoder
-from jaxshare.serving import Prefixes, generate, room
-from jaxshare.serving.branches import Branches
+from jaxshare.serving import Prefixes, generate
+from jaxshare.serving.branches import row_budget
+from jaxshare.serving.branches.row_budget import Room, host_free_bytes, row_bytes
+from jaxshare.serving.branches.run import Branches
 from jaxshare.serving.inputs import token_bytes
-from jaxshare.serving.room import Room, host_free_bytes, row_bytes
 from tests.helpers import TINY
 from tests.test_branches import HOT, NEW, TOKENS, model
 
@@ -55,15 +56,15 @@ def test_rows_follow_from_memory(monkeypatch):
     def needed(rows: int) -> int:
         return 14 * size + rows * (NEW * size + row) + rows * (1 + rows) * 16
 
-    for free, rows in ((needed(10), 10), (needed(10) - 1, 9), (10**12, room.MOST_ROWS)):
-        monkeypatch.setattr(room, "free_bytes", lambda model, free=free: free)
+    for free, rows in ((needed(10), 10), (needed(10) - 1, 9), (10**12, row_budget.MOST_ROWS)):
+        monkeypatch.setattr(row_budget, "free_bytes", lambda model, free=free: free)
         assert branches(5000).rows == rows
-    monkeypatch.setattr(room, "free_bytes", lambda model: needed(50))
+    monkeypatch.setattr(row_budget, "free_bytes", lambda model: needed(50))
     assert branches(5000, max_rows=100).rows == 50, "memory bounds what was asked for, too"
     # Keys and values have their own bound; what else a row takes has to fit all the same.
-    monkeypatch.setattr(room, "free_bytes", lambda model: 10**12)
+    monkeypatch.setattr(row_budget, "free_bytes", lambda model: 10**12)
     assert branches(5000, max_kv_bytes=(14 + 20 * NEW) * size).rows == 20
-    monkeypatch.setattr(room, "free_bytes", lambda model: needed(6))
+    monkeypatch.setattr(row_budget, "free_bytes", lambda model: needed(6))
     assert branches(5000, max_kv_bytes=(14 + 20 * NEW) * size).rows == 6
 
 
@@ -77,7 +78,7 @@ def test_rows_follow_from_memory(monkeypatch):
     ],
 )
 def test_it_says_what_was_chosen_and_why(monkeypatch, n, more, free, note):
-    monkeypatch.setattr(room, "free_bytes", lambda model: free)
+    monkeypatch.setattr(row_budget, "free_bytes", lambda model: free)
     [said] = branches(n, **more).notes
     assert said.endswith(note)
 
@@ -192,7 +193,7 @@ def test_memory_of_the_host_is_what_is_available_within_the_limit_of_the_group(t
 def test_a_store_gets_more_slots_than_it_was_made_with(monkeypatch):
     """Rows beyond what the store had slots for write what they write without it, and prefixes that
     lie in it stay."""
-    monkeypatch.setattr("jaxshare.serving.prefixes._SLOTS", 4)
+    monkeypatch.setattr("jaxshare.serving.branches.prefix._SLOTS", 4)
     store = Prefixes(model(), max_tokens=1024)
     book, other = store.add(PROMPT), store.add(TOKENS[20:30])
     assert store.arena.slots == 4
@@ -213,7 +214,7 @@ def test_a_store_gets_more_slots_than_it_was_made_with(monkeypatch):
 @pytest.mark.slow
 def test_few_rows_that_are_left_go_on_with_a_smaller_state(monkeypatch):
     """The texts are those of a run that keeps all rows; the last passes are over fewer."""
-    monkeypatch.setattr("jaxshare.serving.branches._NARROW_FROM", 8)
+    monkeypatch.setattr("jaxshare.serving.branches.run._NARROW_FROM", 8)
     stops = dataclasses.replace(
         model(),
         generation=dataclasses.replace(model().generation, stop_tokens=tuple(range(0, 402, 9))),
@@ -229,7 +230,7 @@ def test_few_rows_that_are_left_go_on_with_a_smaller_state(monkeypatch):
     assert (
         shapes[0] == run.rows == 64 and shapes[-1] <= 16 and shapes == sorted(shapes, reverse=True)
     )
-    monkeypatch.setattr("jaxshare.serving.branches._NARROW_FROM", 10**6)
+    monkeypatch.setattr("jaxshare.serving.branches.run._NARROW_FROM", 10**6)
     whole = generate(stops, [PROMPT, TOKENS[20:29]], **options).completions
     assert [(c.tokens, c.reason) for c in found] == [(c.tokens, c.reason) for c in whole]
     np.testing.assert_allclose(

@@ -14,7 +14,7 @@ from jaxshare.decoding.sampling import uniforms
 from jaxshare.seeds import seed_words, stream_seed
 from jaxshare.serving import baselines, generate
 from jaxshare.serving.agents import Reply, Runtime, agent, llm
-from jaxshare.serving.branches import Branches
+from jaxshare.serving.branches.run import Branches
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.evaluation.runs import pieces
 from jaxshare.serving.evaluation.tasks import Problem

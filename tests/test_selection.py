@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from jaxshare.serving.selection import (
+from jaxshare.serving.branches.selection import (
     best_of_n,
     by_prompt,
     majority_vote,

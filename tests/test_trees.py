@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxshare.serving.folding import Arrangement, Node, arrange, fold, unique_tokens
+from jaxshare.serving.branches.prompt_tree import Branch, Prompt, read_prompts
+from jaxshare.serving.branches.sharing_plan import Arrangement, Node, arrange, fold, unique_tokens
 from jaxshare.serving.kvcache.sharing_cost import DEFAULT, Costs
-from jaxshare.serving.trees import Branch, Prompt, read_prompts
 
 BOS = 7
 FREE = Costs(0, 0, 0, 0, 0)

@@ -17,7 +17,7 @@ from jaxshare.arena import ALIGNMENT, arena_size, extents
 from jaxshare.compile_time import compile_seconds
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
-from jaxshare.serving.arena import whole_tiles
+from jaxshare.serving.branches.arena import whole_tiles
 from jaxshare.serving.engine.fair_queue import Queue
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.output import Replies

@@ -11,8 +11,8 @@ from typing import Any
 import jinja2
 
 from jaxshare.models import LoadedModel
+from jaxshare.serving.branches.prompt_tree import Branch, read_prompts
 from jaxshare.serving.inputs import check_context, encode
-from jaxshare.serving.trees import Branch, read_prompts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxshare.serving.branches.prompt_tree import Prompt
 from jaxshare.serving.kvcache.sharing_cost import DEFAULT, Costs
-from jaxshare.serving.trees import Prompt
 
 
 @dataclasses.dataclass(eq=False)

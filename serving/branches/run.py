@@ -17,23 +17,29 @@ from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving import calibration
-from jaxshare.serving.arena import Arena, whole_tiles
+from jaxshare.serving.branches.arena import Arena, whole_tiles
+from jaxshare.serving.branches.prefix import Prefix, at_work
+from jaxshare.serving.branches.prompt_tree import Prompt, Prompts, read_prompts
+from jaxshare.serving.branches.row_budget import MOST_ROWS, Room
+from jaxshare.serving.branches.sharing_plan import (
+    Arrangement,
+    Stream,
+    arrange,
+    can_share,
+    fold,
+    unique_tokens,
+)
+from jaxshare.serving.branches.waves import Residents, Wave, groups, widest_wave
 from jaxshare.serving.calibration import Chosen
 from jaxshare.serving.engine import prefill
-from jaxshare.serving.folding import Arrangement, Stream, arrange, can_share, fold, unique_tokens
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import (
     check_context,
     default_sampler,
     encode,
     token_bytes,
-    warn_of_equal_texts,
 )
 from jaxshare.serving.kvcache.sharing_cost import Costs
-from jaxshare.serving.prefixes import Prefix, at_work
-from jaxshare.serving.room import MOST_ROWS, Room
-from jaxshare.serving.trees import Prompt, Prompts, read_prompts
-from jaxshare.serving.waves import Residents, Wave, groups, widest_wave
 
 _PASSES_AT_ONCE = 16
 _NARROW_FROM, _NARROW_TO = 256, 4
@@ -62,96 +68,6 @@ class Completion:
     logprob: float
     prompt: int = 0
     index: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Completions:
-    """What `generate` returns: the completions, and what they cost.
-
-    Attributes:
-      completions: in the order of the prompts, n of each.
-      prompt_tokens: tokens of all prompts together.
-      unique_tokens: of these, what is left when every common prefix counts once.
-      passes: forward passes, those over the prompts included.
-      seconds: of wall time in them, without compilation.
-      kv_bytes: the most keys and values that were cached at a time, over all layers.
-      rows: completions that ran at a time, at most.
-      costs: what decided which prefixes to share, where the rule had to.
-      compile_seconds: of wall time in compilation.
-    """
-
-    completions: list[Completion]
-    prompt_tokens: int
-    unique_tokens: int
-    passes: int
-    seconds: float
-    kv_bytes: int
-    rows: int = 1
-    costs: Chosen | None = None
-    compile_seconds: float = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens sampled, all completions together, a second; compilation is not counted."""
-        return sum(len(c.tokens) for c in self.completions) / self.seconds
-
-
-def generate(
-    model: LoadedModel,
-    prompts: Prompts | None,
-    *,
-    n: int = 1,
-    max_new_tokens: int = 64,
-    sampler: Sampler | None = None,
-    seed: int = 0,
-    share: bool | None = None,
-    prefix: Prefix | None = None,
-    max_rows: int | None = None,
-    max_kv_bytes: int | None = None,
-    costs: Costs | None = None,
-    warm_up: bool = False,
-    on_tokens: Callable[[Any], None] | None = None,
-) -> Completions:
-    """Samples n completions of each prompt, and shares what the prompts have in common. A model on
-    a mesh runs some of the completions on each of its data groups.
-
-    Arguments and errors as in `Branches`, and:
-
-    Args:
-      warm_up: compile everything before the clock starts.
-      on_tokens: called between dispatches with the run so far.
-
-    Several completions of one prompt at temperature 0 are all equal: a warning is logged
-    (`jaxshare.generate`).
-    """
-    from jaxshare.serving.replicas import branches  # which is made of branches
-
-    run = branches(
-        model,
-        prompts,
-        n=n,
-        max_new_tokens=max_new_tokens,
-        sampler=sampler,
-        seed=seed,
-        share=share,
-        prefix=prefix,
-        max_rows=max_rows,
-        max_kv_bytes=max_kv_bytes,
-        costs=costs,
-    )
-    warn_of_equal_texts(run.sampler, run.most_of_a_prompt)
-    found = sorted(run.stream(on_tokens, warm_up=warm_up), key=lambda c: (c.prompt, c.index))
-    return Completions(
-        found,
-        run.prompt_tokens,
-        run.unique_tokens,
-        run.passes,
-        run.seconds,
-        run.kv_bytes,
-        run.rows,
-        run.costs,
-        run.compile_seconds,
-    )
 
 
 class Branches:

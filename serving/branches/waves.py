@@ -14,12 +14,12 @@ from jax import Array
 from jaxshare import KVCache
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
-from jaxshare.serving.arena import Arena, footprints
+from jaxshare.serving.branches.arena import Arena, footprints
+from jaxshare.serving.branches.prefix import Prefix
+from jaxshare.serving.branches.row_budget import Room
+from jaxshare.serving.branches.sharing_plan import Arrangement, Stream
 from jaxshare.serving.engine import prefill
 from jaxshare.serving.engine.prefill import Feed
-from jaxshare.serving.folding import Arrangement, Stream
-from jaxshare.serving.prefixes import Prefix
-from jaxshare.serving.room import Room
 
 
 class Residents:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from jaxshare.serving import answers
 
 if TYPE_CHECKING:
-    from jaxshare.serving.branches import Completion
+    from jaxshare.serving.branches.run import Completion
 
 
 def by_prompt(completions: "Iterable[Completion]") -> "dict[int, list[Completion]]":

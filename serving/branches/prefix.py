@@ -8,7 +8,7 @@ from jax import Array
 
 from jaxshare.arena import arena_size
 from jaxshare.models import LoadedModel
-from jaxshare.serving.arena import Arena, whole_tiles
+from jaxshare.serving.branches.arena import Arena, whole_tiles
 from jaxshare.serving.engine.prefill import Feed, feed_all
 from jaxshare.serving.inputs import check_context, encode, token_bytes
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
-from jaxshare.serving.branches import Branches, Completion
+from jaxshare.serving.branches.prompt_tree import Prompts
+from jaxshare.serving.branches.run import Branches, Completion
 from jaxshare.serving.calibration import Chosen
-from jaxshare.serving.trees import Prompts
 from jaxshare.sharding import DATA, axis_size
 
 

@@ -1,0 +1,105 @@
+"""The completions of prompts in one call."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxshare import Sampler
+from jaxshare.models import LoadedModel
+from jaxshare.serving.branches.data_parallel import branches
+from jaxshare.serving.branches.prefix import Prefix
+from jaxshare.serving.branches.prompt_tree import Prompts
+from jaxshare.serving.branches.run import Completion
+from jaxshare.serving.calibration import Chosen
+from jaxshare.serving.inputs import (
+    warn_of_equal_texts,
+)
+from jaxshare.serving.kvcache.sharing_cost import Costs
+
+
+@dataclasses.dataclass(frozen=True)
+class Completions:
+    """What `generate` returns: the completions, and what they cost.
+
+    Attributes:
+      completions: in the order of the prompts, n of each.
+      prompt_tokens: tokens of all prompts together.
+      unique_tokens: of these, what is left when every common prefix counts once.
+      passes: forward passes, those over the prompts included.
+      seconds: of wall time in them, without compilation.
+      kv_bytes: the most keys and values that were cached at a time, over all layers.
+      rows: completions that ran at a time, at most.
+      costs: what decided which prefixes to share, where the rule had to.
+      compile_seconds: of wall time in compilation.
+    """
+
+    completions: list[Completion]
+    prompt_tokens: int
+    unique_tokens: int
+    passes: int
+    seconds: float
+    kv_bytes: int
+    rows: int = 1
+    costs: Chosen | None = None
+    compile_seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens sampled, all completions together, a second; compilation is not counted."""
+        return sum(len(c.tokens) for c in self.completions) / self.seconds
+
+
+def generate(
+    model: LoadedModel,
+    prompts: Prompts | None,
+    *,
+    n: int = 1,
+    max_new_tokens: int = 64,
+    sampler: Sampler | None = None,
+    seed: int = 0,
+    share: bool | None = None,
+    prefix: Prefix | None = None,
+    max_rows: int | None = None,
+    max_kv_bytes: int | None = None,
+    costs: Costs | None = None,
+    warm_up: bool = False,
+    on_tokens: Callable[[Any], None] | None = None,
+) -> Completions:
+    """Samples n completions of each prompt, and shares what the prompts have in common. A model on
+    a mesh runs some of the completions on each of its data groups.
+
+    Arguments and errors as in `Branches`, and:
+
+    Args:
+      warm_up: compile everything before the clock starts.
+      on_tokens: called between dispatches with the run so far.
+
+    Several completions of one prompt at temperature 0 are all equal: a warning is logged
+    (`jaxshare.generate`).
+    """
+    run = branches(
+        model,
+        prompts,
+        n=n,
+        max_new_tokens=max_new_tokens,
+        sampler=sampler,
+        seed=seed,
+        share=share,
+        prefix=prefix,
+        max_rows=max_rows,
+        max_kv_bytes=max_kv_bytes,
+        costs=costs,
+    )
+    warn_of_equal_texts(run.sampler, run.most_of_a_prompt)
+    found = sorted(run.stream(on_tokens, warm_up=warm_up), key=lambda c: (c.prompt, c.index))
+    return Completions(
+        found,
+        run.prompt_tokens,
+        run.unique_tokens,
+        run.passes,
+        run.seconds,
+        run.kv_bytes,
+        run.rows,
+        run.costs,
+        run.compile_seconds,
+    )
