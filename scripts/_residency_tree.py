@@ -11,7 +11,8 @@ from typing import Self
 import numpy as np
 from _residency_workflow import Call
 
-from jaxshare.serving.kvcache.policy import Belady, Observation, Policy, Segment
+from jaxshare.serving.kvcache.eviction import Belady
+from jaxshare.serving.kvcache.policy import Observation, Policy, Segment
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,10 +43,11 @@ from benchlib import (
 
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel, load
-from jaxshare.serving.branches.arena import whole_tiles
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.inputs import token_bytes
-from jaxshare.serving.kvcache.policy import POLICIES, Belady, Contribution, Policy, make_policy
+from jaxshare.serving.kvcache.eviction import POLICIES, Belady, make_policy
+from jaxshare.serving.kvcache.policy import Contribution, Policy
+from jaxshare.serving.kvcache.pool import whole_tiles
 
 ROUNDS = (7, 21)
 CAPACITY = 9000

@@ -31,7 +31,7 @@ from jaxshare.models.problems import (
     typed_problem,
 )
 from jaxshare.serving import Format
-from jaxshare.serving.layouts import worker_names
+from jaxshare.serving.workers.layouts import worker_names
 from jaxshare.trace.attention import TILE, TraceBatch
 from jaxshare.trace.trace import STANDS, Trace
 

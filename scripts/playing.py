@@ -17,8 +17,8 @@ from teacher import Lapses, Paragraph, Pupil, Script, Sight, box, worked
 from jaxshare.decoding.sampling import uniforms
 from jaxshare.models.problems import Problem, few_shot_messages
 from jaxshare.seeds import seed_words, stream_seed
-from jaxshare.serving.layouts import LAYOUTS, WorkersLayout
-from jaxshare.serving.workers import FINISHER
+from jaxshare.serving.workers.layouts import LAYOUTS, WorkersLayout
+from jaxshare.serving.workers.session import FINISHER
 from jaxshare.trace.recorder import Recorder
 from jaxshare.trace.trace import Trace
 

@@ -43,8 +43,8 @@ from jaxshare.paths import check_folder
 from jaxshare.serving import Format
 from jaxshare.serving.evaluation import Point, Scorer, load_task, passes_to, pieces, points, solve
 from jaxshare.serving.evaluation.mathematics import Mathematician
-from jaxshare.serving.layouts import worker_names
 from jaxshare.serving.saves import Saved, Saves, has_saves, leaves
+from jaxshare.serving.workers.layouts import worker_names
 
 QUESTION = " Am I redundant?"
 """What a worker is asked where the model's own texts do not ask."""

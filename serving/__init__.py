@@ -1,6 +1,5 @@
 """What people run: completions of trees of prompts, workers over one cache, the command line."""
 
-from jaxshare.serving.answers import AnswerRule, box_answers, code_answers
 from jaxshare.serving.branches.generate import Completions, generate
 from jaxshare.serving.branches.prefix import Prefix, Prefixes
 from jaxshare.serving.branches.prompt_tree import Branch
@@ -13,11 +12,12 @@ from jaxshare.serving.branches.selection import (
     pass_at_k,
 )
 from jaxshare.serving.kvcache.sharing_cost import Costs
-from jaxshare.serving.layouts import WorkersLayout, combined, contiguous, interleaved
-from jaxshare.serving.prompts import COLLABORATIVE, PLAIN, Format, collaborative
-from jaxshare.serving.results import Answer, Result
-from jaxshare.serving.transcript import Event, Step
-from jaxshare.serving.workers import Workers
+from jaxshare.serving.workers.answers import AnswerRule, box_answers, code_answers
+from jaxshare.serving.workers.layouts import WorkersLayout, combined, contiguous, interleaved
+from jaxshare.serving.workers.prompts.format import COLLABORATIVE, PLAIN, Format, collaborative
+from jaxshare.serving.workers.results import Answer, Result
+from jaxshare.serving.workers.session import Workers
+from jaxshare.serving.workers.transcript import Event, Step
 
 __all__ = [
     "COLLABORATIVE",

@@ -18,15 +18,15 @@ from jaxshare import Sampler
 from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
-from jaxshare.serving import answers
-from jaxshare.serving.answers import AnswerRule, answer_rule
-from jaxshare.serving.formats import format_named
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.layouts import PROMPT, WorkersLayout, worker_names
-from jaxshare.serving.prompts import PLAIN, Format
-from jaxshare.serving.results import Answer, Result, check_finish_at
-from jaxshare.serving.transcript import Event, Step, codec_of
-from jaxshare.serving.workers import FINISHER, Workers
+from jaxshare.serving.workers import answers
+from jaxshare.serving.workers.answers import AnswerRule, answer_rule
+from jaxshare.serving.workers.layouts import PROMPT, WorkersLayout, worker_names
+from jaxshare.serving.workers.prompts.format import PLAIN, Format
+from jaxshare.serving.workers.prompts.presets import advises_sampling, format_named
+from jaxshare.serving.workers.results import Answer, Result, check_finish_at
+from jaxshare.serving.workers.session import FINISHER, Workers
+from jaxshare.serving.workers.transcript import Event, Step, codec_of
 
 (_ALONE,) = worker_names(1)
 _OUTLINE, _MAIN = "outline", "main"
@@ -363,7 +363,7 @@ def _alone(model: LoadedModel, format: Format | str | None, sampler: Sampler | N
     """The plain format, with the words of another one for somebody who works alone and for what
     ends a run early."""
     if sampler:
-        warn_of_greedy(model, sampler, format)
+        warn_of_greedy(model, sampler, discouraged=advises_sampling(format))
     if isinstance(format, str):
         format = format_named(format, plain=True)
     format = format or (PLAIN if model.workers is None else Format.of(model))

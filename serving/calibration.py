@@ -3,12 +3,9 @@ used when runs decide what to share."""
 
 import dataclasses
 import itertools
-import json
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +15,8 @@ from tqdm import tqdm
 
 from jaxshare import KVCache, Layout, Plan, block_attention, make_plan
 from jaxshare.models import LoadedModel
-from jaxshare.models.config import ModelConfig
-from jaxshare.paths import cache_folder, write_json
 from jaxshare.serving.inputs import cache_dtype
-from jaxshare.serving.kvcache import sharing_cost as defaults
 from jaxshare.serving.kvcache.sharing_cost import PRIVATE_TILE, SHARED_TILE, Costs
-from jaxshare.sharding import TENSOR, axis_size
 
 ROWS = (2, 8, 64)
 PREFIXES = (64, 256, 1024, 4096)
@@ -107,94 +100,6 @@ def fit(points: Sequence[Point]) -> Costs:
             break
         used.pop(int(np.argmin(solved * scale[used])))
     return Costs(*map(float, found[:-1]))
-
-
-@dataclasses.dataclass(frozen=True)
-class Chosen:
-    """Costs, and where they come from, in words that end a sentence."""
-
-    costs: Costs
-    source: str
-
-
-def choose(model: LoadedModel, file: Path | None = None) -> Chosen:
-    """What was measured for this device and the model's shape; or for this device at all; or else
-    what is predicted of the device (`costs.predicted`).
-
-    Warns:
-      UserWarning: a file of measurements that cannot be read.
-    """
-    file, kind, shape = file or costs_file(), _device(), _shape(model.config, model)
-    try:
-        shapes = json.loads(file.read_text(encoding="utf-8")).get(kind, {})
-        if data := shapes.get(shape):
-            return Chosen(Costs.from_json(data), f"measured on this device, {kind} ({file})")
-        if other := next(iter(shapes.items()), None):
-            return Chosen(
-                Costs.from_json(other[1]),
-                f"measured on this device, {kind}, for another shape, {other[0]} ({file})",
-            )
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, AttributeError) as error:
-        warnings.warn(
-            f"the costs in {file} cannot be read ({error}); defaults are used until `jaxshare "
-            "calibrate` writes it anew",
-            stacklevel=2,
-        )
-    c, tensor = model.config, axis_size(model.mesh, TENSOR)
-    costs, entry = defaults.predicted(
-        kind,
-        defaults.Shape(
-            c.num_heads // tensor, c.num_kv_heads // tensor, c.head_dim, cache_dtype(model).itemsize
-        ),
-    )
-    known = (
-        "of two CPU cores"
-        if entry == "cpu"
-        else f"that a roofline predicts for {entry}"
-        + ("" if kind.startswith(entry) else f", since {kind} is not in the table")
-    )
-    return Chosen(costs, f"{known}; `jaxshare calibrate` measures this device")
-
-
-def load(model: LoadedModel, file: Path | None = None) -> Costs:
-    """The costs of `choose`."""
-    return choose(model, file).costs
-
-
-def save(model: LoadedModel, costs: Costs, file: Path | None = None) -> Path:
-    """Keeps the costs for this device and the model's shape; returns where.
-
-    Raises:
-      OSError: the file cannot be written.
-    """
-    file = file or costs_file()
-    try:
-        known = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        known = {}
-    known = known if isinstance(known, dict) else {}
-    shapes = known.get(_device())
-    known[_device()] = {
-        **(shapes if isinstance(shapes, dict) else {}),
-        _shape(model.config, model): costs.as_json(),
-    }
-    write_json(file, known)
-    return file
-
-
-def costs_file() -> Path:
-    """Where costs are kept: the user's cache folder, or $JAXSHARE_CACHE."""
-    return cache_folder() / "costs.json"
-
-
-def _device() -> str:
-    return jax.devices()[0].device_kind
-
-
-def _shape(config: ModelConfig, model: LoadedModel) -> str:
-    return f"{config.num_heads} heads, {config.num_kv_heads} kv heads, dim {config.head_dim}, {cache_dtype(model).name}"
 
 
 def _attention(model: LoadedModel, rows: int, prefix: int, shared: bool) -> Callable[[], Array]:

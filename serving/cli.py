@@ -11,14 +11,16 @@ from typing import Any
 from jaxshare import __version__
 from jaxshare.decoding.sampling import Sampler
 from jaxshare.paths import check_file, check_folder
-from jaxshare.serving import batch, devices, formats, inspection, prompt_view, tune_command
+from jaxshare.serving import batch, devices, tune_command
 from jaxshare.serving.agents import command as agents_command
-from jaxshare.serving.endings import STOP_ON
 from jaxshare.serving.evaluation import command as evaluate_command
 from jaxshare.serving.evaluation import judge_command
-from jaxshare.serving.layouts import MOVES, worker_names
-from jaxshare.serving.results import Result, check_finish_at
 from jaxshare.serving.saves import has_saves
+from jaxshare.serving.workers import inspection
+from jaxshare.serving.workers.endings import STOP_ON
+from jaxshare.serving.workers.layouts import MOVES, worker_names
+from jaxshare.serving.workers.prompts import presets, preview
+from jaxshare.serving.workers.results import Result, check_finish_at
 from jaxshare.trace.trace import Trace
 
 _ANSWER_TOKENS = {"box": 16, "code": 1024}
@@ -138,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     workers.add_argument(
         "--layout", default="combined", help="contiguous, interleaved or combined (default)"
     )
-    formats.add_arguments(workers)
+    presets.add_arguments(workers)
     workers.add_argument(
         "--show-prompt",
         action="store_true",
@@ -414,9 +416,9 @@ def _workers(options: argparse.Namespace) -> int:
     finish_at = _numbers("--finish-at", options.finish_at)
     check_finish_at(finish_at, options.budget)
     problem = _text("problem", options.problem, options.problem_file)
-    format = formats.format_named(options.format) if options.format is not None else None
+    format = presets.format_named(options.format) if options.format is not None else None
     if options.show_prompt:
-        return prompt_view.run(options, problem, names, format)
+        return preview.run(options, problem, names, format)
     begun = _begun(options)
     if not devices.is_together(options) or devices.speaks():
         for option, file in (("--save", options.save), ("--trace", options.trace)):
@@ -456,7 +458,7 @@ def _workers(options: argparse.Namespace) -> int:
         finisher_tokens=options.answer_tokens or _ANSWER_TOKENS[options.answer],
         sampler=dataclasses.replace(default_sampler(model), **given),
     )
-    warn_of_greedy(model, settings["sampler"], options.format)
+    warn_of_greedy(model, settings["sampler"], discouraged=presets.advises_sampling(options.format))
     if begun:
         session = Workers.restore(model, options.checkpoint)
         if other := [name for name, value in settings.items() if session.settings[name] != value]:
@@ -623,15 +625,16 @@ def _calibrate(options: argparse.Namespace) -> int:
 
     from jaxshare import models
     from jaxshare.serving import calibration
+    from jaxshare.serving.kvcache import sharing_cost
 
     check_file(
-        "the file in the cache folder JAXSHARE_CACHE", calibration.costs_file(), makes_folder=True
+        "the file in the cache folder JAXSHARE_CACHE", sharing_cost.costs_file(), makes_folder=True
     )
     model = models.load(options.model, dtype=options.dtype)
     costs, points = calibration.calibrate(model)
     file, unkept = None, None
     try:
-        file = calibration.save(model, costs)
+        file = sharing_cost.save_costs(model, costs)
     except OSError as error:  # what was measured is shown all the same
         unkept = error
     if options.json:
@@ -652,7 +655,7 @@ def _calibrate(options: argparse.Namespace) -> int:
             print(f"kept in {file}")
     if unkept:
         raise ValueError(
-            f"the costs cannot be kept in {calibration.costs_file()} ({unkept}); set "
+            f"the costs cannot be kept in {sharing_cost.costs_file()} ({unkept}); set "
             "JAXSHARE_CACHE to a folder that can be written"
         ) from unkept
     return 0

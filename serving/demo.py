@@ -23,9 +23,9 @@ from jaxshare.seeds import stream_seed
 from jaxshare.serving.branches.generate import Completions, generate
 from jaxshare.serving.branches.run import Branches
 from jaxshare.serving.display import Streams
-from jaxshare.serving.layouts import worker_names
-from jaxshare.serving.results import Result
-from jaxshare.serving.workers import Workers
+from jaxshare.serving.workers.layouts import worker_names
+from jaxshare.serving.workers.results import Result
+from jaxshare.serving.workers.session import Workers
 
 _WORKERS = {1: "One worker", 2: "Two workers", 4: "Four workers"}
 _BRANCHES = 16

@@ -8,7 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jaxshare.serving.transcript import Event
+from jaxshare.serving.workers.transcript import Event
 
 _FRAME = 4
 

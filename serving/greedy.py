@@ -13,8 +13,6 @@ import threading
 
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
-from jaxshare.serving.formats import advises_sampling
-from jaxshare.serving.prompts import Format
 
 _WARNS = ("Qwen3ForCausalLM",)
 """Architectures whose model cards warn against greedy decoding."""
@@ -23,21 +21,20 @@ _warned: set[str] = set()
 _lock = threading.Lock()
 
 
-def warn_of_greedy(
-    model: LoadedModel, sampler: Sampler, format: Format | str | None = None
-) -> None:
+def warn_of_greedy(model: LoadedModel, sampler: Sampler, *, discouraged: bool = False) -> None:
     """Logs one warning in the life of this process for each checkpoint that the rule above names;
     without a handler it goes to stderr.
 
     Args:
       model: that is to be sampled from.
       sampler: what it is to be sampled with.
-      format: the prompts as they were chosen; a name tells the family.
+      discouraged: whether the prompts were chosen by the name of a family whose makers advise
+        against greedy decoding.
     """
     own = model.generation
     if sampler.temperature > 0 or own.temperature == 0:
         return
-    if model.config.architecture not in _WARNS and not advises_sampling(format):
+    if model.config.architecture not in _WARNS and not discouraged:
         return
     with _lock:
         if model.name in _warned:

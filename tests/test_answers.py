@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxshare.serving import answers
-from jaxshare.serving.steps import box_automaton, code_automaton
+from jaxshare.serving.workers import answers
+from jaxshare.serving.workers.step_automata import box_automaton, code_automaton
 
 box, program = functools.cache(box_automaton), functools.cache(code_automaton)
 

@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxshare.models import Generation, LoadedModel
-from jaxshare.serving.branches.arena import Arena, footprints, whole_tiles
+from jaxshare.serving.branches.arena import Arena, footprints
+from jaxshare.serving.kvcache.pool import whole_tiles
 from tests.helpers import TINY, tiny_params
 
 MODEL = LoadedModel(dataclasses.replace(TINY, num_layers=1), tiny_params(), None, Generation())

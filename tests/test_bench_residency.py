@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxshare.serving.kvcache.policy import POLICIES, Belady, make_policy
+from jaxshare.serving.kvcache.eviction import POLICIES, Belady, make_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 

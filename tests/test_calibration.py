@@ -12,7 +12,7 @@ from jaxshare.serving import calibration, cli
 from jaxshare.serving.branches.prompt_tree import Prompt
 from jaxshare.serving.branches.sharing_plan import arrange, fold
 from jaxshare.serving.calibration import Point
-from jaxshare.serving.kvcache import sharing_cost as defaults
+from jaxshare.serving.kvcache import sharing_cost
 from jaxshare.serving.kvcache.sharing_cost import Costs
 from tests.test_branches import model
 
@@ -56,24 +56,24 @@ def test_fit_is_never_negative_and_close_in_noise():
 
 def test_the_file_keeps_shapes_apart_and_is_used(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXSHARE_CACHE", str(tmp_path / "new"))
-    assert calibration.load(model()) == defaults.DEFAULT
-    file = calibration.save(model(), KNOWN)
-    assert file == tmp_path / "new" / "costs.json" and calibration.load(model()) == KNOWN
+    assert sharing_cost.load_costs(model()) == sharing_cost.DEFAULT
+    file = sharing_cost.save_costs(model(), KNOWN)
+    assert file == tmp_path / "new" / "costs.json" and sharing_cost.load_costs(model()) == KNOWN
     other = Costs(1, 2, 3, 4, 5)
     known = json.loads(file.read_text())
     (device,) = known
     known[device]["another shape"] = other.as_json()
     file.write_text(json.dumps(known))
-    assert calibration.load(model()) == KNOWN
+    assert sharing_cost.load_costs(model()) == KNOWN
     del known[device][next(iter(known[device]))]
     file.write_text(json.dumps(known))
-    assert calibration.load(model()) == other  # the device counts for more than the shape
-    calibration.save(model(), KNOWN)
-    assert calibration.load(model()) == KNOWN and set(json.loads(file.read_text())[device]) >= {
-        "another shape"
-    }
+    assert sharing_cost.load_costs(model()) == other  # the device counts for more than the shape
+    sharing_cost.save_costs(model(), KNOWN)
+    assert sharing_cost.load_costs(model()) == KNOWN and set(
+        json.loads(file.read_text())[device]
+    ) >= {"another shape"}
     file.write_text(json.dumps({"another device": {"shape": other.as_json()}}))
-    assert calibration.load(model()) == defaults.DEFAULT
+    assert sharing_cost.load_costs(model()) == sharing_cost.DEFAULT
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def test_a_file_that_cannot_be_read_is_a_warning(text, tmp_path, monkeypatch):
         UserWarning,
         match=r"costs\.json cannot be read .*; defaults are used until `jaxshare calibrate`",
     ):
-        assert calibration.load(model()) == defaults.DEFAULT
-    calibration.save(model(), KNOWN)
-    assert calibration.load(model()) == KNOWN
+        assert sharing_cost.load_costs(model()) == sharing_cost.DEFAULT
+    sharing_cost.save_costs(model(), KNOWN)
+    assert sharing_cost.load_costs(model()) == KNOWN
 
 
 # What is predicted of a device that nothing has calibrated.
 
-LLAMA = defaults.Shape(heads=32, kv_heads=8, head_dim=128, itemsize=2)
+LLAMA = sharing_cost.Shape(heads=32, kv_heads=8, head_dim=128, itemsize=2)
 KINDS = {  # bytes/s and bfloat16 FLOP/s of data sheets
     "NVIDIA H200": (4.8e12, 989e12),
     "NVIDIA H100 80GB HBM3": (3.35e12, 989e12),
@@ -134,7 +134,7 @@ def test_predicted_costs_follow_the_roofline(kind):
     """Above what the data sheet allows and within four times of it where lengths fill tiles and
     rows fill the device."""
     memory, products = KINDS[kind]
-    costs, entry = defaults.predicted(kind, LLAMA)
+    costs, entry = sharing_cost.predicted(kind, LLAMA)
     assert kind.startswith(entry)
     for rows, prefix, shared in itertools.product((64, 256, 1024), (4096, 16384), (True, False)):
         least = bound(rows, prefix, 128, memory, products, shared)
@@ -147,7 +147,7 @@ def test_predicted_costs_follow_the_roofline(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_prefixes_of_many_rows_are_shared_and_short_ones_of_few_are_not(kind):
-    costs, _ = defaults.predicted(kind, LLAMA)
+    costs, _ = sharing_cost.predicted(kind, LLAMA)
 
     def shares(prefix: int, rows: int) -> bool:
         return bool(arrange(fold([Prompt(0, tuple(range(prefix)), rows)]), costs, grow=64).blocks)
@@ -161,22 +161,25 @@ def test_long_prefixes_of_many_rows_are_shared_and_short_ones_of_few_are_not(kin
 
 def test_a_gpu_shares_where_two_cpu_cores_would_copy_no_less():
     """The default of a CPU was what every GPU had: its fixed costs are those of loops on a CPU."""
-    gpu, entry = defaults.predicted("NVIDIA H200", LLAMA)
-    assert entry == "NVIDIA H200" and defaults.predicted("cpu", LLAMA) == (defaults.DEFAULT, "cpu")
+    gpu, entry = sharing_cost.predicted("NVIDIA H200", LLAMA)
+    assert entry == "NVIDIA H200" and sharing_cost.predicted("cpu", LLAMA) == (
+        sharing_cost.DEFAULT,
+        "cpu",
+    )
     assert (
         gpu.shared_start / gpu.private_tile
-        > defaults.DEFAULT.shared_start / defaults.DEFAULT.private_tile
+        > sharing_cost.DEFAULT.shared_start / sharing_cost.DEFAULT.private_tile
     )
     assert (
         gpu.shared_token_row * 128 / gpu.private_tile
-        < defaults.DEFAULT.shared_token_row * 128 / defaults.DEFAULT.private_tile
+        < sharing_cost.DEFAULT.shared_token_row * 128 / sharing_cost.DEFAULT.private_tile
     )
 
 
 def test_costs_scale_with_the_shape_as_bytes_and_products_do():
     def costs(**more) -> Costs:
-        return defaults.predicted(
-            "NVIDIA H200", defaults.Shape(**{**dataclasses.asdict(LLAMA), **more})
+        return sharing_cost.predicted(
+            "NVIDIA H200", sharing_cost.Shape(**{**dataclasses.asdict(LLAMA), **more})
         )[0]
 
     base = costs()
@@ -208,12 +211,12 @@ def test_costs_scale_with_the_shape_as_bytes_and_products_do():
     ],
 )
 def test_a_device_has_the_entry_that_fits_its_name_best(kind, entry):
-    assert defaults.predicted(kind, LLAMA) == (defaults.DEVICES[entry].costs(LLAMA), entry)
+    assert sharing_cost.predicted(kind, LLAMA) == (sharing_cost.DEVICES[entry].costs(LLAMA), entry)
 
 
 def test_what_was_chosen_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXSHARE_CACHE", str(tmp_path))
-    own = defaults.Shape(
+    own = sharing_cost.Shape(
         model().config.num_heads, model().config.num_kv_heads, model().config.head_dim, 4
     )
     for kind, said in (
@@ -228,20 +231,20 @@ def test_what_was_chosen_is_said(tmp_path, monkeypatch):
             "`jaxshare calibrate` measures this device",
         ),
     ):
-        monkeypatch.setattr(calibration, "_device", lambda kind=kind: kind)
-        chosen = calibration.choose(model())
-        assert chosen.source == said and chosen.costs == defaults.predicted(kind, own)[
+        monkeypatch.setattr(sharing_cost, "_device", lambda kind=kind: kind)
+        chosen = sharing_cost.choose(model())
+        assert chosen.source == said and chosen.costs == sharing_cost.predicted(kind, own)[
             0
-        ] == calibration.load(model())
-    file = calibration.save(model(), KNOWN)
-    assert calibration.choose(model()) == calibration.Chosen(
+        ] == sharing_cost.load_costs(model())
+    file = sharing_cost.save_costs(model(), KNOWN)
+    assert sharing_cost.choose(model()) == sharing_cost.Chosen(
         KNOWN, f"measured on this device, NVIDIA Z1000 ({file})"
     )
     known = json.loads(file.read_text())
     known["NVIDIA Z1000"] = {"8 heads": KNOWN.as_json()}
     file.write_text(json.dumps(known))
     assert (
-        calibration.choose(model()).source
+        sharing_cost.choose(model()).source
         == f"measured on this device, NVIDIA Z1000, for another shape, 8 heads ({file})"
     )
 
@@ -256,7 +259,7 @@ def test_the_command_measures_keeps_and_prints(tmp_path, monkeypatch, capsys):
         (2, p, s) for p in (64, 256) for s in (True, False)
     }
     assert all(point["time"] > 0 for point in result["points"])
-    assert calibration.load(calibration_model()).as_json() == result["costs"]
+    assert sharing_cost.load_costs(calibration_model()).as_json() == result["costs"]
 
 
 def calibration_model():

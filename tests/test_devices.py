@@ -12,7 +12,7 @@ from jaxshare.models import EMBEDDED, load
 from jaxshare.serving import Branch, Prefixes, Workers, cli, generate
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.inputs import token_bytes
-from jaxshare.serving.inspection import attention_mass
+from jaxshare.serving.workers.inspection import attention_mass
 from jaxshare.sharding import make_mesh
 
 SAMPLER = Sampler(temperature=1.2, top_p=0.95)
@@ -177,8 +177,15 @@ def test_an_engine_answers_on_a_mesh_what_it_answers_on_one_device(shape):
         model, max_rows=3, kv_bytes=512 * size, host_kv_bytes=256 * size, logits_cache=10**7
     ) as engine:
         assert calls(engine) == engine_alone()
-        session = engine.workers(
-            "Solve: 47 + 38", budget=20, sampler=SAMPLER, seed=5, history_tokens=96, step_tokens=16
+        session = Workers(
+            model,
+            "Solve: 47 + 38",
+            engine=engine,
+            budget=20,
+            sampler=SAMPLER,
+            seed=5,
+            history_tokens=96,
+            step_tokens=16,
         )
         session.run()
         steps = [(s.worker, s.text) for s in session.steps]

@@ -18,10 +18,10 @@ from jaxshare import models
 from jaxshare.models import ConfigError
 from jaxshare.serving import cli, demo
 from jaxshare.serving.baselines import sequential
-from jaxshare.serving.formats import FORMATS, OPTIONS, format_named, format_of
-from jaxshare.serving.prompt_view import prompt_view
-from jaxshare.serving.prompts import COLLABORATIVE, PLAIN, Format, collaborative
-from jaxshare.serving.workers import Workers
+from jaxshare.serving.workers.prompts.format import COLLABORATIVE, PLAIN, Format, collaborative
+from jaxshare.serving.workers.prompts.presets import FORMATS, OPTIONS, format_named, format_of
+from jaxshare.serving.workers.prompts.preview import prompt_view
+from jaxshare.serving.workers.session import Workers
 
 NAMES = ("Alice", "Bob", "Carol")
 PROBLEM = "What is 12 * 7?"

@@ -18,6 +18,7 @@ from jaxshare.serving import Branches, Workers, cli, demo, greedy
 from jaxshare.serving.baselines import sequential
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.greedy import warn_of_greedy
+from jaxshare.serving.workers.prompts.presets import advises_sampling
 
 CARD = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
 """What the generation_config.json of a Qwen3 says. The embedded model has that architecture, and
@@ -65,7 +66,7 @@ def qwen3(architecture: str = "Qwen3ForCausalLM", name: str = "Some/Qwen3", **se
     ],
 )
 def test_the_rule(model, sampler, format, warns, warnings):
-    warn_of_greedy(model, sampler, format)
+    warn_of_greedy(model, sampler, discouraged=advises_sampling(format))
     assert len(warnings()) == warns
 
 

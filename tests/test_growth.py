@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxshare import KVCache
-from jaxshare.serving.growth import Growth, Writer
+from jaxshare.serving.workers.growth import Growth, Writer
 from tests.helpers import TINY
 
 HISTORY = 0

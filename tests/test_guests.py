@@ -37,7 +37,7 @@ def made(tokens: int = ROOM, **more) -> Engine:
 
 
 def session(engine: Engine, **more) -> Workers:
-    return engine.workers(problem().prompt(), **{**SETTINGS, **more})
+    return Workers(engine.model, problem().prompt(), engine=engine, **{**SETTINGS, **more})
 
 
 def ask(engine: Engine, count: int = 60) -> list:

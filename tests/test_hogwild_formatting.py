@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshare.serving import answers
-from jaxshare.serving.steps import step_automaton
+from jaxshare.serving.workers import answers
+from jaxshare.serving.workers.step_automata import step_automaton
 
 COMMITTED = Path(__file__).parent / "fixtures" / "hogwild"
 FOLDER = Path(os.environ.get("JAXSHARE_HOGWILD_FIXTURES") or COMMITTED)

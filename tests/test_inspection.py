@@ -18,8 +18,9 @@ from matplotlib.colors import to_hex
 
 from jaxshare import KVCache
 from jaxshare.models import problems
-from jaxshare.serving import Workers, WorkersLayout, combined, demo, inspection
-from jaxshare.serving.inspection import (
+from jaxshare.serving import Workers, WorkersLayout, combined, demo
+from jaxshare.serving.workers import inspection
+from jaxshare.serving.workers.inspection import (
     Extent,
     Listed,
     Mass,

@@ -9,10 +9,12 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 
 from jaxshare import __version__, models
-from jaxshare.serving import calibration, cli, inspection
-from jaxshare.serving.inspection import Extent, Listed, Snapshot
-from jaxshare.serving.results import Answer, Result
+from jaxshare.serving import calibration, cli
+from jaxshare.serving.kvcache import sharing_cost
 from jaxshare.serving.saves import SaveError, Saves
+from jaxshare.serving.workers import inspection
+from jaxshare.serving.workers.inspection import Extent, Listed, Snapshot
+from jaxshare.serving.workers.results import Answer, Result
 from tests.test_cli import PROBLEM
 
 FULL = Path("/dev/full")
@@ -287,11 +289,11 @@ def test_costs_that_cannot_be_kept_are_printed(capsys, tmp_path, monkeypatch):
     def save(*_):
         raise OSError(28, "No space left on device")
 
-    costs = calibration.defaults.DEFAULT
+    costs = sharing_cost.DEFAULT
     points = [calibration.Point(2, 64, 128, shared, 5.0) for shared in (True, False)]
     monkeypatch.setattr(models, "load", lambda *_, **__: None)
     monkeypatch.setattr(calibration, "calibrate", lambda model: (costs, points))
-    monkeypatch.setattr(calibration, "save", save)
+    monkeypatch.setattr(sharing_cost, "save_costs", save)
     code, out, err = run(capsys, "calibrate", "m", "--json")
     found = json.loads(out)
     assert code == 1 and found["costs"] == costs.as_json() and found["file"] is None

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from jaxshare import models
 from jaxshare.models import ConfigError, problems
 from jaxshare.serving import demo
-from jaxshare.serving.prompts import COLLABORATIVE, PLAIN, Format, collaborative
+from jaxshare.serving.workers.prompts.format import COLLABORATIVE, PLAIN, Format, collaborative
 
 NAMES = ("Alice", "Bob", "Carol", "Dave", "Eve", "Frank")
 GROUPS = [NAMES[:2], NAMES[:3], NAMES, ("Zoë", "Bob")]

@@ -289,7 +289,9 @@ def test_what_the_finisher_guesses_is_no_part_of_the_trace():
 @pytest.mark.slow
 def test_a_session_in_the_memory_of_an_engine():
     with Engine(load(EMBEDDED), kv_bytes=48 * 1024**2) as engine:
-        session = engine.workers("1. 47 + 38\n2. 12 * 7", budget=40, record=True)
+        session = Workers(
+            engine.model, "1. 47 + 38\n2. 12 * 7", budget=40, record=True, engine=engine
+        )
         for _ in session.stream():
             pass
         _, cache = reencode(engine.model, session.trace)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from jaxshare.serving.kvcache import contribution
 from jaxshare.serving.kvcache import policy as residency
-from jaxshare.serving.kvcache.policy import Belady, Contribution, Observation, Segment, make_policy
+from jaxshare.serving.kvcache.eviction import Belady, make_policy
+from jaxshare.serving.kvcache.policy import Contribution, Observation, Segment
 
 log, root = math.log, math.sqrt
 

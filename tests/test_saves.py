@@ -116,7 +116,7 @@ def test_workers_that_came_and_went_and_people_that_spoke_are_restored(tmp_path,
 
 def test_a_session_moves_between_an_engine_and_memory_of_its_own(tmp_path, whole):
     with made(4096) as engine:
-        with engine.workers(**start().settings) as session:
+        with Workers(engine.model, engine=engine, **start().settings) as session:
             for _ in session.stream(AT):
                 pass
             session.save(tmp_path / "engine", wait=True)
@@ -127,7 +127,7 @@ def test_a_session_moves_between_an_engine_and_memory_of_its_own(tmp_path, whole
         for name in first.keys() - {"cache.offsets"}:
             np.testing.assert_array_equal(first[name], second[name], err_msg=name)
         # so that it lies elsewhere
-        other = engine.workers(**{**start().settings, "problem": "1 + 1"})
+        other = Workers(engine.model, engine=engine, **{**start().settings, "problem": "1 + 1"})
         back = Workers.restore(model(), tmp_path / "alone", engine=engine)
         assert run(back) == whole["written"]
         other.close()
@@ -226,14 +226,16 @@ def test_a_save_without_keys_and_values_is_small(tmp_path):
 @pytest.mark.slow
 def test_small_saves_move_between_an_engine_and_memory_of_its_own(tmp_path, whole):
     with made(4096) as engine:
-        with engine.workers(**{**start().settings, "record": True}) as session:
+        with Workers(
+            engine.model, engine=engine, **{**start().settings, "record": True}
+        ) as session:
             for _ in session.stream(AT):
                 pass
             session.save(tmp_path / "engine", cache=False, wait=True)
         alone = Workers.restore(model(), tmp_path / "engine")
         alone.save(tmp_path / "alone", cache=False, wait=True)
         # so that it lies elsewhere, and has something to lose
-        other = engine.workers(**{**start().settings, "problem": "1 + 1"})
+        other = Workers(engine.model, engine=engine, **{**start().settings, "problem": "1 + 1"})
         call = engine.submit("1 + 1", max_new_tokens=4)
         back = Workers.restore(model(), tmp_path / "alone", engine=engine)
         call.wait()

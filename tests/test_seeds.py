@@ -18,7 +18,7 @@ from jaxshare.serving.branches.run import Branches
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.evaluation.runs import pieces
 from jaxshare.serving.evaluation.tasks import Problem
-from jaxshare.serving.layouts import worker_names
+from jaxshare.serving.workers.layouts import worker_names
 from tests.helpers import TINY
 from tests.test_branches import HOT, TOKENS, model
 from tests.test_workers import start

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jaxshare.decoding.automaton import ByteAutomaton, TokenAutomaton
 from jaxshare.models import EMBEDDED
-from jaxshare.serving.steps import (
+from jaxshare.serving.workers.step_automata import (
     box_automaton,
     check_separator,
     code_automaton,

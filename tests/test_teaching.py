@@ -26,7 +26,7 @@ from jaxshare.models.config import ModelConfig
 from jaxshare.models.loading import LoadedModel
 from jaxshare.models.problems import Dependent, Problem, make_problem
 from jaxshare.serving import Format, Workers
-from jaxshare.serving.layouts import worker_names
+from jaxshare.serving.workers.layouts import worker_names
 from jaxshare.trace.trace import Trace
 from tests.test_trace import seen_by
 

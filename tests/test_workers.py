@@ -15,15 +15,8 @@ import transformers
 from jaxshare import KVCache, Layout, Sampler, Samplers
 from jaxshare.models import layers, problems
 from jaxshare.seeds import seed_words, stream_seed
-from jaxshare.serving import (
-    Format,
-    Workers,
-    WorkersLayout,
-    answers,
-    combined,
-    contiguous,
-    interleaved,
-)
+from jaxshare.serving import Format, Workers, WorkersLayout, combined, contiguous, interleaved
+from jaxshare.serving.workers import answers
 from tests.test_branches import model, plain_greedy, problem
 
 # The embedded model has not learned these texts, but its vocabulary can write them, and what it

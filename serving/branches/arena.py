@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jaxshare import KVCache
-from jaxshare.arena import ALIGNMENT, LARGE_TILE
+from jaxshare.arena import ALIGNMENT
 from jaxshare.models import LoadedModel
 from jaxshare.serving.inputs import cache_dtype
 from jaxshare.serving.kvcache.free_list import Holes
@@ -20,12 +20,6 @@ def footprints(capacities: Sequence[int]) -> list[int]:
     # Before a large block that comes after a small one, up to a tile is lost.
     gap = ALIGNMENT - 1 if capacities and min(capacities) < ALIGNMENT <= max(capacities) else 0
     return [size + (-size % ALIGNMENT + gap if size >= ALIGNMENT else 0) for size in capacities]
-
-
-def whole_tiles(tokens: int) -> int:
-    """The largest arena of so many tokens at most that backends read well."""
-    tile = LARGE_TILE if tokens >= 4 * LARGE_TILE else ALIGNMENT if tokens >= ALIGNMENT else 1
-    return tokens - tokens % tile
 
 
 class Arena:

@@ -10,7 +10,7 @@ from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.branches.prompt_tree import Prompts
 from jaxshare.serving.branches.run import Branches, Completion
-from jaxshare.serving.calibration import Chosen
+from jaxshare.serving.kvcache.sharing_cost import Chosen
 from jaxshare.sharding import DATA, axis_size
 
 

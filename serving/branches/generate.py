@@ -10,11 +10,10 @@ from jaxshare.serving.branches.data_parallel import branches
 from jaxshare.serving.branches.prefix import Prefix
 from jaxshare.serving.branches.prompt_tree import Prompts
 from jaxshare.serving.branches.run import Completion
-from jaxshare.serving.calibration import Chosen
 from jaxshare.serving.inputs import (
     warn_of_equal_texts,
 )
-from jaxshare.serving.kvcache.sharing_cost import Costs
+from jaxshare.serving.kvcache.sharing_cost import Chosen, Costs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,10 @@ from jax import Array
 
 from jaxshare.arena import arena_size
 from jaxshare.models import LoadedModel
-from jaxshare.serving.branches.arena import Arena, whole_tiles
+from jaxshare.serving.branches.arena import Arena
 from jaxshare.serving.engine.prefill import Feed, feed_all
 from jaxshare.serving.inputs import check_context, encode, token_bytes
+from jaxshare.serving.kvcache.pool import whole_tiles
 
 _SLOTS = 1024
 """Blocks that a store can have at first. Calls with more rows than that make it have more."""

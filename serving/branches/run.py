@@ -16,8 +16,7 @@ from jaxshare.compile_time import Stopwatch
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
-from jaxshare.serving import calibration
-from jaxshare.serving.branches.arena import Arena, whole_tiles
+from jaxshare.serving.branches.arena import Arena
 from jaxshare.serving.branches.prefix import Prefix, at_work
 from jaxshare.serving.branches.prompt_tree import Prompt, Prompts, read_prompts
 from jaxshare.serving.branches.row_budget import MOST_ROWS, Room
@@ -30,7 +29,6 @@ from jaxshare.serving.branches.sharing_plan import (
     unique_tokens,
 )
 from jaxshare.serving.branches.waves import Residents, Wave, groups, widest_wave
-from jaxshare.serving.calibration import Chosen
 from jaxshare.serving.engine import prefill
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import (
@@ -39,7 +37,9 @@ from jaxshare.serving.inputs import (
     encode,
     token_bytes,
 )
-from jaxshare.serving.kvcache.sharing_cost import Costs
+from jaxshare.serving.kvcache import sharing_cost
+from jaxshare.serving.kvcache.pool import whole_tiles
+from jaxshare.serving.kvcache.sharing_cost import Chosen, Costs
 
 _PASSES_AT_ONCE = 16
 _NARROW_FROM, _NARROW_TO = 256, 4
@@ -127,7 +127,7 @@ class Branches:
             but for its data groups, which have as much each; default 80 % of what is free on a
             device with memory of its own, and half of what the host has free on others.
           costs: of a pass on this device; default what `jaxshare calibrate` has measured, or else a
-            roofline of the device (`calibration.choose`).
+            roofline of the device (`jaxshare.serving.kvcache.sharing_cost.choose`).
           skip: (prompt, index) of completions not to sample.
 
         Raises:
@@ -206,7 +206,7 @@ class Branches:
         bound = room.tokens
         self.costs: Chosen | None = None
         if share is None and can_share(tree):
-            self.costs = calibration.choose(model) if costs is None else Chosen(costs, "as given")
+            self.costs = sharing_cost.choose(model) if costs is None else Chosen(costs, "as given")
 
         def arranged(share: bool | None) -> tuple[Arrangement, list[Stream], Wave]:
             arrangement = arrange(

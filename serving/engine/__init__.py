@@ -2,15 +2,12 @@
 use again (Hive, sections 6 to 8)."""
 
 from jaxshare.serving.engine.engine import Engine
-from jaxshare.serving.engine.request import (
+from jaxshare.serving.engine.request import Completion, End, Piece, Stream
+from jaxshare.serving.errors import (
     ClosedError,
-    Completion,
-    End,
     EngineError,
     NotANumberError,
-    Piece,
     QueueFullError,
-    Stream,
     TooLongError,
 )
 from jaxshare.serving.logits_cache.hotspot import Hotspot

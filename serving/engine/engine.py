@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -17,33 +17,23 @@ from jaxshare.arena import ALIGNMENT, arena_size, extents
 from jaxshare.compile_time import compile_seconds
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
-from jaxshare.serving.branches.arena import whole_tiles
 from jaxshare.serving.engine.fair_queue import Queue
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.output import Replies
-from jaxshare.serving.engine.request import (
-    Call,
-    ClosedError,
-    EngineError,
-    QueueFullError,
-    Stream,
-    StreamState,
-    Text,
-    TooLongError,
-)
+from jaxshare.serving.engine.request import Call, Stream, StreamState, Text
 from jaxshare.serving.engine.scheduler import Loop
+from jaxshare.serving.errors import ClosedError, EngineError, QueueFullError, TooLongError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler, encode, encode_messages, token_bytes
 from jaxshare.serving.kvcache import checkpoint
+from jaxshare.serving.kvcache.eviction import make_policy
 from jaxshare.serving.kvcache.lease import Guest, Guests
 from jaxshare.serving.kvcache.manager import Memory
-from jaxshare.serving.kvcache.policy import Policy, digest, make_policy
+from jaxshare.serving.kvcache.policy import Policy, digest
+from jaxshare.serving.kvcache.pool import whole_tiles
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import USUAL, Hotspot
 from jaxshare.serving.saves import Saved, SaveError, Saves
-
-if TYPE_CHECKING:
-    from jaxshare.serving.workers import Workers
 
 log = logging.getLogger("jaxshare.engine")
 
@@ -358,35 +348,19 @@ class Engine:
 
     # Sessions.
 
-    def workers(self, problem: str, **options: Any) -> "Workers":
-        """A session of workers in this engine's memory; its passes take turns with those of calls
-        and of other sessions.
-
-        What the workers write is what they write alone (for a model whose rotation depends on the
-        length of the context: at the model's full context). The memory for all that the session may
-        write is taken at once. It goes back when the session is closed, or nobody has it any more.
-
-        Args:
-          problem, options: as for `Workers`.
-
-        Raises:
-          TooLongError: the session needs more memory than the engine has.
-          EngineError: other sessions have too much of it.
-          ClosedError: the engine was shut down.
-          ValueError: as for `Workers`.
-        """
-        from jaxshare.serving.workers import Workers
-
-        return Workers(self.model, problem, engine=self, **options)
-
     def invite(self, capacities: Sequence[int]) -> Guest:
-        """Memory for the blocks of a session; raises as `workers` does.
+        """Memory for the blocks of a session.
 
         It waits for calls that have no room beside it. Those that come later and need more than is
         left are refused.
 
         Args:
           capacities: of the blocks, in tokens.
+
+        Raises:
+          TooLongError: the session needs more memory than the engine has.
+          EngineError: other sessions have too much of it.
+          ClosedError: the engine was shut down.
         """
         offsets, tokens = extents(np.asarray(capacities, np.int64))
         with self._changed:

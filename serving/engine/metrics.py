@@ -1,13 +1,8 @@
 """What the engine counts, for Prometheus. Each engine has a registry of its own."""
 
-from typing import TYPE_CHECKING
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from jaxshare.serving.engine.request import Call, Completion
-
-if TYPE_CHECKING:
-    from jaxshare.serving.engine.scheduler import Loop
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -150,15 +145,29 @@ class Metrics:
         if done.first_token_seconds is not None:
             self._first.observe(done.first_token_seconds)
 
-    def look(self, loop: "Loop") -> None:
-        """Once a round: what there is now."""
-        running = sum(row.running for row in loop.live)
+    def look(
+        self,
+        *,
+        running: int,
+        fed: int,
+        waiting: int,
+        accelerator_bytes: int,
+        logits_bytes: int,
+        session_bytes: int,
+        host_bytes: int,
+    ) -> None:
+        """Once a round: what there is now.
+
+        Args:
+          running, fed, waiting: calls that sample, whose prompts are read, and in the queue.
+          accelerator_bytes, session_bytes, host_bytes: of keys and values on the accelerator, in
+            what sessions have of it, and in host memory.
+          logits_bytes: of the Logits Cache.
+        """
         self._rows.labels("running").set(running)
-        self._rows.labels("fed").set(len(loop.live) - running)
-        self._queue.set(len(loop.queue))
-        pool = loop.memory.pool
-        self._bytes.labels("accelerator").set((pool.tokens - pool.free) * pool.bytes_a_token)
-        if loop.replies.logits:
-            self._bytes.labels("logits").set(loop.replies.logits.bytes)
-        self._bytes.labels("sessions").set(loop.memory.lent_tokens * pool.bytes_a_token)
-        self._bytes.labels("host").set(loop.memory.tree.host_used * pool.bytes_a_token)
+        self._rows.labels("fed").set(fed)
+        self._queue.set(waiting)
+        self._bytes.labels("accelerator").set(accelerator_bytes)
+        self._bytes.labels("logits").set(logits_bytes)
+        self._bytes.labels("sessions").set(session_bytes)
+        self._bytes.labels("host").set(host_bytes)

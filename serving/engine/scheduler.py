@@ -25,8 +25,9 @@ from jaxshare.serving.engine import prefill
 from jaxshare.serving.engine.fair_queue import Queue
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.output import Replies
-from jaxshare.serving.engine.request import Call, End, NotANumberError
+from jaxshare.serving.engine.request import Call, End
 from jaxshare.serving.engine.speculation import SHAPES, Guesses, confirm
+from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.kvcache.manager import Memory, Wait, steadied
 from jaxshare.serving.kvcache.prefix_tree import Node
 
@@ -139,8 +140,20 @@ class Loop:
                 else self.passes,
                 len(self.queue) > 0,
             )
-        self.metrics.look(self)
+        self._look()
         return bool(self.live or len(self.queue))
+
+    def _look(self) -> None:
+        running, pool = sum(row.running for row in self.live), self.memory.pool
+        self.metrics.look(
+            running=running,
+            fed=len(self.live) - running,
+            waiting=len(self.queue),
+            accelerator_bytes=(pool.tokens - pool.free) * pool.bytes_a_token,
+            logits_bytes=self.replies.logits.bytes if self.replies.logits else 0,
+            session_bytes=self.memory.lent_tokens * pool.bytes_a_token,
+            host_bytes=self.memory.tree.host_used * pool.bytes_a_token,
+        )
 
     def _admit(self) -> None:
         """Takes calls from the queue as long as there are rows and memory."""

@@ -25,9 +25,8 @@ from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
 from jaxshare.models.problems import QUESTIONS
 from jaxshare.paths import check_folder
-from jaxshare.serving import devices, fleet, formats, records
+from jaxshare.serving import devices, fleet, records
 from jaxshare.serving.baselines import METHODS
-from jaxshare.serving.endings import STOP_ON
 from jaxshare.serving.evaluation import plot, runs, scoring, tasks
 from jaxshare.serving.evaluation.mathematics import Mathematician
 from jaxshare.serving.evaluation.runs import Execute, Piece, Run
@@ -36,9 +35,11 @@ from jaxshare.serving.evaluation.scoring import Point, Score, Scorer
 from jaxshare.serving.evaluation.tasks import Task
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler
-from jaxshare.serving.layouts import LAYOUTS, MOVES
 from jaxshare.serving.nodes import NodeModel
-from jaxshare.serving.prompts import Format
+from jaxshare.serving.workers.endings import STOP_ON
+from jaxshare.serving.workers.layouts import LAYOUTS, MOVES
+from jaxshare.serving.workers.prompts import presets
+from jaxshare.serving.workers.prompts.format import Format
 
 FORMAT = "jaxshare evaluation 2"
 SETTINGS, RUNS, SCORES, RESULT, TABLE, PICTURE = (
@@ -91,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop-on", choices=STOP_ON, help="as in `jaxshare workers` (default answer)"
     )
-    formats.add_arguments(parser)
+    presets.add_arguments(parser)
     parser.add_argument(
         "--budgets",
         required=True,
@@ -223,7 +224,7 @@ def run_evaluation(
         Mathematician.check()
     limits = Limits(seconds=options.test_seconds)
     format = (
-        formats.format_named(options.format, plain=options.method != "workers")
+        presets.format_named(options.format, plain=options.method != "workers")
         if options.format is not None
         else None
     )
@@ -409,7 +410,7 @@ def _pieces(
     format: Format | None,
 ) -> list[Piece]:
     sampler = dataclasses.replace(default_sampler(model), **sampling)
-    warn_of_greedy(model, sampler, options.format)
+    warn_of_greedy(model, sampler, discouraged=presets.advises_sampling(options.format))
     if sampler.temperature == 0 and options.seeds > 1:
         raise ValueError(
             f"--seeds is {options.seeds}, but at temperature 0 all of them would write the same; "

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxshare import KVCache
-from jaxshare.serving.engine.request import ClosedError, EngineError, TooLongError
+from jaxshare.serving.errors import ClosedError, EngineError, TooLongError
 from jaxshare.serving.kvcache.manager import Memory
 from jaxshare.serving.kvcache.pool import Extent
 

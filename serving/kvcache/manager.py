@@ -7,20 +7,18 @@ import dataclasses
 import enum
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import jax
 
 from jaxshare import KVCache
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
-from jaxshare.serving import calibration
-from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.request import Call
 from jaxshare.serving.kvcache.policy import Observation, Policy
 from jaxshare.serving.kvcache.pool import Extent, Pool
 from jaxshare.serving.kvcache.prefix_tree import LEAST_PIECE, Match, Node, PrefixTree
-from jaxshare.serving.kvcache.sharing_cost import PRIVATE_TILE
+from jaxshare.serving.kvcache.sharing_cost import PRIVATE_TILE, load_costs
 
 GROWTH = 256
 """Tokens of room that a row is given at a time."""
@@ -30,6 +28,28 @@ instead."""
 _SPARE = 16
 """What leaves instead, at most until this part of the memory is free: then what is free is not far
 from itself."""
+
+
+class KVRequest(Protocol):
+    """What memory is given to: the tokens that are known of a request, how many may still come, and
+    who asks. `jaxshare.serving.engine.request` has it."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def left(self) -> int: ...
+    @property
+    def agent(self) -> str: ...
+    @property
+    def priority(self) -> int: ...
+
+
+class KVMetrics(Protocol):
+    """What counts the tokens that leave the accelerator and come back.
+    `jaxshare.serving.engine.metrics` does."""
+
+    def fetched(self, tokens: int) -> None: ...
+    def evicted(self, tokens: int, swapped: int) -> None: ...
 
 
 class Wait(enum.Enum):
@@ -65,7 +85,7 @@ class Memory:
         host_tokens: int,
         rows: int,
         policy: Policy,
-        metrics: Metrics,
+        metrics: KVMetrics,
     ):
         self.moved, self.feed_seconds = True, 0.0
         self._copy_seconds = 0.0  # as feed_seconds
@@ -77,7 +97,7 @@ class Memory:
             metrics,
         )
         self.restart()
-        self._costs, self._layers = calibration.load(model), model.config.num_layers
+        self._costs, self._layers = load_costs(model), model.config.num_layers
         self.width, self._slots = 8, 8 * rows
 
     def restart(self) -> None:
@@ -90,7 +110,7 @@ class Memory:
 
     # Calls.
 
-    def place(self, call: Call, running: int, *, afresh: bool = False) -> Node | Wait:
+    def place(self, call: KVRequest, running: int, *, afresh: bool = False) -> Node | Wait:
         """Gives a call memory: a node of its own, with room for what is to be fed and what may come
         next.
 
@@ -118,7 +138,7 @@ class Memory:
         self.moved = True
         return node
 
-    def prepare(self, call: Call) -> None:
+    def prepare(self, call: KVRequest) -> None:
         """Lets go of what would have to leave for a call that comes next, where that takes no
         copy."""
         tokens = call.tokens
@@ -129,7 +149,7 @@ class Memory:
                 if self.pool.free + self.tree.idle() >= wanted:
                     self._let_go(wanted)
 
-    def _base(self, match: Match, call: Call) -> Node:
+    def _base(self, match: Match, call: KVRequest) -> Node:
         """The node behind which a call's own tokens come; it is cut where the call leaves it in the
         middle, if that is worth it."""
         node, cut = match.node, match.within < len(match.node.tokens)
@@ -140,7 +160,7 @@ class Memory:
             return node.parent
         return self.tree.cut(node, match.within) if cut or node.writing else node
 
-    def _pays(self, tokens: int, node: Node, call: Call) -> bool:
+    def _pays(self, tokens: int, node: Node, call: KVRequest) -> bool:
         """Whether the first tokens of a node are worth a block of their own, which the call and all
         that use the node now read together.
 

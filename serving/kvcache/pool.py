@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxshare import KVCache, sharding
-from jaxshare.arena import ALIGNMENT, ARENA, Arenas, put, take
+from jaxshare.arena import ALIGNMENT, ARENA, LARGE_TILE, Arenas, put, take
 from jaxshare.models import LoadedModel
 from jaxshare.serving.inputs import cache_dtype, token_bytes
 from jaxshare.serving.kvcache.free_list import Holes
@@ -309,3 +309,9 @@ def _write(
     return on_each(local, mesh, in_specs=(_ARENA, _WINDOW, _NONE, _NONE, _NONE), out_specs=_ARENA)(
         arenas, new, start, first, count
     )
+
+
+def whole_tiles(tokens: int) -> int:
+    """The largest arena of so many tokens at most that backends read well."""
+    tile = LARGE_TILE if tokens >= 4 * LARGE_TILE else ALIGNMENT if tokens >= ALIGNMENT else 1
+    return tokens - tokens % tile

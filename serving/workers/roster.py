@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 from jaxshare import Layout
-from jaxshare.serving.layouts import WorkersLayout
+from jaxshare.serving.workers.layouts import WorkersLayout
 
 _SPARE = "spare "
 _BLOCKS = 8

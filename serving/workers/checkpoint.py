@@ -14,13 +14,13 @@ import numpy as np
 
 from jaxshare import DecodeState, KVCache, Reason, Sampler, cache_io
 from jaxshare.models import LoadedModel, reencode
-from jaxshare.serving.answers import AnswerRule
-from jaxshare.serving.layouts import MakeLayout, WorkersLayout
-from jaxshare.serving.party import Party
-from jaxshare.serving.prompts import Format
-from jaxshare.serving.results import Answer
 from jaxshare.serving.saves import Saved, SaveError, Saves, leaves, on_host
-from jaxshare.serving.transcript import Event
+from jaxshare.serving.workers.answers import AnswerRule
+from jaxshare.serving.workers.layouts import MakeLayout, WorkersLayout
+from jaxshare.serving.workers.prompts.format import Format
+from jaxshare.serving.workers.results import Answer
+from jaxshare.serving.workers.roster import Party
+from jaxshare.serving.workers.transcript import Event
 from jaxshare.trace.trace import Trace
 
 _FORMAT = "jaxshare session 3"

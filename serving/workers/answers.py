@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxshare.decoding.automaton import ByteAutomaton
-from jaxshare.serving.steps import box_automaton, code_automaton
+from jaxshare.serving.workers.step_automata import box_automaton, code_automaton
 
 Valid = Callable[[str], bool]
 """Whether the text of an answer is one."""

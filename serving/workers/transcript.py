@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxshare import Reason
 from jaxshare.decoding.steps import Mark
-from jaxshare.serving.steps import token_bytes
+from jaxshare.serving.workers.step_automata import token_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

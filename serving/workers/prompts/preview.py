@@ -17,12 +17,12 @@ from typing import Any
 from jaxshare import models
 from jaxshare.models import LoadedModel
 from jaxshare.serving import devices
-from jaxshare.serving.layouts import MakeLayout, WorkersLayout, layout_maker
-from jaxshare.serving.party import Party
-from jaxshare.serving.prompts import Format
-from jaxshare.serving.session_texts import SessionTexts
-from jaxshare.serving.transcript import Codec, codec_of
-from jaxshare.serving.workers import check_names
+from jaxshare.serving.workers.layouts import MakeLayout, WorkersLayout, layout_maker
+from jaxshare.serving.workers.prompts.format import Format
+from jaxshare.serving.workers.prompts.session_prompt import SessionTexts
+from jaxshare.serving.workers.roster import Party
+from jaxshare.serving.workers.session import check_names
+from jaxshare.serving.workers.transcript import Codec, codec_of
 
 _COLUMNS = 120
 

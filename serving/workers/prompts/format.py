@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 
 from jaxshare.models import ConfigError, LoadedModel
 from jaxshare.models.config_fields import REQUIRED, Fields
-from jaxshare.serving.prompt_texts import ALONE, EXAMPLES, RULES, SUGGESTIONS, TASK
+from jaxshare.serving.workers.prompts.texts import ALONE, EXAMPLES, RULES, SUGGESTIONS, TASK
 
 _THINK = ("auto", "always", "never")
 _JSON_TYPES = {"in_system_role": bool, "forbidden": list, "chat_template_kwargs": dict}

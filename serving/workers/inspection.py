@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from jaxshare.serving.layouts import WorkersLayout
-    from jaxshare.serving.transcript import Event
-    from jaxshare.serving.workers import Workers
+    from jaxshare.serving.workers.layouts import WorkersLayout
+    from jaxshare.serving.workers.session import Workers
+    from jaxshare.serving.workers.transcript import Event
 
 _FORMAT = "jaxshare snapshot 1"
 # Okabe and Ito's colours, told apart by colour-blind readers too; a ninth block has the first

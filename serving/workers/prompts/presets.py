@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from jaxshare.models import LoadedModel
 from jaxshare.models.config_fields import read_json
-from jaxshare.serving.prompts import COLLABORATIVE, PLAIN, Format, collaborative
+from jaxshare.serving.workers.prompts.format import COLLABORATIVE, PLAIN, Format, collaborative
 
 
 @dataclasses.dataclass(frozen=True)

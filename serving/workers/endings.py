@@ -5,8 +5,8 @@ import functools
 from collections.abc import Callable
 
 from jaxshare.decoding.automaton import ByteAutomaton, TokenAutomaton
-from jaxshare.serving.steps import check_separator, step_automaton
-from jaxshare.serving.transcript import Codec
+from jaxshare.serving.workers.step_automata import check_separator, step_automaton
+from jaxshare.serving.workers.transcript import Codec
 
 STOP_ON = ("answer", "eos", "never")
 """What ends a session before its budget: a valid answer, or a stop token of one worker, or

@@ -27,23 +27,23 @@ from jaxshare.compile_time import Stopwatch, compile_seconds
 from jaxshare.decoding.steps import Mark, Steps
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import seed_words, stream_seed
-from jaxshare.serving import saved_sessions
-from jaxshare.serving.answers import AnswerRule, answer_rule
-from jaxshare.serving.capacities import capacities, rounded_budget
-from jaxshare.serving.endings import STOP_ON, finisher_tables, never, tables
 from jaxshare.serving.engine.prefill import prefill
-from jaxshare.serving.formats import format_of
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.growth import Growth, Writer
 from jaxshare.serving.inputs import cache_dtype, default_sampler
-from jaxshare.serving.layouts import MOVES, MakeLayout, WorkersLayout, layout_maker
-from jaxshare.serving.party import Party, spare_blocks
-from jaxshare.serving.prompts import Format
-from jaxshare.serving.results import Answer, Result, check_finish_at
-from jaxshare.serving.saved_sessions import SavedSession, SessionFacts
 from jaxshare.serving.saves import Saved, Saves
-from jaxshare.serving.session_texts import SessionTexts
-from jaxshare.serving.transcript import Event, Step, Transcript, codec_of
+from jaxshare.serving.workers import checkpoint
+from jaxshare.serving.workers.answers import AnswerRule, answer_rule
+from jaxshare.serving.workers.block_sizes import capacities, rounded_budget
+from jaxshare.serving.workers.checkpoint import SavedSession, SessionFacts
+from jaxshare.serving.workers.endings import STOP_ON, finisher_tables, never, tables
+from jaxshare.serving.workers.growth import Growth, Writer
+from jaxshare.serving.workers.layouts import MOVES, MakeLayout, WorkersLayout, layout_maker
+from jaxshare.serving.workers.prompts.format import Format
+from jaxshare.serving.workers.prompts.presets import advises_sampling, format_of
+from jaxshare.serving.workers.prompts.session_prompt import SessionTexts
+from jaxshare.serving.workers.results import Answer, Result, check_finish_at
+from jaxshare.serving.workers.roster import Party, spare_blocks
+from jaxshare.serving.workers.transcript import Event, Step, Transcript, codec_of
 from jaxshare.trace.recorder import Recorder
 from jaxshare.trace.trace import Trace
 
@@ -154,8 +154,11 @@ class Workers:
             written.
           together: one worker's answer ends the session for all; False lets the others write on.
           implementation: attention backend.
-          engine: an engine of the same model, in whose memory the blocks are to be;
-            `Engine.workers` makes such a session.
+          engine: an engine of the same model, in whose memory the blocks are to be, and with
+            whose calls and other sessions the passes take turns. The memory for all that the
+            session may write is taken at once, and goes back when the session is closed or is
+            collected. What the workers write is what they write alone (for a model whose rotation
+            depends on the length of the context: at the model's full context).
           record: keep a `trace` of all that is fed and of who sees what, which
             `jaxshare.models.reencode` computes again in one pass.
 
@@ -163,6 +166,7 @@ class Workers:
           ValueError: no workers, empty or repeated names, numbers out of range, a layout that
             cannot be, a prompt that does not fit the context, or a tokenizer that cannot write the
             separator.
+          TooLongError, EngineError, ClosedError: as of `Engine.invite`, for a session on an engine.
         """
         watch = Stopwatch.start()
         names = tuple(names)
@@ -184,9 +188,7 @@ class Workers:
             raise ValueError(f"stop_on is {stop_on!r}; it must be one of {', '.join(STOP_ON)}")
         self._rule = answer_rule(kind)
         if engine and model.params is not engine.model.params:
-            raise ValueError(
-                "the engine is of another model; give the session that one, or call engine.workers"
-            )
+            raise ValueError("the engine is of another model; give the session engine.model")
         tokenizer: Any = model.tokenizer
         if tokenizer is None:
             raise ValueError(
@@ -196,7 +198,7 @@ class Workers:
         if not problem.strip():
             raise ValueError("the problem is empty; give at least one word")
         self.format, sampler = format_of(model, format), sampler or default_sampler(model)
-        warn_of_greedy(model, sampler, format)
+        warn_of_greedy(model, sampler, discouraged=advises_sampling(format))
         self.settings = dict[str, Any](
             problem=problem,
             names=names,
@@ -765,7 +767,7 @@ class Workers:
         """
         self._check_save(cache)
         self._saves = Saves.of(folder, self._saves)
-        return saved_sessions.write(
+        return checkpoint.write(
             self._saves,
             self._facts(),
             self._state,

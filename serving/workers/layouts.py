@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from jaxshare.serving.prompts import COLLABORATIVE, Format
+from jaxshare.serving.workers.prompts.format import COLLABORATIVE, Format
 
 HISTORY = "history"
 PROMPT = "prompt"

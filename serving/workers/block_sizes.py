@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from jaxshare.serving.layouts import WorkersLayout
+from jaxshare.serving.workers.layouts import WorkersLayout
 
 _ROUND, _TILE = 512, 128
 

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any, Self
 
-from jaxshare.serving.party import Party
-from jaxshare.serving.prompts import Format
-from jaxshare.serving.transcript import Codec
+from jaxshare.serving.workers.prompts.format import Format
+from jaxshare.serving.workers.roster import Party
+from jaxshare.serving.workers.transcript import Codec
 
 
 @dataclasses.dataclass(frozen=True)
