@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxshare.serving.agents import ParseError, agent, llm, spawn, tool
-from jaxshare.serving.agents.models import ScriptedModel
+from jaxshare.serving.agents.backends import ScriptedModel
 
 SOURCE = '''\
 def numbers(text):

@@ -23,7 +23,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from jaxshare.serving.agents import Budget, Judged, ModelCall, agent, llm, spawn
-from jaxshare.serving.agents.models import ScriptedModel
+from jaxshare.serving.agents.backends import ScriptedModel
 from jaxshare.serving.agents.search import TreeOfThoughts
 
 PUZZLES = ("4 9 10 13", "1 1 4 6", "2 3 5 12", "1 3 4 6", "3 3 8 8")

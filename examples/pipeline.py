@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 
 from jaxshare.serving.agents import EndedError, agent, llm, spawn, tool
-from jaxshare.serving.agents.models import ScriptedModel
+from jaxshare.serving.agents.backends import ScriptedModel
 
 WORKSHEET = """\
 Monday

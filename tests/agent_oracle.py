@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from jaxshare.serving.agents.program import Program, Waiting, compiled, snapshot
+from jaxshare.serving.agents.compiler.program import Program, Waiting, compiled, snapshot
 
 
 class Ask:

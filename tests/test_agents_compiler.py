@@ -11,8 +11,14 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import strategies as st
 
-from jaxshare.serving.agents.names import RefusedError
-from jaxshare.serving.agents.program import Returned, UncopyableError, Waiting, compiled, snapshot
+from jaxshare.serving.agents.compiler.program import (
+    Returned,
+    UncopyableError,
+    Waiting,
+    compiled,
+    snapshot,
+)
+from jaxshare.serving.agents.compiler.variables import RefusedError
 from tests import agent_suite
 from tests.agent_oracle import ask, differences, native, run
 from tests.agent_programs import Writer, defined

@@ -17,8 +17,8 @@ from jaxshare import models
 from jaxshare.models import Generation, LoadedModel
 from jaxshare.serving import cli
 from jaxshare.serving.agents import Runtime
-from jaxshare.serving.agents.models import EngineModel
-from jaxshare.serving.agents.trace import Trace
+from jaxshare.serving.agents.backends import EngineModel
+from jaxshare.serving.agents.search_log import Trace
 from tests.helpers import TINY, init
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -409,7 +409,7 @@ async def main(what, text="x"):
     return 0
 AGENT, MODEL = main, "scripted"
 def scripted():
-    from jaxshare.serving.agents.models import ScriptedModel
+    from jaxshare.serving.agents.backends import ScriptedModel
     return ScriptedModel({"hello": "seven"})
 """
 LINES = AGENTS.splitlines()

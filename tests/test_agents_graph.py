@@ -3,9 +3,9 @@
 import re
 import xml.etree.ElementTree
 
-from jaxshare.serving.agents.emitting import Do
-from jaxshare.serving.agents.graph import FlowGraph
-from jaxshare.serving.agents.program import Waiting, compiled
+from jaxshare.serving.agents.compiler.flow_graph import FlowGraph
+from jaxshare.serving.agents.compiler.instructions import Do
+from jaxshare.serving.agents.compiler.program import Waiting, compiled
 from tests import agent_suite
 from tests.agent_oracle import ask
 

@@ -20,10 +20,10 @@ from jaxshare.serving.agents import (
     spawn,
     tool,
 )
+from jaxshare.serving.agents.backends import ScriptedModel
 from jaxshare.serving.agents.journal import Journal, ReplayError
-from jaxshare.serving.agents.models import ScriptedModel
 from jaxshare.serving.agents.search import SelfRefine, TreeOfThoughts
-from jaxshare.serving.agents.trace import Trace, timeline_picture, tree_picture
+from jaxshare.serving.agents.search_log import Trace, timeline_picture, tree_picture
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

@@ -26,7 +26,7 @@ from jaxshare.serving.agents import (
     llm,
     run,
 )
-from jaxshare.serving.agents.models import EngineModel, NoAnswerError, ScriptedModel
+from jaxshare.serving.agents.backends import EngineModel, NoAnswerError, ScriptedModel
 from jaxshare.serving.agents.search import BestOfN
 from jaxshare.serving.engine import scheduler as engine_loop
 from jaxshare.serving.inputs import token_bytes

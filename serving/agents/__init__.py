@@ -2,7 +2,10 @@
 section 5)."""
 
 from jaxshare.serving.agents.agent import Agent, agent
-from jaxshare.serving.agents.calls import (
+from jaxshare.serving.agents.compiler.program import UncopyableError
+from jaxshare.serving.agents.compiler.variables import RefusedError
+from jaxshare.serving.agents.react import react
+from jaxshare.serving.agents.requests import (
     Message,
     Model,
     ModelCall,
@@ -12,9 +15,6 @@ from jaxshare.serving.agents.calls import (
     llm,
     tool,
 )
-from jaxshare.serving.agents.names import RefusedError
-from jaxshare.serving.agents.program import UncopyableError
-from jaxshare.serving.agents.react import react
 from jaxshare.serving.agents.runtime import (
     AgentError,
     AgentRun,

@@ -4,9 +4,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, overload
 
-from jaxshare.serving.agents.frames import shared
-from jaxshare.serving.agents.graph import FlowGraph
-from jaxshare.serving.agents.program import Program, compiled
+from jaxshare.serving.agents.compiler.flow_graph import FlowGraph
+from jaxshare.serving.agents.compiler.frames import shared
+from jaxshare.serving.agents.compiler.program import Program, compiled
 from jaxshare.serving.agents.states import Single, Supervisor
 
 

@@ -26,11 +26,11 @@ from typing import Any
 
 from jaxshare.paths import check_file, check_folder
 from jaxshare.serving.agents.agent import Agent
-from jaxshare.serving.agents.calls import Model
-from jaxshare.serving.agents.frames import FRAME
-from jaxshare.serving.agents.models import EngineModel
+from jaxshare.serving.agents.backends import EngineModel
+from jaxshare.serving.agents.compiler.frames import FRAME
+from jaxshare.serving.agents.requests import Model
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
-from jaxshare.serving.agents.trace import Trace, timeline_picture, tree_picture
+from jaxshare.serving.agents.search_log import Trace, timeline_picture, tree_picture
 
 _TREES = 16
 """Trees that are drawn, at most."""

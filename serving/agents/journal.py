@@ -25,9 +25,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxshare.serving.agents import calls, runtime
-from jaxshare.serving.agents.asking import UsedUpError
-from jaxshare.serving.agents.calls import Llm, Message, Tool
+from jaxshare.serving.agents import requests as calls
+from jaxshare.serving.agents import runtime
+from jaxshare.serving.agents.model_calls import UsedUpError
+from jaxshare.serving.agents.requests import Llm, Message, Tool
 
 _FORMAT = "jaxshare agents journal 1"
 _MODULES = (builtins, calls, runtime)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxshare.serving.agents.agent import agent
-from jaxshare.serving.agents.calls import llm, tool
+from jaxshare.serving.agents.requests import llm, tool
 from jaxshare.serving.agents.runs import AgentError
 
 _FORMAT = """\

@@ -7,16 +7,35 @@ import dataclasses
 import sys
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from jaxshare.serving.agents import program
 from jaxshare.serving.agents.agent import Agent
-from jaxshare.serving.agents.calls import Message, Next, Result
-from jaxshare.serving.agents.frames import shared
+from jaxshare.serving.agents.compiler import program
+from jaxshare.serving.agents.compiler.frames import shared
+from jaxshare.serving.agents.requests import Message, Model, Next, Result
 from jaxshare.serving.agents.states import Arrival, State, Supervisor
 
-if TYPE_CHECKING:
-    from jaxshare.serving.agents.runtime import Runtime
+
+class Host(Protocol):
+    """The runtime as runs and their calls know it: `jaxshare.serving.agents.runtime.Runtime`."""
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def slots(self) -> asyncio.Semaphore | None: ...
+    def clock(self) -> float: ...
+    def resume(self, run: "AgentRun", value: Any) -> None: ...
+    def spawn(
+        self,
+        by: "Firing",
+        agent: Agent,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        line: int,
+        /,
+    ) -> "Handle": ...
 
 
 class AgentError(RuntimeError):
@@ -100,7 +119,7 @@ class AgentRun:
 
     def __init__(
         self,
-        runtime: "Runtime",
+        runtime: Host,
         id: str,
         agent: Agent,
         supervisor: Supervisor,
@@ -146,7 +165,7 @@ class AgentRun:
 class Firing:
     """The piece of an agent's code that is running."""
 
-    runtime: "Runtime"
+    runtime: Host
     run: AgentRun
     path: tuple[int, ...]
     spawned: int = 0

@@ -19,7 +19,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from jaxshare.serving.agents.agent import Agent
-from jaxshare.serving.agents.asking import (
+from jaxshare.serving.agents.compiler.program import Returned, snapshot
+from jaxshare.serving.agents.messages import ended, passed, resume, wait_for, who_waits
+from jaxshare.serving.agents.model_calls import (
     ATOMS,
     UsedUpError,
     ask,
@@ -28,9 +30,7 @@ from jaxshare.serving.agents.asking import (
     spend,
     use,
 )
-from jaxshare.serving.agents.calls import Llm, Message, Model, Tool, Yielded
-from jaxshare.serving.agents.exchange import ended, passed, resume, wait_for, who_waits
-from jaxshare.serving.agents.program import Returned, snapshot
+from jaxshare.serving.agents.requests import Llm, Message, Model, Tool, Yielded
 from jaxshare.serving.agents.runs import (
     AgentError,
     AgentRun,
@@ -46,7 +46,7 @@ from jaxshare.serving.agents.runs import (
 from jaxshare.serving.agents.states import Arrival, State, Supervisor, begun
 
 if TYPE_CHECKING:
-    from jaxshare.serving.agents.frames import Frame
+    from jaxshare.serving.agents.compiler.frames import Frame
 
 __all__ = [
     "AgentError",

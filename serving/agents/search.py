@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jaxshare.serving.agents.calls import Message
+from jaxshare.serving.agents.requests import Message
 from jaxshare.serving.agents.states import Budget, Paths, State, Supervisor
 
 

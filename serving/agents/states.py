@@ -6,10 +6,10 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from jaxshare.serving.agents.calls import Llm, Message, Next, Result, Yielded
+from jaxshare.serving.agents.requests import Llm, Message, Next, Result, Yielded
 
 if TYPE_CHECKING:
-    from jaxshare.serving.agents.frames import Frame
+    from jaxshare.serving.agents.compiler.frames import Frame
 
 
 _OF_OTHERS = frozenset((Next, Result, Yielded))

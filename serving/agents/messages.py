@@ -3,8 +3,8 @@ their children."""
 
 from typing import Any
 
-from jaxshare.serving.agents.asking import constant, own
-from jaxshare.serving.agents.calls import Next, Result, Yielded
+from jaxshare.serving.agents.model_calls import constant, own
+from jaxshare.serving.agents.requests import Next, Result, Yielded
 from jaxshare.serving.agents.runs import PASSED, AgentError, AgentRun, EndedError, Handle
 from jaxshare.serving.agents.states import Arrival, State
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
-from jaxshare.serving.agents.calls import Message, ModelCall, Reply
+from jaxshare.serving.agents.requests import Message, ModelCall, Reply
 from jaxshare.serving.engine import End, Engine
 from jaxshare.serving.inputs import default_sampler
 

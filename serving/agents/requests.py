@@ -4,10 +4,7 @@ that they make."""
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from jaxshare.serving.agents.runtime import Handle
+from typing import Any, Protocol
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,16 +82,16 @@ class Tool(_Request):
 
 @dataclasses.dataclass(slots=True)
 class Next(_Request):
-    """The value that a child yields next."""
+    """The value that a child yields next; `child` is its `Handle`."""
 
-    child: "Handle"
+    child: Any
 
 
 @dataclasses.dataclass(slots=True)
 class Result(_Request):
-    """What a child returns."""
+    """What a child returns; `child` is its `Handle`."""
 
-    child: "Handle"
+    child: Any
 
 
 @dataclasses.dataclass(slots=True)

@@ -7,8 +7,8 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jaxshare.serving.agents.frames import FRAME, Frame
-from jaxshare.serving.agents.names import Renamer, refused
+from jaxshare.serving.agents.compiler.frames import FRAME, Frame
+from jaxshare.serving.agents.compiler.variables import Renamer, refused
 
 
 class Do(enum.Enum):

@@ -4,8 +4,16 @@ import ast
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxshare.serving.agents.emitting import Do, Emitter, Label, at, builtin, is_temporary, suspends
-from jaxshare.serving.agents.names import comprehension_names
+from jaxshare.serving.agents.compiler.instructions import (
+    Do,
+    Emitter,
+    Label,
+    at,
+    builtin,
+    is_temporary,
+    suspends,
+)
+from jaxshare.serving.agents.compiler.variables import comprehension_names
 
 REASONS: dict[type[ast.AST], str] = {
     ast.AsyncFor: "async for; write while with `await child.next()`",

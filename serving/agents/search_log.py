@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxshare.paths import whole_file
-from jaxshare.serving.agents.calls import Llm, Next, Result, Tool, Yielded
+from jaxshare.serving.agents.requests import Llm, Next, Result, Tool, Yielded
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
 from jaxshare.serving.agents.states import State
 

@@ -13,8 +13,8 @@ import html
 import textwrap
 from collections.abc import Iterable, Mapping
 
-from jaxshare.serving.agents.emitting import Do, Instruction, successors
-from jaxshare.serving.agents.program import Program
+from jaxshare.serving.agents.compiler.instructions import Do, Instruction, successors
+from jaxshare.serving.agents.compiler.program import Program
 
 _KINDS = {"llm": "llm", "tool": "tool", "next": "next", "result": "result"}
 

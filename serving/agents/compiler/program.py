@@ -11,10 +11,18 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxshare.serving.agents.emitting import Do, Instruction, at, call_frame
-from jaxshare.serving.agents.frames import CONSTANT, FLAT, FRAME, Cells, Closure, Frame, duplicate
-from jaxshare.serving.agents.lowering import Lowering
-from jaxshare.serving.agents.names import RefusedError, refused
+from jaxshare.serving.agents.compiler.frames import (
+    CONSTANT,
+    FLAT,
+    FRAME,
+    Cells,
+    Closure,
+    Frame,
+    duplicate,
+)
+from jaxshare.serving.agents.compiler.instructions import Do, Instruction, at, call_frame
+from jaxshare.serving.agents.compiler.statements import Lowering
+from jaxshare.serving.agents.compiler.variables import RefusedError, refused
 
 _MADE = ".made"
 

@@ -9,17 +9,14 @@ import itertools
 import threading
 import types
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from jaxshare.seeds import stream_seed
-from jaxshare.serving.agents.calls import Llm, Message, ModelCall, ParseError, Reply, Tool
-from jaxshare.serving.agents.runs import AgentRun
+from jaxshare.serving.agents.requests import Llm, Message, ModelCall, ParseError, Reply, Tool
+from jaxshare.serving.agents.runs import AgentRun, Host
 from jaxshare.serving.agents.states import State
-
-if TYPE_CHECKING:
-    from jaxshare.serving.agents.runtime import Runtime
 
 
 class UsedUpError(Exception):
@@ -27,7 +24,7 @@ class UsedUpError(Exception):
 
 
 async def ask(
-    runtime: "Runtime", run: AgentRun, state: State, request: Llm, path: tuple[int, ...]
+    runtime: Host, run: AgentRun, state: State, request: Llm, path: tuple[int, ...]
 ) -> tuple[Any, tuple[Message, ...]]:
     """(the answer of the model, or the list of n, and the messages that the dialogue is continued
     by).
@@ -57,7 +54,7 @@ async def ask(
 
 
 async def _attempts(
-    runtime: "Runtime",
+    runtime: Host,
     run: AgentRun,
     state: State,
     request: Llm,

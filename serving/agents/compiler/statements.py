@@ -11,7 +11,8 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 
-from jaxshare.serving.agents.emitting import (
+from jaxshare.serving.agents.compiler.expressions import REASONS, Expressions
+from jaxshare.serving.agents.compiler.instructions import (
     Context,
     Do,
     Final,
@@ -26,8 +27,7 @@ from jaxshare.serving.agents.emitting import (
     suspends,
     whole,
 )
-from jaxshare.serving.agents.expressions import REASONS, Expressions
-from jaxshare.serving.agents.names import bound_names, flat
+from jaxshare.serving.agents.compiler.variables import bound_names, flat
 
 
 class Lowering(Expressions):
