@@ -23,9 +23,9 @@ from typing import Any
 from benchlib import Goal, Parser, command, finish, machine, table, versions
 from tqdm import tqdm
 
-from jaxshare.models.forms import FORMS
 from jaxshare.serving import cli
 from jaxshare.serving.evaluation import Point, plot
+from jaxshare.serving.evaluation.arithmetic_forms import FORMS
 
 OF_TWO, OF_FOUR = 0.6, 0.4
 """Goals: passes to 90% of two and of four workers, times those of one."""

@@ -51,8 +51,9 @@ from jax import Array
 from jaxshare import DecodeState, KVCache, Layout, decode
 from jaxshare.attention.api import block_attention
 from jaxshare.attention.plan import Plan, make_plan
-from jaxshare.models import LoadedModel, load, problems
+from jaxshare.models import LoadedModel, load
 from jaxshare.serving import Workers, demo
+from jaxshare.serving.evaluation import arithmetic
 
 MODEL = bench_decode.MODEL | {"max_position_embeddings": 32768}
 HISTORIES, WORKERS = (1024, 4096, 16384), (1, 2, 4, 8)
@@ -317,8 +318,8 @@ def host_waits(budget: int) -> dict[str, int]:
     for the device meanwhile."""
     session = Workers(
         demo.load_embedded(),
-        problems.make_problem(random.Random(0)).prompt(),
-        names=problems.NAMES[:2],
+        arithmetic.make_problem(random.Random(0)).prompt(),
+        names=arithmetic.NAMES[:2],
         budget=budget,
     )
     collections.deque(session.stream(), maxlen=0)

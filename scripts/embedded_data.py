@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jaxshare.models.problems import (
+from jaxshare.serving.evaluation.arithmetic import (
     BOX,
     NAMES,
     SEPARATOR,

@@ -20,9 +20,9 @@ from pair_attention import Pairs
 from playing import Lesson, chat, plain, play
 from teacher import Lapses, Script
 
-from jaxshare.models.forms import draw_form
 from jaxshare.models.loading import outline
-from jaxshare.models.problems import (
+from jaxshare.serving import Format
+from jaxshare.serving.evaluation.arithmetic import (
     MOST_QUESTIONS,
     QUESTIONS,
     Problem,
@@ -30,7 +30,7 @@ from jaxshare.models.problems import (
     make_problem,
     typed_problem,
 )
-from jaxshare.serving import Format
+from jaxshare.serving.evaluation.arithmetic_forms import draw_form
 from jaxshare.serving.workers.layouts import worker_names
 from jaxshare.trace.attention import TILE, TraceBatch
 from jaxshare.trace.trace import STANDS, Trace

@@ -15,8 +15,8 @@ import numpy as np
 from teacher import Lapses, Paragraph, Pupil, Script, Sight, box, worked
 
 from jaxshare.decoding.sampling import uniforms
-from jaxshare.models.problems import Problem, few_shot_messages
 from jaxshare.seeds import seed_words, stream_seed
+from jaxshare.serving.evaluation.arithmetic import Problem, few_shot_messages
 from jaxshare.serving.workers.layouts import LAYOUTS, WorkersLayout
 from jaxshare.serving.workers.session import FINISHER
 from jaxshare.trace.recorder import Recorder

@@ -6,7 +6,7 @@ lets the workers of a session go by it.
 
 - A worker takes a free question of its own part of the list, and then goes on from there, each
   second worker downwards. Two of them are Alice, who takes the lowest, and Bob, who takes the
-  highest, as in `jaxshare.models.problems`.
+  highest, as in `jaxshare.serving.evaluation.arithmetic`.
 - Two that take the same question see it in the next pass. Who has written less of it goes
   elsewhere, and of equals the later in the list: "Question 3: Bob has it. Question 4: ...". Where
   steps are private, that happens when the other's result appears.
@@ -27,8 +27,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxshare.models.generation_config import Generation
-from jaxshare.models.problems import Problem, wait_body
 from jaxshare.serving import Format
+from jaxshare.serving.evaluation.arithmetic import Problem, wait_body
 from jaxshare.serving.workers.layouts import WorkersLayout
 from jaxshare.serving.workers.transcript import Codec, codec_of
 

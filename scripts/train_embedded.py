@@ -43,9 +43,10 @@ from training import keep_memory, make_optimizer
 from jaxshare import DecodeState, KVCache, Layout, decode
 from jaxshare.models import EMBEDDED, load
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.forms import FORMS
 from jaxshare.models.layers import Decoder
-from jaxshare.models.problems import (
+from jaxshare.paths import check_folder
+from jaxshare.rope import rotate
+from jaxshare.serving.evaluation.arithmetic import (
     MOST_QUESTIONS,
     Problem,
     check,
@@ -53,8 +54,7 @@ from jaxshare.models.problems import (
     make_problem,
     typed_problem,
 )
-from jaxshare.paths import check_folder
-from jaxshare.rope import rotate
+from jaxshare.serving.evaluation.arithmetic_forms import FORMS
 
 VOCAB_SIZE = 402
 LENGTH, ROWS, CHUNK = 384, 8, 64

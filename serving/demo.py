@@ -18,11 +18,12 @@ from rich.table import Table
 
 import jaxshare.models
 from jaxshare import Sampler
-from jaxshare.models import LoadedModel, problems
+from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.branches.generate import Completions, generate
 from jaxshare.serving.branches.run import Branches
 from jaxshare.serving.display import Streams
+from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.workers.layouts import worker_names
 from jaxshare.serving.workers.results import Result
 from jaxshare.serving.workers.session import Workers
@@ -71,7 +72,7 @@ def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
             "the demo asks its problem as a chat, and this model has no tokenizer with a chat "
             "template; use one that has"
         )
-    problem = problems.make_problem(random.Random(seed))
+    problem = arithmetic.make_problem(random.Random(seed))
     console.print(Panel(problem.prompt(), title="the problem", title_align="left"))
 
     def asked(messages: Sequence[dict[str, str]]) -> str:
@@ -113,8 +114,8 @@ def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
 
     # none of which is the problem of another seed
     rng = random.Random(stream_seed(seed, "examples"))
-    examples = [problems.make_problem(rng) for _ in range(_EXAMPLES)]
-    prompt = asked(problems.few_shot_messages(examples, problem))
+    examples = [arithmetic.make_problem(rng) for _ in range(_EXAMPLES)]
+    prompt = asked(arithmetic.few_shot_messages(examples, problem))
     console.print(
         f"\n[bold]{_BRANCHES} branches[/] of one prompt of {_EXAMPLES} worked examples, at "
         f"temperature {_TEMPERATURE}"
@@ -215,7 +216,7 @@ def _line(count: int, group: Result, copies: Result | None) -> Line:
 class _Answers:
     """One line for each branch: what it has boxed so far, and how many of the five are right."""
 
-    def __init__(self, problem: problems.Problem, console: Console):
+    def __init__(self, problem: arithmetic.Problem, console: Console):
         self.problem, self.console = problem, console
         self.texts: dict[int, str] = {}
         self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
@@ -240,7 +241,7 @@ class _Answers:
     def _view(self, texts: list[str]) -> Group:
         cells = []
         for i, text in enumerate(texts):
-            boxed = problems.boxed(text)
+            boxed = arithmetic.boxed(text)
             cells.append(
                 f"{i + 1:>2}  {', '.join(boxed)}  {'✓' * _right(text, self.problem)}"
                 if boxed
@@ -253,8 +254,8 @@ class _Answers:
             self.live.stop()
 
 
-def _right(text: str, problem: problems.Problem) -> int:
-    return sum(problems.check(text, problem))
+def _right(text: str, problem: arithmetic.Problem) -> int:
+    return sum(arithmetic.check(text, problem))
 
 
 def _words(result: Result) -> str:
@@ -263,7 +264,9 @@ def _words(result: Result) -> str:
 
 def _vote(texts: list[str]) -> list[str]:
     """The most frequent answer to each question, over the branches that boxed one for each."""
-    boxes = [b for text in texts if (b := problems.boxed(text)) and len(b) == problems.QUESTIONS]
+    boxes = [
+        b for text in texts if (b := arithmetic.boxed(text)) and len(b) == arithmetic.QUESTIONS
+    ]
     return [collections.Counter(column).most_common(1)[0][0] for column in zip(*boxes, strict=True)]
 
 

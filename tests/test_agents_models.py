@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxshare import Sampler, models
-from jaxshare.models import Generation, LoadedModel, problems
+from jaxshare.models import Generation, LoadedModel
 from jaxshare.serving import generate
 from jaxshare.serving.agents import (
     Message,
@@ -29,6 +29,7 @@ from jaxshare.serving.agents import (
 from jaxshare.serving.agents.backends import EngineModel, NoAnswerError, ScriptedModel
 from jaxshare.serving.agents.search import BestOfN
 from jaxshare.serving.engine import scheduler as engine_loop
+from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.inputs import token_bytes
 from tests.helpers import TINY, init
 
@@ -131,7 +132,7 @@ def test_the_embedded_model_answers_as_generate_does():
     """In float32, each prompt by itself there, all together here."""
     embedded = models.load(models.EMBEDDED, dtype="float32")
     rng = random.Random(4)
-    made = [problems.make_problem(rng) for _ in range(6)]
+    made = [arithmetic.make_problem(rng) for _ in range(6)]
     asked = [
         ModelCall(
             tuple(Message(**message) for message in problem.messages()),
@@ -153,7 +154,7 @@ def test_the_embedded_model_answers_as_generate_does():
             seed=one.seed,
         ).completions
         assert (reply.text, reply.new_tokens) == (alone.text, len(alone.tokens))
-        assert one.options.temperature or all(problems.check(reply.text, problem))
+        assert one.options.temperature or all(arithmetic.check(reply.text, problem))
 
 
 def test_calls_run_together_and_carry_who_asks(loaded):

@@ -16,11 +16,17 @@ from tokenizers import decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxshare import KVCache, Layout, Sampler
-from jaxshare.models import LoadedModel, problems
+from jaxshare.models import LoadedModel
 from jaxshare.models.generation_config import Generation
 from jaxshare.seeds import stream_seed
 from jaxshare.serving import PLAIN, Result
-from jaxshare.serving.baselines import METHODS, self_consistency, sequential, skeleton_of_thought
+from jaxshare.serving.evaluation import arithmetic
+from jaxshare.serving.evaluation.baselines import (
+    METHODS,
+    self_consistency,
+    sequential,
+    skeleton_of_thought,
+)
 from tests.helpers import TINY, init
 from tests.test_branches import model, plain_greedy, problem
 
@@ -64,7 +70,7 @@ def test_sequential_solves_problems():
     right = []
     for seed in range(5):
         answer = sequential(model(), problem(seed).prompt(), **EMBEDDED).answers[240]
-        right += problems.check(f"\\boxed{{{answer.value}}}", problem(seed))
+        right += arithmetic.check(f"\\boxed{{{answer.value}}}", problem(seed))
         assert answer.extra_passes == 0
     assert np.mean(right) >= 0.95
 

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from jaxshare import Sampler
 from jaxshare.attention.plan import make_plan
-from jaxshare.models import EMBEDDED, LoadedModel, problems
+from jaxshare.models import EMBEDDED, LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving import demo
 from jaxshare.serving.branches.generate import Completions, generate
 from jaxshare.serving.branches.prompt_tree import Branch, Prompts
 from jaxshare.serving.branches.run import Branches, Completion
+from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.kvcache.sharing_cost import Costs
 
 PROMPT = "<|im_start|>user\nSolve: 47 + 38<|im_end|>\n<|im_start|>assistant\n"
@@ -62,8 +63,8 @@ def model() -> LoadedModel:
 
 
 @functools.cache
-def problem(seed: int = 0) -> problems.Problem:
-    return problems.make_problem(random.Random(seed))
+def problem(seed: int = 0) -> arithmetic.Problem:
+    return arithmetic.make_problem(random.Random(seed))
 
 
 def plain_greedy(tokens: Sequence[int], count: int) -> tuple[list[int], float]:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from jaxshare.models import forms, problems
-from jaxshare.models.problems import (
+from jaxshare.serving.evaluation import arithmetic, arithmetic_forms
+from jaxshare.serving.evaluation.arithmetic import (
     BOX,
     NAMES,
     WAIT,
@@ -83,7 +83,7 @@ def test_same_seed_same_problem_and_other_seeds_other_problems():
 
 
 def test_paragraphs_open_with_their_header_and_end_with_a_sentence():
-    paragraphs = make_problem(random.Random(0)).solution().split(problems.SEPARATOR)
+    paragraphs = make_problem(random.Random(0)).solution().split(arithmetic.SEPARATOR)
     assert paragraphs[0] == ""
     for step, paragraph in enumerate(paragraphs[1:6], 1):
         assert paragraph.startswith(
@@ -133,7 +133,7 @@ def test_rule_of_who_takes_what(name, seen, move):
     ],
 )
 def test_check(text, right):
-    problem = problems.Problem(tuple(problems.Question("", n, "+", 0) for n in (1, 2, 3, 4, 5)))
+    problem = arithmetic.Problem(tuple(arithmetic.Question("", n, "+", 0) for n in (1, 2, 3, 4, 5)))
     assert check(text, problem) == [bool(r) for r in right]
 
 
@@ -288,10 +288,10 @@ def test_every_equation_of_a_dependent_solution_holds_and_comes_after_what_it_ne
 
 
 def test_a_dependent_question_is_worked_out_digit_by_digit():
-    question = problems.Dependent(2, 2, 7)
+    question = arithmetic.Dependent(2, 2, 7)
     assert question.text == "twice the answer of 2, plus 7" and question.value(84) == 175
     assert question.working(84) == "84+84+7. 4+4=8, 8+8+0=16. 8+7=15, 6+0+1=7, 1+0+0=1."
-    assert problems.Dependent(1, 1, 38).working(47) == "47+38. 7+8=15, 4+3+1=8."
+    assert arithmetic.Dependent(1, 1, 38).working(47) == "47+38. 7+8=15, 4+3+1=8."
 
 
 @pytest.mark.parametrize(
@@ -306,11 +306,11 @@ def test_a_dependent_question_is_worked_out_digit_by_digit():
     ],
 )
 def test_rule_of_who_takes_what_where_questions_depend(name, seen, move):
-    problem = problems.Problem(
+    problem = arithmetic.Problem(
         (
-            problems.Dependent(2, 1, 5),
-            problems.Question("3 + 4", 3, "+", 4),
-            problems.Dependent(2, 2, 1),
+            arithmetic.Dependent(2, 1, 5),
+            arithmetic.Question("3 + 4", 3, "+", 4),
+            arithmetic.Dependent(2, 2, 1),
         )
     )
     assert next_move(name, seen, problem) == move
@@ -329,7 +329,7 @@ def test_simulated_workers_solve_dependent_problems(data, codec, seed):
 
 def test_problems_of_other_sizes():
     assert make_problem(random.Random(4)) == make_problem(random.Random(4), 5)
-    assert [problems.instruction(n)[56:] for n in (1, 2, 3, 5)] == [
+    assert [arithmetic.instruction(n)[56:] for n in (1, 2, 3, 5)] == [
         "\\boxed{answer1}:",
         "\\boxed{answer1, answer2}:",
         "\\boxed{answer1, ..., answer3}:",
@@ -346,15 +346,15 @@ def test_problems_of_other_sizes():
         ValueError,
         match="question 1 goes on from the answer of 1, which is no question that stands by itself",
     ):
-        problems.Problem((problems.Dependent(1, 1, 1),))
+        arithmetic.Problem((arithmetic.Dependent(1, 1, 1),))
 
 
 @given(SEEDS, st.integers(1, 10))
 def test_typed_problems_ask_what_they_answer_in_every_form(seed, count):
     """Read back from the message by the signs between numbers alone."""
     rng = random.Random(seed)
-    for form in (*forms.FORMS.values(), forms.draw_form(rng)):
-        problem = problems.typed_problem(rng, count, form)
+    for form in (*arithmetic_forms.FORMS.values(), arithmetic_forms.draw_form(rng)):
+        problem = arithmetic.typed_problem(rng, count, form)
         text = problem.prompt().replace(
             "\\boxed{" + problem.prompt().partition("\\boxed{")[2].partition("}")[0] + "}", ""
         )
@@ -383,17 +383,20 @@ def test_typed_problems_ask_what_they_answer_in_every_form(seed, count):
 
 
 def test_forms_by_hand():
-    asked = problems.Problem(
-        tuple(problems.Question(f"{n} + 8", n, "+", 8) for n in (1, 2, 3)),
-        forms.FORMS["what is, one line"],
+    asked = arithmetic.Problem(
+        tuple(arithmetic.Question(f"{n} + 8", n, "+", 8) for n in (1, 2, 3)),
+        arithmetic_forms.FORMS["what is, one line"],
     )
     assert asked.prompt() == "What is 1 + 8, 2 + 8 and 3 + 8?"
-    numbered = dataclasses.replace(asked, form=forms.FORMS["own sentence, numbered"])
+    numbered = dataclasses.replace(asked, form=arithmetic_forms.FORMS["own sentence, numbered"])
     assert numbered.prompt() == "Solve these problems:\n1. 1 + 8\n2. 2 + 8\n3. 3 + 8"
-    assert dataclasses.replace(asked, form=forms.FORMS["close signs"]).prompt() == "1+8\n2+8\n3+8"
+    assert (
+        dataclasses.replace(asked, form=arithmetic_forms.FORMS["close signs"]).prompt()
+        == "1+8\n2+8\n3+8"
+    )
     assert (
         dataclasses.replace(
-            asked, questions=asked.questions[:1], form=forms.FORMS["what is"]
+            asked, questions=asked.questions[:1], form=arithmetic_forms.FORMS["what is"]
         ).prompt()
         == "What is 1 + 8?"
     )

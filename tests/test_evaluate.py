@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 
 from jaxshare import Sampler
-from jaxshare.models import EMBEDDED, Generation, load, problems
+from jaxshare.models import EMBEDDED, Generation, load
 from jaxshare.serving import COLLABORATIVE, PLAIN, Format, cli
 from jaxshare.serving.evaluation import (
     Mathematician,
     Point,
     Problem,
     Run,
+    arithmetic,
     command,
     load_task,
     passes_to,
@@ -1002,7 +1003,7 @@ def test_the_embedded_model_solves_sums_in_one_run_for_all_budgets():
     assert early.budget == 48 and not early.written and run.result["answers"]["48"]["passes"] == 48
     written = "".join(step["text"] for steps in run.result["workers"].values() for step in steps)
     assert (
-        problems.boxed(written) == [*task.problems[0].answers]
+        arithmetic.boxed(written) == [*task.problems[0].answers]
         and seen == sorted(seen)
         and seen[-1] == run.result["passes"]
     )

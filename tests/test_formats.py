@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from jaxshare import models
 from jaxshare.models import ConfigError
 from jaxshare.serving import cli, demo
-from jaxshare.serving.baselines import sequential
+from jaxshare.serving.evaluation.baselines import sequential
 from jaxshare.serving.workers.prompts.format import COLLABORATIVE, PLAIN, Format, collaborative
 from jaxshare.serving.workers.prompts.presets import FORMATS, OPTIONS, format_named, format_of
 from jaxshare.serving.workers.prompts.preview import prompt_view
@@ -364,7 +364,7 @@ def test_a_baseline_is_told_the_problem_alone_in_the_chat_of_the_family(monkeypa
         made.append(format)
         raise ValueError("seen")
 
-    monkeypatch.setattr("jaxshare.serving.baselines.Workers", workers)
+    monkeypatch.setattr("jaxshare.serving.evaluation.baselines.Workers", workers)
     model = dataclasses.replace(demo.load_embedded(), workers=None)
     for chosen in ("qwen3-no-think", format_named("deepseek-r1"), "deepseek-r1+system"):
         with pytest.raises(ValueError, match="seen"):

@@ -15,8 +15,8 @@ import pytest
 from jaxshare import Sampler, models
 from jaxshare.models.generation_config import Generation
 from jaxshare.serving import Branches, Workers, cli, demo, greedy
-from jaxshare.serving.baselines import sequential
 from jaxshare.serving.engine import Engine
+from jaxshare.serving.evaluation.baselines import sequential
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.workers.prompts.presets import advises_sampling
 
@@ -96,7 +96,7 @@ def test_whatever_samples_says_so(warnings, monkeypatch):
     with Engine(model) as engine, pytest.raises(ValueError, match="context"):
         engine.submit("Solve:", GREEDY, max_new_tokens=10**6)
     assert once()
-    monkeypatch.setattr("jaxshare.serving.baselines.Workers", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("jaxshare.serving.evaluation.baselines.Workers", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         sequential(qwen3("Qwen2ForCausalLM"), "1. 47 + 38", budget=8, sampler=GREEDY, format="qwq")
     assert once()

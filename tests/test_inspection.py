@@ -17,8 +17,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 
 from jaxshare import KVCache
-from jaxshare.models import problems
 from jaxshare.serving import Workers, WorkersLayout, combined, demo
+from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.workers import inspection
 from jaxshare.serving.workers.inspection import (
     Extent,
@@ -152,7 +152,7 @@ def test_a_worker_that_feeds_nothing_is_left_out():
 
 
 def test_recording_changes_nothing_of_what_workers_write():
-    problem, whole = problems.make_problem(random.Random(0)).prompt(), demo.load_embedded()
+    problem, whole = arithmetic.make_problem(random.Random(0)).prompt(), demo.load_embedded()
     # Its first layer alone compiles sooner, and writes nonsense.
     params = {
         name: leaf

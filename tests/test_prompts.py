@@ -16,8 +16,9 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from jaxshare import models
-from jaxshare.models import ConfigError, problems
+from jaxshare.models import ConfigError
 from jaxshare.serving import demo
+from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.workers.prompts.format import COLLABORATIVE, PLAIN, Format, collaborative
 
 NAMES = ("Alice", "Bob", "Carol", "Dave", "Eve", "Frank")
@@ -311,14 +312,14 @@ def test_a_model_without_texts_of_its_own_gets_the_collaborative_ones(tmp_path):
 
 
 def test_the_embedded_model_gets_the_texts_it_learned():
-    form, problem = Format.of(embedded()), problems.make_problem(random.Random(5))
+    form, problem = Format.of(embedded()), arithmetic.make_problem(random.Random(5))
     for names in (("Alice",), ("Alice", "Bob")):
         learned = embedded().tokenizer.apply_chat_template(
             problem.messages(names), tokenize=False, add_generation_prompt=True
         )
         assert form.prompt(embedded().tokenizer, problem.prompt(), names) == learned
-        assert form.opening("Bob", 1, names=names) == problems.header("Bob", 1)
-    assert form.separator == problems.SEPARATOR and not form.others_header and not form.own_header
+        assert form.opening("Bob", 1, names=names) == arithmetic.header("Bob", 1)
+    assert form.separator == arithmetic.SEPARATOR and not form.others_header and not form.own_header
     assert form.question == " Am I redundant?" and form.forbidden_tokens(embedded().tokenizer) == ()
 
 
@@ -326,9 +327,9 @@ def test_the_embedded_model_answers_when_it_is_cut_short():
     form, loaded = Format.of(embedded()), embedded()
     causal = jax.jit(lambda params, tokens: loaded.module.apply(params, tokens, method="causal"))
     for seed in range(8):
-        problem = problems.make_problem(random.Random(seed))
+        problem = arithmetic.make_problem(random.Random(seed))
         written = "".join(
-            f"\n\n{problems.header('Alice', i)}{problem.body(i)}" for i in range(1, 6)
+            f"\n\n{arithmetic.header('Alice', i)}{problem.body(i)}" for i in range(1, 6)
         )
         prompt = loaded.tokenizer.encode(
             form.prompt(loaded.tokenizer, problem.prompt(), ("Alice",)) + written + form.finisher

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from jaxshare import Sampler
-from jaxshare.models import EMBEDDED, load, problems
+from jaxshare.models import EMBEDDED, load
 from jaxshare.serving import generate
 from jaxshare.serving.cli import main
+from jaxshare.serving.evaluation import arithmetic
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -103,7 +104,7 @@ def test_the_engine_example_answers_rightly():
 def test_the_example_of_many_devices_answers_rightly_with_the_text_of_one_device(monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
     model: Any = load(EMBEDDED)
-    chat = [{"role": "user", "content": f"{problems.instruction(1)}\n1. 17 + 25"}]
+    chat = [{"role": "user", "content": f"{arithmetic.instruction(1)}\n1. 17 + 25"}]
     prompt = model.tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_dict=False
     )

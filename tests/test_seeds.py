@@ -12,10 +12,11 @@ import pytest
 from jaxshare import DecodeState, KVCache, Layout, Sampler
 from jaxshare.decoding.sampling import uniforms
 from jaxshare.seeds import seed_words, stream_seed
-from jaxshare.serving import baselines, generate
+from jaxshare.serving import generate
 from jaxshare.serving.agents import Reply, Runtime, agent, llm
 from jaxshare.serving.branches.run import Branches
 from jaxshare.serving.engine import Engine
+from jaxshare.serving.evaluation import baselines
 from jaxshare.serving.evaluation.runs import pieces
 from jaxshare.serving.evaluation.tasks import Problem
 from jaxshare.serving.workers.layouts import worker_names

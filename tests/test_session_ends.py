@@ -9,8 +9,8 @@ import pytest
 
 from jaxshare import Sampler, Samplers
 from jaxshare.models import LoadedModel
-from jaxshare.models.problems import instruction
 from jaxshare.serving import Format, Workers, WorkersLayout, box_answers, code_answers
+from jaxshare.serving.evaluation.arithmetic import instruction
 from tests.helpers import TINY, init
 from tests.test_branches import model as embedded
 

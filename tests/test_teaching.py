@@ -24,8 +24,8 @@ from jaxshare.attention.plan import make_plan
 from jaxshare.models import EMBEDDED, load, reencode_logits
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.loading import LoadedModel
-from jaxshare.models.problems import Dependent, Problem, make_problem
 from jaxshare.serving import Format, Workers
+from jaxshare.serving.evaluation.arithmetic import Dependent, Problem, make_problem
 from jaxshare.serving.workers.layouts import worker_names
 from jaxshare.trace.trace import Trace
 from tests.test_trace import seen_by

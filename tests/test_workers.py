@@ -13,9 +13,10 @@ import tokenizers
 import transformers
 
 from jaxshare import KVCache, Layout, Sampler, Samplers
-from jaxshare.models import layers, problems
+from jaxshare.models import layers
 from jaxshare.seeds import seed_words, stream_seed
 from jaxshare.serving import Format, Workers, WorkersLayout, combined, contiguous, interleaved
+from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.workers import answers
 from tests.test_branches import model, plain_greedy, problem
 
@@ -318,7 +319,7 @@ def test_two_workers_share_the_work():
     alone, both = start(NAMES[:1], **options).run(), start(**options).run()
     for result in (alone, both):
         assert result.ended == "answer" and all(
-            problems.check("".join(s.text for s in result.steps), problem())
+            arithmetic.check("".join(s.text for s in result.steps), problem())
         )
         assert (
             result.answers[320].value == ", ".join(map(str, problem().answers))

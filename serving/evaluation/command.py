@@ -23,11 +23,11 @@ from tqdm import tqdm
 from jaxshare import models
 from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
-from jaxshare.models.problems import QUESTIONS
 from jaxshare.paths import check_folder
 from jaxshare.serving import devices, fleet, records
-from jaxshare.serving.baselines import METHODS
 from jaxshare.serving.evaluation import plot, runs, scoring, tasks
+from jaxshare.serving.evaluation.arithmetic import QUESTIONS
+from jaxshare.serving.evaluation.baselines import METHODS
 from jaxshare.serving.evaluation.mathematics import Mathematician
 from jaxshare.serving.evaluation.runs import Execute, Piece, Run
 from jaxshare.serving.evaluation.sandbox import Limits

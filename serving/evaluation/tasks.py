@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxshare.models import problems as sums
-from jaxshare.models.forms import FORMS
 from jaxshare.serving import records
+from jaxshare.serving.evaluation import arithmetic as sums
+from jaxshare.serving.evaluation.arithmetic_forms import FORMS
 
 DATA_VARIABLE = "JAXSHARE_DATA"
 SUMS, TYPED, DEPENDENT = "sums", "sums-typed", "sums-dependent"
@@ -129,8 +129,8 @@ def load_task(
 
 
 def _generated(name: str, samples: int, questions: tuple[int, int]) -> Task:
-    """Problems of `jaxshare.models.problems`; none depends on how many there are. Those of `TYPED`
-    take the forms of a message in turn, and have its name in their ids."""
+    """Problems of `jaxshare.serving.evaluation.arithmetic`; none depends on how many there are.
+    Those of `TYPED` take the forms of a message in turn, and have its name in their ids."""
     alone = 1 + (name == DEPENDENT)
     least, most = questions
     if not alone <= least <= most <= sums.MOST_QUESTIONS:

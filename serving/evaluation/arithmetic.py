@@ -21,7 +21,7 @@ import random
 import re
 from collections.abc import Container, Sequence
 
-from jaxshare.models.forms import TAUGHT, Form
+from jaxshare.serving.evaluation.arithmetic_forms import TAUGHT, Form
 
 NAMES = ("Alice", "Bob")
 SEPARATOR = "\n\n"

@@ -14,7 +14,7 @@ class Form:
 
     Attributes:
       sentence: the text before the questions; None is the instruction of
-        `jaxshare.models.problems`, "" is no sentence.
+        `jaxshare.serving.evaluation.arithmetic`, "" is no sentence.
       marker: the text before each question; "{}" in it is the number.
       joint: the text between two questions, and between the sentence and the first one where that
         is a line break.
