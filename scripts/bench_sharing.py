@@ -48,8 +48,8 @@ from benchlib import (
 from tqdm import tqdm
 
 from jaxshare.models import EMBEDDED, LoadedModel, ModelConfig, load
-from jaxshare.serving import calibration
 from jaxshare.serving.kvcache import sharing_cost
+from jaxshare.serving.tuning import calibration
 
 MODEL = bench_decode.MODEL | {
     "num_attention_heads": 8,

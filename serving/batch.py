@@ -26,14 +26,15 @@ from tqdm import tqdm
 from jaxshare import models
 from jaxshare.models import LoadedModel
 from jaxshare.paths import check_file
-from jaxshare.serving import devices, fleet, records
+from jaxshare.serving import records
 from jaxshare.serving.branches.batch_input import Item, read_input
 from jaxshare.serving.branches.data_parallel import branches
 from jaxshare.serving.branches.prompt_tree import Branch
+from jaxshare.serving.cluster import process_mesh, ray_pool
+from jaxshare.serving.cluster.model_spec import NodeModel
+from jaxshare.serving.cluster.shards import Shards
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler, warn_of_equal_texts
-from jaxshare.serving.nodes import NodeModel
-from jaxshare.serving.shards import Shards
 
 _FORMAT = "jaxshare batch job 2"
 _SHARE = {"auto": None, "always": True, "never": False}
@@ -118,8 +119,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the whole job; no two completions, nor two seeds, share random "
         "numbers (default 0)",
     )
-    devices.add_arguments(parser)
-    fleet.add_arguments(parser)
+    process_mesh.add_arguments(parser)
+    ray_pool.add_arguments(parser)
     parser.add_argument(
         "--resume", action="store_true", help="go on with the job that has begun the output"
     )
@@ -128,9 +129,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, sampling: dict[str, Any]) -> int:
     """Runs a job, here or on a fleet; see `run_job`."""
-    if found := fleet.of_options(options):
+    if found := ray_pool.of_options(options):
         return _run_on(found, options, sampling)
-    mesh = devices.mesh_of(options)
+    mesh = process_mesh.mesh_of(options)
 
     def load() -> LoadedModel:
         return models.load(options.model, dtype=options.dtype, mesh=mesh)
@@ -138,7 +139,7 @@ def run(options: argparse.Namespace, sampling: dict[str, Any]) -> int:
     return run_job(options, sampling, load, branches)
 
 
-def _run_on(found: fleet.Fleet, options: argparse.Namespace, sampling: dict[str, Any]) -> int:
+def _run_on(found: ray_pool.Fleet, options: argparse.Namespace, sampling: dict[str, Any]) -> int:
     """Runs a job on replicas, which load the model themselves; what is read here has no
     parameters."""
     node = NodeModel.of(options)

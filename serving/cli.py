@@ -11,8 +11,9 @@ from typing import Any
 from jaxshare import __version__
 from jaxshare.decoding.sampling import Sampler
 from jaxshare.paths import check_file, check_folder
-from jaxshare.serving import batch, devices, tune_command
+from jaxshare.serving import batch, tune_command
 from jaxshare.serving.agents import command as agents_command
+from jaxshare.serving.cluster import process_mesh
 from jaxshare.serving.evaluation import command as evaluate_command
 from jaxshare.serving.evaluation import judge_command
 from jaxshare.serving.saves import has_saves
@@ -105,8 +106,8 @@ def _parser() -> argparse.ArgumentParser:
         "--max-new-tokens", type=int, default=64, help="most tokens of a completion (default 64)"
     )
     _sampling_arguments(generate)
-    devices.add_arguments(generate)
-    devices.add_process_arguments(generate)
+    process_mesh.add_arguments(generate)
+    process_mesh.add_process_arguments(generate)
     generate.add_argument(
         "--seed",
         type=int,
@@ -119,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="one JSON object on stdout; with --chat and no prompt, one a line",
     )
-    generate.set_defaults(run=devices.together(_generate))
+    generate.set_defaults(run=process_mesh.together(_generate))
 
     workers = commands.add_parser(
         "workers",
@@ -183,8 +184,8 @@ def _parser() -> argparse.ArgumentParser:
         "--move", choices=MOVES, default="rotate", help="how finished steps get to the history"
     )
     _sampling_arguments(workers)
-    devices.add_arguments(workers, groups="sessions (there is one)")
-    devices.add_process_arguments(workers)
+    process_mesh.add_arguments(workers, groups="sessions (there is one)")
+    process_mesh.add_process_arguments(workers)
     workers.add_argument(
         "--seed",
         type=int,
@@ -221,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     workers.add_argument(
         "--json", action="store_true", help="one JSON object on stdout, everything else on stderr"
     )
-    workers.set_defaults(run=devices.together(_workers))
+    workers.set_defaults(run=process_mesh.together(_workers))
 
     jobs = commands.add_parser(
         "batch",
@@ -364,11 +365,11 @@ def _generate(options: argparse.Namespace) -> int:
         else _text("prompt", options.prompt, options.prompt_file, " or --chat")
     )
 
-    if text is None and devices.is_together(options):
+    if text is None and process_mesh.is_together(options):
         raise ValueError(
             "a dialogue from stdin is one process's; give --prompt to run it on several"
         )
-    mesh = devices.mesh_of(options)
+    mesh = process_mesh.mesh_of(options)
 
     from jaxshare import models
 
@@ -420,7 +421,7 @@ def _workers(options: argparse.Namespace) -> int:
     if options.show_prompt:
         return preview.run(options, problem, names, format)
     begun = _begun(options)
-    if not devices.is_together(options) or devices.speaks():
+    if not process_mesh.is_together(options) or process_mesh.speaks():
         for option, file in (("--save", options.save), ("--trace", options.trace)):
             check_file(option, file)
     check_folder("--checkpoint", options.checkpoint)
@@ -430,7 +431,7 @@ def _workers(options: argparse.Namespace) -> int:
             "--tensor and --kv, or solve many problems side by side with `jaxshare evaluate "
             f"--data {options.data}`"
         )
-    mesh = devices.mesh_of(options)
+    mesh = process_mesh.mesh_of(options)
 
     import dataclasses
 
@@ -526,7 +527,7 @@ def _workers(options: argparse.Namespace) -> int:
     if options.json:
         # before anything is written, which may fail
         print(json.dumps(result.as_json()), flush=True)
-    if devices.speaks():
+    if process_mesh.speaks():
         if snapshot:
             unwritten += _save("snapshot", snapshot, "--save", options.save)
         if options.trace:
@@ -558,7 +559,7 @@ def _run_session(
                 )
             except SaveError as error:
                 # the others would wait for this one's part of the next save
-                if devices.is_together(options):
+                if process_mesh.is_together(options):
                     raise
                 print(
                     f"jaxshare: --checkpoint: {error}; the session goes on without saves",
@@ -624,8 +625,8 @@ def _calibrate(options: argparse.Namespace) -> int:
     import dataclasses
 
     from jaxshare import models
-    from jaxshare.serving import calibration
     from jaxshare.serving.kvcache import sharing_cost
+    from jaxshare.serving.tuning import calibration
 
     check_file(
         "the file in the cache folder JAXSHARE_CACHE", sharing_cost.costs_file(), makes_folder=True
@@ -735,7 +736,7 @@ def _answer(
     ) as bar:
 
         def show(run: Any) -> None:
-            if notes and devices.speaks():
+            if notes and process_mesh.speaks():
                 for note in run.notes:
                     bar.write(f"jaxshare: {note}", file=sys.stderr)
             notes.clear()

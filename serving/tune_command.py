@@ -12,8 +12,8 @@ from tqdm import tqdm
 from jaxshare.pallas.device import Device, current_device
 from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, Tiles, tiles_file
 from jaxshare.paths import check_file
-from jaxshare.serving import tuning
-from jaxshare.serving.tuning import DTYPES, QUICK, QUICK_ROWS, ROWS, Effort, Outcome, Shape
+from jaxshare.serving.tuning import kernels
+from jaxshare.serving.tuning.kernels import DTYPES, QUICK, QUICK_ROWS, ROWS, Effort, Outcome, Shape
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,26 +83,26 @@ def run(options: argparse.Namespace, rows: Sequence[int]) -> int:
     outcomes, file = [], options.output or tiles_file()
     unkept: OSError | None = None
     with tqdm(
-        total=tuning.num_measurements(shape, device, rows, backends),
+        total=kernels.num_measurements(shape, device, rows, backends),
         unit=" kernels",
         leave=False,
         disable=None,
     ) as bar:
         # What is found is kept at once, so that ending the program early loses no more than what
         # was under way.
-        for outcome in tuning.tune(
+        for outcome in kernels.tune(
             shape,
             device,
             rows,
             backends,
             QUICK if options.quick else Effort(),
-            tuning.prepare,
+            kernels.prepare,
             bar.update,
         ):
             outcomes.append(outcome)
             try:
                 if outcome.best:
-                    tuning.save(device, {outcome.key: outcome.best}, file)
+                    kernels.save(device, {outcome.key: outcome.best}, file)
             except OSError as error:  # what was measured is shown at the end all the same
                 unkept = error
     if not any(outcome.best for outcome in outcomes):

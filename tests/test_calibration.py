@@ -8,12 +8,13 @@ import json
 import numpy as np
 import pytest
 
-from jaxshare.serving import calibration, cli
+from jaxshare.serving import cli
 from jaxshare.serving.branches.prompt_tree import Prompt
 from jaxshare.serving.branches.sharing_plan import arrange, fold
-from jaxshare.serving.calibration import Point
 from jaxshare.serving.kvcache import sharing_cost
 from jaxshare.serving.kvcache.sharing_cost import Costs
+from jaxshare.serving.tuning import calibration
+from jaxshare.serving.tuning.calibration import Point
 from tests.test_branches import model
 
 KNOWN = Costs(

@@ -16,8 +16,8 @@ from jaxshare.models import Generation, LoadedModel
 from jaxshare.serving.branches.data_parallel import Replicas
 from jaxshare.serving.branches.generate import generate
 from jaxshare.serving.branches.run import Branches
+from jaxshare.serving.cluster.shards import Cost, Shards
 from jaxshare.serving.engine import Engine
-from jaxshare.serving.shards import Cost, Shards
 from tests.helpers import TINY, tiny_params
 
 SPANS = st.recursive(st.just([]), lambda inside: st.lists(inside, max_size=3), max_leaves=12)
@@ -150,7 +150,7 @@ def test_shards_report_the_replica_that_compiled_longest():
             pass
 
         def run(self, shards):
-            from jaxshare.serving.fleet import Result
+            from jaxshare.serving.cluster.ray_pool import Result
 
             time.sleep(0.2)
             for replica, compiled in ((0, 0.02), (1, 0.03), (0, 0.04)):

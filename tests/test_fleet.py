@@ -18,9 +18,9 @@ import ray.cloudpickle
 
 from jaxshare.serving import cli
 from jaxshare.serving.branches.prompt_tree import Prompt, read_prompts
-from jaxshare.serving.fleet import Fleet
-from jaxshare.serving.nodes import NodeModel
-from jaxshare.serving.shards import cut
+from jaxshare.serving.cluster.model_spec import NodeModel
+from jaxshare.serving.cluster.ray_pool import Fleet
+from jaxshare.serving.cluster.shards import cut
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not find the tests
 
@@ -477,9 +477,7 @@ def test_ray_that_is_not_installed_is_named(monkeypatch, capsys, tmp_path):
 
 
 def test_ray_is_imported_only_where_it_is_asked_for():
-    program = (
-        "import sys, jaxshare.serving.cli, jaxshare.serving.shards; print('ray' in sys.modules)"
-    )
+    program = "import sys, jaxshare.serving.cli, jaxshare.serving.cluster.shards; print('ray' in sys.modules)"
     assert (
         subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -9,9 +9,10 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 
 from jaxshare import __version__, models
-from jaxshare.serving import calibration, cli
+from jaxshare.serving import cli
 from jaxshare.serving.kvcache import sharing_cost
 from jaxshare.serving.saves import SaveError, Saves
+from jaxshare.serving.tuning import calibration
 from jaxshare.serving.workers import inspection
 from jaxshare.serving.workers.inspection import Extent, Listed, Snapshot
 from jaxshare.serving.workers.results import Answer, Result

@@ -13,7 +13,8 @@ import time
 
 import pytest
 
-from jaxshare.serving import cli, devices
+from jaxshare.serving import cli
+from jaxshare.serving.cluster import process_mesh
 
 COMMAND = [
     "generate",
@@ -135,7 +136,7 @@ def test_a_process_that_is_lost_ends_the_other_within_a_minute(lost):
 
 
 def test_a_coordinator_that_nobody_answers_is_an_error(monkeypatch, capsys):
-    monkeypatch.setattr(devices, "_JOIN_SECONDS", 1)
+    monkeypatch.setattr(process_mesh, "_JOIN_SECONDS", 1)
     port = free_port()
     nobody = rf"nobody answers at the coordinator's address, 127.0.0.1:{port} \(.*refused\); start all 2 processes within 1 seconds"
     for address, message in (

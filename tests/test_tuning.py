@@ -11,8 +11,9 @@ from jaxshare.attention import api
 from jaxshare.pallas import tiles
 from jaxshare.pallas.device import H200, Device, assume_device
 from jaxshare.pallas.tiles import Key, MosaicTiles, TritonTiles, choose_mosaic, choose_triton
-from jaxshare.serving import cli, tuning
-from jaxshare.serving.tuning import Effort, Pass, Shape
+from jaxshare.serving import cli
+from jaxshare.serving.tuning import kernels
+from jaxshare.serving.tuning.kernels import Effort, Pass, Shape
 
 SHAPE = ("--heads", "32", "--kv-heads", "4", "--head-dim", "128")  # G = 8
 SLOW, FAST = MosaicTiles(128, 2, 1), MosaicTiles(64, 5, 1)
@@ -38,7 +39,7 @@ class Clock:
     def __init__(self):
         self.jobs, self.runs = [], []
 
-    def __call__(self, job: Pass, backend: str, choice: tiles.Tiles) -> tuning.Run:
+    def __call__(self, job: Pass, backend: str, choice: tiles.Tiles) -> kernels.Run:
         self.jobs.append((job, backend, choice))
         if choice == SLOW:
             raise RuntimeError("ptxas: too many registers\nand more lines")
@@ -61,7 +62,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(tuning, "prepare", clock)
+    monkeypatch.setattr(kernels, "prepare", clock)
     return clock
 
 
@@ -150,7 +151,7 @@ def test_the_table_that_is_printed(capsys, clock, folder):
         "left out: mosaic_gpu, tile 128, stages 2, query stages 1 and 2 more: RuntimeError: ptxas: "
         "too many registers\n" in err
     )
-    assert {job.effort for job, _, _ in clock.jobs} == {tuning.QUICK}
+    assert {job.effort for job, _, _ in clock.jobs} == {kernels.QUICK}
 
 
 def test_what_the_file_holds_for_other_shapes_and_devices_stays(capsys, clock, folder, tmp_path):
@@ -206,7 +207,7 @@ def test_a_backend_that_cannot_serve_is_left_out(capsys, clock, monkeypatch):
             raise NotImplementedError("it runs on GPUs of compute capability 9.0")
         return clock(job, backend, choice)
 
-    monkeypatch.setattr(tuning, "prepare", prepare)
+    monkeypatch.setattr(kernels, "prepare", prepare)
     code, out, err = run(capsys, *SHAPE, "--rows", "1")
     assert code == 0 and "nothing could be measured" in out.splitlines()[2]
     assert (
@@ -227,7 +228,7 @@ def test_a_pass_that_does_not_fit_the_gpu_does_not_count(capsys, clock, monkeypa
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return clock(job, backend, choice)
 
-    monkeypatch.setattr(tuning, "prepare", prepare)
+    monkeypatch.setattr(kernels, "prepare", prepare)
     assert run(capsys, *SHAPE, "--rows", "64", "--backend", "mosaic_gpu")[0] == 0
     assert choose_mosaic(H200, 128, 8, 512, "bfloat16") == FAST
 
@@ -238,7 +239,7 @@ def test_what_was_found_before_an_interruption_is_kept(capsys, clock, monkeypatc
             raise KeyboardInterrupt
         return clock(job, backend, choice)
 
-    monkeypatch.setattr(tuning, "prepare", prepare)
+    monkeypatch.setattr(kernels, "prepare", prepare)
     assert run(capsys, *SHAPE, "--rows", "64,256")[0] == 130
     assert choose_mosaic(H200, 128, 8, 512, "bfloat16") == FAST
 
@@ -254,7 +255,7 @@ def test_a_disk_that_is_full_costs_no_measurement(capsys, clock, monkeypatch):
     def save(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tuning, "save", save)
+    monkeypatch.setattr(kernels, "save", save)
     code, out, err = run(capsys, *SHAPE, "--rows", "1,64", "--backend", "mosaic_gpu", "--json")
     found = json.loads(out)
     assert (
@@ -365,9 +366,9 @@ SMALL = Pass(
 def one_layer():
     """In a turn of the measured loop, to compile less."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "_LAYERS", 1)
+        patch.setattr(kernels, "_LAYERS", 1)
         yield
-    tuning._inputs.cache_clear()
+    kernels._inputs.cache_clear()
 
 
 def test_measuring_compiles_with_the_tiles_and_takes_time(monkeypatch, one_layer):
@@ -381,7 +382,7 @@ def test_measuring_compiles_with_the_tiles_and_takes_time(monkeypatch, one_layer
     monkeypatch.setitem(api.BACKENDS, "triton", backend)
     for choice in (TritonTiles(16, 64, 4, 2), TritonTiles(16, 64, 4, 3)):
         seen.clear()
-        assert 0 < tuning.prepare(SMALL, "triton", choice)() < 60
+        assert 0 < kernels.prepare(SMALL, "triton", choice)() < 60
         assert set(seen) == {(choice, (3, 1, 4, 64))}
 
 
@@ -402,9 +403,9 @@ def test_wrong_answers_are_not_measured(monkeypatch, one_layer, how):
         ValueError, match=r"its answer differs from XLA's by \S+, relative; it is not used"
     ):
         # Warps that no other test asks for: what is traced for them is this test's own.
-        tuning.prepare(SMALL, "triton", TritonTiles(16, 64, 2 ** (4 + [*WRONG].index(how)), 2))
+        kernels.prepare(SMALL, "triton", TritonTiles(16, 64, 2 ** (4 + [*WRONG].index(how)), 2))
 
 
 def test_a_backend_that_is_not_for_this_device_says_why(one_layer):
     with pytest.raises(NotImplementedError, match="mosaic_gpu"):
-        tuning.prepare(SMALL, "mosaic_gpu", MosaicTiles(64, 2, 1))
+        kernels.prepare(SMALL, "mosaic_gpu", MosaicTiles(64, 2, 1))

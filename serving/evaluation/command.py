@@ -24,7 +24,9 @@ from jaxshare import models
 from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
 from jaxshare.paths import check_folder
-from jaxshare.serving import devices, fleet, records
+from jaxshare.serving import records
+from jaxshare.serving.cluster import process_mesh, ray_pool
+from jaxshare.serving.cluster.model_spec import NodeModel
 from jaxshare.serving.evaluation import plot, runs, scoring, tasks
 from jaxshare.serving.evaluation.arithmetic import QUESTIONS
 from jaxshare.serving.evaluation.baselines import METHODS
@@ -35,7 +37,6 @@ from jaxshare.serving.evaluation.scoring import Point, Score, Scorer
 from jaxshare.serving.evaluation.tasks import Task
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler
-from jaxshare.serving.nodes import NodeModel
 from jaxshare.serving.workers.endings import STOP_ON
 from jaxshare.serving.workers.layouts import LAYOUTS, MOVES
 from jaxshare.serving.workers.prompts import presets
@@ -156,8 +157,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="go on with the evaluation that has begun the folder"
     )
-    devices.add_arguments(parser, groups="runs")
-    fleet.add_arguments(parser)
+    process_mesh.add_arguments(parser, groups="runs")
+    ray_pool.add_arguments(parser)
     parser.add_argument(
         "--json", action="store_true", help="one JSON object on stdout, everything else on stderr"
     )
@@ -170,7 +171,7 @@ def run(
     budgets: Sequence[int],
 ) -> int:
     """Runs an evaluation, here or on a fleet; see `run_evaluation`."""
-    if found := fleet.of_options(options):
+    if found := ray_pool.of_options(options):
         node = NodeModel.of(options)
         with contextlib.ExitStack() as running:
 
@@ -178,7 +179,7 @@ def run(
                 return runs.execute_on(running.enter_context(found), node.load)
 
             return run_evaluation(options, sampling, workers, budgets, node.outline, executes)
-    mesh = devices.mesh_of(options)
+    mesh = process_mesh.mesh_of(options)
 
     def load() -> LoadedModel:
         return models.load(options.model, dtype=options.dtype, mesh=mesh)

@@ -27,9 +27,9 @@ from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving import records
+from jaxshare.serving.cluster.ray_pool import Fleet, Work
 from jaxshare.serving.evaluation.baselines import METHODS
 from jaxshare.serving.evaluation.tasks import Problem
-from jaxshare.serving.fleet import Fleet, Work
 from jaxshare.serving.workers.answers import AnswerRule, answer_rule, box_answers, has_entries
 
 ALONE = ("no-early-stop", "sequential", "skeleton-unlimited")

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxshare import models
 from jaxshare.models import LoadedModel
-from jaxshare.serving import devices
+from jaxshare.serving.cluster import process_mesh
 from jaxshare.serving.workers.layouts import MakeLayout, WorkersLayout, layout_maker
 from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.prompts.session_prompt import SessionTexts
@@ -120,7 +120,7 @@ def run(
     """
     model = models.outline(options.model)
     view = prompt_view(model, problem, names=names, layout=options.layout, format=format)
-    if devices.speaks():
+    if process_mesh.speaks():
         print(
             json.dumps(
                 {"model": options.model, "format": options.format, **dataclasses.asdict(view)}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxshare import models
 from jaxshare.models import LoadedModel
-from jaxshare.serving import devices
+from jaxshare.serving.cluster import process_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,5 +57,5 @@ class NodeModel:
                 f"there is no folder {self.path}; give every node the model at the same path, or "
                 "name it by a hub id"
             )
-        mesh = devices.mesh_of(argparse.Namespace(tensor=self.tensor, kv=self.kv))
+        mesh = process_mesh.mesh_of(argparse.Namespace(tensor=self.tensor, kv=self.kv))
         return models.load(self.path, dtype=self.dtype, mesh=mesh)

@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxshare.models.config_fields import first_line
 from jaxshare.models.loading import environment
-from jaxshare.serving.devices import sizes_of
+from jaxshare.serving.cluster.process_mesh import sizes_of
 
 Work = Callable[[Any, Collection[Hashable]], Iterator[tuple[Hashable, Any]]]
 """Does a piece: yields keys and values. Its second argument are keys that have arrived already,

@@ -15,7 +15,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.serving.branches.prompt_tree import Prompt, Prompts, read_prompts
 from jaxshare.serving.branches.run import Branches, Completion
 from jaxshare.serving.branches.sharing_plan import fold, unique_tokens
-from jaxshare.serving.fleet import Fleet, Work
+from jaxshare.serving.cluster.ray_pool import Fleet, Work
 from jaxshare.serving.inputs import encode
 
 _SHARDS_OF_A_REPLICA = 4
