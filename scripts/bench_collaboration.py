@@ -23,7 +23,7 @@ from typing import Any
 from benchlib import Goal, Parser, command, finish, machine, table, versions
 from tqdm import tqdm
 
-from jaxshare.serving import cli
+from jaxshare.serving.cli import main as cli
 from jaxshare.serving.evaluation import Point, plot
 from jaxshare.serving.evaluation.arithmetic_forms import FORMS
 

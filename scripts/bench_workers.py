@@ -52,7 +52,8 @@ from jaxshare import DecodeState, KVCache, Layout, decode
 from jaxshare.attention.api import block_attention
 from jaxshare.attention.plan import Plan, make_plan
 from jaxshare.models import LoadedModel, load
-from jaxshare.serving import Workers, demo
+from jaxshare.serving import Workers
+from jaxshare.serving.cli import demo
 from jaxshare.serving.evaluation import arithmetic
 
 MODEL = bench_decode.MODEL | {"max_position_embeddings": 32768}

@@ -40,10 +40,10 @@ from jaxshare.models.layers import Decoder
 from jaxshare.models.loading import local_folder
 from jaxshare.paths import check_folder
 from jaxshare.serving import Format
+from jaxshare.serving.checkpoints import Saved, Saves, has_saves, leaves
 from jaxshare.serving.evaluation import Point, Scorer, load_task, passes_to, pieces, points, solve
 from jaxshare.serving.evaluation.arithmetic import MOST_QUESTIONS, QUESTIONS, SEPARATOR
 from jaxshare.serving.evaluation.mathematics import Mathematician
-from jaxshare.serving.saves import Saved, Saves, has_saves, leaves
 from jaxshare.serving.workers.layouts import worker_names
 
 QUESTION = " Am I redundant?"

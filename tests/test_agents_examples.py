@@ -15,10 +15,10 @@ import pytest
 
 from jaxshare import models
 from jaxshare.models import Generation, LoadedModel
-from jaxshare.serving import cli
 from jaxshare.serving.agents import Runtime
 from jaxshare.serving.agents.backends import EngineModel
 from jaxshare.serving.agents.search_log import Trace
+from jaxshare.serving.cli import main
 from tests.helpers import TINY, init
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -299,7 +299,7 @@ def test_the_engine_runs_the_examples_where_the_model_has_nothing_to_say():
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
-    code = cli.main(["agents", "run", *arguments])
+    code = main.main(["agents", "run", *arguments])
     return code, *capsys.readouterr()
 
 

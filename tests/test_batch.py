@@ -19,7 +19,7 @@ import pytest
 
 from jaxshare import Sampler
 from jaxshare.models import Generation
-from jaxshare.serving import batch
+from jaxshare.serving.cli import batch
 
 BOS, USER, REPLY = 256, 257, 258
 CONTEXT, VOCAB = 100, 300
@@ -768,7 +768,7 @@ def begin(folder: Path, name: str, *more: str) -> subprocess.Popen:
             [
                 sys.executable,
                 "-m",
-                "jaxshare.serving.cli",
+                "jaxshare.serving.cli.main",
                 "batch",
                 "embedded",
                 "--input",

@@ -18,10 +18,10 @@ from jaxshare import Sampler
 from jaxshare.attention.plan import make_plan
 from jaxshare.models import EMBEDDED, LoadedModel
 from jaxshare.seeds import stream_seed
-from jaxshare.serving import demo
 from jaxshare.serving.branches.generate import Completions, generate
 from jaxshare.serving.branches.prompt_tree import Branch, Prompts
 from jaxshare.serving.branches.run import Branches, Completion
+from jaxshare.serving.cli import demo
 from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.kvcache.sharing_cost import Costs
 

@@ -8,9 +8,9 @@ import json
 import numpy as np
 import pytest
 
-from jaxshare.serving import cli
 from jaxshare.serving.branches.prompt_tree import Prompt
 from jaxshare.serving.branches.sharing_plan import arrange, fold
+from jaxshare.serving.cli import main
 from jaxshare.serving.kvcache import sharing_cost
 from jaxshare.serving.kvcache.sharing_cost import Costs
 from jaxshare.serving.tuning import calibration
@@ -254,7 +254,7 @@ def test_what_was_chosen_is_said(tmp_path, monkeypatch):
 def test_the_command_measures_keeps_and_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAXSHARE_CACHE", str(tmp_path))
     monkeypatch.setattr(calibration.calibrate, "__defaults__", ((2,), (64, 256), iter))
-    assert cli.main(["calibrate", "embedded", "--json"]) == 0
+    assert main.main(["calibrate", "embedded", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert {(p["rows"], p["prefix"], p["shared"]) for p in result["points"]} == {
         (2, p, s) for p in (64, 256) for s in (True, False)

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxshare.models import EMBEDDED, load, orbax_io
 from jaxshare.models.safetensors_io import CheckpointError
-from jaxshare.serving import cli
+from jaxshare.serving.cli import main
 from jaxshare.sharding import make_mesh
 
 
@@ -38,7 +38,7 @@ def equal(one, other):
 
 
 def test_converted_and_back_every_bit_is_the_same(folder, tmp_path, capsys):
-    assert cli.main(["convert", str(folder), str(tmp_path / "back"), "--json"]) == 0
+    assert main.main(["convert", str(folder), str(tmp_path / "back"), "--json"]) == 0
     out = json.loads(capsys.readouterr().out)
     other = tmp_path / "other"
     other.touch()
@@ -114,9 +114,9 @@ def test_it_is_restored_straight_onto_a_mesh(folder, sizes):
 
 
 def test_what_cannot_be_converted_is_refused(folder, tmp_path, capsys):
-    assert cli.main(["convert", str(EMBEDDED), str(folder)]) == 1
+    assert main.main(["convert", str(EMBEDDED), str(folder)]) == 1
     assert f"{folder} exists; give a folder that does not" in capsys.readouterr().err
-    assert cli.main(["convert", str(tmp_path / "nothing"), str(tmp_path / "target")]) == 1
+    assert main.main(["convert", str(tmp_path / "nothing"), str(tmp_path / "target")]) == 1
     assert (
         "has no config.json: a model folder holds config.json and model.safetensors"
         in capsys.readouterr().err
@@ -173,7 +173,7 @@ def test_a_damaged_checkpoint_gets_one_sentence(folder, tmp_path):
         ["convert", str(broken), str(tmp_path / "target")],
     ):
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "jaxshare.serving.cli", *arguments],
+            [sys.executable, "-P", "-m", "jaxshare.serving.cli.main", *arguments],
             capture_output=True,
             text=True,
             check=False,

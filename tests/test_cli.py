@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from jaxshare import models
-from jaxshare.serving import cli
+from jaxshare.serving.cli import main
 
 QUESTION = "Solve these problems and return comma-separated answers \\boxed{answer1, ..., answer5}:\n1. 47 + 38"
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
-    code = cli.main(arguments)
+    code = main.main(arguments)
     return code, *capsys.readouterr()
 
 
@@ -47,7 +47,7 @@ def test_generate_says_what_it_chose_and_warns_of_equal_texts():
         [
             sys.executable,
             "-m",
-            "jaxshare.serving.cli",
+            "jaxshare.serving.cli.main",
             "generate",
             "embedded",
             "--prompt",
@@ -167,14 +167,14 @@ def test_mistakes_get_one_sentence(capsys, broken, arguments, words):
 def test_unknown_commands_and_options_exit_2():
     for arguments in (["fly"], [], ["generate", "embedded", "--prompt", "x", "--n", "many"]):
         with pytest.raises(SystemExit) as stop:
-            cli.main(arguments)
+            main.main(arguments)
         assert stop.value.code == 2
 
 
 @pytest.mark.slow
 def test_demo_json(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "jaxshare.serving.cli", "demo", "--json"],
+        [sys.executable, "-m", "jaxshare.serving.cli.main", "demo", "--json"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

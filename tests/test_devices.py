@@ -9,7 +9,8 @@ import pytest
 
 from jaxshare import Sampler
 from jaxshare.models import EMBEDDED, load
-from jaxshare.serving import Branch, Prefixes, Workers, cli, generate
+from jaxshare.serving import Branch, Prefixes, Workers, generate
+from jaxshare.serving.cli import main
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.workers.inspection import attention_mass
@@ -213,7 +214,7 @@ def test_a_batch_over_data_groups_writes_the_file_of_one_device(tmp_path, capsys
 
     def run(name, *more):
         assert (
-            cli.main(
+            main.main(
                 [
                     "batch",
                     "embedded",
@@ -270,7 +271,7 @@ def test_a_batch_over_data_groups_writes_the_file_of_one_device(tmp_path, capsys
     ],
 )
 def test_devices_that_are_not_there_are_an_error(command, message, capsys):
-    assert cli.main(command) == 1
+    assert main.main(command) == 1
     assert message in capsys.readouterr().err
 
 
@@ -287,7 +288,7 @@ def test_generate_runs_on_a_mesh_from_the_command_line(capsys):
     ]
     found = []
     for more in ([], ["--tensor", "2", "--kv", "2", "--data", "2"]):
-        assert cli.main([*command, *more]) == 0
+        assert main.main([*command, *more]) == 0
         found.append(json.loads(capsys.readouterr().out)["completions"][0]["tokens"])
     assert found[0] == found[1]
 
@@ -314,7 +315,7 @@ def test_an_evaluation_over_data_groups_comes_to_what_it_comes_to_on_one_device(
     ]
     found = []
     for name, more in (("mesh", ["--data", "2"]), ("alone", [])):
-        assert cli.main([*command, "--out", str(tmp_path / name), *more]) == 0
+        assert main.main([*command, "--out", str(tmp_path / name), *more]) == 0
         runs = map(json.loads, (tmp_path / name / "runs.jsonl").read_text().splitlines())
         texts = {
             (run["workers"], run["problem"]): (run["result"]["workers"], run["result"]["answers"])
@@ -325,7 +326,7 @@ def test_an_evaluation_over_data_groups_comes_to_what_it_comes_to_on_one_device(
 
 
 def test_a_session_is_one_group_of_rows(capsys):
-    assert cli.main(["workers", "no-such-model", "--problem", "1 + 1", "--data", "2"]) == 1
+    assert main.main(["workers", "no-such-model", "--problem", "1 + 1", "--data", "2"]) == 1
     assert (
         "--data is 2, but a session is one group of rows; spread it with" in capsys.readouterr().err
     )

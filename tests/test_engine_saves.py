@@ -10,8 +10,8 @@ import pytest
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.models.generation_config import Generation
+from jaxshare.serving.checkpoints import SaveError, Saves
 from jaxshare.serving.engine import ClosedError, Engine, EngineError
-from jaxshare.serving.saves import SaveError, Saves
 from jaxshare.sharding import make_mesh
 from tests.helpers import init
 from tests.test_engine import (

@@ -17,14 +17,14 @@ import pytest
 
 from jaxshare import Sampler
 from jaxshare.models import EMBEDDED, Generation, load
-from jaxshare.serving import COLLABORATIVE, PLAIN, Format, cli
+from jaxshare.serving import COLLABORATIVE, PLAIN, Format
+from jaxshare.serving.cli import evaluate, main
 from jaxshare.serving.evaluation import (
     Mathematician,
     Point,
     Problem,
     Run,
     arithmetic,
-    command,
     load_task,
     passes_to,
     pieces,
@@ -415,7 +415,7 @@ class Letters:
 @pytest.fixture
 def evaluation(tmp_path, capsys, monkeypatch):
     """Runs an evaluation: evaluation(options...) -> (exit code, stdout, stderr)."""
-    monkeypatch.setattr(command, "Mathematician", Letters)
+    monkeypatch.setattr(evaluate, "Mathematician", Letters)
     rows = [
         {"problem": f"Twice {a}, twice {b}", "answer": [str(2 * a), str(2 * b)], "id": name}
         for name, (a, b) in PROBLEMS.items()
@@ -434,7 +434,7 @@ def evaluation(tmp_path, capsys, monkeypatch):
         out: str = "out",
     ):
         parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
+        evaluate.add_arguments(parser)
         options = parser.parse_args(
             [
                 "some/model",
@@ -449,7 +449,7 @@ def evaluation(tmp_path, capsys, monkeypatch):
         )
         options.dtype = None
         run.stand = stand or Stand()
-        code = command.run_evaluation(
+        code = evaluate.run_evaluation(
             options, dict(sampling), workers, budgets, load or (lambda: model), run.stand
         )
         return code, *capsys.readouterr()
@@ -516,7 +516,7 @@ def test_an_evaluation_by_hand(evaluation):
 
 @pytest.mark.parametrize("full", ["scores.jsonl", "result.json", "table.txt"])
 def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch, capsys, full):
-    write = command.records.write
+    write = evaluate.records.write
 
     def failing(path, lines, do):
         if path.name == full:
@@ -525,7 +525,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch,
             )
         write(path, lines, do)
 
-    monkeypatch.setattr(command.records, "write", failing)
+    monkeypatch.setattr(evaluate.records, "write", failing)
     with pytest.raises(ValueError, match=rf"{full} cannot be written .*--resume goes on"):
         evaluation("--json")
     found = json.loads(capsys.readouterr().out)
@@ -536,7 +536,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch,
         and found["seconds"] > 0
     )
     monkeypatch.undo()
-    monkeypatch.setattr(command, "Mathematician", Letters)
+    monkeypatch.setattr(evaluate, "Mathematician", Letters)
     code, out, _ = evaluation("--json", "--resume")
     again = json.loads(out)
     assert code == 0 and again["points"] == found["points"] and again["resumed"] == 6
@@ -544,7 +544,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch,
 
 def test_answers_are_compared_as_mathematics_by_math_verify(evaluation, monkeypatch):
     pytest.importorskip("math_verify")
-    monkeypatch.setattr(command, "Mathematician", Mathematician)
+    monkeypatch.setattr(evaluate, "Mathematician", Mathematician)
     rows = [{"problem": "x", "answer": "0.5"}, {"problem": "y", "answer": ["1/2", "70000"]}]
     (evaluation.folder / "own.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
@@ -1026,7 +1026,7 @@ def begin(folder: Path, name: str, *more: str) -> subprocess.Popen:
             [
                 sys.executable,
                 "-m",
-                "jaxshare.serving.cli",
+                "jaxshare.serving.cli.main",
                 "evaluate",
                 "embedded",
                 "--task",
@@ -1099,7 +1099,7 @@ def test_the_command_line(capsys, tmp_path):
         (["--budgets", "64", "--tensor", "0"], "--tensor is 0"),
     ):
         assert (
-            cli.main(
+            main.main(
                 [
                     "evaluate",
                     "embedded",

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import ray.cloudpickle
 
-from jaxshare.serving import cli
 from jaxshare.serving.branches.prompt_tree import Prompt, read_prompts
+from jaxshare.serving.cli import main
 from jaxshare.serving.cluster.model_spec import NodeModel
 from jaxshare.serving.cluster.ray_pool import Fleet
 from jaxshare.serving.cluster.shards import cut
@@ -289,7 +289,7 @@ def begin(folder: Path, name: str, *more: str) -> subprocess.Popen:
         [
             sys.executable,
             "-m",
-            "jaxshare.serving.cli",
+            "jaxshare.serving.cli.main",
             *job(folder),
             "--output",
             str(folder / name),
@@ -323,7 +323,7 @@ def test_a_job_that_loses_a_replica_writes_what_an_unbroken_one_does(cluster, tm
     replicas = [p for p, name in below(pid).items() if "_Replica" in name]
     before = lines(tmp_path / "fleet")
     os.kill(replicas[0], signal.SIGKILL)
-    assert cli.main([*job(tmp_path), "--output", str(tmp_path / "alone")]) == 0
+    assert main.main([*job(tmp_path), "--output", str(tmp_path / "alone")]) == 0
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0 and len(replicas) == 2 and before < 32, err
     assert "is lost" in err and json.loads(out)["completions"] == 32
@@ -332,7 +332,7 @@ def test_a_job_that_loses_a_replica_writes_what_an_unbroken_one_does(cluster, tm
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_cluster_that_was_started_and_resume_goes_on(tmp_path):
-    assert cli.main([*job(tmp_path), "--output", str(tmp_path / "alone")]) == 0
+    assert main.main([*job(tmp_path), "--output", str(tmp_path / "alone")]) == 0
     process = begin(tmp_path, "fleet", "--ray")
     wait_for(lambda: lines(tmp_path / "fleet") >= 2 or process.poll() is not None)
     started = below(process.pid)
@@ -380,7 +380,7 @@ def test_a_job_that_loses_a_node_goes_on_with_the_others(tmp_path):
         wait_for(lambda: lines(tmp_path / "fleet") >= 2 or process.poll() is not None)
         nodes.stdin.write("\n")
         nodes.stdin.flush()
-        assert cli.main([*job(tmp_path), "--output", str(tmp_path / "alone")]) == 0
+        assert main.main([*job(tmp_path), "--output", str(tmp_path / "alone")]) == 0
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0 and "is lost" in err, err
         equal(tmp_path / "fleet", tmp_path / "alone")
@@ -408,7 +408,7 @@ def test_an_evaluation_on_replicas_comes_to_what_it_comes_to_here(cluster, tmp_p
     ]
     found = []
     for name, more in (("fleet", ["--ray", address]), ("here", [])):
-        assert cli.main([*command, "--out", str(tmp_path / name), *more]) == 0
+        assert main.main([*command, "--out", str(tmp_path / name), *more]) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert found[0]["points"] == found[1]["points"] and len(found[0]["points"]) == 4
 
@@ -464,7 +464,7 @@ def test_what_cannot_be_is_said_at_once_and_leaves_nothing_behind(
 ):
     port, clock = str(free_port()), time.monotonic()
     arguments = [argument.replace("{port}", port) for argument in arguments]
-    assert cli.main([*job(tmp_path), "--output", str(tmp_path / "out"), *arguments]) == 1
+    assert main.main([*job(tmp_path), "--output", str(tmp_path / "out"), *arguments]) == 1
     out, err = capsys.readouterr()
     assert words.replace("{port}", port) in err and out == "" and time.monotonic() - clock < 15
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
@@ -472,12 +472,12 @@ def test_what_cannot_be_is_said_at_once_and_leaves_nothing_behind(
 
 def test_ray_that_is_not_installed_is_named(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert cli.main([*job(tmp_path), "--output", str(tmp_path / "out"), "--ray"]) == 1
+    assert main.main([*job(tmp_path), "--output", str(tmp_path / "out"), "--ray"]) == 1
     assert "Ray, which is not installed: pip install 'jaxshare[ray]'" in capsys.readouterr().err
 
 
 def test_ray_is_imported_only_where_it_is_asked_for():
-    program = "import sys, jaxshare.serving.cli, jaxshare.serving.cluster.shards; print('ray' in sys.modules)"
+    program = "import sys, jaxshare.serving.cli.main, jaxshare.serving.cluster.shards; print('ray' in sys.modules)"
     assert (
         subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=True

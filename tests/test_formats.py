@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxshare import models
 from jaxshare.models import ConfigError
-from jaxshare.serving import cli, demo
+from jaxshare.serving.cli import demo, main
 from jaxshare.serving.evaluation.baselines import sequential
 from jaxshare.serving.workers.prompts.format import COLLABORATIVE, PLAIN, Format, collaborative
 from jaxshare.serving.workers.prompts.presets import FORMATS, OPTIONS, format_named, format_of
@@ -297,7 +297,7 @@ def test_names_that_there_are_not(name, words, capsys):
         ("workers", "nowhere", "--problem", "x"),
         ("evaluate", "nowhere", "--task", "sums", "--budgets", "8", "--out", "o"),
     ):
-        assert cli.main([*command, "--format", name]) == 1
+        assert main.main([*command, "--format", name]) == 1
         assert re.search(words, capsys.readouterr().err)
 
 
@@ -386,7 +386,7 @@ def test_a_baseline_is_told_the_problem_alone_in_the_chat_of_the_family(monkeypa
 
 
 def show(capsys, *arguments: str) -> tuple[int, str, str]:
-    code = cli.main(["workers", *arguments, "--problem", PROBLEM, "--show-prompt"])
+    code = main.main(["workers", *arguments, "--problem", PROBLEM, "--show-prompt"])
     return code, *capsys.readouterr()
 
 
@@ -506,12 +506,12 @@ def test_a_saved_session_goes_on_with_its_own_prompts(tmp_path, capsys):
     file.write_text(
         json.dumps(texts | {"system": "{names} share.", "chat_template_kwargs": {"a": [1, None]}})
     )
-    assert cli.main([*command, *saved, "--format", str(file)]) == 0
+    assert main.main([*command, *saved, "--format", str(file)]) == 0
     written = json.loads(capsys.readouterr().out)["workers"]
     for again in (["--format", str(file)], []):
-        assert cli.main([*command, *saved, *again, "--resume"]) == 0
+        assert main.main([*command, *saved, *again, "--resume"]) == 0
         assert json.loads(capsys.readouterr().out)["workers"] == written
-    assert cli.main([*command, *saved, "--resume", "--format", "qwen3"]) == 1
+    assert main.main([*command, *saved, "--resume", "--format", "qwen3"]) == 1
     assert (
         "has other prompts than --format qwen3; give the same command, or another --checkpoint"
         in capsys.readouterr().err
@@ -521,7 +521,7 @@ def test_a_saved_session_goes_on_with_its_own_prompts(tmp_path, capsys):
 def test_the_list_of_presets(capsys):
     for command in ("workers", "evaluate"):
         with pytest.raises(SystemExit) as end:
-            cli.main([command, "--list-formats"])
+            main.main([command, "--list-formats"])
         assert end.value.code == 0
         out = capsys.readouterr().out
         assert all(re.search(rf"^  {re.escape(name)} +\S", out, re.MULTILINE) for name in FORMATS)

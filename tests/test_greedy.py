@@ -14,7 +14,8 @@ import pytest
 
 from jaxshare import Sampler, models
 from jaxshare.models.generation_config import Generation
-from jaxshare.serving import Branches, Workers, cli, demo, greedy
+from jaxshare.serving import Branches, Workers, greedy
+from jaxshare.serving.cli import demo, main
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.evaluation.baselines import sequential
 from jaxshare.serving.greedy import warn_of_greedy
@@ -144,7 +145,7 @@ COMMANDS = {
 )
 def test_every_command_that_samples_says_so_once(command, folder, warnings, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    assert cli.main([command, "Qwen3-tiny", *COMMANDS[command], "--temperature", "0"]) == 0
+    assert main.main([command, "Qwen3-tiny", *COMMANDS[command], "--temperature", "0"]) == 0
     assert len(warnings()) == 1 and "Qwen3-tiny is decoded greedily" in warnings()[0]
     capsys.readouterr()
 
@@ -162,7 +163,7 @@ def test_it_is_on_stderr_and_not_on_stdout(folder, model, more, count):
     command = [
         sys.executable,
         "-m",
-        "jaxshare.serving.cli",
+        "jaxshare.serving.cli.main",
         "workers",
         model,
         *COMMANDS["workers"],
@@ -189,5 +190,5 @@ def test_it_is_on_stderr_and_not_on_stdout(folder, model, more, count):
 def test_sampling_is_not_warned_of(folder, warnings, monkeypatch):
     monkeypatch.chdir(folder)
     for sampling in (("--top-p", "0.5"), ("--temperature", "0.3")):
-        assert cli.main(["generate", "Qwen3-tiny", *COMMANDS["generate"], *sampling]) == 0
+        assert main.main(["generate", "Qwen3-tiny", *COMMANDS["generate"], *sampling]) == 0
     assert warnings() == []

@@ -17,7 +17,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 
 from jaxshare import KVCache
-from jaxshare.serving import Workers, WorkersLayout, combined, demo
+from jaxshare.serving import Workers, WorkersLayout, combined
+from jaxshare.serving.cli import demo
 from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.workers import inspection
 from jaxshare.serving.workers.inspection import (

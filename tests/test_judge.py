@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxshare.serving import cli
+from jaxshare.serving.cli import main
 from jaxshare.serving.evaluation import Endpoint, Grading, JudgeError, Run, judge, trace_of
 
 
@@ -266,7 +266,7 @@ def command(server, folder, capsys, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
     def call(*arguments: str) -> tuple[int, str, str]:
-        code = cli.main(
+        code = main.main(
             ["judge", str(folder), "--endpoint", server.url, "--model", "m", *arguments]
         )
         return code, *capsys.readouterr()

@@ -9,9 +9,9 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 
 from jaxshare import __version__, models
-from jaxshare.serving import cli
+from jaxshare.serving.checkpoints import SaveError, Saves
+from jaxshare.serving.cli import main
 from jaxshare.serving.kvcache import sharing_cost
-from jaxshare.serving.saves import SaveError, Saves
 from jaxshare.serving.tuning import calibration
 from jaxshare.serving.workers import inspection
 from jaxshare.serving.workers.inspection import Extent, Listed, Snapshot
@@ -23,7 +23,7 @@ full_disk = pytest.mark.skipif(not FULL.exists(), reason="needs a device that is
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
-    code = cli.main(arguments)
+    code = main.main(arguments)
     return code, *capsys.readouterr()
 
 
@@ -306,7 +306,7 @@ def test_costs_that_cannot_be_kept_are_printed(capsys, tmp_path, monkeypatch):
 
 def test_version(capsys):
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["--version"])
+        main.main(["--version"])
     assert stopped.value.code == 0 and capsys.readouterr().out == f"jaxshare {__version__}\n"
 
 
@@ -348,4 +348,4 @@ def test_a_mistake_in_jaxshare_keeps_its_traceback(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXSHARE_CACHE", str(tmp_path))
     for arguments in (["calibrate", "m"], ["calibrate", "m", "--debug"]):
         with pytest.raises(RuntimeError, match="a mistake"):
-            cli.main(arguments)
+            main.main(arguments)

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from jaxshare.serving import cli
+from jaxshare.serving.cli import main
 from jaxshare.serving.cluster import process_mesh
 
 COMMAND = [
@@ -52,7 +52,7 @@ def start(command, process, port, processes=2):
 
 def begin(arguments, **environment):
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "jaxshare.serving.cli", *arguments],
+        [sys.executable, "-P", "-m", "jaxshare.serving.cli.main", *arguments],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", **environment},
         text=True,
         stdout=subprocess.PIPE,
@@ -86,7 +86,7 @@ def open_mpi(process, job):
 @pytest.mark.parametrize("launcher", [slurm, open_mpi])
 def test_a_job_of_a_launcher_is_found_without_being_told(launcher, capsys):
     command = [*COMMAND, "12", "--json"]
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     alone = tokens(capsys.readouterr().out)
     job = secrets.randbelow(10**6)  # which decides the port
     both = [begin([*command, *SPLIT, "--distributed"], **launcher(i, job)) for i in range(2)]
@@ -106,7 +106,7 @@ def tokens(out):
 
 @pytest.mark.slow
 def test_two_processes_write_what_one_writes_and_the_first_says_it(capsys):
-    assert cli.main([*COMMAND, "12", "--json"]) == 0
+    assert main.main([*COMMAND, "12", "--json"]) == 0
     alone, port = tokens(capsys.readouterr().out), free_port()
     both = [start([*COMMAND, "12", "--json", *SPLIT], i, port) for i in range(2)]
     said = [process.communicate(timeout=300) for process in both]
@@ -144,7 +144,7 @@ def test_a_coordinator_that_nobody_answers_is_an_error(monkeypatch, capsys):
         ("here", "--coordinator is 'here'; it must be the host of process 0"),
     ):
         assert (
-            cli.main(
+            main.main(
                 [*COMMAND, "2", "--coordinator", address, "--processes", "2", "--process", "1"]
             )
             == 1
@@ -168,7 +168,7 @@ def test_a_coordinator_that_nobody_answers_is_an_error(monkeypatch, capsys):
     ],
 )
 def test_processes_that_make_no_sense_are_refused(more, message, capsys):
-    assert cli.main([*COMMAND, "2", *more]) == 1
+    assert main.main([*COMMAND, "2", *more]) == 1
     assert message in capsys.readouterr().err
 
 
@@ -201,8 +201,8 @@ def test_a_session_that_two_processes_save_goes_on_in_one(tmp_path, capsys):
         process.kill()
     for process in both:
         process.communicate()
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     unbroken = json.loads(capsys.readouterr().out)
-    assert cli.main([*saving, "--resume"]) == 0
+    assert main.main([*saving, "--resume"]) == 0
     resumed = json.loads(capsys.readouterr().out)
     assert resumed["workers"] == unbroken["workers"] and resumed["answers"] == unbroken["answers"]

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxshare import models
 from jaxshare.models import ConfigError
-from jaxshare.serving import demo
+from jaxshare.serving.cli import demo
 from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.workers.prompts.format import COLLABORATIVE, PLAIN, Format, collaborative
 

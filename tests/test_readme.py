@@ -15,7 +15,7 @@ import pytest
 from jaxshare import Sampler
 from jaxshare.models import EMBEDDED, load
 from jaxshare.serving import generate
-from jaxshare.serving.cli import main
+from jaxshare.serving.cli.main import main
 from jaxshare.serving.evaluation import arithmetic
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,8 +17,9 @@ import pytest
 
 from jaxshare import KVCache, cache_io
 from jaxshare.models import EMBEDDED, load, reencode
-from jaxshare.serving import Workers, WorkersLayout, cli, combined
-from jaxshare.serving.saves import Saved, SaveError, Saves
+from jaxshare.serving import Workers, WorkersLayout, combined
+from jaxshare.serving.checkpoints import Saved, SaveError, Saves
+from jaxshare.serving.cli import main
 from jaxshare.sharding import make_mesh
 from jaxshare.trace.trace import Trace
 from tests.test_branches import model
@@ -431,7 +432,7 @@ def test_what_a_cache_holds_can_be_read_and_written_wherever_it_lies(mesh):
 KILLED = """
     import os, signal, sys
     import numpy as np
-    from jaxshare.serving.saves import Saves
+    from jaxshare.serving.checkpoints import Saves
     saves = Saves(sys.argv[1])
     rng = np.random.default_rng(0)
     saves.save({"a": rng.normal(size=1000)}, {"which": "first"}, wait=True)
@@ -522,7 +523,7 @@ def test_a_killed_command_goes_on_with_resume_and_says_what_the_unbroken_one_say
     ]
     saving = [*command, "--checkpoint", str(tmp_path / "saves"), "--checkpoint-every", "16"]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "jaxshare.serving.cli", *saving], stderr=subprocess.PIPE
+        [sys.executable, "-P", "-m", "jaxshare.serving.cli.main", *saving], stderr=subprocess.PIPE
     )
     until = time.monotonic() + 240
     while not any(path.name.isdigit() and int(path.name) > 1 for path in tmp_path.glob("saves/*")):
@@ -530,13 +531,13 @@ def test_a_killed_command_goes_on_with_resume_and_says_what_the_unbroken_one_say
         time.sleep(0.01)
     process.kill()
     process.communicate()
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     unbroken = json.loads(capsys.readouterr().out)
-    assert cli.main(saving) == 1
+    assert main.main(saving) == 1
     assert "there is a saved session in" in capsys.readouterr().err
-    assert cli.main([*saving, "--resume", "--ask-every", "7"]) == 1
+    assert main.main([*saving, "--resume", "--ask-every", "7"]) == 1
     assert "has ask_every 1024, not 7; give the same command" in capsys.readouterr().err
-    assert cli.main([*saving, "--resume"]) == 0
+    assert main.main([*saving, "--resume"]) == 0
     out, err = capsys.readouterr()
     resumed = json.loads(out)
     assert int(re.search(r"going on after (\d+) passes", err)[1]) >= 32
@@ -556,7 +557,7 @@ def test_wrong_arguments_of_the_command_are_said_before_the_model_is_loaded(caps
         ),
         (["--trace", "."], "that is a folder; give a file"),
     ):
-        assert cli.main(["workers", "no-such-model", "--problem", "1 + 1", *arguments]) == 1
+        assert main.main(["workers", "no-such-model", "--problem", "1 + 1", *arguments]) == 1
         assert said in capsys.readouterr().err
 
 
@@ -571,7 +572,7 @@ def test_the_command_writes_the_trace_of_the_session(tmp_path, capsys):
         "24",
         "--json",
     ]
-    assert cli.main([*command, "--trace", str(tmp_path / "run.trace")]) == 0
+    assert main.main([*command, "--trace", str(tmp_path / "run.trace")]) == 0
     told = json.loads(capsys.readouterr().out)
     trace = Trace.load(tmp_path / "run.trace")
     assert [file.name for file in tmp_path.iterdir()] == ["run.trace"], "nothing is left beside it"

@@ -285,7 +285,7 @@ def test_a_jax_without_triton_has_a_reason_and_no_error(call, monkeypatch):
 def test_it_is_imported_when_it_is_called_and_not_before():
     """Neither our files of it nor JAX's, which warn that they will leave."""
     program = (
-        "import sys, jaxshare, jaxshare.serving.cli; print([name for name in sys.modules if "
+        "import sys, jaxshare, jaxshare.serving.cli.main; print([name for name in sys.modules if "
         "'triton' in name and name.startswith(('jax.', 'jaxshare'))])"
     )
     done = subprocess.run(

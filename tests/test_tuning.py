@@ -11,7 +11,7 @@ from jaxshare.attention import api
 from jaxshare.pallas import tiles
 from jaxshare.pallas.device import H200, Device, assume_device
 from jaxshare.pallas.tiles import Key, MosaicTiles, TritonTiles, choose_mosaic, choose_triton
-from jaxshare.serving import cli
+from jaxshare.serving.cli import main
 from jaxshare.serving.tuning import kernels
 from jaxshare.serving.tuning.kernels import Effort, Pass, Shape
 
@@ -68,7 +68,7 @@ def clock(monkeypatch):
 
 def run(capsys, *arguments: str, device: Device = H200) -> tuple[int, str, str]:
     with assume_device(device):
-        code = cli.main(["tune", *arguments])
+        code = main.main(["tune", *arguments])
     return code, *capsys.readouterr()
 
 
@@ -335,7 +335,7 @@ def test_mistakes_get_one_sentence(capsys, arguments, words):
 
 
 def test_without_a_gpu_it_says_so(capsys, folder):
-    assert cli.main(["tune", *SHAPE, "--json"]) == 1
+    assert main.main(["tune", *SHAPE, "--json"]) == 1
     out, err = capsys.readouterr()
     assert (
         out == ""

@@ -17,6 +17,7 @@ from jaxshare.arena import ALIGNMENT, arena_size, extents
 from jaxshare.compile_time import compile_seconds
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
+from jaxshare.serving.checkpoints import Saved, SaveError, Saves
 from jaxshare.serving.engine.fair_queue import Queue
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.output import Replies
@@ -33,7 +34,6 @@ from jaxshare.serving.kvcache.policy import Policy, digest
 from jaxshare.serving.kvcache.pool import whole_tiles
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import USUAL, Hotspot
-from jaxshare.serving.saves import Saved, SaveError, Saves
 
 log = logging.getLogger("jaxshare.engine")
 

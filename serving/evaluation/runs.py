@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
-from jaxshare.serving import records
+from jaxshare.serving import jsonl
 from jaxshare.serving.cluster.ray_pool import Fleet, Work
 from jaxshare.serving.evaluation.baselines import METHODS
 from jaxshare.serving.evaluation.tasks import Problem
@@ -284,7 +284,7 @@ def read_runs(file: BinaryIO, path: Path, known: Container[Key]) -> list[Run]:
       ValueError: a line that is damaged, repeated, or of no run of this evaluation.
     """
     found: dict[Key, Run] = {}
-    for number, line in enumerate(records.lines_of(file), 1):
+    for number, line in enumerate(jsonl.lines_of(file), 1):
         try:
             run = Run.read(line)
             if run.key not in known:
@@ -302,4 +302,4 @@ def read_runs(file: BinaryIO, path: Path, known: Container[Key]) -> list[Run]:
 
 def write_run(file: BinaryIO, run: Run) -> None:
     """Writes a run behind the others, at once."""
-    records.append(file, dataclasses.asdict(run), "--resume goes on with the evaluation")
+    jsonl.append(file, dataclasses.asdict(run), "--resume goes on with the evaluation")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxshare.serving import records
+from jaxshare.serving import jsonl
 from jaxshare.serving.evaluation import arithmetic as sums
 from jaxshare.serving.evaluation.arithmetic_forms import FORMS
 
@@ -75,7 +75,7 @@ class Task:
     @property
     def digest(self) -> str:
         """What tells its problems from others."""
-        return records.sha256(
+        return jsonl.sha256(
             json.dumps([dataclasses.astuple(problem) for problem in self.problems]).encode()
         )
 

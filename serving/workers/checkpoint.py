@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxshare import DecodeState, KVCache, Reason, Sampler, cache_io
 from jaxshare.models import LoadedModel, reencode
-from jaxshare.serving.saves import Saved, SaveError, Saves, leaves, on_host
+from jaxshare.serving.checkpoints import Saved, SaveError, Saves, leaves, on_host
 from jaxshare.serving.workers.answers import AnswerRule
 from jaxshare.serving.workers.layouts import MakeLayout, WorkersLayout
 from jaxshare.serving.workers.prompts.format import Format

@@ -27,10 +27,10 @@ from jaxshare.compile_time import Stopwatch, compile_seconds
 from jaxshare.decoding.steps import Mark, Steps
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import seed_words, stream_seed
+from jaxshare.serving.checkpoints import Saved, Saves
 from jaxshare.serving.engine.prefill import prefill
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import cache_dtype, default_sampler
-from jaxshare.serving.saves import Saved, Saves
 from jaxshare.serving.workers import checkpoint
 from jaxshare.serving.workers.answers import AnswerRule, answer_rule
 from jaxshare.serving.workers.block_sizes import capacities, rounded_budget

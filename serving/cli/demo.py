@@ -22,7 +22,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.branches.generate import Completions, generate
 from jaxshare.serving.branches.run import Branches
-from jaxshare.serving.display import Streams
+from jaxshare.serving.cli.display import Streams
 from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.workers.layouts import worker_names
 from jaxshare.serving.workers.results import Result

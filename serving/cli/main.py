@@ -11,12 +11,13 @@ from typing import Any
 from jaxshare import __version__
 from jaxshare.decoding.sampling import Sampler
 from jaxshare.paths import check_file, check_folder
-from jaxshare.serving import batch, tune_command
-from jaxshare.serving.agents import command as agents_command
+from jaxshare.serving.checkpoints import has_saves
+from jaxshare.serving.cli import agents as agents_command
+from jaxshare.serving.cli import batch
+from jaxshare.serving.cli import evaluate as evaluate_command
+from jaxshare.serving.cli import judge as judge_command
+from jaxshare.serving.cli import tune as tune_command
 from jaxshare.serving.cluster import process_mesh
-from jaxshare.serving.evaluation import command as evaluate_command
-from jaxshare.serving.evaluation import judge_command
-from jaxshare.serving.saves import has_saves
 from jaxshare.serving.workers import inspection
 from jaxshare.serving.workers.endings import STOP_ON
 from jaxshare.serving.workers.layouts import MOVES, worker_names
@@ -343,7 +344,7 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 def _demo(options: argparse.Namespace) -> int:
     from jaxshare import models  # here, so that --help and wrong arguments answer at once
-    from jaxshare.serving import demo
+    from jaxshare.serving.cli import demo
 
     model = models.load(options.model) if options.model else demo.load_embedded()
     result = demo.run_demo(model, options.seed, demo.console_for(options.json))
@@ -439,8 +440,8 @@ def _workers(options: argparse.Namespace) -> int:
 
     from jaxshare import models
     from jaxshare.serving import Workers
-    from jaxshare.serving.demo import console_for
-    from jaxshare.serving.display import Streams
+    from jaxshare.serving.cli.demo import console_for
+    from jaxshare.serving.cli.display import Streams
     from jaxshare.serving.greedy import warn_of_greedy
     from jaxshare.serving.inputs import default_sampler
 
@@ -544,7 +545,7 @@ def _run_session(
 ) -> tuple[Result, list[ValueError]]:
     """Runs a session of workers to its end, also where its saves cannot be written; (its result,
     what went wrong with the saves)."""
-    from jaxshare.serving.saves import SaveError
+    from jaxshare.serving.checkpoints import SaveError
 
     result: Result | None = None
     unsaved: SaveError | None = None

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from jaxshare import models
 from jaxshare.models import LoadedModel
 from jaxshare.paths import check_file
-from jaxshare.serving import records
+from jaxshare.serving import jsonl
 from jaxshare.serving.branches.batch_input import Item, read_input
 from jaxshare.serving.branches.data_parallel import branches
 from jaxshare.serving.branches.prompt_tree import Branch
@@ -184,7 +184,7 @@ def run_job(
                     f"the output {output} exists; --resume goes on with the job that wrote it, or "
                     "give another --output"
                 )
-            file = files.enter_context(records.open_alone(output, "r+b", _OTHER))
+            file = files.enter_context(jsonl.open_alone(output, "r+b", _OTHER))
             if finished := _finished(job, settings, file):
                 return _end(options, finished, finished["completions"])
             before = _read_results(file, output)
@@ -225,16 +225,16 @@ def run_job(
                 skip={places[key] for key in before},
             )
         if file is None:
-            records.write(
+            jsonl.write(
                 job,
                 [
-                    records.line(
+                    jsonl.line(
                         {"format": _FORMAT, "settings": settings, "finished": None, "output": None}
                     )
                 ],
                 _AGAIN,
             )
-            file = files.enter_context(records.open_alone(output, "xb", _OTHER))
+            file = files.enter_context(jsonl.open_alone(output, "xb", _OTHER))
         if branches:
             for note in branches.notes:
                 print(f"jaxshare: {note}", file=sys.stderr)
@@ -245,11 +245,11 @@ def run_job(
             "format": _FORMAT,
             "settings": settings,
             "finished": finished,
-            "output": records.sha256(b"".join(lines)),
+            "output": jsonl.sha256(b"".join(lines)),
         }
         try:
-            records.write(output, lines, _AGAIN)
-            records.write(job, [records.line(done)], _AGAIN)
+            jsonl.write(output, lines, _AGAIN)
+            jsonl.write(job, [jsonl.line(done)], _AGAIN)
         finally:  # all is sampled, and said to be, even where the disk is full now
             code = _end(options, finished, len(before), branches)
         return code
@@ -291,7 +291,7 @@ def _settings(options: argparse.Namespace, sampling: dict[str, Any], data: bytes
         name: getattr(options, name)
         for name in ("model", "n", "max_new_tokens", "seed", "tree", "chat", "dtype")
     }
-    return {"input": records.sha256(data), **asked, **sampling}
+    return {"input": jsonl.sha256(data), **asked, **sampling}
 
 
 # The output, and the job beside it.
@@ -316,8 +316,8 @@ def _finished(job: Path, settings: Mapping[str, Any], file: BinaryIO) -> dict[st
         raise ValueError(
             f"{job} cannot be read or is damaged ({type(error).__name__}: {error}); {do}"
         ) from error
-    records.check_settings(f"the job of {output} began", then, settings, do)
-    unchanged = digest == records.sha256(file.read())
+    jsonl.check_settings(f"the job of {output} began", then, settings, do)
+    unchanged = digest == jsonl.sha256(file.read())
     file.seek(0)
     return finished if unchanged else None
 
@@ -326,7 +326,7 @@ def _read_results(file: BinaryIO, output: Path) -> list[_Key]:
     """The completions that are there already. A last line that was being written when its writer
     was killed is cut off."""
     keys: dict[_Key, int] = {}
-    for number, line in enumerate(records.lines_of(file), 1):
+    for number, line in enumerate(jsonl.lines_of(file), 1):
         first = keys.setdefault(_key(line, number, output), number)
         if first != number:
             raise _damaged(output, number, f"it repeats line {first}")
@@ -385,7 +385,7 @@ def _sample(
             for completion in engine.stream(on_pass=lambda e: bar.update(e.sampled_tokens - bar.n)):
                 item = items[completion.prompt]
                 branch = {"branch": item.branch} if options.tree else {}
-                records.append(
+                jsonl.append(
                     file,
                     {
                         "id": item.id,

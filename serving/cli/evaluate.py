@@ -24,7 +24,7 @@ from jaxshare import models
 from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
 from jaxshare.paths import check_folder
-from jaxshare.serving import records
+from jaxshare.serving import jsonl
 from jaxshare.serving.cluster import process_mesh, ray_pool
 from jaxshare.serving.cluster.model_spec import NodeModel
 from jaxshare.serving.evaluation import plot, runs, scoring, tasks
@@ -253,12 +253,12 @@ def run_evaluation(
                 if piece.key not in known
             ]
             if file is None:
-                records.write(
+                jsonl.write(
                     folder / SETTINGS,
-                    [records.line({"format": FORMAT, "settings": settings, **weights})],
+                    [jsonl.line({"format": FORMAT, "settings": settings, **weights})],
                     _AGAIN,
                 )
-                file = files.enter_context(records.open_alone(folder / RUNS, "xb", _OTHER))
+                file = files.enter_context(jsonl.open_alone(folder / RUNS, "xb", _OTHER))
             refused = _make(executes(model), wanted, file, made, len(keys), folder)
         made = [run for run in made if run.problem not in refused]
         if not made:
@@ -287,10 +287,8 @@ def run_evaluation(
             "out": str(folder),
         }
         try:
-            records.write(
-                folder / SCORES, map(records.line, map(dataclasses.asdict, scores)), _AGAIN
-            )
-            records.write(folder / RESULT, [records.line(result)], _AGAIN)
+            jsonl.write(folder / SCORES, map(jsonl.line, map(dataclasses.asdict, scores)), _AGAIN)
+            jsonl.write(folder / RESULT, [jsonl.line(result)], _AGAIN)
             _write_report(settings, found, beside, folder)
         finally:  # all is marked, and said, even where the disk is full now
             _report(options, settings, found, folder, result)
@@ -361,8 +359,8 @@ def _digest(format: Format) -> str:
     may from one version to the next. Fields that have their defaults are left out, so that a field
     which is added later changes nothing."""
     default = dataclasses.asdict(Format("", ""))
-    return records.sha256(
-        records.line(
+    return jsonl.sha256(
+        jsonl.line(
             {
                 name: value
                 for name, value in dataclasses.asdict(format).items()
@@ -452,12 +450,12 @@ def _open(
         raise ValueError(
             f"{folder} has an evaluation already; --resume goes on with it, or {_OTHER}"
         )
-    records.check_settings(
+    jsonl.check_settings(
         f"the evaluation in {folder} began", read_settings(folder), settings, _OTHER
     )
     if not os.path.lexists(folder / RUNS):  # it was broken off between the two
         return None, []
-    file = files.enter_context(records.open_alone(folder / RUNS, "r+b", _OTHER))
+    file = files.enter_context(jsonl.open_alone(folder / RUNS, "r+b", _OTHER))
     return file, runs.read_runs(file, folder / RUNS, keys)
 
 
@@ -468,7 +466,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
       ValueError: there is none, or its file is damaged.
     """
     try:
-        return records.read_settings(folder / SETTINGS, FORMAT)
+        return jsonl.read_settings(folder / SETTINGS, FORMAT)
     except ValueError as error:
         raise ValueError(
             f"{folder} has no evaluation that can be read ({error}); name a folder that `jaxshare "
@@ -575,7 +573,7 @@ def _write_report(
     Raises:
       ValueError: one of them cannot be written.
     """
-    records.write(folder / TABLE, [scoring.table(found).encode() + b"\n"], _AGAIN)
+    jsonl.write(folder / TABLE, [scoring.table(found).encode() + b"\n"], _AGAIN)
     lines = dict(_lines(settings["method"], found))
     for more in beside:
         lines |= more

@@ -21,9 +21,9 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from jaxshare.paths import check_folder
-from jaxshare.serving import records
+from jaxshare.serving import jsonl
+from jaxshare.serving.cli.evaluate import RUNS, read_settings
 from jaxshare.serving.evaluation import judge
-from jaxshare.serving.evaluation.command import RUNS, read_settings
 from jaxshare.serving.evaluation.judge import Endpoint, Grading, JudgeError
 from jaxshare.serving.evaluation.runs import Run
 
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
         "gradings": options.gradings,
         "prefix_tokens": options.prefix_tokens,
         "temperature": options.temperature,
-        "prompt": records.sha256(judge.prompt_of("", {"": "", " ": ""}).encode()),
+        "prompt": jsonl.sha256(judge.prompt_of("", {"": "", " ": ""}).encode()),
     }
     wanted = {(*run.key, i): run for run in runs for i in range(options.gradings)}
     with contextlib.ExitStack() as files:
@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
         for level in result["levels"]:
             error = "" if level["standard_error"] is None else f" +- {level['standard_error']:.2f}"
             print(f"{level['workers']} workers: {level['level']:.2f}{error} ({level['runs']} runs)")
-    records.write(folder / RESULT, [records.line(result)], _AGAIN)
+    jsonl.write(folder / RESULT, [jsonl.line(result)], _AGAIN)
     return 0
 
 
@@ -183,25 +183,25 @@ def _open(
     )
     if os.path.lexists(folder / SETTINGS):
         try:
-            then = records.read_settings(folder / SETTINGS, _FORMAT)
+            then = jsonl.read_settings(folder / SETTINGS, _FORMAT)
         except ValueError as error:
             raise ValueError(
                 f"{folder / SETTINGS} cannot be read or is damaged ({error}); {do}"
             ) from error
-        records.check_settings(f"{folder} was graded", then, settings, do)
+        jsonl.check_settings(f"{folder} was graded", then, settings, do)
     elif os.path.lexists(path):
         raise ValueError(
             f"{folder} has {GRADINGS} but no {SETTINGS}, so nothing says who has graded; {do}"
         )
     else:
-        records.write(
-            folder / SETTINGS, [records.line({"format": _FORMAT, "settings": settings})], _AGAIN
+        jsonl.write(
+            folder / SETTINGS, [jsonl.line({"format": _FORMAT, "settings": settings})], _AGAIN
         )
     file = files.enter_context(
-        records.open_alone(path, "r+b" if os.path.lexists(path) else "x+b", do)
+        jsonl.open_alone(path, "r+b" if os.path.lexists(path) else "x+b", do)
     )
     found: dict[_Key, Grading] = {}
-    for number, line in enumerate(records.lines_of(file), 1):
+    for number, line in enumerate(jsonl.lines_of(file), 1):
         try:
             grading = Grading(**json.loads(line))
             if grading.level not in judge.LEVELS:
@@ -228,7 +228,7 @@ def _grade(
             disable=not sys.stderr.isatty(),
         ):
             found.append(judge.grade(endpoint, run, number, tokens))
-            records.append(file, dataclasses.asdict(found[-1]), _AGAIN)
+            jsonl.append(file, dataclasses.asdict(found[-1]), _AGAIN)
     except (JudgeError, KeyboardInterrupt) as error:
         kept = f"{before + len(found)} of {before + len(wanted)} gradings are kept, and {_AGAIN}"
         if isinstance(error, JudgeError):

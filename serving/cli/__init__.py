@@ -1,0 +1,1 @@
+"""The command line: `main` finds the command, and each command has a file."""
