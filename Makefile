@@ -96,7 +96,7 @@ parity: parity-transformers parity-hogwild ## logits and greedy text against tra
 parity-transformers: $(DEV) $(TORCH_ENV)
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT TERM && \
 	$(TORCH_PYTHON) scripts/make_parity_fixtures.py --out "$$folder" && \
-	JAXSHARE_PARITY_FIXTURES="$$folder" $(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS) tests/test_parity.py
+	JAXSHARE_PARITY_FIXTURES="$$folder" $(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS) tests/models/test_parity.py
 
 ifeq ($(HOGWILD),)
 parity-hogwild:
@@ -106,7 +106,7 @@ else
 parity-hogwild: $(DEV) $(HOGWILD_ENV)
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT TERM && \
 	$(HOGWILD_PYTHON) scripts/make_hogwild_fixtures.py --hogwild '$(HOGWILD)' --out "$$folder" && \
-	JAXSHARE_HOGWILD_FIXTURES="$$folder" $(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS) tests/test_hogwild_parity.py tests/test_hogwild_formatting.py
+	JAXSHARE_HOGWILD_FIXTURES="$$folder" $(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS) tests/serving/workers/test_hogwild_parity.py tests/serving/workers/test_hogwild_formatting.py
 endif
 
 clean: ## remove what make has made: environments, caches, builds

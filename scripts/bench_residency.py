@@ -45,8 +45,9 @@ from jaxshare import Sampler
 from jaxshare.models import LoadedModel, load
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.inputs import token_bytes
+from jaxshare.serving.kvcache.contribution import Contribution
 from jaxshare.serving.kvcache.eviction import POLICIES, Belady, make_policy
-from jaxshare.serving.kvcache.policy import Contribution, Policy
+from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.kvcache.pool import whole_tiles
 
 ROUNDS = (7, 21)

@@ -1,6 +1,7 @@
 """Makes small random checkpoints, what the authors' implementation of Hogwild! Inference computes
 with them over shared caches, and where its formatting rules end steps and find answers: the other
-side of tests/test_hogwild_parity.py and tests/test_hogwild_formatting.py.
+side of tests/serving/workers/test_hogwild_parity.py and
+tests/serving/workers/test_hogwild_formatting.py.
 
     git clone https://github.com/eqimp/hogwild_llm
     git -C hogwild_llm checkout a72df341da69fd753c3c82012b920cb998578765

@@ -1,5 +1,5 @@
 """Makes small random checkpoints and what transformers computes from them: the other side of
-tests/test_parity.py.
+tests/models/test_parity.py.
 
 Runs in an environment of its own with torch and transformers 5; JAX is not needed there. For every
 case a folder is written:

@@ -53,15 +53,15 @@ hypothesis.settings.load_profile("jaxshare")
 
 _MOST_MAPS = 25_000
 _LONG = {
-    "test_workers",
-    "test_devices",
-    "test_sharding",
-    "test_engine",
-    "test_branches",
-    "test_batch",
-    "test_cli",
-    "test_guests",
-    "test_saves",
+    "workers/test_session.py",
+    "workers/test_checkpoint.py",
+    "cli/test_devices.py",
+    "core/test_sharding.py",
+    "engine/test_engine.py",
+    "branches/test_branches.py",
+    "cli/test_batch.py",
+    "cli/test_main.py",
+    "kvcache/test_lease.py",
 }
 
 
@@ -78,7 +78,7 @@ def few_programs():
 
 def pytest_collection_modifyitems(items):
     """What takes longest comes first, so that no process of xdist is left with it at the end."""
-    items.sort(key=lambda item: item.path.stem not in _LONG)
+    items.sort(key=lambda item: "/".join(item.path.parts[-2:]) not in _LONG)
 
 
 def pytest_configure(config):

@@ -1,0 +1,92 @@
+"""What the tests of the GPU backends have in common: kernels are interpreted on the CPU and held
+against float64 numpy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshare import block_attention, make_plan
+from jaxshare.pallas.device import Device, assume_device
+from jaxshare.sharding import STRIPE, make_mesh
+from tests.core.attention.test_attention import Case, Shape, attended, place
+
+TOLERANCE = {jnp.bfloat16: 4e-2, jnp.float16: 6e-3}
+"""Absolute, for values of unit variance: keys, queries and weights are rounded to 2**-9 and 2**-12,
+and scores reach 4."""
+
+SOME_LENGTHS = st.sampled_from([0, 1, 7, 63, 64, 65, 128, 200])
+
+
+def compare(implementation: str, device: Device, shape: Shape, case: Case) -> None:
+    """Holds a backend's answer on a device against the oracle's."""
+    arguments, expected = place(shape, case)
+    with assume_device(device):
+        out, faults = attended(*arguments, implementation=implementation)
+    assert int(faults) == 0
+    check(out, expected, shape)
+
+
+def compare_spread(
+    implementation: str, device: Device, shape: Shape, case: Case, devices: int
+) -> None:
+    """As `compare`, with the tokens of the arena spread over several devices, each of which runs
+    the kernels on its own."""
+    (cache, *arguments), expected = place(shape, case)
+    mesh = make_mesh(kv=devices)
+    cache = dataclasses.replace(cache, mesh=mesh)
+
+    def dealt(arena, spec):
+        """Every `devices`-th stripe in a device's part."""
+        stripes = arena.reshape(arena.shape[0], -1, devices, STRIPE, arena.shape[2])
+        return jax.device_put(
+            stripes.swapaxes(1, 2).reshape(arena.shape), NamedSharding(mesh, spec)
+        )
+
+    specs = cache.specs
+    cache = dataclasses.replace(
+        cache,
+        keys=tuple(map(dealt, cache.keys, specs.keys)),
+        values=tuple(map(dealt, cache.values, specs.values)),
+    )
+
+    def attend(cache, layout, count, q, k, v):
+        plan = make_plan(cache, layout, count, q.shape[1])
+        cache = cache.append(0, k, v, plan)
+        return block_attention(
+            q, cache.keys[0], cache.values[0], plan, implementation=implementation
+        ), plan.faults
+
+    over = jax.shard_map(
+        attend, mesh=mesh, in_specs=(specs, *[P()] * len(arguments)), out_specs=P(), check_vma=False
+    )
+    with assume_device(device):
+        out, faults = jax.jit(over)(cache, *arguments)
+    assert int(faults) == 0
+    check(out, expected, shape)
+
+
+def check(out: jax.Array, expected: np.ndarray, shape: Shape) -> None:
+    """Holds an answer against the oracle's, which is NaN where there is none."""
+    found = np.asarray(out, np.float64)
+    real = ~np.isnan(expected[..., 0])
+    assert found.shape == expected.shape and np.isfinite(found).all()
+    assert np.abs(found - expected)[real].max(initial=0.0) < TOLERANCE[shape.dtype]
+
+
+def case(rows, count, lengths, *, seed=0, gaps=None, phases=None):
+    """A case whose blocks lie in the arena in the reverse of their order."""
+    blocks = len(lengths)
+    return Case(
+        rows,
+        count,
+        lengths,
+        list(range(blocks))[::-1],
+        gaps or [0] * blocks,
+        phases or [0] * blocks,
+        seed,
+    )

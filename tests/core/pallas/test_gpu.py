@@ -1,0 +1,152 @@
+"""Every backend against the reference on a GPU: head dims, query heads of a kv head, dtypes,
+widths, and layouts of all kinds.
+
+    python -m pytest -m gpu
+
+Without an NVIDIA GPU that JAX can use they are skipped. Inputs are random and new in every run, and
+a failure names their seed; what they leave to chance and what not is said in
+scripts/_attention_cases.py. The reference runs on the same GPU, in float32, and shares no code with
+the backends. How fast they are is for scripts/bench_attention.py to say.
+"""
+
+import importlib
+import itertools
+import secrets
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxshare.attention.api import preferred
+from jaxshare.pallas.device import current_device
+from tests.paths import ROOT
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "scripts"))
+    cases = importlib.import_module("_attention_cases")
+
+Heads = cases.Heads
+
+pytestmark = pytest.mark.gpu
+
+BACKENDS = ("mosaic_gpu", "triton", "xla")
+DIMS, GROUPS, WIDTHS, DTYPES = (
+    (64, 80, 96, 128, 192, 256),
+    (1, 2, 4, 5, 8, 16),
+    (1, 8, 64),
+    ("bfloat16", "float16"),
+)
+TOKENS, SLOTS = 2048, 4
+"""Of all mixed cases, so that those of one shape are one program."""
+
+
+def grid():
+    """(D, G, T, dtype): every D with every G, and every D with every T in every dtype."""
+    for (i, dim), (j, group) in itertools.product(enumerate(DIMS), enumerate(GROUPS)):
+        yield (
+            dim,
+            group,
+            WIDTHS[(i + j) % len(WIDTHS)],
+            DTYPES[(i + j // len(WIDTHS)) % len(DTYPES)],
+        )
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    """The GPU; what needs one is skipped where there is none."""
+    device = current_device()
+    if device is None:
+        pytest.skip(
+            f"there is no NVIDIA GPU that JAX can use, only {jax.devices()[0].platform}; where one "
+            "is, run python -m pytest -m gpu"
+        )
+    return device
+
+
+def able(backend: str, device) -> bool:
+    """What docs promise: mosaic_gpu is for Hopper, triton for Ampere and later, xla for
+    everything."""
+    return {
+        "mosaic_gpu": device.capability // 10 == 9,
+        "triton": device.capability >= 80,
+        "xla": True,
+    }[backend]
+
+
+@pytest.fixture
+def judge(gpu):
+    """Holds a backend's answer to a case, over inputs made anew, against the reference's."""
+
+    def judge(backend, case, **shape):
+        seed = secrets.randbelow(2**31)
+        inputs = cases.make(case, seed, **shape)
+        if not able(backend, gpu):
+            with pytest.raises(NotImplementedError, match=backend):
+                cases.answer(inputs, backend)
+            pytest.skip(f"{backend} does not serve {gpu.kind}")
+        rows, right = cases.expected(case, inputs)
+        out = cases.answer(inputs, backend)
+        assert out.shape == inputs.q.shape and out.dtype == inputs.q.dtype
+        assert bool(jnp.all(jnp.isfinite(out))), (
+            f"{case.name}, seed {seed}: not finite, padding included"
+        )
+        error = cases.error(case, out, rows, right)
+        assert error <= cases.tolerance(case.dtype), (
+            f"{case.name}, seed {seed}: {backend} is off by {error:.3g}"
+        )
+
+    return judge
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("dim", "group", "width", "dtype"), list(grid()))
+def test_workers_prefixes_blocks_apart_ragged_and_empty_ones(
+    judge, backend, dim, group, width, dtype
+):
+    for case in cases.mixed_cases(Heads(2, group, dim), width, dtype):
+        judge(backend, case, tokens=TOKENS, slots=SLOTS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("rows", "group", "dtype"), [(300, 8, "bfloat16"), (300, 1, "float16"), (1100, 4, "bfloat16")]
+)
+def test_many_rows(judge, backend, rows, group, dtype):
+    many = cases.many_rows(Heads(2, group), rows, dtype)
+    tokens = max(cases.make(case, 0).cache.keys[0].shape[1] for case in many)
+    for case in many:
+        judge(backend, case, tokens=tokens, slots=3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(cases.private(Heads(8, 4), 1, 16384), id="one row"),
+        pytest.param(cases.private(Heads(8, 4), 48, 1000), id="private rows"),
+        pytest.param(cases.shared(Heads(1, 8), 64, 8192, 40), id="a long prefix"),
+        pytest.param(cases.workers(Heads(8, 5), 4, 16384, 64), id="workers"),
+        pytest.param(cases.workers(Heads(32, 1), 2, 500, 9), id="one query head each"),
+    ],
+)
+def test_long_blocks_and_many_heads(judge, backend, case):
+    judge(backend, case)
+
+
+def test_the_same_answer_every_time(gpu):
+    """Pieces are merged in one order, whichever is ready first."""
+    case = cases.shared(Heads(2, 8), 40, 3000, 30)
+    inputs = cases.make(case, secrets.randbelow(2**31))
+    for backend in (b for b in BACKENDS if able(b, gpu)):
+        first = np.asarray(cases.answer(inputs, backend).astype(jnp.float32))
+        for _ in range(5):
+            np.testing.assert_array_equal(
+                np.asarray(cases.answer(inputs, backend).astype(jnp.float32)), first
+            )
+
+
+def test_the_best_backend_is_preferred(gpu):
+    assert next(b for b in preferred() if able(b, gpu)) == (
+        "mosaic_gpu" if gpu.capability // 10 == 9 else "triton"
+    )

@@ -1,0 +1,143 @@
+"""Every GPU backend of block attention lowers for CUDA where JAX has neither a GPU nor the packages
+for one: all shapes that are promised.
+
+What lowers need not compile: `make gpu-compile` goes that far.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import itertools
+
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from jaxshare.pallas.device import H200, assume_device
+from tests.paths import ROOT
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "scripts"))
+    programs = importlib.import_module("_gpu_programs")
+
+# JAX says so wherever the backend lowers; that it will leave is known, and why its files stand
+# alone.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+
+DESCRIBED = AbstractMesh(
+    (),
+    (),
+    abstract_device=AbstractDevice(
+        device_kind=H200.kind, num_cores=H200.multiprocessors, platform="gpu"
+    ),
+)
+"""JAX lowers Triton kernels only for a GPU that it is told of."""
+TARGETS = {"mosaic_gpu": "mosaic_gpu_v2", "triton": "xla.gpu.triton"}
+"""What the calls of each backend's kernels are named in StableHLO."""
+# Each head dim, each G, both dtypes and each kind of pass among them.
+FEW = [
+    programs.Case(*shape, *one)
+    for shape, one in zip(
+        [
+            (64, 1, "bfloat16"),
+            (80, 16, "float16"),
+            (96, 5, "bfloat16"),
+            (128, 8, "bfloat16"),
+            (192, 7, "float16"),
+            (256, 2, "bfloat16"),
+            (128, 4, "float16"),
+        ],
+        itertools.cycle(programs.PASSES),
+    )
+]
+
+
+def lowered(backend: str, function, *arguments, **options) -> str:
+    """A function as StableHLO for CUDA; arguments are shapes."""
+    if backend == "triton" and importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        pytest.skip("this JAX has no Triton backend any more")
+    with assume_device(H200), jax.sharding.use_abstract_mesh(DESCRIBED):
+        return (
+            jax.jit(function, **options)
+            .trace(*arguments)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+        )
+
+
+def calls(text: str) -> set[str]:
+    """The backends whose kernels a program calls."""
+    return {name for name, target in TARGETS.items() if target in text}
+
+
+def check(backend: str, case) -> None:
+    function, arguments = programs.attention(case, backend)
+    text = lowered(backend, function, *arguments)
+    assert calls(text) == {backend} & TARGETS.keys(), case
+    short = {"bfloat16": "bf16", "float16": "f16"}[case.dtype]
+    # what the program returns
+    assert (
+        f"-> (tensor<{case.rows}x{case.width}x{2 * case.group}x{case.head_dim}x{short}>" in text
+    ), case
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.parametrize("backend", TARGETS)
+def test_it_lowers_for_cuda(backend, case):
+    check(backend, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("backend", TARGETS)
+def test_the_whole_grid_lowers_for_cuda(backend, head_dim):
+    """Every G and dtype, each with one kind of pass."""
+    for i, group in enumerate((1, 2, 4, 5, 7, 8, 16)):
+        for j, dtype in enumerate(("bfloat16", "float16")):
+            check(
+                backend,
+                programs.Case(
+                    head_dim, group, dtype, *programs.PASSES[(i + 3 * j) % len(programs.PASSES)]
+                ),
+            )
+
+
+@pytest.mark.parametrize("backend", [*TARGETS, "xla"])
+def test_a_decode_step_lowers_for_cuda(backend):
+    """The plan, the appends, the moves of finished steps and sampling around it included."""
+    config = dataclasses.replace(programs.MODEL, num_layers=1)
+    decoding = programs.decoding(programs.QUICK_STEPS[0], backend, config, history=4096)
+    assert (
+        calls(lowered(backend, decoding.function, *decoding.arguments, donate_argnums=(1,)))
+        == {backend} & TARGETS.keys()
+    )
+
+
+@pytest.mark.parametrize("spread", programs.SPREADS, ids=str)
+def test_a_decode_step_on_several_devices_lowers_for_cuda(spread):
+    """Each device runs the kernels on its part; what they send is `make gpu-compile`'s to count.
+    Triton lowers only for a device that it is told of, and where that would be said there is the
+    mesh."""
+    config = dataclasses.replace(programs.MODEL, num_layers=1)
+    mesh = spread.mesh(jax.devices()[: spread.tensor * spread.kv])
+    decoding = programs.decoding(
+        programs.QUICK_STEPS[0], "mosaic_gpu", config, history=4096, mesh=mesh
+    )
+    assert calls(
+        lowered("mosaic_gpu", decoding.function, *decoding.arguments, donate_argnums=(1,))
+    ) == {"mosaic_gpu"}
+
+
+def test_what_is_compiled_covers_all_that_is_promised():
+    assert set(programs.GPU_BACKENDS) == TARGETS.keys()
+    for cases in (FEW, programs.QUICK, programs.whole_grid()):
+        assert {case.head_dim for case in cases} == {64, 80, 96, 128, 192, 256}
+        assert {case.group for case in cases} == {1, 2, 4, 5, 7, 8, 16}
+        assert {case.dtype for case in cases} == {"bfloat16", "float16"}
+        assert {(case.width, case.rows, case.blocks) for case in cases} == set(programs.PASSES)
+    assert {1, 8, 64} == {width for width, _, _ in programs.PASSES} and {"shared", "private"} < {
+        blocks for _, _, blocks in programs.PASSES
+    }
+    assert len(programs.whole_grid()) == 6 * 7 * 2 * len(programs.PASSES)

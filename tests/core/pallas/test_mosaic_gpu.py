@@ -1,0 +1,282 @@
+"""The mosaic_gpu backend, interpreted on the CPU, threads and barriers included, against float64
+numpy.
+
+Interpreting takes seconds a call: a few shapes here, many examples among the slow tests. How work
+is cut has tests of its own (test_work), and that the kernels compile is test_gpu_lowering's and
+`make gpu-compile`'s to show.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from jaxshare import block_attention, make_plan
+from jaxshare.attention.api import preferred
+from jaxshare.pallas import merge_mosaic_gpu
+from jaxshare.pallas.block_attention_mosaic_gpu import INTERPRETER_LACKS
+from jaxshare.pallas.device import H200, Device, assume_device
+from jaxshare.pallas.tiles import HEAD_DIMS, MosaicTiles, use_tiles
+from jaxshare.sharding import Stripes
+from tests.core.attention.test_attention import Case, Shape, cases, place
+from tests.core.pallas.interpreted import SOME_LENGTHS, TOLERANCE, case, compare
+
+INTERPRETED = Device("interpreted", 90, multiprocessors=2, interpret=True)
+"""Two work items, so that most cuts fall inside blocks."""
+
+DECODE = Shape(
+    rows=3,
+    width=1,
+    listed=3,
+    blocks=4,
+    heads=4,
+    kv_heads=2,
+    dim=64,
+    arena=1536,
+    rotary=64,
+    dtype=jnp.bfloat16,
+)
+"""Narrow segments only: 6 queries at most."""
+WIDE = Shape(
+    rows=5,
+    width=1,
+    listed=2,
+    blocks=6,
+    heads=16,
+    kv_heads=1,
+    dim=64,
+    arena=1024,
+    rotary=64,
+    dtype=jnp.bfloat16,
+)
+"""Blocks that all rows see have 80 queries, more than one warpgroup takes."""
+PENDING = Shape(
+    rows=1,
+    width=33,
+    listed=3,
+    blocks=4,
+    heads=4,
+    kv_heads=1,
+    dim=64,
+    arena=1024,
+    rotary=32,
+    factor=1.2,
+    dtype=jnp.float16,
+)
+"""132 queries a row: its own block is read in two segments, causally; half of each head is
+rotated."""
+
+
+def check(shape: Shape, case: Case, device: Device = INTERPRETED) -> None:
+    compare("mosaic_gpu", device, shape, case)
+
+
+def test_shared_and_private_blocks_that_begin_anywhere():
+    check(
+        DECODE,
+        case(
+            [[0, 1], [1, 0, 2], [0, 3]],
+            [1, 1, 1],
+            [200, 70, 3, 0],
+            gaps=[1, 2, 0, 3],
+            phases=[0, 5, 0, 0],
+        ),
+    )
+    # The same program: one row alone, a row that brings nothing, empty blocks.
+    check(DECODE, case([[0, 3, 1], [], []], [1, 0, 0], [0, 129, 0, 64], seed=1))
+
+
+def test_more_queries_than_a_warpgroup_takes():
+    check(WIDE, case([[0, n] for n in range(1, 6)], [1] * 5, [300, 5, 0, 64, 1, 17], gaps=[1] * 6))
+
+
+def test_pending_tokens_are_causal_in_their_own_block():
+    check(PENDING, case([[0, 2, 1]], [31], [70, 40, 3, 0], gaps=[3, 0, 1, 0]))
+
+
+def test_log_sum_exps_for_other_devices(monkeypatch):
+    """What merging over devices is given, where tokens are spread. One device in place of all: the
+    interpreter has one memory, which those that run at once would share."""
+    shape = dataclasses.replace(DECODE, rotary=0)
+    (cache, layout, count, q, k, v), out = place(
+        shape, case([[0, 2, 1], [3], []], [1, 1, 0], [200, 3, 70, 0], gaps=[1, 0, 2, 0])
+    )
+    given = []
+    monkeypatch.setattr(
+        merge_mosaic_gpu,
+        "merge_over",
+        lambda axis, *partial: given.append((axis, *partial)) or partial[0],
+    )
+    plan = make_plan(cache, layout, count, 1)
+    cache = cache.append(0, k, v, plan)
+    with assume_device(INTERPRETED):
+        block_attention(
+            q,
+            cache.keys[0],
+            cache.values[0],
+            dataclasses.replace(plan, stripes=Stripes("kv")),
+            implementation="mosaic_gpu",
+        )
+    [(axis, mixed, lse)] = given
+    assert axis == "kv" and mixed.dtype == lse.dtype == jnp.float32
+    keys, queries = (
+        np.asarray(cache.keys[0], np.float64),
+        np.asarray(q, np.float64)[:, 0].reshape(3, 2, 2, 64),
+    )
+    offsets, lengths = np.asarray(cache.offsets), np.asarray(cache.lengths)
+    for row, blocks in enumerate([[0, 2, 1], [3], []]):
+        seen = [offsets[b] + np.arange(lengths[b] + (b == blocks[-1])) for b in blocks]
+        scores = (
+            np.einsum(
+                "kgd,ksd->kgs", queries[row], keys[:, np.concatenate([[], *seen]).astype(int)]
+            )
+            / 8
+        )
+        expected = np.logaddexp.reduce(scores, axis=-1, initial=-np.inf).reshape(4)
+        np.testing.assert_allclose(lse[row, 0], expected, atol=TOLERANCE[shape.dtype])
+    np.testing.assert_allclose(mixed[:2], out[:2], atol=TOLERANCE[shape.dtype])
+
+
+@pytest.mark.parametrize(
+    "dim",
+    [
+        pytest.param(dim, marks=() if dim in (80, 128) else pytest.mark.slow)
+        for dim in HEAD_DIMS
+        if dim != 64
+    ],
+)
+def test_every_head_dim(dim):
+    shape = Shape(
+        rows=2,
+        width=1,
+        listed=2,
+        blocks=3,
+        heads=3,
+        kv_heads=1,
+        dim=dim,
+        arena=512,
+        rotary=dim,
+        dtype=jnp.bfloat16,
+    )
+    check(shape, case([[0, 1], [0, 2]], [1, 1], [150, 66, 0], gaps=[1, 0, 0]))
+
+
+def test_an_arena_smaller_than_a_tile():
+    shape = dataclasses.replace(DECODE, rows=1, listed=1, blocks=1, heads=2, kv_heads=1, arena=13)
+    check(shape, case([[0]], [1], [11]))
+
+
+@pytest.mark.slow
+def test_larger_tiles():
+    shape = dataclasses.replace(DECODE, rows=2, heads=2, kv_heads=1, listed=2, blocks=3)
+    with use_tiles(MosaicTiles(tile=128, stages=2, query_stages=1)):
+        check(shape, case([[0, 1], [0, 2]], [1, 1], [300, 66, 0], gaps=[1, 0, 0]))
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(cases(DECODE))
+def test_many_layouts(case):
+    check(DECODE, case)
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(cases(WIDE, lengths=SOME_LENGTHS))
+def test_many_layouts_of_many_queries(case):
+    check(WIDE, case)
+
+
+@pytest.mark.slow
+@settings(max_examples=15)
+@given(cases(PENDING, lengths=SOME_LENGTHS))
+def test_many_layouts_with_pending_tokens(case):
+    check(PENDING, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", range(1, 17))
+def test_every_number_of_query_heads(group):
+    for dtype in (jnp.bfloat16, jnp.float16):
+        shape = dataclasses.replace(
+            DECODE, rows=2, heads=2 * group, listed=2, blocks=3, dtype=dtype
+        )
+        check(shape, case([[0, 1], [0, 2]], [1, 1], [150, 66, 0], gaps=[1, 0, 0], seed=group))
+
+
+@pytest.mark.slow
+def test_more_items_than_work():
+    """Programs without an item's worth of tiles do nothing."""
+    check(
+        dataclasses.replace(DECODE, rows=1, listed=1, blocks=1),
+        case([[0]], [1], [100]),
+        Device("interpreted", 90, 9, interpret=True),
+    )
+
+
+@pytest.fixture
+def call():
+    """A call with one thing changed; it is only traced."""
+
+    def call(device=H200, dim=64, heads=4, dtype=jnp.bfloat16, implementation="mosaic_gpu"):
+        shape = dataclasses.replace(
+            DECODE, heads=heads, kv_heads=1, dim=dim, rotary=dim, dtype=dtype
+        )
+        (cache, layout, count, q, _, _), _ = place(shape, case([[0, 1]], [1], [5, 3, 0, 0]))
+
+        def attend(q, cache):
+            return block_attention(
+                q,
+                cache.keys[0],
+                cache.values[0],
+                make_plan(cache, layout, count, 1),
+                implementation=implementation,
+            )
+
+        if device is None:
+            return jax.eval_shape(attend, q, cache)
+        with assume_device(device):
+            return jax.eval_shape(attend, q, cache)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (dict(device=None), "it runs on NVIDIA GPUs of compute capability 9.0, and this is cpu"),
+        (
+            dict(device=Device("NVIDIA A100", 80, 108)),
+            "compute capability 9.0, and NVIDIA A100 has 8.0",
+        ),
+        (
+            dict(device=Device("NVIDIA B200", 100, 148)),
+            "compute capability 9.0, and NVIDIA B200 has 10.0",
+        ),
+        (dict(dtype=jnp.float32), "the cache must be bfloat16 or float16, not float32"),
+        (dict(dim=72), "the head dim is 72, but it must be one of 64, 80, 96, 128, 192, 256"),
+        (dict(heads=17), "17 query heads share a kv head, but it takes at most 16"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_with_the_reason(call, wrong, why):
+    with pytest.raises(NotImplementedError, match=f"mosaic_gpu: .*{why}"):
+        call(**wrong)
+
+
+def test_where_it_cannot_serve_the_next_backend_does(call):
+    assert call(dtype=jnp.float32, implementation=None).shape == (3, 1, 4, 64)
+    assert call(device=None, implementation=("mosaic_gpu", "xla")).shape == (3, 1, 4, 64)
+
+
+def test_what_is_preferred_follows_the_device():
+    assert preferred() == ("xla",)
+    with assume_device(H200):
+        assert preferred() == ("mosaic_gpu", "triton", "xla")
+
+
+def test_what_the_interpreter_lacks_is_one_thing():
+    """Everything else of the kernel runs interpreted; a longer list is a weaker test."""
+    assert len(INTERPRETER_LACKS) == 1

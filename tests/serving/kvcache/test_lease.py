@@ -1,0 +1,245 @@
+"""Sessions of workers in an engine's memory, against the same sessions and the same calls alone."""
+
+import dataclasses
+import gc
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxshare import Sampler
+from jaxshare.serving import Workers
+from jaxshare.serving.engine import ClosedError, Completion, Engine, EngineError, TooLongError
+from jaxshare.serving.inputs import token_bytes
+from jaxshare.serving.kvcache.lease import Guests
+from jaxshare.serving.kvcache.manager import Memory
+from tests.serving.branches.test_branches import model, problem
+from tests.serving.workers.test_session import BUDGET, CHAT, WARM, run, start, written
+
+SETTINGS = {
+    "names": ("Alice", "Bob"),
+    "budget": BUDGET,
+    "sampler": WARM,
+    "max_workers": 3,
+    "format": CHAT,
+}
+CALLS = [(problem(seed).prompt(), seed) for seed in range(4)]
+ROOM = 2048
+"""Of an engine: a session and two calls, so that a third one waits."""
+
+
+def made(tokens: int = ROOM, **more) -> Engine:
+    return Engine(
+        model(), kv_bytes=tokens * token_bytes(model()), **{"max_rows": 4, "passes": 8, **more}
+    )
+
+
+def session(engine: Engine, **more) -> Workers:
+    return Workers(engine.model, problem().prompt(), engine=engine, **{**SETTINGS, **more})
+
+
+def ask(engine: Engine, count: int = 60) -> list:
+    return [engine.submit(text, WARM, seed=seed, max_new_tokens=count) for text, seed in CALLS]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict:
+    """What the session writes without an engine, and what the calls come to without the session."""
+    whole = start()
+    found = {"session": run(whole), "answer": whole.finish()}
+    with made() as engine:
+        found["calls"] = [stream.wait().tokens for stream in ask(engine)]
+    return found
+
+
+def test_sessions_and_calls_run_beside_each_other_and_do_not_change_each_other(alone):
+    with made() as engine:
+        here = session(engine)
+        streams, seen = ask(engine), 0
+        for _ in here.stream():
+            seen = seen or sum(stream._state.done is None for stream in streams)
+        assert seen  # calls were under way while workers wrote
+        assert written(here) == alone["session"]
+        assert here.finish() == alone["answer"]
+        assert [stream.wait().tokens for stream in streams] == alone["calls"]
+
+
+@pytest.mark.slow
+def test_blocks_may_be_moved_between_passes(alone):
+    with made() as engine:
+        # it lies before the session's blocks
+        stream = engine.submit(CALLS[0][0], WARM, seed=0, max_new_tokens=20)
+        stream.wait()
+        engine.drain()
+        here, memory, moved = session(engine), engine._loop.memory, 0
+        offset = here._guest._extent.offset
+        for n, _ in enumerate(here.stream()):
+            if n == 2:
+                with engine._guests.turn():
+                    memory.tree.make_room(memory.pool.tokens, False)
+                    moved += memory._pack(memory.pool.free)
+        assert moved and here._guest._extent.offset < offset
+        assert written(here) == alone["session"] and here.finish() == alone["answer"]
+
+
+@pytest.mark.slow
+def test_a_session_can_be_looked_at_and_spoken_to():
+    with made() as engine:
+        plain, here = start(), session(engine)
+        for each in (plain, here):
+            each.run(finish_at=[20])  # answers at 20, and goes on
+        assert written(plain) == written(here)
+        here.close()
+        plain, here = start(), session(engine)
+        for each in (plain, here):
+            for _ in each.stream(20):
+                pass
+            each.say("Question 3: 3+4?")
+            each.pause("Bob")
+            each.add("Carol")
+        ask(engine, 5)  # others write to the arena meanwhile
+        engine.drain()
+        for each in (plain, here):
+            each.resume("Bob")
+            each.remove("Alice")
+        assert run(plain) == run(here)
+        copy = here.cache
+        np.testing.assert_array_equal(copy.lengths, plain.cache.lengths)
+        for b, (at, there, length) in enumerate(
+            zip(copy.offsets, plain.cache.offsets, copy.lengths, strict=True)
+        ):
+            for ours, theirs in zip(copy.keys, plain.cache.keys, strict=True):
+                np.testing.assert_allclose(
+                    ours[:, int(at) : int(at) + int(length)],
+                    theirs[:, int(there) : int(there) + int(length)],
+                    atol=2e-5,
+                    err_msg=str(b),
+                )
+
+
+def test_memory_goes_back_when_a_session_is_closed_or_forgotten():
+    with made() as engine:
+        memory = engine._loop.memory
+
+        def lent() -> int:
+            with engine._guests.turn():
+                return sum(extent.capacity for extent in memory.lent)
+
+        with session(engine) as here:
+            first = lent()
+            assert first and memory.pool.free == memory.pool.tokens - first
+        assert lent() == 0 and memory.pool.free == memory.pool.tokens
+        # what it was can still be asked
+        assert here.passes == 0 and here.result().ended == "paused"
+        with pytest.raises(ClosedError, match="memory is gone"):
+            next(here.stream())
+        other = session(engine)
+        next(other.stream())
+        assert lent() == first
+        del other
+        gc.collect()
+        assert lent() == 0
+
+
+def test_a_session_waits_for_calls_that_are_under_way_and_later_ones_wait_for_it(alone):
+    with made() as engine:
+        streams = [engine.submit(CALLS[0][0], WARM, seed=n, max_new_tokens=100) for n in range(4)]
+        while len(engine._loop.live) < 4:
+            time.sleep(0.001)
+        found = []
+        waiting = threading.Thread(target=lambda: found.append(session(engine)))
+        waiting.start()
+        while not engine._guests.waiting:
+            time.sleep(0.001)
+        later = engine.submit(CALLS[1][0], WARM, seed=1, max_new_tokens=60)
+        waiting.join()
+        assert all(stream.wait() for stream in streams)
+        assert run(found[0]) == alone["session"]
+        assert later.wait().tokens == alone["calls"][1]
+
+
+def test_a_session_that_cannot_be_is_refused_at_once():
+    with (
+        made(1024) as engine,
+        pytest.raises(
+            TooLongError,
+            match=r"blocks take \d+ tokens, \d+ bytes, but the engine has room for 1024",
+        ),
+    ):
+        session(engine)
+    with made() as engine:
+        first = session(engine)
+        with pytest.raises(EngineError, match="other sessions have"):
+            session(engine)
+        first.close()
+        session(engine)
+    with pytest.raises(ClosedError, match="shut down"):
+        session(engine)
+    with made() as engine:
+        here = session(engine)
+    with pytest.raises(ClosedError, match="shut down"):
+        here.finish()
+    other = made()
+    with other, pytest.raises(ValueError, match="another model"):
+        Workers(
+            dataclasses.replace(model(), params=jax.tree.map(lambda x: x, model().params)),
+            "1+1?",
+            engine=other,
+            **SETTINGS,
+        )
+
+
+def test_a_failure_takes_the_memory_of_sessions_and_says_so(monkeypatch):
+    with made() as engine:
+        here = session(engine)
+        next(here.stream())
+        with monkeypatch.context() as patch:
+            patch.setattr("jaxshare.serving.engine.scheduler.decode", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.submit(CALLS[0][0], WARM, seed=0, max_new_tokens=5).wait()
+        with pytest.raises(ClosedError, match="has failed"):
+            here.run()
+        assert isinstance(
+            engine.submit(CALLS[0][0], Sampler(0.0), max_new_tokens=2).wait(), Completion
+        )
+        run(session(engine))
+
+
+def test_turns_go_to_who_has_waited_longest():
+    class Nothing(Memory):
+        def __init__(self):
+            pass
+
+    guests, order, begun = Guests(Nothing()), [], []
+
+    def wait(n: int) -> None:
+        begun.append(n)
+        with guests.turn():
+            order.append(n)
+
+    with guests.turn():
+        threads = []
+        for n in range(4):
+            threads.append(threading.Thread(target=wait, args=(n,)))
+            threads[-1].start()
+            while len(guests._tickets) <= n:
+                time.sleep(0.001)
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3]
+    with pytest.raises(KeyError), guests.turn():
+        raise KeyError
+    with guests.turn():  # and is free again after an error
+        pass
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with guests.turn(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guests._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt), guests.turn():
+            pass
+    with guests.turn():
+        pass
