@@ -25,11 +25,21 @@ TORCH_PYTHON := .venv-torch/bin/python
 HOGWILD_ENV := .venv-hogwild/.installed
 HOGWILD_PYTHON := .venv-hogwild/bin/python
 
+WHAT ?= decode
+BENCHES := agents attention collaboration decode devices engine logits_cache residency sharing workers
+BENCH_NEEDS_attention := $(CUDA)
+BENCH_NEEDS_decode := $(TORCH_ENV)
+BENCH_NEEDS_sharing := $(TORCH_ENV)
+BENCH_NEEDS_workers := $(if $(HOGWILD),$(HOGWILD_ENV))
+BENCH_OPTIONS_decode := --torch-python $(TORCH_PYTHON)
+BENCH_OPTIONS_sharing := --torch-python $(TORCH_PYTHON)
+BENCH_OPTIONS_workers := $(if $(HOGWILD),--hogwild '$(HOGWILD)' --hogwild-python $(HOGWILD_PYTHON))
+
 # A tool that looks at these would otherwise work on the environment that the caller has active.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench bench-workers bench-sharing bench-agents bench-engine bench-logits-cache bench-residency bench-collaboration bench-devices bench-attention gpu-compile parity parity-transformers parity-hogwild clean
+.PHONY: help demo test test-all test-gpu lint bench gpu-compile parity parity-transformers parity-hogwild clean
 # A recipe that fails must not leave a stamp behind.
 .DELETE_ON_ERROR:
 
@@ -57,45 +67,21 @@ lint: $(DEV) ## ruff and pyright
 	@ln -s "$(CURDIR)"/jaxshare/* "$(CURDIR)/models" "$(CURDIR)/serving" build/pyright/jaxshare/
 	@find -L build/pyright -name '*.py' -print0 | xargs -0 $(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: $(DEV) $(TORCH_ENV) ## decode speed against transformers on this machine (BENCH_ARGS= for the full run)
-	$(BIN)/python scripts/bench_decode.py --torch-python $(TORCH_PYTHON) $(BENCH_ARGS)
+bench: $(DEV) $(BENCH_NEEDS_$(WHAT)) ## one benchmark: WHAT=decode, or another of scripts/bench (BENCH_ARGS= for the full run)
+	@case ' $(BENCHES) ' in *' $(WHAT) '*) ;; *) echo 'WHAT is "$(WHAT)"; it must be one of: $(BENCHES)' >&2; exit 2;; esac
+	$(BIN)/python -m scripts.bench.$(WHAT) $(BENCH_OPTIONS_$(WHAT)) $(BENCH_ARGS)
 
-bench-workers: $(DEV) $(if $(HOGWILD),$(HOGWILD_ENV)) ## speed of workers, and against the authors' implementation with HOGWILD=DIR (see parity)
-	$(BIN)/python scripts/bench_workers.py $(if $(HOGWILD),--hogwild '$(HOGWILD)' --hogwild-python $(HOGWILD_PYTHON)) $(BENCH_ARGS)
-
-bench-sharing: $(DEV) $(TORCH_ENV) ## what sharing prefixes is worth, against copies, transformers and PyTorch's attention
-	$(BIN)/python scripts/bench_sharing.py --torch-python $(TORCH_PYTHON) $(BENCH_ARGS)
-
-bench-agents: $(DEV) ## what the runtime of agents costs by itself
-	$(BIN)/python scripts/bench_agents.py $(BENCH_ARGS)
-
-bench-engine: $(DEV) ## the engine, against the bare decode loop and against one batch at a time
-	$(BIN)/python scripts/bench_engine.py $(BENCH_ARGS)
-
-bench-logits-cache: $(DEV) ## what the Logits Cache is worth for sampling again from the same state
-	$(BIN)/python scripts/bench_logits_cache.py $(BENCH_ARGS)
-
-bench-residency: $(DEV) ## what agent-aware residency is worth, on a tree of tokens and on the engine
-	$(BIN)/python scripts/bench_residency.py $(BENCH_ARGS)
-
-bench-collaboration: $(DEV) ## passes that workers save on unseen problems, against baselines and ablations (BENCH_ARGS= for the full run)
-	$(BIN)/python scripts/bench_collaboration.py $(BENCH_ARGS)
-
-bench-devices: $(DEV) ## what a decode step sends between eight devices, counted, and how long it should take (BENCH_ARGS= for the full run)
-	$(BIN)/python scripts/bench_devices.py $(BENCH_ARGS)
-
-bench-attention: $(CUDA) ## on a GPU: the kernels' tests, then their speed against the device's ceilings and others' attention
+test-gpu: $(CUDA) ## on a GPU: every backend against the reference
 	$(BIN)/python -m pytest -q -m gpu
-	$(BIN)/python scripts/bench_attention.py $(BENCH_ARGS)
 
 gpu-compile: $(GPU_ENV) ## the GPU kernels and whole decode steps compiled for an H200 and for four, without one (GPU_ARGS='--parts steps')
-	@.venv-gpu/bin/python scripts/gpu_compile.py $(GPU_ARGS)
+	@.venv-gpu/bin/python -m scripts.gpu.compile $(GPU_ARGS)
 
 parity: parity-transformers parity-hogwild ## logits and greedy text against transformers and, with HOGWILD=DIR, the authors' code for workers, run now
 
 parity-transformers: $(DEV) $(TORCH_ENV)
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT TERM && \
-	$(TORCH_PYTHON) scripts/make_parity_fixtures.py --out "$$folder" && \
+	$(TORCH_PYTHON) -m scripts.fixtures.make_parity --out "$$folder" && \
 	JAXSHARE_PARITY_FIXTURES="$$folder" $(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS) tests/models/test_parity.py
 
 ifeq ($(HOGWILD),)
@@ -105,7 +91,7 @@ parity-hogwild:
 else
 parity-hogwild: $(DEV) $(HOGWILD_ENV)
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT TERM && \
-	$(HOGWILD_PYTHON) scripts/make_hogwild_fixtures.py --hogwild '$(HOGWILD)' --out "$$folder" && \
+	$(HOGWILD_PYTHON) -m scripts.fixtures.make_hogwild --hogwild '$(HOGWILD)' --out "$$folder" && \
 	JAXSHARE_HOGWILD_FIXTURES="$$folder" $(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS) tests/serving/workers/test_hogwild_parity.py tests/serving/workers/test_hogwild_formatting.py
 endif
 

@@ -1,7 +1,7 @@
 """Models against transformers: logits and greedy answers that it computed from small random
 checkpoints.
 
-The checkpoints and its numbers are in fixtures/parity, written by scripts/make_parity_fixtures.py.
+The checkpoints and its numbers are in fixtures/parity, written by scripts/fixtures/make_parity.py.
 JAXSHARE_PARITY_FIXTURES names another folder of the same form, for example one that was just made
 with the installed transformers.
 """
@@ -31,7 +31,7 @@ WIDTH = 8
 
 def test_there_are_fixtures():
     assert len(CASES) >= 20 and len(ROPES) >= 10, (
-        f"{FOLDER} lacks parity fixtures: make them with scripts/make_parity_fixtures.py"
+        f"{FOLDER} lacks parity fixtures: make them with scripts/fixtures/make_parity.py"
     )
 
 

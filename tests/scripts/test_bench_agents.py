@@ -2,16 +2,11 @@
 the times are no matter for a test."""
 
 import asyncio
-import importlib
 import json
 
 import pytest
 
-from tests.paths import ROOT
-
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "scripts"))
-    bench = importlib.import_module("bench_agents")
+from scripts.bench import agents as bench
 
 
 @pytest.mark.parametrize(("kind", "each"), [("model", 11), ("tool", 11), ("next", 21)])
@@ -74,7 +69,7 @@ def test_a_small_run_reports_as_text_and_as_json(tmp_path, capsys):
         report["goals"]
     ) == 6
     assert report["settings"]["agents"] == 10 and report["command"].startswith(
-        "python scripts/bench_agents.py --quick"
+        "python -m scripts.bench.agents --quick"
     )
     assert bench.main(small) == 0
     said = capsys.readouterr().out
@@ -100,6 +95,8 @@ def test_bad_arguments_are_told_in_one_sentence(arguments, words, capsys):
         bench.main(arguments)
     said = capsys.readouterr().err
     assert (
-        stopped.value.code == 2 and said.startswith("bench_agents.py: ") and said.count("\n") == 1
+        stopped.value.code == 2
+        and said.startswith("scripts.bench.agents: ")
+        and said.count("\n") == 1
     )
     assert all(word in said for word in words), said

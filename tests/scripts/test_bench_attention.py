@@ -15,22 +15,14 @@ import pytest
 
 from jaxshare.attention.api import BACKENDS
 from jaxshare.pallas.work_items import make_work
+from scripts.bench import attention as bench
+from scripts.bench import roofline
+from scripts.bench.parts import attention_cases as cases
+from scripts.bench.parts import attention_parts as parts
+from scripts.bench.parts import attention_plots as plots
+from scripts.bench.parts import attention_speed as speed
+from scripts.bench.peers import torch_attention as worker
 from tests.paths import ROOT
-
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "scripts"))
-    cases, parts, plots, speed, worker, bench, roofline = (
-        importlib.import_module(name)
-        for name in (
-            "_attention_cases",
-            "_attention_parts",
-            "_attention_plots",
-            "_attention_speed",
-            "_torch_attention_worker",
-            "bench_attention",
-            "roofline",
-        )
-    )
 
 Heads, Case, Side = cases.Heads, cases.Case, speed.Side
 COPY, PRODUCT, UNSHARED = speed.COPY, speed.PRODUCT, speed.UNSHARED
@@ -141,7 +133,7 @@ def test_without_a_gpu_and_without_cpu_it_says_so_in_one_sentence(capsys):
     said = capsys.readouterr()
     assert (
         not said.out
-        and said.err.startswith("bench_attention.py: there is no NVIDIA GPU")
+        and said.err.startswith("scripts.bench.attention: there is no NVIDIA GPU")
         and said.err.count("\n") == 1
     )
     assert "--cpu" in said.err
@@ -170,7 +162,7 @@ def test_bad_arguments_are_told_in_one_sentence(arguments, said, capsys):
     told = capsys.readouterr().err
     assert (
         stopped.value.code == 2
-        and told.startswith("bench_attention.py: ")
+        and told.startswith("scripts.bench.attention: ")
         and told.count("\n") == 1
     )
     assert all(word in told for word in said), told
@@ -184,7 +176,7 @@ def test_the_other_python_says_what_it_lacks(run):
     assert run.printed["settings"]["torch_skipped"] == "No module named 'torch'"
     with (
         pytest.raises(speed.WorkerError, match="torch"),
-        speed.Worker(sys.executable, Path(worker.__file__), {}) as other,
+        speed.Worker(sys.executable, worker.__name__, {}) as other,
     ):
         other.begin()
 
@@ -473,7 +465,7 @@ def test_the_page_has_what_the_program_prints(capsys):
     printed = capsys.readouterr().out
     for table in roofline.tables():
         assert table in page, (
-            f"benchmarks/roofline.md is not what scripts/roofline.py prints:\n{table}"
+            f"benchmarks/roofline.md is not what scripts/bench/roofline.py prints:\n{table}"
         )
         assert table in printed
     assert "nothing is measured" in page and "not measured" in printed

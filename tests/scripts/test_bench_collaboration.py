@@ -1,22 +1,14 @@
 """What the benchmark of collaboration makes of accuracies: against numbers worked out by hand."""
 
-import importlib
 import json
 
 import pytest
 
 from jaxshare.serving.evaluation import Point
-from tests.paths import ROOT
+from scripts.bench import collaboration as bench
 
 
-@pytest.fixture(scope="module")
-def bench():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        yield importlib.import_module("bench_collaboration")
-
-
-def found(bench, lines, passes=None):
+def found(lines, passes=None):
     """Of {workers: {budget: accuracy}}, with intervals of 0.1 to each side."""
     points = tuple(
         Point(count, budget, value, value - 0.1, value + 0.1, 0.0, 4, 4)
@@ -26,9 +18,8 @@ def found(bench, lines, passes=None):
     return bench.Found(points, passes or {})
 
 
-def test_goals_by_hand(bench):
+def test_goals_by_hand():
     base = found(
-        bench,
         {
             1: {16: 0.0, 32: 0.5, 48: 1.0},
             2: {16: 0.1, 32: 0.8, 48: 1.0},
@@ -38,11 +29,9 @@ def test_goals_by_hand(bench):
         {1: 50.0, 2: 31.0, 4: 20.0, 6: None},
     )
     others = {
-        "vote": found(bench, {2: {16: 0.9, 32: 0.7, 48: 1.0}, 4: {16: 0.0, 32: 0.5, 48: 1.0}}),
-        "encoded anew": found(
-            bench, {2: {16: 0.31, 32: 0.8, 48: 1.0}, 4: {16: 0.31, 32: 0.72, 48: 0.95}}
-        ),
-        "five to ten": found(bench, {1: {16: 0.0}}, {1: 100.0, 2: 55.0, 4: None}),
+        "vote": found({2: {16: 0.9, 32: 0.7, 48: 1.0}, 4: {16: 0.0, 32: 0.5, 48: 1.0}}),
+        "encoded anew": found({2: {16: 0.31, 32: 0.8, 48: 1.0}, 4: {16: 0.31, 32: 0.72, 48: 0.95}}),
+        "five to ten": found({1: {16: 0.0}}, {1: 100.0, 2: 55.0, 4: None}),
     }
     goals = {goal.name: goal for goal in bench.goals({"workers": base, **others})}
     expected = {
@@ -70,12 +59,10 @@ def test_goals_by_hand(bench):
         ), name
 
 
-def test_what_was_not_run_is_neither_met_nor_missed(bench):
-    goals = bench.goals({"workers": found(bench, {1: {16: 0.0}, 2: {16: 0.1}}, {1: 50.0, 2: 31.0})})
+def test_what_was_not_run_is_neither_met_nor_missed():
+    goals = bench.goals({"workers": found({1: {16: 0.0}, 2: {16: 0.1}}, {1: 50.0, 2: 31.0})})
     assert [goal.met for goal in goals] == [False, None, None]
-    alone = bench.goals(
-        {"encoded anew": found(bench, {2: {16: 0.3}}), "vote": found(bench, {2: {16: 0.3}})}
-    )
+    alone = bench.goals({"encoded anew": found({2: {16: 0.3}}), "vote": found({2: {16: 0.3}})})
     assert {goal.met for goal in alone} == {None}, "there is nothing to compare them with"
 
 
@@ -88,14 +75,14 @@ def test_what_was_not_run_is_neither_met_nor_missed(bench):
         (["--output", "nowhere/x.json"], "--output is nowhere/x.json, but it must name"),
     ],
 )
-def test_mistakes(bench, capsys, arguments, words):
+def test_mistakes(capsys, arguments, words):
     with pytest.raises(SystemExit) as error:
         bench.main(arguments)
     assert error.value.code == 2 and words in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_quick_run_reports_and_goes_on_with_what_is_there(bench, tmp_path, capsys):
+def test_a_quick_run_reports_and_goes_on_with_what_is_there(tmp_path, capsys):
     arguments = [
         "--quick",
         "--problems",

@@ -1,8 +1,7 @@
-"""scripts/bench_devices.py and scripts/run_multi_gpu.py: what is counted against programs and sums
-made by hand."""
+"""scripts/bench/devices.py and scripts/gpu/run_multi_gpu.py: what is counted against programs and
+sums made by hand."""
 
 import dataclasses
-import importlib
 import json
 import os
 import subprocess
@@ -10,12 +9,9 @@ import sys
 
 import pytest
 
+from scripts.bench import devices as bench
 from tests.helpers import TINY
 from tests.paths import ROOT
-
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "scripts"))
-    bench = importlib.import_module("bench_devices")
 
 SMALL = dataclasses.replace(
     TINY, vocab_size=104, num_heads=8, num_kv_heads=4, intermediate_size=64, num_layers=3
@@ -121,7 +117,7 @@ def test_the_program_to_copy_from_writes_the_same_on_every_mesh(flags):
         command = [
             sys.executable,
             "-P",
-            str(ROOT / "scripts" / "run_multi_gpu.py"),
+            str(ROOT / "scripts" / "gpu" / "run_multi_gpu.py"),
             "--rows",
             "2",
             "--tokens",

@@ -1,7 +1,6 @@
 """The arithmetic and arguments of the engine's benchmark, and that what it times is what it says;
 the times are no matter for a test."""
 
-import importlib
 import json
 
 import jax
@@ -10,12 +9,8 @@ import pytest
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.models.generation_config import Generation
+from scripts.bench import engine as bench
 from tests.helpers import TINY, tiny_params
-from tests.paths import ROOT
-
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "scripts"))
-    bench = importlib.import_module("bench_engine")
 
 
 def test_calls_share_their_system_prompts_and_nothing_else():
@@ -118,7 +113,9 @@ def test_bad_arguments_are_told_in_one_sentence(arguments, words, capsys):
         bench.main(arguments)
     said = capsys.readouterr().err
     assert (
-        stopped.value.code == 2 and said.startswith("bench_engine.py: ") and said.count("\n") == 1
+        stopped.value.code == 2
+        and said.startswith("scripts.bench.engine: ")
+        and said.count("\n") == 1
     )
     assert all(word in said for word in words), said
 

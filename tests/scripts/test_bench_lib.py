@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench import decode as bench_decode
+from scripts.bench import lib as benchlib
 from tests.paths import ROOT
-
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "scripts"))
-    benchlib = importlib.import_module("benchlib")
-    bench_decode = importlib.import_module("bench_decode")
 
 OURS, THEIRS, SHARED = bench_decode.OURS, bench_decode.THEIRS, bench_decode.SHARED
 QUICK = ["--quick", "--torch-python", sys.executable]
@@ -127,7 +124,7 @@ def test_a_published_command_names_no_place_on_somebodys_machine():
             "runs/a",
         ]
     )
-    assert asked == "python scripts/x.py --torch-python python --output=r.json --batches 1,8 runs/a"
+    assert asked == "python -m scripts.x --torch-python python --output=r.json --batches 1,8 runs/a"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
@@ -171,7 +168,9 @@ def test_bad_arguments_are_told_in_one_sentence(arguments, words, capsys):
         bench_decode.main([*QUICK, *arguments])
     said = capsys.readouterr().err
     assert (
-        stopped.value.code == 2 and said.startswith("bench_decode.py: ") and said.count("\n") == 1
+        stopped.value.code == 2
+        and said.startswith("scripts.bench.decode: ")
+        and said.count("\n") == 1
     )
     assert all(word in said for word in words), said
 

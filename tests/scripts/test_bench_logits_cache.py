@@ -1,7 +1,6 @@
 """The arithmetic and arguments of the Logits Cache's benchmark, and that its sides answer alike;
 the times are no matter for a test."""
 
-import importlib
 import math
 
 import numpy as np
@@ -10,13 +9,9 @@ import pytest
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.models.generation_config import Generation
+from scripts.bench import logits_cache as bench
+from scripts.bench.parts import engine_model as models
 from tests.helpers import TINY, tiny_params
-from tests.paths import ROOT
-
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "scripts"))
-    bench = importlib.import_module("bench_logits_cache")
-    models = importlib.import_module("_engine_model")
 
 
 @pytest.mark.slow
@@ -164,7 +159,7 @@ def test_bad_arguments_are_told_in_one_sentence(arguments, words, capsys):
     said = capsys.readouterr().err
     assert (
         stopped.value.code == 2
-        and said.startswith("bench_logits_cache.py: ")
+        and said.startswith("scripts.bench.logits_cache: ")
         and said.count("\n") == 1
     )
     assert all(word in said for word in words), said

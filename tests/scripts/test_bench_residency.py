@@ -2,7 +2,6 @@
 that share no code with it."""
 
 import functools
-import importlib
 import itertools
 import json
 
@@ -12,13 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshare.serving.kvcache.eviction import POLICIES, Belady, make_policy
-from tests.paths import ROOT
-
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "scripts"))
-    bench = importlib.import_module("bench_residency")
-    cache = importlib.import_module("_residency_tree")
-    work = importlib.import_module("_residency_workflow")
+from scripts.bench import residency as bench
+from scripts.bench.parts import residency_tree as cache
+from scripts.bench.parts import residency_workflow as work
 
 prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=25)
 
@@ -288,7 +283,7 @@ def test_a_small_run_reports_as_text_and_as_json(tmp_path, capsys):
         (2, 9000, 26),
     ]
     assert len(report["goals"]) == 4 and report["command"].startswith(
-        "python scripts/bench_residency.py --rounds 2"
+        "python -m scripts.bench.residency --rounds 2"
     )
     assert bench.main(small) == 0
     said = capsys.readouterr().out
@@ -348,7 +343,7 @@ def test_bad_arguments_are_told_in_one_sentence(arguments, words, capsys):
     said = capsys.readouterr().err
     assert (
         stopped.value.code == 2
-        and said.startswith("bench_residency.py: ")
+        and said.startswith("scripts.bench.residency: ")
         and said.count("\n") == 1
     )
     assert all(word in said for word in words), said

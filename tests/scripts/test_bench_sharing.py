@@ -18,18 +18,14 @@ from jaxshare import KVCache, Layout, block_attention
 from jaxshare.models import LoadedModel
 from jaxshare.models.generation_config import Generation
 from jaxshare.serving import Costs
+from scripts.bench import lib as benchlib
+from scripts.bench import sharing as bench
+from scripts.bench.parts import sharing_attention as attention
+from scripts.bench.parts import sharing_decode as decoding
+from scripts.bench.parts import sharing_generate as generating
+from scripts.bench.parts import sharing_needles as needles
+from scripts.bench.parts import sharing_plots as plots
 from tests.helpers import TINY, tiny_params
-from tests.paths import ROOT
-
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "scripts"))
-    benchlib = importlib.import_module("benchlib")
-    attention = importlib.import_module("_sharing_attention")
-    decoding = importlib.import_module("_sharing_decode")
-    generating = importlib.import_module("_sharing_generate")
-    needles = importlib.import_module("_sharing_needles")
-    plots = importlib.import_module("_sharing_plots")
-    bench = importlib.import_module("bench_sharing")
 
 SHARED, UNSHARED, NO_ATTENTION, THEIRS, SDPA, PRODUCT = (
     getattr(attention, name)
@@ -428,7 +424,9 @@ def test_bad_arguments_are_told_in_one_sentence(arguments, said, capsys):
         bench.main(["--quick", "--without-torch", *arguments])
     told = capsys.readouterr().err
     assert (
-        stopped.value.code == 2 and told.startswith("bench_sharing.py: ") and told.count("\n") == 1
+        stopped.value.code == 2
+        and told.startswith("scripts.bench.sharing: ")
+        and told.count("\n") == 1
     )
     assert all(word in told for word in said), told
 
@@ -443,7 +441,7 @@ def test_without_a_text_it_says_how_to_name_one(monkeypatch, tmp_path, capsys):
 
 
 def test_without_a_text_needles_are_left_out_and_said_to_be(monkeypatch, tmp_path, capsys):
-    """A fresh clone has no text: `make bench-sharing` asks for no part by name."""
+    """A fresh clone has no text: `make bench WHAT=sharing` asks for no part by name."""
     monkeypatch.setenv("JAXSHARE_DATA", str(tmp_path))
     options = bench.parse(["--quick", "--without-torch"])
     assert (

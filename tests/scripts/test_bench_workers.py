@@ -16,13 +16,9 @@ import pytest
 from jaxshare import block_attention, make_plan
 from jaxshare.models import LoadedModel
 from jaxshare.models.generation_config import Generation
+from scripts.bench import lib as benchlib
+from scripts.bench import workers as bench
 from tests.helpers import TINY, tiny_params
-from tests.paths import ROOT
-
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "scripts"))
-    benchlib = importlib.import_module("benchlib")
-    bench = importlib.import_module("bench_workers")
 
 THEIRS = bench.THEIRS
 HISTORY, STEPS = 200, 4
@@ -175,7 +171,9 @@ def test_bad_arguments_are_told_in_one_sentence(arguments, words, capsys):
         bench.main(["--quick", *arguments])
     said = capsys.readouterr().err
     assert (
-        stopped.value.code == 2 and said.startswith("bench_workers.py: ") and said.count("\n") == 1
+        stopped.value.code == 2
+        and said.startswith("scripts.bench.workers: ")
+        and said.count("\n") == 1
     )
     assert all(word in said for word in words), said
 

@@ -13,14 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from scripts.gpu import compile as check
+from scripts.gpu import compiler
 from tests.paths import ROOT
-
-SCRIPTS = ROOT / "scripts"
-
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(SCRIPTS))
-    compiler = importlib.import_module("_gpu_compiler")
-    check = importlib.import_module("gpu_compile")
 
 
 def missing() -> str | None:
@@ -91,7 +86,7 @@ def test_it_ends_with_code_2_and_one_sentence_where_a_package_is_missing(
     install(monkeypatch, **found)
     assert check.main([]) == 2
     out, said = capsys.readouterr()
-    assert out == "" and said.startswith("gpu_compile.py: ") and said.count("\n") == 1
+    assert out == "" and said.startswith("scripts.gpu.compile: ") and said.count("\n") == 1
     assert all(name in said for name in names), said
 
 
@@ -541,7 +536,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        cwd=SCRIPTS,
+        cwd=ROOT,
         env=environment,
     )
 
@@ -549,7 +544,9 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 @compiles
 @pytest.mark.slow
 def test_a_decode_step_and_the_plan():
-    done = run("gpu_compile.py", "--backends", "mosaic_gpu", "--parts", "steps,plan", "--json")
+    done = run(
+        "-m", "scripts.gpu.compile", "--backends", "mosaic_gpu", "--parts", "steps,plan", "--json"
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)
     assert report["ok"] and all(goal["met"] for goal in report["goals"])
@@ -567,7 +564,7 @@ def test_a_decode_step_and_the_plan():
 @compiles
 @pytest.mark.slow
 def test_a_decode_step_on_four_devices():
-    done = run("gpu_compile.py", "--backends", "triton", "--parts", "devices", "--json")
+    done = run("-m", "scripts.gpu.compile", "--backends", "triton", "--parts", "devices", "--json")
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)
     assert report["ok"] and all(goal["met"] for goal in report["goals"])

@@ -3,7 +3,6 @@ made to sample the same tokens, the text that each token could see according to 
 alone, Python's arithmetic on the prompt, and the core's own re-encoding."""
 
 import dataclasses
-import importlib
 import itertools
 import json
 import random
@@ -28,22 +27,12 @@ from jaxshare.serving import Format, Workers
 from jaxshare.serving.evaluation.arithmetic import Dependent, Problem, make_problem
 from jaxshare.serving.workers.layouts import worker_names
 from jaxshare.trace.trace import Trace
+from scripts.train import lessons, pair_attention, sessions, teacher, train_workers
 from tests.core.trace.test_trace import seen_by
 from tests.paths import ROOT
 
 LAYOUTS = ("contiguous", "interleaved", "combined")
 QUESTION = " Am I redundant?"
-
-
-@pytest.fixture(scope="module")
-def scripts():
-    """The scripts' modules by their names."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        yield {
-            name: importlib.import_module(name)
-            for name in ("teacher", "playing", "lessons", "pair_attention", "train_workers")
-        }
 
 
 @pytest.fixture(scope="module")
@@ -57,24 +46,20 @@ def format(model) -> Format:
 
 
 @pytest.fixture(scope="module")
-def script(scripts, model, format):
-    return scripts["teacher"].Script.of(
-        model.tokenizer, model.config.vocab_size, model.generation, format
-    )
+def script(model, format):
+    return teacher.Script.of(model.tokenizer, model.config.vocab_size, model.generation, format)
 
 
-def play(scripts, script, seed: int, count: int, layout: str, **options):
+def play(script, seed: int, count: int, layout: str, **options):
     """A lesson and its problem, of five to ten questions, every second one with dependent
     questions."""
     rng = random.Random(seed)
     problem = options.pop("problem", None) or make_problem(
         rng, rng.randint(5, 10), dependent=seed % 2 == 1
     )
-    lapses = scripts["teacher"].Lapses(options.pop("slips", 0.05), options.pop("yields", 0.0))
+    lapses = teacher.Lapses(options.pop("slips", 0.05), options.pop("yields", 0.0))
     options = {"ask_every": 64, "seed": seed, "lapses": lapses} | options
-    return scripts["playing"].play(
-        script, problem, worker_names(count), layout, rng, **options
-    ), problem
+    return sessions.play(script, problem, worker_names(count), layout, rng, **options), problem
 
 
 def sampled(lesson) -> dict[int, list[tuple[int, int]]]:
@@ -174,9 +159,9 @@ def by_name(trace: Trace, names: tuple[str, ...]) -> dict[str, np.ndarray]:
     ],
 )
 def test_a_lesson_is_the_trace_of_a_session_that_samples_its_tokens(
-    scripts, script, model, format, layout, count, seed, move
+    script, model, format, layout, count, seed, move
 ):
-    lesson, problem = play(scripts, script, seed, count, layout, move=move)
+    lesson, problem = play(script, seed, count, layout, move=move)
     # all that one worker has to write, and what the context has room for
     budget = 512 if count == 1 else 256
     session = Workers(
@@ -236,14 +221,12 @@ def can_be_boxed(problem: Problem, seen: str) -> str:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_finisher_guesses_from_what_the_last_worker_sees(scripts, script, layout):
+def test_the_finisher_guesses_from_what_the_last_worker_sees(script, layout):
     """At the end, and on the way: what it then boxes, answers that are worked out and not yet
     written down among them."""
     asked, at = script.codec.encode(script.format.finisher), (20, 27, 34, 41, 48)
     problem = make_problem(random.Random(3), 7)
-    lesson, _ = play(
-        scripts, script, 0, 2, layout, problem=problem, budget=60, guess=True, guesses=at
-    )
+    lesson, _ = play(script, 0, 2, layout, problem=problem, budget=60, guess=True, guesses=at)
     said = sampled(lesson)[2]
     texts = script.codec.decode([target for _, target in said]).split("}")[:-1]
     begins = [
@@ -262,7 +245,7 @@ def test_the_finisher_guesses_from_what_the_last_worker_sees(scripts, script, la
             - {*re.findall(r"Answer (\d+): \d+\.", seen)}
         )
     assert worked_out and len({*texts}) > 2
-    alone, _ = play(scripts, script, 0, 2, layout, problem=problem, budget=60)
+    alone, _ = play(script, 0, 2, layout, problem=problem, budget=60)
     assert lesson.trace.num_tokens - alone.trace.num_tokens - len(asked) * len(begins) - len(
         said
     ) in (1, 2), "what was sampled last"
@@ -334,10 +317,10 @@ def before(codec, trace: Trace, step: list[tuple[int, int]], end: int) -> str:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("count", range(1, 7))
-def test_what_is_said_follows_from_what_could_be_seen(scripts, script, layout, count):
+def test_what_is_said_follows_from_what_could_be_seen(script, layout, count):
     codec, names = script.codec, worker_names(count)
     for seed in (count, count + 7):
-        lesson, problem = play(scripts, script, seed, count, layout)
+        lesson, problem = play(script, seed, count, layout)
         answers, boxes = text_of(problem), 0
         assert list(problem.answers) == answers
         for _, step in steps_of(codec, lesson):
@@ -376,12 +359,12 @@ def test_what_is_said_follows_from_what_could_be_seen(scripts, script, layout, c
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_question_is_answered_truthfully(scripts, script, layout):
+def test_the_question_is_answered_truthfully(script, layout):
     """A worker is redundant whose step before took nothing up, or only what another has taken up,
     by the headers that it sees."""
     codec, said = script.codec, {"yes": 0, "no": 0}
     for seed in range(8):
-        lesson, _ = play(scripts, script, seed, 4, layout, ask_every=32, slips=0.2)
+        lesson, _ = play(script, seed, 4, layout, ask_every=32, slips=0.2)
         by_row: dict[int, list] = {}
         for row, step in steps_of(codec, lesson):
             by_row.setdefault(row, []).append(step)
@@ -409,13 +392,11 @@ def taken(text: str) -> set[int]:
     return {int(n) for n in re.findall(r"Question (\d)(?!\d|: ?[A-Z])", text)}
 
 
-def test_workers_clash_and_turn_to_something_else(scripts, script):
+def test_workers_clash_and_turn_to_something_else(script):
     """Six workers of five questions: two begin with the same one, both see it in the next pass, and
     one goes elsewhere."""
     for layout in ("contiguous", "combined"):
-        lesson, _ = play(
-            scripts, script, 0, 6, layout, problem=make_problem(random.Random(5)), slips=0.0
-        )
+        lesson, _ = play(script, 0, 6, layout, problem=make_problem(random.Random(5)), slips=0.0)
         firsts = [
             script.codec.decode([target for _, target in pairs])[:24]
             for _, pairs in sorted(sampled(lesson).items())
@@ -423,21 +404,19 @@ def test_workers_clash_and_turn_to_something_else(scripts, script):
         claims = [re.match(r" Question (\d): (\d|[A-Z])", text) for text in firsts]
         assert len({claim[1] for claim in claims}) == 5
         assert [claim[2].isdigit() for claim in claims].count(False) == 1
-    lesson, _ = play(scripts, script, 1, 4, "interleaved", slips=0.3)
+    lesson, _ = play(script, 1, 4, "interleaved", slips=0.3)
     texts = [
         script.codec.decode([target for _, target in pairs]) for pairs in sampled(lesson).values()
     ]
     assert any("has it" in text for text in texts), "where steps are private, a result shows it"
 
 
-def test_even_problems_end_everybody_in_the_same_pass(scripts, script):
+def test_even_problems_end_everybody_in_the_same_pass(script):
     """Four workers of five questions: all have written one when all go for the last."""
     lengths = set()
     for seed in range(8):
-        problem = scripts["lessons"]._even_problem(script, random.Random(seed), 5)
-        lesson, _ = play(
-            scripts, script, seed, 4, "combined", problem=problem, slips=0.0, ask_every=0
-        )
+        problem = lessons._even_problem(script, random.Random(seed), 5)
+        lesson, _ = play(script, seed, 4, "combined", problem=problem, slips=0.0, ask_every=0)
         at, ends, seconds = lesson.trace.passes[lesson.trace.views], set(), []
         for _, steps in itertools.groupby(steps_of(script.codec, lesson), key=lambda held: held[0]):
             (_, first), *others = steps
@@ -457,14 +436,13 @@ def test_even_problems_end_everybody_in_the_same_pass(scripts, script):
 
 
 @pytest.mark.parametrize("count", [2, 4, 6])
-def test_lapses_are_mended_and_not_learned(scripts, script, count):
+def test_lapses_are_mended_and_not_learned(script, count):
     """Both leave a question that they have begun at once, and for a while all believe that it is
     taken; then somebody takes it."""
     codec, names, wrong = script.codec, worker_names(count), {"has it": 0, "I wait": 0}
     for seed in range(6):
         problem = make_problem(random.Random(seed), max(1, count - 1))
         lesson, _ = play(
-            scripts,
             script,
             seed,
             count,
@@ -510,24 +488,21 @@ def test_lapses_are_mended_and_not_learned(scripts, script, count):
     assert min(wrong.values()) > 0, wrong
 
 
-def test_an_unknown_layout_and_a_model_without_a_tokenizer_are_refused(
-    scripts, script, model, format
-):
-    teacher = scripts["teacher"]
+def test_an_unknown_layout_and_a_model_without_a_tokenizer_are_refused(script, model, format):
     with pytest.raises(
         ValueError, match="layout is 'ring'; it must be one of contiguous, interleaved, combined"
     ):
-        play(scripts, script, 0, 2, "ring")
+        play(script, 0, 2, "ring")
     with pytest.raises(ValueError, match="needs a model with a tokenizer and a stop token"):
         teacher.Script.of(None, 402, model.generation, format)
 
 
 @pytest.mark.parametrize("system", [True, False])
-def test_a_chat_is_the_conversation_that_the_template_renders(scripts, script, model, system):
+def test_a_chat_is_the_conversation_that_the_template_renders(script, model, system):
     """Against the template's own rendering of all turns: what Alice has written is learned, to the
     end of each turn, and no more."""
     problems = [make_problem(random.Random(seed)) for seed in range(3)]
-    lesson = scripts["playing"].chat(script, problems, system=system)
+    lesson = sessions.chat(script, problems, system=system)
     turns = [
         [{"role": "user", "content": p.prompt()}, {"role": "assistant", "content": p.solution()}]
         for p in problems
@@ -548,15 +523,15 @@ def test_a_chat_is_the_conversation_that_the_template_renders(scripts, script, m
 
 
 @pytest.fixture(scope="module")
-def lessons(scripts, script):
-    return [scripts["lessons"].draw(script, random.Random(seed)) for seed in range(4)]
+def drawn(script):
+    return [lessons.draw(script, random.Random(seed)) for seed in range(4)]
 
 
-def test_packed_lessons_see_themselves_alone(scripts, lessons):
-    packed = scripts["lessons"].pack(lessons)
-    assert packed.trace.num_tokens == sum(lesson.trace.num_tokens for lesson in lessons)
+def test_packed_lessons_see_themselves_alone(drawn):
+    packed = lessons.pack(drawn)
+    assert packed.trace.num_tokens == sum(lesson.trace.num_tokens for lesson in drawn)
     first = 0
-    for lesson in lessons:
+    for lesson in drawn:
         count = lesson.trace.num_tokens
         for token in random.Random(0).sample(range(count), 12):
             expected = {
@@ -565,15 +540,15 @@ def test_packed_lessons_see_themselves_alone(scripts, lessons):
             assert seen_by(packed.trace, first + token) == expected
         first += count
     assert packed.trace.tokens[packed.at].tolist() == [
-        t for lesson in lessons for t in lesson.trace.tokens[lesson.at].tolist()
+        t for lesson in drawn for t in lesson.trace.tokens[lesson.at].tolist()
     ]
 
 
-def test_pairs_give_the_logits_of_the_core(scripts, model, lessons):
-    pairs, made = scripts["pair_attention"], scripts["lessons"]
-    packed = made.pack(lessons[:3])
-    shape = made.Shape(tokens=packed.trace.num_tokens, tiles=80, blocks=80)
-    traces, found, at, _, _ = made.batch(packed, shape)
+def test_pairs_give_the_logits_of_the_core(model, drawn):
+    pairs = pair_attention
+    packed = lessons.pack(drawn[:3])
+    shape = lessons.Shape(tokens=packed.trace.num_tokens, tiles=80, blocks=80)
+    traces, found, at, _, _ = lessons.batch(packed, shape)
     ours = pairs.logits(model.module, model.params, traces, found, jnp.asarray(at))
     theirs = reencode_logits(
         model.module, model.params, jax.tree.map(jnp.asarray, traces), jnp.asarray(at)
@@ -582,10 +557,10 @@ def test_pairs_give_the_logits_of_the_core(scripts, model, lessons):
     np.testing.assert_allclose(ours[0, :count], theirs[0, :count], atol=2e-3, rtol=1e-3)
 
 
-def test_groups_depend_on_seed_and_number_alone(scripts, script):
-    made, shape = scripts["lessons"], scripts["lessons"].Shape()
-    one, again = (made.group(script, 3, 5, shape) for _ in range(2))
-    other = made.group(script, 3, 6, shape)
+def test_groups_depend_on_seed_and_number_alone(script):
+    shape = lessons.Shape()
+    one, again = (lessons.group(script, 3, 5, shape) for _ in range(2))
+    other = lessons.group(script, 3, 6, shape)
     assert all(
         np.array_equal(a, b)
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(again), strict=True)
@@ -596,16 +571,15 @@ def test_groups_depend_on_seed_and_number_alone(scripts, script):
     with pytest.raises(
         ValueError, match=r"most lessons are longer than a batch of Shape\(tokens=256"
     ):
-        made.group(script, 3, 5, made.Shape(tokens=256))
+        lessons.group(script, 3, 5, lessons.Shape(tokens=256))
 
 
-def test_a_lesson_that_no_batch_holds_is_left_out(scripts, script):
+def test_a_lesson_that_no_batch_holds_is_left_out(script):
     """One in several is a little longer than the rest."""
-    made = scripts["lessons"]
     rng = random.Random("lessons/3/5")
-    lengths = sorted(made.draw(script, rng).trace.num_tokens for _ in range(24))
-    shape = made.Shape(tokens=lengths[-3])
-    held = made.group(script, 3, 5, shape)
+    lengths = sorted(lessons.draw(script, rng).trace.num_tokens for _ in range(24))
+    shape = lessons.Shape(tokens=lengths[-3])
+    held = lessons.group(script, 3, 5, shape)
     assert sum(int(batch[0].seen.any(-1).sum()) for batch in held) == sum(lengths[:-2])
 
 
@@ -644,15 +618,15 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
     }
 
 
-def test_two_steps_lower_the_loss_of_a_tiny_model(scripts, script, format):
-    train, made = scripts["train_workers"], scripts["lessons"]
+def test_two_steps_lower_the_loss_of_a_tiny_model(script, format):
+    train = train_workers
     args, _ = train.parse(["--steps", "8", "--learning-rate", "0.02"])
     model, optimizer = load(EMBEDDED, dtype="float32"), train.optimizer_of(args)
     config = dataclasses.replace(model.config, num_layers=1)
     module = dataclasses.replace(model.module, config=config)
     params = module.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32), method="causal")
-    lesson = made.pack([made.draw(script, random.Random(1))])
-    batch = made.batch(lesson, made.Shape(tokens=lesson.trace.num_tokens))
+    lesson = lessons.pack([lessons.draw(script, random.Random(1))])
+    batch = lessons.batch(lesson, lessons.Shape(tokens=lesson.trace.num_tokens))
     state, total, losses = (
         {"params": params, "opt": optimizer.init(params)},
         train.empty_total(params),
@@ -678,9 +652,9 @@ def test_two_steps_lower_the_loss_of_a_tiny_model(scripts, script, format):
         (["--model", "/nowhere"], "/nowhere"),
     ],
 )
-def test_bad_settings_are_refused_in_one_sentence(scripts, capsys, tmp_path, more, words):
+def test_bad_settings_are_refused_in_one_sentence(capsys, tmp_path, more, words):
     with pytest.raises(SystemExit) as error:
-        scripts["train_workers"].main(["--run-dir", str(tmp_path), *more])
+        train_workers.main(["--run-dir", str(tmp_path), *more])
     assert error.value.code == 2 and words in capsys.readouterr().err
 
 
@@ -692,11 +666,12 @@ def test_a_run_that_was_killed_gives_the_same_parameters(tmp_path):
     def start(folder: Path, *more: str) -> subprocess.Popen:
         command = [
             sys.executable,
-            str(ROOT / "scripts" / "train_workers.py"),
+            "-m",
+            "scripts.train.train_workers",
             *arguments(folder, *more),
         ]
         return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
         )
 
     whole = start(tmp_path / "whole")

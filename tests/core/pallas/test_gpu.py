@@ -5,11 +5,10 @@ widths, and layouts of all kinds.
 
 Without an NVIDIA GPU that JAX can use they are skipped. Inputs are random and new in every run, and
 a failure names their seed; what they leave to chance and what not is said in
-scripts/_attention_cases.py. The reference runs on the same GPU, in float32, and shares no code with
-the backends. How fast they are is for scripts/bench_attention.py to say.
+scripts/bench/parts/attention_cases.py. The reference runs on the same GPU, in float32, and shares
+no code with the backends. How fast they are is for scripts/bench/attention.py to say.
 """
 
-import importlib
 import itertools
 import secrets
 
@@ -20,11 +19,7 @@ import pytest
 
 from jaxshare.attention.api import preferred
 from jaxshare.pallas.device import current_device
-from tests.paths import ROOT
-
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "scripts"))
-    cases = importlib.import_module("_attention_cases")
+from scripts.bench.parts import attention_cases as cases
 
 Heads = cases.Heads
 

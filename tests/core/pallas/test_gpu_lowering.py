@@ -14,11 +14,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxshare.pallas.device import H200, assume_device
-from tests.paths import ROOT
-
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "scripts"))
-    programs = importlib.import_module("_gpu_programs")
+from scripts.gpu import programs
 
 # JAX says so wherever the backend lowers; that it will leave is known, and why its files stand
 # alone.

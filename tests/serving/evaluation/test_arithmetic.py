@@ -2,7 +2,6 @@
 own arithmetic, a scan of the text for equations, and a replay of what each worker could see."""
 
 import dataclasses
-import importlib
 import json
 import random
 import re
@@ -24,6 +23,7 @@ from jaxshare.serving.evaluation.arithmetic import (
     make_problem,
     next_move,
 )
+from scripts.train import embedded_data as data
 from tests.paths import ROOT
 
 EMBEDDED = ROOT / "models" / "embedded"
@@ -31,14 +31,7 @@ SEEDS = st.integers(0, 2**32)
 
 
 @pytest.fixture(scope="module")
-def data():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        yield importlib.import_module("embedded_data")
-
-
-@pytest.fixture(scope="module")
-def codec(data):
+def codec():
     return data.Codec(Tokenizer.from_file(str(EMBEDDED / "tokenizer.json")))
 
 
@@ -169,7 +162,7 @@ def test_tokens_of_digits_and_separators(codec):
     )
 
 
-def test_transformers_loads_the_tokenizer_and_the_chat_template(data, codec):
+def test_transformers_loads_the_tokenizer_and_the_chat_template(codec):
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED)
     problem = make_problem(random.Random(2))
@@ -190,7 +183,7 @@ def test_transformers_loads_the_tokenizer_and_the_chat_template(data, codec):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_simulated_workers_keep_the_rule_and_reach_the_answer(data, codec, seed):
+def test_simulated_workers_keep_the_rule_and_reach_the_answer(codec, seed):
     rng = random.Random(seed)
     problem = make_problem(rng)
     views = data.simulate(codec, problem, rng)
@@ -216,7 +209,7 @@ def test_simulated_workers_keep_the_rule_and_reach_the_answer(data, codec, seed)
 
 
 @pytest.mark.parametrize("make", ["lone_sample", "view_sample", "few_shot_sample"])
-def test_samples_learn_only_what_a_writer_writes(data, codec, make):
+def test_samples_learn_only_what_a_writer_writes(codec, make):
     rng = random.Random(5)
     for _ in range(20):
         tokens, weights = getattr(data, make)(
@@ -317,7 +310,7 @@ def test_rule_of_who_takes_what_where_questions_depend(name, seen, move):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_simulated_workers_solve_dependent_problems(data, codec, seed):
+def test_simulated_workers_solve_dependent_problems(codec, seed):
     rng = random.Random(seed)
     problem = make_problem(rng, dependent=True)
     views = data.simulate(codec, problem, rng)

@@ -2,7 +2,7 @@
 implementation of Hogwild! Inference.
 
 fixtures/hogwild/formatting_VERSION.json holds what two versions of those rules say after every
-token of some texts, written by scripts/make_hogwild_fixtures.py: "main",
+token of some texts, written by scripts/fixtures/make_hogwild.py: "main",
 github.com/eqimp/hogwild_llm at commit 1a87a99, and "inference_lib", the library on the branch of
 that name at commit a72df34. Every place where this project says something else on purpose is listed
 here with its reason; any other one fails, and so does a listed one that is none.
@@ -10,7 +10,6 @@ JAXSHARE_HOGWILD_FIXTURES names another folder of the same form.
 """
 
 import functools
-import importlib
 import itertools
 import json
 import os
@@ -24,7 +23,8 @@ import pytest
 
 from jaxshare.serving.workers import answers
 from jaxshare.serving.workers.step_automata import step_automaton
-from tests.paths import FIXTURES, ROOT
+from scripts.fixtures import hogwild_formatting
+from tests.paths import FIXTURES
 
 COMMITTED = FIXTURES / "hogwild"
 FOLDER = Path(os.environ.get("JAXSHARE_HOGWILD_FIXTURES") or COMMITTED)
@@ -197,15 +197,14 @@ def by_text(found: dict[str, Any]) -> dict[str, Any]:
 
 def test_there_are_fixtures():
     assert "main" in MADE and (FOLDER != COMMITTED or set(MADE) == {*VERSIONS}), (
-        "make them with scripts/make_hogwild_fixtures.py"
+        "make them with scripts/fixtures/make_hogwild.py"
     )
     assert len(cases("main")) > 100
 
 
 @pytest.mark.parametrize("version", MADE)
-def test_the_fixtures_are_of_the_texts_in_the_script(version, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    texts = importlib.import_module("_hogwild_formatting").cases()
+def test_the_fixtures_are_of_the_texts_in_the_script(version):
+    texts = hogwild_formatting.cases()
     assert {name: case["pieces"] for name, case in cases(version).items()} == texts, (
         "make the fixtures again"
     )

@@ -4,7 +4,7 @@ fixtures/hogwild holds small random Llama (llama3 scaling) and Qwen2 checkpoints
 github.com/eqimp/hogwild_llm, with PyTorch 2.13 and transformers 4.50.3 in float32 on a CPU,
 computed with them over its own shared caches: the code of commit 1a87a99, and, in the folders
 inference_lib, the library of that name at commit a72df34. They were written by
-scripts/make_hogwild_fixtures.py. Every run is a script that was drawn at random: prompts, tokens
+scripts/fixtures/make_hogwild.py. Every run is a script that was drawn at random: prompts, tokens
 that a worker is fed behind the greedy one, passes in which one is paused, steps that move to the
 history. JAXSHARE_HOGWILD_FIXTURES names another folder of the same form, for example one that was
 just made from a checkout.
@@ -50,7 +50,7 @@ def test_there_are_fixtures():
             for case in ("contiguous_3", "combined_2", "combined_3", "combined_4", "headers_2")
         }
     assert set(RUNS) == wanted, (
-        f"{FOLDER} lacks fixtures: make them with scripts/make_hogwild_fixtures.py"
+        f"{FOLDER} lacks fixtures: make them with scripts/fixtures/make_hogwild.py"
     )
 
 

@@ -1,0 +1,461 @@
+"""What a decode step sends between eight devices, counted in the compiled program, and how long it
+should take on eight GPUs.
+
+    python -m scripts.bench.devices                     # CodeLlama-13B on eight devices, every mesh
+    python -m scripts.bench.devices --quick             # within three minutes on two cores
+    python -m scripts.bench.devices --json --output FILE
+
+Nothing here is a speed: steps are compiled for eight virtual devices of the CPU and not run. The
+collectives of a pass are read in what XLA compiled, with their kinds and sizes; the time comes from
+a roofline with the bandwidths of data sheets (benchmarks/roofline.md), and stands beside what
+Hydragen measured with CodeLlama-13B on eight A100-40GB GPUs (its table 3, 128 new tokens a
+completion).
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxshare import DecodeState, KVCache, Layout, Rope, Sampler, decode, sharding
+from jaxshare.models.config import ModelConfig
+from jaxshare.models.layers import Decoder
+from jaxshare.models.tensor_parallel import ShardedDecoder, fit
+from jaxshare.sharding import make_mesh
+from scripts.bench.lib import Goal, Parser, command, finish, machine, progress, table, versions
+
+DEVICES = 8
+CODELLAMA = ModelConfig(
+    architecture="llama",
+    vocab_size=32016,
+    hidden_size=5120,
+    intermediate_size=13824,
+    num_layers=40,
+    num_heads=40,
+    num_kv_heads=40,
+    head_dim=128,
+    rope=Rope.default(128, 1_000_000.0),
+    norm_eps=1e-5,
+    max_positions=16384,
+    tie_embeddings=False,
+    qkv_bias=False,
+    out_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+)
+"""CodeLlama-13B."""
+MESHES = (
+    {"tensor": 8},
+    {"tensor": 4, "kv": 2},
+    {"tensor": 2, "kv": 4},
+    {"kv": 8},
+    {"data": 2, "tensor": 4},
+)
+QUICK_MESHES = MESHES[:2]
+BATCHES, PREFIXES, OWN = (32, 128, 512, 1024), (2048, 16256), 128
+COUNTED_ROWS = 32
+"""Rows of the step that is compiled. What is sent grows with the rows, and with nothing else."""
+PAPER = {
+    (32, 2048): (2.0, 2.3),
+    (128, 2048): (5.7, 6.8),
+    (512, 2048): (13.3, 16.1),
+    (1024, 2048): (15.5, 18.5),
+    (32, 16256): (1.8, 2.3),
+    (128, 16256): (5.7, 6.8),
+    (512, 16256): (12.3, 16.1),
+    (1024, 16256): (14.0, 18.5),
+}
+"""Thousands of tokens a second by batch and prefix: Hydragen, and its ceiling without attention
+(Hydragen, table 3)."""
+BYTES = 2
+"""Of a weight and of a cached number: bfloat16."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A GPU with links to seven others by its data sheet, and what is expected of it.
+
+    Attributes:
+      memory, products: bytes/s, and FLOP/s in bfloat16.
+      link: bytes/s that a GPU sends while it receives as much.
+      copies, rate: the parts that copies and large products reach.
+      latency: seconds of a collective of a few bytes over eight GPUs.
+      launch: seconds of a small kernel with its launch.
+    """
+
+    name: str
+    memory: float
+    products: float
+    link: float
+    copies: float = 0.9
+    rate: float = 0.72
+    latency: float = 12e-6
+    launch: float = 1.5e-6
+
+
+CHIPS = (
+    Chip("A100-40GB", 1.555e12, 312e12, 300e9, rate=0.8, latency=15e-6, launch=2e-6),
+    Chip("H200", 4.8e12, 989e12, 450e9),
+)
+LAYER_LAUNCHES = 13
+"""Kernels of a layer, as benchmarks/roofline.md counts them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One of a step.
+
+    Attributes:
+      kind: as XLA names it.
+      bytes: of its result on each device.
+      group: devices that take part.
+      times: in a step.
+    """
+
+    kind: str
+    bytes: int
+    group: int
+    times: int = 1
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each device sends, with the algorithm that sends least (a ring)."""
+        share = (self.group - 1) / self.group
+        return self.times * self.bytes * share * (2 if self.kind == "all-reduce" else 1)
+
+
+_COLLECTIVE = re.compile(
+    r"= (\(.*?\)|\S+) "
+    r"(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(.*?"
+    r"replica_groups=(\[[\d,]+\]|\{\{[\d,]*\}|mesh\[.*?\] \{.*?\})"
+)
+_SIZES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "u8": 1}
+
+
+def group_size(groups: str) -> int:
+    """How many devices take part, in one of the forms in which XLA names them."""
+    if groups.startswith("mesh"):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", groups)}
+        return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", groups.rpartition("{")[2]))
+    return (
+        int(groups.strip("[]").split(",")[1]) if groups.startswith("[") else groups.count(",") + 1
+    )
+
+
+def collectives(text: str) -> list[Collective]:
+    """Those of the decode loop in a compiled program, in its order. The gathering of logits, which
+    takes top_k or top_p, is among them."""
+    found = []
+    for shapes, kind, groups in (
+        each
+        for line in text.splitlines()
+        if "while/body" in line
+        for each in _COLLECTIVE.findall(line)
+    ):
+        arrays = re.findall(r"(\w+)\[([\d,]*)\]", shapes)
+        size = sum(
+            _SIZES[dtype] * math.prod(int(n) for n in dims.split(",") if n)
+            for dtype, dims in arrays
+        )
+        found.append(Collective(kind, size, group_size(groups)))
+    return found
+
+
+def compiled(config: ModelConfig, sizes: Mapping[str, int], rows: int, prefix: int) -> str:
+    """The decode step of one data group over a shared prefix, as XLA compiles it for virtual
+    devices."""
+    mesh = make_mesh(**{name: size for name, size in sizes.items() if name != "data"})
+    config = fit(config, mesh)
+    module = ShardedDecoder(config, mesh)
+    params: Any = jax.eval_shape(
+        lambda: Decoder(config).init(
+            jax.random.key(0), jnp.zeros((1, 2), jnp.int32), method="causal"
+        )
+    )
+    params = jax.tree.map_with_path(
+        lambda keys, leaf: jax.ShapeDtypeStruct(
+            leaf.shape,
+            jnp.bfloat16,
+            sharding=sharding.sharding(mesh, module.names(tuple(key.key for key in keys))),
+        ),
+        params,
+    )
+    capacities = [prefix, *[OWN] * rows]
+    cache = jax.eval_shape(lambda: KVCache.create(config, capacities, jnp.bfloat16, mesh=mesh))
+    cache = jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=jax.sharding.NamedSharding(mesh, spec)
+        ),
+        cache,
+        cache.specs,
+    )
+    # A state is made of real arrays, so it gets a small cache first.
+    small = KVCache.create(
+        dataclasses.replace(config, num_layers=1, num_kv_heads=1, head_dim=2), [1] * len(capacities)
+    )
+    state = DecodeState.create(
+        small,
+        Layout.from_blocks([[0, 1 + row] for row in range(rows)]),
+        [[1]] * rows,
+        vocab_size=config.vocab_size,
+        samplers=Sampler(0.7),
+        max_width=1,
+    )
+    rest = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), dataclasses.replace(state, cache=None)
+    )  # pyright: ignore
+
+    def run(params: Any, cache: KVCache, rest: DecodeState) -> DecodeState:
+        return decode(module, params, dataclasses.replace(rest, cache=cache), passes=16)
+
+    return jax.jit(run).lower(params, cache, rest).compile().as_text()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """What a step of `COUNTED_ROWS` rows sends: in each layer, and outside of the layers."""
+
+    layer: tuple[Collective, ...]
+    outside: tuple[Collective, ...]
+
+    def step(self, layers: int) -> list[Collective]:
+        return [
+            *(dataclasses.replace(each, times=each.times * layers) for each in self.layer),
+            *self.outside,
+        ]
+
+
+@functools.cache
+def counted(config: ModelConfig, sizes: tuple[tuple[str, int], ...], prefix: int) -> Sent:
+    """From programs of one layer and of two: what the second has more is a layer's."""
+    one, two = (
+        collectives(
+            compiled(
+                dataclasses.replace(config, num_layers=layers), dict(sizes), COUNTED_ROWS, prefix
+            )
+        )
+        for layers in (1, 2)
+    )
+    layer, left = [], [*one]
+    for each in two:
+        left.remove(each) if each in left else layer.append(each)
+    outside = [*one]
+    for each in layer:
+        outside.remove(each)
+    return Sent(tuple(layer), tuple(outside))
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """A step of one data group on one chip, in seconds."""
+
+    weights: float
+    attention: float
+    sending: float
+    launches: float
+
+    @property
+    def seconds(self) -> float:
+        return self.weights + self.attention + self.sending + self.launches
+
+
+def predict(
+    config: ModelConfig, sizes: Mapping[str, int], rows: int, prefix: int, sent: Sent, chip: Chip
+) -> Predicted:
+    """What a step of `rows` rows over a shared prefix takes where nothing overlaps. `rows` are
+    those of all data groups together."""
+    tensor, kv = sizes.get("tensor", 1), sizes.get("kv", 1)
+    rows = -(-rows // sizes.get("data", 1))
+    memory, products = chip.memory * chip.copies, chip.products * chip.rate
+    c, heads = config, config.num_heads * config.head_dim
+    weights = c.num_layers * (
+        2 * c.hidden_size * (heads + c.num_kv_heads * c.head_dim)
+        + 3 * c.hidden_size * c.intermediate_size
+    )
+    weights = (weights + c.hidden_size * c.vocab_size) / tensor
+    split = tensor * kv
+    token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * BYTES / split
+    read = token * (prefix + rows * OWN / 2)
+    flops = 4 * c.num_layers * heads * rows * (prefix + OWN / 2) / split
+    sending = 0.0
+    for each in sent.step(c.num_layers):
+        sending += each.times * chip.latency + each.sent * rows / COUNTED_ROWS / chip.link
+    return Predicted(
+        max(weights * BYTES / memory, 2 * rows * weights / products),
+        max(read / memory, flops / products),
+        sending,
+        c.num_layers * LAYER_LAUNCHES * chip.launch,
+    )
+
+
+def name_of(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+
+
+def measure(
+    config: ModelConfig, meshes: Sequence[Mapping[str, int]], prefix: int
+) -> dict[str, Any]:
+    """By mesh: what a step sends, and the prediction for every batch, prefix and chip."""
+    found: dict[str, Any] = {}
+    with progress(len(meshes)) as say:
+        for sizes in meshes:
+            say(name_of(sizes))
+            sent = counted(config, tuple(sizes.items()), prefix)
+            steps = []
+            for batch in BATCHES:
+                for length in PREFIXES:
+                    sides = {
+                        chip.name: predict(config, sizes, batch, length, sent, chip)
+                        for chip in CHIPS
+                    }
+                    steps.append(
+                        {
+                            "batch": batch,
+                            "prefix": length,
+                            "chips": {
+                                name: {
+                                    **dataclasses.asdict(side),
+                                    "seconds": side.seconds,
+                                    "tokens_per_second": batch / side.seconds,
+                                }
+                                for name, side in sides.items()
+                            },
+                            "paper_tokens_per_second": dict(
+                                zip(
+                                    ("hydragen", "no_attention"),
+                                    (1e3 * x for x in PAPER[batch, length]),
+                                    strict=True,
+                                )
+                            ),
+                        }
+                    )
+            found[name_of(sizes)] = {
+                "layer": [dataclasses.asdict(each) for each in sent.layer],
+                "outside": [dataclasses.asdict(each) for each in sent.outside],
+                "layer_all_reduces": sum(each.kind == "all-reduce" for each in sent.layer),
+                "bytes_sent_a_row": sum(each.sent for each in sent.step(config.num_layers))
+                / COUNTED_ROWS,
+                "largest_bytes": max(
+                    (each.bytes for each in (*sent.layer, *sent.outside)), default=0
+                ),
+                "steps": steps,
+            }
+    return found
+
+
+def as_text(found: Mapping[str, Any]) -> str:
+    sends = table(
+        ("mesh", "all-reduces a layer", "collectives outside", "KB sent a row and step"),
+        [
+            (
+                name,
+                str(side["layer_all_reduces"]),
+                str(len(side["outside"])),
+                f"{side['bytes_sent_a_row'] / 1e3:.0f}",
+            )
+            for name, side in found.items()
+        ],
+    )
+    rows = []
+    for name, side in found.items():
+        for step in side["steps"]:
+            chips = step["chips"]
+            rows.append(
+                (
+                    name,
+                    str(step["batch"]),
+                    str(step["prefix"]),
+                    *(
+                        f"{1e3 * chips[chip.name]['seconds']:.1f} "
+                        f"({1e3 * chips[chip.name]['sending']:.1f})"
+                        for chip in CHIPS
+                    ),
+                    *(f"{chips[chip.name]['tokens_per_second'] / 1e3:.1f}" for chip in CHIPS),
+                    f"{step['paper_tokens_per_second']['hydragen'] / 1e3:.1f}",
+                    f"{step['paper_tokens_per_second']['no_attention'] / 1e3:.1f}",
+                )
+            )
+    times = table(
+        (
+            "predicted",
+            "batch",
+            "prefix",
+            *(f"{chip.name}: ms (sending)" for chip in CHIPS),
+            *(f"{chip.name}: K tokens/s" for chip in CHIPS),
+            "paper, A100",
+            "paper, no attention",
+        ),
+        rows,
+    )
+    return f"{sends}\n\nPredicted, not measured:\n{times}"
+
+
+def goals_of(found: Mapping[str, Any], config: ModelConfig, prefix: int) -> list[Goal]:
+    layer_cache = 2 * config.num_kv_heads * config.head_dim * prefix * BYTES
+    goals = [
+        Goal(f"all-reduces a layer, {name}", side["layer_all_reduces"], 2, at_most=True)
+        for name, side in found.items()
+        if "kv" not in name
+    ]
+    largest = max(side["largest_bytes"] for side in found.values())
+    return [
+        *goals,
+        Goal(
+            "largest array sent: of what a device caches of a layer",
+            largest * DEVICES / layer_cache,
+            1.0,
+            at_most=True,
+        ),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(
+        prog="scripts.bench.devices",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two meshes, within three minutes on two cores"
+    )
+    parser.reporting()
+    options = parser.parse_args(arguments)
+    parser.check_output(options.output)
+    asked = command(
+        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
+    )
+    jax.config.update("jax_platforms", "cpu")
+    if jax.config.jax_num_cpu_devices < DEVICES:
+        jax.config.update("jax_num_cpu_devices", DEVICES)
+    found = measure(CODELLAMA, QUICK_MESHES if options.quick else MESHES, PREFIXES[0])
+    report = {
+        "benchmark": "devices",
+        "command": asked,
+        "machine": machine(),
+        "versions": versions(("jax", "jaxlib", "flax", "numpy")),
+        "predicted_not_measured": True,
+        "chips": [dataclasses.asdict(chip) for chip in CHIPS],
+        "counted_rows": COUNTED_ROWS,
+        "model": "CodeLlama-13B",
+        "meshes": found,
+    }
+    finish(
+        report,
+        as_text(found),
+        goals_of(found, CODELLAMA, PREFIXES[0]),
+        as_json=options.json,
+        output=options.output,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,497 @@
+"""What the benchmarks share: measuring sides in turn, goals, tables, and what a result says about
+the machine it comes from."""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Not as a part of jaxshare, which imports JAX: gpu_compile.py has to set the environment before.
+_spec = importlib.util.spec_from_file_location("jaxshare_paths", ROOT / "jaxshare" / "paths.py")
+assert _spec and _spec.loader
+paths = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(paths)
+
+TORCH_PYTHON = ".venv-torch/bin/python"
+
+# How PyTorch's threads may wait for their next piece of work. Spinning is often faster where
+# nothing else runs, and far slower where something does, so both are tried.
+WAITING = {"passive": {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}, "default": {}}
+# Workers neither ask the network nor write what their reader would have to skip.
+_QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+# Instructions that decide how fast low-precision products are, as /proc/cpuinfo names them.
+_CPU_FEATURES = (
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "bf16",
+    "i8mm",
+    "sve",
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one sentence what is wrong with the arguments, and exits with code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    def numbers(self, option: str, text: str, such_as: str) -> tuple[int, ...]:
+        """Different numbers from 1 up with commas between them; ends the program where `text`,
+        which `option` was given, is not that."""
+        found = text.split(",")
+        if not all(n.isascii() and n.isdigit() and int(n) for n in found) or len(
+            {int(n) for n in found}
+        ) < len(found):
+            self.error(
+                f"{option} is {text!r}, but it must be different numbers from 1 up with commas "
+                f"between, such as {such_as}"
+            )
+        return tuple(map(int, found))
+
+    def reporting(self) -> None:
+        """Adds what all benchmarks have: how the result is to be given."""
+        self.add_argument("--json", action="store_true", help="print one JSON object")
+        self.add_argument(
+            "--output", type=Path, metavar="FILE", help="write the JSON object to this file too"
+        )
+
+    def some_of(self, option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+        """Different ones of these names with commas between; ends the program where `text`, which
+        `option` was given, is not that."""
+        found = tuple(text.split(","))
+        if wrong := [
+            name for i, name in enumerate(found) if name not in known or name in found[:i]
+        ]:
+            self.error(
+                f"{option} has {wrong[0]!r}, but it must be some of {', '.join(known)}, each once"
+            )
+        return found
+
+    def check_output(self, output: Path | None) -> None:
+        """Ends the program where --output, if it was given, names nothing that can be written."""
+        if output is not None and (why := paths.unwritable_file(output)):
+            self.error(
+                f"--output is {output}, but it must name a file in a folder that exists and can be "
+                f"written: {why}"
+            )
+
+    def check_folder(self, option: str, folder: Path | None) -> None:
+        """Ends the program where a folder for results, if `option` named one, cannot be written to
+        or made."""
+        if folder is not None and (why := paths.unwritable_folder(folder)):
+            self.error(f"{option} is {folder}, but {why}; name a folder that can be written")
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """`measured` is to be at least `goal`, or with `at_most` at most; None is what was not
+    measured, and neither met nor missed."""
+
+    name: str
+    measured: float | None
+    goal: float
+    at_most: bool = False
+
+    @property
+    def met(self) -> bool | None:
+        if self.measured is None:
+            return None
+        return self.measured <= self.goal if self.at_most else self.measured >= self.goal
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "measured": self.measured,
+            "goal": self.goal,
+            "at_most": self.at_most,
+            "met": self.met,
+        }
+
+
+def goal_table(goals: Sequence[Goal]) -> str:
+    """The goals as text, one a line."""
+    return table(
+        ("goal", "measured", "wanted", "met"),
+        [
+            (
+                g.name,
+                "" if g.measured is None else f"{g.measured:.2f}",
+                f"{'at most' if g.at_most else 'at least'} {g.goal:.2f}",
+                {True: "yes", False: "NO", None: "not measured"}[g.met],
+            )
+            for g in goals
+        ],
+    )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text: the first set to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [
+                cells[0].ljust(widths[0]),
+                *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True)),
+            ]
+        ).rstrip()
+        for cells in (header, ["-" * w for w in widths], *rows)
+    )
+
+
+def alternate[T](sides: Mapping[T, Callable[[], float]], rounds: int) -> dict[T, list[float]]:
+    """Measures every side once a round, one after the other, each round beginning with another
+    side.
+
+    What slows the machine down for a while then slows down all sides, and none is always the one
+    that comes after a certain other.
+
+    Args:
+      sides: for each side what runs it once and returns its seconds.
+      rounds: how many.
+
+    Returns:
+      For each side its seconds in every round.
+    """
+    names = list(sides)
+    times: dict[T, list[float]] = {name: [] for name in names}
+    for r in range(rounds):
+        first = r % len(names)
+        for name in names[first:] + names[:first]:
+            times[name].append(sides[name]())
+    return times
+
+
+@contextlib.contextmanager
+def progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar of so many steps: what it gives is called with what is done next."""
+    with tqdm(total=steps, leave=False, file=sys.stderr) as bar:
+
+        def say(what: str) -> None:
+            bar.update(bool(bar.desc))  # what was said before is done
+            bar.set_description(what)
+
+        yield say
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
+    """One side's times divided by another's, round by round: the median, the lowest and the
+    highest."""
+    of_rounds = [a / b for a, b in zip(above, below, strict=True)]
+    return {
+        "median": statistics.median(of_rounds),
+        "lowest": min(of_rounds),
+        "highest": max(of_rounds),
+    }
+
+
+def write_checkpoint(folder: Path, model: Mapping[str, Any], seed: int) -> int:
+    """Writes a Llama whose config.json is `model`, in bfloat16 and with a head of its own, with
+    random weights as a Hugging Face folder; returns the number of parameters."""
+    rng = np.random.default_rng(seed)
+    hidden, mlp, vocab = model["hidden_size"], model["intermediate_size"], model["vocab_size"]
+    q, kv = (
+        model["num_attention_heads"] * model["head_dim"],
+        model["num_key_value_heads"] * model["head_dim"],
+    )
+    shapes = {
+        "model.embed_tokens": (vocab, hidden),
+        "model.norm": (hidden,),
+        "lm_head": (vocab, hidden),
+    }
+    for i in range(model["num_hidden_layers"]):
+        shapes |= {
+            f"model.layers.{i}.{name}": shape
+            for name, shape in {
+                "input_layernorm": (hidden,),
+                "post_attention_layernorm": (hidden,),
+                "self_attn.q_proj": (q, hidden),
+                "self_attn.k_proj": (kv, hidden),
+                "self_attn.v_proj": (kv, hidden),
+                "self_attn.o_proj": (hidden, q),
+                "mlp.gate_proj": (mlp, hidden),
+                "mlp.up_proj": (mlp, hidden),
+                "mlp.down_proj": (hidden, mlp),
+            }.items()
+        }
+    tensors = {
+        f"{name}.weight": (
+            np.ones(shape) if len(shape) == 1 else rng.standard_normal(shape, np.float32) * 0.02
+        ).astype(ml_dtypes.bfloat16)
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(model), encoding="utf-8")
+    return sum(t.size for t in tensors.values())
+
+
+class WorkerError(RuntimeError):
+    """The other interpreter could not do what it was asked; the message is what it said."""
+
+
+class Worker:
+    """A side that runs under another interpreter, and only while it answers a request.
+
+    Its script speaks one JSON object a line on stdin and stdout. It begins with {"versions": ...};
+    each answer to a request has what the script did between the answer before and the request,
+    `idle_seconds` and `idle_cpu_seconds`, or is {"error": SENTENCE}.
+
+    Attributes:
+      idle_here, idle_there: what each process did while the other was at work, since `reset_idle`.
+
+    Raises:
+      WorkerError: the script said that something failed, or ended.
+    """
+
+    def __init__(self, python: str, module: str, environment: Mapping[str, str]):
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115, `close` closes it
+        self._process = subprocess.Popen(
+            [python, "-m", module],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            encoding="utf-8",
+            env={**os.environ, **_QUIET, **environment},
+        )
+        self.reset_idle()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the other process; may be called again."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._log.close()
+
+    def begin(self) -> dict[str, str]:
+        """Waits until the script is ready for requests; its versions. To be called once, first."""
+        return self._answer()["versions"]
+
+    def ask(self, do: str, **more: Any) -> dict[str, Any]:
+        """Sends a request and waits for its answer."""
+        begin, cpu = time.perf_counter(), time.process_time()
+        with contextlib.suppress(BrokenPipeError):  # it has ended: `_answer` finds out why
+            self._process.stdin.write(json.dumps({"do": do, **more}) + "\n")
+            self._process.stdin.flush()
+        answer = self._answer()
+        self.idle_here.add(time.perf_counter() - begin, time.process_time() - cpu)
+        self.idle_there.add(answer["idle_seconds"], answer["idle_cpu_seconds"])
+        return answer
+
+    def reset_idle(self) -> None:
+        self.idle_here, self.idle_there = Idle(), Idle()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            said = self._log.read().strip().splitlines()
+            raise WorkerError(
+                f"it ended with code {self._process.wait()}: "
+                f"{said[-1] if said else 'it said nothing'}"
+            )
+        answer = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(answer["error"])
+        return answer
+
+
+@dataclasses.dataclass
+class Idle:
+    """The time that a process waited, and the CPU time that it took meanwhile, in seconds."""
+
+    seconds: float = 0.0
+    cpu: float = 0.0
+
+    def add(self, seconds: float, cpu: float) -> None:
+        self.seconds += seconds
+        self.cpu += cpu
+
+    @property
+    def cores(self) -> float:
+        """Cores that were kept busy by waiting; more than a few hundredths would spoil the other
+        side's times."""
+        return round(self.cpu / self.seconds, 3) if self.seconds else 0.0
+
+
+def fastest(workers: Mapping[str, Worker], folder: str) -> tuple[Worker, dict[str, Any]]:
+    """transformers with the weights in `folder`, its threads waiting in the way (of WAITING) that
+    is faster here; how it was set up."""
+    threads = {
+        worker.ask("load", folder=folder, threads=cores())["threads"] for worker in workers.values()
+    }
+    seconds = alternate(
+        {
+            name: lambda worker=worker: worker.ask("step", steps=4)["seconds"]
+            for name, worker in workers.items()
+        },
+        3,
+    )
+    step = {name: statistics.median(times) / 4 * 1e3 for name, times in seconds.items()}
+    best = min(step, key=step.__getitem__)
+    for name in workers.keys() - {best}:
+        workers[name].close()
+    return workers[best], {
+        "threads": threads.pop(),
+        "waiting": best,
+        "step_milliseconds_waiting": step,
+    }
+
+
+def torch_python(
+    parser: argparse.ArgumentParser,
+    given: str | None,
+    *,
+    option: str = "--torch-python",
+    made: str = TORCH_PYTHON,
+    made_by: str = "make parity",
+) -> str:
+    """The Python that `option` names, or the one that make has made; ends the program where there
+    is neither."""
+    if given is None and not (ROOT / made).exists():
+        parser.error(
+            f"there is no {made} to run transformers with: `{made_by}` makes it, or name a Python "
+            f"that has PyTorch and transformers with {option}"
+        )
+    python = shutil.which(given or ROOT / made)
+    if python is None:
+        parser.error(f"{option} is {given}, but there is no such program")
+    return python
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine() -> dict[str, Any]:
+    """The machine, and how busy it was when it was asked: a load near 0 is what a measurement
+    wants."""
+    info = _cpu_info()
+    flags = info.get("flags", info.get("Features", "")).split()
+    return {
+        "cpu": info.get("model name") or platform.processor() or platform.machine(),
+        "architecture": platform.machine(),
+        "features": [name for name in _CPU_FEATURES if name in flags],
+        "cores": cores(),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "os": _system(),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Of Python and the named packages, as they run here."""
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def command(arguments: Sequence[str]) -> str:
+    """The command line of a run, with `arguments` = sys.argv, fit to be published.
+
+    A path that is not inside this repository tells about somebody's machine, not about the run: its
+    last component stays.
+    """
+    program = Path(arguments[0]).resolve()
+    if program.is_relative_to(ROOT):
+        module = ".".join(program.relative_to(ROOT).with_suffix("").parts)
+        return shlex.join(["python", "-m", module, *map(_published, arguments[1:])])
+    return shlex.join(["python", *map(_published, arguments)])
+
+
+def finish(
+    report: Mapping[str, Any],
+    text: str,
+    goals: Sequence[Goal],
+    *,
+    as_json: bool,
+    output: Path | None,
+) -> None:
+    """Prints a report, its goals last, as text or as one JSON object; writes the JSON object to
+    `output` too. Ends the program with code 1 where that cannot be written after all: what was
+    measured has been printed."""
+    report = {**report, "goals": [goal.as_json() for goal in goals]}
+    encoded = json.dumps(report, indent=2)
+    closing = goal_table(goals) if goals else "No goal is set for what was measured."
+    print(encoded if as_json else f"{text}\n\n{closing}", flush=True)
+    if output is not None:
+        try:
+            with paths.whole_file(output) as file:
+                file.write(encoded + "\n")
+        except OSError as error:
+            print(
+                f"--output: {output} cannot be written ({error}); what was measured is on stdout",
+                file=sys.stderr,
+            )
+            raise SystemExit(1) from error
+
+
+def _published(argument: str) -> str:
+    option, equals, value = (
+        argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    )
+    path = Path(value)
+    if path.is_absolute():
+        # Not resolved: an environment's python is a link to a place outside.
+        value = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+    return option + equals + value
+
+
+def _cpu_info() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo; nothing where there is no such file."""
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
+    except OSError:
+        return {}
+    return {
+        name.strip(): value.strip()
+        for name, _, value in (line.partition(":") for line in first.splitlines())
+    }
+
+
+def _system() -> str:
+    kernel = f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}"
+    try:
+        return f"{platform.freedesktop_os_release()['PRETTY_NAME']}, {kernel}"
+    except (OSError, KeyError):
+        return kernel

@@ -1,0 +1,480 @@
+"""The parts of scripts.bench.attention: which passes are looked at, by which sides, and the goals
+that they are held against."""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxshare.models import Decoder, LoadedModel, ModelConfig
+from jaxshare.models.generation_config import Generation
+from scripts.bench import decode as bench_decode
+from scripts.bench.lib import Goal, alternate, ratios
+from scripts.bench.parts import attention_cases as cases
+from scripts.bench.parts import sharing_decode as decoding
+from scripts.bench.parts.attention_cases import Case, Heads
+from scripts.bench.parts.attention_speed import (
+    BACKENDS,
+    COPY,
+    MOST_ELEMENTS,
+    UNROTATED,
+    UNSHARED,
+    Bench,
+    Ceilings,
+    Side,
+    others,
+    ours,
+    plan_sides,
+    reason,
+    with_layers,
+)
+
+PARTS = ("correctness", "private", "shared", "workers", "plan", "step")
+PRIVATE_GOAL, PRODUCTS_GOAL, UNSHARED_GOAL, PLAN_GOAL, STEP_GOAL = 0.85, 0.6, 20.0, 30.0, 0.8
+WORKERS_GOALS = {2: 1.05, 4: 1.15}
+MODEL = bench_decode.MODEL | {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+}
+"""The shape of Llama-2-7B: 6.74 G parameters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """How much is measured; lengths in tokens.
+
+    Attributes:
+      widths, dims, groups: of correctness: T, D and G; every width with every other D and G in
+        turn. many: rows of the passes of many rows.
+      private_heads, private_rows, private_tokens; private_groups: every G.
+      shared_heads, shared_rows, prefix, own: `own` of the workers and plans too.
+      unshared_rows: most rows of the side that has copies, whose time is scaled.
+      worker_heads, history, workers.
+      plan_rows: over one prefix.
+      model, batches, context, steps: of the decode step: config.json, numbers of rows, tokens that
+        each sees at first, passes of a turn.
+      most_layers: arenas that a loop goes through, at most.
+    """
+
+    widths: Sequence[int]
+    dims: Sequence[int]
+    groups: Sequence[int]
+    many: int
+    private_heads: Heads
+    private_groups: Sequence[int]
+    private_rows: int
+    private_tokens: int
+    shared_heads: Heads
+    shared_rows: int
+    prefix: int
+    own: int
+    unshared_rows: int
+    worker_heads: Heads
+    history: int
+    workers: Sequence[int]
+    plan_rows: int
+    model: Mapping[str, Any]
+    batches: Sequence[int]
+    context: int
+    steps: int
+    most_layers: int
+
+
+FULL = Scale(
+    widths=(1, 8, 64),
+    dims=(64, 80, 96, 128, 192, 256),
+    groups=(1, 2, 4, 5, 8, 16),
+    many=300,
+    private_heads=Heads(8, 4),
+    private_groups=(4, 8),
+    private_rows=64,
+    private_tokens=8192,
+    shared_heads=Heads(1, 8),
+    shared_rows=1024,
+    prefix=16384,
+    own=64,
+    unshared_rows=512,
+    worker_heads=Heads(8, 5),
+    history=16384,
+    workers=(1, 2, 4),
+    plan_rows=64,
+    model=MODEL,
+    batches=(1, 64),
+    context=128,
+    steps=8,
+    most_layers=8,
+)
+"""The heads of sharing are those of Hydragen, section 4.2; those of workers are QwQ-32B's, of
+Hogwild! Inference, table 2."""
+QUICK = dataclasses.replace(FULL, widths=(1, 8), dims=(64, 128), groups=(5, 8))
+TINY = Scale(
+    widths=(2,),
+    dims=(16,),
+    groups=(2,),
+    many=0,
+    private_heads=Heads(1, 4, 16),
+    private_groups=(4,),
+    private_rows=2,
+    private_tokens=40,
+    shared_heads=Heads(1, 2, 16),
+    shared_rows=4,
+    prefix=64,
+    own=9,
+    unshared_rows=2,
+    worker_heads=Heads(1, 2, 16),
+    history=50,
+    workers=(2,),
+    plan_rows=4,
+    model=MODEL
+    | {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 64,
+    },
+    batches=(2,),
+    context=4,
+    steps=2,
+    most_layers=2,
+)
+"""Runs every line of the program on a CPU and measures nothing that means something."""
+
+
+def measure_correctness(bench: Bench, scale: Scale) -> None:
+    """Every backend over small passes of all kinds; what is found is in `bench.checks`."""
+    for i, (dim, group) in enumerate(zip(scale.dims, scale.groups, strict=True)):
+        width, dtype = scale.widths[i % len(scale.widths)], ("bfloat16", "float16")[i % 2]
+        bench.say(f"correctness, head dim {dim}, G {group}, {width} tokens a row, {dtype}")
+        for case in cases.mixed_cases(Heads(2, group, dim), width, dtype):
+            bench.check(case, cases.make(case, bench.seed + i, tokens=2048, slots=4), {})
+    if scale.many:
+        bench.say(f"correctness, {scale.many} rows")
+        many = cases.many_rows(Heads(2, 8), scale.many, "bfloat16")
+        tokens = max(cases.make(case, 0).cache.keys[0].shape[1] for case in many)
+        for case in many:
+            bench.check(case, cases.make(case, bench.seed, tokens=tokens, slots=3), {})
+
+
+def measure_private(bench: Bench, scale: Scale, group: int) -> dict[str, Any]:
+    """Rows with a private block each: what is read is everything."""
+    heads = dataclasses.replace(scale.private_heads, group=group)
+    case = with_layers(
+        cases.private(heads, scale.private_rows, scale.private_tokens), scale.most_layers
+    )
+    bench.say(f"private, G {group}")
+    skipped: dict[str, str] = {}
+    inputs = cases.make(case, bench.seed)
+    sides = {
+        backend: ours(bench, case, inputs, backend)
+        for backend in bench.check(case, inputs, skipped)
+    }
+    return _point(bench, case, sides | others(bench, case, skipped), skipped)
+
+
+def measure_shared(bench: Bench, scale: Scale) -> dict[str, Any]:
+    """One prefix that all rows see, against copies of it. A side with copies has as many rows as
+    `unshared_rows` and an array of 2**31 elements allow, and its time is taken times what is
+    missing: it reads each row's copy, so that time is in proportion to rows."""
+    heads, rows = scale.shared_heads, scale.shared_rows
+    case = with_layers(cases.shared(heads, rows, scale.prefix, scale.own), scale.most_layers)
+    tokens = scale.prefix + scale.own
+    fits = MOST_ELEMENTS // (tokens * heads.num_kv_heads * heads.head_dim)
+    copies = min(rows, scale.unshared_rows, fits)
+    apart = with_layers(cases.private(heads, copies, tokens), scale.most_layers)
+    scaled = rows / copies
+    bench.say("shared")
+    skipped: dict[str, str] = {}
+    inputs, inputs_apart = cases.make(case, bench.seed), cases.make(apart, bench.seed)
+    good = bench.check(case, inputs, skipped)
+    sides = {backend: ours(bench, case, inputs, backend) for backend in good}
+    for backend in (b for b in bench.check(apart, inputs_apart, skipped) if b in good):
+        sides[f"{backend}, {UNSHARED}"] = ours(bench, apart, inputs_apart, backend, scaled)
+    point = _point(bench, case, sides | others(bench, apart, skipped, scaled), skipped)
+    seconds = {name: side["round_seconds"] for name, side in point["sides"].items()}
+    return point | {
+        "copies": copies,
+        "times_faster_than_unshared": {
+            b: ratios(seconds[f"{b}, {UNSHARED}"], seconds[b])
+            for b in good
+            if b in seconds and f"{b}, {UNSHARED}" in seconds
+        },
+    }
+
+
+def measure_workers(bench: Bench, scale: Scale) -> dict[str, Any]:
+    """Workers over one history and each other's blocks, against one row over as many tokens in one
+    block, whose query is not rotated."""
+    heads = scale.worker_heads
+    alone = cases.private(heads, 1, scale.history + scale.own)
+    unrotated = dataclasses.replace(alone, heads=dataclasses.replace(heads, rotated=False))
+    several = {
+        rows_name(n): cases.workers(heads, n, scale.history, scale.own) for n in scale.workers
+    }
+    skipped: dict[str, str] = {}
+    sides: dict[str, Side] = {}
+    for name, case in {UNROTATED: unrotated, **several}.items():
+        bench.say(f"workers, {name}")
+        case = with_layers(case, scale.most_layers)
+        inputs, unable = cases.make(case, bench.seed), {}
+        sides |= {
+            f"{backend}, {name}": ours(bench, case, inputs, backend)
+            for backend in bench.check(case, inputs, unable)
+        }
+        skipped |= {f"{backend}, {name}": why for backend, why in unable.items()}
+    alone = with_layers(alone, scale.most_layers)
+    point = _point(
+        bench, several[rows_name(scale.workers[-1])], sides | others(bench, alone, skipped), skipped
+    )
+    seconds = {name: side["round_seconds"] for name, side in point["sides"].items()}
+    to_one = {
+        b: {
+            str(n): ratios(seconds[f"{b}, {rows_name(n)}"], seconds[f"{b}, {UNROTATED}"])
+            for n in scale.workers
+            if f"{b}, {rows_name(n)}" in seconds
+        }
+        for b in bench.backends
+        if f"{b}, {UNROTATED}" in seconds
+    }
+    return point | {"history": scale.history, "own": scale.own, "to_one_row": to_one}
+
+
+def measure_plan(bench: Bench, scale: Scale) -> dict[str, Any]:
+    """Microseconds of what a pass makes once, by layout, for the GPU backends and for xla."""
+    layouts = {
+        f"{n} workers": cases.workers(scale.worker_heads, n, scale.history, scale.own)
+        for n in scale.workers
+        if n > 1
+    }
+    layouts |= {
+        f"{rows} rows over a prefix": cases.shared(
+            scale.shared_heads, rows, scale.prefix, scale.own
+        )
+        for rows in sorted({scale.plan_rows, scale.shared_rows})
+    }
+    found: dict[str, Any] = {}
+    for name, case in layouts.items():
+        bench.say(f"plan, {name}")
+        sides = plan_sides(bench, case)
+        alternate(sides, 1)
+        times = alternate(sides, bench.rounds)
+        found[name] = {
+            side: {"microseconds": statistics.median(seconds) * 1e6, "round_seconds": seconds}
+            for side, seconds in times.items()
+        }
+    return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Named(LoadedModel):
+    """A model whose attention is one backend's."""
+
+    implementation: str = "xla"
+
+    @property
+    def module(self) -> Decoder:
+        return Decoder(self.config, self.implementation)
+
+
+def random_params(config: ModelConfig, seed: int) -> tuple[dict[str, Any], int]:
+    """bfloat16 parameters, made on the device, and how many of them a pass reads: all but an
+    embedding, of which it reads a row a token."""
+    shapes = jax.eval_shape(
+        lambda: Decoder(config).init(
+            jax.random.key(0), jnp.zeros((1, 2), jnp.int32), method="causal"
+        )
+    )
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    rng = np.random.default_rng(seed)
+    made, read = [], 0
+    for path, leaf in leaves:
+        name = path[-1].key
+        made.append(
+            jnp.ones(leaf.shape, jnp.bfloat16)
+            if name == "scale"
+            else cases.noise(rng, leaf.shape, "bfloat16", 0.02)
+        )
+        read += 0 if name == "embedding" and not config.tie_embeddings else leaf.size
+    return jax.tree.unflatten(tree, made), read
+
+
+def measure_step(bench: Bench, scale: Scale, batch: int) -> dict[str, Any]:
+    """A decode step of a whole model, as `jaxshare.decode` does it. Its memory-bound limit is the
+    time in which a copy reads and writes as many bytes as the parameters and all that is cached
+    have, in the mean of a turn's passes."""
+    config = ModelConfig.from_json(scale.model)
+    bench.say(f"step, batch {batch}: parameters")
+    params, parameters = random_params(config, bench.seed)
+    tokens = scale.context + (scale.steps + 1) / 2  # that a row sees in a pass, in the mean
+    token_bytes = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    read = 2 * parameters + batch * tokens * token_bytes
+    sides, runs, skipped = {}, {}, {}
+    for backend in bench.backends:
+        bench.say(f"step, batch {batch}, {backend}: compile")
+        try:
+            model = Named(config, params, None, Generation(), implementation=backend)
+            runs[backend] = decoding.Decoding(
+                model,
+                batch,
+                scale.context,
+                shared=False,
+                suffix=0,
+                room=scale.steps,
+                steps=scale.steps,
+                seed=bench.seed,
+            )
+            runs[backend].compile()
+            sides[backend] = runs[backend].turn
+            sides[backend]()
+        except (
+            Exception
+        ) as error:  # a kernel that does not compile raises whatever its compiler does
+            skipped[backend] = reason(error)
+            sides.pop(backend, None)
+    bench.say(f"step, batch {batch}: measure in turn")
+    times = alternate({**sides, COPY: bench.ceilings.copy}, bench.rounds)
+    for backend in sides:
+        runs[backend].check(bench.rounds + 1)
+    return summarise_step(
+        batch, scale.context, read, {b: times[b] for b in sides}, times[COPY], bench.ceilings
+    ) | {"parameters_read": parameters, "skipped": skipped}
+
+
+def summarise_step(
+    batch: int,
+    context: int,
+    read: float,
+    times: Mapping[str, Sequence[float]],
+    copies: Sequence[float],
+    ceilings: Ceilings,
+) -> dict[str, Any]:
+    """A step of one batch: the time that reading `read` bytes takes at the rate of copies, divided
+    by that of the step, round by round."""
+    limit = [read / ceilings.copy_rate(s) for s in copies]
+    return {
+        "batch": batch,
+        "context": context,
+        "read_bytes": read,
+        "limit_milliseconds": statistics.median(limit) * 1e3,
+        "sides": {
+            name: {
+                "milliseconds": statistics.median(seconds) * 1e3,
+                "of_limit": ratios(limit, seconds)["median"],
+                "tokens_per_second": batch / statistics.median(seconds),
+                "round_seconds": list(seconds),
+            }
+            for name, seconds in times.items()
+        },
+    }
+
+
+def rows_name(count: int) -> str:
+    """As a number of workers is called in results."""
+    return f"{count} row{'s' * (count > 1)}"
+
+
+def _point(
+    bench: Bench, case: Case, sides: Mapping[str, Side], skipped: Mapping[str, str]
+) -> dict[str, Any]:
+    measured = bench.measure(sides)
+    heads = case.heads
+    return {
+        "case": case.name,
+        "kv_heads": heads.num_kv_heads,
+        "group": heads.group,
+        "head_dim": heads.head_dim,
+        "layers": heads.num_layers,
+        **measured,
+        "skipped": {**skipped, **measured["skipped"]},
+    }
+
+
+def best(found: Mapping[str, Any] | None) -> str | None:
+    """The backend that `implementation=None` should have taken: the first of ours that was
+    measured."""
+    return next((name for name in BACKENDS if name in (found or {})), None)
+
+
+def goals(results: Mapping[str, Any], *, tiny: bool) -> list[Goal]:
+    """All goals; what was not measured, or at tiny sizes, is None in them."""
+    results = {} if tiny else results
+    found: list[Goal] = []
+
+    def goal(
+        what: str,
+        sides: Mapping[str, Any] | None,
+        value: str,
+        wanted: float,
+        *,
+        at_most: bool = False,
+    ) -> None:
+        name = best(sides)
+        measured = sides[name] if sides and name else None
+        found.append(
+            Goal(
+                f"{what} ({name})" if name else what,
+                measured[value] if measured else None,
+                wanted,
+                at_most=at_most,
+            )
+        )
+
+    by_group = {r["group"]: r["sides"] for r in results.get("private", [])}
+    for group in FULL.private_groups:
+        goal(
+            f"private, 64 rows of 8192 tokens, G {group}: of the copy bandwidth",
+            by_group.get(group),
+            "of_copy",
+            PRIVATE_GOAL,
+        )
+    shared = results.get("shared", {})
+    goal(
+        "shared, 1024 rows over 16384 tokens: of the rate of products",
+        shared.get("sides"),
+        "of_products",
+        PRODUCTS_GOAL,
+    )
+    goal(
+        "the same: times faster than unshared",
+        shared.get("times_faster_than_unshared"),
+        "median",
+        UNSHARED_GOAL,
+    )
+    to_one = results.get("workers", {}).get("to_one_row", {})
+    for n, most in WORKERS_GOALS.items():
+        goal(
+            f"{n} workers over 16384 tokens: times one row, not rotated",
+            {b: r[str(n)] for b, r in to_one.items() if str(n) in r},
+            "median",
+            most,
+            at_most=True,
+        )
+    for layout in ("4 workers", "64 rows over a prefix"):
+        plan = results.get("plan", {}).get(layout, {}).get("GPU backends")
+        found.append(
+            Goal(
+                f"plan, {layout}: microseconds",
+                plan and plan["microseconds"],
+                PLAN_GOAL,
+                at_most=True,
+            )
+        )
+    by_batch = {r["batch"]: r["sides"] for r in results.get("step", [])}
+    for batch in FULL.batches:
+        goal(
+            f"decode step of 7B, batch {batch}: of the memory-bound limit",
+            by_batch.get(batch),
+            "of_limit",
+            STEP_GOAL,
+        )
+    return found

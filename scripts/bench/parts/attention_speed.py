@@ -1,0 +1,520 @@
+"""What scripts.bench.attention times: the device's two ceilings, one layer's attention by every
+side, plans, and a decode step.
+
+On a GPU a call takes microseconds and its launch by the host as long. So every side of attention is
+a jitted loop of many calls in one dispatch, each answer being the next query, over as many layers'
+arenas as make the level-2 cache useless. A turn's time is that of the whole dispatch, divided by
+its calls; nothing is subtracted.
+"""
+
+import dataclasses
+import functools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxshare import block_attention
+from jaxshare.attention.api import BACKENDS as BACKENDS_HERE
+from jaxshare.attention.plan import Plan
+from jaxshare.pallas.work_items import Work, make_work
+from scripts.bench.lib import Worker, WorkerError, alternate, ratios
+from scripts.bench.parts import attention_cases as cases
+from scripts.bench.parts.attention_cases import Case, Heads, Inputs
+
+# Sides, as they are called in results.
+KERNELS = ("mosaic_gpu", "triton")
+BACKENDS = (*KERNELS, "xla")
+COPY, PRODUCT = "copy", "matrix product"
+JAX_XLA, JAX_CUDNN, PALLAS, SDPA = (
+    "jax.nn, xla",
+    "jax.nn, cudnn",
+    "JAX's Pallas decode",
+    "PyTorch SDPA",
+)
+UNSHARED, UNROTATED = "unshared", "one row, not rotated"
+
+L2_BYTES = 64 << 20
+"""No GPU of today has a larger level-2 cache."""
+MOST_ELEMENTS = 2**31 - 1
+"""Of one array; kernels count in int32."""
+SPLITS, SPLIT_TILE = 16, 128
+"""Of JAX's Pallas decode kernel, its defaults; the tokens must be a multiple of both."""
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """The device's memory and matrix units, each a side of its own whose turn is one copy or one
+    product.
+
+    One takes a millisecond and more on a GPU, so the host is ahead of the device, and so many
+    dispatches, `times`, are one turn; a jitted loop would copy what it carries.
+    """
+
+    copy_bytes: int
+    product_size: int
+    times: int
+
+    @functools.cached_property
+    def _copied(self) -> Array:
+        return jnp.ones(self.copy_bytes // 2, jnp.bfloat16)
+
+    @functools.cached_property
+    def _factors(self) -> tuple[Array, Array]:
+        n, rng = self.product_size, np.random.default_rng(0)
+        return cases.noise(rng, (n, n), "bfloat16"), cases.noise(rng, (n, n), "bfloat16")
+
+    def _turn(self, *calls: Callable[[], Array]) -> float:
+        """Seconds of one call of the fastest."""
+
+        def often(call: Callable[[], Array]) -> None:
+            for _ in range(self.times):
+                made = call()
+            made.block_until_ready()
+
+        return min(_seconds(lambda call=call: often(call)) for call in calls) / self.times
+
+    def copy(self) -> float:
+        """Seconds in which `copy_bytes` are read and as many written, by the faster of two ways:
+        negated, or halves exchanged."""
+        return self._turn(lambda: _negated(self._copied), lambda: _exchanged(self._copied))
+
+    def product(self) -> float:
+        """Seconds of a product, bfloat16 in and out, by the faster of two ways to lay out its right
+        side."""
+        return self._turn(
+            lambda: _multiplied(*self._factors, 0), lambda: _multiplied(*self._factors, 1)
+        )
+
+    def copy_rate(self, seconds: float) -> float:
+        """Bytes read and written in a second."""
+        return 2 * self.copy_bytes / seconds
+
+    def product_rate(self, seconds: float) -> float:
+        """FLOP/s."""
+        return 2 * self.product_size**3 / seconds
+
+
+@jax.jit
+def _negated(x: Array) -> Array:
+    return -x
+
+
+@jax.jit
+def _exchanged(x: Array) -> Array:
+    half = x.shape[0] // 2
+    return jnp.concatenate([x[half:], x[:half]])
+
+
+@functools.partial(jax.jit, static_argnames="contract")
+def _multiplied(a: Array, b: Array, contract: int) -> Array:
+    return jax.lax.dot_general(a, b, (((1,), (contract,)), ((), ())))
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """What is timed of one layer's attention.
+
+    Attributes:
+      turn: runs it and returns the seconds of one call, times `scaled`.
+      read_bytes, flops: of one call, times `scaled`: the least that has to be read, and the
+        arithmetic of two products.
+      scaled: rows asked for, to those that were measured.
+      way: how it is done, where that was found out.
+    """
+
+    turn: Callable[[], float]
+    read_bytes: float
+    flops: float
+    scaled: float = 1.0
+    way: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """What all parts need.
+
+    Attributes:
+      backends: names, as `block_attention` takes them.
+      ceilings: of this device.
+      worker: PyTorch's side, or None.
+      rounds: turns of each side.
+      kernel_calls, calls: of a loop's body by the GPU backends, and by every other side. What the
+        GPU backends make of a plan is made again in every turn of a loop, as it is in every pass of
+        a model, so they have as many calls as QwQ-32B has layers.
+      turn_seconds: how long a turn should be, were the device as fast as GPUs are.
+      items: into how many pieces the GPU backends cut a pass: the device's multiprocessors.
+      seed: of all that is random.
+      say: told what is being done.
+      checks: what correctness found, in the order in which it was looked at; grows.
+    """
+
+    backends: Sequence[str]
+    ceilings: Ceilings
+    worker: Worker | None
+    rounds: int
+    kernel_calls: int
+    calls: int
+    turn_seconds: float
+    items: int
+    seed: int
+    say: Say
+    checks: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def loop(self, case: Case, backend: str | None = None) -> tuple[int, int]:
+        """Calls in a loop's body, and how often it runs, so that a turn is long enough to be timed
+        and the slower sides' not too long."""
+        calls = self.kernel_calls if backend in KERNELS else self.calls
+        seconds = case.layer_bytes / 3e12 + case.layer_flops / 4e14 + 1e-5
+        return calls, max(1, round(self.turn_seconds / (calls * seconds)))
+
+    def check(self, case: Case, inputs: Inputs, skipped: dict[str, str]) -> list[str]:
+        """The backends whose answers are right; the others' reasons go to `skipped`."""
+        sampled, right = cases.expected(case, inputs)
+        good = []
+        for backend in self.backends:
+            found: dict[str, Any] = {
+                "case": case.name,
+                "backend": backend,
+                "dtype": case.dtype,
+                "width": case.width,
+                "group": case.heads.group,
+                "head_dim": case.heads.head_dim,
+                "error": None,
+                "tolerance": cases.tolerance(case.dtype),
+                "right": None,
+            }
+            try:
+                found["error"] = cases.error(case, _attended(inputs, backend, 1, 1), sampled, right)
+                found["right"] = found["error"] <= found["tolerance"]
+                if found["right"]:
+                    good.append(backend)
+                else:
+                    skipped[backend] = (
+                        f"its answer is wrong by {found['error']:.3g}; {found['tolerance']:.3g} "
+                        "may be rounding"
+                    )
+            except (
+                Exception
+            ) as error:  # a kernel that does not compile raises whatever its compiler does
+                skipped[backend] = found["reason"] = reason(error)
+                # A backend may say that it cannot, or not be there; anything else is a fault of its
+                # own.
+                found["right"] = (
+                    None
+                    if isinstance(error, NotImplementedError) or backend not in BACKENDS_HERE
+                    else False
+                )
+            self.checks.append(found)
+        return good
+
+    def measure(self, sides: Mapping[str, Side]) -> dict[str, Any]:
+        """Every side once to compile and warm up, then all in turn with the ceilings; sides that
+        fail are given back with their reasons.
+
+        Returns:
+          "sides", for each its time, its rates and what part of the ceilings they are, round by
+            round; "skipped"; the ceilings.
+        """
+        skipped = {}
+        for name, side in sides.items():
+            self.say(f"compile {name}")
+            try:
+                side.turn()
+            except Exception as error:  # as above
+                skipped[name] = reason(error)
+        self.say("measure in turn")
+        running = {name: side for name, side in sides.items() if name not in skipped}
+        times = alternate(
+            {
+                **{name: side.turn for name, side in running.items()},
+                COPY: self.ceilings.copy,
+                PRODUCT: self.ceilings.product,
+            },
+            self.rounds,
+        )
+        return summarise(running, times, self.ceilings) | {"skipped": skipped}
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, in one line."""
+    said = str(error).strip().splitlines()
+    text = said[0] if said else "it said nothing"
+    return (
+        text if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {text[:300]}"
+    )
+
+
+def summarise(
+    sides: Mapping[str, Side], times: Mapping[str, Sequence[float]], ceilings: Ceilings
+) -> dict[str, Any]:
+    """Medians of each side's times and rates; its part of a ceiling is the median of the rounds'
+    own.
+
+    Args:
+      times: seconds of one call in every round, by side; COPY and PRODUCT among them.
+    """
+    copies, products = (
+        [rate(s) for s in times[name]]
+        for name, rate in ((COPY, ceilings.copy_rate), (PRODUCT, ceilings.product_rate))
+    )
+    found = {}
+    for name, side in sides.items():
+        seconds = times[name]
+        middle = statistics.median(seconds)
+        found[name] = {
+            "microseconds": middle * 1e6,
+            "gigabytes_per_second": side.read_bytes / middle / 1e9,
+            "of_copy": ratios([side.read_bytes / s for s in seconds], copies)["median"],
+            "teraflops": side.flops / middle / 1e12,
+            "of_products": ratios([side.flops / s for s in seconds], products)["median"],
+            "read_bytes": side.read_bytes,
+            "flops": side.flops,
+            "scaled": side.scaled,
+            "way": side.way,
+            "round_seconds": list(seconds),
+        }
+    return {
+        "sides": found,
+        "copy_gigabytes_per_second": statistics.median(copies) / 1e9,
+        "product_teraflops": statistics.median(products) / 1e12,
+    }
+
+
+# Sides.
+
+
+def layers_for(case: Case, most: int) -> int:
+    """How many layers' arenas a loop goes through, so that none is still in the level-2 cache when
+    its turn comes again."""
+    return max(1, min(most, -(-4 * L2_BYTES // case.layer_bytes)))
+
+
+def with_layers(case: Case, most: int) -> Case:
+    """The case with so many layers as `layers_for` says."""
+    return dataclasses.replace(
+        case, heads=dataclasses.replace(case.heads, num_layers=layers_for(case, most))
+    )
+
+
+def ours(bench: Bench, case: Case, inputs: Inputs, backend: str, scaled: float = 1.0) -> Side:
+    """`block_attention` by one backend."""
+    calls, passes = bench.loop(case, backend)
+
+    def turn() -> float:
+        return (
+            _seconds(lambda: _attended(inputs, backend, calls, passes).block_until_ready())
+            / (calls * passes)
+            * scaled
+        )
+
+    return Side(turn, case.layer_bytes * scaled, case.layer_flops * scaled, scaled)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "calls", "passes"))
+def _attended(inputs: Inputs, implementation: str, calls: int, passes: int) -> Array:
+    plan, cache = inputs.plan, inputs.cache
+    # Jitted by itself, so that it is traced and lowered once for all calls.
+    layer = jax.jit(functools.partial(block_attention, implementation=implementation))
+    return _loop(
+        lambda q, i: layer(q, cache.keys[i], cache.values[i], plan),
+        inputs.q,
+        len(cache.keys),
+        calls,
+        passes,
+    )
+
+
+def _loop(
+    layer: Callable[[Array, int], Array], q: Array, layers: int, calls: int, passes: int
+) -> Array:
+    def one_pass(_: Array, q: Array) -> Array:
+        for call in range(calls):
+            q = layer(q, call % layers)
+        return q
+
+    # Known trip counts: the host need not ask the device whether to go on.
+    return jax.lax.fori_loop(0, passes, one_pass, q)
+
+
+def others(
+    bench: Bench, case: Case, skipped: dict[str, str], scaled: float = 1.0
+) -> dict[str, Side]:
+    """Attention as others have it, over one private block a row: queries [R, 1, H, D] that see all
+    of keys and values [R, S, K, D]."""
+    heads, rows, tokens = case.heads, len(case.rows), case.after[0]
+    calls, passes = bench.loop(case)
+    found = {}
+
+    def side(call: Callable[[], float], way: str | None = None) -> Side:
+        return Side(
+            lambda: call() / (calls * passes) * scaled,
+            case.layer_bytes * scaled,
+            case.layer_flops * scaled,
+            scaled,
+            way,
+        )
+
+    def jax_side(form: str, tokens: int) -> Side:
+        q, keys, values = _random_rows(form, rows, tokens, heads, bench.seed)
+        length = jnp.full(rows, case.after[0], jnp.int32)
+        return side(
+            lambda: _seconds(
+                lambda: _others(form, q, keys, values, length, calls, passes).block_until_ready()
+            )
+        )
+
+    found[JAX_XLA], found[JAX_CUDNN] = jax_side("xla", tokens), jax_side("cudnn", tokens)
+    found[PALLAS] = jax_side("pallas", -(-tokens // (SPLITS * SPLIT_TILE)) * SPLITS * SPLIT_TILE)
+    if bench.worker:
+        worker = bench.worker
+        try:
+            answer = worker.ask(
+                "prepare",
+                rows=rows,
+                heads=heads.num_heads,
+                kv_heads=heads.num_kv_heads,
+                head_dim=heads.head_dim,
+                tokens=tokens,
+                layers=heads.num_layers,
+                calls=calls,
+            )
+            found[SDPA] = side(
+                lambda: worker.ask("attend", passes=passes)["seconds"], answer["way"]
+            )
+        except WorkerError as error:
+            skipped[SDPA] = str(error)
+    return found
+
+
+def _random_rows(
+    form: str, rows: int, tokens: int, heads: Heads, seed: int
+) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+    """q [R, 1, H, D], and each layer's keys and values as the kernel reads them: [R, S, K, D], or
+    [R, K, S, D] for JAX's Pallas decode."""
+    rng = np.random.default_rng(seed)
+    middle = (heads.num_kv_heads, tokens) if form == "pallas" else (tokens, heads.num_kv_heads)
+    made = [
+        cases.noise(rng, (rows, *middle, heads.head_dim), "bfloat16")
+        for _ in range(2 * heads.num_layers)
+    ]
+    return (
+        cases.noise(rng, (rows, 1, heads.num_heads, heads.head_dim), "bfloat16"),
+        tuple(made[::2]),
+        tuple(made[1::2]),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("form", "calls", "passes"))
+def _others(
+    form: str,
+    q: Array,
+    keys: Sequence[Array],
+    values: Sequence[Array],
+    length: Array,
+    calls: int,
+    passes: int,
+) -> Array:
+    if form == "pallas":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # it goes with JAX's Triton backend
+            from jax.experimental.pallas.ops.gpu import decode_attention
+
+            def layer(q: Array, i: int) -> Array:
+                # It takes [R, S, K, D] and exchanges the middle axes, so that nothing is left of
+                # both exchanges.
+                arenas = (jnp.swapaxes(x[i], 1, 2) for x in (keys, values))
+                out = decode_attention.gqa(
+                    q[:, 0], *arenas, kv_seq_len=length, k_splits=SPLITS, block_k=SPLIT_TILE
+                )
+                return out[:, None].astype(q.dtype)
+
+            with jax.numpy_dtype_promotion("standard"):
+                return _loop(layer, q, len(keys), calls, passes)
+    return _loop(
+        lambda q, i: jax.nn.dot_product_attention(q, keys[i], values[i], implementation=form),
+        q,
+        len(keys),
+        calls,
+        passes,
+    )
+
+
+# Plans.
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """What a pass makes once for all of its layers."""
+
+    plan: Plan
+    work: Work | None
+
+
+jax.tree_util.register_dataclass(Planned, ["plan", "work"], [])
+
+
+def planned(inputs: Inputs, heads: Heads, items: int) -> Planned:
+    """What a pass on a GPU backend makes once: the plan without the tiles that only the xla backend
+    reads, and the work items."""
+    plan = inputs.plan
+    work = make_work(
+        plan,
+        group=heads.group,
+        kv_heads=heads.num_kv_heads,
+        span=128,
+        tile=64,
+        num_items=items,
+        alignment=8,
+    )
+    return Planned(dataclasses.replace(plan, shared=None, grouped=(), private=None), work)  # pyright: ignore[reportArgumentType]
+
+
+def plan_sides(bench: Bench, case: Case) -> dict[str, Callable[[], float]]:
+    """Seconds of one plan, as the GPU backends and as the xla backend need it. `case` is that of
+    one layer, its own blocks of 8 tokens or more."""
+    # no arena is looked at
+    small = dataclasses.replace(
+        case, heads=dataclasses.replace(case.heads, num_kv_heads=1, num_layers=1)
+    )
+    inputs = cases.make(small, bench.seed)
+    times = max(2, round(bench.turn_seconds / 3e-5))
+
+    def side(gpu: bool) -> Callable[[], float]:
+        return lambda: (
+            _seconds(
+                lambda: jax.block_until_ready(
+                    _planned_often(inputs, case.heads, bench.items, times, gpu)
+                )
+            )
+            / times
+        )
+
+    return {"GPU backends": side(True), "xla": side(False)}
+
+
+@functools.partial(jax.jit, static_argnames=("heads", "items", "times", "gpu"))
+def _planned_often(inputs: Inputs, heads: Heads, items: int, times: int, gpu: bool) -> Planned:
+    """Makes so many plans, each for other lengths, and gives the last. All of a plan is carried on,
+    so all of it is made."""
+    lengths = inputs.cache.lengths
+
+    def once(i: Array | int) -> Planned:
+        cache = dataclasses.replace(inputs.cache, lengths=jnp.maximum(lengths - i % 8, 0))
+        changed = dataclasses.replace(inputs, cache=cache)
+        return planned(changed, heads, items) if gpu else Planned(changed.plan, None)
+
+    return jax.lax.fori_loop(1, times, lambda i, _: once(i), once(0))
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin

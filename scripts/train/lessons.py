@@ -1,0 +1,332 @@
+"""Lessons for workers: drawn from a seed, packed side by side into batches of one shape, made ahead
+in processes of their own."""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import itertools
+import multiprocessing
+import os
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxshare.models.loading import outline
+from jaxshare.serving import Format
+from jaxshare.serving.evaluation.arithmetic import (
+    MOST_QUESTIONS,
+    QUESTIONS,
+    Problem,
+    Question,
+    make_problem,
+    typed_problem,
+)
+from jaxshare.serving.evaluation.arithmetic_forms import draw_form
+from jaxshare.serving.workers.layouts import worker_names
+from jaxshare.trace.attention import TILE, TraceBatch
+from jaxshare.trace.trace import STANDS, Trace
+from scripts.train.pair_attention import Pairs
+from scripts.train.sessions import Lesson, chat, plain, play
+from scripts.train.teacher import Lapses, Script
+
+MOST_WORKERS = 6
+_WORKERS = {1: 3, 2: 4, 3: 2, 4: 4, 5: 1, 6: 3}
+"""How often there are so many."""
+_LAYOUTS = {"combined": 2, "contiguous": 1, "interleaved": 1}
+_DEPENDENT, _OTHER_NAMES, _ASKED, _CUT, _CROWDED, _ANEW = 0.35, 0.4, 0.5, 0.3, 0.15, 0.2
+"""Shares of lessons with dependent questions, with names in another order or of others, with the
+question whether work is redundant, of those that a budget cuts off, of those in which there is
+hardly a question for each worker (clashes from the first pass on), and of those that encode steps
+anew."""
+_EVEN = 0.5
+"""Share of lessons of several workers whose questions all take as long to write: all end in the
+same pass, and go for what is left."""
+_LAPSES = Lapses(slips=0.03, yields=0.3)
+_FEW = 0.3
+"""Share of typed problems with hardly any questions."""
+_GUESSES = 3
+"""Times in a lesson, at most, that the finisher boxes what is known by then."""
+_CHATS, _TURNS, _SYSTEM, _PLAIN = 0.25, 3, 0.4, 0.4
+"""Share of chats, the most problems in one, and the shares of those in which a message of the
+system says who works, and of typed ones that are a plain text without a template."""
+_TYPED = 0.75
+"""Share of problems as a person would type them."""
+_NAMES = (
+    *worker_names(8),
+    "Ivan",
+    "Judy",
+    "Kim",
+    "Leo",
+    "Mia",
+    "Nina",
+    "Omar",
+    "Pia",
+    "Quinn",
+    "Rosa",
+    "Sam",
+    "Tom",
+    "Uma",
+    "Vera",
+    "Walt",
+    "Zoe",
+)
+_GROUP = 24
+"""Lessons that are packed together, so that few places stay empty and the long ones have the same
+chance as the short."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of a batch: T tokens, J tiles and B blocks, as in `TraceBatch`."""
+
+    tokens: int = 2048
+    tiles: int = 40
+    blocks: int = 40
+
+
+Batch = tuple[TraceBatch, Pairs, np.ndarray, np.ndarray, np.ndarray]
+"""Numpy arrays: a trace of several sessions, who sees whom in it, and at int32[1, T], targets
+int32[1, T] and weights float32[1, T] of what was sampled."""
+
+
+def draw(script: Script, rng: random.Random) -> Lesson:
+    """One lesson: 1 to 6 workers, 1 to 10 questions, any layout; or a chat of a lone one."""
+    typed = rng.random() < _TYPED
+    if script.tokenizer.chat_template and rng.random() < _CHATS:
+        return _chat(script, rng, typed)
+    many = rng.choices([*_WORKERS], [*_WORKERS.values()])[0]
+    names = rng.sample(_NAMES, many) if rng.random() < _OTHER_NAMES else worker_names(many)
+    questions = rng.choice((QUESTIONS, rng.randint(QUESTIONS, MOST_QUESTIONS)))
+    if many > 1 and rng.random() < _CROWDED:
+        questions = rng.randint(2, many + 1)
+    if typed and rng.random() < _FEW:
+        questions = rng.randint(1, QUESTIONS)
+    if typed:
+        problem = typed_problem(rng, questions, draw_form(rng))
+    elif many > 1 and rng.random() < _EVEN:
+        questions = rng.choice([count for count in range(2, MOST_QUESTIONS + 1) if count % many])
+        problem = _even_problem(script, rng, questions)
+    else:
+        problem = make_problem(
+            rng, questions, dependent=questions > 1 and rng.random() < _DEPENDENT
+        )
+    layout = rng.choices([*_LAYOUTS], [*_LAYOUTS.values()])[0]
+    longest = 30 + 40 * -(-questions // many)
+    cut = rng.randint(4, longest) if rng.random() < _CUT else 1024
+    guesses = {rng.randint(4, longest) for _ in range(rng.randint(0, _GUESSES))}
+    ask_every = rng.choice((32, 64, 128, 256)) if rng.random() < _ASKED else 0
+    move = "reencode" if rng.random() < _ANEW else "rotate"
+    return play(
+        script,
+        problem,
+        names,
+        layout,
+        rng,
+        ask_every=ask_every,
+        seed=rng.randrange(2**32),
+        move=move,
+        lapses=_LAPSES,
+        budget=cut,
+        guess=True,
+        guesses=guesses,
+    )
+
+
+def _chat(script: Script, rng: random.Random, typed: bool) -> Lesson:
+    asked = [
+        rng.choice((QUESTIONS, rng.randint(1, MOST_QUESTIONS)))
+        for _ in range(rng.randint(1, _TURNS))
+    ]
+    if not typed:
+        return chat(
+            script, [make_problem(rng, many) for many in asked], system=rng.random() < _SYSTEM
+        )
+    if rng.random() < _PLAIN:
+        return plain(script, typed_problem(rng, asked[0], draw_form(rng)))
+    form = draw_form(rng)
+    return chat(
+        script, [typed_problem(rng, many, form) for many in asked], system=rng.random() < _SYSTEM
+    )
+
+
+def _even_problem(script: Script, rng: random.Random, questions: int) -> Problem:
+    """Questions that all take as long to write."""
+    alike: dict[int, list[Question]] = {}
+    for _ in range(6):
+        for number, question in enumerate(
+            (drawn := make_problem(rng, MOST_QUESTIONS)).questions, 1
+        ):
+            alike.setdefault(
+                len(script.codec.encode(drawn.body(number))) - len(str(number)), []
+            ).append(question)
+    enough = [held for held in alike.values() if len(held) >= questions] or [
+        max(alike.values(), key=len)
+    ]
+    return Problem(tuple(rng.choice(enough)[:questions]))
+
+
+def pack(lessons: Sequence[Lesson]) -> Lesson:
+    """Lessons one behind the other as one, in blocks of their own, so that none sees another."""
+    tokens, views, passes, blocks, parts = 0, 0, 0, 0, []
+    total = sum(lesson.trace.num_blocks for lesson in lessons)
+    for lesson in lessons:
+        trace = lesson.trace
+        sides = ((0, 0), (blocks, total - blocks - trace.num_blocks))
+        parts.append(
+            {
+                "tokens": trace.tokens,
+                "views": trace.views + views,
+                "rows": trace.rows,
+                "passes": trace.passes + passes,
+                "starts": np.pad(trace.starts, sides),
+                "visible": np.pad(trace.visible, sides),
+                "stay_tokens": trace.stay_tokens + tokens,
+                "stay_blocks": trace.stay_blocks + blocks,
+                "stay_indices": trace.stay_indices,
+                "stay_begins": trace.stay_begins + passes,
+                "stay_ends": np.where(
+                    trace.stay_ends == STANDS,
+                    STANDS,
+                    trace.stay_ends + np.minimum(passes, STANDS - trace.stay_ends),
+                ),
+                "capacities": trace.capacities,
+                "at": lesson.at + tokens,
+                "targets": lesson.targets,
+                "weights": lesson.weights,
+            }
+        )
+        tokens, views, passes, blocks = (
+            tokens + trace.num_tokens,
+            views + len(trace.rows),
+            passes + trace.num_passes,
+            blocks + trace.num_blocks,
+        )
+    whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    at, targets, weights = (whole.pop(name) for name in ("at", "targets", "weights"))
+    return Lesson(Trace(**whole), at, targets, weights)
+
+
+def batch(lesson: Lesson, shape: Shape) -> Batch:
+    """A lesson as arrays of a shape."""
+    traces = TraceBatch.of(
+        [lesson.trace], tokens=shape.tokens, tiles=shape.tiles, blocks=shape.blocks
+    )
+    room = traces.shape[1] - len(lesson.at)
+    at, targets, weights = (
+        np.pad(array, (0, room))[None] for array in (lesson.at, lesson.targets, lesson.weights)
+    )
+    traces = jax.tree.map(np.asarray, traces)
+    return traces, Pairs.of(traces), at, targets, weights
+
+
+def group(script: Script, seed: int, number: int, shape: Shape) -> list[Batch]:
+    """The batches of one group of lessons, which depend on seed and number alone. A lesson that is
+    too long for a batch is left out.
+
+    Raises:
+      ValueError: most are.
+    """
+    rng = random.Random(f"lessons/{seed}/{number}")
+    drawn = sorted(
+        (draw(script, rng) for _ in range(_GROUP)), key=lambda lesson: -lesson.trace.num_tokens
+    )
+    lessons = [lesson for lesson in drawn if _fits([lesson], shape)]
+    if 2 * len(lessons) < _GROUP:
+        raise ValueError(
+            f"most lessons are longer than a batch of {shape}, up to {drawn[0].trace.num_tokens} "
+            "tokens; give it more"
+        )
+    bins: list[list[Lesson]] = []
+    for lesson in lessons:
+        place = next((held for held in bins if _fits([*held, lesson], shape)), None)
+        if place is None:
+            bins.append([lesson])
+        else:
+            place.append(lesson)
+    rng.shuffle(bins)
+    return [batch(pack(held), shape) for held in bins]
+
+
+def _fits(lessons: Sequence[Lesson], shape: Shape) -> bool:
+    tiles = sum(
+        int(np.sum(-(-np.bincount(lesson.trace.stay_blocks) // TILE))) for lesson in lessons
+    )
+    return (
+        sum(lesson.trace.num_tokens for lesson in lessons) <= shape.tokens
+        and tiles <= shape.tiles
+        and sum(lesson.trace.num_blocks for lesson in lessons) <= shape.blocks
+    )
+
+
+@contextlib.contextmanager
+def stream(
+    folder: Path,
+    format: Format,
+    seed: int,
+    shape: Shape,
+    *,
+    first: int = 0,
+    processes: int = 1,
+    ahead: int = 3,
+) -> Iterator[Iterator[tuple[int, list[Batch]]]]:
+    """Groups of batches from the number `first` on, with their numbers, made ahead.
+
+    Args:
+      folder: of the model, for its tokenizer.
+      format: the texts of a session.
+      seed: of the lessons.
+      shape: of the batches.
+      processes: that make them; 0 makes them here, when they are asked for.
+      ahead: groups that are made before they are asked for.
+    """
+    if not processes:
+        yield (
+            (number, group(_script(folder, format), seed, number, shape))
+            for number in itertools.count(first)
+        )
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin) as pool:
+
+        def made() -> Iterator[tuple[int, list[Batch]]]:
+            waiting: collections.deque[Future] = collections.deque()
+            for number in itertools.count(first):
+                while len(waiting) < ahead:
+                    waiting.append(
+                        pool.submit(_made, folder, format, seed, number + len(waiting), shape)
+                    )
+                yield number, waiting.popleft().result()
+
+        try:
+            yield made()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin() -> None:
+    """A process that makes lessons: the accelerator is the trainer's, and a trainer that is killed
+    leaves nobody behind."""
+    jax.config.update("jax_platforms", "cpu")
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+
+    def follow() -> None:
+        trainer.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _made(folder: Path, format: Format, seed: int, number: int, shape: Shape) -> list[Batch]:
+    return group(_script(folder, format), seed, number, shape)
+
+
+@functools.lru_cache(maxsize=2)
+def _script(folder: Path, format: Format) -> Script:
+    model = outline(folder)
+    return Script.of(model.tokenizer, model.config.vocab_size, model.generation, format)

@@ -1,0 +1,317 @@
+"""Lessons: sessions of workers against the clock, whose tokens a teacher writes.
+
+`play` does what a session of `jaxshare.serving.Workers` does on the device: it feeds openings in
+wide passes, ends steps, moves them, puts the question whether work is redundant. The tokens are not
+sampled, though: the rule of teacher.py writes them. What comes of it is a `Lesson`: a trace, and
+the tokens to learn in it.
+"""
+
+import dataclasses
+import random
+from collections.abc import Container, Sequence
+
+import jax
+import numpy as np
+
+from jaxshare.decoding.sampling import uniforms
+from jaxshare.seeds import seed_words, stream_seed
+from jaxshare.serving.evaluation.arithmetic import Problem, few_shot_messages
+from jaxshare.serving.workers.layouts import LAYOUTS, WorkersLayout
+from jaxshare.serving.workers.session import FINISHER
+from jaxshare.trace.recorder import Recorder
+from jaxshare.trace.trace import Trace
+from scripts.train.teacher import Lapses, Paragraph, Pupil, Script, Sight, box, worked
+
+NO_LAPSES = Lapses()
+WIDTH = 16
+"""Tokens of a row that a session feeds in one pass."""
+_uniforms = jax.jit(uniforms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+    """A trace and what is to be learned in it. A tokens are sampled.
+
+    Attributes:
+      trace: as a session would have recorded it.
+      at: int32[A], numbers of the tokens of the trace after which each was sampled.
+      targets: int32[A], what was.
+      weights: float32[A], 0 for lapses, which are there to be noticed and not to be repeated.
+    """
+
+    trace: Trace
+    at: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+
+
+def play(
+    script: Script,
+    problem: Problem,
+    names: Sequence[str],
+    layout: str,
+    rng: random.Random,
+    *,
+    ask_every: int = 0,
+    seed: int = 0,
+    move: str = "rotate",
+    lapses: Lapses = NO_LAPSES,
+    budget: int = 1024,
+    guess: bool = False,
+    guesses: Container[int] = (),
+) -> Lesson:
+    """A session from the prompt to the box, or to the budget.
+
+    Args:
+      script: texts as tokens.
+      problem: what is to be solved.
+      names: of the workers.
+      layout: one of `LAYOUTS`.
+      rng: decides on lapses.
+      ask_every, seed: as in `Workers`: when a worker is asked whether its work is redundant, and
+        which.
+      move: as in `Workers`: whether a finished step moves as it is, or is encoded anew.
+      lapses: how often workers do not go by the rule.
+      budget: forward passes.
+      guess: where the budget ends the session, it is followed by the finisher's guess, which boxes
+        what can be seen then.
+      guesses: passes after which the finisher guesses as well.
+
+    Returns:
+      The lesson. The names of the trace's blocks are those of the session.
+
+    Raises:
+      ValueError: an unknown layout.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
+    session = _Session(
+        script,
+        problem,
+        names,
+        LAYOUTS[layout](names, script.format),
+        rng,
+        ask_every,
+        seed,
+        move == "reencode",
+        lapses,
+    )
+    over = False
+    for number in range(budget):
+        session.feed()
+        if number in guesses:
+            session.guess()
+        over = session.sample()
+        if over:
+            break
+    if guess and not over:
+        session.feed_sampled()
+        session.guess()
+    return session.lesson()
+
+
+def chat(script: Script, problems: Sequence[Problem], *, system: bool = True) -> Lesson:
+    """A chat in which Alice solves problem after problem alone, headers and all, so that a model
+    keeps what it can do without a session.
+
+    Args:
+      script: texts as tokens, of a model with a chat template.
+      problems: a turn each.
+      system: whether a message of the system says first that she works alone.
+    """
+    tokens: list[int] = []
+    turns: list[tuple[int, int]] = []
+    for i, problem in enumerate(problems):
+        messages = few_shot_messages(problems[:i], problem)[not system :]
+        text = script.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        asked = script.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        written = [*script.codec.encode(problem.solution()), script.end]
+        if asked[: len(tokens)] != tokens:  # a template that shows earlier turns in another way
+            turns.clear()
+        tokens = [*asked, *written]
+        turns.append((len(asked), len(tokens)))
+    recorder = Recorder(1)
+    recorder.text(tokens, 0)
+    at = np.concatenate([np.arange(begin - 1, end - 1) for begin, end in turns]).astype(np.int32)
+    return Lesson(
+        recorder.trace(names=["prompt"]),
+        at,
+        np.asarray(tokens, np.int32)[at + 1],
+        np.ones(len(at), np.float32),
+    )
+
+
+def plain(script: Script, problem: Problem) -> Lesson:
+    """A problem that stands alone, in no chat template, and its solution after it."""
+    asked = script.codec.encode(problem.prompt())
+    tokens = [*asked, *script.codec.encode(problem.solution()), script.end]
+    recorder = Recorder(1)
+    recorder.text(tokens, 0)
+    at = np.arange(len(asked) - 1, len(tokens) - 1, dtype=np.int32)
+    return Lesson(
+        recorder.trace(names=["prompt"]),
+        at,
+        np.asarray(tokens, np.int32)[at + 1],
+        np.ones(len(at), np.float32),
+    )
+
+
+class _Session:
+    """What a session of workers does on the device, in plain lists."""
+
+    def __init__(
+        self,
+        script: Script,
+        problem: Problem,
+        names: Sequence[str],
+        layout: WorkersLayout,
+        rng: random.Random,
+        ask_every: int,
+        seed: int,
+        reencodes: bool,
+        lapses: Lapses,
+    ):
+        self._script, self._problem, self._names, self._layout = script, problem, names, layout
+        self._blocks = [*dict.fromkeys([*layout.blocks, *layout.texts, FINISHER])]
+        self._rows = [[*map(self._blocks.index, layout.sees[name])] for name in names]
+        self._recorder = Recorder(len(self._blocks))
+        for block, tokens in {
+            layout.prompt: script.prompt(problem, names, layout),
+            **{block: script.codec.encode(text) for block, text in layout.texts.items()},
+        }.items():
+            self._recorder.text(tokens, self._blocks.index(block))
+        self._lulls: dict[int, int] = {}
+        self._pupils = [
+            Pupil(name, names, script, problem, rng, lapses, self._lulls) for name in names
+        ]
+        self._finished: list[Paragraph] = []
+        self._numbers = [1] * len(names)
+        self._reencodes = reencodes
+        self._held: list[list[int]] = [[] for _ in names]  # the tokens of each worker's own block
+        self._queues = [[script.separator, *self._opening(row)] for row in range(len(names))]
+        self._fed = [0] * len(names)  # the number of the last token that each row has fed
+        self._sampled: set[int] = set()  # rows, after the last pass
+        self._ask_every = ask_every if script.format.question else 0
+        self._seed, self._asks = seed_words([stream_seed(seed, "asked")]), 0
+        self._since, self._due = 0, [False] * len(names)
+        # after which token, what, and what it weighs
+        self._learned: list[tuple[int, int, float]] = []
+
+    def feed(self) -> None:
+        """A pass."""
+        width = WIDTH if any(len(queue) > 1 for queue in self._queues) else 1
+        new = [queue[:width] for queue in self._queues]
+        self._queues = [queue[width:] for queue in self._queues]
+        for row, numbers in enumerate(self._recorder.feed(new, self._rows)):
+            if len(numbers):
+                self._fed[row] = int(numbers[-1])
+                self._held[row] += new[row]
+                own = self._pupils[row].own
+                own.text += self._script.codec.decode(new[row])
+                if not own.opening and not self._queues[row]:
+                    own.opening = len(own.text)
+
+    def sample(self) -> bool:
+        """Every worker that has fed all writes a token, by what it sees in this pass. Returns
+        whether the session is over."""
+        new: dict[int, int] = {}
+        for row, pupil in enumerate(self._pupils):
+            if not self._queues[row]:
+                new[row], weight = pupil.write(self._sight(row))
+                self._learned.append((self._fed[row], new[row], weight))
+        if self._script.end in new.values():
+            return True
+        for question, left in self._lulls.items():
+            self._lulls[question] = max(0, left - 1)
+        due = [*self._due]  # a step ends before it is decided who is asked
+        self._ask(len(new))
+        self._sampled = {*new}
+        for row, token in new.items():
+            self._queues[row] = [token]
+            if token == self._script.separator:
+                self._turn(row, due[row])
+        return False
+
+    def feed_sampled(self) -> None:
+        """A pass for what was sampled last, as a session makes it before its end."""
+        last = [queue[: row in self._sampled] for row, queue in enumerate(self._queues)]
+        self._recorder.feed(last, self._rows)
+        for pupil, tokens in zip(self._pupils, last, strict=True):
+            pupil.own.text += self._script.codec.decode(tokens)
+
+    def guess(self) -> None:
+        """The finisher sees what all workers have written, and boxes what is known. The one before
+        is taken away."""
+        asked = self._script.codec.encode(self._script.format.finisher)
+        sight = Sight(self._finished, [pupil.own for pupil in self._pupils])
+        text = box(
+            self._problem,
+            {**sight.results, **worked(self._problem, (*sight.finished, *sight.others))},
+        ).partition("{")[2]
+        answer = self._script.behind(self._script.format.finisher, text)
+        finisher = self._blocks.index(FINISHER)
+        self._recorder.cut(finisher, 0)
+        sees = [*map(self._blocks.index, self._layout.overview(self._names[-1])), finisher]
+        [numbers] = self._recorder.feed([[*asked, *answer]], [sees], rows=[len(self._names)])
+        self._learned += [
+            (int(at), token, 1.0)
+            for at, token in zip(numbers[len(asked) - 1 :], answer, strict=False)
+        ]
+
+    def lesson(self) -> Lesson:
+        at, targets, weights = zip(*self._learned, strict=True) if self._learned else ((), (), ())
+        return Lesson(
+            self._recorder.trace(names=self._blocks),
+            np.asarray(at, np.int32),
+            np.asarray(targets, np.int32),
+            np.asarray(weights, np.float32),
+        )
+
+    def _sight(self, row: int) -> Sight:
+        """What a worker's blocks hold now, as paragraphs."""
+        seen = {self._blocks[block] for block in self._rows[row]}
+        others = [
+            p.own
+            for r, p in enumerate(self._pupils)
+            if r != row and self._layout.written(p.name) in seen
+        ]
+        return Sight(self._finished, others)
+
+    def _turn(self, row: int, asked: bool) -> None:
+        """A step has ended."""
+        pupil = self._pupils[row]
+        name = pupil.name
+        if name in self._layout.moves:
+            source, target = self._rows[row][-1], self._blocks.index(self._layout.moves[name])
+            if self._reencodes:
+                self._recorder.cut(source, 0)
+                self._recorder.text(self._held[row], target)
+            else:
+                self._recorder.move(source, target)
+            self._held[row] = []
+        self._finished.append(pupil.own)
+        self._numbers[row] += 1
+        self._queues[row] += self._opening(row, asked)
+        self._due[row] &= not asked
+        pupil.begin(asked)
+
+    def _opening(self, row: int, asked: bool = False) -> list[int]:
+        name, number, format = self._names[row], self._numbers[row], self._script.format
+        stays = number > 1 and name not in self._layout.moves
+        text = (
+            (format.question if asked else "")
+            if stays
+            else format.opening(name, number, names=self._names, ask=asked)
+        )
+        return self._script.codec.encode(text.rstrip(" "))
+
+    def _ask(self, sampled: int) -> None:
+        """After so many tokens of all workers one of them is to be asked in its next step."""
+        self._since += sampled
+        if self._ask_every and self._since >= self._ask_every:
+            self._since -= self._ask_every
+            [chance] = np.asarray(_uniforms(self._seed, np.array([self._asks])))
+            self._asks += 1
+            self._due[int(chance * np.float32(len(self._names)))] = True

@@ -1,0 +1,539 @@
+"""Teaches a model to be one of several workers: fine-tunes it on traces that a teacher has played
+(Hogwild! Inference, appendices B, E.2).
+
+    python -m scripts.train.train_workers --run-dir runs/workers --out runs/taught                  # from the embedded model
+    python -m scripts.train.train_workers --resume --run-dir runs/workers --out runs/taught         # goes on after an interruption
+    python -m scripts.train.train_workers --layers 6 --hidden 288 --run-dir runs/new --out runs/new-model      # from scratch
+    python -m scripts.train.train_workers --model FOLDER --dtype bf16 --optimizer adamw \\
+        --learning-rate 1e-5 --out FOLDER-taught --run-dir runs/hf
+
+One parallel pass re-encodes several sessions at once, and what was sampled in them is learned.
+Lessons come from the seed and their numbers alone, so that a run that was interrupted goes on as
+though it had not been.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from tqdm import tqdm
+
+from jaxshare import Sampler
+from jaxshare.models import EMBEDDED, LoadedModel, load
+from jaxshare.models.layers import Decoder
+from jaxshare.models.loading import local_folder
+from jaxshare.paths import check_folder
+from jaxshare.serving import Format
+from jaxshare.serving.checkpoints import Saved, Saves, has_saves, leaves
+from jaxshare.serving.evaluation import Point, Scorer, load_task, passes_to, pieces, points, solve
+from jaxshare.serving.evaluation.arithmetic import MOST_QUESTIONS, QUESTIONS, SEPARATOR
+from jaxshare.serving.evaluation.mathematics import Mathematician
+from jaxshare.serving.workers.layouts import worker_names
+from scripts.train.embedded_data import train_tokenizer
+from scripts.train.embedded_files import architecture, export, export_like
+from scripts.train.lessons import MOST_WORKERS, Batch, Shape, stream
+from scripts.train.pair_attention import logits
+from scripts.train.training import keep_memory, make_optimizer, schedule
+
+QUESTION = " Am I redundant?"
+"""What a worker is asked where the model's own texts do not ask."""
+DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+VOCAB_SIZE = 512
+"""Of a tokenizer that is made for a model from scratch."""
+POSITIONS = 8192
+"""The context of such a model: six workers have room in it for steps of the length that sessions
+provide for."""
+GOAL = 0.9
+BUDGETS = tuple(range(40, 321, 40))
+"""Forward passes after which held-out answers are taken."""
+_KEPT = (
+    "model",
+    "layers",
+    "hidden",
+    "seed",
+    "learning_rate",
+    "optimizer",
+    "dtype",
+    "accumulate",
+    "tokens",
+)
+"""Settings that a run cannot change on its way."""
+
+
+# The model.
+
+
+def start_folder(args: argparse.Namespace) -> Path:
+    """The folder of the model that is trained: a given one, or one of random parameters that is
+    made in the run's."""
+    if args.layers is None:
+        return local_folder(args.model)
+    folder = args.run_dir / "start"
+    if not (args.resume and folder.is_dir()):
+        tokenizer = train_tokenizer(VOCAB_SIZE, args.seed, workers_texts())
+        config = architecture(tokenizer.get_vocab_size(), args.layers, args.hidden, POSITIONS)
+        params = Decoder(config).init(
+            jax.random.key(args.seed), jnp.zeros((1, 8), jnp.int32), method="causal"
+        )
+        export(params, config, tokenizer, folder)
+    return folder
+
+
+def workers_texts() -> list[str]:
+    """What workers read and write beside problems and solutions, for a tokenizer to learn."""
+    names = worker_names(MOST_WORKERS)
+    texts = [
+        f"system\n{', '.join(names[: n - 1])} and {names[n - 1]} work together."
+        for n in range(2, len(names) + 1)
+    ]
+    for name, number in itertools.product(names, range(1, MOST_QUESTIONS + 1)):
+        texts += [
+            f"{SEPARATOR}{name} {number}:{QUESTION} no. I wait for {name}.",
+            f" Question {number}: {name} has it.",
+            f"{QUESTION} yes. \\boxed{{?, {number}, ?}}",
+            f"twice the answer of {number}, plus {number}",
+        ]
+    return 40 * texts
+
+
+def teaching_format(model: LoadedModel) -> Format:
+    """The model's own texts, or those of the embedded model, with a question whether work is
+    redundant."""
+    format = Format.from_json(model.workers or json.loads((EMBEDDED / "workers.json").read_text()))
+    return format if format.question else dataclasses.replace(format, question=QUESTION)
+
+
+# Learning.
+
+
+def loss_of(params: dict, module: Decoder, dtype: str, batch: Batch) -> tuple[Array, Array]:
+    """The weighted sum of the losses of what was sampled, in nats, and how many of the weighted
+    tokens are the likeliest.
+
+    Args:
+      params: float32.
+      module: of the model; dtype: that it computes in.
+      batch: as in `lessons.Batch`.
+    """
+    traces, pairs, at, targets, weights = batch
+    found = logits(
+        module, jax.tree.map(lambda p: p.astype(dtype), params), traces, pairs, jnp.asarray(at)
+    )
+    losses = optax.softmax_cross_entropy_with_integer_labels(found, targets)
+    return jnp.sum(losses * weights), jnp.sum(
+        jnp.where(jnp.argmax(found, -1) == targets, weights, 0.0)
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("module", "dtype"), donate_argnames=("total",))
+def add_gradients(total: dict, params: dict, batch: Any, *, module: Decoder, dtype: str) -> dict:
+    """The gradients, losses and weights of one more batch, added to a total."""
+    (loss, right), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+        params, module, dtype, batch
+    )
+    new = {"gradients": gradients, "loss": loss, "right": right, "weight": jnp.sum(batch[-1])}
+    return jax.tree.map(jnp.add, total, new)
+
+
+@functools.partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("state", "total"))
+def update(state: dict, total: dict, *, optimizer: Any) -> tuple[dict, dict, dict[str, Array]]:
+    """One step by the mean over all that was added up.
+
+    Returns:
+      The state, an empty total, and the mean loss and accuracy.
+    """
+    weight = jnp.maximum(total["weight"], 1.0)
+    gradients = jax.tree.map(lambda g: g / weight, total["gradients"])
+    updates, opt = optimizer.update(gradients, state["opt"], state["params"])
+    found = {"loss": total["loss"] / weight, "accuracy": total["right"] / weight}
+    return (
+        {"params": optax.apply_updates(state["params"], updates), "opt": opt},
+        jax.tree.map(jnp.zeros_like, total),
+        found,
+    )
+
+
+def empty_total(params: dict) -> dict:
+    """Of `add_gradients`, before the first batch."""
+    return {
+        "gradients": jax.tree.map(jnp.zeros_like, params),
+        **{name: jnp.zeros(()) for name in ("loss", "right", "weight")},
+    }
+
+
+def optimizer_of(args: argparse.Namespace) -> optax.GradientTransformation:
+    if args.optimizer == "muon":
+        return make_optimizer(args.steps, args.learning_rate)
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(schedule(args.steps, args.learning_rate), b2=0.98, weight_decay=0.01),
+    )
+
+
+# Held-out problems.
+
+
+def measure(
+    model: LoadedModel, format: Format, problems: int, workers: Sequence[int], seed: int = 0
+) -> list[Point]:
+    """Greedy accuracy by number of workers and budget, on problems that no lesson draws, in the
+    combined layout."""
+    task = load_task("sums", samples=problems)
+    runs = pieces(
+        task.problems,
+        method="workers",
+        workers=workers,
+        budgets=BUDGETS,
+        seeds=1,
+        seed=seed,
+        answer_tokens=8 * QUESTIONS,
+        sampler=Sampler(temperature=0.0),
+        more={"format": format, "step_tokens": 128},
+    )
+    scores = []
+    # answers are compared to the letter, so it never starts
+    scorer = Scorer(task.problems, Mathematician())
+    for piece in tqdm(runs, "held out", file=sys.stderr, leave=False):
+        scores += scorer.score(solve(model, piece))
+    return points(scores)
+
+
+def summary(found: Sequence[Point]) -> dict[str, Any]:
+    """What is reported of a measurement."""
+    last = max(BUDGETS)
+    return {
+        "passes_to_90": {str(count): passes for count, passes in passes_to(found, GOAL).items()},
+        "accuracy": {str(point.workers): point.accuracy for point in found if point.budget == last},
+    }
+
+
+def plot(history: Mapping[str, Sequence[Any]], path: Path) -> None:
+    """The loss of every step, and passes until 90% of held-out answers are right."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    left.plot(np.arange(1, len(history["loss"]) + 1), history["loss"], linewidth=0.8)
+    left.set(xlabel="step", ylabel="loss of sampled tokens, nats", yscale="log")
+    measured: dict[str, list[tuple[int, float]]] = {}
+    for at, found in history["held_out"]:
+        for count, passes in found["passes_to_90"].items():
+            measured.setdefault(count, []).append((at, np.nan if passes is None else passes))
+    for count, line in measured.items():
+        right.plot(
+            *zip(*line, strict=True),
+            marker="o",
+            markersize=4,
+            label=f"{count} worker{'s' * (count != '1')}",
+        )
+    right.set(xlabel="step", ylabel=f"passes until {GOAL:.0%} right", ylim=(0, None))
+    if measured:
+        right.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+# The run.
+
+
+@dataclasses.dataclass
+class Run:
+    """Where a run stands: what is saved of it.
+
+    Attributes:
+      state: parameters and what the optimizer keeps.
+      step: how many were made.
+      group, used: the group of batches that comes next, and how many of it were used.
+      history: the loss of each step, and (step, summary) of each measurement.
+    """
+
+    state: dict
+    step: int = 0
+    group: int = 0
+    used: int = 0
+    history: dict[str, list] = dataclasses.field(
+        default_factory=lambda: {"loss": [], "held_out": []}
+    )
+
+    def save(self, saves: Saves, settings: Mapping[str, Any], *, wait: bool = False) -> None:
+        facts = {
+            "settings": dict(settings),
+            "step": self.step,
+            "group": self.group,
+            "used": self.used,
+            "history": self.history,
+        }
+        saves.save(leaves(self.state), facts, wait=wait)
+
+    def take_over(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        """Becomes the run that was saved.
+
+        Raises:
+          ValueError: it was made with other settings.
+          SaveError: it cannot be read.
+        """
+        with Saved(folder) as saved:
+            facts = saved.facts
+            if other := [name for name in settings if settings[name] != facts["settings"][name]]:
+                raise ValueError(
+                    f"the run in {folder} was made with {other[0]}={facts['settings'][other[0]]}, "
+                    f"not {settings[other[0]]}; resume it with the same, or give another --run-dir"
+                )
+            here = leaves(self.state)
+            found = saved.arrays(
+                {name: np.zeros(array.shape, array.dtype) for name, array in here.items()}
+            )
+            self.state = jax.tree.unflatten(
+                jax.tree.structure(self.state), [jnp.asarray(found[name]) for name in here]
+            )
+            self.step, self.group, self.used, self.history = (
+                facts[name] for name in ("step", "group", "used", "history")
+            )
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains, saves, measures and exports; what is reported in the end."""
+    settings = {name: getattr(args, name) for name in _KEPT}
+    if has_saves(args.run_dir / "saves") and not args.resume:
+        raise ValueError(
+            f"{args.run_dir} has a run already; add --resume to go on with it, or give another "
+            "--run-dir"
+        )
+    folder = start_folder(args)
+    model = load(folder, dtype="float32")
+    format, optimizer, shape = teaching_format(model), optimizer_of(args), Shape(tokens=args.tokens)
+    params = jax.tree.map(jnp.copy, model.params)  # what a step takes over
+    run = Run({"params": params, "opt": optimizer.init(params)})
+    if args.resume and has_saves(args.run_dir / "saves"):
+        run.take_over(args.run_dir / "saves", settings)
+    size = sum(p.size for p in jax.tree.leaves(model.params))
+    tqdm.write(f"{size / 1e6:.2f} M parameters, steps {run.step} to {args.steps}", file=sys.stderr)
+
+    saves = Saves(args.run_dir / "saves")
+    total, began, saved, learned = (
+        empty_total(run.state["params"]),
+        time.monotonic(),
+        time.monotonic(),
+        0,
+    )
+    with (
+        stream(
+            folder, format, args.seed, shape, first=run.group, processes=args.processes
+        ) as groups,
+        tqdm(
+            total=args.steps,
+            initial=run.step,
+            unit="step",
+            file=sys.stderr,
+            mininterval=args.log_seconds,
+        ) as bar,
+    ):
+        batches = _batches(run, groups)
+        while run.step < args.steps and (
+            args.minutes is None or time.monotonic() - began < 60 * args.minutes
+        ):
+            for batch in itertools.islice(batches, args.accumulate):
+                total = add_gradients(
+                    total, run.state["params"], batch, module=model.module, dtype=DTYPES[args.dtype]
+                )
+                learned += int(np.count_nonzero(batch[0].seen.any(-1)))
+            run.state, total, found = update(run.state, total, optimizer=optimizer)
+            run.step += 1
+            run.history["loss"].append(round(float(found["loss"]), 6))
+            rate = learned / (time.monotonic() - began)
+            bar.set_postfix_str(
+                f"loss {np.mean(run.history['loss'][-50:]):.4f}, {float(found['accuracy']):.1%} "
+                f"right, {rate:.0f} tokens/s" + _said(run),
+                refresh=False,
+            )
+            bar.update()
+            if (
+                args.evaluate_every
+                and run.step % args.evaluate_every == 0
+                and run.step < args.steps
+            ):
+                _measure(run, model, format, args)
+            if time.monotonic() - saved > args.save_seconds:
+                run.save(saves, settings)
+                saved = time.monotonic()
+    seconds = time.monotonic() - began
+    if args.evaluate_every:
+        _measure(run, model, format, args)
+    run.save(saves, settings, wait=True)
+    saves.close()
+    export_like(
+        run.state["params"],
+        folder,
+        DTYPES[args.dtype],
+        dataclasses.asdict(format),
+        args.context,
+        args.out,
+    )
+    plot(run.history, args.run_dir / "training.png")
+    held_out = run.history["held_out"][-1][1] if run.history["held_out"] else {}
+    return {
+        "steps": run.step,
+        "loss": run.history["loss"][-1] if run.history["loss"] else None,
+        "parameters": size,
+        "tokens_per_second": learned / seconds,
+        "seconds": seconds,
+        **held_out,
+        "out": str(args.out),
+    }
+
+
+def _batches(run: Run, groups: Iterator[tuple[int, list[Batch]]]) -> Iterator[Batch]:
+    """The batches that a run has not used yet; notes which it has."""
+    for number, group in groups:
+        for place in range(run.used, len(group)):
+            run.group, run.used = (number, place + 1) if place + 1 < len(group) else (number + 1, 0)
+            yield group[place]
+
+
+def _measure(run: Run, model: LoadedModel, format: Format, args: argparse.Namespace) -> None:
+    params = jax.tree.map(lambda p: p.astype(DTYPES[args.dtype]), run.state["params"])
+    found = measure(dataclasses.replace(model, params=params), format, args.problems, args.workers)
+    run.history["held_out"].append([run.step, summary(found)])
+    tqdm.write(f"step {run.step}{_said(run)}", file=sys.stderr)
+    plot(run.history, args.run_dir / "training.png")
+
+
+def _said(run: Run) -> str:
+    if not run.history["held_out"]:
+        return ""
+    passes = run.history["held_out"][-1][1]["passes_to_90"]
+    return ", passes to 90%: " + ", ".join(
+        f"{count}: {'-' if value is None else f'{value:.0f}'}" for count, value in passes.items()
+    )
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="embedded", help="the folder of a model to go on from, or embedded"
+    )
+    parser.add_argument("--layers", type=int, help="start from scratch, with so many layers")
+    parser.add_argument(
+        "--hidden", type=int, help="and of this width, a multiple of 72; default 144"
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("runs/workers"), help="checkpoints and the plot"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/workers-model"),
+        help="where the model is exported to",
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        help="positions that the exported model is to take; default those of the one before",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the run in --run-dir, if there is one"
+    )
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument(
+        "--minutes", type=float, help="stop after so long, before the last step; --resume goes on"
+    )
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
+    parser.add_argument("--learning-rate", type=float, default=0.01)
+    parser.add_argument(
+        "--dtype",
+        choices=[*DTYPES],
+        default="f32",
+        help="of computation and export; parameters are trained in float32",
+    )
+    parser.add_argument("--accumulate", type=int, default=2, help="batches of a step")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a batch")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        help="that make lessons ahead; 0 makes them between steps",
+    )
+    parser.add_argument(
+        "--evaluate-every",
+        type=int,
+        default=250,
+        help="steps between two measurements; 0 never measures",
+    )
+    parser.add_argument("--problems", type=int, default=16, help="held-out problems")
+    parser.add_argument(
+        "--workers",
+        type=lambda text: [*map(int, text.split(","))],
+        default=[1, 2, 4],
+        help="numbers of them to measure",
+    )
+    parser.add_argument("--save-seconds", type=float, default=120.0)
+    parser.add_argument(
+        "--log-seconds", type=float, default=0.5, help="seconds between updates of the progress bar"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print what came of it as one JSON object"
+    )
+    args = parser.parse_args(argv)
+    for name in (
+        "steps",
+        "accumulate",
+        "tokens",
+        "problems",
+        "learning_rate",
+        "minutes",
+        "layers",
+        "context",
+    ):
+        if (value := getattr(args, name)) is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be positive; got {value}")
+    if args.processes < 0 or args.evaluate_every < 0:
+        parser.error("--processes and --evaluate-every must be at least 0")
+    if args.hidden is not None and (args.layers is None or args.hidden < 72 or args.hidden % 72):
+        parser.error(f"--hidden is {args.hidden}; give a multiple of 72, and --layers with it")
+    if args.layers is not None:
+        args.hidden = args.hidden or 144
+        if args.model != "embedded":
+            parser.error(
+                "--layers starts from scratch, and --model goes on from a folder; give one of them"
+            )
+    try:
+        check_folder("--out", args.out)
+        check_folder("--run-dir", args.run_dir)
+    except ValueError as error:
+        parser.error(str(error))
+    return args, parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args, parser = parse(argv)
+    keep_memory()
+    try:
+        result = train(args)
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))
+    print(
+        json.dumps(result)
+        if args.json
+        else "\n".join(f"{name}: {value}" for name, value in result.items())
+    )
+
+
+if __name__ == "__main__":
+    main()
