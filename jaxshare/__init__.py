@@ -10,7 +10,7 @@ from jaxshare.cache import KVCache
 from jaxshare.checkout import find_siblings, version
 from jaxshare.decoding.loop import decode
 from jaxshare.decoding.sampling import Sampler, Samplers
-from jaxshare.decoding.state import DecodeState, Reason
+from jaxshare.decoding.state import DecodeState, FinishReason
 from jaxshare.layout import Layout
 from jaxshare.rope import Rope
 from jaxshare.trace.attention import TraceBatch
@@ -22,10 +22,10 @@ __version__ = version()
 
 __all__ = [
     "DecodeState",
+    "FinishReason",
     "KVCache",
     "Layout",
     "Plan",
-    "Reason",
     "Recorder",
     "Rope",
     "Sampler",

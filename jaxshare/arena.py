@@ -12,7 +12,7 @@ from jax import Array
 
 from jaxshare import sharding
 from jaxshare.rope import rotate
-from jaxshare.sharding import Stripes
+from jaxshare.sharding import CyclicSharding
 
 Arenas = tuple[tuple[Array, ...], tuple[Array, ...]]
 """Keys and values of all layers, [K, tokens, D] each."""
@@ -35,7 +35,7 @@ class Appends(Protocol):
     @property
     def faults(self) -> Array: ...
     @property
-    def stripes(self) -> Stripes: ...
+    def stripes(self) -> CyclicSharding: ...
 
 
 ALIGNMENT = 128
@@ -104,7 +104,9 @@ def finite(x: Array) -> Array:
     return jnp.nan_to_num(x, nan=0.0, posinf=most, neginf=-most)
 
 
-def _scatter(stripes: Stripes, arena: Array, new: Array, write_at: Array, count: Array) -> Array:
+def _scatter(
+    stripes: CyclicSharding, arena: Array, new: Array, write_at: Array, count: Array
+) -> Array:
     rows, kv_heads, width, dim = new.shape
     step = jnp.arange(width)
     index = write_at[:, None] + step
@@ -117,7 +119,7 @@ def _scatter(stripes: Stripes, arena: Array, new: Array, write_at: Array, count:
 
 
 def _write_windows(
-    stripes: Stripes, arena: Array, new: Array, write_at: Array, count: Array
+    stripes: CyclicSharding, arena: Array, new: Array, write_at: Array, count: Array
 ) -> Array:
     width = min(new.shape[2], arena.shape[1])
 
@@ -172,7 +174,7 @@ def copy_tokens(
 
 
 def copy_tokens_over(
-    stripes: Stripes,
+    stripes: CyclicSharding,
     arenas: Arenas,
     source: Array,
     target: Array,
@@ -216,7 +218,7 @@ def _by_tiles(
     )[1]
 
 
-def take(stripes: Stripes, arenas: Arenas, index: Array) -> Arenas:
+def take(stripes: CyclicSharding, arenas: Arenas, index: Array) -> Arenas:
     """The tokens at these places of the arenas, [K, N, D] each, on every device that runs this; 0
     where the index is negative.
 
@@ -232,7 +234,7 @@ def take(stripes: Stripes, arenas: Arenas, index: Array) -> Arenas:
     )
 
 
-def put(stripes: Stripes, arenas: Arenas, index: Array, new: Arenas) -> Arenas:
+def put(stripes: CyclicSharding, arenas: Arenas, index: Array, new: Arenas) -> Arenas:
     """The arenas with `new` at these places, each once, nothing where the index is negative;
     arguments as in `take`."""
     place = jnp.where(

@@ -23,7 +23,7 @@ from jaxshare import sharding
 from jaxshare.arena import ARENA, Appends, copy_tokens, copy_tokens_over, extents, write_tokens
 from jaxshare.layout import is_concrete
 from jaxshare.rope import Rope, rotate
-from jaxshare.sharding import Stripes, on_each
+from jaxshare.sharding import CyclicSharding, on_each
 
 
 class CacheConfig(Protocol):
@@ -79,8 +79,8 @@ class KVCache:
       faults: int32[], `Fault` flags raised inside jit; sticky.
       rope: the rotation of the keys (static).
       mesh: the devices over which the arenas are spread, or None for one device (static). kv heads
-        are cut along its axis `tensor`, tokens dealt out along `kv` (`Stripes`); all else is on
-        every device.
+        are cut along its axis `tensor`, tokens dealt out along `kv` (`CyclicSharding`); all else is
+        on every device.
     """
 
     keys: tuple[Array, ...]
@@ -158,7 +158,7 @@ class KVCache:
             raise ValueError(
                 f"the blocks hold {tokens} tokens in all; fewer than 2**31 can be addressed"
             )
-        tokens += -tokens % Stripes.over(mesh).period
+        tokens += -tokens % CyclicSharding.over(mesh).period
         shape, zeros = (
             (config.num_kv_heads, tokens, config.head_dim),
             np.zeros(num_blocks, np.int32),
@@ -180,9 +180,9 @@ class KVCache:
         )
 
     @property
-    def stripes(self) -> Stripes:
+    def stripes(self) -> CyclicSharding:
         """Which tokens of the arena each device keeps."""
-        return Stripes.over(self.mesh)
+        return CyclicSharding.over(self.mesh)
 
     @property
     def specs(self) -> "KVCache":

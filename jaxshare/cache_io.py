@@ -19,7 +19,7 @@ from jaxshare import sharding
 from jaxshare.arena import ARENA, put, take
 from jaxshare.cache import KVCache
 from jaxshare.layout import bucket
-from jaxshare.sharding import KV, TENSOR, Stripes, on_each
+from jaxshare.sharding import KV, TENSOR, CyclicSharding, on_each
 
 _LEAST = 128
 _ARENA, _WINDOW, _NONE = (
@@ -58,7 +58,7 @@ def read(arena: Array, index: Array | np.ndarray, mesh: Mesh | None, repeats: in
     Returns:
       [K / repeats, N, D]; on a mesh cut along N, so that every device has a part of it.
     """
-    stripes = Stripes.over(mesh)
+    stripes = CyclicSharding.over(mesh)
 
     def local(arena: Array, index: Array) -> Array:
         return take(stripes, ((arena,), ()), index)[0][0]
@@ -80,7 +80,7 @@ def write(
     repeats: int = 1,
 ) -> Array:
     """The arena, which is donated, with `new` at these places; arguments as in `read`."""
-    stripes = Stripes.over(mesh)
+    stripes = CyclicSharding.over(mesh)
 
     def local(arena: Array, new: Array, index: Array) -> Array:
         return put(stripes, ((arena,), ()), index, ((new,), ()))[0][0]

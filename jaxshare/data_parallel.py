@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxshare.decoding.loop import decode
 from jaxshare.decoding.sampling import vocab_axis, vocab_spec
-from jaxshare.decoding.state import DecodeState, Model
+from jaxshare.decoding.state import DecodeModel, DecodeState
 from jaxshare.sharding import DATA, axis_size, data_groups
 
 
@@ -86,7 +86,7 @@ def unstack(state: DecodeState) -> list[DecodeState]:
 
 
 def decode_groups(
-    model: Model, params: Any, state: DecodeState, *, passes: int, width: int = 1
+    model: DecodeModel, params: Any, state: DecodeState, *, passes: int, width: int = 1
 ) -> DecodeState:
     """`decode` for all groups at once: up to `passes` forward passes of each.
 

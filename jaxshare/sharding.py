@@ -195,7 +195,7 @@ def gathered(x: Array, axis: str | None) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stripes:
+class CyclicSharding:
     """How the tokens of an arena are dealt out over the kv axis: `STRIPE` at a time, in turn.
     Without an axis one device has them all.
 
@@ -211,7 +211,7 @@ class Stripes:
     devices: int = 1
 
     @classmethod
-    def over(cls, mesh: Mesh | None) -> "Stripes":
+    def over(cls, mesh: Mesh | None) -> "CyclicSharding":
         """Those of a mesh."""
         return cls(axis_in_use(mesh, KV), axis_size(mesh, KV))
 

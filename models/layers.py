@@ -16,10 +16,10 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jaxshare.attention.api import block_attention
-from jaxshare.attention.block_share import block_mass, last_tokens
+from jaxshare.attention.block_share import block_attention_share, last_tokens
 from jaxshare.attention.plan import make_plan
 from jaxshare.cache import KVCache
-from jaxshare.decoding.state import Model
+from jaxshare.decoding.state import DecodeModel
 from jaxshare.layout import Layout, is_concrete
 from jaxshare.models.config import ModelConfig
 from jaxshare.rope import rotate
@@ -273,7 +273,9 @@ class Decoder(nn.Module):
             cache = cache.append(layer, k, v, plan)
             last, last_plan = last_tokens(q, plan)
             mass = jnp.mean(
-                block_mass(last, cache.keys[layer], last_plan, self.config.head_dim**-0.5)[:, 0],
+                block_attention_share(
+                    last, cache.keys[layer], last_plan, self.config.head_dim**-0.5
+                )[:, 0],
                 axis=1,
             )
             masses.append(mass if self.axis is None else jax.lax.pmean(mass, self.axis))
@@ -337,7 +339,7 @@ def forward(
 
 @functools.partial(jax.jit, static_argnames=("model", "every"), donate_argnames=("cache",))
 def _forward(
-    model: Model,
+    model: DecodeModel,
     params: Params,
     tokens: Array,
     count: Array,

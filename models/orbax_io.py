@@ -318,7 +318,7 @@ _PATIENCE = 60.0
 _one_at_a_time = threading.RLock()
 
 
-class _Loop(asyncio.SelectorEventLoop):
+class _PatientEventLoop(asyncio.SelectorEventLoop):
     """An event loop that does not close before its tasks have ended."""
 
     def close(self) -> None:
@@ -338,7 +338,9 @@ def ended_reads() -> Iterator[None]:
     """
     with _one_at_a_time:  # so that each thread puts back what it has found
         here, others = threading.get_ident(), asyncio.new_event_loop
-        asyncio.new_event_loop = lambda: _Loop() if threading.get_ident() == here else others()
+        asyncio.new_event_loop = lambda: (
+            _PatientEventLoop() if threading.get_ident() == here else others()
+        )
         try:
             yield
         finally:

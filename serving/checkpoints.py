@@ -28,7 +28,7 @@ class SaveError(ValueError):
     """A save that is not there, not whole, or of something else."""
 
 
-class Saves:
+class CheckpointStore:
     """The saves of one folder, to write to."""
 
     def __init__(self, folder: str | os.PathLike):
@@ -56,7 +56,7 @@ class Saves:
         self._end = weakref.finalize(self, self._manager.close)
 
     @classmethod
-    def of(cls, folder: str | os.PathLike, before: "Saves | None") -> "Saves":
+    def of(cls, folder: str | os.PathLike, before: "CheckpointStore | None") -> "CheckpointStore":
         """Those of a folder: the ones that were written to before, if they are, which else are
         closed.
 
@@ -145,7 +145,7 @@ class Saves:
             ) from error
 
 
-class Saved:
+class SavedCheckpoint:
     """One save, to read from.
 
     Attributes:
@@ -235,7 +235,7 @@ class Saved:
         self.close()
 
 
-def has_saves(folder: str | os.PathLike) -> bool:
+def has_checkpoints(folder: str | os.PathLike) -> bool:
     """Whether something whole was saved to a folder."""
     return Path(folder).is_dir() and any(
         path.name.isdigit() and path.is_dir() for path in Path(folder).iterdir()

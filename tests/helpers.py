@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxshare import DecodeState, KVCache, Layout, Reason, Rope, Sampler, Samplers, decode
+from jaxshare import DecodeState, FinishReason, KVCache, Layout, Rope, Sampler, Samplers, decode
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder
 
@@ -280,6 +280,6 @@ def run(state: DecodeState, passes: int = 200, width: int = 16, **more) -> Decod
     return decode(MODEL, tiny_params(), state, passes=passes, width=width, **more)
 
 
-def reasons(state: DecodeState) -> list[Reason]:
+def reasons(state: DecodeState) -> list[FinishReason]:
     """Of each row."""
-    return [Reason(int(r)) for r in state.reasons]
+    return [FinishReason(int(r)) for r in state.reasons]

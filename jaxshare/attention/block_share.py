@@ -14,7 +14,7 @@ from jaxshare.sharding import pmax, psum
 _TILE = 512
 
 
-def block_mass(q: Array, keys: Array, plan: Plan, scale: float) -> Array:
+def block_attention_share(q: Array, keys: Array, plan: Plan, scale: float) -> Array:
     """The share of the softmax that falls on each listed block: exp(lse_b) / sum_b exp(lse_b), as
     in merging (Hydragen section 3.1).
 
@@ -82,8 +82,8 @@ def _over_devices(lse: Array, axis: str | None) -> Array:
 
 
 def last_tokens(q: Array, plan: Plan) -> tuple[Array, Plan]:
-    """What `block_mass` reads, of each row's last real token alone: q [R, 1, H, D] and a plan that
-    is good for nothing else."""
+    """What `block_attention_share` reads, of each row's last real token alone: q [R, 1, H, D] and a
+    plan that is good for nothing else."""
     last = jnp.maximum(plan.count - 1, 0)
 
     def picked(x: Array, axis: int) -> Array:

@@ -16,7 +16,7 @@ from jaxshare.arena import LARGE_TILE
 from jaxshare.cache import Fault, KVCache
 from jaxshare.layout import Layout
 from jaxshare.rope import Rope
-from jaxshare.sharding import Stripes
+from jaxshare.sharding import CyclicSharding
 
 
 @jax.tree_util.register_dataclass
@@ -75,7 +75,7 @@ class Plan:
     private: "Tiles"
     faults: Array
     rope: Rope = dataclasses.field(metadata={"static": True})
-    stripes: Stripes = dataclasses.field(metadata={"static": True})
+    stripes: CyclicSharding = dataclasses.field(metadata={"static": True})
 
     @property
     def read_tokens(self) -> Array:

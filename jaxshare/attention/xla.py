@@ -34,7 +34,7 @@ def xla_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float
     rows, width, heads, dim = q.shape
     kv_heads = keys.shape[0]
     grouped = (q.astype(jnp.float32) * scale).reshape(rows, width, kv_heads, heads // kv_heads, dim)
-    turn = _Turn.of(plan, grouped.transpose(2, 0, 1, 3, 4))
+    turn = _RotatedQueries.of(plan, grouped.transpose(2, 0, 1, 3, 4))
     shared = _shared(turn, keys, values, plan.shared)
     grouped = [_grouped(turn, keys, values, tiles) for tiles in (*plan.grouped, plan.private)]
     out = merge_over(plan.stripes.axis, *merge(shared, *grouped))  # [K, R, T, G, D]
@@ -43,7 +43,7 @@ def xla_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Turn:
+class _RotatedQueries:
     """Queries [K, R, T, G, D], and what rotates them in one expression: q * cos + swapped * sin,
     cos and sin [R, N, T, D]."""
 
@@ -53,7 +53,7 @@ class _Turn:
     sin: Array
 
     @classmethod
-    def of(cls, plan: Plan, q: Array) -> "_Turn":
+    def of(cls, plan: Plan, q: Array) -> "_RotatedQueries":
         half = plan.query_cos.shape[-1]
         rest = q.shape[-1] - 2 * half
         swapped = jnp.concatenate(
@@ -73,7 +73,7 @@ class _Turn:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Running:
+class _OnlineSoftmax:
     """A softmax on its way: the largest score so far, the sum of exponentials and the mixed values
     under it."""
 
@@ -82,7 +82,7 @@ class _Running:
     mixed: Array
 
     @classmethod
-    def start(cls, shape: tuple[int, ...], dim: int) -> "_Running":
+    def start(cls, shape: tuple[int, ...], dim: int) -> "_OnlineSoftmax":
         return cls(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, dim)))
 
     def finish(self) -> Partial:
@@ -93,12 +93,12 @@ class _Running:
         )
 
 
-def _shared(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
+def _shared(turn: _RotatedQueries, keys: Array, values: Array, tiles: Tiles) -> Partial:
     """(out [K, R, T, G, D], lse [K, R, T, G]) over the tiles that all rows read together."""
     kv_heads, rows, width, group, dim = turn.q.shape
     queries = rows * width * group
 
-    def add(running: _Running, item: Array, k: Array, v: Array) -> _Running:
+    def add(running: _OnlineSoftmax, item: Array, k: Array, v: Array) -> _OnlineSoftmax:
         """Takes W items with their windows k, v [K * W, size, D] into all rows."""
         shape = (kv_heads, item.shape[0], queries)
         query = jax.vmap(
@@ -128,21 +128,23 @@ def _shared(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
             _product(weights.reshape(-1, *scores.shape[2:]), v, 1).reshape(*shape, dim), axis=1
         )
         total = _over_items(weights, functools.partial(jnp.sum, dtype=jnp.float32))
-        return _Running(top, running.total * keep + total, running.mixed * keep[..., None] + mixed)
+        return _OnlineSoftmax(
+            top, running.total * keep + total, running.mixed * keep[..., None] + mixed
+        )
 
     out, lse = _take_all(
-        add, _Running.start((kv_heads, queries), dim), keys, values, tiles
+        add, _OnlineSoftmax.start((kv_heads, queries), dim), keys, values, tiles
     ).finish()
     return out.reshape(turn.q.shape), lse.reshape(turn.q.shape[:-1])
 
 
-def _grouped(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
+def _grouped(turn: _RotatedQueries, keys: Array, values: Array, tiles: Tiles) -> Partial:
     """(out [K, R, T, G, D], lse [K, R, T, G]) over the tiles that a few rows each, or one, read."""
     kv_heads, rows, width, group, dim = turn.q.shape
     readers = tiles.row.shape[1]
     few = rows >= max(_MANY_ROWS, _ROWS_OF_A_TURN * tiles.at_once * readers)
 
-    def add(running: _Running, item: Array, k: Array, v: Array) -> _Running:
+    def add(running: _OnlineSoftmax, item: Array, k: Array, v: Array) -> _OnlineSoftmax:
         """Takes W items with their windows k, v [K * W, size, D] into the rows that read them."""
         row, slot = tiles.row[item], tiles.slot[item]  # [W, Q]
         shape = (kv_heads, item.shape[0], readers * width * group)
@@ -178,44 +180,44 @@ def _grouped(turn: _Turn, keys: Array, values: Array, tiles: Tiles) -> Partial:
             # A row that reads several of these items is set to the same value each time, and then
             # adds what each of them brings.
             keep = jnp.exp(before - _finite(top[row]))
-            return _Running(
+            return _OnlineSoftmax(
                 top,
                 running.total.at[row].set(running.total[row] * keep).at[row].add(total),
                 running.mixed.at[row].set(running.mixed[row] * keep[..., None]).at[row].add(mixed),
             )
         keep = jnp.exp(before - _finite(top))
-        return _Running(
+        return _OnlineSoftmax(
             top,
             running.total * keep + jax.ops.segment_sum(total, row, rows),
             running.mixed * keep[..., None] + jax.ops.segment_sum(mixed, row, rows),
         )
 
     out, lse = _take_all(
-        add, _Running.start((rows, kv_heads, width * group), dim), keys, values, tiles
+        add, _OnlineSoftmax.start((rows, kv_heads, width * group), dim), keys, values, tiles
     ).finish()
     shape = (rows, kv_heads, width, group)
     return out.reshape(*shape, dim).swapaxes(0, 1), lse.reshape(shape).swapaxes(0, 1)
 
 
 def _take_all(
-    add: Callable[[_Running, Array, Array, Array], _Running],
-    running: _Running,
+    add: Callable[[_OnlineSoftmax, Array, Array, Array], _OnlineSoftmax],
+    running: _OnlineSoftmax,
     keys: Array,
     values: Array,
     tiles: Tiles,
-) -> _Running:
+) -> _OnlineSoftmax:
     """Takes all items in: a few at a time, gathered; or, where they fill much of the arena, all in
     one product over it as it lies."""
     at_once, arena, dim = tiles.at_once, keys.shape[1], keys.shape[2]
 
-    def gathered(running: _Running) -> _Running:
-        def body(i: Array, running: _Running) -> _Running:
+    def gathered(running: _OnlineSoftmax) -> _OnlineSoftmax:
+        def body(i: Array, running: _OnlineSoftmax) -> _OnlineSoftmax:
             item = i * at_once + jnp.arange(at_once)
             return add(running, item, _windows(keys, tiles, item), _windows(values, tiles, item))
 
         return jax.lax.fori_loop(0, -(-tiles.count // at_once), body, running)
 
-    def whole(running: _Running) -> _Running:
+    def whole(running: _OnlineSoftmax) -> _OnlineSoftmax:
         # The arena as it lies is a list of windows: nothing is gathered. Which item each window is
         # comes from where items start.
         windows = arena // tiles.size

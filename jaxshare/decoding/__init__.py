@@ -3,6 +3,6 @@
 
 from jaxshare.decoding.loop import decode
 from jaxshare.decoding.sampling import Sampler, Samplers
-from jaxshare.decoding.state import DecodeState, Reason
+from jaxshare.decoding.state import DecodeState, FinishReason
 
-__all__ = ["DecodeState", "Reason", "Sampler", "Samplers", "decode"]
+__all__ = ["DecodeState", "FinishReason", "Sampler", "Samplers", "decode"]

@@ -15,13 +15,13 @@ from jax import Array
 
 from jaxshare.cache import KVCache
 from jaxshare.decoding.sampling import largest, logprob, whole_rows
-from jaxshare.decoding.state import DecodeState, Model, Reason
+from jaxshare.decoding.state import DecodeModel, DecodeState, FinishReason
 from jaxshare.decoding.steps import after_sampling
-from jaxshare.decoding.top_logits import Kept, keep
+from jaxshare.decoding.top_logits import TopLogits, compress_logits
 
 
 def decode(
-    model: Model,
+    model: DecodeModel,
     params: Any,
     state: DecodeState,
     *,
@@ -33,7 +33,7 @@ def decode(
     `until_any` if one does.
 
     While a row has more than one pending token, passes take up to `width` of them; then one token a
-    row. Rows whose block has no room for what they must write end with `Reason.FULL` before
+    row. Rows whose block has no room for what they must write end with `FinishReason.FULL` before
     anything is lost.
 
     Args:
@@ -76,11 +76,11 @@ def decode(
     jax.jit, static_argnames=("model", "width"), donate_argnames=("cache", "logits", "kept")
 )
 def _decode(
-    model: Model,
+    model: DecodeModel,
     params: Any,
     cache: KVCache,
     logits: Array,
-    kept: Kept | None,
+    kept: TopLogits | None,
     rest: DecodeState,
     passes: Array,
     until_any: Array,
@@ -121,12 +121,12 @@ def _behind(state: DecodeState) -> Array:
     return jnp.any(state.running & (state.waiting > 1))
 
 
-def _feed(model: Model, params: Any, state: DecodeState, width: int) -> DecodeState:
+def _feed(model: DecodeModel, params: Any, state: DecodeState, width: int) -> DecodeState:
     """One forward pass over the next pending tokens of every running row."""
     count = jnp.where(state.running, jnp.minimum(state.waiting, width), 0)
     target = jnp.maximum(state.layout.written, 0)
     full = state.running & (state.cache.lengths[target] + count > state.cache.capacities[target])
-    reasons = jnp.where(full, Reason.FULL.value, state.reasons)
+    reasons = jnp.where(full, FinishReason.FULL.value, state.reasons)
     count = jnp.where(full, 0, count)
     tokens = jax.vmap(lambda queue, head: jax.lax.dynamic_slice_in_dim(queue, head, width))(
         state.pending, state.head
@@ -175,9 +175,9 @@ def _sample(state: DecodeState) -> DecodeState:
     stopped = due & jnp.any(token[:, None] == state.stops, axis=1)
     spent = spent | (due & ~stopped & (drawn >= state.budgets))
     reasons = jnp.where(
-        stopped, Reason.STOP.value, jnp.where(spent, Reason.BUDGET.value, state.reasons)
+        stopped, FinishReason.STOP.value, jnp.where(spent, FinishReason.BUDGET.value, state.reasons)
     )
-    reasons = jnp.where(lost, Reason.NOT_A_NUMBER.value, reasons)
+    reasons = jnp.where(lost, FinishReason.NOT_A_NUMBER.value, reasons)
     goes_on = due & ~stopped & ~spent
     place = jnp.where(due, state.drawn, state.tokens.shape[1])
     row = jnp.arange(due.shape[0])
@@ -200,15 +200,19 @@ def _sample(state: DecodeState) -> DecodeState:
     return state if state.steps is None else _step(state, token, due, stopped)
 
 
-def _record(kept: Kept, state: DecodeState, which: Array, row: Array, place: Array) -> Kept:
+def _record(
+    kept: TopLogits, state: DecodeState, which: Array, row: Array, place: Array
+) -> TopLogits:
     """Keeps what these rows have just drawn from."""
     k = kept.tokens.shape[-1]
 
-    def found() -> Kept:
-        return keep(whole_rows(state.logits, state.cache.mesh), state.samplers.temperature, k)
+    def found() -> TopLogits:
+        return compress_logits(
+            whole_rows(state.logits, state.cache.mesh), state.samplers.temperature, k
+        )
 
-    def nothing() -> Kept:
-        return Kept.empty(which.shape, k, kept.vocab)
+    def nothing() -> TopLogits:
+        return TopLogits.empty(which.shape, k, kept.vocab)
 
     # The conditional is over what is found alone: over the whole it would copy that.
     new = jax.lax.cond(jnp.any(which), found, nothing)
@@ -231,9 +235,9 @@ def _step(state: DecodeState, token: Array, due: Array, stopped: Array) -> Decod
         state.running,
         state.passes,
     )
-    reasons = jnp.where(found.held, Reason.STEP.value, state.reasons)
-    reasons = jnp.where(found.full & state.running, Reason.FULL.value, reasons)
-    reasons = jnp.where(found.over & (state.running | stopped), Reason.ANSWER.value, reasons)
+    reasons = jnp.where(found.held, FinishReason.STEP.value, state.reasons)
+    reasons = jnp.where(found.full & state.running, FinishReason.FULL.value, reasons)
+    reasons = jnp.where(found.over & (state.running | stopped), FinishReason.ANSWER.value, reasons)
     record = None if state.record is None else state.record.ended(state.passes, found.moved)
     opening = jnp.concatenate([token[:, None], found.opening], axis=1)
     size = opening.shape[1]

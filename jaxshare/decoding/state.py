@@ -15,17 +15,17 @@ from jax import Array
 from jaxshare.cache import KVCache
 from jaxshare.decoding.sampling import Sampler, Samplers
 from jaxshare.decoding.steps import Steps
-from jaxshare.decoding.top_logits import Kept
+from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.layout import Layout, bucket
 from jaxshare.seeds import seed_words, stream_seed
-from jaxshare.trace.recorder import Record
+from jaxshare.trace.recorder import PassLog
 
 _STOPS = 8
 """Stop tokens are kept in a multiple of this many places, so that a few more or less share a
 program."""
 
 
-class Model(Protocol):
+class DecodeModel(Protocol):
     """What decode needs of a model: hashable (it is static under jit), and pure. Flax linen modules
     are both."""
 
@@ -35,7 +35,7 @@ class Model(Protocol):
         ...
 
 
-class Reason(enum.IntEnum):
+class FinishReason(enum.IntEnum):
     """Why a row is not running."""
 
     RUNNING = 0
@@ -73,7 +73,7 @@ class DecodeState:
       drawn: int32[R], tokens sampled so far: the counter of the row's randomness.
       budgets: int32[R], tokens that a row may sample in all.
       stops: int32[S], tokens that end a row; -1 for an unused place.
-      reasons: int32[R], `Reason`: why a row ended, or RUNNING.
+      reasons: int32[R], `FinishReason`: why a row ended, or RUNNING.
       tokens: int32[R, X], what each row sampled, a stop token included.
       logprobs: float32[R, X] of the sampled tokens, or [R, 0] where not asked for.
       passes: int32[], forward passes so far.
@@ -101,10 +101,10 @@ class DecodeState:
     tokens: Array
     logprobs: Array
     passes: Array
-    kept: Kept | None
+    kept: TopLogits | None
     recorded: Array
     steps: Steps | None
-    record: Record | None
+    record: PassLog | None
     max_width: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -228,14 +228,16 @@ class DecodeState:
             drawn=jnp.zeros(rows, jnp.int32),
             budgets=jnp.asarray(budgets, jnp.int32),
             stops=jnp.asarray(stops, jnp.int32),
-            reasons=jnp.asarray(np.where(listed > 0, Reason.RUNNING, Reason.UNUSED), jnp.int32),
+            reasons=jnp.asarray(
+                np.where(listed > 0, FinishReason.RUNNING, FinishReason.UNUSED), jnp.int32
+            ),
             tokens=jnp.zeros((rows, room), jnp.int32),
             logprobs=jnp.zeros((rows, room if logprobs else 0)),
             passes=jnp.zeros((), jnp.int32),
-            kept=Kept.empty((rows, room), kept, vocab_size) if kept else None,
+            kept=TopLogits.empty((rows, room), kept, vocab_size) if kept else None,
             recorded=jnp.zeros(rows, bool),
             steps=steps,
-            record=Record.empty(record, rows, max_width, cache.num_blocks) if record else None,
+            record=PassLog.empty(record, rows, max_width, cache.num_blocks) if record else None,
             max_width=max_width,
         )
 
@@ -245,7 +247,7 @@ class DecodeState:
         Raises:
           ValueError: no tokens, a row that is not in use, or more tokens than the queue holds.
         """
-        if not tokens or int(self.reasons[row]) == Reason.UNUSED:
+        if not tokens or int(self.reasons[row]) == FinishReason.UNUSED:
             raise ValueError(
                 f"row {row} is not in use"
                 if tokens
@@ -263,7 +265,7 @@ class DecodeState:
             pending=self.pending.at[row, : len(queue)].set(jnp.asarray(queue, jnp.int32)),
             head=self.head.at[row].set(0),
             waiting=self.waiting.at[row].set(len(queue)),
-            reasons=self.reasons.at[row].set(Reason.RUNNING.value),
+            reasons=self.reasons.at[row].set(FinishReason.RUNNING.value),
         )
 
     def admit(
@@ -332,7 +334,7 @@ class DecodeState:
                 raise ValueError(
                     f"there is no row {row}; the state has rows 0 to {len(listed) - 1}"
                 )
-            if reasons[row] == Reason.RUNNING:
+            if reasons[row] == FinishReason.RUNNING:
                 raise ValueError(f"row {row} is running; end it before it is given something new")
             if not 1 <= len(seen) <= listed.shape[1]:
                 raise ValueError(
@@ -393,14 +395,14 @@ class DecodeState:
             waiting=waiting,
         )
 
-    def end(self, row: int, reason: Reason = Reason.STOP) -> "DecodeState":
+    def end(self, row: int, reason: FinishReason = FinishReason.STOP) -> "DecodeState":
         """Ends a row from outside."""
         return dataclasses.replace(self, reasons=self.reasons.at[row].set(reason.value))
 
     @property
     def running(self) -> Array:
         """bool[R]."""
-        return self.reasons == Reason.RUNNING
+        return self.reasons == FinishReason.RUNNING
 
     def outputs(self) -> list[list[int]]:
         """What each row has sampled so far, on the host."""
@@ -437,7 +439,7 @@ def _admit(
         drawn=put(rest.drawn, drawn),
         budgets=put(rest.budgets, budgets),
         recorded=put(rest.recorded, recorded > 0),
-        reasons=put(rest.reasons, Reason.RUNNING.value),
+        reasons=put(rest.reasons, FinishReason.RUNNING.value),
     )
 
 
@@ -447,6 +449,6 @@ def _retired(
 ) -> tuple[Array, Array, Array]:
     return (
         jnp.where(gone[:, None], -1, blocks),
-        jnp.where(gone, Reason.UNUSED.value, reasons),
+        jnp.where(gone, FinishReason.UNUSED.value, reasons),
         jnp.where(gone, 0, waiting),
     )

@@ -180,7 +180,7 @@ class Steps:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """What `after_sampling` found.
 
     Attributes:
@@ -212,7 +212,7 @@ def after_sampling(
     stopped: Array,
     running: Array,
     passes: Array,
-) -> tuple[Steps, KVCache, Outcome]:
+) -> tuple[Steps, KVCache, StepOutcome]:
     """Reads the tokens just sampled, and moves the steps that they end, those of lower rows first.
 
     Args:
@@ -268,7 +268,7 @@ def after_sampling(
     return (
         steps,
         cache,
-        Outcome(
+        StepOutcome(
             over,
             full,
             held,

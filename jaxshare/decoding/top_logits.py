@@ -19,7 +19,7 @@ _CHUNK = 256
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class TopLogits:
     """Distributions of any leading shape, here [...]; K kept tokens each. Arrays of JAX on a
     device, of numpy on the host.
 
@@ -47,7 +47,7 @@ class Kept:
     vocab: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], k: int, vocab: int) -> "Kept":
+    def empty(cls, shape: tuple[int, ...], k: int, vocab: int) -> "TopLogits":
         """Room for distributions [*shape] of `k` tokens each, or of the whole vocabulary where it
         is smaller. All zeros."""
         many = (*shape, min(k, vocab))
@@ -64,7 +64,7 @@ class Kept:
         )
 
 
-def keep(logits: Array, temperature: Array, k: int) -> Kept:
+def compress_logits(logits: Array, temperature: Array, k: int) -> TopLogits:
     """What is kept of R distributions. Pure, for use under jit; a row with a NaN gives NaN masses.
 
     Args:
@@ -109,7 +109,7 @@ def keep(logits: Array, temperature: Array, k: int) -> Kept:
         inside, tokens, axis=1
     )
     rest_at_1 = jnp.sum(jnp.sum(chunks(jnp.ones_like(kept_at)), axis=-1), axis=-1)
-    return Kept(
+    return TopLogits(
         tokens,
         jnp.take_along_axis(logits, tokens, axis=1),
         below,

@@ -218,7 +218,7 @@ class _Barriers(NamedTuple):
     taken: Any
 
 
-class _Piece(NamedTuple):
+class _SegmentTiles(NamedTuple):
     """What an item has to do of one segment: its tiles from `begin` to `end`."""
 
     head: Array
@@ -267,13 +267,13 @@ def _kernel(
     first_tile, end_tile, first_segment, end_segment = (item_ref[item, i] for i in range(4))
     count, total = count_ref[0], count_ref[1]
 
-    def piece(number: Array) -> _Piece:
+    def piece(number: Array) -> _SegmentTiles:
         head = lax.div(number, count)
         query, queries, start, lead, tiles, full, begin = (
             segment_ref[number - head * count, i] for i in range(7)
         )
         at = head * total + begin
-        return _Piece(
+        return _SegmentTiles(
             head,
             pl.multiple_of(query, ROW_ALIGNMENT),
             queries,
@@ -285,7 +285,7 @@ def _kernel(
             jnp.minimum(end_tile - at, tiles),
         )
 
-    def window(now: _Piece, i: Array) -> tuple[Array, Array]:
+    def window(now: _SegmentTiles, i: Array) -> tuple[Array, Array]:
         """Where in the arena the i-th tile that is read begins, and how many tokens of the segment
         stand before that tile."""
         i = i + (now.lead > 0).astype(jnp.int32)

@@ -215,7 +215,7 @@ def _kernel(
             source // group,
         )
 
-        def rotated(run: _Run) -> Array:
+        def rotated(run: _ColumnRun) -> Array:
             """Queries [span, D'], rotated towards the block: entry i < P with i + P, and that with
             i; what is behind 2P as it is."""
             column = run.column
@@ -301,7 +301,7 @@ def _kernel(
     lax.fori_loop(first_segment, behind_segment, segment, None)
 
 
-class _Run(NamedTuple):
+class _ColumnRun(NamedTuple):
     """Neighbouring columns of a head: the first's number, all their numbers, and whether some are
     behind the head's last."""
 
@@ -310,7 +310,7 @@ class _Run(NamedTuple):
     padded: bool
 
 
-def _runs(dim: int) -> list[_Run]:
+def _runs(dim: int) -> list[_ColumnRun]:
     """A head's columns in runs whose sizes are powers of two, the largest first; 80 is 64 and 32,
     half of those padding.
 
@@ -320,7 +320,7 @@ def _runs(dim: int) -> list[_Run]:
     runs, begin = [], 0
     while begin < dim:
         size = min(max(1 << ((dim - begin).bit_length() - 1), 32), 256)
-        runs.append(_Run(begin, begin + jnp.arange(size), begin + size > dim))
+        runs.append(_ColumnRun(begin, begin + jnp.arange(size), begin + size > dim))
         begin += size
     return runs
 

@@ -70,7 +70,7 @@ class TritonTiles:
         )
 
 
-Tiles = MosaicTiles | TritonTiles
+KernelConfig = MosaicTiles | TritonTiles
 
 KINDS: dict[str, type[MosaicTiles] | type[TritonTiles]] = {
     "mosaic_gpu": MosaicTiles,
@@ -79,7 +79,7 @@ KINDS: dict[str, type[MosaicTiles] | type[TritonTiles]] = {
 """The tiles of each backend that has any, by its name in `jaxshare.attention.api.BACKENDS`."""
 
 
-def _check(tiles: Tiles, **right: bool) -> None:
+def _check(tiles: KernelConfig, **right: bool) -> None:
     fields = dataclasses.asdict(tiles)
     if wrong := [
         name
@@ -171,7 +171,7 @@ def candidates_triton(device: Device, head_dim: int, queries: int) -> list[Trito
     return found
 
 
-def _fits(tiles: Tiles, device: Device, head_dim: int) -> bool:
+def _fits(tiles: KernelConfig, device: Device, head_dim: int) -> bool:
     needed = (
         mosaic_bytes(tiles, head_dim)
         if isinstance(tiles, MosaicTiles)
@@ -253,7 +253,7 @@ def _check_dim(head_dim: int, table: Mapping[int, Any]) -> None:
 _in_use = jax.make_user_context(None)
 
 
-def use_tiles(tiles: Tiles | None) -> AbstractContextManager[None]:
+def use_tiles(tiles: KernelConfig | None) -> AbstractContextManager[None]:
     """Kernels traced in here have these tiles, if the tiles are of their backend; None are those
     that they would have without it."""
     return _in_use(tiles)
@@ -292,7 +292,7 @@ def choose_triton(
     return tiles if isinstance(tiles, TritonTiles) else built_in_triton(device, head_dim, queries)
 
 
-def _override(device: Device, key: "Key") -> Tiles | None:
+def _override(device: Device, key: "Key") -> KernelConfig | None:
     if isinstance(_in_use.value, KINDS[key.backend]):
         return _in_use.value
     measured = read_tiles(tiles_file()).get(device.kind, {})
@@ -317,7 +317,7 @@ class Key:
             yield dataclasses.replace(self, queries=queries)
 
 
-Measured = dict[str, dict[Key, Tiles]]
+Measured = dict[str, dict[Key, KernelConfig]]
 """Tiles by device kind and key."""
 
 
@@ -378,7 +378,7 @@ def decode_tiles(text: str) -> Measured:
         raise ValueError(f"an entry is missing or wrong: {type(error).__name__} {error}") from error
 
 
-def _decode_entry(entry: dict[str, Any]) -> tuple[Key, Tiles]:
+def _decode_entry(entry: dict[str, Any]) -> tuple[Key, KernelConfig]:
     entry = dict(entry)
     tiles = entry.pop("tiles")
     return Key(**entry), KINDS[entry["backend"]](**tiles)

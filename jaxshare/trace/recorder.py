@@ -1,6 +1,6 @@
 """Recording: how traces are made, of what a device has done or by hand.
 
-The decode loop notes what it feeds and moves in a `Record`, which the host reads after every
+The decode loop notes what it feeds and moves in a `PassLog`, which the host reads after every
 dispatch into a `Recorder`. A program that makes traces of its own, for training say, tells a
 `Recorder` the same:
 
@@ -25,7 +25,7 @@ from jaxshare.trace.trace import NO_ROW, STANDS, Trace
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Record:
+class PassLog:
     """What one dispatch of the decode loop has fed and moved. J passes at most, R rows, W tokens of
     a pass, B blocks.
 
@@ -258,7 +258,7 @@ class Recorder:
         del self._held[block][length:]
 
     def read(
-        self, record: Record, passes: int, layout: Sequence[Sequence[int]], targets: Sequence[int]
+        self, record: PassLog, passes: int, layout: Sequence[Sequence[int]], targets: Sequence[int]
     ) -> None:
         """Takes over what a dispatch has recorded.
 

@@ -30,7 +30,7 @@ import numpy as np
 from jaxshare import KVCache, Layout, Sampler
 from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.seeds import stream_seed
-from jaxshare.serving.engine import Completion, Engine
+from jaxshare.serving.engine import Engine, RequestOutput
 from jaxshare.serving.inputs import cache_dtype, encode, token_bytes
 from scripts.bench.lib import (
     ROOT,
@@ -156,7 +156,7 @@ def run_group(
             for side in SIDES
         }
 
-        def ask(side: str, turn: int, new_tokens: int) -> list[Completion]:
+        def ask(side: str, turn: int, new_tokens: int) -> list[RequestOutput]:
             streams = [
                 engines[side].submit(
                     prompt,
@@ -182,7 +182,7 @@ def run_group(
             if sampler.temperature
             else []
         )
-        found: dict[str, list[list[Completion]]] = {side: [] for side in SIDES}
+        found: dict[str, list[list[RequestOutput]]] = {side: [] for side in SIDES}
 
         def once(side: str) -> float:
             begin = time.perf_counter()

@@ -17,7 +17,7 @@ from jaxshare.serving.evaluation.arithmetic import (
     NAMES,
     SEPARATOR,
     WAIT,
-    Problem,
+    SumsProblem,
     claimed,
     few_shot_messages,
     header,
@@ -127,7 +127,7 @@ def few_shot_sample(codec: Codec, rng: random.Random, length: int) -> Sample:
         tokens, weights = longer
 
 
-def lone_turns(codec: Codec, problems: list[Problem]) -> Sample:
+def lone_turns(codec: Codec, problems: list[SumsProblem]) -> Sample:
     tokens, weights = [], []
     for i, problem in enumerate(problems):
         prompt = codec.chat(few_shot_messages(problems[:i], problem))[len(tokens) :]
@@ -179,7 +179,7 @@ class _Worker:
     asking: bool = False
 
 
-def simulate(codec: Codec, problem: Problem, rng: random.Random) -> list[View]:
+def simulate(codec: Codec, problem: SumsProblem, rng: random.Random) -> list[View]:
     """Two workers that keep to `next_move`, a token at a time, at uneven pace, until one has boxed
     the answers: a view of every paragraph as it is begun, and of some in their middle."""
     workers = [

@@ -22,8 +22,8 @@ from jaxshare.serving import Format
 from jaxshare.serving.evaluation.arithmetic import (
     MOST_QUESTIONS,
     QUESTIONS,
-    Problem,
     Question,
+    SumsProblem,
     make_problem,
     typed_problem,
 )
@@ -155,7 +155,7 @@ def _chat(script: Script, rng: random.Random, typed: bool) -> Lesson:
     )
 
 
-def _even_problem(script: Script, rng: random.Random, questions: int) -> Problem:
+def _even_problem(script: Script, rng: random.Random, questions: int) -> SumsProblem:
     """Questions that all take as long to write."""
     alike: dict[int, list[Question]] = {}
     for _ in range(6):
@@ -168,7 +168,7 @@ def _even_problem(script: Script, rng: random.Random, questions: int) -> Problem
     enough = [held for held in alike.values() if len(held) >= questions] or [
         max(alike.values(), key=len)
     ]
-    return Problem(tuple(rng.choice(enough)[:questions]))
+    return SumsProblem(tuple(rng.choice(enough)[:questions]))
 
 
 def pack(lessons: Sequence[Lesson]) -> Lesson:

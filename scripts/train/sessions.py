@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxshare.decoding.sampling import uniforms
 from jaxshare.seeds import seed_words, stream_seed
-from jaxshare.serving.evaluation.arithmetic import Problem, few_shot_messages
+from jaxshare.serving.evaluation.arithmetic import SumsProblem, few_shot_messages
 from jaxshare.serving.workers.layouts import LAYOUTS, WorkersLayout
 from jaxshare.serving.workers.session import FINISHER
 from jaxshare.trace.recorder import Recorder
@@ -47,7 +47,7 @@ class Lesson:
 
 def play(
     script: Script,
-    problem: Problem,
+    problem: SumsProblem,
     names: Sequence[str],
     layout: str,
     rng: random.Random,
@@ -110,7 +110,7 @@ def play(
     return session.lesson()
 
 
-def chat(script: Script, problems: Sequence[Problem], *, system: bool = True) -> Lesson:
+def chat(script: Script, problems: Sequence[SumsProblem], *, system: bool = True) -> Lesson:
     """A chat in which Alice solves problem after problem alone, headers and all, so that a model
     keeps what it can do without a session.
 
@@ -143,7 +143,7 @@ def chat(script: Script, problems: Sequence[Problem], *, system: bool = True) ->
     )
 
 
-def plain(script: Script, problem: Problem) -> Lesson:
+def plain(script: Script, problem: SumsProblem) -> Lesson:
     """A problem that stands alone, in no chat template, and its solution after it."""
     asked = script.codec.encode(problem.prompt())
     tokens = [*asked, *script.codec.encode(problem.solution()), script.end]
@@ -164,7 +164,7 @@ class _Session:
     def __init__(
         self,
         script: Script,
-        problem: Problem,
+        problem: SumsProblem,
         names: Sequence[str],
         layout: WorkersLayout,
         rng: random.Random,

@@ -28,7 +28,7 @@ from typing import Any
 
 from jaxshare.models.generation_config import Generation
 from jaxshare.serving import Format
-from jaxshare.serving.evaluation.arithmetic import Problem, wait_body
+from jaxshare.serving.evaluation.arithmetic import SumsProblem, wait_body
 from jaxshare.serving.workers.layouts import WorkersLayout
 from jaxshare.serving.workers.transcript import Codec, codec_of
 
@@ -108,7 +108,9 @@ class Script:
         """The token that ends a step."""
         return self.codec.encode(self.format.separator)[0]
 
-    def prompt(self, problem: Problem, names: Sequence[str], layout: WorkersLayout) -> list[int]:
+    def prompt(
+        self, problem: SumsProblem, names: Sequence[str], layout: WorkersLayout
+    ) -> list[int]:
         """What all workers read first."""
         format = (
             self.format if layout.moves else dataclasses.replace(self.format, history_header="")
@@ -195,7 +197,7 @@ class Pupil:
         name: str,
         names: Sequence[str],
         script: Script,
-        problem: Problem,
+        problem: SumsProblem,
         rng: random.Random,
         lapses: Lapses,
         lulls: dict[int, int],
@@ -371,7 +373,7 @@ def redundant(last: Paragraph | None, sight: Sight) -> bool:
     return last.claims.keys() <= others
 
 
-def worked(problem: Problem, paragraphs: Iterable[Paragraph]) -> dict[int, int]:
+def worked(problem: SumsProblem, paragraphs: Iterable[Paragraph]) -> dict[int, int]:
     """The answers of which the whole working stands in a paragraph, whether or not they do."""
     bodies = {
         number: problem.body(number).partition(" Answer ")[0]
@@ -385,7 +387,7 @@ def worked(problem: Problem, paragraphs: Iterable[Paragraph]) -> dict[int, int]:
     }
 
 
-def box(problem: Problem, known: Mapping[int, int]) -> str:
+def box(problem: SumsProblem, known: Mapping[int, int]) -> str:
     """The answers in a box, `UNKNOWN` for those that are not known."""
     entries = (str(known.get(number, UNKNOWN)) for number in range(1, len(problem.questions) + 1))
     return f" \\boxed{{{', '.join(entries)}}}"

@@ -37,7 +37,7 @@ from jaxshare.paths import check_folder
 from jaxshare.rope import rotate
 from jaxshare.serving.evaluation.arithmetic import (
     MOST_QUESTIONS,
-    Problem,
+    SumsProblem,
     check,
     few_shot_messages,
     make_problem,
@@ -228,7 +228,7 @@ def typed_accuracy(
     """Greedy accuracy of questions as a person types them, one to ten in a message: in each form in
     a chat without a message of the system, and in all forms as plain text without a template."""
 
-    def accuracy(asked: Sequence[Problem], prompts: list[list[int]]) -> float:
+    def accuracy(asked: Sequence[SumsProblem], prompts: list[list[int]]) -> float:
         written = complete(
             params, config, codec, prompts, {codec.end}, max(map(len, prompts)) + TYPED_LENGTH
         )

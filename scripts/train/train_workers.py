@@ -36,8 +36,16 @@ from jaxshare.models.layers import Decoder
 from jaxshare.models.loading import local_folder
 from jaxshare.paths import check_folder
 from jaxshare.serving import Format
-from jaxshare.serving.checkpoints import Saved, Saves, has_saves, leaves
-from jaxshare.serving.evaluation import Point, Scorer, load_task, passes_to, pieces, points, solve
+from jaxshare.serving.checkpoints import CheckpointStore, SavedCheckpoint, has_checkpoints, leaves
+from jaxshare.serving.evaluation import (
+    Point,
+    Scorer,
+    load_task,
+    passes_to,
+    points,
+    run_specs,
+    solve,
+)
 from jaxshare.serving.evaluation.arithmetic import MOST_QUESTIONS, QUESTIONS, SEPARATOR
 from jaxshare.serving.evaluation.mathematics import Mathematician
 from jaxshare.serving.workers.layouts import worker_names
@@ -191,7 +199,7 @@ def measure(
     """Greedy accuracy by number of workers and budget, on problems that no lesson draws, in the
     combined layout."""
     task = load_task("sums", samples=problems)
-    runs = pieces(
+    runs = run_specs(
         task.problems,
         method="workers",
         workers=workers,
@@ -269,7 +277,9 @@ class Run:
         default_factory=lambda: {"loss": [], "held_out": []}
     )
 
-    def save(self, saves: Saves, settings: Mapping[str, Any], *, wait: bool = False) -> None:
+    def save(
+        self, saves: CheckpointStore, settings: Mapping[str, Any], *, wait: bool = False
+    ) -> None:
         facts = {
             "settings": dict(settings),
             "step": self.step,
@@ -286,7 +296,7 @@ class Run:
           ValueError: it was made with other settings.
           SaveError: it cannot be read.
         """
-        with Saved(folder) as saved:
+        with SavedCheckpoint(folder) as saved:
             facts = saved.facts
             if other := [name for name in settings if settings[name] != facts["settings"][name]]:
                 raise ValueError(
@@ -308,7 +318,7 @@ class Run:
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Trains, saves, measures and exports; what is reported in the end."""
     settings = {name: getattr(args, name) for name in _KEPT}
-    if has_saves(args.run_dir / "saves") and not args.resume:
+    if has_checkpoints(args.run_dir / "saves") and not args.resume:
         raise ValueError(
             f"{args.run_dir} has a run already; add --resume to go on with it, or give another "
             "--run-dir"
@@ -318,12 +328,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     format, optimizer, shape = teaching_format(model), optimizer_of(args), Shape(tokens=args.tokens)
     params = jax.tree.map(jnp.copy, model.params)  # what a step takes over
     run = Run({"params": params, "opt": optimizer.init(params)})
-    if args.resume and has_saves(args.run_dir / "saves"):
+    if args.resume and has_checkpoints(args.run_dir / "saves"):
         run.take_over(args.run_dir / "saves", settings)
     size = sum(p.size for p in jax.tree.leaves(model.params))
     tqdm.write(f"{size / 1e6:.2f} M parameters, steps {run.step} to {args.steps}", file=sys.stderr)
 
-    saves = Saves(args.run_dir / "saves")
+    saves = CheckpointStore(args.run_dir / "saves")
     total, began, saved, learned = (
         empty_total(run.state["params"]),
         time.monotonic(),

@@ -243,7 +243,7 @@ def _in_short(request: Any) -> str:
         )
     if isinstance(request, Tool):
         return f"the tool {getattr(request.function, '__name__', type(request.function).__name__)}"
-    return "" if request is None else f"a {type(request).__name__}"
+    return "" if request is None else f"a {type(request).__name__.removeprefix('Child')}"
 
 
 def _is_plain(value: Any) -> bool:

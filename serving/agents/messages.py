@@ -4,7 +4,7 @@ their children."""
 from typing import Any
 
 from jaxshare.serving.agents.model_calls import constant, own
-from jaxshare.serving.agents.requests import Next, Result, Yielded
+from jaxshare.serving.agents.requests import ChildNext, ChildResult, Yielded
 from jaxshare.serving.agents.runs import PASSED, AgentError, AgentRun, EndedError, Handle
 from jaxshare.serving.agents.states import Arrival, State
 
@@ -48,7 +48,7 @@ def wait_for(run: AgentRun, state: State) -> None:
         else:
             run.yields.append(state)
             _match(run)
-    elif isinstance(request, (Next, Result)):
+    elif isinstance(request, (ChildNext, ChildResult)):
         other = request.child._run
         if other.runtime is not run.runtime:
             state.arrived = Arrival(
@@ -56,11 +56,11 @@ def wait_for(run: AgentRun, state: State) -> None:
                     f"agent {run.agent.name} waits in line {state.line} for a child of another run"
                 )
             )
-        elif other.done and isinstance(request, Next):
+        elif other.done and isinstance(request, ChildNext):
             state.arrived = Arrival(error=other.error or ended(other))
         elif other.done:
             state.arrived = Arrival(other.accepted and other.accepted.value, other.error)
-        elif isinstance(request, Result):
+        elif isinstance(request, ChildResult):
             other.listeners.append(lambda arrival: run.runtime.arrive(run, state, arrival))
         else:
             if other.taken is not None:
@@ -100,9 +100,9 @@ def who_waits(runs: list[AgentRun]) -> str:
         for state in run.asleep:
             whom = (
                 f"the next value of {state.waiting.child._run.id}"
-                if isinstance(state.waiting, Next)
+                if isinstance(state.waiting, ChildNext)
                 else f"the result of {state.waiting.child._run.id}"
-                if isinstance(state.waiting, Result)
+                if isinstance(state.waiting, ChildResult)
                 else "being resumed"
             )
             waits.append(f"{run.id} waits in line {state.line} for {whom}")

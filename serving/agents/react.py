@@ -30,7 +30,7 @@ Tools:
 Task: {task}"""
 
 
-class Step(NamedTuple):
+class ReactStep(NamedTuple):
     """What the model has written: an action, which is a tool's name and arguments, or the
     answer."""
 
@@ -95,7 +95,7 @@ _WRITTEN = re.compile(
 )
 
 
-def parse_step(text: str) -> Step:
+def parse_step(text: str) -> ReactStep:
     """What a model has written in the form that `react` asks for. After an action's arguments
     nothing is looked at.
 
@@ -109,12 +109,12 @@ def parse_step(text: str) -> Step:
         )
     thought, rest = (written["thought"] or "").strip(), written["rest"].strip()
     if written["kind"] == "Answer":
-        return Step(thought, answer=rest)
+        return ReactStep(thought, answer=rest)
     name, _, given = rest.partition("{")
     name = name.strip()
     if not name or len(name.split()) > 1:
         raise ValueError(f"an action is a tool's name and a JSON object, not {rest!r}")
     if not given:
-        return Step(thought, name)
+        return ReactStep(thought, name)
     arguments, _ = json.JSONDecoder().raw_decode("{" + given)
-    return Step(thought, name, arguments)
+    return ReactStep(thought, name, arguments)

@@ -45,20 +45,21 @@ _options = functools.lru_cache(Options)
 """Most calls of a run have the same ones, and checking them takes longer than finding them."""
 
 
-class _Request:
+class _AgentOnly:
     """Something to wait for that only an agent can, whose waits are the runtime's."""
 
     __slots__ = ()
 
     def __await__(self) -> Generator[Any, None, Any]:
+        name = type(self).__name__.removeprefix("Child").lower()
         raise RuntimeError(
-            f"a {type(self).__name__.lower()} is waited for outside an agent: decorate the "
-            "function with @agent and run it, since what an agent calls cannot wait for it"
+            f"a {name} is waited for outside an agent: decorate the function with @agent and run "
+            "it, since what an agent calls cannot wait for it"
         )
 
 
 @dataclasses.dataclass(slots=True)
-class Llm(_Request):
+class Llm(_AgentOnly):
     """An answer of the model: see `llm`."""
 
     messages: tuple[Message, ...]
@@ -70,7 +71,7 @@ class Llm(_Request):
 
 
 @dataclasses.dataclass(slots=True)
-class Tool(_Request):
+class Tool(_AgentOnly):
     """A function's result: see `tool`."""
 
     function: Callable[..., Any]
@@ -81,14 +82,14 @@ class Tool(_Request):
 
 
 @dataclasses.dataclass(slots=True)
-class Next(_Request):
+class ChildNext(_AgentOnly):
     """The value that a child yields next; `child` is its `Handle`."""
 
     child: Any
 
 
 @dataclasses.dataclass(slots=True)
-class Result(_Request):
+class ChildResult(_AgentOnly):
     """What a child returns; `child` is its `Handle`."""
 
     child: Any

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.compiler import program
 from jaxshare.serving.agents.compiler.frames import shared
-from jaxshare.serving.agents.requests import Message, Model, Next, Result
+from jaxshare.serving.agents.requests import ChildNext, ChildResult, Message, Model
 from jaxshare.serving.agents.states import Arrival, State, Supervisor
 
 
@@ -66,18 +66,18 @@ class Handle:
     def __init__(self, run: "AgentRun"):
         self._run = run
 
-    def next(self) -> Next:
+    def next(self) -> ChildNext:
         """To be awaited: the value that the child yields next. If it still waits to be resumed, it
         is, with None.
 
         Raises (where it is awaited): what the child has raised; EndedError if it has ended and
         yields no more.
         """
-        return Next(self)
+        return ChildNext(self)
 
-    def result(self) -> Result:
+    def result(self) -> ChildResult:
         """To be awaited: what the child returns; raises what it has raised."""
-        return Result(self)
+        return ChildResult(self)
 
     def resume(self, value: Any = None) -> None:
         """Gives the child's `yield`, whose value was awaited last, this value.

@@ -357,12 +357,12 @@ class ForestOfThoughts(Supervisor):
         )
 
 
-class _Node:
+class _TreeNode:
     """A state in a tree that is searched at random, and what came of it."""
 
-    def __init__(self, state: State, parent: "_Node | None"):
+    def __init__(self, state: State, parent: "_TreeNode | None"):
         self.state, self.parent = state, parent
-        self.children: list[_Node] = []
+        self.children: list[_TreeNode] = []
         self.visits, self.total = 0, 0.0
 
 
@@ -401,9 +401,9 @@ class MonteCarloTreeSearch(Paths):
         self.rollout, self.enough, self.budget = rollout, enough, budget
 
     def start(self, root: State) -> None:
-        self._root: _Node | None = None
-        self._at: _Node | None = None  # that was fired
-        self._new: _Node | None = None  # that came of it, with rollouts
+        self._root: _TreeNode | None = None
+        self._at: _TreeNode | None = None  # that was fired
+        self._new: _TreeNode | None = None  # that came of it, with rollouts
         self._done = 0
         self._found: list[State] = []
         self._ready.append(root)
@@ -417,14 +417,14 @@ class MonteCarloTreeSearch(Paths):
 
     def reached(self, state: State) -> None:
         if self._root is None:
-            self._root = _Node(state, None)
+            self._root = _TreeNode(state, None)
             if state.ended:
                 self.over, self.accepted = True, state
                 return
         else:
             assert self._at
             if self._new is None:
-                self._new = _Node(state, self._at)
+                self._new = _TreeNode(state, self._at)
                 self._at.children.append(self._new)
             if state.finished:
                 self._found.append(state)
@@ -434,7 +434,7 @@ class MonteCarloTreeSearch(Paths):
             self._learn(self._new, 0.0 if state.error is not None else _score(state))
         self._simulate()
 
-    def _learn(self, node: _Node | None, score: float) -> None:
+    def _learn(self, node: _TreeNode | None, score: float) -> None:
         self._done += 1
         self._new = None
         while node:
@@ -459,7 +459,7 @@ class MonteCarloTreeSearch(Paths):
             self._learn(node, node.total / node.visits)
         self.stop("")
 
-    def _promise(self, node: _Node) -> float:
+    def _promise(self, node: _TreeNode) -> float:
         assert node.parent
         return node.total / node.visits + self.exploration * math.sqrt(
             math.log(node.parent.visits) / node.visits

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxshare.paths import whole_file
-from jaxshare.serving.agents.requests import Llm, Next, Result, Tool, Yielded
+from jaxshare.serving.agents.requests import ChildNext, ChildResult, Llm, Tool, Yielded
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
 from jaxshare.serving.agents.states import State
 
@@ -44,7 +44,7 @@ _LABELLED = 80
 
 
 @dataclasses.dataclass(frozen=True)
-class TracedState:
+class LoggedState:
     """A state.
 
     Attributes:
@@ -76,7 +76,7 @@ class TracedState:
 
 
 @dataclasses.dataclass(frozen=True)
-class TracedRun:
+class LoggedRun:
     """A run of an agent; see `AgentRun`. `parent` is the id of the run that spawned it, `error` why
     it has no value."""
 
@@ -91,14 +91,14 @@ class TracedRun:
     prompt_tokens: int
     value: str | None
     error: str | None
-    states: tuple[TracedState, ...]
+    states: tuple[LoggedState, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
+class SearchLog:
     """All runs of a runtime, in the order in which they began."""
 
-    runs: tuple[TracedRun, ...]
+    runs: tuple[LoggedRun, ...]
 
     @classmethod
     def of(cls, runtime: Runtime) -> Self:
@@ -136,11 +136,11 @@ class Trace:
                 raise ValueError(f"its format is {data['format']!r}, not {_FORMAT!r}")
             return cls(
                 tuple(
-                    TracedRun(
+                    LoggedRun(
                         **{
                             **run,
                             "states": tuple(
-                                TracedState(
+                                LoggedState(
                                     **{
                                         **state,
                                         "path": path(state["path"]),
@@ -160,14 +160,14 @@ class Trace:
             ) from error
 
 
-def _traced(run: AgentRun) -> TracedRun:
+def _traced(run: AgentRun) -> LoggedRun:
     ahead, accepted = _way(run.accepted), run.accepted
     # A supervisor may have fired states of its own making, which were never committed.
     states = {state.path: state for state in run.states}
     for state in run.states:
         for above in _way(state.parent).values():
             states.setdefault(above.path, above)
-    return TracedRun(
+    return LoggedRun(
         run.id,
         run.agent.name,
         type(run.supervisor).__name__,
@@ -192,7 +192,7 @@ def _way(state: State | None) -> dict[tuple[int, ...], State]:
     return found
 
 
-def _traced_state(state: State, ahead: Mapping[tuple[int, ...], State]) -> TracedState:
+def _traced_state(state: State, ahead: Mapping[tuple[int, ...], State]) -> LoggedState:
     if state.path in ahead:
         fate = "accepted"
     elif state.error is not None:
@@ -202,7 +202,7 @@ def _traced_state(state: State, ahead: Mapping[tuple[int, ...], State]) -> Trace
     else:
         fate = "waiting" if state.sleeping else "pruned"
     value = state.error if state.error is not None else state.value if state.finished else None
-    return TracedState(
+    return LoggedState(
         state.path,
         state.parent.path if state.parent else None,
         fate,
@@ -220,7 +220,7 @@ def _waits_for(state: State) -> str:
         return "end"
     if state.waiting is None:
         return "begin"
-    kinds = {Llm: "llm", Tool: "tool", Next: "next", Result: "result", Yielded: "yield"}
+    kinds = {Llm: "llm", Tool: "tool", ChildNext: "next", ChildResult: "result", Yielded: "yield"}
     return next((name for kind, name in kinds.items() if isinstance(state.waiting, kind)), "await")
 
 
@@ -232,7 +232,7 @@ def _short(value: Any) -> str:
 # Pictures.
 
 
-def tree_picture(run: TracedRun) -> "Figure":
+def tree_picture(run: LoggedRun) -> "Figure":
     """The search tree of a run, from left to right: what was accepted, gone on from, and pruned
     (figure 2a of Hive), with scores.
 
@@ -295,7 +295,7 @@ def tree_picture(run: TracedRun) -> "Figure":
     return figure
 
 
-def _places(run: TracedRun) -> dict[tuple[int, ...], tuple[float, float]]:
+def _places(run: LoggedRun) -> dict[tuple[int, ...], tuple[float, float]]:
     """Where each state stands: depth, and the middle of its children; leaves one below the other,
     in the order of their firings."""
     children: dict[tuple[int, ...], list[tuple[int, ...]]] = {
@@ -327,7 +327,7 @@ _BARS = 200
 """Runs in a timeline, at most: the first ones."""
 
 
-def timeline_picture(trace: Trace) -> "Figure":
+def timeline_picture(trace: SearchLog) -> "Figure":
     """One bar for each run, from its begin to its end, and in it what its firings waited for; what
     was done at once is a line.
 
@@ -368,7 +368,7 @@ def timeline_picture(trace: Trace) -> "Figure":
     return figure
 
 
-def _draw_firings(ax: "Axes", row: int, run: TracedRun) -> None:
+def _draw_firings(ax: "Axes", row: int, run: LoggedRun) -> None:
     """What firings of a run waited for; those at the same time one below the other."""
     waited = {state.path: state.waits_for for state in run.states}
     firings = sorted(

@@ -6,13 +6,13 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from jaxshare.serving.agents.requests import Llm, Message, Next, Result, Yielded
+from jaxshare.serving.agents.requests import ChildNext, ChildResult, Llm, Message, Yielded
 
 if TYPE_CHECKING:
     from jaxshare.serving.agents.compiler.frames import Frame
 
 
-_OF_OTHERS = frozenset((Next, Result, Yielded))
+_OF_OTHERS = frozenset((ChildNext, ChildResult, Yielded))
 """What only another agent can give."""
 
 

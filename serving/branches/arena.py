@@ -11,7 +11,7 @@ from jaxshare import KVCache
 from jaxshare.arena import ALIGNMENT
 from jaxshare.models import LoadedModel
 from jaxshare.serving.inputs import cache_dtype
-from jaxshare.serving.kvcache.free_list import Holes
+from jaxshare.serving.kvcache.free_list import FreeList
 
 
 def footprints(capacities: Sequence[int]) -> list[int]:
@@ -36,7 +36,7 @@ class Arena:
     def __init__(self, model: LoadedModel, tokens: int, slots: int):
         self.tokens, self.slots, self.busy = tokens, slots, False
         self.cache = KVCache.empty(model.config, tokens, slots, cache_dtype(model), mesh=model.mesh)
-        self._holes = Holes(tokens)
+        self._holes = FreeList(tokens)
         self._taken: dict[int, tuple[int, int]] = {}
         self._spare = [*range(slots)]  # a heap
         self._changed: set[int] = set()

@@ -27,7 +27,7 @@ says so, and a test asserts it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class RowBudget:
     """Memory for rows, and for the keys and values that they see.
 
     Attributes:
@@ -53,7 +53,7 @@ class Room:
         *,
         max_kv_bytes: int | None = None,
         arena_tokens: int | None = None,
-    ) -> "Room":
+    ) -> "RowBudget":
         """The room beside a model that is loaded.
 
         Args:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxshare import DecodeState, Layout, Reason, Sampler, decode
+from jaxshare import DecodeState, FinishReason, Layout, Sampler, decode
 from jaxshare.arena import ALIGNMENT, arena_size
 from jaxshare.compile_time import Stopwatch
 from jaxshare.layout import bucket
@@ -19,13 +19,13 @@ from jaxshare.seeds import stream_seed
 from jaxshare.serving.branches.arena import Arena
 from jaxshare.serving.branches.prefix import Prefix, at_work
 from jaxshare.serving.branches.prompt_tree import Prompt, Prompts, read_prompts
-from jaxshare.serving.branches.row_budget import MOST_ROWS, Room
+from jaxshare.serving.branches.row_budget import MOST_ROWS, RowBudget
 from jaxshare.serving.branches.sharing_plan import (
-    Arrangement,
-    Stream,
-    arrange,
+    Sample,
+    SharingPlan,
     can_share,
     fold,
+    plan_sharing,
     unique_tokens,
 )
 from jaxshare.serving.branches.waves import Residents, Wave, groups, widest_wave
@@ -197,7 +197,7 @@ class Branches:
         self.unique_tokens = before + unique_tokens(tree)
         skipped = set(skip)
         most = MOST_ROWS if max_rows is None else max_rows
-        room = Room.of(
+        room = RowBudget.of(
             model,
             max_new_tokens,
             max_kv_bytes=max_kv_bytes,
@@ -208,8 +208,8 @@ class Branches:
         if share is None and can_share(tree):
             self.costs = sharing_cost.choose(model) if costs is None else Chosen(costs, "as given")
 
-        def arranged(share: bool | None) -> tuple[Arrangement, list[Stream], Wave]:
-            arrangement = arrange(
+        def arranged(share: bool | None) -> tuple[SharingPlan, list[Sample], Wave]:
+            arrangement = plan_sharing(
                 tree, self.costs.costs if self.costs else None, share, grow=max_new_tokens // 2
             )
             streams = [s for s in arrangement.streams if (s.prompt, s.index) not in skipped]
@@ -255,7 +255,7 @@ class Branches:
         self._arena_tokens = _arena_tokens(wave.tokens, bound) if prefix is None else 0
         self._slots = wave.rows + wave.blocks
         self._depth = bucket(len(prefix.path if prefix else ()) + self.arrangement.depth + 1)
-        self._live: dict[int, tuple[Stream, int]] = {}
+        self._live: dict[int, tuple[Sample, int]] = {}
         self._state: DecodeState | None = None
         self._written: tuple[np.ndarray, ...] | None = None  # of the state, on the host
 
@@ -419,13 +419,13 @@ class Branches:
             )
             self.passes += int(state.passes) - int(begun)
             self._peak = max(self._peak, residents.cached(lengths))
-            ended = [row for row in self._live if reasons[row] != Reason.RUNNING]
+            ended = [row for row in self._live if reasons[row] != FinishReason.RUNNING]
             self.sampled_tokens = residents.sampled + sum(int(drawn[row]) for row in self._live)
             if on_pass:
                 on_pass(self)
             for row in ended:
-                reason = Reason(int(reasons[row]))
-                if reason is Reason.FULL:
+                reason = FinishReason(int(reasons[row]))
+                if reason is FinishReason.FULL:
                     raise RuntimeError(
                         f"row {row} ran out of room that was made for it; this is a mistake in "
                         "jaxshare"

@@ -13,7 +13,7 @@ from jaxshare.serving.kvcache.sharing_cost import DEFAULT, Costs
 
 
 @dataclasses.dataclass(eq=False)
-class Node:
+class PrefixNode:
     """A node of the tree of common prefixes.
 
     Attributes:
@@ -26,14 +26,14 @@ class Node:
 
     tokens: tuple[int, ...]
     # a deep tree has no printable form
-    children: list["Node"] = dataclasses.field(default_factory=list, repr=False)
+    children: list["PrefixNode"] = dataclasses.field(default_factory=list, repr=False)
     ends: list[Prompt] = dataclasses.field(default_factory=list)
     rows: int = 0
     first: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedBlock:
+class SharedPrefix:
     """A block that several rows read together.
 
     Attributes:
@@ -48,7 +48,7 @@ class SharedBlock:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stream:
+class Sample:
     """One completion, that is, one row.
 
     Attributes:
@@ -67,7 +67,7 @@ class Stream:
 
 
 @dataclasses.dataclass(frozen=True)
-class Arrangement:
+class SharingPlan:
     """Where every token of every prompt is kept.
 
     Attributes:
@@ -75,8 +75,8 @@ class Arrangement:
       streams: in depth-first order, so that rows below one block are neighbours.
     """
 
-    blocks: tuple[SharedBlock, ...]
-    streams: tuple[Stream, ...]
+    blocks: tuple[SharedPrefix, ...]
+    streams: tuple[Sample, ...]
 
     @property
     def cached_tokens(self) -> int:
@@ -102,7 +102,7 @@ class Arrangement:
         return path[::-1]
 
 
-def fold(prompts: Sequence[Prompt]) -> Node:
+def fold(prompts: Sequence[Prompt]) -> PrefixNode:
     """The tree of the prompts' common prefixes, as a radix tree over tokens: each different prefix
     is held once.
 
@@ -111,7 +111,7 @@ def fold(prompts: Sequence[Prompt]) -> Node:
     """
     # sort fast; how tokens are ordered is all one
     keys = [np.asarray(prompt.tokens, np.int32).tobytes() for prompt in prompts]
-    root = Node(())
+    root = PrefixNode(())
     # the nodes of the prompt before, and how many tokens stand up to the end of each
     path, ends, before = [root], [0], b""
     for i in sorted(range(len(prompts)), key=keys.__getitem__):
@@ -119,12 +119,14 @@ def fold(prompts: Sequence[Prompt]) -> Node:
         while ends[-1] > common:
             last, _ = path.pop(), ends.pop()
         if (kept := common - ends[-1]) > 0:  # they part in the middle of `last`
-            path[-1].children[-1] = middle = Node(last.tokens[:kept], [last], first=last.first)
+            path[-1].children[-1] = middle = PrefixNode(
+                last.tokens[:kept], [last], first=last.first
+            )
             last.tokens = last.tokens[kept:]
             path.append(middle)
             ends.append(common)
         if len(prompt.tokens) > common:
-            leaf = Node(prompt.tokens[common:], first=i)
+            leaf = PrefixNode(prompt.tokens[common:], first=i)
             path[-1].children.append(leaf)
             path.append(leaf)
             ends.append(len(prompt.tokens))
@@ -140,19 +142,19 @@ def fold(prompts: Sequence[Prompt]) -> Node:
     return root
 
 
-def unique_tokens(root: Node) -> int:
+def unique_tokens(root: PrefixNode) -> int:
     """Tokens of the tree: what has to be kept if nothing is kept twice."""
     return sum(len(visit.node.tokens) for visit in _visits(root))
 
 
-def can_share(root: Node) -> bool:
+def can_share(root: PrefixNode) -> bool:
     """Whether two rows begin alike, so that there is something to decide."""
     return any(visit.node.rows > 1 and visit.node.tokens for visit in _visits(root))
 
 
-def arrange(
-    root: Node, costs: Costs | None = None, share: bool | None = None, *, grow: int = 0
-) -> Arrangement:
+def plan_sharing(
+    root: PrefixNode, costs: Costs | None = None, share: bool | None = None, *, grow: int = 0
+) -> SharingPlan:
     """Decides which nodes become blocks that rows share. The tokens of the others are pushed down
     to the blocks and rows below them.
 
@@ -170,8 +172,8 @@ def arrange(
         shared = _cheapest(visits, costs or DEFAULT, grow)
     else:
         shared = [share and visit.node.rows > 1 and len(visit.node.tokens) > 0 for visit in visits]
-    blocks: list[SharedBlock] = []
-    streams: list[Stream] = []
+    blocks: list[SharedPrefix] = []
+    streams: list[Sample] = []
     path: list[int] = []
     # for each node the last block down to it, and how many tokens stand up to the end of that
     above: list[tuple[int, int]] = []
@@ -179,26 +181,26 @@ def arrange(
         node, (block, end) = visit.node, above[visit.parent] if above else (-1, 0)
         path[visit.start :] = node.tokens
         if is_shared:
-            blocks.append(SharedBlock(block, tuple(path[end:]), node.rows))
+            blocks.append(SharedPrefix(block, tuple(path[end:]), node.rows))
             block, end = len(blocks) - 1, len(path)
         above.append((block, end))
         for prompt in node.ends:
             own = prompt.tokens[end:]
-            streams += [Stream(prompt.number, index, block, own) for index in range(prompt.n)]
-    return Arrangement(tuple(blocks), tuple(streams))
+            streams += [Sample(prompt.number, index, block, own) for index in range(prompt.n)]
+    return SharingPlan(tuple(blocks), tuple(streams))
 
 
 class _Visit(NamedTuple):
     """A node in depth-first order, the place of its parent there (-1: none), nodes above it, and
     tokens above it."""
 
-    node: Node
+    node: PrefixNode
     parent: int
     level: int
     start: int
 
 
-def _visits(root: Node) -> list[_Visit]:
+def _visits(root: PrefixNode) -> list[_Visit]:
     """The nodes in depth-first order, parents before children."""
     visits: list[_Visit] = []
     stack = [_Visit(root, -1, 0, 0)]

@@ -16,8 +16,8 @@ from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.serving.branches.arena import Arena, footprints
 from jaxshare.serving.branches.prefix import Prefix
-from jaxshare.serving.branches.row_budget import Room
-from jaxshare.serving.branches.sharing_plan import Arrangement, Stream
+from jaxshare.serving.branches.row_budget import RowBudget
+from jaxshare.serving.branches.sharing_plan import Sample, SharingPlan
 from jaxshare.serving.engine import prefill
 from jaxshare.serving.engine.prefill import Feed
 
@@ -30,8 +30,8 @@ class Residents:
         arena: Arena,
         *,
         model: LoadedModel,
-        arrangement: Arrangement,
-        streams: Sequence[Stream],
+        arrangement: SharingPlan,
+        streams: Sequence[Sample],
         prefix: Prefix | None,
         width: int,
         max_new_tokens: int,
@@ -61,16 +61,16 @@ class Residents:
         self._users = collections.Counter(b for s in streams for b in arrangement.path(s.block))
         self._ends = {s.block for s in streams if not s.own}
         # rows that have ended, and whose blocks stay until the room is wanted
-        self._done: list[tuple[Stream, int]] = []
+        self._done: list[tuple[Sample, int]] = []
         self._before = prefix.path if prefix else ()
 
-    def path(self, stream: Stream, own: int) -> list[int]:
+    def path(self, stream: Sample, own: int) -> list[int]:
         """The arena's blocks that a row lists."""
         return [*self._before, *(self._block[b] for b in self._arrangement.path(stream.block)), own]
 
     def admit(
-        self, waiting: "collections.deque[Stream]", rows: Sequence[int], idle: bool
-    ) -> list[tuple[int, Stream, int]]:
+        self, waiting: "collections.deque[Sample]", rows: Sequence[int], idle: bool
+    ) -> list[tuple[int, Sample, int]]:
         """Takes streams from the queue as long as there are rows and room: (row, stream, its own
         block). `idle`: no row runs."""
         admitted = []
@@ -94,7 +94,7 @@ class Residents:
             admitted.append((row, waiting.popleft(), own))
         return admitted
 
-    def _take(self, stream: Stream) -> int | None:
+    def _take(self, stream: Sample) -> int | None:
         """Room for a stream's own block and for what it sees that is not there; the own block, or
         None and nothing taken."""
         own = self._arena.take(len(stream.own) + self._max_new_tokens, high=True)
@@ -137,7 +137,7 @@ class Residents:
         return cache, logits, passes
 
     def logits(
-        self, streams: Sequence[Stream], blocks: Sequence[int], fed: dict[int, Array]
+        self, streams: Sequence[Sample], blocks: Sequence[int], fed: dict[int, Array]
     ) -> Array:
         """float32[A, V]: what each stream samples its first token from."""
         prefix = self._prefix
@@ -149,7 +149,7 @@ class Residents:
         place = {id(x): i for i, x in enumerate(different)}
         return jnp.stack(different)[np.asarray([place[id(x)] for x in found])]
 
-    def end(self, stream: Stream, own: int, sampled: int) -> None:
+    def end(self, stream: Sample, own: int, sampled: int) -> None:
         """A stream has ended."""
         self.sampled += sampled
         self._done.append((stream, own))
@@ -195,11 +195,11 @@ class Wave:
 
 
 def widest_wave(
-    arrangement: Arrangement,
-    streams: Sequence[Stream],
+    arrangement: SharingPlan,
+    streams: Sequence[Sample],
     max_new_tokens: int,
     max_rows: int,
-    room: Room,
+    room: RowBudget,
 ) -> Wave:
     """The most that neighbouring streams need together, as many of them as the rows and the memory
     allow."""

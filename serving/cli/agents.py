@@ -30,7 +30,7 @@ from jaxshare.serving.agents.backends import EngineModel
 from jaxshare.serving.agents.compiler.frames import FRAME
 from jaxshare.serving.agents.requests import Model
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
-from jaxshare.serving.agents.search_log import Trace, timeline_picture, tree_picture
+from jaxshare.serving.agents.search_log import SearchLog, timeline_picture, tree_picture
 
 _TREES = 16
 """Trees that are drawn, at most."""
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         done, error = None, raised
     if isinstance(model, EngineModel):
         model.engine.drain()
-    written, unwritten = _write(Trace.of(runtime), options)
+    written, unwritten = _write(SearchLog.of(runtime), options)
     place = None if error is None else _place(error, module, options.file, runtime.runs)
     engine = model.engine.metrics if isinstance(model, EngineModel) else None
     compiling = engine.compile_seconds if engine else 0.0
@@ -222,7 +222,7 @@ def _check_matplotlib() -> None:
         )
 
 
-def _write(trace: Trace, options: argparse.Namespace) -> tuple[list[str], ValueError | None]:
+def _write(trace: SearchLog, options: argparse.Namespace) -> tuple[list[str], ValueError | None]:
     """(the files written, the error where one could not be)."""
     written: list[str] = []
     try:

@@ -31,7 +31,7 @@ from jaxshare.serving.branches.batch_input import Item, read_input
 from jaxshare.serving.branches.data_parallel import branches
 from jaxshare.serving.branches.prompt_tree import Branch
 from jaxshare.serving.cluster import process_mesh, ray_pool
-from jaxshare.serving.cluster.model_spec import NodeModel
+from jaxshare.serving.cluster.model_spec import ModelSpec
 from jaxshare.serving.cluster.shards import Shards
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler, warn_of_equal_texts
@@ -139,10 +139,10 @@ def run(options: argparse.Namespace, sampling: dict[str, Any]) -> int:
     return run_job(options, sampling, load, branches)
 
 
-def _run_on(found: ray_pool.Fleet, options: argparse.Namespace, sampling: dict[str, Any]) -> int:
+def _run_on(found: ray_pool.RayPool, options: argparse.Namespace, sampling: dict[str, Any]) -> int:
     """Runs a job on replicas, which load the model themselves; what is read here has no
     parameters."""
-    node = NodeModel.of(options)
+    node = ModelSpec.of(options)
     with contextlib.ExitStack() as running:
 
         def engine(model: LoadedModel, *prompts: Any, **settings: Any) -> Shards:

@@ -216,7 +216,7 @@ def _line(count: int, group: Result, copies: Result | None) -> Line:
 class _Answers:
     """One line for each branch: what it has boxed so far, and how many of the five are right."""
 
-    def __init__(self, problem: arithmetic.Problem, console: Console):
+    def __init__(self, problem: arithmetic.SumsProblem, console: Console):
         self.problem, self.console = problem, console
         self.texts: dict[int, str] = {}
         self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
@@ -254,7 +254,7 @@ class _Answers:
             self.live.stop()
 
 
-def _right(text: str, problem: arithmetic.Problem) -> int:
+def _right(text: str, problem: arithmetic.SumsProblem) -> int:
     return sum(arithmetic.check(text, problem))
 
 

@@ -26,12 +26,12 @@ from jaxshare.models import LoadedModel
 from jaxshare.paths import check_folder
 from jaxshare.serving import jsonl
 from jaxshare.serving.cluster import process_mesh, ray_pool
-from jaxshare.serving.cluster.model_spec import NodeModel
+from jaxshare.serving.cluster.model_spec import ModelSpec
 from jaxshare.serving.evaluation import plot, runs, scoring, tasks
 from jaxshare.serving.evaluation.arithmetic import QUESTIONS
 from jaxshare.serving.evaluation.baselines import METHODS
 from jaxshare.serving.evaluation.mathematics import Mathematician
-from jaxshare.serving.evaluation.runs import Execute, Piece, Run
+from jaxshare.serving.evaluation.runs import Execute, Run, RunSpec
 from jaxshare.serving.evaluation.sandbox import Limits
 from jaxshare.serving.evaluation.scoring import Point, Score, Scorer
 from jaxshare.serving.evaluation.tasks import Task
@@ -172,7 +172,7 @@ def run(
 ) -> int:
     """Runs an evaluation, here or on a fleet; see `run_evaluation`."""
     if found := ray_pool.of_options(options):
-        node = NodeModel.of(options)
+        node = ModelSpec.of(options)
         with contextlib.ExitStack() as running:
 
             def executes(_: LoadedModel) -> Execute:
@@ -407,7 +407,7 @@ def _pieces(
     task: Task,
     model: LoadedModel,
     format: Format | None,
-) -> list[Piece]:
+) -> list[RunSpec]:
     sampler = dataclasses.replace(default_sampler(model), **sampling)
     warn_of_greedy(model, sampler, discouraged=presets.advises_sampling(options.format))
     if sampler.temperature == 0 and options.seeds > 1:
@@ -415,7 +415,7 @@ def _pieces(
             f"--seeds is {options.seeds}, but at temperature 0 all of them would write the same; "
             "give a --temperature, or one seed"
         )
-    return runs.pieces(
+    return runs.run_specs(
         task.problems,
         method=options.method,
         workers=workers,
@@ -497,7 +497,7 @@ def _read_beside(folder: Path, settings: Mapping[str, Any]) -> dict[str, list[Po
 
 def _make(
     execute: Execute,
-    wanted: Sequence[Piece],
+    wanted: Sequence[RunSpec],
     file: BinaryIO,
     made: list[Run],
     total: int,

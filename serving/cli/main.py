@@ -11,7 +11,7 @@ from typing import Any
 from jaxshare import __version__
 from jaxshare.decoding.sampling import Sampler
 from jaxshare.paths import check_file, check_folder
-from jaxshare.serving.checkpoints import has_saves
+from jaxshare.serving.checkpoints import has_checkpoints
 from jaxshare.serving.cli import agents as agents_command
 from jaxshare.serving.cli import batch
 from jaxshare.serving.cli import evaluate as evaluate_command
@@ -477,7 +477,7 @@ def _workers(options: argparse.Namespace) -> int:
         print(f"going on after {session.passes} passes", file=sys.stderr)
     else:
         session = Workers(model, **settings, format=format)
-    recorder = inspection.Recorder(session) if options.save else None
+    recorder = inspection.AttentionProbe(session) if options.save else None
     console = console_for(options.json)
     with (
         Streams(session.names, console) as streams,
@@ -586,7 +586,7 @@ def _begun(options: argparse.Namespace) -> bool:
             f"--checkpoint-every is {options.checkpoint_every}; save every so many forward passes, "
             "at least 1"
         )
-    if not options.checkpoint or not has_saves(options.checkpoint):
+    if not options.checkpoint or not has_checkpoints(options.checkpoint):
         return False
     if not options.resume:
         raise ValueError(

@@ -10,10 +10,18 @@ from pathlib import Path
 from tqdm import tqdm
 
 from jaxshare.pallas.device import Device, current_device
-from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, Tiles, tiles_file
+from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, KernelConfig, tiles_file
 from jaxshare.paths import check_file
 from jaxshare.serving.tuning import kernels
-from jaxshare.serving.tuning.kernels import DTYPES, QUICK, QUICK_ROWS, ROWS, Effort, Outcome, Shape
+from jaxshare.serving.tuning.kernels import (
+    DTYPES,
+    QUICK,
+    QUICK_ROWS,
+    ROWS,
+    Effort,
+    KernelShape,
+    TuningOutcome,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,7 +156,7 @@ def run(options: argparse.Namespace, rows: Sequence[int]) -> int:
     return 0
 
 
-def _show(device: Device, shape: Shape, outcomes: Sequence[Outcome]) -> None:
+def _show(device: Device, shape: KernelShape, outcomes: Sequence[TuningOutcome]) -> None:
     print(
         f"microseconds of one attention layer on {device.kind}: {shape.num_heads} heads, "
         f"{shape.num_kv_heads} kv heads, dim {shape.head_dim}, {shape.dtype}\nbackend      rows  "
@@ -181,14 +189,14 @@ def _number(time: float | None) -> str:
     return f"{'-' if time is None else f'{time:.1f}':>9}"
 
 
-def _words(tiles: Tiles) -> str:
+def _words(tiles: KernelConfig) -> str:
     return ", ".join(
         f"{name.removeprefix('num_').replace('_', ' ')} {value}"
         for name, value in dataclasses.asdict(tiles).items()
     )
 
 
-def _shape(options: argparse.Namespace) -> Shape:
+def _shape(options: argparse.Namespace) -> KernelShape:
     numbers = {
         "--heads": options.heads,
         "--kv-heads": options.kv_heads,
@@ -204,10 +212,12 @@ def _shape(options: argparse.Namespace) -> Shape:
         return _model_shape(options.model, options.dtype)
     if missing:
         raise ValueError(f"{missing[0]} is missing; --heads, --kv-heads and --head-dim go together")
-    return Shape(options.heads, options.kv_heads, options.head_dim, options.dtype or DTYPES[0])
+    return KernelShape(
+        options.heads, options.kv_heads, options.head_dim, options.dtype or DTYPES[0]
+    )
 
 
-def _model_shape(name: str, dtype: str | None) -> Shape:
+def _model_shape(name: str, dtype: str | None) -> KernelShape:
     """Of the model's config.json, without its weights."""
     from jaxshare import models  # here, so that --help and wrong arguments answer at once
     from jaxshare.models.config_fields import read_json
@@ -228,7 +238,7 @@ def _model_shape(name: str, dtype: str | None) -> Shape:
             ) from error
     config, fields = models.ModelConfig.from_json(file), read_json(file)
     own = fields.get("dtype") or fields.get("torch_dtype") or DTYPES[0]
-    return Shape(
+    return KernelShape(
         config.num_heads,
         config.num_kv_heads,
         config.head_dim,

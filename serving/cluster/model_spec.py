@@ -12,7 +12,7 @@ from jaxshare.serving.cluster import process_mesh
 
 
 @dataclasses.dataclass(frozen=True)
-class NodeModel:
+class ModelSpec:
     """A model that every node loads itself. Plain data, which can be sent there.
 
     Attributes:
@@ -27,7 +27,7 @@ class NodeModel:
     kv: int
 
     @classmethod
-    def of(cls, options: argparse.Namespace) -> "NodeModel":
+    def of(cls, options: argparse.Namespace) -> "ModelSpec":
         """The one that a command was asked for."""
         here = options.model != "embedded" and Path(options.model).is_dir()
         return cls(

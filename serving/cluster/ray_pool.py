@@ -1,7 +1,7 @@
 """Fleets: independent pieces of work on replicas of a model, each an actor on a Ray cluster. Losing
 a node loses nothing.
 
-    with Fleet("local", replicas=2) as fleet:
+    with RayPool("local", replicas=2) as fleet:
         fleet.start(make, most=len(pieces))
         for result in fleet.run(pieces):
             ...
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def of_options(options: argparse.Namespace) -> "Fleet | None":
+def of_options(options: argparse.Namespace) -> "RayPool | None":
     """The fleet that was asked for, not yet connected, or None.
 
     Raises:
@@ -90,10 +90,10 @@ def of_options(options: argparse.Namespace) -> "Fleet | None":
             f"--data is {sizes['data']}, but with --ray each replica is one group; give --replicas "
             "instead"
         )
-    return Fleet(options.ray, replicas=options.replicas, devices=sizes["tensor"] * sizes["kv"])
+    return RayPool(options.ray, replicas=options.replicas, devices=sizes["tensor"] * sizes["kv"])
 
 
-class Result(NamedTuple):
+class JobResult(NamedTuple):
     """What came of a piece: one of the values that the work yields.
 
     Attributes:
@@ -108,7 +108,7 @@ class Result(NamedTuple):
     replica: int
 
 
-class Fleet:
+class RayPool:
     """Replicas on a Ray cluster, as a context: entering connects, leaving ends the replicas and all
     that was started here.
 
@@ -143,7 +143,7 @@ class Fleet:
         _import_ray()
         self._address, self._wanted, self._devices = address, replicas, devices
         self._leaving = contextlib.ExitStack()
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _ReplicaHandle] = {}
         self._hired = self._failed_starts = 0
         self._waiting: collections.deque[_Job] = collections.deque()
         self._make: Callable[[], Work] | None = None
@@ -151,7 +151,7 @@ class Fleet:
         self._gpus = False
         self.replicas = replicas or 0
 
-    def __enter__(self) -> "Fleet":
+    def __enter__(self) -> "RayPool":
         """Connects.
 
         Raises:
@@ -195,7 +195,7 @@ class Fleet:
         while not any(held.stage == "ready" for held in self._held.values()):
             self._turn()
 
-    def run(self, pieces: Sequence[Any]) -> Iterator[Result]:
+    def run(self, pieces: Sequence[Any]) -> Iterator[JobResult]:
         """Does the pieces, and yields what comes of them as it comes; those given first are begun
         first.
 
@@ -253,17 +253,17 @@ class Fleet:
             )
             .remote()
         )
-        self._held[self._hired] = _Held(self._hired, actor, actor.node.remote())
+        self._held[self._hired] = _ReplicaHandle(self._hired, actor, actor.node.remote())
         self._hired += 1
 
-    def _turn(self) -> list[Result]:
+    def _turn(self) -> list[JobResult]:
         """Waits a moment for replicas to say something, and answers them."""
         ray = _import_ray()
         replies = {held.reply: held for held in self._held.values() if held.reply is not None}
         if not ray.wait([*replies], timeout=1.0)[0]:
             self._check_room()
             return []
-        found: list[Result] = []
+        found: list[JobResult] = []
         for reply in ray.wait([*replies], num_returns=len(replies), timeout=0)[0]:
             held = replies[reply]
             try:
@@ -275,7 +275,7 @@ class Fleet:
                 self._lost(held, error)
         return found
 
-    def _heard(self, held: "_Held", said: Any) -> list[Result]:
+    def _heard(self, held: "_ReplicaHandle", said: Any) -> list[JobResult]:
         """Takes what a replica has said, and asks it for what comes next."""
         if held.stage == "placing":
             held.stage, held.node = "loading", said
@@ -295,9 +295,9 @@ class Fleet:
             held.stage, held.reply, held.job = "ready", None, None
         else:
             held.reply = held.actor.more.remote()
-        return [Result(job.piece, key, value, held.number) for key, value in new.items()]
+        return [JobResult(job.piece, key, value, held.number) for key, value in new.items()]
 
-    def _lost(self, held: "_Held", error: Exception) -> None:
+    def _lost(self, held: "_ReplicaHandle", error: Exception) -> None:
         """Puts another replica in the place of one that has died, and its piece in front of those
         that wait."""
         reason, where = _reason(error), f" on {held.node}" if held.node else ""
@@ -354,7 +354,7 @@ class _Job:
 
 
 @dataclasses.dataclass
-class _Held:
+class _ReplicaHandle:
     """What the driver knows of a replica; `reply` is what it has been asked for, or None while it
     waits for a piece."""
 

@@ -15,7 +15,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.serving.branches.prompt_tree import Prompt, Prompts, read_prompts
 from jaxshare.serving.branches.run import Branches, Completion
 from jaxshare.serving.branches.sharing_plan import fold, unique_tokens
-from jaxshare.serving.cluster.ray_pool import Fleet, Work
+from jaxshare.serving.cluster.ray_pool import RayPool, Work
 from jaxshare.serving.inputs import encode
 
 _SHARDS_OF_A_REPLICA = 4
@@ -114,7 +114,7 @@ class Shards:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: RayPool,
         load: Callable[[], LoadedModel],
         model: LoadedModel,
         prompts: Prompts,
@@ -136,7 +136,7 @@ class Shards:
             replica's.
 
         Raises:
-          ValueError: as in `Branches` and `Fleet.start`.
+          ValueError: as in `Branches` and `RayPool.start`.
         """
         read = read_prompts(prompts, n, lambda text, first: encode(model, text, first=first))
         self.prompt_tokens, self.unique_tokens = (
@@ -182,7 +182,7 @@ class Shards:
           on_pass: called with this run whenever a completion has come.
 
         Raises:
-          ValueError: as in `Fleet.run`.
+          ValueError: as in `RayPool.run`.
         """
         began = time.perf_counter()
         for result in self._fleet.run(self._shards):

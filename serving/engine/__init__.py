@@ -2,7 +2,7 @@
 use again (Hive, sections 6 to 8)."""
 
 from jaxshare.serving.engine.engine import Engine
-from jaxshare.serving.engine.request import Completion, End, Piece, Stream
+from jaxshare.serving.engine.request import End, RequestOutput, Stream, TokenChunk
 from jaxshare.serving.errors import (
     ClosedError,
     EngineError,
@@ -14,14 +14,14 @@ from jaxshare.serving.logits_cache.hotspot import Hotspot
 
 __all__ = [
     "ClosedError",
-    "Completion",
     "End",
     "Engine",
     "EngineError",
     "Hotspot",
     "NotANumberError",
-    "Piece",
     "QueueFullError",
+    "RequestOutput",
     "Stream",
+    "TokenChunk",
     "TooLongError",
 ]

@@ -17,20 +17,20 @@ from jaxshare.arena import ALIGNMENT, arena_size, extents
 from jaxshare.compile_time import compile_seconds
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
-from jaxshare.serving.checkpoints import Saved, SaveError, Saves
-from jaxshare.serving.engine.fair_queue import Queue
+from jaxshare.serving.checkpoints import CheckpointStore, SavedCheckpoint, SaveError
+from jaxshare.serving.engine.fair_queue import FairQueue
 from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.output import Replies
-from jaxshare.serving.engine.request import Call, Stream, StreamState, Text
-from jaxshare.serving.engine.scheduler import Loop
+from jaxshare.serving.engine.output import OutputProcessor
+from jaxshare.serving.engine.request import Request, Stream, StreamState, Text
+from jaxshare.serving.engine.scheduler import Scheduler
 from jaxshare.serving.errors import ClosedError, EngineError, QueueFullError, TooLongError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler, encode, encode_messages, token_bytes
 from jaxshare.serving.kvcache import checkpoint
 from jaxshare.serving.kvcache.eviction import make_policy
-from jaxshare.serving.kvcache.lease import Guest, Guests
-from jaxshare.serving.kvcache.manager import Memory
-from jaxshare.serving.kvcache.policy import Policy, digest
+from jaxshare.serving.kvcache.lease import KVLease, LeaseTable
+from jaxshare.serving.kvcache.manager import KVManager
+from jaxshare.serving.kvcache.policy import Policy, prefix_hash
 from jaxshare.serving.kvcache.pool import whole_tiles
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import USUAL, Hotspot
@@ -140,8 +140,8 @@ class Engine:
             max_queue,
         )
         chosen = make_policy(policy) if isinstance(policy, str) else policy
-        queue = Queue()
-        memory = Memory(
+        queue = FairQueue()
+        memory = KVManager(
             self.model,
             tokens=tokens,
             host_tokens=host_kv_bytes // size,
@@ -149,7 +149,7 @@ class Engine:
             policy=chosen,
             metrics=self.metrics,
         )
-        self._replies = Replies(
+        self._replies = OutputProcessor(
             self.model,
             queue=queue,
             policy=chosen,
@@ -157,7 +157,7 @@ class Engine:
             hotspot=hotspot,
             logits=self._logits_cache(logits_cache, kept_logits),
         )
-        self._loop = Loop(
+        self._loop = Scheduler(
             self.model,
             memory=memory,
             queue=queue,
@@ -166,14 +166,14 @@ class Engine:
             metrics=self.metrics,
             replies=self._replies,
         )
-        self._guests = Guests(memory)
+        self._guests = LeaseTable(memory)
         self._numbers = itertools.count()
         # How often something was asked without a seed; of what was asked last.
         self._asked: collections.OrderedDict[bytes, int] = collections.OrderedDict()
-        self._saves: Saves | None = None
+        self._saves: CheckpointStore | None = None
         self._changed = threading.Condition()
-        self._new: list[Call] = []
-        self._calls: dict[Call, None] = {}  # that have not ended
+        self._new: list[Request] = []
+        self._calls: dict[Request, None] = {}  # that have not ended
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -262,7 +262,7 @@ class Engine:
                 f"the sampler names token {outside[0]}, outside the vocabulary of {vocab}"
             )
         state = StreamState(Text(self.model.tokenizer, stops))
-        call = Call(
+        call = Request(
             next(self._numbers),
             tokens,
             sampler,
@@ -283,7 +283,7 @@ class Engine:
                     "ended, or make the engine with a larger max_queue"
                 )
             if seed is None:
-                asked = digest(tokens)
+                asked = prefix_hash(tokens)
                 self._asked[asked] = self._asked.pop(asked, 0) + 1
                 if len(self._asked) > _MOST_ASKED:
                     self._asked.popitem(last=False)
@@ -348,7 +348,7 @@ class Engine:
 
     # Sessions.
 
-    def invite(self, capacities: Sequence[int]) -> Guest:
+    def invite(self, capacities: Sequence[int]) -> KVLease:
         """Memory for the blocks of a session.
 
         It waits for calls that have no room beside it. Those that come later and need more than is
@@ -405,7 +405,7 @@ class Engine:
                 if self._closed:
                     raise ClosedError("the engine is shut down; make another")
                 asked = [[key.hex(), count] for key, count in self._asked.items()]
-            self._saves = Saves.of(folder, self._saves)
+            self._saves = CheckpointStore.of(folder, self._saves)
             arrays, facts = checkpoint.known(self._loop.memory, self.model)
             logits = self.logits_cache.known() if self.logits_cache else ({}, None)
             return self._saves.save(
@@ -437,7 +437,7 @@ class Engine:
           EngineError: this engine has been asked something already.
           ClosedError: it was shut down.
         """
-        with Saved(folder, number) as save, self._guests.turn():
+        with SavedCheckpoint(folder, number) as save, self._guests.turn():
             if save.facts.get("format") != _SAVED or save.facts["model"] != self.model.fingerprint:
                 raise SaveError(
                     f"save {save.number} of {folder} is of another model, or of no engine; restore "
@@ -541,5 +541,5 @@ class Engine:
             return False
 
 
-def _cancel(call: Call) -> None:
+def _cancel(call: Request) -> None:
     call.cancelled = True

@@ -3,13 +3,13 @@ each was given so far."""
 
 from collections.abc import Iterator
 
-from jaxshare.serving.engine.request import Call
+from jaxshare.serving.engine.request import Request
 
 _MOST_AGENTS = 1024
 """So many are remembered before those are forgotten that need not be."""
 
 
-class Queue:
+class FairQueue:
     """Calls that wait.
 
     An agent's service is the tokens that were read and written for it. The agent that was given
@@ -19,14 +19,14 @@ class Queue:
     """
 
     def __init__(self) -> None:
-        self._calls: dict[Call, None] = {}
+        self._calls: dict[Request, None] = {}
         self._served: dict[str, float] = {}
         self._at_work: dict[str, int] = {}  # calls of each agent, waiting or running
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def __iter__(self) -> Iterator[Call]:
+    def __iter__(self) -> Iterator[Request]:
         """In the order in which they are to be served."""
         return iter(
             sorted(
@@ -35,7 +35,7 @@ class Queue:
             )
         )
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: Request) -> None:
         """A call is there for the first time."""
         if not self._at_work.get(call.agent):
             least = min((self._served[agent] for agent in self._at_work), default=0.0)
@@ -43,15 +43,15 @@ class Queue:
         self._at_work[call.agent] = self._at_work.get(call.agent, 0) + 1
         self._calls[call] = None
 
-    def put_back(self, call: Call) -> None:
+    def put_back(self, call: Request) -> None:
         """A call that was running waits again."""
         self._calls[call] = None
 
-    def take(self, call: Call) -> None:
+    def take(self, call: Request) -> None:
         """A call waits no more."""
         self._calls.pop(call, None)
 
-    def end(self, call: Call) -> None:
+    def end(self, call: Request) -> None:
         """A call is over."""
         self.take(call)
         self._at_work[call.agent] -= 1
@@ -69,7 +69,7 @@ class Queue:
                     if agent in self._at_work or served > least
                 }
 
-    def serve(self, call: Call, tokens: int) -> None:
+    def serve(self, call: Request, tokens: int) -> None:
         """So many tokens were read or written for a call."""
         self._served[call.agent] += tokens
 

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from jaxshare.serving.engine.request import Call, Completion
+from jaxshare.serving.engine.request import Request, RequestOutput
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -100,7 +100,7 @@ class Metrics:
             registry=registry,
         )
 
-    def admitted(self, call: Call, known: int) -> None:
+    def admitted(self, call: Request, known: int) -> None:
         self._prompt.labels(call.agent).inc(len(call.tokens))
         self._reused.labels(call.agent).inc(known)
         if not call.preemptions:
@@ -139,7 +139,7 @@ class Metrics:
     def preempted(self) -> None:
         self._preempted.inc()
 
-    def finished(self, call: Call, done: Completion) -> None:
+    def finished(self, call: Request, done: RequestOutput) -> None:
         self._calls.labels(done.end.value).inc()
         self._whole.observe(done.seconds)
         if done.first_token_seconds is not None:

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from jaxshare.models import LoadedModel
-from jaxshare.serving.engine.fair_queue import Queue
+from jaxshare.serving.engine.fair_queue import FairQueue
 from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.request import Call, Completion, End
-from jaxshare.serving.engine.speculation import Guesses
+from jaxshare.serving.engine.request import End, Request, RequestOutput
+from jaxshare.serving.engine.speculation import DraftLookup
 from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import Hotspot
@@ -20,7 +20,7 @@ from jaxshare.serving.logits_cache.hotspot import Hotspot
 log = logging.getLogger("jaxshare.engine")
 
 
-class Replies:
+class OutputProcessor:
     """Of the calls of one engine.
 
     Args:
@@ -33,7 +33,7 @@ class Replies:
         self,
         model: LoadedModel,
         *,
-        queue: Queue,
+        queue: FairQueue,
         policy: Policy,
         metrics: Metrics,
         logits: LogitsCache | None,
@@ -53,7 +53,7 @@ class Replies:
         """Logits of a distribution that calls keep; 0 for none."""
         return (self.logits.kept or 0) if self.logits else 0
 
-    def look_up(self, call: Call) -> None:
+    def look_up(self, call: Request) -> None:
         """Takes the beginning of an answer from the Logits Cache."""
         assert self.logits is not None
         call.looked_up = True
@@ -81,21 +81,21 @@ class Replies:
         else:
             self.publish(call)
 
-    def guesses(self, call: Call) -> Guesses | None:
+    def guesses(self, call: Request) -> DraftLookup | None:
         """Of what a call may say next: after the latest answer to the same."""
         if not call.resample or self.logits is None:
             return None
         answer = self.logits.answer(call.prompt)
-        return Guesses(answer) if len(answer) else None
+        return DraftLookup(answer) if len(answer) else None
 
-    def finish(self, call: Call, end: End, error: Exception | None = None) -> None:
+    def finish(self, call: Request, end: End, error: Exception | None = None) -> None:
         """A call is over."""
         self.queue.end(call)
         if call.drawn_from and end is not End.ERROR:
             self._remember(call)
         self.publish(call)
         now = time.perf_counter()
-        done = Completion(
+        done = RequestOutput(
             tuple(call.output),
             "",
             end,
@@ -123,7 +123,7 @@ class Replies:
         )
         call.state.tell(done=done)
 
-    def _remember(self, call: Call) -> None:
+    def _remember(self, call: Request) -> None:
         """Gives the Logits Cache what a call has computed; and has the next one on the same state
         looked up before it comes."""
         assert self.logits is not None
@@ -136,10 +136,10 @@ class Replies:
         if written and call.next_seed is not None and call.resample == "stepwise":
             self.logits.prefetch(call.prompt, call.sampler, call.next_seed, call.budget, self.stops)
 
-    def give_up(self, call: Call, error: Exception) -> None:
+    def give_up(self, call: Request, error: Exception) -> None:
         """Ends a call because the loop has failed."""
         call.state.tell(
-            done=Completion(
+            done=RequestOutput(
                 tuple(call.output),
                 "",
                 End.ERROR,
@@ -153,7 +153,7 @@ class Replies:
             )
         )
 
-    def stopped(self, call: Call) -> bool:
+    def stopped(self, call: Request) -> bool:
         """Whether one of the call's stop texts stands; then its output ends where the text before
         it does."""
         text = call.state.text
@@ -167,7 +167,7 @@ class Replies:
         ]
         return True
 
-    def publish(self, call: Call) -> None:
+    def publish(self, call: Request) -> None:
         """Gives out what is new."""
         call.state.tell(tuple(call.output[call.given :]))
         call.given = len(call.output)

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from jaxshare import Sampler
-from jaxshare.decoding.top_logits import Kept
+from jaxshare.decoding.top_logits import TopLogits
 
 
 class End(enum.StrEnum):
@@ -30,7 +30,7 @@ class End(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TokenChunk:
     """What a stream gives at a time: tokens, and the text that they complete (a character may end
     with a later piece)."""
 
@@ -39,7 +39,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Completion:
+class RequestOutput:
     """A call that has ended.
 
     Attributes:
@@ -86,7 +86,7 @@ class Stream:
         """Ends the call, if it has not; what it has sampled so far is its completion."""
         self._cancel()
 
-    def wait(self, timeout: float | None = None) -> Completion:
+    def wait(self, timeout: float | None = None) -> RequestOutput:
         """Waits for the end, in the calling thread.
 
         Raises:
@@ -98,23 +98,23 @@ class Stream:
                 raise TimeoutError(f"the call has not ended within {timeout} seconds")
         return self._state.outcome()
 
-    async def _ended(self) -> Completion:
+    async def _ended(self) -> RequestOutput:
         await self._state.until(lambda: self._state.done is not None)
         return self._state.outcome()
 
-    def __await__(self) -> Generator[Any, None, Completion]:
+    def __await__(self) -> Generator[Any, None, RequestOutput]:
         return self._ended().__await__()
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> TokenChunk:
         state = self._state
         await state.until(lambda: state.pieces or state.done is not None)
         with state.changed:
             tokens = state.pieces.popleft() if state.pieces else ()
             last = state.done is not None and not state.pieces
-        piece = Piece(tokens, state.text.more(tokens, last))
+        piece = TokenChunk(tokens, state.text.more(tokens, last))
         if piece.tokens or piece.text:
             return piece
         state.outcome()  # raises what went wrong
@@ -169,11 +169,11 @@ class StreamState:
         self.text = text
         self.changed = threading.Condition()
         self.pieces: collections.deque[tuple[int, ...]] = collections.deque()
-        self.done: Completion | None = None
+        self.done: RequestOutput | None = None
         self.waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-        self._outcome: Completion | None = None
+        self._outcome: RequestOutput | None = None
 
-    def outcome(self) -> Completion:
+    def outcome(self) -> RequestOutput:
         assert self.done is not None
         if self.done.error:
             raise self.done.error
@@ -191,7 +191,7 @@ class StreamState:
                 self.waiting.append((loop, future))
             await future
 
-    def tell(self, tokens: tuple[int, ...] = (), done: Completion | None = None) -> None:
+    def tell(self, tokens: tuple[int, ...] = (), done: RequestOutput | None = None) -> None:
         """From the engine's thread; `done` without its text."""
         with self.changed:
             if tokens:
@@ -210,7 +210,7 @@ def _settle(future: "asyncio.Future[None]") -> None:
 
 
 @dataclasses.dataclass(eq=False)
-class Call:
+class Request:
     """A call, as the engine's loop has it.
 
     Attributes:
@@ -244,7 +244,7 @@ class Call:
     replayed: int = 0
     looked_up: bool = False
     reused: int | None = None
-    drawn_from: list[Kept] = dataclasses.field(default_factory=list)
+    drawn_from: list[TopLogits] = dataclasses.field(default_factory=list)
     next_seed: int | None = None
     given: int = 0
     preemptions: int = 0

@@ -16,19 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, decode
+from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler, decode
 from jaxshare.decoding.sampling import Samplers
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import seed_words
 from jaxshare.serving.engine import prefill
-from jaxshare.serving.engine.fair_queue import Queue
+from jaxshare.serving.engine.fair_queue import FairQueue
 from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.output import Replies
-from jaxshare.serving.engine.request import Call, End
-from jaxshare.serving.engine.speculation import SHAPES, Guesses, confirm
+from jaxshare.serving.engine.output import OutputProcessor
+from jaxshare.serving.engine.request import End, Request
+from jaxshare.serving.engine.speculation import SHAPES, DraftLookup, verify
 from jaxshare.serving.errors import NotANumberError
-from jaxshare.serving.kvcache.manager import Memory, Wait, steadied
+from jaxshare.serving.kvcache.manager import KVManager, Wait, ema
 from jaxshare.serving.kvcache.prefix_tree import Node
 
 log = logging.getLogger("jaxshare.engine")
@@ -38,7 +38,7 @@ PENDING = 8
 
 
 @dataclasses.dataclass(eq=False)
-class Row:
+class RunningRequest:
     """A call under way.
 
     Attributes:
@@ -53,12 +53,12 @@ class Row:
       slot, length: its own block among those of the last view, and the tokens in that.
     """
 
-    call: Call
+    call: Request
     index: int
     node: Node
     running: bool = False
     logits: Array | None = None
-    guesses: Guesses | None = None
+    guesses: DraftLookup | None = None
     drawn: int = 0
     first: int = 0
     slot: int = 0
@@ -71,7 +71,7 @@ class Row:
         return self.node.tokens[self.node.extent.length :]
 
 
-class Loop:
+class Scheduler:
     """Runs calls.
 
     Args:
@@ -87,16 +87,16 @@ class Loop:
         self,
         model: LoadedModel,
         *,
-        memory: Memory,
-        queue: Queue,
+        memory: KVManager,
+        queue: FairQueue,
         rows: int,
         passes: int,
         metrics: Metrics,
-        replies: Replies,
+        replies: OutputProcessor,
     ):
         self.model, self.memory, self.queue = model, memory, queue
         self.passes, self.metrics, self.replies = passes, metrics, replies
-        self.rows: list[Row | None] = [None] * rows
+        self.rows: list[RunningRequest | None] = [None] * rows
         self._state: DecodeState | None = None
         self._samplers = [Sampler()] * rows
         self._samplers_on_device: Samplers | None = None
@@ -105,7 +105,7 @@ class Loop:
         self._ran = 0  # passes of its state
 
     @property
-    def live(self) -> list[Row]:
+    def live(self) -> list[RunningRequest]:
         return [row for row in self.rows if row]
 
     # A round.
@@ -171,21 +171,21 @@ class Loop:
             if wait is Wait.ROOM:
                 return
 
-    def _make_way(self, call: Call) -> bool:
+    def _make_way(self, call: Request) -> bool:
         """Takes a row from a call of a lower priority; False if there is none."""
         below = [row for row in self.live if row.call.priority < call.priority]
         if below:
             self._preempt(min(below, key=_worth))
         return bool(below)
 
-    def _place(self, call: Call, index: int, *, afresh: bool = False) -> Wait | None:
+    def _place(self, call: Request, index: int, *, afresh: bool = False) -> Wait | None:
         """Gives a call a row and memory, or says what is in the way."""
         running = 1 + sum(row.call.agent == call.agent for row in self.live)
         node = self.memory.place(call, running, afresh=afresh)
         if isinstance(node, Wait):
             return node
         self.queue.take(call)
-        self.rows[index] = Row(call, index, node, guesses=self.replies.guesses(call))
+        self.rows[index] = RunningRequest(call, index, node, guesses=self.replies.guesses(call))
         known = node.segment.depth - len(node.tokens)
         if call.reused is None:
             call.reused = min(known, len(call.prompt))
@@ -201,7 +201,7 @@ class Loop:
         )
         return None
 
-    def _preempt(self, row: Row) -> None:
+    def _preempt(self, row: RunningRequest) -> None:
         """Takes row and memory from a call; it goes on later, as though nothing had been."""
         row.call.preemptions += 1
         self.metrics.preempted()
@@ -218,7 +218,7 @@ class Loop:
 
     # Passes.
 
-    def _feed(self, rows: Sequence[Row]) -> None:
+    def _feed(self, rows: Sequence[RunningRequest]) -> None:
         """One pass over the next tokens of as many of these rows as are fed alike."""
         count, width = prefill.shape(len(rows[0].left))
         taken = dict(enumerate(rows[:count]))
@@ -231,7 +231,7 @@ class Loop:
         logits, self.memory.pool.cache = self.model.forward(tokens, counts, cache, layout)
         finite = np.asarray(jnp.isfinite(logits).all(axis=-1))
         fed = int(counts.sum())
-        self.memory.feed_seconds = steadied(
+        self.memory.feed_seconds = ema(
             self.memory.feed_seconds, (time.perf_counter() - begin) / fed
         )
         self.metrics.fed(fed)
@@ -245,11 +245,11 @@ class Loop:
                 row.logits = logits[i]
         self.memory.moved = True
 
-    def _confirm(self, rows: Sequence[Row]) -> list[Row]:
+    def _confirm(self, rows: Sequence[RunningRequest]) -> list[RunningRequest]:
         """One pass over what some of these rows may say next; those that have nothing to guess,
         which the decode loop is for."""
-        guessed: list[tuple[Row, list[int]]] = []
-        unsure: list[Row] = []
+        guessed: list[tuple[RunningRequest, list[int]]] = []
+        unsure: list[RunningRequest] = []
         most = SHAPES[-1][1]
         for row in rows:
             extent, call = row.node.extent, row.call
@@ -278,7 +278,7 @@ class Loop:
             positions[i] = len(row.call.output) - begins[i]
         cache, layout = self._view({i: row for i, (row, _) in enumerate(guessed)}, count)
         edits = max(len(sampler.bias) + len(sampler.forbidden) for sampler in samplers)
-        self.memory.pool.cache, drawn, finite, kept = confirm(
+        self.memory.pool.cache, drawn, finite, kept = verify(
             self.model.module,
             self.model.params,
             cache,
@@ -317,12 +317,16 @@ class Loop:
             self._found(
                 row,
                 found,
-                Reason.STOP if stop is not None else Reason.BUDGET if spent else Reason.RUNNING,
+                FinishReason.STOP
+                if stop is not None
+                else FinishReason.BUDGET
+                if spent
+                else FinishReason.RUNNING,
                 now,
             )
         return unsure
 
-    def _start(self, rows: Sequence[Row]) -> None:
+    def _start(self, rows: Sequence[RunningRequest]) -> None:
         """Lets rows sample that have little or nothing left to be fed."""
         if not rows:
             return
@@ -364,7 +368,7 @@ class Loop:
         for row in rows:
             row.logits = None
 
-    def _room_for(self, calls: Sequence[Call]) -> DecodeState:
+    def _room_for(self, calls: Sequence[Request]) -> DecodeState:
         """The decode loop's state, with room for what these calls may sample and for their
         samplers' edits."""
         room = max(call.budget for call in calls)
@@ -450,14 +454,14 @@ class Loop:
         if faults:
             state.cache.check()
         now = time.perf_counter()
-        full: list[Row] = []
+        full: list[RunningRequest] = []
         for row in running:
             assert row.node.extent is not None
             grown, row.length = int(lengths[row.slot]) - row.length, int(lengths[row.slot])
             row.node.extent.length += grown
             found = tokens[row.index, row.drawn : drawn[row.index]].tolist()
             row.drawn += len(found)
-            if (reason := Reason(int(reasons[row.index]))) is Reason.FULL:
+            if (reason := FinishReason(int(reasons[row.index]))) is FinishReason.FULL:
                 full.append(row)
             self._found(row, found, reason, now)
         for row in full:
@@ -472,31 +476,33 @@ class Loop:
             ):
                 self._leave_loop(row)
 
-    def _found(self, row: Row, found: list[int], reason: Reason, now: float) -> None:
+    def _found(
+        self, row: RunningRequest, found: list[int], reason: FinishReason, now: float
+    ) -> None:
         """What a row has sampled, and what becomes of it."""
         call = row.call
         if found:
             call.first = call.first or now
             self.queue.serve(call, len(found))
             self.metrics.sampled(len(found))
-        if reason is Reason.STOP:
+        if reason is FinishReason.STOP:
             call.stop_token = found.pop()
         if found:
             call.output += found
             self.memory.tree.extend(row.node, found)
         stopped = self.replies.stopped(call)
-        if reason is Reason.NOT_A_NUMBER:
+        if reason is FinishReason.NOT_A_NUMBER:
             self._not_a_number(row)
         elif stopped:
             self._end(row, End.STOP_TEXT)
-        elif reason is Reason.STOP:
+        elif reason is FinishReason.STOP:
             self._end(row, End.STOP)
-        elif reason is Reason.BUDGET:
+        elif reason is FinishReason.BUDGET:
             self._end(row, End.LENGTH)
         else:
             self.replies.publish(call)
 
-    def _give_room(self, row: Row) -> None:
+    def _give_room(self, row: RunningRequest) -> None:
         """A row's block is full: it grows, or another one follows it, or somebody has to make
         way."""
         while (node := self.memory.more(row.node, row.call.left + 1)) is None:
@@ -507,10 +513,10 @@ class Loop:
         row.node = node
         assert self._state is not None
         self._state = dataclasses.replace(
-            self._state, reasons=self._state.reasons.at[row.index].set(Reason.RUNNING.value)
+            self._state, reasons=self._state.reasons.at[row.index].set(FinishReason.RUNNING.value)
         )
 
-    def _not_a_number(self, row: Row) -> None:
+    def _not_a_number(self, row: RunningRequest) -> None:
         """Ends a call that nothing can be sampled for; what it has written last is nothing to go on
         from."""
         assert row.node.extent is not None
@@ -527,7 +533,7 @@ class Loop:
 
     # Ends.
 
-    def _release(self, row: Row) -> None:
+    def _release(self, row: RunningRequest) -> None:
         """Takes a row out of the loop; what it has written stays in the tree, for whoever may want
         it."""
         if row.running:
@@ -535,7 +541,7 @@ class Loop:
         self.rows[row.index] = None
         self.memory.release(row.node)
 
-    def _leave_loop(self, row: Row) -> None:
+    def _leave_loop(self, row: RunningRequest) -> None:
         """Takes a row out of the decode loop's; what was kept of its distributions is fetched."""
         assert self._state is not None
         if row.call.resample and row.drawn > row.first:
@@ -546,7 +552,7 @@ class Loop:
         self._retired.append(row.index)
         row.running, self.memory.moved = False, True
 
-    def _end(self, row: Row, end: End, error: Exception | None = None) -> None:
+    def _end(self, row: RunningRequest, end: End, error: Exception | None = None) -> None:
         self._release(row)
         self.replies.finish(row.call, end, error)
 
@@ -554,7 +560,7 @@ class Loop:
         """After a failure: memory, rows and queue as they were at first, since a cache may have
         been given to a pass that failed."""
         self.rows = [None] * len(self.rows)
-        self.queue = self.replies.queue = Queue()
+        self.queue = self.replies.queue = FairQueue()
         self._state, self._ran = None, 0
         self._retired.clear()
         self.memory.restart()
@@ -566,18 +572,20 @@ class Loop:
             if not array.is_deleted():
                 array.delete()
 
-    def _view(self, rows: Mapping[int, Row], count: int) -> tuple[KVCache, Layout]:
+    def _view(self, rows: Mapping[int, RunningRequest], count: int) -> tuple[KVCache, Layout]:
         """(the cache with what these rows see as its blocks, a layout of `count` rows)."""
         cache, listed = self._seen(rows, count)
         return cache, Layout.from_blocks(listed, width=self.memory.width)
 
-    def _seen(self, rows: Mapping[int, Row], count: int) -> tuple[KVCache, list[list[int]]]:
+    def _seen(
+        self, rows: Mapping[int, RunningRequest], count: int
+    ) -> tuple[KVCache, list[list[int]]]:
         cache, listed, own = self.memory.view({i: row.node for i, row in rows.items()}, count)
         for i, row in rows.items():
             row.slot, row.length = own[i]
         return cache, listed
 
 
-def _worth(row: Row) -> tuple[int, int]:
+def _worth(row: RunningRequest) -> tuple[int, int]:
     """Who makes way first: the lowest priority, and of these who came last."""
     return row.call.priority, -row.call.number

@@ -18,8 +18,8 @@ import numpy as np
 from jax import Array
 
 from jaxshare import KVCache, Layout, Samplers
-from jaxshare.decoding.state import Model
-from jaxshare.decoding.top_logits import Kept, keep
+from jaxshare.decoding.state import DecodeModel
+from jaxshare.decoding.top_logits import TopLogits, compress_logits
 
 SHAPES = ((1, 16), (4, 16))
 """(rows, tokens of a row) of a pass over guesses."""
@@ -29,7 +29,7 @@ _MOST_MISSES = 6
 """So many passes more that found nothing than found much, and a call guesses no more."""
 
 
-class Guesses:
+class DraftLookup:
     """What an earlier answer says of what may come in a call that has parted from it.
 
     Args:
@@ -68,8 +68,8 @@ class Guesses:
 
 
 @functools.partial(jax.jit, static_argnames=("model", "kept"), donate_argnames="cache")
-def confirm(
-    model: Model,
+def verify(
+    model: DecodeModel,
     params: Any,
     cache: KVCache,
     layout: Layout,
@@ -79,7 +79,7 @@ def confirm(
     seeds: Array,
     positions: Array,
     kept: int,
-) -> tuple[KVCache, Array, Array, Kept | None]:
+) -> tuple[KVCache, Array, Array, TopLogits | None]:
     """One pass over R rows of T tokens, and a draw after each of them.
 
     Args:
@@ -105,7 +105,7 @@ def confirm(
     ).reshape(rows, width)
     real = jnp.arange(width) < count[:, None]
     finite = jnp.all(jnp.isfinite(jnp.max(logits, axis=-1)) | ~real, axis=1)
-    found = keep(flat, each.temperature, kept) if kept else None
+    found = compress_logits(flat, each.temperature, kept) if kept else None
     return (
         cache,
         drawn,

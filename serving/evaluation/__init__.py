@@ -7,7 +7,7 @@
 
 from jaxshare.serving.evaluation.judge import Endpoint, Grading, JudgeError, grade, trace_of
 from jaxshare.serving.evaluation.mathematics import Mathematician
-from jaxshare.serving.evaluation.runs import Piece, Run, execute, pieces, solve
+from jaxshare.serving.evaluation.runs import Run, RunSpec, execute, run_specs, solve
 from jaxshare.serving.evaluation.sandbox import Limits, Verdict, run_tests
 from jaxshare.serving.evaluation.scoring import Point, Score, Scorer, passes_to, points, wilson
 from jaxshare.serving.evaluation.tasks import Problem, Task, load_task
@@ -18,10 +18,10 @@ __all__ = [
     "JudgeError",
     "Limits",
     "Mathematician",
-    "Piece",
     "Point",
     "Problem",
     "Run",
+    "RunSpec",
     "Score",
     "Scorer",
     "Task",
@@ -30,8 +30,8 @@ __all__ = [
     "grade",
     "load_task",
     "passes_to",
-    "pieces",
     "points",
+    "run_specs",
     "run_tests",
     "solve",
     "trace_of",

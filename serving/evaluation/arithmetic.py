@@ -118,7 +118,7 @@ class Dependent:
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class SumsProblem:
     """Questions, asked at once: 1 to `MOST_QUESTIONS`.
 
     Attributes:
@@ -223,7 +223,7 @@ def instruction(questions: int) -> str:
 
 def make_problem(
     rng: random.Random, questions: int = QUESTIONS, *, dependent: bool = False
-) -> Problem:
+) -> SumsProblem:
     """Draws a problem: sums and differences of two-digit numbers, products of a two-digit number
     and a digit.
 
@@ -249,10 +249,10 @@ def make_problem(
             made[place] = Dependent(
                 1 + rng.choice(order[count:]), rng.randint(1, 2), rng.randint(1, 99)
             )
-    return Problem(tuple(made))
+    return SumsProblem(tuple(made))
 
 
-def typed_problem(rng: random.Random, questions: int, form: Form) -> Problem:
+def typed_problem(rng: random.Random, questions: int, form: Form) -> SumsProblem:
     """Draws a problem as a person would type it: as `make_problem`, with some numbers of one digit,
     on either side.
 
@@ -265,10 +265,12 @@ def typed_problem(rng: random.Random, questions: int, form: Form) -> Problem:
     Raises:
       ValueError: another number of questions.
     """
-    return Problem(tuple(_typed_question(rng, form) for _ in range(questions)), form)
+    return SumsProblem(tuple(_typed_question(rng, form) for _ in range(questions)), form)
 
 
-def few_shot_messages(examples: Sequence[Problem], problem: Problem) -> list[dict[str, str]]:
+def few_shot_messages(
+    examples: Sequence[SumsProblem], problem: SumsProblem
+) -> list[dict[str, str]]:
     """A chat in which Alice has solved `examples`, a turn each, and is now asked `problem`. An
     example takes about 300 tokens."""
     turns = [_system(NAMES[:1])]
@@ -291,7 +293,7 @@ def wait_body(other: str) -> str:
     return f" I wait for {other}."
 
 
-def next_move(name: str, seen: str, problem: Problem | None = None) -> int:
+def next_move(name: str, seen: str, problem: SumsProblem | None = None) -> int:
     """What `name` does next, given everything visible to it after the prompt: finished paragraphs
     and the other's unfinished one.
 
@@ -327,7 +329,7 @@ def boxed(text: str) -> list[str] | None:
     return [entry.strip() for entry in found[-1].split(",")] if found else None
 
 
-def check(text: str, problem: Problem) -> list[bool]:
+def check(text: str, problem: SumsProblem) -> list[bool]:
     """Whether each of the boxed answers in `text` is right. All are wrong without a box, or with
     more entries in it than questions; a missing entry is wrong."""
     entries, count = boxed(text) or [], len(problem.questions)

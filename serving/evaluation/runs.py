@@ -27,7 +27,7 @@ from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving import jsonl
-from jaxshare.serving.cluster.ray_pool import Fleet, Work
+from jaxshare.serving.cluster.ray_pool import RayPool, Work
 from jaxshare.serving.evaluation.baselines import METHODS
 from jaxshare.serving.evaluation.tasks import Problem
 from jaxshare.serving.workers.answers import AnswerRule, answer_rule, box_answers, has_entries
@@ -40,7 +40,7 @@ Key = tuple[int, str, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class RunSpec:
     """One run that is to be made: plain data, which can be sent to wherever a model is.
 
     Attributes:
@@ -89,7 +89,7 @@ class Run:
     """A run that has been made, as its line in the file has it.
 
     Attributes:
-      workers, problem, number, seed: see `Piece`; text: of the problem.
+      workers, problem, number, seed: see `RunSpec`; text: of the problem.
       result: all that was written and answered, as `Result.as_json` gives it.
     """
 
@@ -129,7 +129,7 @@ class Run:
         return run
 
 
-def pieces(
+def run_specs(
     problems: Sequence[Problem],
     *,
     method: str,
@@ -140,7 +140,7 @@ def pieces(
     answer_tokens: int,
     sampler: Sampler,
     more: Mapping[str, Any],
-) -> list[Piece]:
+) -> list[RunSpec]:
     """All runs of an evaluation, problem by problem, so that one that is broken off has the same
     problems for all numbers of workers.
 
@@ -151,7 +151,7 @@ def pieces(
         budgets=tuple(sorted(set(budgets))), answer_tokens=answer_tokens, sampler=sampler, more=more
     )
     return [
-        Piece(
+        RunSpec(
             problem.id,
             problem.text,
             problem.kind,
@@ -168,7 +168,7 @@ def pieces(
     ]
 
 
-def solve(model: LoadedModel, piece: Piece, on_pass: Callable[[int], None] | None = None) -> Run:
+def solve(model: LoadedModel, piece: RunSpec, on_pass: Callable[[int], None] | None = None) -> Run:
     """Makes one run. One run answers at every budget, which changes nothing of what is written.
 
     Args:
@@ -196,7 +196,7 @@ def solve(model: LoadedModel, piece: Piece, on_pass: Callable[[int], None] | Non
 
 
 Execute = Callable[
-    [Sequence[Piece], Callable[[int], None]], Iterable[tuple[Piece, Run | ValueError]]
+    [Sequence[RunSpec], Callable[[int], None]], Iterable[tuple[RunSpec, Run | ValueError]]
 ]
 """Where runs are made: given pieces, each of which stands by itself, it yields what each has come
 to, in any order, as they finish. It may call the second argument with the forward passes of the run
@@ -211,7 +211,9 @@ def execute(model: LoadedModel) -> Execute:
     for replica in replicas:
         free.put(replica)
 
-    def make(piece: Piece, on_pass: Callable[[int], None] | None) -> tuple[Piece, Run | ValueError]:
+    def make(
+        piece: RunSpec, on_pass: Callable[[int], None] | None
+    ) -> tuple[RunSpec, Run | ValueError]:
         replica = free.get()
         try:
             return piece, solve(replica, piece, on_pass)
@@ -221,8 +223,8 @@ def execute(model: LoadedModel) -> Execute:
             free.put(replica)
 
     def run(
-        wanted: Sequence[Piece], on_pass: Callable[[int], None]
-    ) -> Iterator[tuple[Piece, Run | ValueError]]:
+        wanted: Sequence[RunSpec], on_pass: Callable[[int], None]
+    ) -> Iterator[tuple[RunSpec, Run | ValueError]]:
         if len(replicas) == 1:
             yield from (make(piece, on_pass) for piece in wanted)
             return
@@ -240,7 +242,7 @@ def execute(model: LoadedModel) -> Execute:
     return run
 
 
-def execute_on(fleet: Fleet, load: Callable[[], LoadedModel]) -> Execute:
+def execute_on(fleet: RayPool, load: Callable[[], LoadedModel]) -> Execute:
     """Makes runs on the replicas of a fleet, side by side.
 
     Args:
@@ -249,8 +251,8 @@ def execute_on(fleet: Fleet, load: Callable[[], LoadedModel]) -> Execute:
     """
 
     def run(
-        wanted: Sequence[Piece], on_pass: Callable[[int], None]
-    ) -> Iterator[tuple[Piece, Run | ValueError]]:
+        wanted: Sequence[RunSpec], on_pass: Callable[[int], None]
+    ) -> Iterator[tuple[RunSpec, Run | ValueError]]:
         fleet.start(functools.partial(_solver, load), most=len(wanted))
         for result in fleet.run(wanted):
             yield result.piece, result.value
@@ -263,7 +265,7 @@ def _solver(load: Callable[[], LoadedModel]) -> Work:
     model = load()
 
     def work(
-        piece: Piece, arrived: Collection[Hashable]
+        piece: RunSpec, arrived: Collection[Hashable]
     ) -> Iterator[tuple[Hashable, Run | ValueError]]:
         try:
             yield piece.key, solve(model, piece)

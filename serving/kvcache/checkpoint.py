@@ -9,15 +9,15 @@ import numpy as np
 
 from jaxshare import cache_io
 from jaxshare.models import LoadedModel
-from jaxshare.serving.kvcache.manager import Memory
-from jaxshare.serving.kvcache.policy import Segment, digest
+from jaxshare.serving.kvcache.manager import KVManager
+from jaxshare.serving.kvcache.policy import Segment, prefix_hash
 from jaxshare.serving.kvcache.pool import HostCopy
 from jaxshare.serving.kvcache.prefix_tree import Node, PrefixTree
 
 _SEGMENT = ("depth", "owners", "last_used", "uses", "priority")
 
 
-def known(memory: Memory, model: LoadedModel) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def known(memory: KVManager, model: LoadedModel) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Arrays and facts of all that is known, in host memory.
 
     The arrays are `tokens` int32[N] and, of each layer L, `keys.L` and `values.L` [K, N, D] with
@@ -78,7 +78,10 @@ def _facts(node: Node, parent: int | None) -> dict[str, Any]:
 
 
 def learn(
-    memory: Memory, model: LoadedModel, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]
+    memory: KVManager,
+    model: LoadedModel,
+    arrays: Mapping[str, np.ndarray],
+    facts: Mapping[str, Any],
 ) -> int:
     """Brings what was known into a memory that knows nothing yet: what was used last first, as far
     as there is room.
@@ -100,7 +103,7 @@ def learn(
         node = Node(
             tokens,
             None,
-            Segment(len(tokens), digest(whole), *(nodes[i][name] for name in _SEGMENT)),
+            Segment(len(tokens), prefix_hash(whole), *(nodes[i][name] for name in _SEGMENT)),
             fresh=False,
         )
         if _place(tree, node, parent, nodes[i]["phase"]):
@@ -150,7 +153,10 @@ def _copy(
 
 
 def _write(
-    memory: Memory, model: LoadedModel, arrays: Mapping[str, np.ndarray], held: Mapping[int, Node]
+    memory: KVManager,
+    model: LoadedModel,
+    arrays: Mapping[str, np.ndarray],
+    held: Mapping[int, Node],
 ) -> None:
     """Puts the keys and values of nodes, whose tokens begin at these places of the arrays, where
     their extents are."""

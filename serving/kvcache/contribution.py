@@ -154,7 +154,7 @@ def liveliness(silence: float, longest: float, mean: float) -> float:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Call:
+class _ObservedRequest:
     """A call in the window, with what it added to the sums, so that it can be taken from them
     again."""
 
@@ -164,7 +164,7 @@ class _Call:
     outcomes: dict[tuple[int, int, bool], int] = dataclasses.field(default_factory=dict)
 
 
-class _Agent:
+class _AgentCounts:
     """What the window knows of an agent, as sums; and how long which of its tokens have been
     waiting for it.
 
@@ -185,7 +185,7 @@ class _Agent:
         self.gaps: tuple[int, float] | None = None
         self.waiting: dict[int, list[int]] = {}
         self.outcomes: collections.Counter[tuple[int, int, bool]] = collections.Counter()
-        self.latest: _Call | None = None
+        self.latest: _ObservedRequest | None = None
 
     def wait(self, number: int, kind: int, tokens: int) -> None:
         """So many tokens more (or fewer) have their last use in that call. What is older than all
@@ -268,8 +268,8 @@ class Contribution:
             if given < 1:
                 raise ValueError(f"{name} is {given} calls, but it must be at least 1")
         self._alpha, self._window, self._round, self._expect = alpha, window, round_calls, expect
-        self._calls: collections.deque[_Call] = collections.deque()
-        self._agents: dict[str, _Agent] = {}
+        self._calls: collections.deque[_ObservedRequest] = collections.deque()
+        self._agents: dict[str, _AgentCounts] = {}
         self._pairs: dict[tuple[str, str], list[int]] = {}
         self._outcomes: collections.Counter[tuple[int, int, bool]] = collections.Counter()
         self._uses: dict[Segment, dict[str, _Use]] = {}
@@ -282,7 +282,7 @@ class Contribution:
         # until there is something new.
         self._now = 0
         self._scores: dict[Segment, float] = {}
-        self._densities: dict[tuple[_Agent, int], list[float]] = {}
+        self._densities: dict[tuple[_AgentCounts, int], list[float]] = {}
 
     def contributions(self) -> dict[str, float]:
         """Every active agent's contribution, as of the last update. They add up to 1, or to alpha
@@ -292,8 +292,8 @@ class Contribution:
     def observe(self, call: "Observation") -> None:
         self._renew(call.now)
         self._observed += 1
-        entry = _Call(call)
-        agent = self._agents.setdefault(call.agent, _Agent())
+        entry = _ObservedRequest(call)
+        agent = self._agents.setdefault(call.agent, _AgentCounts())
         # All that the agent's call before this one used has been reported by now; what it left out
         # has waited one stage longer.
         for number, tokens in agent.waiting.items():
@@ -337,7 +337,7 @@ class Contribution:
             use = uses.get(name)
             if use and use.seen == count:
                 continue
-            agent = self._agents.setdefault(name, _Agent())
+            agent = self._agents.setdefault(name, _AgentCounts())
             if use is None:
                 use = uses[name] = _Use(agent.number, 1, segment.tokens, count)
                 agent.held += 1
@@ -422,7 +422,7 @@ class Contribution:
         shared = collaborative({pair: edge(*sums) for pair, sums in self._pairs.items()}, active)
         self._contributions = contribution(own, shared, self._alpha)
 
-    def _count(self, entry: _Call, sign: int) -> None:
+    def _count(self, entry: _ObservedRequest, sign: int) -> None:
         """Adds a call to the sums (or takes it from them)."""
         call, agent = entry.observation, self._agents[entry.observation.agent]
         agent.calls += sign
@@ -456,7 +456,7 @@ class Contribution:
         self._retire(entry.observation.agent)
 
     def _outcome(
-        self, agent: _Agent, entry: _Call, key: tuple[int, int, bool], tokens: int
+        self, agent: _AgentCounts, entry: _ObservedRequest, key: tuple[int, int, bool], tokens: int
     ) -> None:
         if tokens:
             entry.outcomes[key] = entry.outcomes.get(key, 0) + tokens
@@ -485,7 +485,7 @@ class Contribution:
         if not agent.calls and not agent.held:
             del self._agents[name]
 
-    def _liveliness(self, agent: _Agent, now: int) -> float:
+    def _liveliness(self, agent: _AgentCounts, now: int) -> float:
         if not agent.times:
             return 0.0
         if len(agent.times) == 1:
@@ -496,7 +496,7 @@ class Contribution:
             agent.gaps = max(gaps), sum(gaps) / len(gaps)
         return liveliness(now - agent.times[-1], *agent.gaps)
 
-    def _density(self, agent: _Agent, kind: int) -> list[float]:
+    def _density(self, agent: _AgentCounts, kind: int) -> list[float]:
         """For every stage the density of hits of an agent's segments of that class, by what was
         watched so far."""
         found = self._densities.get((agent, kind))

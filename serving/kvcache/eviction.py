@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxshare.serving.kvcache.contribution import Contribution
-from jaxshare.serving.kvcache.policy import Policy, Segment, digest
+from jaxshare.serving.kvcache.policy import Policy, Segment, prefix_hash
 
 
 class LRU(Policy):
@@ -135,7 +135,7 @@ class Belady(Policy):
         ends = self._ends.get(segment.depth)
         if ends is None:
             ends = self._ends[segment.depth] = {
-                digest(tokens[: segment.depth]): i
+                prefix_hash(tokens[: segment.depth]): i
                 for i, tokens in enumerate(self._trace)
                 if len(tokens) >= segment.depth
             }

@@ -5,7 +5,7 @@ import bisect
 from jaxshare.arena import alignment
 
 
-class Holes:
+class FreeList:
     """The free runs of an arena, apart from each other and in order.
 
     Attributes:

@@ -13,11 +13,11 @@ import numpy as np
 
 from jaxshare import KVCache
 from jaxshare.serving.errors import ClosedError, EngineError, TooLongError
-from jaxshare.serving.kvcache.manager import Memory
+from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.pool import Extent
 
 
-class Guests:
+class LeaseTable:
     """The host of all guests of an engine.
 
     Attributes:
@@ -25,7 +25,7 @@ class Guests:
         be enough.
     """
 
-    def __init__(self, memory: Memory):
+    def __init__(self, memory: KVManager):
         self.waiting = 0
         self._memory = memory
         self._changed = threading.Condition()
@@ -97,7 +97,7 @@ class Guests:
         with self._changed:
             self._wanted -= tokens
 
-    def invite(self, capacities: Sequence[int], tokens: int, offsets: np.ndarray) -> "Guest":
+    def invite(self, capacities: Sequence[int], tokens: int, offsets: np.ndarray) -> "KVLease":
         """Memory for blocks of these capacities at these offsets of so many tokens; waits until
         calls that are in the way have ended.
 
@@ -125,7 +125,7 @@ class Guests:
                 self.waiting -= 1
                 self._wanted -= 0 if extent else tokens
         assert extent
-        return Guest(self, self._memory, extent, offsets, capacities)
+        return KVLease(self, self._memory, extent, offsets, capacities)
 
     def dismiss(self, extent: Extent) -> None:
         """A guest is gone; from any thread, even in the midst of a turn."""
@@ -142,7 +142,7 @@ class Guests:
         return self._closed
 
 
-class Guest:
+class KVLease:
     """Blocks of a session. Their memory goes back when it is closed, or when nobody has it any
     more.
 
@@ -152,8 +152,8 @@ class Guest:
 
     def __init__(
         self,
-        host: Guests,
-        memory: Memory,
+        host: LeaseTable,
+        memory: KVManager,
         extent: Extent,
         offsets: np.ndarray,
         capacities: Sequence[int],
@@ -165,7 +165,7 @@ class Guest:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """As `Guests.turn`.
+        """As `LeaseTable.turn`.
 
         Raises:
           ClosedError: the memory is not the session's any more.

@@ -7,10 +7,11 @@ import dataclasses
 import enum
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import jax
+import numpy as np
 
 from jaxshare import KVCache
 from jaxshare.layout import bucket
@@ -35,7 +36,7 @@ class KVRequest(Protocol):
     who asks. `jaxshare.serving.engine.request` has it."""
 
     @property
-    def tokens(self) -> Sequence[int]: ...
+    def tokens(self) -> np.ndarray: ...
     @property
     def left(self) -> int: ...
     @property
@@ -59,7 +60,7 @@ class Wait(enum.Enum):
     OTHERS = "another call is about to read what it begins with"
 
 
-class Memory:
+class KVManager:
     """Where keys and values are.
 
     Args:
@@ -200,7 +201,7 @@ class Memory:
         begin = time.perf_counter()
         self.tree.fetch(node, extent)
         jax.block_until_ready(self.pool.cache.keys[0])
-        self._copy_seconds = steadied(
+        self._copy_seconds = ema(
             self._copy_seconds, (time.perf_counter() - begin) / len(node.tokens)
         )
         self._metrics.fetched(len(node.tokens))
@@ -353,7 +354,7 @@ def _spans(node: Node) -> list[Extent]:
     return spans
 
 
-def steadied(before: float, now: float) -> float:
+def ema(before: float, now: float) -> float:
     """A time that was measured again. The first one is long, since something is compiled: less is
     believed at once, more by and by."""
     return now if not before else min(now, 0.9 * before + 0.1 * now)

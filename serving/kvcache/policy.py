@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 
-def digest(tokens: Sequence[int] | np.ndarray) -> bytes:
+def prefix_hash(tokens: Sequence[int] | np.ndarray) -> bytes:
     """What `Segment.end` is: 16 bytes of BLAKE2b over the tokens from the root on, each as four
     bytes, low byte first.
 
@@ -30,7 +30,7 @@ class Segment:
 
     Attributes:
       tokens: its length.
-      end: `digest` of all tokens from the root to its end: equal where the content is.
+      end: `prefix_hash` of all tokens from the root to its end: equal where the content is.
       depth: tokens from the root to its end.
       owners: for each agent, "" standing for calls without one, how many of its calls used it.
       last_used: the number of the call that used it last.

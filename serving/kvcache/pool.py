@@ -19,8 +19,8 @@ from jaxshare import KVCache, sharding
 from jaxshare.arena import ALIGNMENT, ARENA, LARGE_TILE, Arenas, put, take
 from jaxshare.models import LoadedModel
 from jaxshare.serving.inputs import cache_dtype, token_bytes
-from jaxshare.serving.kvcache.free_list import Holes
-from jaxshare.sharding import STRIPE, Stripes, on_each
+from jaxshare.serving.kvcache.free_list import FreeList
+from jaxshare.sharding import STRIPE, CyclicSharding, on_each
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -93,7 +93,7 @@ class Pool:
         self.tokens = tokens
         self.bytes_a_token = token_bytes(model)
         self.cache = KVCache.empty(model.config, tokens, 1, cache_dtype(model), mesh=model.mesh)
-        self._holes = Holes(tokens)
+        self._holes = FreeList(tokens)
 
     @property
     def free(self) -> int:
@@ -238,7 +238,7 @@ _ARENA, _WINDOW, _NONE = (
 
 @functools.partial(jax.jit, donate_argnames="arenas", static_argnames="mesh")
 def _pick(arenas: Arenas, source: Array, start: Array, mesh: Mesh | None) -> Arenas:
-    stripes = Stripes.over(mesh)
+    stripes = CyclicSharding.over(mesh)
 
     def picked(arena: Array) -> Array:
         window = jax.lax.dynamic_slice_in_dim(arena, start, len(source), axis=1)
@@ -258,7 +258,7 @@ def _pick(arenas: Arenas, source: Array, start: Array, mesh: Mesh | None) -> Are
 
 @functools.partial(jax.jit, static_argnames=("width", "mesh"))
 def _read(arenas: Arenas, start: Array, width: int, mesh: Mesh | None) -> Arenas:
-    stripes = Stripes.over(mesh)
+    stripes = CyclicSharding.over(mesh)
 
     def local(arenas: Arenas, start: Array) -> Arenas:
         if stripes.axis is None:
@@ -272,7 +272,7 @@ def _read(arenas: Arenas, start: Array, width: int, mesh: Mesh | None) -> Arenas
 
 @functools.partial(jax.jit, static_argnames=("width", "mesh"))
 def _copied(arenas: Arenas, start: Array, width: int, mesh: Mesh | None) -> Arenas:
-    stripes, window = Stripes.over(mesh), _read(arenas, start, width, mesh)
+    stripes, window = CyclicSharding.over(mesh), _read(arenas, start, width, mesh)
     if stripes.axis is None:
         return window
 
@@ -290,7 +290,7 @@ def _copied(arenas: Arenas, start: Array, width: int, mesh: Mesh | None) -> Aren
 def _write(
     arenas: Arenas, new: Arenas, start: Array, first: Array, count: Array, mesh: Mesh | None
 ) -> Arenas:
-    stripes = Stripes.over(mesh)
+    stripes = CyclicSharding.over(mesh)
 
     def local(arenas: Arenas, new: Arenas, start: Array, first: Array, count: Array) -> Arenas:
         place = jnp.arange(new[0][0].shape[1])

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxshare.serving.kvcache.policy import Policy, Segment, digest
+from jaxshare.serving.kvcache.policy import Policy, Segment, prefix_hash
 from jaxshare.serving.kvcache.pool import Extent, HostCopy, Pool
 
 LEAST_PIECE = 16
@@ -390,7 +390,7 @@ class PrefixTree:
 
 
 def _digest(node: Node) -> bytes:
-    return digest(np.concatenate([each.tokens for each in node.path()]))
+    return prefix_hash(np.concatenate([each.tokens for each in node.path()]))
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

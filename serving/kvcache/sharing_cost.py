@@ -105,7 +105,7 @@ that has not been calibrated."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """One layer's attention, on one device.
 
     Attributes:
@@ -121,7 +121,7 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True)
-class Device:
+class DeviceCosts:
     """An accelerator by its data sheet.
 
     Attributes:
@@ -135,7 +135,7 @@ class Device:
     products: float
     units: int
 
-    def costs(self, shape: Shape) -> Costs:
+    def costs(self, shape: AttentionShape) -> Costs:
         """What a roofline predicts of one layer's attention of this shape, in a pass that is
         limited by memory or by products alone.
 
@@ -175,32 +175,32 @@ _WIDE = 16
 """How many times longer products of float32 take than those of bfloat16: they are not made by the
 matrix units."""
 
-DEVICES: Mapping[str, Device] = {
-    "NVIDIA GB200": Device(8.0e12, 2500e12, 148),
-    "NVIDIA B200": Device(8.0e12, 2250e12, 148),
-    "NVIDIA GH200": Device(4.0e12, 989e12, 132),
-    "NVIDIA H200": Device(4.8e12, 989e12, 132),
-    "NVIDIA H100": Device(3.35e12, 989e12, 132),
-    "NVIDIA H100 PCIe": Device(2.0e12, 756e12, 114),
-    "NVIDIA H100 NVL": Device(3.9e12, 835e12, 132),
-    "NVIDIA H20": Device(4.0e12, 148e12, 78),
-    "NVIDIA A100": Device(2.039e12, 312e12, 108),
-    "NVIDIA A100-SXM4-40GB": Device(1.555e12, 312e12, 108),
-    "NVIDIA A100-PCIE-40GB": Device(1.555e12, 312e12, 108),
-    "NVIDIA A40": Device(0.696e12, 150e12, 84),
-    "NVIDIA A30": Device(0.933e12, 165e12, 56),
-    "NVIDIA A10": Device(0.6e12, 125e12, 72),
-    "NVIDIA A10G": Device(0.6e12, 70e12, 80),
-    "NVIDIA L40S": Device(0.864e12, 362e12, 142),
-    "NVIDIA L40": Device(0.864e12, 181e12, 142),
-    "NVIDIA L4": Device(0.3e12, 121e12, 58),
-    "NVIDIA RTX 6000 Ada": Device(0.96e12, 364e12, 142),
-    "NVIDIA RTX A": Device(0.768e12, 155e12, 84),
-    "NVIDIA GeForce RTX 50": Device(1.792e12, 210e12, 170),
-    "NVIDIA GeForce RTX 40": Device(1.008e12, 165e12, 128),
-    "NVIDIA GeForce RTX 30": Device(0.936e12, 71e12, 82),
-    "Tesla V100": Device(0.9e12, 125e12, 80),
-    "Tesla T4": Device(0.32e12, 65e12, 40),
+DEVICES: Mapping[str, DeviceCosts] = {
+    "NVIDIA GB200": DeviceCosts(8.0e12, 2500e12, 148),
+    "NVIDIA B200": DeviceCosts(8.0e12, 2250e12, 148),
+    "NVIDIA GH200": DeviceCosts(4.0e12, 989e12, 132),
+    "NVIDIA H200": DeviceCosts(4.8e12, 989e12, 132),
+    "NVIDIA H100": DeviceCosts(3.35e12, 989e12, 132),
+    "NVIDIA H100 PCIe": DeviceCosts(2.0e12, 756e12, 114),
+    "NVIDIA H100 NVL": DeviceCosts(3.9e12, 835e12, 132),
+    "NVIDIA H20": DeviceCosts(4.0e12, 148e12, 78),
+    "NVIDIA A100": DeviceCosts(2.039e12, 312e12, 108),
+    "NVIDIA A100-SXM4-40GB": DeviceCosts(1.555e12, 312e12, 108),
+    "NVIDIA A100-PCIE-40GB": DeviceCosts(1.555e12, 312e12, 108),
+    "NVIDIA A40": DeviceCosts(0.696e12, 150e12, 84),
+    "NVIDIA A30": DeviceCosts(0.933e12, 165e12, 56),
+    "NVIDIA A10": DeviceCosts(0.6e12, 125e12, 72),
+    "NVIDIA A10G": DeviceCosts(0.6e12, 70e12, 80),
+    "NVIDIA L40S": DeviceCosts(0.864e12, 362e12, 142),
+    "NVIDIA L40": DeviceCosts(0.864e12, 181e12, 142),
+    "NVIDIA L4": DeviceCosts(0.3e12, 121e12, 58),
+    "NVIDIA RTX 6000 Ada": DeviceCosts(0.96e12, 364e12, 142),
+    "NVIDIA RTX A": DeviceCosts(0.768e12, 155e12, 84),
+    "NVIDIA GeForce RTX 50": DeviceCosts(1.792e12, 210e12, 170),
+    "NVIDIA GeForce RTX 40": DeviceCosts(1.008e12, 165e12, 128),
+    "NVIDIA GeForce RTX 30": DeviceCosts(0.936e12, 71e12, 82),
+    "Tesla V100": DeviceCosts(0.9e12, 125e12, 80),
+    "Tesla T4": DeviceCosts(0.32e12, 65e12, 40),
 }
 """Data sheets, by what the name starts with that JAX gives the device (`device_kind`); the longest
 that fits counts. A family (RTX 30, RTX 40, RTX 50, RTX A) has its largest card here: a smaller one
@@ -210,7 +210,7 @@ OTHER_DEVICE = "NVIDIA A100"
 (H200: 206, RTX 3090: 76, L4: 403)."""
 
 
-def predicted(kind: str, shape: Shape) -> tuple[Costs, str]:
+def predicted(kind: str, shape: AttentionShape) -> tuple[Costs, str]:
     """The costs of a device that has not been calibrated, and the entry of the table that they come
     from.
 
@@ -273,7 +273,7 @@ def choose(model: LoadedModel, file: Path | None = None) -> Chosen:
     c, tensor = model.config, axis_size(model.mesh, TENSOR)
     costs, entry = predicted(
         kind,
-        Shape(
+        AttentionShape(
             c.num_heads // tensor, c.num_kv_heads // tensor, c.head_dim, cache_dtype(model).itemsize
         ),
     )

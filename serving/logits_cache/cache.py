@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxshare.decoding.sampling import Sampler
-from jaxshare.decoding.top_logits import Kept
+from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.serving.logits_cache.hotspot import USUAL, Distance, Hotspot
 from jaxshare.serving.logits_cache.replay import (
     FIELDS,
@@ -59,7 +59,7 @@ class Statistics:
     bytes: int = 0
 
 
-class _Run:
+class _TokenRun:
     """Distributions after one another, the token drawn from each, and the runs that leave them: by
     (position in the run, token).
 
@@ -69,15 +69,15 @@ class _Run:
 
     def __init__(
         self,
-        kept: Kept,
+        kept: TopLogits,
         tokens: np.ndarray,
-        state: "_State",
-        parent: "_Run | None",
+        state: "_CachedState",
+        parent: "_TokenRun | None",
         key: tuple[int, int] | None,
     ):
         self.kept, self.tokens = kept, tokens
         self.state, self.parent, self.key = state, parent, key
-        self.children: dict[tuple[int, int], _Run] = {}
+        self.children: dict[tuple[int, int], _TokenRun] = {}
         self.turn: tuple[int, int] | None = None
 
     @property
@@ -85,12 +85,12 @@ class _Run:
         return self.tokens.nbytes + sum(getattr(self.kept, name).nbytes for name in FIELDS)
 
 
-class _State:
+class _CachedState:
     """One state's trie, and a count of its changes."""
 
     def __init__(self, digest: bytes):
         self.digest, self.version = digest, 0
-        self.root: _Run | None = None
+        self.root: _TokenRun | None = None
 
 
 class LogitsCache:
@@ -116,10 +116,10 @@ class LogitsCache:
             raise ValueError(f"kept is {kept}; at least 1 token of a distribution has to be kept")
         self.model_key, self.max_bytes, self.kept = model_key, max_bytes, kept
         self._lock = threading.Lock()
-        self._states: dict[bytes, _State] = {}
+        self._states: dict[bytes, _CachedState] = {}
         # By use, the latest last. Whoever uses a run uses what it hangs on afterwards, so that the
         # first of these is always a leaf.
-        self._runs: collections.OrderedDict[_Run, None] = collections.OrderedDict()
+        self._runs: collections.OrderedDict[_TokenRun, None] = collections.OrderedDict()
         self._ahead: collections.OrderedDict[Hashable, tuple[int, list[int]]] = (
             collections.OrderedDict()
         )
@@ -163,7 +163,7 @@ class LogitsCache:
         state: Sequence[int] | np.ndarray,
         replayed: Sequence[int],
         tokens: Sequence[int],
-        kept: Kept,
+        kept: TopLogits,
     ) -> bool:
         """Keeps what a call on `state` has computed.
 
@@ -189,7 +189,7 @@ class LogitsCache:
                 return False
             self._check_shape(kept)
             digest = _digest(state)
-            entry = self._states.get(digest) or _State(digest)
+            entry = self._states.get(digest) or _CachedState(digest)
             path, at, known = _follow(entry, whole)
             for run, after in zip(path, [*path[1:], None], strict=False):
                 run.turn = None if after is None else after.key
@@ -200,7 +200,7 @@ class LogitsCache:
             begin = known - len(replayed)
             added = _copied(rows(kept, slice(begin, None)))
             run, drawn = path[-1] if path else None, whole[known:].copy()
-            new = _Run(
+            new = _TokenRun(
                 added, drawn, entry, run, None if run is None else (at - 1, int(whole[known - 1]))
             )
             size = new.bytes + (len(digest) if entry.root is None else 0)
@@ -307,7 +307,7 @@ class LogitsCache:
 
     def known(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Arrays and facts of all that is held, for `learn`. The arrays are `logits.tokens` [N] and
-        `logits.*` [N, ...] of every field of `Kept`: those of all runs behind one another."""
+        `logits.*` [N, ...] of every field of `TopLogits`: those of all runs behind one another."""
         with self._lock:
             runs = [*self._runs]
             places = {id(run): i for i, run in enumerate(runs)}
@@ -354,7 +354,7 @@ class LogitsCache:
                     f"cache keeps {self.kept}; make it with kept={width}"
                 )
             self._shape = width, vocab
-            learned: dict[int, _Run] = {}
+            learned: dict[int, _TokenRun] = {}
             begins = np.cumsum([0, *(run["positions"] for run in facts["runs"])])
             # the latest first, and of one branch what it hangs on
             for i in reversed(range(len(facts["runs"]))):
@@ -372,20 +372,20 @@ class LogitsCache:
         arrays: Mapping[str, np.ndarray],
         facts: Mapping[str, Any],
         vocab: int,
-        learned: "dict[int, _Run]",
+        learned: "dict[int, _TokenRun]",
     ) -> None:
         parent = None if facts["parent"] is None else learned.get(facts["parent"])
         if facts["parent"] is not None and parent is None:  # there was no room for it
             return
-        state = parent.state if parent else _State(bytes.fromhex(facts["state"]))
-        kept = Kept(
+        state = parent.state if parent else _CachedState(bytes.fromhex(facts["state"]))
+        kept = TopLogits(
             **{name: arrays[f"logits.kept.{name}"][part].copy() for name in FIELDS}, vocab=vocab
         )
         key, turn = (
             None if pair is None else (int(pair[0]), int(pair[1]))
             for pair in (facts["key"], facts["turn"])
         )
-        run = _Run(kept, arrays["logits.tokens"][part].copy(), state, parent, key)
+        run = _TokenRun(kept, arrays["logits.tokens"][part].copy(), state, parent, key)
         size = run.bytes + (0 if parent else len(state.digest))
         if self._bytes + size > self.max_bytes:
             return
@@ -471,7 +471,7 @@ class LogitsCache:
             return Distance(np.zeros(len(tokens)), 0.0)
         return Distance.of(kept, sampler, tokens, rule.find(kept, sampler))
 
-    def _check_shape(self, kept: Kept) -> None:
+    def _check_shape(self, kept: TopLogits) -> None:
         width, vocab = kept.tokens.shape[1], kept.vocab
         wanted = self._shape or (width if self.kept is None else min(self.kept, vocab), vocab)
         if (width, vocab) != wanted:
@@ -482,8 +482,8 @@ class LogitsCache:
         self._shape = wanted
 
     def _walk(
-        self, entry: _State, sampler: Sampler, seed: int, budget: int, stops: frozenset[int]
-    ) -> tuple[list[int], _Run | None, int]:
+        self, entry: _CachedState, sampler: Sampler, seed: int, budget: int, stops: frozenset[int]
+    ) -> tuple[list[int], _TokenRun | None, int]:
         """The replay, the last run that it read, and the version of the state that it began
         with."""
         with self._lock:
@@ -516,7 +516,7 @@ class LogitsCache:
 
     def _latest(
         self, state: Sequence[int] | np.ndarray, budget: int, stops: frozenset[int]
-    ) -> tuple[Kept | None, np.ndarray, _Run | None]:
+    ) -> tuple[TopLogits | None, np.ndarray, _TokenRun | None]:
         """The latest continuation of a state that is still here: distributions, tokens, and its
         last run."""
         with self._lock:
@@ -533,7 +533,7 @@ class LogitsCache:
             parts[-1][0],
         )
 
-    def _touch(self, run: _Run | None) -> None:
+    def _touch(self, run: _TokenRun | None) -> None:
         """Counts as used a run and what it hangs on, these last. Runs that were evicted meanwhile
         are left alone."""
         while run is not None:
@@ -560,7 +560,7 @@ class LogitsCache:
             del self._states[run.state.digest]
 
 
-def _check_finite(tokens: Sequence[int], kept: Kept) -> None:
+def _check_finite(tokens: Sequence[int], kept: TopLogits) -> None:
     if len(kept.tokens) != len(tokens):
         raise ValueError(
             f"{len(tokens)} tokens and {len(kept.tokens)} distributions; each token needs the one "
@@ -578,13 +578,13 @@ def _check_finite(tokens: Sequence[int], kept: Kept) -> None:
         )
 
 
-def _follow(entry: _State, tokens: np.ndarray) -> tuple[list[_Run], int, int]:
+def _follow(entry: _CachedState, tokens: np.ndarray) -> tuple[list[_TokenRun], int, int]:
     """The runs along `tokens`, how many positions of the last of them were used, and how many
     distributions along them are known.
 
     The distribution after the last of `tokens` is not counted, known or not.
     """
-    path: list[_Run] = []
+    path: list[_TokenRun] = []
     run, done, at = entry.root, 0, 0
     while run is not None:
         path.append(run)
@@ -598,7 +598,7 @@ def _follow(entry: _State, tokens: np.ndarray) -> tuple[list[_Run], int, int]:
     return path, at, done
 
 
-def _turns(run: _Run | None) -> Iterator[tuple[_Run, Kept, np.ndarray]]:
+def _turns(run: _TokenRun | None) -> Iterator[tuple[_TokenRun, TopLogits, np.ndarray]]:
     """The parts of the latest continuation, each with the token that leaves its run."""
     while run is not None:
         if run.turn is None:
@@ -617,12 +617,12 @@ def _int32(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.asarray(tokens, np.int32)
 
 
-def _copied(kept: Kept) -> Kept:
+def _copied(kept: TopLogits) -> TopLogits:
     """Arrays of its own, so that no larger one is held by them."""
     return dataclasses.replace(kept, **{name: np.array(getattr(kept, name)) for name in FIELDS})
 
 
-def _joined(parts: Sequence[Kept]) -> Kept:
+def _joined(parts: Sequence[TopLogits]) -> TopLogits:
     return dataclasses.replace(
         parts[0],
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in FIELDS},

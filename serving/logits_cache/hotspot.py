@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 
 from jaxshare.decoding.sampling import Sampler
-from jaxshare.decoding.top_logits import Kept
+from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.serving.logits_cache.replay import probabilities
 
 
@@ -40,7 +40,7 @@ class Hotspot:
                 f"decay is {self.decay} and top_k {self.top_k}; neither may be negative"
             )
 
-    def find(self, kept: Kept, sampler: Sampler) -> np.ndarray:
+    def find(self, kept: TopLogits, sampler: Sampler) -> np.ndarray:
         """bool[n]: the hot ones of n distributions, as `sampler` sees them; temperature above 0."""
         chances, rest = probabilities(kept, sampler)
         n = len(rest)
@@ -80,7 +80,9 @@ class Distance:
     sequence: float
 
     @classmethod
-    def of(cls, kept: Kept, sampler: Sampler, tokens: np.ndarray, hot: np.ndarray) -> "Distance":
+    def of(
+        cls, kept: TopLogits, sampler: Sampler, tokens: np.ndarray, hot: np.ndarray
+    ) -> "Distance":
         """Of taking `tokens` [n] unasked wherever it is not `hot`; temperature above 0.
 
         Exact where `jaxshare.serving.logits_cache.replay.probabilities` is.

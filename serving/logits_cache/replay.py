@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxshare.decoding.sampling import Sampler, uniforms
-from jaxshare.decoding.top_logits import Kept
+from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.layout import bucket
 from jaxshare.seeds import seed_words
 
@@ -33,13 +33,13 @@ _TIE = 1e-6
 or two."""
 _BLOCK = 128
 """Distributions looked at together, so that temporaries stay in a core's cache."""
-FIELDS = tuple(field.name for field in dataclasses.fields(Kept) if field.name != "vocab")
-"""The arrays of `Kept`."""
+FIELDS = tuple(field.name for field in dataclasses.fields(TopLogits) if field.name != "vocab")
+"""The arrays of `TopLogits`."""
 _TINY = 2.0**-126
 """A float32 smaller than this may have been stored as 0."""
 
 
-def redraw(kept: Kept, sampler: Sampler, seed: int, position: int) -> np.ndarray:
+def redraw(kept: TopLogits, sampler: Sampler, seed: int, position: int) -> np.ndarray:
     """What `sampler` draws from n distributions, at positions `position`, `position + 1`, ... of
     the row's randomness.
 
@@ -74,7 +74,7 @@ def _host():
         return None
 
 
-def decide(kept: Kept, sampler: Sampler, uniform: np.ndarray) -> np.ndarray:
+def decide(kept: TopLogits, sampler: Sampler, uniform: np.ndarray) -> np.ndarray:
     """What `sampler` draws from n distributions at the random numbers `uniform` [n]; int32[n], or
     `UNDECIDED`, as `redraw`."""
     drawn = np.full(len(uniform), UNDECIDED, np.int32)
@@ -93,14 +93,14 @@ def decide(kept: Kept, sampler: Sampler, uniform: np.ndarray) -> np.ndarray:
     return drawn
 
 
-def rows(kept: Kept, some: slice) -> Kept:
+def rows(kept: TopLogits, some: slice) -> TopLogits:
     """Some of n distributions on the host, without a copy."""
     return dataclasses.replace(
         kept, **{name: np.asarray(getattr(kept, name))[some] for name in FIELDS}
     )
 
 
-def probabilities(kept: Kept, sampler: Sampler) -> tuple[np.ndarray, np.ndarray]:
+def probabilities(kept: TopLogits, sampler: Sampler) -> tuple[np.ndarray, np.ndarray]:
     """Each kept token's chance, float64[n, K], and that of all others together, float64[n];
     temperature above 0.
 
@@ -135,7 +135,7 @@ class _View:
         are not kept.
     """
 
-    kept: Kept
+    kept: TopLogits
     sampler: Sampler
     logits: np.ndarray
     top: np.ndarray
@@ -151,7 +151,7 @@ class _View:
     absent: np.ndarray
 
     @classmethod
-    def of(cls, kept: Kept, sampler: Sampler) -> "_View":
+    def of(cls, kept: TopLogits, sampler: Sampler) -> "_View":
         tokens, logits = np.asarray(kept.tokens), np.asarray(kept.logits, np.float32)
         n, k = tokens.shape
         edits = [

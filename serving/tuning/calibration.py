@@ -25,7 +25,7 @@ _ROUNDS, _CALLS = 7, 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class Timing:
     """One measurement: `rows` rows over a prefix of so many tokens, kept once or in copies, with a
     suffix each; and its microseconds."""
 
@@ -41,7 +41,7 @@ def calibrate(
     rows: Sequence[int] = ROWS,
     prefixes: Sequence[int] = PREFIXES,
     progress: Callable[[Iterable], Iterable] = tqdm,
-) -> tuple[Costs, list[Point]]:
+) -> tuple[Costs, list[Timing]]:
     """Measures one attention layer of the model's shape over shared prefixes and over copies of
     them, and fits the cost model.
 
@@ -61,17 +61,17 @@ def calibrate(
                     call()
                 times[shared].append((time.perf_counter() - begin) / _CALLS)
         points += [
-            Point(count, prefix, SUFFIX, shared, statistics.median(t) * 1e6)
+            Timing(count, prefix, SUFFIX, shared, statistics.median(t) * 1e6)
             for shared, t in times.items()
         ]
     return fit(points), points
 
 
-def fit(points: Sequence[Point]) -> Costs:
+def fit(points: Sequence[Timing]) -> Costs:
     """The costs, none negative, that come closest to what was measured, every point's error counted
     relative to its time."""
 
-    def features(point: Point) -> list[float]:
+    def features(point: Timing) -> list[float]:
         own = point.suffix if point.shared else point.prefix + point.suffix
         tiles = -(-point.prefix // SHARED_TILE) if point.shared else 0
         # In the order of the fields of Costs; the last is what every call costs, whatever it reads.

@@ -20,7 +20,7 @@ from jaxshare import KVCache, Layout, Plan, Rope, block_attention, make_plan
 from jaxshare.layout import bucket
 from jaxshare.pallas import tiles as tables
 from jaxshare.pallas.device import Device
-from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, Key, Tiles, use_tiles
+from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, KernelConfig, Key, use_tiles
 from jaxshare.paths import write_json
 
 ROWS = (1, 8, 64, 512)
@@ -41,7 +41,7 @@ _TOLERANCE = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class KernelShape:
     """Of a model's attention.
 
     Raises:
@@ -110,7 +110,7 @@ class Pass:
     """What is measured: every row brings one token, and sees a block of its own; with `shared`, a
     prefix of all rows before it."""
 
-    shape: Shape
+    shape: KernelShape
     rows: int
     shared: bool
     effort: Effort = Effort()
@@ -155,11 +155,11 @@ class Pass:
 
 Run = Callable[[], float]
 """Measures once; seconds of one layer's attention."""
-Prepare = Callable[[Pass, str, Tiles], Run]
+Prepare = Callable[[Pass, str, KernelConfig], Run]
 """Compiles a backend with tiles for a pass. What it raises says why that cannot be measured."""
 
 
-def prepare(job: Pass, backend: str, tiles: Tiles) -> Run:
+def prepare(job: Pass, backend: str, tiles: KernelConfig) -> Run:
     """Compiles a loop of the pass's attention, and holds its answer against that of XLA's backend.
 
     Nothing but the GPU's own work is measured: one program makes all calls, each with the answer
@@ -227,31 +227,31 @@ class Measurement:
     backend: str
     rows: int
     shared: bool
-    tiles: Tiles
+    tiles: KernelConfig
     microseconds: float | None
     reason: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class TuningOutcome:
     """What was found for the calls of a key: the best tiles, None where nothing could be measured,
     and those that the table has."""
 
     key: Key
-    best: Tiles | None
-    built_in: Tiles
+    best: KernelConfig | None
+    built_in: KernelConfig
     measurements: tuple[Measurement, ...]
 
 
 def tune(
-    shape: Shape,
+    shape: KernelShape,
     device: Device,
     rows: Sequence[int] = ROWS,
     backends: Sequence[str] = (*KINDS,),
     effort: Effort = Effort(),
     prepare: Prepare = prepare,
     advance: Callable[[], object] = lambda: None,
-) -> Iterator[Outcome]:
+) -> Iterator[TuningOutcome]:
     """Measures every candidate, and yields what is best for each backend and bucket of queries, one
     after the other.
 
@@ -277,7 +277,7 @@ def tune(
             )
         _inputs.cache_clear()
         for backend, found in measured.items():
-            yield Outcome(
+            yield TuningOutcome(
                 Key(backend, shape.head_dim, shape.group, queries, shape.dtype),
                 _best(found),
                 _built_in(backend, device, shape, queries),
@@ -286,7 +286,7 @@ def tune(
 
 
 def num_measurements(
-    shape: Shape, device: Device, rows: Sequence[int], backends: Sequence[str]
+    shape: KernelShape, device: Device, rows: Sequence[int], backends: Sequence[str]
 ) -> int:
     """How often `tune` calls `advance`."""
     return sum(
@@ -296,7 +296,9 @@ def num_measurements(
     )
 
 
-def candidates(backend: str, device: Device, shape: Shape, queries: int) -> list[Tiles]:
+def candidates(
+    backend: str, device: Device, shape: KernelShape, queries: int
+) -> list[KernelConfig]:
     """What is measured for calls of so many queries, what the table has first."""
     found = (
         tables.candidates_mosaic(shape.head_dim)
@@ -306,7 +308,7 @@ def candidates(backend: str, device: Device, shape: Shape, queries: int) -> list
     return [*dict.fromkeys([_built_in(backend, device, shape, queries), *found])]
 
 
-def _built_in(backend: str, device: Device, shape: Shape, queries: int) -> Tiles:
+def _built_in(backend: str, device: Device, shape: KernelShape, queries: int) -> KernelConfig:
     return (
         tables.built_in_mosaic(shape.head_dim, queries)
         if backend == "mosaic_gpu"
@@ -314,13 +316,13 @@ def _built_in(backend: str, device: Device, shape: Shape, queries: int) -> Tiles
     )
 
 
-def _buckets(shape: Shape, rows: Sequence[int]) -> list[tuple[int, list[int]]]:
+def _buckets(shape: KernelShape, rows: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Buckets of queries, and the numbers of rows that fall in them."""
     grouped = itertools.groupby(sorted(set(rows)), lambda count: bucket(count * shape.group))
     return [(queries, [*counts]) for queries, counts in grouped]
 
 
-def _passes(shape: Shape, rows: Sequence[int], effort: Effort) -> list[Pass]:
+def _passes(shape: KernelShape, rows: Sequence[int], effort: Effort) -> list[Pass]:
     """One row shares nothing."""
     return [
         Pass(shape, count, shared, effort)
@@ -330,10 +332,14 @@ def _passes(shape: Shape, rows: Sequence[int], effort: Effort) -> list[Pass]:
 
 
 def _measure(
-    job: Pass, backend: str, tiles: Sequence[Tiles], prepare: Prepare, advance: Callable[[], object]
+    job: Pass,
+    backend: str,
+    tiles: Sequence[KernelConfig],
+    prepare: Prepare,
+    advance: Callable[[], object],
 ) -> list[Measurement]:
-    ready: dict[Tiles, Run] = {}
-    reasons: dict[Tiles, str] = {}
+    ready: dict[KernelConfig, Run] = {}
+    reasons: dict[KernelConfig, str] = {}
     for candidate in tiles:
         try:
             ready[candidate] = prepare(job, backend, candidate)
@@ -342,7 +348,7 @@ def _measure(
         ) as error:  # a compiler's errors are of many kinds, and the other candidates may compile
             reasons[candidate] = _sentence(error)
         advance()
-    times: dict[Tiles, list[float]] = {candidate: [] for candidate in ready}
+    times: dict[KernelConfig, list[float]] = {candidate: [] for candidate in ready}
     for _ in range(job.effort.rounds):
         for candidate, run in ready.items():
             times[candidate].append(run())
@@ -369,9 +375,9 @@ def _sentence(error: Exception) -> str:
     )
 
 
-def _best(measurements: Sequence[Measurement]) -> Tiles | None:
+def _best(measurements: Sequence[Measurement]) -> KernelConfig | None:
     passes = {(m.rows, m.shared) for m in measurements if m.microseconds is not None}
-    times: dict[Tiles, list[float]] = {}
+    times: dict[KernelConfig, list[float]] = {}
     for m in measurements:
         if m.microseconds is not None:
             times.setdefault(m.tiles, []).append(m.microseconds)
@@ -379,7 +385,7 @@ def _best(measurements: Sequence[Measurement]) -> Tiles | None:
     return min(everywhere, key=lambda tiles: statistics.geometric_mean(times[tiles]), default=None)
 
 
-def save(device: Device, best: Mapping[Key, Tiles], file: Path | None = None) -> Path:
+def save(device: Device, best: Mapping[Key, KernelConfig], file: Path | None = None) -> Path:
     """Keeps what is best beside what the file holds for other shapes and devices; returns where.
 
     What the file holds that cannot be read is lost.

@@ -12,14 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxshare import DecodeState, KVCache, Reason, Sampler, cache_io
+from jaxshare import DecodeState, FinishReason, KVCache, Sampler, cache_io
 from jaxshare.models import LoadedModel, reencode
-from jaxshare.serving.checkpoints import Saved, SaveError, Saves, leaves, on_host
+from jaxshare.serving.checkpoints import (
+    CheckpointStore,
+    SavedCheckpoint,
+    SaveError,
+    leaves,
+    on_host,
+)
 from jaxshare.serving.workers.answers import AnswerRule
 from jaxshare.serving.workers.layouts import MakeLayout, WorkersLayout
 from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.results import Answer
-from jaxshare.serving.workers.roster import Party
+from jaxshare.serving.workers.roster import Roster
 from jaxshare.serving.workers.transcript import Event
 from jaxshare.trace.trace import Trace
 
@@ -52,13 +58,13 @@ class SessionFacts:
     tokenizer: str
     context: int
     settings: Mapping[str, Any]
-    party: Party
+    party: Roster
     passes: int
     waits: int
     ended: str | None
     seconds: float
     prefill_seconds: float
-    reasons: Mapping[str, Reason]
+    reasons: Mapping[str, FinishReason]
     prepared: Mapping[str, int]
     people: Collection[str]
     transcript: Mapping[str, Any]
@@ -89,8 +95,10 @@ class SessionFacts:
             **{
                 **plain,
                 "settings": _settings_from_json(given["settings"]),
-                "party": Party.from_json(given["party"]),
-                "reasons": {name: Reason(reason) for name, reason in given["reasons"].items()},
+                "party": Roster.from_json(given["party"]),
+                "reasons": {
+                    name: FinishReason(reason) for name, reason in given["reasons"].items()
+                },
                 "events": [Event(**event) for event in given["events"]],
                 "answers": {budget: Answer(**answer) for budget, answer in given["answers"]},
             }
@@ -98,7 +106,7 @@ class SessionFacts:
 
 
 def write(
-    saves: Saves,
+    saves: CheckpointStore,
     facts: SessionFacts,
     state: DecodeState,
     trace: Trace | None,
@@ -121,7 +129,7 @@ def write(
       The number of the save.
 
     Raises:
-      SaveError: see `Saves.save`.
+      SaveError: see `CheckpointStore.save`.
     """
     arrays: dict[str, Any] = {name: on_host(array) for name, array in leaves(_small(state)).items()}
     told: dict[str, Any] = {
@@ -157,7 +165,7 @@ class SavedSession:
       facts: of the session.
     """
 
-    def __init__(self, saved: Saved):
+    def __init__(self, saved: SavedCheckpoint):
         """Of one save.
 
         Raises:

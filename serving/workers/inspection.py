@@ -55,7 +55,7 @@ _Bars = Sequence[Sequence[tuple[str, int, int, int]]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Extent:
+class BlockExtent:
     """A block where it lies: its place in the arena and its fill in tokens, and the bytes of all
     layers' keys and values in it."""
 
@@ -77,7 +77,7 @@ class Listed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mass:
+class AttentionShare:
     """The share of its attention that a worker's newest token gave to each block, when there had
     been so many passes."""
 
@@ -99,20 +99,20 @@ class Snapshot:
     """
 
     passes: int
-    blocks: tuple[Extent, ...]
+    blocks: tuple[BlockExtent, ...]
     rows: Mapping[str, tuple[Listed, ...]]
-    masses: tuple[Mass, ...] = ()
+    masses: tuple[AttentionShare, ...] = ()
 
     @classmethod
-    def of(cls, session: "Workers", masses: Sequence[Mass] = ()) -> "Snapshot":
-        """The session as it stands, with masses that a `Recorder` has found."""
+    def of(cls, session: "Workers", masses: Sequence[AttentionShare] = ()) -> "Snapshot":
+        """The session as it stands, with masses that a `AttentionProbe` has found."""
         cache = session.cache
         offsets, lengths, capacities = (
             np.asarray(a).tolist() for a in (cache.offsets, cache.lengths, cache.capacities)
         )
         seen = {b for row in session.layout.sees.values() for b in row}
         blocks = tuple(
-            Extent(name, offset, length, capacity, length * cache.token_bytes)
+            BlockExtent(name, offset, length, capacity, length * cache.token_bytes)
             for name, offset, length, capacity in zip(
                 session.blocks, offsets, lengths, capacities, strict=True
             )
@@ -140,7 +140,7 @@ class Snapshot:
             )
         offsets = itertools.accumulate((lengths[b] for b in layout.blocks), initial=0)
         blocks = tuple(
-            Extent(b, offset, lengths[b], lengths[b], 0)
+            BlockExtent(b, offset, lengths[b], lengths[b], 0)
             for b, offset in zip(layout.blocks, offsets, strict=False)
         )
         return cls(0, blocks, _rows(layout, lengths))
@@ -179,7 +179,7 @@ class Snapshot:
             raise ValueError(f"{name} is not a snapshot, which has {_FORMAT!r} as its format; {do}")
         try:
             blocks = tuple(
-                Extent(
+                BlockExtent(
                     str(b["name"]),
                     int(b["offset"]),
                     int(b["length"]),
@@ -195,7 +195,7 @@ class Snapshot:
                 for worker, row in data["rows"].items()
             }
             masses = tuple(
-                Mass(
+                AttentionShare(
                     int(m["passes"]),
                     str(m["worker"]),
                     {str(b): float(share) for b, share in m["shares"].items()},
@@ -252,7 +252,7 @@ def attention_mass(session: "Workers") -> dict[str, dict[str, float]]:
     }
 
 
-class Recorder:
+class AttentionProbe:
     """Measures while a session runs, without changing it: `session.run(on_event=recorder)`, or
     `recorder()` between events.
 
@@ -274,7 +274,7 @@ class Recorder:
         """
         if every < 1:
             raise ValueError(f"every is {every}; it must be at least 1 forward pass")
-        self.masses: list[Mass] = []
+        self.masses: list[AttentionShare] = []
         self._session, self._every = session, every
 
     def __call__(self, event: "Event | None" = None) -> None:
@@ -282,7 +282,7 @@ class Recorder:
         passes = self._session.passes
         if not self.masses or passes >= self.masses[-1].passes + self._every:
             self.masses += [
-                Mass(passes, worker, shares)
+                AttentionShare(passes, worker, shares)
                 for worker, shares in attention_mass(self._session).items()
             ]
 

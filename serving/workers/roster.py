@@ -19,7 +19,7 @@ def spare_blocks(count: int) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Party:
+class Roster:
     """Workers, their rows and the blocks. R rows, B blocks.
 
     Attributes:

@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler, decode
+from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler, decode
 from jaxshare.compile_time import Stopwatch, compile_seconds
 from jaxshare.decoding.steps import Mark, Steps
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import seed_words, stream_seed
-from jaxshare.serving.checkpoints import Saved, Saves
+from jaxshare.serving.checkpoints import CheckpointStore, SavedCheckpoint
 from jaxshare.serving.engine.prefill import prefill
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import cache_dtype, default_sampler
@@ -42,7 +42,7 @@ from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.prompts.presets import advises_sampling, format_of
 from jaxshare.serving.workers.prompts.session_prompt import SessionTexts
 from jaxshare.serving.workers.results import Answer, Result, check_finish_at
-from jaxshare.serving.workers.roster import Party, spare_blocks
+from jaxshare.serving.workers.roster import Roster, spare_blocks
 from jaxshare.serving.workers.transcript import Event, Step, Transcript, codec_of
 from jaxshare.trace.recorder import Recorder
 from jaxshare.trace.trace import Trace
@@ -233,10 +233,10 @@ class Workers:
         )
         self._people: set[str] = set()
         self._answers: dict[int, Answer] = {}  # by budget
-        self._saves: Saves | None = None
+        self._saves: CheckpointStore | None = None
         self._most = rounded_budget(budget) + 1  # tokens of a row
         self._events: collections.deque[Event] = collections.deque()
-        self._reasons = dict.fromkeys(names, Reason.RUNNING)
+        self._reasons = dict.fromkeys(names, FinishReason.RUNNING)
         self._compiled = False
 
         codec = codec_of(tokenizer, model.config.vocab_size)
@@ -251,7 +251,7 @@ class Workers:
             else first.texts
         )
         headers = {block: codec.encode(text) for block, text in headers.items()}
-        self._party = Party.create(names, first, room=room, small=(*headers, FINISHER))
+        self._party = Roster.create(names, first, room=room, small=(*headers, FINISHER))
         self._texts = SessionTexts.of(codec, self.format, problem, self._party)
         self._told = self.format.instructions(names) + problem
         self._transcript = Transcript(codec.decode, model.generation.stop_tokens, self._opening)
@@ -638,11 +638,11 @@ class Workers:
     def pause(self, name: str) -> None:
         """A worker stops where it is; the others see what it has written so far. Does nothing to
         one that has ended."""
-        self._turn(name, Reason.RUNNING, Reason.PAUSED)
+        self._turn(name, FinishReason.RUNNING, FinishReason.PAUSED)
 
     def resume(self, name: str) -> None:
         """A paused worker goes on."""
-        self._turn(name, Reason.PAUSED, Reason.RUNNING)
+        self._turn(name, FinishReason.PAUSED, FinishReason.RUNNING)
 
     @_with_device
     def add(self, name: str, layout: WorkersLayout | None = None) -> None:
@@ -681,7 +681,7 @@ class Workers:
             name, layout or self._make_layout((*self.names, name), self.format)
         )
         row, lead = self.row(name), self._texts.lead(self._party, name)
-        self._reasons[name] = Reason.RUNNING
+        self._reasons[name] = FinishReason.RUNNING
         self._transcript.join(name, row, self.passes, lead)
         self._prepared[name] = 0
         self._relayout()
@@ -689,7 +689,7 @@ class Workers:
         assert state.steps is not None
         self._state = dataclasses.replace(
             state,
-            reasons=state.reasons.at[row].set(Reason.RUNNING.value),
+            reasons=state.reasons.at[row].set(FinishReason.RUNNING.value),
             ready=state.ready.at[row].set(False),
             drawn=state.drawn.at[row].set(0),
             waiting=state.waiting.at[row].set(0),
@@ -738,7 +738,7 @@ class Workers:
         self._transcript.leave(name, self.passes)
         del self._reasons[name]
         self._party = self._party.left(name)
-        self._state = self._state.end(row, Reason.UNUSED)
+        self._state = self._state.end(row, FinishReason.UNUSED)
         self._relayout()
 
     # Saves.
@@ -766,7 +766,7 @@ class Workers:
           SaveError: it cannot be written, or the one before it could not.
         """
         self._check_save(cache)
-        self._saves = Saves.of(folder, self._saves)
+        self._saves = CheckpointStore.of(folder, self._saves)
         return checkpoint.write(
             self._saves,
             self._facts(),
@@ -819,7 +819,7 @@ class Workers:
           ValueError: a layout or a kind that is needed and not given.
           TooLongError, EngineError, ClosedError: see `Engine.workers`.
         """
-        with Saved(folder, number) as save:
+        with SavedCheckpoint(folder, number) as save:
             saved = SavedSession(save)
             settings = saved.settings(model, layout, kind)
             if passes_at_once is not None:
@@ -902,7 +902,9 @@ class Workers:
 
     def _runs(self, last: int) -> bool:
         return (
-            self.ended is None and self.passes < last and Reason.RUNNING in self._reasons.values()
+            self.ended is None
+            and self.passes < last
+            and FinishReason.RUNNING in self._reasons.values()
         )
 
     @_with_device
@@ -947,7 +949,7 @@ class Workers:
         self._events.extend(self._transcript.read(seen))
         before, self._reasons = (
             self._reasons,
-            {name: Reason(int(seen["reasons"][self.row(name)])) for name in self.names},
+            {name: FinishReason(int(seen["reasons"][self.row(name)])) for name in self.names},
         )
         last = {
             name: Mark(int(seen["marks"][row, drawn - 1]))
@@ -960,13 +962,14 @@ class Workers:
             [
                 name
                 for name in self.names
-                if self._reasons[name] is Reason.ANSWER is not before[name]
+                if self._reasons[name] is FinishReason.ANSWER is not before[name]
             ],
             last,
         )
         self.ended = self._over()
         for name in sorted(
-            (name for name, reason in self._reasons.items() if reason is Reason.STEP), key=self.row
+            (name for name, reason in self._reasons.items() if reason is FinishReason.STEP),
+            key=self.row,
         ):
             if self.ended is None:
                 self._end_step(name, Mark.ASKED in last[name])
@@ -992,11 +995,11 @@ class Workers:
                     bool(voice.read) and int(self._state.tokens[voice.row, voice.read - 1]) in stops
                 )
                 reason = (
-                    Reason.STOP
+                    FinishReason.STOP
                     if stopped
-                    else Reason.STEP
+                    else FinishReason.STEP
                     if Mark.STEP in last[name]
-                    else Reason.RUNNING
+                    else FinishReason.RUNNING
                 )
                 self._state, self._reasons[name] = self._state.end(voice.row, reason), reason
 
@@ -1030,9 +1033,11 @@ class Workers:
             steps=self._state.steps.begin(row, self._transcript.voices[name].step.number),
         )
         self._state = (
-            self._state.feed(row, opening) if opening else self._state.end(row, Reason.RUNNING)
+            self._state.feed(row, opening)
+            if opening
+            else self._state.end(row, FinishReason.RUNNING)
         )
-        self._reasons[name] = Reason.RUNNING
+        self._reasons[name] = FinishReason.RUNNING
 
     # Room for long steps.
 
@@ -1054,7 +1059,7 @@ class Workers:
         needs = {
             name: int(waiting[self.row(name)]) + passes + 1
             for name, reason in self._reasons.items()
-            if reason is Reason.RUNNING
+            if reason is FinishReason.RUNNING
         }
         cache = self._state.cache
         extents = self._extents(cache, np.asarray(cache.lengths), {} if reserve else needs, reserve)
@@ -1154,7 +1159,7 @@ class Workers:
                 self._prepared[name] = number + 1 + count
 
     @_with_device
-    def _turn(self, name: str, old: Reason, new: Reason) -> None:
+    def _turn(self, name: str, old: FinishReason, new: FinishReason) -> None:
         row = self.row(name)
         if self._reasons[name] is old:
             self._state, self._reasons[name] = self._state.end(row, new), new
@@ -1192,14 +1197,22 @@ def _check_numbers(least: int, **numbers: int) -> None:
         raise ValueError(f"{low[0]} is {numbers[low[0]]}; it must be at least {least}")
 
 
-def _ended(reasons: Collection[Reason]) -> str | None:
+def _ended(reasons: Collection[FinishReason]) -> str | None:
     """Why a session is over whose workers have stopped for these reasons, or None while one of them
     may go on."""
-    if Reason.ANSWER in reasons and not {Reason.RUNNING, Reason.PAUSED} & set(reasons):
+    if FinishReason.ANSWER in reasons and not {FinishReason.RUNNING, FinishReason.PAUSED} & set(
+        reasons
+    ):
         return "answer"
-    if {Reason.RUNNING, Reason.PAUSED, Reason.STEP} & set(reasons):
+    if {FinishReason.RUNNING, FinishReason.PAUSED, FinishReason.STEP} & set(reasons):
         return None
-    return "full" if Reason.FULL in reasons else "budget" if Reason.BUDGET in reasons else "stopped"
+    return (
+        "full"
+        if FinishReason.FULL in reasons
+        else "budget"
+        if FinishReason.BUDGET in reasons
+        else "stopped"
+    )
 
 
 _clear = jax.jit(KVCache.clear, donate_argnums=0)

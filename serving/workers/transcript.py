@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxshare import Reason
+from jaxshare import FinishReason
 from jaxshare.decoding.steps import Mark
 from jaxshare.serving.workers.step_automata import token_bytes
 
@@ -94,7 +94,7 @@ class Event:
 
 
 @dataclasses.dataclass
-class Voice:
+class WorkerCursor:
     """A worker on its way.
 
     Attributes:
@@ -137,7 +137,7 @@ class Transcript:
           opening: (name, number, whether it asks) -> tokens that open a step.
         """
         self.finished: list[Step] = []
-        self.voices: dict[str, Voice] = {}
+        self.voices: dict[str, WorkerCursor] = {}
         self._decode, self._stops, self._opening = decode, stops, opening
 
     @property
@@ -151,7 +151,7 @@ class Transcript:
     def join(self, name: str, row: int, passes: int, lead: list[int]) -> None:
         """A worker begins its first step, opened by the tokens `lead`."""
         opening = self._decode(lead).lstrip()
-        self.voices[name] = Voice(row, Step(name, 1, opening, passes), opening, list(lead))
+        self.voices[name] = WorkerCursor(row, Step(name, 1, opening, passes), opening, list(lead))
 
     def leave(self, name: str, passes: int) -> None:
         """A worker's unfinished step becomes its last one."""
@@ -182,7 +182,7 @@ class Transcript:
                 if voice["finished"] is None
                 else self.finished[voice["finished"]]
             )
-            self.voices[name] = Voice(
+            self.voices[name] = WorkerCursor(
                 **{
                     field: value
                     for field, value in voice.items()
@@ -208,7 +208,7 @@ class Transcript:
                 voice,
                 int(seen["passes"]),
                 int(seen["drawn"][voice.row]),
-                Reason(int(seen["reasons"][voice.row])),
+                FinishReason(int(seen["reasons"][voice.row])),
                 *(seen[key][voice.row] for key in ("tokens", "marks", "at")),
             )
         self.finished[before:] = sorted(
@@ -219,10 +219,10 @@ class Transcript:
     def _read(
         self,
         name: str,
-        voice: Voice,
+        voice: WorkerCursor,
         passes: int,
         drawn: int,
-        reason: Reason,
+        reason: FinishReason,
         tokens: np.ndarray,
         marks: np.ndarray,
         at: np.ndarray,
@@ -240,7 +240,7 @@ class Transcript:
             self.finished.append(voice.step)
             found += self._news(voice, int(at[i]))
             # nothing comes after it, or the host opens it
-            if not (last and reason in (Reason.STOP, Reason.ANSWER, Reason.STEP)):
+            if not (last and reason in (FinishReason.STOP, FinishReason.ANSWER, FinishReason.STEP)):
                 self.turn(name, int(at[i]), asked=Mark.ASKED in mark)
         voice.read = drawn
         return found if voice.step.ended is not None else [*found, *self._news(voice, passes)]
@@ -255,7 +255,7 @@ class Transcript:
         voice.step = Step(name, voice.step.number + 1, opening, passes, asked=asked)
         return tokens
 
-    def _news(self, voice: Voice, passes: int) -> list[Event]:
+    def _news(self, voice: WorkerCursor, passes: int) -> list[Event]:
         """The event with what is new in the step, if anything is. A character of which bytes are
         still to come waits for them."""
         step = voice.step

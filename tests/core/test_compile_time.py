@@ -150,11 +150,11 @@ def test_shards_report_the_replica_that_compiled_longest():
             pass
 
         def run(self, shards):
-            from jaxshare.serving.cluster.ray_pool import Result
+            from jaxshare.serving.cluster.ray_pool import JobResult
 
             time.sleep(0.2)
             for replica, compiled in ((0, 0.02), (1, 0.03), (0, 0.04)):
-                yield Result(
+                yield JobResult(
                     None,
                     "cost",
                     Cost(passes=1, kv_bytes=10, rows=2, compile_seconds=compiled),

@@ -17,7 +17,7 @@ from jaxshare.serving.agents import Reply, Runtime, agent, llm
 from jaxshare.serving.branches.run import Branches
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.evaluation import baselines
-from jaxshare.serving.evaluation.runs import pieces
+from jaxshare.serving.evaluation.runs import run_specs
 from jaxshare.serving.evaluation.tasks import Problem
 from jaxshare.serving.workers.layouts import worker_names
 from tests.helpers import TINY
@@ -302,7 +302,7 @@ def test_runs_of_an_evaluation_and_their_workers():
         more={},
     )
     problems = [Problem(str(i), "1. 47 + 38", ("85",)) for i in range(2)]
-    found = [piece.seed for seed in SEEDS for piece in pieces(problems, seed=seed, **settings)]
+    found = [piece.seed for seed in SEEDS for piece in run_specs(problems, seed=seed, **settings)]
     check(found)
     workers = {stream_seed(seed, row) for seed in found for row in range(EACH)}
     assert len(workers) == 64 * EACH

@@ -16,7 +16,7 @@ from jaxshare.data_parallel import decode_groups, stack, unstack
 from jaxshare.models import EMBEDDED, load
 from jaxshare.models.generation_config import Generation
 from jaxshare.models.loading import LoadedModel
-from jaxshare.sharding import STRIPE, Stripes, make_mesh
+from jaxshare.sharding import STRIPE, CyclicSharding, make_mesh
 from tests.helpers import TINY, init
 
 SPLITS = dataclasses.replace(
@@ -140,7 +140,7 @@ def test_stripes_deal_out_an_arena(devices):
     keeps: list[list[int]] = [[] for _ in range(devices)]
     for index in range(arena):
         keeps[index // STRIPE % devices].append(index)
-    stripes = Stripes.over(mesh)
+    stripes = CyclicSharding.over(mesh)
     assert arena % stripes.period == 0
 
     def look(index):

@@ -24,7 +24,7 @@ from jaxshare.models import EMBEDDED, load, reencode_logits
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.loading import LoadedModel
 from jaxshare.serving import Format, Workers
-from jaxshare.serving.evaluation.arithmetic import Dependent, Problem, make_problem
+from jaxshare.serving.evaluation.arithmetic import Dependent, SumsProblem, make_problem
 from jaxshare.serving.workers.layouts import worker_names
 from jaxshare.trace.trace import Trace
 from scripts.train import lessons, pair_attention, sessions, teacher, train_workers
@@ -206,7 +206,7 @@ WORKING = re.compile(r"Question (\d+): [\d+*-]+\.(?: [\d+*-]+=\d+(?:, [\d+*-]+=\
 """That of a question that stands by itself, with the full stop that ends it."""
 
 
-def can_be_boxed(problem: Problem, seen: str) -> str:
+def can_be_boxed(problem: SumsProblem, seen: str) -> str:
     """What the finisher is to say: answers that stand there, or whose working does."""
     known = {int(number) for number in re.findall(r"Answer (\d+): \d+\.", seen)} | {
         int(found[1]) for found in WORKING.finditer(seen)
@@ -258,7 +258,7 @@ def test_the_finisher_guesses_from_what_the_last_worker_sees(script, layout):
 # What the teacher says, by what could be seen
 
 
-def text_of(problem: Problem) -> list[int]:
+def text_of(problem: SumsProblem) -> list[int]:
     """The answers, by Python's arithmetic on the prompt."""
     lines = [line.partition(". ")[2] for line in problem.prompt().splitlines()[1:]]
     operators = {"red": "+", "sold": "-", "boxes": "*"}

@@ -20,7 +20,7 @@ _KINDS = {"llm": "llm", "tool": "tool", "next": "next", "result": "result"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Node:
+class FlowNode:
     """A state.
 
     Attributes:
@@ -59,7 +59,7 @@ class FlowGraph:
     """
 
     name: str
-    nodes: tuple[Node, ...]
+    nodes: tuple[FlowNode, ...]
     state: Mapping[int, int]
 
     @classmethod
@@ -79,7 +79,7 @@ class FlowGraph:
             found = _reached(instructions, begin, errors)
             return {state.get(i, end) for i in found if instructions[i].do in (Do.WAIT, Do.RETURN)}
 
-        def node(number: int, kind: str, line: int, text: str, at: list[int]) -> Node:
+        def node(number: int, kind: str, line: int, text: str, at: list[int]) -> FlowNode:
             plain = leads([j for i in at for j in successors(instructions, i)], False)
             handlers = [
                 h
@@ -89,7 +89,9 @@ class FlowGraph:
             every = plain | leads(
                 [*handlers, *(j for i in at for j in successors(instructions, i))], True
             )
-            return Node(number, kind, line, text, tuple(sorted(every)), frozenset(every - plain))
+            return FlowNode(
+                number, kind, line, text, tuple(sorted(every)), frozenset(every - plain)
+            )
 
         nodes = [node(0, "start", program.function.__code__.co_firstlineno, program.name, [0])]
         for number, place in enumerate(places, 1):
@@ -97,7 +99,7 @@ class FlowGraph:
             text = instructions[at[0]].what
             text = text[1:-1] if instructions[at[0]].is_yield and text[:1] == "(" else text
             nodes.append(node(number, _kind(instructions[at[0]]), place[0], text, at))
-        return cls(program.name, (*nodes, Node(end, "end", instructions[-1].line, "")), state)
+        return cls(program.name, (*nodes, FlowNode(end, "end", instructions[-1].line, "")), state)
 
     def __str__(self) -> str:
         """One line a state: its number, its kind, its line and text, and where it can go; ! marks

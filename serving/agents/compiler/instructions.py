@@ -63,7 +63,7 @@ class Label:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
+class LoopLabels:
     end: Label
     again: Label
 
@@ -89,7 +89,7 @@ class Handling:
     """Where an exception is being handled."""
 
 
-Context = Loop | Handler | Final | Handling
+Context = LoopLabels | Handler | Final | Handling
 
 _OWN = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 

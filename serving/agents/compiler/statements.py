@@ -19,7 +19,7 @@ from jaxshare.serving.agents.compiler.instructions import (
     Handler,
     Handling,
     Label,
-    Loop,
+    LoopLabels,
     at,
     builtin,
     call_frame,
@@ -129,7 +129,7 @@ class Lowering(Expressions):
 
     def _lower_Return(self, node: ast.Return) -> None:
         value = self._value(node.value) if node.value else ast.Constant(None)
-        if any(not isinstance(c, Loop) for c in self._contexts):
+        if any(not isinstance(c, LoopLabels) for c in self._contexts):
             value = self._keep(value, node)
         kept = self._unwind(0)
         self._emit(Do.RETURN, node, body=[at(ast.Return(value), node)])
@@ -160,7 +160,7 @@ class Lowering(Expressions):
         again, no, end = Label(), Label(), Label()
         self._place(again)
         self._test(self._value(node.test), no, node)
-        self._inside(Loop(end, again), node.body)
+        self._inside(LoopLabels(end, again), node.body)
         self._emit(Do.JUMP, node, to=again)
         self._place(no)
         self._block(node.orelse)
@@ -184,7 +184,7 @@ class Lowering(Expressions):
             ast.Return(ast.Constant(True)),
         ]
         self._emit(Do.TEST, node, to=no, body=[at(part, node) for part in body])
-        self._inside(Loop(end, again), node.body)
+        self._inside(LoopLabels(end, again), node.body)
         self._emit(Do.JUMP, node, to=again)
         self._place(no)
         self._block(node.orelse)
@@ -204,9 +204,9 @@ class Lowering(Expressions):
         self._leave_loop(node, again=True)
 
     def _leave_loop(self, node: ast.stmt, *, again: bool) -> None:
-        depth = max(i for i, c in enumerate(self._contexts) if isinstance(c, Loop))
+        depth = max(i for i, c in enumerate(self._contexts) if isinstance(c, LoopLabels))
         loop = self._contexts[depth]
-        assert isinstance(loop, Loop)
+        assert isinstance(loop, LoopLabels)
         kept = self._unwind(depth + 1)
         self._emit(Do.JUMP, node, to=loop.again if again else loop.end)
         self._contexts = kept

@@ -20,7 +20,7 @@ from jaxshare.serving.cluster import process_mesh
 from jaxshare.serving.workers.layouts import MakeLayout, WorkersLayout, layout_maker
 from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.prompts.session_prompt import SessionTexts
-from jaxshare.serving.workers.roster import Party
+from jaxshare.serving.workers.roster import Roster
 from jaxshare.serving.workers.session import check_names
 from jaxshare.serving.workers.transcript import Codec, codec_of
 
@@ -96,7 +96,7 @@ def prompt_view(
     format, codec = format or Format.of(model), codec_of(model.tokenizer, model.config.vocab_size)
     made = layout_maker(layout)(tuple(names), format)
     made.check(names)
-    party = Party.create(names, made, room=len(names), small=[*made.texts])
+    party = Roster.create(names, made, room=len(names), small=[*made.texts])
     texts = SessionTexts.of(codec, format, problem, party)
     held = {
         made.prompt: texts.prompt,

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Self
 
 from jaxshare.serving.workers.prompts.format import Format
-from jaxshare.serving.workers.roster import Party
+from jaxshare.serving.workers.roster import Roster
 from jaxshare.serving.workers.transcript import Codec
 
 
@@ -28,7 +28,7 @@ class SessionTexts:
     bare: list[int]
 
     @classmethod
-    def of(cls, codec: Codec, format: Format, problem: str, party: Party) -> Self:
+    def of(cls, codec: Codec, format: Format, problem: str, party: Roster) -> Self:
         """Of a session's first workers."""
         tokenizer: Any = codec.tokenizer
         told = format if party.layout.moves else dataclasses.replace(format, history_header="")
@@ -41,7 +41,7 @@ class SessionTexts:
             return texts
         return dataclasses.replace(texts, prompt=prompt[:-1], bare=prompt[-1:])
 
-    def opening(self, party: Party, name: str, number: int, ask: bool = False) -> list[int]:
+    def opening(self, party: Roster, name: str, number: int, ask: bool = False) -> list[int]:
         """Tokens that open a step, behind the separator. Where steps stay in their block there is
         one header, at its begin."""
         if number > 1 and name not in party.layout.moves:
@@ -50,11 +50,11 @@ class SessionTexts:
             text = self.format.opening(name, number, names=party.names, ask=ask)
         return self.codec.encode(text.rstrip(" "))  # a space belongs to the token that comes next
 
-    def lead(self, party: Party, name: str) -> list[int]:
+    def lead(self, party: Roster, name: str) -> list[int]:
         """Tokens that open a worker's first step."""
         return self.bare or [*self.separator, *self.opening(party, name, 1)]
 
-    def longest(self, party: Party) -> int:
+    def longest(self, party: Roster) -> int:
         """Most tokens of an opening, in a multiple, so that sessions share programs."""
         openings = [
             self.opening(party, name, number, True) for name in party.names for number in (1, 10**6)

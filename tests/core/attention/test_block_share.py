@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxshare import KVCache, Layout, Rope, make_plan
-from jaxshare.attention.block_share import block_mass
+from jaxshare.attention.block_share import block_attention_share
 from tests.helpers import (
     MODEL,
     TINY,
@@ -38,7 +38,7 @@ CASES = {  # lengths of the blocks, rows, new tokens of each row
 @jax.jit
 def measured(cache: KVCache, layout: Layout, count, q, k, v):
     plan = make_plan(cache, layout, count, WIDTH)
-    return block_mass(q, cache.append(0, k, v, plan).keys[0], plan, SCALE)
+    return block_attention_share(q, cache.append(0, k, v, plan).keys[0], plan, SCALE)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -127,7 +127,7 @@ def test_memory_does_not_grow_with_the_cache():
 
         def mass(cache, q):
             plan = make_plan(cache, layout, jnp.ones(8, jnp.int32), 1)
-            return block_mass(q, cache.keys[0], plan, SCALE)
+            return block_attention_share(q, cache.keys[0], plan, SCALE)
 
         return jax.jit(mass).lower(cache, q).compile().memory_analysis().temp_size_in_bytes
 

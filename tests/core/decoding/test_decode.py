@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshare import DecodeState, KVCache, Layout, Reason, Sampler
+from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler
 from jaxshare.models.layers import forward
 from jaxshare.seeds import stream_seed
 from tests.helpers import (
@@ -65,7 +65,7 @@ def test_greedy_equals_a_plain_loop():
     assert len({tuple(o) for o in done.outputs()}) == ROWS and all(
         len(set(o)) > 3 for o in done.outputs()
     )
-    assert reasons(done) == [Reason.BUDGET] * 4
+    assert reasons(done) == [FinishReason.BUDGET] * 4
     # What was sampled last has not been fed.
     assert np.asarray(done.cache.lengths).tolist() == [0, *(len(p) + MOST - 1 for p in PROMPTS), 0]
     done.cache.check()
@@ -126,20 +126,22 @@ def test_stop_tokens_end_a_row_and_are_kept():
     cut = [row[: row.index(stop) + 1] if stop in row else row for row in free]
     done = run(tiny_state(PROMPTS, stops=[stop]))
     assert done.outputs() == cut and len(cut[1]) <= 5
-    assert reasons(done) == [Reason.STOP if stop in row else Reason.BUDGET for row in free]
+    assert reasons(done) == [
+        FinishReason.STOP if stop in row else FinishReason.BUDGET for row in free
+    ]
     # the stop token is not fed
     assert int(done.cache.lengths[2]) == len(PROMPTS[1]) + len(cut[1]) - 1
     # One of several; a stop with the last token of a budget is a stop.
     several = run(tiny_state(PROMPTS, stops=[stop, free[0][2]]))
-    assert reasons(several)[:2] == [Reason.STOP] * 2
+    assert reasons(several)[:2] == [FinishReason.STOP] * 2
     last = run(tiny_state(PROMPTS, stops=[stop], budgets=[MOST, len(cut[1]), MOST, MOST]))
-    assert reasons(last)[1] == Reason.STOP and last.outputs()[1] == cut[1]
+    assert reasons(last)[1] == FinishReason.STOP and last.outputs()[1] == cut[1]
 
 
 def test_budgets_of_none_one_and_many():
     done = run(tiny_state(PROMPTS, budgets=[0, 1, MOST, 3]))
     assert done.outputs() == [[], greedy(PROMPTS[1], 1), greedy(PROMPTS[2]), greedy(PROMPTS[3], 3)]
-    assert reasons(done) == [Reason.BUDGET] * 4
+    assert reasons(done) == [FinishReason.BUDGET] * 4
     # A prompt is fed even where nothing may be sampled.
     assert int(done.cache.lengths[1]) == len(PROMPTS[0]) and int(done.cache.lengths[2]) == len(
         PROMPTS[1]
@@ -154,7 +156,7 @@ def test_only_budgets_of_none():
     assert made.tokens.shape == (ROWS, 0)
     assert tiny_state(PROMPTS, budgets=0).tokens.shape == (ROWS, MOST)
     done = run(tiny_state(PROMPTS, budgets=0))
-    assert done.outputs() == [[]] * 4 and reasons(done) == [Reason.BUDGET] * 4
+    assert done.outputs() == [[]] * 4 and reasons(done) == [FinishReason.BUDGET] * 4
 
 
 def test_a_block_that_fills_ends_its_row_before_anything_is_lost():
@@ -162,7 +164,12 @@ def test_a_block_that_fills_ends_its_row_before_anything_is_lost():
     cache = tiny_cache([64, *room, 0])
     done = run(tiny_state(PROMPTS, cache=cache))
     free = [greedy(p) for p in PROMPTS]
-    assert reasons(done) == [Reason.FULL, Reason.BUDGET, Reason.FULL, Reason.FULL]
+    assert reasons(done) == [
+        FinishReason.FULL,
+        FinishReason.BUDGET,
+        FinishReason.FULL,
+        FinishReason.FULL,
+    ]
     # What was sampled is kept, the token that found no room included.
     assert done.outputs() == [free[0][:5], free[1], free[2][:1], free[3][:1]]
     assert np.asarray(done.cache.lengths).tolist() == [
@@ -189,7 +196,12 @@ def test_a_block_that_fills_ends_its_row_before_anything_is_lost():
 def test_a_prompt_that_does_not_fit_ends_its_row_with_nothing():
     cache = tiny_cache([64, 48, 12, 48, 48, 0])
     done = run(tiny_state(PROMPTS, cache=cache))
-    assert reasons(done) == [Reason.BUDGET, Reason.FULL, Reason.BUDGET, Reason.BUDGET]
+    assert reasons(done) == [
+        FinishReason.BUDGET,
+        FinishReason.FULL,
+        FinishReason.BUDGET,
+        FinishReason.BUDGET,
+    ]
     assert done.outputs() == [greedy(PROMPTS[0]), [], greedy(PROMPTS[2]), greedy(PROMPTS[3])]
     done.cache.check()
 
@@ -212,7 +224,12 @@ def test_logprobs_are_those_of_the_model():
 def test_rows_not_in_use_do_nothing():
     done = run(tiny_state([PROMPTS[0], [], PROMPTS[2]], [[1], [], [3]]))
     assert done.outputs() == [greedy(PROMPTS[0]), [], greedy(PROMPTS[2]), []]
-    assert reasons(done) == [Reason.BUDGET, Reason.UNUSED, Reason.BUDGET, Reason.UNUSED]
+    assert reasons(done) == [
+        FinishReason.BUDGET,
+        FinishReason.UNUSED,
+        FinishReason.BUDGET,
+        FinishReason.UNUSED,
+    ]
     assert np.asarray(done.cache.lengths).tolist() == [
         0,
         len(PROMPTS[0]) + MOST - 1,
@@ -284,11 +301,11 @@ def test_feeding_goes_on_where_a_row_stopped():
     extra = RNG.integers(0, VOCAB, 9).tolist()
     done = run(tiny_state(PROMPTS, budgets=[3, MOST, MOST, MOST]), passes=6)
     first = done.outputs()
-    assert [len(o) for o in first] == [3, 6, 6, 6] and reasons(done)[0] == Reason.BUDGET
+    assert [len(o) for o in first] == [3, 6, 6, 6] and reasons(done)[0] == FinishReason.BUDGET
     fed = dataclasses.replace(done, budgets=done.budgets.at[0].set(8)).feed(
         0, [first[0][-1], *extra]
     )
-    assert reasons(fed) == [Reason.RUNNING] * 4
+    assert reasons(fed) == [FinishReason.RUNNING] * 4
     after = run(fed)
     assert after.outputs()[0] == first[0] + greedy(PROMPTS[0] + first[0] + extra, 5)
     assert after.outputs()[1:] == [greedy(p) for p in PROMPTS[1:]]
@@ -324,7 +341,7 @@ def test_feeding_refuses(row, tokens, words):
 
 def test_a_row_ended_from_outside_stops():
     done = run(tiny_state(PROMPTS), passes=4).end(1)
-    assert reasons(done)[1] == Reason.STOP
+    assert reasons(done)[1] == FinishReason.STOP
     after = run(done)
     assert after.outputs() == [greedy(p, 4 if r == 1 else MOST) for r, p in enumerate(PROMPTS)]
 
@@ -362,20 +379,20 @@ def test_a_row_that_has_ended_is_given_something_new(sampler):
     prefix, cache = prefilled(tiny_cache(), {0: first})
     state = run(tiny_state(later, cache=cache, **settings), until_any=True)
     assert (
-        reasons(state) == [Reason.BUDGET, *[Reason.RUNNING] * 3]
+        reasons(state) == [FinishReason.BUDGET, *[FinishReason.RUNNING] * 3]
         and state.outputs()[0] == undisturbed[0]
     )
     state = dataclasses.replace(state, cache=state.cache.clear(1))
     before = int(state.passes)
     state = state.admit([0], [[0, 1]], prefix, seeds=[2**32 - 5], budgets=[10])
-    assert reasons(state)[0] == Reason.RUNNING and state.outputs()[0] == []
+    assert reasons(state)[0] == FinishReason.RUNNING and state.outputs()[0] == []
     done = run(state)
     fresh = run(
         tiny_state([first], [[1]], samplers=sampler, seeds=[2**32 - 5, 0, 0, 0], budgets=10)
     )
     assert done.outputs() == [fresh.outputs()[0], *undisturbed[1:]] and len(done.outputs()[0]) == 10
     np.testing.assert_allclose(done.logprobs[0, :10], fresh.logprobs[0, :10], atol=2e-5)
-    assert reasons(done) == [Reason.BUDGET] * 4
+    assert reasons(done) == [FinishReason.BUDGET] * 4
     assert int(done.passes) - before == 10 - 1  # it samples at once, and its last token is not fed
     assert np.asarray(done.cache.lengths).tolist() == [
         len(first),
@@ -398,7 +415,9 @@ def test_rows_that_were_not_in_use_are_given_something(count):
         expected[r] = greedy(prompt, budget)
     done = run(state)
     assert done.outputs() == expected
-    assert reasons(done) == [Reason.BUDGET if r in rows else Reason.UNUSED for r in range(ROWS)]
+    assert reasons(done) == [
+        FinishReason.BUDGET if r in rows else FinishReason.UNUSED for r in range(ROWS)
+    ]
 
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(1.2)], ids=["greedy", "sampled"])
@@ -408,7 +427,7 @@ def test_several_rows_change_places(sampler):
     settings = {"samplers": sampler, "seeds": [7, 8, 9, 10]}
     undisturbed = run(tiny_state(PROMPTS, **settings)).outputs()
     state = run(tiny_state(PROMPTS, **settings), passes=4)
-    for row, reason in ((0, Reason.STOP), (2, Reason.PAUSED), (3, Reason.FULL)):
+    for row, reason in ((0, FinishReason.STOP), (2, FinishReason.PAUSED), (3, FinishReason.FULL)):
         state = state.end(row, reason)
     cache = state.cache
     for block in (1, 3, 4):
@@ -450,7 +469,7 @@ def test_admission_ends_at_a_stop_and_can_be_repeated():
         )
         state = run(state)
         assert state.outputs() == [[], expected[:budget], [], []]
-        assert reasons(state)[1] == (Reason.STOP if budget > 1 else Reason.BUDGET)
+        assert reasons(state)[1] == (FinishReason.STOP if budget > 1 else FinishReason.BUDGET)
 
 
 @pytest.mark.parametrize(
@@ -508,7 +527,8 @@ def test_a_row_that_is_retired_lists_nothing_and_another_may_write_its_block():
         state.admit([1], [[block]], logits, seeds=[0], budgets=[3])
     state = state.retire([0]).admit([1], [[block]], logits, seeds=[0], budgets=[3])
     assert (
-        reasons(state) == [Reason.UNUSED, Reason.RUNNING, Reason.BUDGET, Reason.BUDGET]
+        reasons(state)
+        == [FinishReason.UNUSED, FinishReason.RUNNING, FinishReason.BUDGET, FinishReason.BUDGET]
         and int(state.layout.written[0]) == -1
     )
     assert run(state).outputs()[1] == greedy(PROMPTS[0], 3)

@@ -5,17 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshare.decoding.top_logits import Kept, keep
+from jaxshare.decoding.top_logits import TopLogits, compress_logits
 
-KEEP = jax.jit(keep, static_argnums=2)
+KEEP = jax.jit(compress_logits, static_argnums=2)
 
 
-def kept_of(logits: np.ndarray, temperature, k: int) -> Kept:
+def kept_of(logits: np.ndarray, temperature, k: int) -> TopLogits:
     temperatures = np.broadcast_to(np.float32(temperature), len(logits))
     return jax.tree.map(np.asarray, KEEP(jnp.asarray(logits), jnp.asarray(temperatures), k))
 
 
-def check(kept: Kept, logits: np.ndarray, temperature: float, k: int) -> None:
+def check(kept: TopLogits, logits: np.ndarray, temperature: float, k: int) -> None:
     t = float(np.float32(temperature)) or 1.0
     assert kept.vocab == logits.shape[1] and (kept.kept_at == np.float32(t)).all()
     for r, row in enumerate(logits.astype(np.float64)):
@@ -77,14 +77,14 @@ def test_forbidden_logits_have_no_mass_and_nan_shows():
 
 def test_room_has_the_shape_of_what_is_kept():
     kept = kept_of(np.zeros((3, 20), np.float32), 1.0, 6)
-    room = Kept.empty((3,), 6, 20)
+    room = TopLogits.empty((3,), 6, 20)
     assert jax.tree.structure(room) == jax.tree.structure(kept)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), room) == jax.tree.map(
         lambda a: (a.shape, a.dtype), kept
     )
-    assert Kept.empty((2, 4), 50, 20).tokens.shape == (2, 4, 20)
+    assert TopLogits.empty((2, 4), 50, 20).tokens.shape == (2, 4, 20)
 
 
 def test_at_least_one_token_has_to_be_kept():
     with pytest.raises(ValueError, match="at least 1 token"):
-        keep(jnp.zeros((1, 3)), jnp.ones(1), 0)
+        compress_logits(jnp.zeros((1, 3)), jnp.ones(1), 0)

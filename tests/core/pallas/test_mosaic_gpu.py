@@ -20,7 +20,7 @@ from jaxshare.pallas import merge_mosaic_gpu
 from jaxshare.pallas.block_attention_mosaic_gpu import INTERPRETER_LACKS
 from jaxshare.pallas.device import H200, Device, assume_device
 from jaxshare.pallas.tiles import HEAD_DIMS, MosaicTiles, use_tiles
-from jaxshare.sharding import Stripes
+from jaxshare.sharding import CyclicSharding
 from tests.core.attention.test_attention import Case, Shape, cases, place
 from tests.core.pallas.interpreted import SOME_LENGTHS, TOLERANCE, case, compare
 
@@ -117,7 +117,7 @@ def test_log_sum_exps_for_other_devices(monkeypatch):
             q,
             cache.keys[0],
             cache.values[0],
-            dataclasses.replace(plan, stripes=Stripes("kv")),
+            dataclasses.replace(plan, stripes=CyclicSharding("kv")),
             implementation="mosaic_gpu",
         )
     [(axis, mixed, lse)] = given

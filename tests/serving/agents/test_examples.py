@@ -16,7 +16,7 @@ from jaxshare import models
 from jaxshare.models import Generation, LoadedModel
 from jaxshare.serving.agents import Runtime
 from jaxshare.serving.agents.backends import EngineModel
-from jaxshare.serving.agents.search_log import Trace
+from jaxshare.serving.agents.search_log import SearchLog
 from jaxshare.serving.cli import main
 from tests.helpers import TINY, init
 from tests.paths import ROOT
@@ -325,7 +325,7 @@ def test_the_command_runs_an_example(capsys, tmp_path):
         "model: scripted, a dictionary of answers that comes with the file; no language model runs"
     )
     assert answer.split("   ")[-1].endswith("= 24") and "1 of 1 solved" in out
-    trace = Trace.load(tmp_path / "trace.json")
+    trace = SearchLog.load(tmp_path / "trace.json")
     assert [run.agent for run in trace.runs][:2] == ["solve_all", "solve"] and {
         run.agent for run in trace.runs[2:]
     } == {"judge"}

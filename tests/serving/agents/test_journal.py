@@ -22,7 +22,7 @@ from jaxshare.serving.agents import (
 from jaxshare.serving.agents.backends import ScriptedModel
 from jaxshare.serving.agents.journal import Journal, ReplayError
 from jaxshare.serving.agents.search import SelfRefine, TreeOfThoughts
-from jaxshare.serving.agents.search_log import Trace, timeline_picture, tree_picture
+from jaxshare.serving.agents.search_log import SearchLog, timeline_picture, tree_picture
 from tests.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -239,14 +239,14 @@ def test_files_that_are_no_journal_are_refused(tmp_path, text):
     with pytest.raises(ValueError, match="is no journal of agents"):
         Journal.load(file)
     with pytest.raises(ValueError, match="is no trace of agents"):
-        Trace.load(file)
+        SearchLog.load(file)
 
 
 # Traces.
 
 
 @pytest.fixture(scope="module")
-def searched() -> Trace:
+def searched() -> SearchLog:
     """Two levels of three firings, of which two and then one go on; a helper that is never asked
     again; one firing that fails."""
 
@@ -269,7 +269,7 @@ def searched() -> Trace:
 
     runtime = Runtime(ScriptedModel({"first": ["3", "1", "2"], "second": ["5", "x", "7"]}))
     assert finished(runtime, walk) == ("3", 7)
-    return Trace.of(runtime)
+    return SearchLog.of(runtime)
 
 
 def test_a_trace_says_what_became_of_every_state(searched):
@@ -315,7 +315,7 @@ def test_a_trace_says_what_became_of_every_state(searched):
 
 def test_traces_are_saved_and_read(searched, tmp_path):
     searched.save(tmp_path / "trace.json")
-    assert Trace.load(tmp_path / "trace.json") == searched
+    assert SearchLog.load(tmp_path / "trace.json") == searched
     assert json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["runs"][0]["states"][
         1
     ]["path"] == [0]
@@ -336,14 +336,14 @@ def test_runs_that_end_badly_and_states_of_a_supervisors_making_are_traced():
 
     runtime = Runtime(ScriptedModel({"a number": ["1", "3", "2"]}))
     finished(runtime, refined)
-    (run,) = Trace.of(runtime).runs
+    (run,) = SearchLog.of(runtime).runs
     paths = {state.path for state in run.states}
     assert all(state.parent in paths for state in run.states if state.parent is not None)
     tree_picture(run)
     broken = Runtime(None)
     with pytest.raises(ValueError, match="invalid literal"):
         finished(broken, fails)
-    (run,) = Trace.of(broken).runs
+    (run,) = SearchLog.of(broken).runs
     assert "invalid literal" in run.error and run.states[-1].fate == "failed" and run.value is None
 
 

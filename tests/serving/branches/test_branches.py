@@ -63,7 +63,7 @@ def model() -> LoadedModel:
 
 
 @functools.cache
-def problem(seed: int = 0) -> arithmetic.Problem:
+def problem(seed: int = 0) -> arithmetic.SumsProblem:
     return arithmetic.make_problem(random.Random(seed))
 
 

@@ -10,7 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxshare.serving.branches.prompt_tree import Branch, Prompt, read_prompts
-from jaxshare.serving.branches.sharing_plan import Arrangement, Node, arrange, fold, unique_tokens
+from jaxshare.serving.branches.sharing_plan import (
+    PrefixNode,
+    SharingPlan,
+    fold,
+    plan_sharing,
+    unique_tokens,
+)
 from jaxshare.serving.kvcache.sharing_cost import DEFAULT, Costs
 
 BOS = 7
@@ -26,7 +32,7 @@ def make_prompts(*tokens: tuple[int, ...], n: int = 1) -> list[Prompt]:
     return [Prompt(i, t, n) for i, t in enumerate(tokens)]
 
 
-def paths(root: Node) -> list[tuple[Node, tuple[int, ...]]]:
+def paths(root: PrefixNode) -> list[tuple[PrefixNode, tuple[int, ...]]]:
     """Each node with all tokens from the root to its end."""
     found, todo = [], [(root, root.tokens)]
     while todo:
@@ -221,7 +227,7 @@ def test_fold_of_no_prompts():
         0,
     )
     for share in (True, False, None):
-        assert arrange(root, share=share) == Arrangement((), ())
+        assert plan_sharing(root, share=share) == SharingPlan((), ())
 
 
 def test_many_prompts_with_a_long_common_prefix():
@@ -236,7 +242,7 @@ def test_many_prompts_with_a_long_common_prefix():
 # ---- what is shared
 
 
-def cost(tree: Arrangement, costs: Costs, grow: int) -> float:
+def cost(tree: SharingPlan, costs: Costs, grow: int) -> float:
     """The model of costs.py, written out."""
     together = sum(
         math.ceil(len(block.tokens) / 512)
@@ -250,7 +256,7 @@ def cost(tree: Arrangement, costs: Costs, grow: int) -> float:
     return together + alone + (costs.shared_start if tree.blocks else 0)
 
 
-def least_cost(root: Node, costs: Costs, grow: int) -> float:
+def least_cost(root: PrefixNode, costs: Costs, grow: int) -> float:
     """The least over all sets of nodes that are shared: each of their blocks begins where the last
     one above it ends."""
     nodes = paths(root)
@@ -287,7 +293,7 @@ def least_cost(root: Node, costs: Costs, grow: int) -> float:
     return min(totals)
 
 
-def check(tree: Arrangement, prompts: list[Prompt]) -> None:
+def check(tree: SharingPlan, prompts: list[Prompt]) -> None:
     """What holds for every arrangement of these prompts."""
     for stream in tree.streams:
         path = [token for block in tree.path(stream.block) for token in tree.blocks[block].tokens]
@@ -310,7 +316,7 @@ def check(tree: Arrangement, prompts: list[Prompt]) -> None:
 @given(few_prompts)
 def test_all_and_nothing_shared(prompts):
     root = fold(prompts)
-    everything, nothing = arrange(root, share=True), arrange(root, share=False)
+    everything, nothing = plan_sharing(root, share=True), plan_sharing(root, share=False)
     check(everything, prompts)
     check(nothing, prompts)
     assert everything.cached_tokens == unique_tokens(root)
@@ -318,7 +324,9 @@ def test_all_and_nothing_shared(prompts):
         len(prompt.tokens) * prompt.n for prompt in prompts
     )
     assert all(not stream.own for stream in everything.streams if prompts[stream.prompt].n > 1)
-    assert arrange(root, FREE, None) == everything, "of equal costs the one that shares is taken"
+    assert plan_sharing(root, FREE, None) == everything, (
+        "of equal costs the one that shares is taken"
+    )
 
 
 @settings(max_examples=300)
@@ -327,18 +335,20 @@ def test_all_and_nothing_shared(prompts):
 @example([Prompt(0, (1,) * 120, 2)], Costs(0, 3, 0, 0, 2.5), 32)
 def test_the_least_cost_of_all_arrangements(prompts, costs, grow):
     root = fold(prompts)
-    tree = arrange(root, costs, grow=grow)
+    tree = plan_sharing(root, costs, grow=grow)
     check(tree, prompts)
     assert cost(tree, costs, grow) == pytest.approx(least_cost(root, costs, grow))
 
 
 def test_long_prefixes_with_many_rows_are_shared_by_default_and_short_ones_are_not():
     document, short = tuple(range(4096)), tuple(range(8))
-    assert [block.tokens for block in arrange(fold([Prompt(0, document, 64)])).blocks] == [document]
-    assert arrange(fold([Prompt(0, short, 4)]), grow=32).blocks == ()
+    assert [block.tokens for block in plan_sharing(fold([Prompt(0, document, 64)])).blocks] == [
+        document
+    ]
+    assert plan_sharing(fold([Prompt(0, short, 4)]), grow=32).blocks == ()
     # The questions are too short to be blocks of their own below the document.
     prompts = make_prompts(*((*document, 5000 + i, 1, 2) for i in range(32)), n=2)
-    tree = arrange(fold(prompts), DEFAULT, grow=32)
+    tree = plan_sharing(fold(prompts), DEFAULT, grow=32)
     assert tree.blocks[0].tokens == document and tree.depth == 1 and len(tree.streams) == 64
     assert tree.streams[3].own == (5001, 1, 2) and tree.streams[3].index == 1
 
@@ -354,13 +364,13 @@ def test_a_tree_of_three_thousand_levels():
     prompts = make_prompts(*(deep.tokens[:i] for i in range(1, depth + 1)))
     root = fold(prompts)
     assert unique_tokens(root) == depth and root.rows == depth
-    everything = arrange(root, share=True)
+    everything = plan_sharing(root, share=True)
     assert everything.depth == depth - 1 and everything.cached_tokens == depth
     assert everything.path(depth - 2) == [*range(depth - 1)]
-    fewest = arrange(root, grow=32)
+    fewest = plan_sharing(root, grow=32)
     assert 0 < len(fewest.blocks) < depth - 1
     assert cost(fewest, DEFAULT, 32) < min(
-        cost(everything, DEFAULT, 32), cost(arrange(root, share=False), DEFAULT, 32)
+        cost(everything, DEFAULT, 32), cost(plan_sharing(root, share=False), DEFAULT, 32)
     )
     for stream in (fewest.streams[0], fewest.streams[depth // 2], fewest.streams[-1]):
         held = sum(len(fewest.blocks[block].tokens) for block in fewest.path(stream.block))

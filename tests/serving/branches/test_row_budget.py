@@ -15,7 +15,7 @@ from jaxshare import DecodeState, KVCache, Layout, Sampler, decode
 from jaxshare.models.layers import Decoder
 from jaxshare.serving import Prefixes, generate
 from jaxshare.serving.branches import row_budget
-from jaxshare.serving.branches.row_budget import Room, host_free_bytes, row_bytes
+from jaxshare.serving.branches.row_budget import RowBudget, host_free_bytes, row_bytes
 from jaxshare.serving.branches.run import Branches
 from jaxshare.serving.inputs import token_bytes
 from tests.helpers import TINY
@@ -143,7 +143,7 @@ def test_what_a_row_takes_is_what_the_compiled_loop_holds():
 
 @given(st.integers(1, 300), st.integers(0, 10**6), st.integers(0, 10**9))
 def test_more_rows_never_fit_where_fewer_do_not(rows, tokens, free):
-    space = Room(tokens=10**5, free=free, token_bytes=100, row_bytes=1000)
+    space = RowBudget(tokens=10**5, free=free, token_bytes=100, row_bytes=1000)
     assert (
         space.fits(rows, tokens, 3)
         >= space.fits(rows + 1, tokens, 3)

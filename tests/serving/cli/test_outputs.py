@@ -9,12 +9,12 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 
 from jaxshare import __version__, models
-from jaxshare.serving.checkpoints import SaveError, Saves
+from jaxshare.serving.checkpoints import CheckpointStore, SaveError
 from jaxshare.serving.cli import main
 from jaxshare.serving.kvcache import sharing_cost
 from jaxshare.serving.tuning import calibration
 from jaxshare.serving.workers import inspection
-from jaxshare.serving.workers.inspection import Extent, Listed, Snapshot
+from jaxshare.serving.workers.inspection import BlockExtent, Listed, Snapshot
 from jaxshare.serving.workers.results import Answer, Result
 from tests.serving.cli.test_main import PROBLEM
 
@@ -33,7 +33,7 @@ def place(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("before", encoding="utf-8")
     Path("folder").mkdir()
-    Snapshot(1, (Extent("prompt", 0, 2, 2, 8),), {"Alice": (Listed("prompt", 0, 2),)}).save(
+    Snapshot(1, (BlockExtent("prompt", 0, 2, 2, 8),), {"Alice": (Listed("prompt", 0, 2),)}).save(
         "run.json"
     )
     Path("agent.py").write_text("raise RuntimeError('it was loaded')\n", encoding="utf-8")
@@ -220,7 +220,7 @@ def test_workers_print_their_result_where_nothing_can_be_saved(capsys, tmp_path,
     def save(*_, **__):
         raise SaveError("nothing could be saved (the disk is full)")
 
-    monkeypatch.setattr(Saves, "save", save)
+    monkeypatch.setattr(CheckpointStore, "save", save)
     code, out, err = run(
         capsys,
         "workers",
@@ -291,7 +291,7 @@ def test_costs_that_cannot_be_kept_are_printed(capsys, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     costs = sharing_cost.DEFAULT
-    points = [calibration.Point(2, 64, 128, shared, 5.0) for shared in (True, False)]
+    points = [calibration.Timing(2, 64, 128, shared, 5.0) for shared in (True, False)]
     monkeypatch.setattr(models, "load", lambda *_, **__: None)
     monkeypatch.setattr(calibration, "calibrate", lambda model: (costs, points))
     monkeypatch.setattr(sharing_cost, "save_costs", save)

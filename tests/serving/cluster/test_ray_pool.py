@@ -18,8 +18,8 @@ import ray.cloudpickle
 
 from jaxshare.serving.branches.prompt_tree import Prompt, read_prompts
 from jaxshare.serving.cli import main
-from jaxshare.serving.cluster.model_spec import NodeModel
-from jaxshare.serving.cluster.ray_pool import Fleet
+from jaxshare.serving.cluster.model_spec import ModelSpec
+from jaxshare.serving.cluster.ray_pool import RayPool
 from jaxshare.serving.cluster.shards import cut
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not find the tests
@@ -173,7 +173,7 @@ def test_pieces_are_done_on_several_replicas_and_a_lost_one_goes_on_elsewhere(
 ):
     pieces = [("a", 3), ("deadly", 4), ("b", 1), ("empty", 0), ("c", 2)]
     found = []
-    with Fleet(cluster[0]) as fleet:
+    with RayPool(cluster[0]) as fleet:
         assert fleet.replicas == 2
         fleet.start(functools.partial(making, str(tmp_path), "deadly"))
         for result in fleet.run(pieces):
@@ -203,7 +203,7 @@ def test_pieces_are_done_on_several_replicas_and_a_lost_one_goes_on_elsewhere(
     ],
 )
 def test_a_piece_that_cannot_be_done_is_an_error(cluster, tmp_path, piece, kind, words):
-    with Fleet(cluster[0], replicas=1) as fleet:
+    with RayPool(cluster[0], replicas=1) as fleet:
         fleet.start(functools.partial(making, str(tmp_path)))
         with pytest.raises(kind, match=words):
             [*fleet.run([("good", 1), piece])]
@@ -229,7 +229,7 @@ def dying():
     ],
 )
 def test_a_replica_that_cannot_start_is_an_error(cluster, make, words):
-    with Fleet(cluster[0], replicas=1) as fleet, pytest.raises(ValueError, match=words):
+    with RayPool(cluster[0], replicas=1) as fleet, pytest.raises(ValueError, match=words):
         fleet.start(make)
 
 
@@ -242,7 +242,7 @@ def shown():
 
 
 def test_a_replica_has_the_devices_that_were_asked_for(cluster):
-    with Fleet(cluster[0], devices=2) as fleet:
+    with RayPool(cluster[0], devices=2) as fleet:
         assert fleet.replicas == 1
         fleet.start(shown)
         assert {r.key: r.value for r in fleet.run([0])} == {"cpus": 2, "threads": "2"}
@@ -250,11 +250,11 @@ def test_a_replica_has_the_devices_that_were_asked_for(cluster):
 
 def test_more_replicas_than_there_is_room_for(cluster):
     words = "3 replicas of 1 CPU each are asked for, but the Ray cluster, of 1 node, has room for 2; lower --replicas"
-    with pytest.raises(ValueError, match=words), Fleet(cluster[0], replicas=3):
+    with pytest.raises(ValueError, match=words), RayPool(cluster[0], replicas=3):
         pass
     with (
         pytest.raises(ValueError, match="1 replica of 3 CPUs is asked for"),
-        Fleet(cluster[0], devices=3),
+        RayPool(cluster[0], devices=3),
     ):
         pass
     assert not ray.is_initialized()
@@ -428,7 +428,7 @@ def test_a_model_that_a_node_does_not_have():
         match="there is no folder /models/x; give every node the model at the same path, or name "
         "it",
     ):
-        NodeModel("/models/x", None, 1, 1).load()
+        ModelSpec("/models/x", None, 1, 1).load()
 
 
 def free_port() -> int:

@@ -10,7 +10,7 @@ import pytest
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.models.generation_config import Generation
-from jaxshare.serving.checkpoints import SaveError, Saves
+from jaxshare.serving.checkpoints import CheckpointStore, SaveError
 from jaxshare.serving.engine import ClosedError, Engine, EngineError
 from jaxshare.sharding import make_mesh
 from tests.helpers import init
@@ -255,7 +255,7 @@ def test_what_cannot_be_restored_is_said(tmp_path):
         pytest.raises(SaveError, match="is of another model, or of no engine"),
     ):
         engine.restore(tmp_path)
-    saves = Saves(tmp_path / "other")
+    saves = CheckpointStore(tmp_path / "other")
     saves.save({"a": np.zeros(3)}, {"format": "something"}, wait=True)
     saves.close()
     with Stepped(512) as engine, pytest.raises(SaveError, match="of no engine"):

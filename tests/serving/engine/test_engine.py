@@ -22,18 +22,18 @@ from jaxshare.models import Generation, LoadedModel
 from jaxshare.models.layers import Decoder
 from jaxshare.serving.engine import (
     ClosedError,
-    Completion,
     End,
     Engine,
     NotANumberError,
     QueueFullError,
+    RequestOutput,
     TooLongError,
     prefill,
 )
 from jaxshare.serving.engine import scheduler as engine_loop
 from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.kvcache import manager as engine_memory
-from jaxshare.serving.kvcache.lease import Guest
+from jaxshare.serving.kvcache.lease import KVLease
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from tests.helpers import TINY, init
 
@@ -106,7 +106,7 @@ def lasting(length: int, count: int, seed: int = 0) -> list[int]:
             return prompt
 
 
-def done(stream) -> Completion:
+def done(stream) -> RequestOutput:
     return stream.wait(0)
 
 
@@ -165,7 +165,7 @@ def schedule(rng: random.Random, calls: int, **more) -> Engine:
             rng.randrange(3, 31) for _ in range(rng.randrange(1, 30))
         ]
 
-    guests: list[tuple[Guest, KVCache, list[int]]] = []
+    guests: list[tuple[KVLease, KVCache, list[int]]] = []
 
     def visit() -> None:
         """A session comes, goes on or leaves, whose tokens are to be where it has written them

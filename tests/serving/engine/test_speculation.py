@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxshare import KVCache, Layout, Sampler, Samplers
-from jaxshare.serving.engine.speculation import Guesses, confirm
+from jaxshare.serving.engine.speculation import DraftLookup, verify
 from tests.helpers import MODEL, TINY, VOCAB, run, tiny_params, tiny_state
 
 
 def test_it_goes_on_where_the_answer_would_then_where_it_was_alike():
-    guesses = Guesses(np.asarray([1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 9]))
+    guesses = DraftLookup(np.asarray([1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 9]))
     assert guesses.next([1, 2, 11], 4) == [4, 5, 6, 7]  # one token took another's place
     assert guesses.next([1, 2, 11, 12], 4) == []  # nothing is alike
     assert guesses.next([1, 2, 11, 2, 3, 4], 3) == [5, 6, 7]  # of two places the nearer one
@@ -20,7 +20,7 @@ def test_it_goes_on_where_the_answer_would_then_where_it_was_alike():
 
 
 def test_who_guesses_wrong_again_and_again_guesses_no_more():
-    guesses = Guesses(np.arange(100))
+    guesses = DraftLookup(np.arange(100))
     for _ in range(5):
         guesses.told(0, 8)
     assert guesses.next([4, 5, 6], 2) == [7, 8]
@@ -31,8 +31,8 @@ def test_who_guesses_wrong_again_and_again_guesses_no_more():
 
 
 def test_an_answer_that_is_short_or_empty_guesses_nothing_but_itself():
-    assert Guesses(np.asarray([], np.int32)).next([], 4) == []
-    assert Guesses(np.asarray([5, 6])).next([4], 4) == [6]
+    assert DraftLookup(np.asarray([], np.int32)).next([], 4) == []
+    assert DraftLookup(np.asarray([5, 6])).next([4], 4) == [6]
 
 
 def test_a_pass_over_guesses_draws_what_one_pass_a_token_would():
@@ -44,7 +44,7 @@ def test_a_pass_over_guesses_draws_what_one_pass_a_token_would():
         tokens, count = np.zeros((1, 16), np.int32), len(prompt) + len(guessed)
         tokens[0, :count] = [*prompt, *guessed]
         cache = KVCache.create(TINY, (64,), jnp.float32)
-        _, drawn, finite, kept = confirm(
+        _, drawn, finite, kept = verify(
             MODEL,
             tiny_params(),
             cache,

@@ -125,7 +125,9 @@ def test_rule_of_who_takes_what(name, seen, move):
     ],
 )
 def test_check(text, right):
-    problem = arithmetic.Problem(tuple(arithmetic.Question("", n, "+", 0) for n in (1, 2, 3, 4, 5)))
+    problem = arithmetic.SumsProblem(
+        tuple(arithmetic.Question("", n, "+", 0) for n in (1, 2, 3, 4, 5))
+    )
     assert check(text, problem) == [bool(r) for r in right]
 
 
@@ -298,7 +300,7 @@ def test_a_dependent_question_is_worked_out_digit_by_digit():
     ],
 )
 def test_rule_of_who_takes_what_where_questions_depend(name, seen, move):
-    problem = arithmetic.Problem(
+    problem = arithmetic.SumsProblem(
         (
             arithmetic.Dependent(2, 1, 5),
             arithmetic.Question("3 + 4", 3, "+", 4),
@@ -338,7 +340,7 @@ def test_problems_of_other_sizes():
         ValueError,
         match="question 1 goes on from the answer of 1, which is no question that stands by itself",
     ):
-        arithmetic.Problem((arithmetic.Dependent(1, 1, 1),))
+        arithmetic.SumsProblem((arithmetic.Dependent(1, 1, 1),))
 
 
 @given(SEEDS, st.integers(1, 10))
@@ -375,7 +377,7 @@ def test_typed_problems_ask_what_they_answer_in_every_form(seed, count):
 
 
 def test_forms_by_hand():
-    asked = arithmetic.Problem(
+    asked = arithmetic.SumsProblem(
         tuple(arithmetic.Question(f"{n} + 8", n, "+", 8) for n in (1, 2, 3)),
         arithmetic_forms.FORMS["what is, one line"],
     )

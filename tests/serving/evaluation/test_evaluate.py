@@ -27,8 +27,8 @@ from jaxshare.serving.evaluation import (
     arithmetic,
     load_task,
     passes_to,
-    pieces,
     points,
+    run_specs,
     runs,
     scoring,
     solve,
@@ -342,7 +342,7 @@ def answer(problem: str, workers: int, budget: int) -> str | None:
     return f"{first}, {second}" if workers == 2 or budget >= 128 else f"{first}, 0"
 
 
-def result(piece: runs.Piece) -> dict:
+def result(piece: runs.RunSpec) -> dict:
     found = {
         str(budget): {
             "value": answer(piece.problem, piece.workers, budget),
@@ -370,7 +370,7 @@ class Stand:
         refuses: str | None = None,
     ):
         self.lives, self.error, self.refuses = lives, error or RuntimeError("killed"), refuses
-        self.made: list[runs.Piece] = []
+        self.made: list[runs.RunSpec] = []
 
     def __call__(self, model):
         def execute(wanted, on_pass):
@@ -654,7 +654,7 @@ def test_typed_sums_take_the_forms_in_turn():
 def test_a_run_ends_with_a_box_for_all_of_its_questions():
     def rule(parts: int, kind: str = "box"):
         settings: dict = dict(budgets=(8,), answer_tokens=4, sampler=Sampler(), more={})
-        return runs.Piece("p", "text", kind, parts, "workers", 2, 0, 0, **settings).rule
+        return runs.RunSpec("p", "text", kind, parts, "workers", 2, 0, 0, **settings).rule
 
     assert rule(1).extract("\\boxed{7}") == "7" == rule(1).extract("\\boxed{7} and \\boxed{?}")
     assert rule(3).extract("\\boxed{7}, so \\boxed{8, 9}") is None
@@ -978,7 +978,7 @@ def test_programs_are_marked_by_their_tests(tmp_path):
 @pytest.mark.slow
 def test_the_embedded_model_solves_sums_in_one_run_for_all_budgets():
     task, model = load_task("sums", samples=1), load(EMBEDDED)
-    [piece] = pieces(
+    [piece] = run_specs(
         task.problems,
         method="workers",
         workers=[2],

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxshare.serving.kvcache import contribution
 from jaxshare.serving.kvcache.contribution import Contribution
 from jaxshare.serving.kvcache.eviction import Belady, make_policy
-from jaxshare.serving.kvcache.policy import Observation, Segment, digest
+from jaxshare.serving.kvcache.policy import Observation, Segment, prefix_hash
 
 log, root = math.log, math.sqrt
 
@@ -44,7 +44,7 @@ class Flat:
                     )
                     self.policy.gone(self.held.pop(leaves))
                     left.append(leaves)
-                self.held[name] = Segment(self.tokens, digest([name]), self.tokens, {})
+                self.held[name] = Segment(self.tokens, prefix_hash([name]), self.tokens, {})
             segment = self.held[name]
             segment.owners[agent] = segment.owners.get(agent, 0) + 1
             segment.last_used, segment.uses, segment.priority = (
@@ -613,8 +613,8 @@ def test_belady_knows_the_next_call_that_uses_a_part_of_a_segment():
     policy = Belady(trace)
 
     def segment(tokens, length):
-        digest = hashlib.blake2b(np.asarray(tokens, "<i4").tobytes(), digest_size=16).digest()
-        return Segment(length, digest, len(tokens), {})
+        prefix_hash = hashlib.blake2b(np.asarray(tokens, "<i4").tobytes(), digest_size=16).digest()
+        return Segment(length, prefix_hash, len(tokens), {})
 
     assert policy.rank(segment([1, 2], 2), 0)[0] == -1
     assert policy.rank(segment([1, 2], 2), 1)[0] == -3
@@ -664,7 +664,7 @@ def test_what_is_no_policy_is_refused(name, options, words):
 
 
 def test_digests_go_on_from_where_they_were():
-    whole = digest([1, 2**31 - 1, 3])
+    whole = prefix_hash([1, 2**31 - 1, 3])
     begun = hashlib.blake2b(np.asarray([1], "<i4").tobytes(), digest_size=16)
     begun.update(np.asarray([2**31 - 1, 3], "<i4").tobytes())
-    assert whole == begun.digest() != digest([1, 2, 3])
+    assert whole == begun.digest() != prefix_hash([1, 2, 3])

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshare.arena import alignment
-from jaxshare.serving.kvcache.free_list import Holes
+from jaxshare.serving.kvcache.free_list import FreeList
 
 SIZE = 700
 
@@ -19,7 +19,7 @@ def stretches(free: set[int]) -> list[tuple[int, int]]:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_what_is_free_is_what_was_not_taken(data):
-    holes, free, taken = Holes(SIZE), set(range(SIZE)), []
+    holes, free, taken = FreeList(SIZE), set(range(SIZE)), []
     for _ in range(data.draw(st.integers(1, 30))):
         kind, size = (
             data.draw(st.sampled_from(["take", "high", "packed", "grow", "back", "merge"])),

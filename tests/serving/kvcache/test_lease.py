@@ -11,10 +11,10 @@ import pytest
 
 from jaxshare import Sampler
 from jaxshare.serving import Workers
-from jaxshare.serving.engine import ClosedError, Completion, Engine, EngineError, TooLongError
+from jaxshare.serving.engine import ClosedError, Engine, EngineError, RequestOutput, TooLongError
 from jaxshare.serving.inputs import token_bytes
-from jaxshare.serving.kvcache.lease import Guests
-from jaxshare.serving.kvcache.manager import Memory
+from jaxshare.serving.kvcache.lease import LeaseTable
+from jaxshare.serving.kvcache.manager import KVManager
 from tests.serving.branches.test_branches import model, problem
 from tests.serving.workers.test_session import BUDGET, CHAT, WARM, run, start, written
 
@@ -202,17 +202,17 @@ def test_a_failure_takes_the_memory_of_sessions_and_says_so(monkeypatch):
         with pytest.raises(ClosedError, match="has failed"):
             here.run()
         assert isinstance(
-            engine.submit(CALLS[0][0], Sampler(0.0), max_new_tokens=2).wait(), Completion
+            engine.submit(CALLS[0][0], Sampler(0.0), max_new_tokens=2).wait(), RequestOutput
         )
         run(session(engine))
 
 
 def test_turns_go_to_who_has_waited_longest():
-    class Nothing(Memory):
+    class Nothing(KVManager):
         def __init__(self):
             pass
 
-    guests, order, begun = Guests(Nothing()), [], []
+    guests, order, begun = LeaseTable(Nothing()), [], []
 
     def wait(n: int) -> None:
         begun.append(n)

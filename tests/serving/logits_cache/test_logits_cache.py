@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshare import Sampler
-from jaxshare.decoding.top_logits import Kept, keep
+from jaxshare.decoding.top_logits import TopLogits, compress_logits
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import Distance, Hotspot
 from jaxshare.serving.logits_cache.replay import UNDECIDED, redraw
@@ -41,15 +41,17 @@ def logits_after(state: int, tokens: list[int]) -> np.ndarray:
 
 
 @functools.cache
-def _kept(k: int) -> Kept:
+def _kept(k: int) -> TopLogits:
     flat = _tables().reshape(-1, VOCAB)
     return jax.tree.map(
         np.asarray,
-        jax.jit(keep, static_argnums=2)(jnp.asarray(flat), jnp.ones(len(flat), jnp.float32), k),
+        jax.jit(compress_logits, static_argnums=2)(
+            jnp.asarray(flat), jnp.ones(len(flat), jnp.float32), k
+        ),
     )
 
 
-def kept_of(state: int, tokens: list[int], begin: int, k: int) -> Kept:
+def kept_of(state: int, tokens: list[int], begin: int, k: int) -> TopLogits:
     """Of the distributions that tokens[begin:] were drawn from."""
     where = []
     for i in range(begin, len(tokens)):
@@ -348,7 +350,9 @@ def test_hotspots_are_uncertain_weakly_peaked_and_early():
     logits = np.log(
         np.asarray([[0.97, 0.01, 0.01, 0.01], [0.25] * 4, [0.5, 0.5, 1e-9, 1e-9], [0.25] * 4])
     )
-    kept = jax.tree.map(np.asarray, keep(jnp.asarray(logits, jnp.float32), jnp.ones(4), 4))
+    kept = jax.tree.map(
+        np.asarray, compress_logits(jnp.asarray(logits, jnp.float32), jnp.ones(4), 4)
+    )
     entropy = [
         -(p := np.exp(row) / np.exp(row).sum()) @ np.log(p) * (1 - p.max()) * np.exp(-2.0 * t / 4)
         for t, row in enumerate(logits)
@@ -408,7 +412,7 @@ def test_distance_is_the_total_variation_of_whole_outputs():
     at = dataclasses.replace(sampler)
     kept = jax.tree.map(
         np.asarray,
-        keep(
+        compress_logits(
             jnp.stack([jnp.asarray(logits_after(0, first[:t])) for t in range(4)]),
             jnp.full(4, 0.8),
             VOCAB,

@@ -12,7 +12,7 @@ import pytest
 
 from jaxshare import Sampler, Samplers
 from jaxshare.decoding.sampling import uniforms
-from jaxshare.decoding.top_logits import Kept, keep
+from jaxshare.decoding.top_logits import TopLogits, compress_logits
 from jaxshare.serving.logits_cache.replay import (
     UNDECIDED,
     decide,
@@ -23,14 +23,14 @@ from jaxshare.serving.logits_cache.replay import (
 )
 from tests.core.decoding.test_sampling import expected_probabilities, keys
 
-KEEP = jax.jit(keep, static_argnums=2)
+KEEP = jax.jit(compress_logits, static_argnums=2)
 SAMPLE = jax.jit(
     lambda samplers, logits, seeds, positions: samplers.sample(logits, keys(seeds), positions)
 )
 ROWS, SLOTS = 512, 8
 
 
-def kept_of(logits: np.ndarray, temperature: float, k: int) -> Kept:
+def kept_of(logits: np.ndarray, temperature: float, k: int) -> TopLogits:
     return jax.tree.map(
         np.asarray, KEEP(jnp.asarray(logits), jnp.full(len(logits), temperature, jnp.float32), k)
     )

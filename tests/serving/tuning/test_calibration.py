@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from jaxshare.serving.branches.prompt_tree import Prompt
-from jaxshare.serving.branches.sharing_plan import arrange, fold
+from jaxshare.serving.branches.sharing_plan import fold, plan_sharing
 from jaxshare.serving.cli import main
 from jaxshare.serving.kvcache import sharing_cost
 from jaxshare.serving.kvcache.sharing_cost import Costs
 from jaxshare.serving.tuning import calibration
-from jaxshare.serving.tuning.calibration import Point
+from jaxshare.serving.tuning.calibration import Timing
 from tests.serving.branches.test_branches import model
 
 KNOWN = Costs(
@@ -22,7 +22,7 @@ KNOWN = Costs(
 )
 
 
-def timed(costs: dict, always: float, noise: float = 0.0) -> list[Point]:
+def timed(costs: dict, always: float, noise: float = 0.0) -> list[Timing]:
     """What a device with these costs would measure, written out tile by tile."""
     rng = np.random.default_rng(0)
     points = []
@@ -36,7 +36,7 @@ def timed(costs: dict, always: float, noise: float = 0.0) -> list[Point]:
             time += costs["private_row"]
             for _ in range(0, (0 if shared else prefix) + 128, 128):
                 time += costs["private_tile"]
-        points.append(Point(rows, prefix, 128, shared, time * float(np.exp(rng.normal(0, noise)))))
+        points.append(Timing(rows, prefix, 128, shared, time * float(np.exp(rng.normal(0, noise)))))
     return points
 
 
@@ -96,7 +96,7 @@ def test_a_file_that_cannot_be_read_is_a_warning(text, tmp_path, monkeypatch):
 
 # What is predicted of a device that nothing has calibrated.
 
-LLAMA = sharing_cost.Shape(heads=32, kv_heads=8, head_dim=128, itemsize=2)
+LLAMA = sharing_cost.AttentionShape(heads=32, kv_heads=8, head_dim=128, itemsize=2)
 KINDS = {  # bytes/s and bfloat16 FLOP/s of data sheets
     "NVIDIA H200": (4.8e12, 989e12),
     "NVIDIA H100 80GB HBM3": (3.35e12, 989e12),
@@ -151,7 +151,9 @@ def test_long_prefixes_of_many_rows_are_shared_and_short_ones_of_few_are_not(kin
     costs, _ = sharing_cost.predicted(kind, LLAMA)
 
     def shares(prefix: int, rows: int) -> bool:
-        return bool(arrange(fold([Prompt(0, tuple(range(prefix)), rows)]), costs, grow=64).blocks)
+        return bool(
+            plan_sharing(fold([Prompt(0, tuple(range(prefix)), rows)]), costs, grow=64).blocks
+        )
 
     prefixes, rows = (8, 64, 256, 512, 1024, 4096, 16384), (2, 4, 16, 64, 256, 1024)
     found = np.asarray([[shares(prefix, count) for count in rows] for prefix in prefixes])
@@ -180,7 +182,7 @@ def test_a_gpu_shares_where_two_cpu_cores_would_copy_no_less():
 def test_costs_scale_with_the_shape_as_bytes_and_products_do():
     def costs(**more) -> Costs:
         return sharing_cost.predicted(
-            "NVIDIA H200", sharing_cost.Shape(**{**dataclasses.asdict(LLAMA), **more})
+            "NVIDIA H200", sharing_cost.AttentionShape(**{**dataclasses.asdict(LLAMA), **more})
         )[0]
 
     base = costs()
@@ -217,7 +219,7 @@ def test_a_device_has_the_entry_that_fits_its_name_best(kind, entry):
 
 def test_what_was_chosen_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXSHARE_CACHE", str(tmp_path))
-    own = sharing_cost.Shape(
+    own = sharing_cost.AttentionShape(
         model().config.num_heads, model().config.num_kv_heads, model().config.head_dim, 4
     )
     for kind, said in (

@@ -13,7 +13,7 @@ from jaxshare.pallas.device import H200, Device, assume_device
 from jaxshare.pallas.tiles import Key, MosaicTiles, TritonTiles, choose_mosaic, choose_triton
 from jaxshare.serving.cli import main
 from jaxshare.serving.tuning import kernels
-from jaxshare.serving.tuning.kernels import Effort, Pass, Shape
+from jaxshare.serving.tuning.kernels import Effort, KernelShape, Pass
 
 SHAPE = ("--heads", "32", "--kv-heads", "4", "--head-dim", "128")  # G = 8
 SLOW, FAST = MosaicTiles(128, 2, 1), MosaicTiles(64, 5, 1)
@@ -39,7 +39,7 @@ class Clock:
     def __init__(self):
         self.jobs, self.runs = [], []
 
-    def __call__(self, job: Pass, backend: str, choice: tiles.Tiles) -> kernels.Run:
+    def __call__(self, job: Pass, backend: str, choice: tiles.KernelConfig) -> kernels.Run:
         self.jobs.append((job, backend, choice))
         if choice == SLOW:
             raise RuntimeError("ptxas: too many registers\nand more lines")
@@ -347,7 +347,7 @@ def test_without_a_gpu_it_says_so(capsys, folder):
 
 def test_passes_are_as_large_as_they_may_be():
     for rows in (1, 2, 64, 1024):
-        for shape in (Shape(32, 8, 128), Shape(32, 32, 128), Shape(8, 1, 64)):
+        for shape in (KernelShape(32, 8, 128), KernelShape(32, 32, 128), KernelShape(8, 1, 64)):
             for shared in (False, True):
                 job = Pass(shape, rows, shared)
                 token = 2 * shape.num_kv_heads * shape.head_dim * 2
@@ -358,7 +358,7 @@ def test_passes_are_as_large_as_they_may_be():
 
 
 SMALL = Pass(
-    Shape(4, 2, 64), 3, shared=True, effort=Effort(rounds=1, seconds=1e-9, cache_bytes=2**17)
+    KernelShape(4, 2, 64), 3, shared=True, effort=Effort(rounds=1, seconds=1e-9, cache_bytes=2**17)
 )
 
 

@@ -18,7 +18,7 @@ import pytest
 from jaxshare import KVCache, cache_io
 from jaxshare.models import EMBEDDED, load, reencode
 from jaxshare.serving import Workers, WorkersLayout, combined
-from jaxshare.serving.checkpoints import Saved, SaveError, Saves
+from jaxshare.serving.checkpoints import CheckpointStore, SavedCheckpoint, SaveError
 from jaxshare.serving.cli import main
 from jaxshare.sharding import make_mesh
 from jaxshare.trace.trace import Trace
@@ -47,7 +47,7 @@ def saved_at(folder, passes: int = AT, **options) -> Workers:
 
 def raw(folder) -> dict[str, np.ndarray]:
     """Every array of the newest save, as it stands there."""
-    with Saved(folder) as saved:
+    with SavedCheckpoint(folder) as saved:
         return {name: np.asarray(array) for name, array in saved.arrays().items()}
 
 
@@ -75,7 +75,7 @@ def test_a_save_changes_nothing_and_later_ones_stand_beside_it(tmp_path, whole):
         session.save(tmp_path)
     assert run(session) == whole["written"]
     session.close()
-    with Saved(tmp_path) as newest, Saved(tmp_path, 3) as before:
+    with SavedCheckpoint(tmp_path) as newest, SavedCheckpoint(tmp_path, 3) as before:
         assert (newest.number, newest.facts["passes"], before.facts["passes"]) == (4, 50, AT)
     assert run(Workers.restore(model(), tmp_path, number=3)) == whole["written"]
     with pytest.raises(SaveError, match="has the saves 3, 4, not 1"):
@@ -265,7 +265,7 @@ def test_keys_and_values_are_computed_again_on_a_mesh(tmp_path, whole, mesh):
 def test_run_can_save_without_keys_and_values_on_the_way(tmp_path, whole):
     session = start(record=True)
     session.run([AT, BUDGET], save_to=tmp_path, save_every=16, save_cache=False)
-    with Saved(tmp_path) as newest:
+    with SavedCheckpoint(tmp_path) as newest:
         assert "trace" in newest.arrays() and "keys.0" not in newest.arrays()
         before = newest.number - 1
     session.close()
@@ -289,9 +289,9 @@ def test_a_session_that_keeps_no_trace_is_saved_with_keys_and_values(tmp_path):
 
 def rewritten(folder, arrays: dict, **facts) -> None:
     """The newest save once more, with something changed."""
-    with Saved(folder) as saved:
+    with SavedCheckpoint(folder) as saved:
         facts, arrays = {**saved.facts, **facts}, {**saved.arrays(), **arrays}
-    saves = Saves(folder)
+    saves = CheckpointStore(folder)
     saves.save(arrays, facts, wait=True)
     saves.close()
 
@@ -451,16 +451,16 @@ def test_killed_in_the_midst_of_a_save_the_one_before_it_is_restored(tmp_path):
     left = [path.name for path in tmp_path.iterdir()]
     # something of the second one is there
     assert "1" in left and "2" not in left and len(left) == 2, left
-    with Saved(tmp_path) as saved:
+    with SavedCheckpoint(tmp_path) as saved:
         assert saved.number == 1 and saved.facts == {"which": "first"}
         np.testing.assert_array_equal(
             saved.arrays()["a"], np.random.default_rng(0).normal(size=1000)
         )
-    saves = Saves(tmp_path)
+    saves = CheckpointStore(tmp_path)
     assert saves.save({"a": np.arange(3)}, {"which": "third"}, wait=True) == 2
     saves.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
-    with Saved(tmp_path) as saved:
+    with SavedCheckpoint(tmp_path) as saved:
         assert saved.facts == {"which": "third"}
 
 
@@ -474,13 +474,13 @@ def test_what_cannot_be_restored_is_said(tmp_path):
     saved_at(folder, 2)
     with pytest.raises(SaveError, match=r"save 1 of .*session is of a session of another model"):
         Workers.restore(load(EMBEDDED, dtype="bfloat16"), folder)
-    saves = Saves(tmp_path / "other")
+    saves = CheckpointStore(tmp_path / "other")
     saves.save({"a": np.zeros(3)}, {"format": "something"}, wait=True)
     saves.close()
     with pytest.raises(SaveError, match="is no session of workers"):
         Workers.restore(model(), tmp_path / "other")
     with (
-        Saved(tmp_path / "other") as saved,
+        SavedCheckpoint(tmp_path / "other") as saved,
         pytest.raises(SaveError, match=r"a in save 1 .* is float64\[3\], not float64\[4\]"),
     ):
         saved.arrays({"a": np.zeros(4)})

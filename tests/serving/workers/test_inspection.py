@@ -22,10 +22,10 @@ from jaxshare.serving.cli import demo
 from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.workers import inspection
 from jaxshare.serving.workers.inspection import (
-    Extent,
+    AttentionProbe,
+    AttentionShare,
+    BlockExtent,
     Listed,
-    Mass,
-    Recorder,
     Snapshot,
     attention_mass,
     cache_picture,
@@ -168,7 +168,7 @@ def test_recording_changes_nothing_of_what_workers_write():
         return Workers(model, problem, budget=40, passes_at_once=4)
 
     watched, alone = made(), made()
-    recorder = Recorder(watched, every=10)
+    recorder = AttentionProbe(watched, every=10)
     for event in watched.stream():
         recorder(event)
     assert [
@@ -192,7 +192,7 @@ def test_recording_changes_nothing_of_what_workers_write():
         snapshot.passes == 40 and sum(b.bytes for b in snapshot.blocks) == watched.result().kv_bytes
     )
     with pytest.raises(ValueError, match="every is 0; it must be at least 1"):
-        Recorder(watched, every=0)
+        AttentionProbe(watched, every=0)
 
 
 def made_up(workers: int, history: int, steps: int, measurements: int) -> Snapshot:
@@ -211,12 +211,12 @@ def made_up(workers: int, history: int, steps: int, measurements: int) -> Snapsh
         .tolist()
     )
     masses = tuple(
-        Mass(5 * i, name, dict(zip(layout.sees[name], shares[i][j], strict=True)))
+        AttentionShare(5 * i, name, dict(zip(layout.sees[name], shares[i][j], strict=True)))
         for i in range(measurements)
         for j, name in enumerate(names)
     )
     blocks = tuple(
-        Extent(b.name, b.offset + 20 * i, b.length, b.length + 20, b.length * 64)
+        BlockExtent(b.name, b.offset + 20 * i, b.length, b.length + 20, b.length * 64)
         for i, b in enumerate(snapshot.blocks)
     )
     return dataclasses.replace(snapshot, passes=123, blocks=blocks, masses=masses)
@@ -360,7 +360,10 @@ def test_the_mass_picture_stacks_the_shares(snapshot):
 def test_masses_of_a_worker_that_has_left_are_drawn():
     snapshot = dataclasses.replace(
         SNAPSHOTS["two"],
-        masses=(*SNAPSHOTS["two"].masses, Mass(40, "Carol", {"history": 0.25, "Carol": 0.75})),
+        masses=(
+            *SNAPSHOTS["two"].masses,
+            AttentionShare(40, "Carol", {"history": 0.25, "Carol": 0.75}),
+        ),
     )
     assert [
         ax.get_title(loc="left").split(" attends")[0] for ax in mass_picture(snapshot).axes
@@ -369,8 +372,8 @@ def test_masses_of_a_worker_that_has_left_are_drawn():
 
 def test_a_worker_stays_on_top_of_one_that_joins_later():
     masses = (
-        Mass(0, "Worker 0", {"history": 0.5, "Worker 0": 0.5}),
-        Mass(4, "Worker 0", {"history": 0.5, "Carol": 0.2, "Worker 0": 0.3}),
+        AttentionShare(0, "Worker 0", {"history": 0.5, "Worker 0": 0.5}),
+        AttentionShare(4, "Worker 0", {"history": 0.5, "Carol": 0.2, "Worker 0": 0.3}),
     )
     (ax,) = mass_picture(dataclasses.replace(SNAPSHOTS["two"], masses=masses)).axes
     top = ax.collections[-1].get_paths()[0].vertices
@@ -380,8 +383,8 @@ def test_a_worker_stays_on_top_of_one_that_joins_later():
 def test_shares_from_before_another_layout_are_not_shown_beside_it():
     snapshot = SNAPSHOTS["two"]
     masses = [
-        Mass(90, "Worker 0", {"history": 0.25, "Carol": 0.25, "Worker 0": 0.5}),
-        Mass(90, "Worker 1", snapshot.masses[-1].shares),
+        AttentionShare(90, "Worker 0", {"history": 0.25, "Carol": 0.25, "Worker 0": 0.5}),
+        AttentionShare(90, "Worker 1", snapshot.masses[-1].shares),
     ]
     table = inspection.row_table(dataclasses.replace(snapshot, masses=(*snapshot.masses, *masses)))
     shares = list(table.columns[-1].cells)
