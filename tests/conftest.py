@@ -36,6 +36,10 @@ import hypothesis
 import jax
 import pytest
 
+from tests import typechecking
+
+typechecking.install()
+
 # A bfloat16 that silently becomes a float32 costs memory and hides mistakes: every promotion has to
 # be written out.
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -4,6 +4,7 @@ import functools
 
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float
 
 from jaxshare.sharding import pmax, psum
 
@@ -25,7 +26,9 @@ def merge(*parts: Partial) -> Partial:
     return out / jnp.where(total == 0, 1.0, total)[..., None], jnp.log(total) + top
 
 
-def merge_over(axis: str | None, out: Array, lse: Array) -> Array:
+def merge_over(
+    axis: str | None, out: Float[Array, "*rows D"], lse: Float[Array, "*rows"]
+) -> Float[Array, "*rows D"]:
     """Attention over the union of the keys that the devices of an axis of the mesh keep: `merge`,
     each device having one part.
 

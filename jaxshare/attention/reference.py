@@ -9,6 +9,7 @@ and for small models.
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Float
 
 from jaxshare.attention.plan import Plan
 from jaxshare.rope import Rope
@@ -16,7 +17,13 @@ from jaxshare.rope import Rope
 _FINE = 1024
 
 
-def reference_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
+def reference_attention(
+    q: Float[Array, "R T H D"],
+    keys: Float[Array, "K tokens D"],
+    values: Float[Array, "K tokens D"],
+    plan: Plan,
+    scale: float,
+) -> Float[Array, "R T H D"]:
     """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R,
     T, H, D] in q's dtype.
 
