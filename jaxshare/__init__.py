@@ -11,6 +11,7 @@ from jaxshare.checkout import find_siblings, version
 from jaxshare.decoding.loop import decode
 from jaxshare.decoding.sampling import Sampler, Samplers
 from jaxshare.decoding.state import DecodeState, FinishReason
+from jaxshare.deprecated import find_moved_modules, renamed
 from jaxshare.layout import Layout
 from jaxshare.rope import Rope
 from jaxshare.trace.attention import TraceBatch
@@ -18,6 +19,8 @@ from jaxshare.trace.recorder import Recorder
 from jaxshare.trace.trace import Trace
 
 find_siblings()
+find_moved_modules()
+__getattr__ = renamed(__name__, {"Reason": "jaxshare.decoding.state.FinishReason"})
 __version__ = version()
 
 __all__ = [
