@@ -1,4 +1,4 @@
-"""The names of version 0.1 that have changed. They work for one more version, with a
+"""Names that have changed. The old ones work in version 0.1, with a
 DeprecationWarning that says what to write instead.
 
 `MODULES` maps the modules that have moved, `NAMES` the classes and functions that are called
@@ -118,7 +118,7 @@ MODULES: Mapping[str, str | tuple[str, ...]] = {
 NAMES: Mapping[str, str] = {}
 """Old names by old module, and what they are called in the new one."""
 
-GONE_IN = "0.3"
+GONE_IN = "0.2"
 
 
 def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
