@@ -196,6 +196,7 @@ def _new_modules(old: str) -> tuple[str, ...]:
 
 
 def find_moved_modules() -> None:
-    """Makes the old modules importable. The finder is the last one: it costs other imports nothing."""
+    """Makes the old modules importable. The finder is the last one: it costs other imports
+    nothing."""
     if not any(isinstance(finder, _MovedFinder) for finder in sys.meta_path):
         sys.meta_path.append(_MovedFinder())

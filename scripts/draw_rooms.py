@@ -147,7 +147,8 @@ def draw() -> str:
         )
         for number, line in enumerate(_lines(room, modules[room])):
             out.append(
-                f'<text x="{x + 8:.0f}" y="{top + 32 + LINE * number:.0f}">{html.escape(line)}</text>'
+                f'<text x="{x + 8:.0f}" '
+                f'y="{top + 32 + LINE * number:.0f}">{html.escape(line)}</text>'
             )
     return "\n".join([*out, "</svg>", ""])
 

@@ -43,9 +43,9 @@ from scripts.bench.lib import (
     table,
     versions,
 )
-from scripts.bench.parts import attention_parts as parts
-from scripts.bench.parts import attention_plots as plots
-from scripts.bench.parts.attention_speed import BACKENDS, Bench, Ceilings, Say
+from scripts.bench.parts.attention import measurements as parts
+from scripts.bench.parts.attention import plots
+from scripts.bench.parts.attention.speed import BACKENDS, Bench, Ceilings, Say
 
 WORKER = "scripts.bench.peers.torch_attention"
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")

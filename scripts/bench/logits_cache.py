@@ -14,15 +14,11 @@ one a row, on one side after the other. How to read the result is in benchmarks/
 
 import contextlib
 import dataclasses
-import functools
-import importlib.util
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,52 +27,38 @@ from jaxshare import KVCache, Layout, Sampler
 from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.engine import Engine, RequestOutput
-from jaxshare.serving.inputs import cache_dtype, encode, token_bytes
+from jaxshare.serving.inputs import cache_dtype, token_bytes
 from scripts.bench.lib import (
-    ROOT,
-    Goal,
-    Parser,
     alternate,
     command,
     finish,
     machine,
     progress,
-    table,
     versions,
 )
-from scripts.bench.parts.engine_model import FORKS, MODEL, Profile, forking_model, profile
+from scripts.bench.parts.engine.random_model import MODEL, Profile, forking_model, profile
+from scripts.bench.parts.logits_cache.options import (
+    CACHE_BYTES,
+    GROWTH,
+    PROFILE_ROWS,
+    PROFILE_TOKENS,
+    Options,
+    Scale,
+    parse,
+    prompts_of,
+    read_puzzles,
+)
+from scripts.bench.parts.logits_cache.report import (
+    BASELINE,
+    HOTSPOT,
+    SIDES,
+    STEPWISE,
+    as_text,
+    averages,
+    goals,
+)
 
-BASELINE, STEPWISE, HOTSPOT = "baseline", "stepwise", "hotspot"
-SIDES = (BASELINE, STEPWISE, HOTSPOT)
-MODELS = ("embedded", "random")
-SPEED_GOALS = {STEPWISE: 1.3, HOTSPOT: 2.0}
-STORAGE_GOAL = 0.03
-CACHE_BYTES = 2**30
-GROWTH = 256
-"""Tokens of room that the engine gives a row beyond what it needs, at most."""
 WARM_UP_TOKENS = 64
-PROFILE_ROWS, PROFILE_TOKENS = 8, 64
-"""How many texts of which length tell how certain the model is."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Scale:
-    """How much is measured of a model.
-
-    Attributes:
-      puzzles: prompts.
-      rows: of them side by side.
-      kept: logits of a distribution that are kept.
-    """
-
-    puzzles: int
-    rows: int
-    kept: int
-
-
-# A pass of the larger model takes 20 times as long: its puzzles are answered side by side.
-FULL = {"embedded": Scale(100, 1, 64), "random": Scale(100, 20, 256)}
-QUICK = {"embedded": Scale(8, 8, 64), "random": Scale(4, 4, 256)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,48 +242,6 @@ def summarise(temperature: float, groups: Sequence[Group], vocab: int) -> dict[s
     }
 
 
-def averages(points: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """Of each side, over the temperatures at which there is a number."""
-    found: dict[str, dict[str, float | None]] = {}
-    for side in SPEED_GOALS:
-        found[side] = {}
-        for name in ("speedup", "median_speedup", "free_replay", "speedup_with_all", "hit_ratio"):
-            values = [p["sides"][side][name] for p in points if p["sides"][side][name] is not None]
-            found[side][name] = statistics.fmean(values) if values else None
-    return found
-
-
-def goals(results: Sequence[Mapping[str, Any]]) -> list[Goal]:
-    """The goals that these results can be held against; storage is that of the larger
-    vocabulary."""
-    found = []
-    for result in results:
-        name, means = result["model"], averages(result["points"])
-        found += [
-            Goal(
-                f"{name}: {side}, times the baseline's tokens a second",
-                means[side]["speedup"],
-                goal,
-            )
-            for side, goal in SPEED_GOALS.items()
-        ]
-        if name == "random":
-            worst = max(p["storage_of_full_logits"] for p in result["points"])
-            found.append(
-                Goal(f"{name}: storage, of full logits", worst, STORAGE_GOAL, at_most=True)
-            )
-        if result["dtype"] == "float32":
-            found.append(
-                Goal(
-                    f"{name}: stepwise answers that are not the baseline's",
-                    sum(p["different_from_baseline"] for p in result["points"]),
-                    0,
-                    at_most=True,
-                )
-            )
-    return found
-
-
 def model_profile(
     model: LoadedModel, prompts: Sequence[Sequence[int]], forbidden: tuple[int, ...], seed: int
 ) -> Profile:
@@ -433,281 +373,6 @@ def warm_up(
             ]
             for stream in streams:
                 stream.wait()
-
-
-def read_puzzles(file: Path | None, count: int, seed: int) -> list[str]:
-    """So many puzzles, drawn from a file, or those that the example has in it."""
-    example = _example()
-    numbers = (
-        [[*map(int, puzzle.split())] for puzzle in example.PUZZLES]
-        if file is None
-        else [*example.read(str(file))]
-    )
-    if file is None or len(numbers) <= count:
-        return [" ".join(map(str, each)) for each in numbers[:count]]
-    drawn = np.random.default_rng([seed, 1]).choice(len(numbers), count, replace=False)
-    return [" ".join(map(str, numbers[i])) for i in sorted(drawn)]
-
-
-def prompts_of(
-    model: LoadedModel, puzzles: Sequence[str], lengths: Sequence[int] | None, seed: int
-) -> list[list[int]]:
-    """The puzzles in the words of examples/game24.py; random tokens of these lengths where the
-    model has no tokenizer."""
-    if lengths is None:
-        example = _example()
-        return [
-            encode(model, example.PROPOSE.format(goal=example.GOAL, numbers=puzzle))
-            for puzzle in puzzles
-        ]
-    rng = np.random.default_rng([seed, 3])
-    same = rng.integers(0, model.config.vocab_size, max(lengths))
-    own = 16  # tokens of the puzzle, which begins with what all have in common
-    return [
-        [
-            *same[: max(0, n - own)].tolist(),
-            *rng.integers(0, model.config.vocab_size, min(n, own)).tolist(),
-        ]
-        for n in lengths
-    ]
-
-
-@functools.cache
-def _example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("game24", ROOT / "examples" / "game24.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def as_text(report: Mapping[str, Any]) -> str:
-    """The report without its goals."""
-    settings, where = report["settings"], report["machine"]
-    blocks = [
-        f"{settings['tokens']} tokens an answer, {settings['turns']} answers of each prompt after "
-        f"the first\n{where['cpu']}, {where['cores']} cores, load {where['load_average']} at the "
-        f"start; jax {report['versions']['jax']}"
-    ]
-    return "\n\n".join([*blocks, *map(_model_text, report["results"])])
-
-
-def _model_text(result: Mapping[str, Any]) -> str:
-    certain, rows = result["profile"], []
-
-    def number(value: float | None, digits: int = 2) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
-
-    for point in result["points"]:
-        for name, side in point["sides"].items():
-            rows.append(
-                (
-                    f"{point['temperature']}  {name}",
-                    *(number(side[f"{kind}_tokens_per_second"], 1) for kind in ("mean", "median")),
-                    *(
-                        number(side.get(key))
-                        for key in ("speedup", "median_speedup", "hit_ratio", "speedup_with_all")
-                    ),
-                    str(side["whole_hits"]),
-                    f"{side['group_seconds']:.1f}",
-                )
-            )
-    header = (
-        "temperature",
-        "mean tok/s",
-        "median",
-        "speed-up",
-        "median",
-        "hits",
-        "all",
-        "whole",
-        "seconds",
-    )
-    means = [
-        f"{side}: {number(mean['speedup'])}x in the mean over temperatures "
-        f"({number(mean['median_speedup'])}x of medians, {number(mean['free_replay'])}x if replays "
-        f"were free and all there is, {number(mean['speedup_with_all'])}x with whole hits), hit "
-        f"ratio {number(mean['hit_ratio'])}"
-        for side, mean in result["averages"].items()
-    ]
-    storage = max(point["storage_of_full_logits"] for point in result["points"])
-    distances = ", ".join(
-        f"{p['temperature']}: {p['hotspot_distance']['position']:.4f} and "
-        f"{p['hotspot_distance']['sequence']:.3f}"
-        for p in result["points"]
-    )
-    different = sum(point["different_from_baseline"] for point in result["points"])
-    requests = sum(point["sides"][BASELINE]["requests"] for point in result["points"])
-    return "\n".join(
-        [
-            f"{result['model']}, {result['dtype']}: {result['puzzles']} puzzles of "
-            f"{result['prompt_tokens']:.0f} tokens, {result['rows']} side by side",
-            f"at temperature 1 the likeliest token has over 0.9 at {100 * certain['certain']:.0f} "
-            f"% of positions, the entropy is below 0.01 at {100 * certain['nearly_zero']:.0f} %, "
-            f"in the mean {certain['entropy']:.3f}; a fifth is above {certain['upper_fifth']:.3f} "
-            "nats",
-            "",
-            table(header, rows),
-            "",
-            *means,
-            f"{result['kept']} of {result['vocab']} logits kept: {100 * storage:.2f} % of the "
-            "bytes of full logits",
-            f"stepwise answers that are not the baseline's: {different} of {requests}",
-            "hotspot's total variation from fresh sampling, by temperature, of a position and of "
-            f"an answer: {distances}",
-        ]
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What was asked for; counts as `--quick` has them where they were not given. `data` is None
-    for the example's own puzzles."""
-
-    models: tuple[str, ...]
-    scales: Mapping[str, Scale]
-    temperatures: tuple[float, ...]
-    tokens: int
-    turns: int
-    forks: float
-    rejoin: float
-    dtype: str
-    data: Path | None
-    quick: bool
-    seed: int
-    json: bool
-    output: Path | None
-
-
-def parse(arguments: Sequence[str] | None) -> Options:
-    parser = Parser(prog="scripts.bench.logits_cache", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--models", metavar="M,M", help=f"of {','.join(MODELS)} (default both; quick embedded)"
-    )
-    parser.add_argument(
-        "--puzzles", type=int, metavar="N", help="of each model (default 100; quick 8 and 4)"
-    )
-    parser.add_argument(
-        "--rows",
-        type=int,
-        metavar="N",
-        help="prompts side by side (default 1 and 20; quick 8 and 4)",
-    )
-    parser.add_argument(
-        "--kept",
-        type=int,
-        metavar="K",
-        help="logits that are kept of a distribution (default 64 and 256)",
-    )
-    parser.add_argument(
-        "--temperatures", metavar="T,T", help="(default 0.2,0.4,0.6,0.8,1.0; quick 0.2,1.0)"
-    )
-    parser.add_argument("--tokens", type=int, help="of every answer (default 500; quick 100)")
-    parser.add_argument(
-        "--turns", type=int, help="answers of each prompt after the first (default 2)", default=2
-    )
-    parser.add_argument(
-        "--forks",
-        type=float,
-        default=FORKS,
-        help="share of tokens after which the random model is in doubt (default %(default)s)",
-    )
-    parser.add_argument(
-        "--rejoin",
-        type=float,
-        default=0.0,
-        help="share of these after which all its texts go on alike (default %(default)s)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        default="bfloat16",
-        help="of the random model (default %(default)s)",
-    )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="FILE",
-        help="puzzles (default game24.csv in $JAXSHARE_DATA or ../shared/data, or else those of "
-        "examples/game24.py)",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="fewer puzzles and temperatures, shorter answers: within three minutes",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of weights, puzzles and answers")
-    parser.reporting()
-    given = parser.parse_args(arguments)
-    models = parser.some_of(
-        "--models", given.models or ("embedded" if given.quick else ",".join(MODELS)), MODELS
-    )
-    try:
-        temperatures = tuple(
-            map(
-                float,
-                (given.temperatures or ("0.2,1.0" if given.quick else "0.2,0.4,0.6,0.8,1.0")).split(
-                    ","
-                ),
-            )
-        )
-    except ValueError:
-        temperatures = ()
-    if (
-        not temperatures
-        or not all(0 < each < 100 for each in temperatures)
-        or len(set(temperatures)) < len(temperatures)
-    ):
-        parser.error(
-            f"--temperatures is {given.temperatures!r}, but it must be different numbers above 0 "
-            "with commas between, such as 0.2,1.0"
-        )
-    tokens = given.tokens if given.tokens is not None else 100 if given.quick else 500
-    for name, value in (
-        ("--puzzles", given.puzzles),
-        ("--rows", given.rows),
-        ("--kept", given.kept),
-        ("--tokens", tokens),
-        ("--turns", given.turns),
-    ):
-        if value is not None and value < 1:
-            parser.error(f"{name} is {value}, but it must be at least 1")
-    for name, value in (("--forks", given.forks), ("--rejoin", given.rejoin)):
-        if not 0 <= value <= 1:
-            parser.error(f"{name} is {value}, but it must be from 0 to 1")
-    if given.seed < 0:
-        parser.error(f"--seed is {given.seed}, but it must be at least 0")
-    data = (
-        given.data
-        or Path(os.environ.get("JAXSHARE_DATA") or ROOT.parent / "shared" / "data") / "game24.csv"
-    )
-    if given.data and not data.is_file():
-        parser.error(f"--data is {given.data}, but there is no such file")
-    parser.check_output(given.output)
-    changed = {
-        name: value
-        for name in ("puzzles", "rows", "kept")
-        if (value := getattr(given, name)) is not None
-    }
-    scales = {
-        name: dataclasses.replace(scale, **changed)
-        for name, scale in (QUICK if given.quick else FULL).items()
-    }
-    return Options(
-        models,
-        scales,
-        temperatures,
-        tokens,
-        given.turns,
-        given.forks,
-        given.rejoin,
-        given.dtype,
-        data if data.is_file() else None,
-        given.quick,
-        given.seed,
-        given.json,
-        given.output,
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

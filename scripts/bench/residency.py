@@ -7,8 +7,8 @@ policy on the same calls.
     python -m scripts.bench.residency --no-engine               # the tree alone: seconds
     python -m scripts.bench.residency --json --output FILE      # one JSON object
 
-The workload is that of section 8.3 of Hive (scripts/bench/parts/residency_workflow.py), on two
-caches. One is a radix tree of tokens without a model (scripts/bench/parts/residency_tree.py): what
+The workload is that of section 8.3 of Hive (scripts/bench/parts/residency/workflow.py), on two
+caches. One is a radix tree of tokens without a model (scripts/bench/parts/residency/tree.py): what
 it counts is exact and the same on every machine. The other is the engine itself, with a model that
 does next to nothing and has the whole workflow in its context: it answers the calls one after the
 other. `plain` is the paper's own order, by contribution and recency alone; `optimum` knows all
@@ -46,8 +46,8 @@ from scripts.bench.lib import (
     versions,
     write_checkpoint,
 )
-from scripts.bench.parts.residency_tree import Counts, compulsory, simulate
-from scripts.bench.parts.residency_workflow import HOT, VOCABULARY, Call, workflow
+from scripts.bench.parts.residency.tree import Counts, compulsory, simulate
+from scripts.bench.parts.residency.workflow import HOT, VOCABULARY, Call, workflow
 
 ROUNDS = (7, 21)
 CAPACITY = 9000

@@ -13,33 +13,21 @@ as not measured. How to read the result is in benchmarks/README.md.
 import collections
 import contextlib
 import dataclasses
-import functools
 import random
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import Array
-
-from jaxshare import DecodeState, KVCache, Layout, decode
-from jaxshare.attention.api import block_attention
-from jaxshare.attention.plan import Plan, make_plan
 from jaxshare.models import LoadedModel, load
 from jaxshare.serving import Workers
 from jaxshare.serving.cli import demo
 from jaxshare.serving.evaluation import arithmetic
-from scripts.bench import decode as bench_decode
 from scripts.bench.lib import (
     WAITING,
-    Goal,
     Parser,
     Worker,
     WorkerError,
@@ -49,190 +37,27 @@ from scripts.bench.lib import (
     finish,
     machine,
     progress,
-    ratios,
-    table,
     torch_python,
     versions,
     write_checkpoint,
 )
+from scripts.bench.parts.workers.report import RELATIVE_GOALS, THEIRS, as_text, goals, summarise
+from scripts.bench.parts.workers.sides import (
+    ATTENTIONS,
+    CURRENT,
+    HOGWILD,
+    MODEL,
+    PLANS,
+    STEP_ROOM,
+    THEIR_PASSES,
+    Run,
+    fastest,
+)
 
-MODEL = bench_decode.MODEL | {"max_position_embeddings": 32768}
 HISTORIES, WORKERS = (1024, 4096, 16384), (1, 2, 4, 8)
-CURRENT, STEP_ROOM = 64, 512
-"""Tokens of each worker's current step when a turn begins, and room for them as `Workers` gives
-it."""
-RELATIVE_GOALS = {2: 1.15, 4: 1.3}
-PLAN_GOAL = 2.0
-HOGWILD_GOALS = {(4096, 2): 8.0, (4096, 4): 15.0, (16384, 2): 12.0, (16384, 4): 25.0}
-WAITS_GOAL = 1.0
 HOGWILD_PYTHON = ".venv-hogwild/bin/python"
-HOGWILD = "the authors' implementation"
 WORKER = "scripts.bench.peers.hogwild"
-# Sides of one number of workers, as they are called in results.
-PASS, PLAN, ATTENTION, THEIRS = "pass", "plan", "attention", "hogwild_llm"
-# Of each side in a turn: a plan is short and is repeated many times; one pass of theirs can take
-# longer than a turn of the others.
-PLANS, ATTENTIONS, THEIR_PASSES = 256, 16, 2
 STREAMED_PASSES = 256
-
-
-def combined(workers: int) -> Layout:
-    """Block 0 is the history, which all see first; then the others' current steps, then the
-    worker's own."""
-    steps = range(1, workers + 1)
-    return Layout.from_blocks([[0, *(b for b in steps if b != own), own] for own in steps])
-
-
-def random_cache(model: LoadedModel, workers: int, history: int, seed: int) -> KVCache:
-    """A history that fills its block, and for each worker a current step of CURRENT tokens."""
-    cache = KVCache.create(model.config, (history, *[STEP_ROOM] * workers))
-    key = jax.random.key(seed)
-
-    def random(arenas: tuple[Array, ...], side: int) -> tuple[Array, ...]:
-        return tuple(
-            jax.random.normal(jax.random.fold_in(key, 2 * i + side), a.shape, a.dtype)
-            for i, a in enumerate(arenas)
-        )
-
-    lengths = jnp.asarray([history, *[CURRENT] * workers], jnp.int32)
-    return dataclasses.replace(
-        cache, keys=random(cache.keys, 0), values=random(cache.values, 1), lengths=lengths
-    )
-
-
-class Run:
-    """jaxshare's side for one number of workers and one length of history: the decode loop, and two
-    of its parts alone.
-
-    The parts are timed in loops of their own inside jit, as the decode loop runs them.
-    """
-
-    def __init__(self, model: LoadedModel, workers: int, history: int, steps: int, seed: int):
-        self.model, self.workers, self.steps, self.seed = model, workers, steps, seed
-        cache = random_cache(model, workers, history, seed)
-        self.lengths = np.asarray(cache.lengths)
-        self.state = DecodeState.create(
-            cache,
-            combined(workers),
-            [[1]] * workers,
-            vocab_size=model.config.vocab_size,
-            budgets=steps + 2,
-            max_width=1,
-        )
-
-    def compile(self) -> None:
-        loop = jax.jit(
-            lambda params, state: decode(self.model.module, params, state, passes=self.steps),
-            donate_argnums=1,
-        )
-        self.loop = loop.lower(self.model.params, self.state).compile()
-        self.plans = jax.jit(plan_many_times).lower(self.state.cache, self.state.layout).compile()
-        config = self.model.config
-        self.q = jax.random.normal(
-            jax.random.key(self.seed),
-            (self.workers, 1, config.num_heads, config.head_dim),
-            jnp.bfloat16,
-        )
-        plan = self.plans(self.state.cache, self.state.layout)
-        self.attentions = jax.jit(attend_many_times).lower(self.q, self.state.cache, plan).compile()
-
-    def step(self) -> float:
-        """Seconds of `steps` passes of all workers. Every turn begins with current steps of the
-        same length."""
-        cache = dataclasses.replace(self.state.cache, lengths=jnp.asarray(self.lengths))
-        state = jax.block_until_ready(
-            dataclasses.replace(self.state, cache=cache, drawn=jnp.zeros(self.workers, jnp.int32))
-        )
-        begin = time.perf_counter()
-        self.state = jax.block_until_ready(self.loop(self.model.params, state))
-        return time.perf_counter() - begin
-
-    def plan(self) -> float:
-        """Seconds of PLANS plans."""
-        begin = time.perf_counter()
-        jax.block_until_ready(self.plans(self.state.cache, self.state.layout))
-        return time.perf_counter() - begin
-
-    def attend(self) -> float:
-        """Seconds of the attention of all layers, ATTENTIONS times."""
-        plan = jax.block_until_ready(self.plans(self.state.cache, self.state.layout))
-        begin = time.perf_counter()
-        jax.block_until_ready(self.attentions(self.q, self.state.cache, plan))
-        return time.perf_counter() - begin
-
-    def sides(self) -> dict[str, Callable[[], float]]:
-        """What is measured, each to give its seconds for one pass."""
-        return {
-            PASS: lambda: self.step() / self.steps,
-            PLAN: lambda: self.plan() / PLANS,
-            ATTENTION: lambda: self.attend() / ATTENTIONS,
-        }
-
-    def check(self, turns: int) -> None:
-        """Raises RuntimeError where less was done than was to be measured."""
-        self.state.cache.check()
-        if int(self.state.passes) != turns * self.steps or not bool(jnp.all(self.state.running)):
-            raise RuntimeError(
-                f"workers ended before their {turns * self.steps} passes were done: "
-                f"{np.asarray(self.state.reasons).tolist()}"
-            )
-
-
-def plan_many_times(cache: KVCache, layout: Layout) -> Plan:
-    """Plans PLANS passes, each of them for other lengths, and gives the last plan. All of a plan is
-    carried on, so all of it is made."""
-    lengths, count = cache.lengths, jnp.ones(layout.num_rows, jnp.int32)
-
-    def plan(i: Array | int) -> Plan:
-        return make_plan(
-            dataclasses.replace(cache, lengths=lengths.at[1:].add(-(i % 8))), layout, count, 1
-        )
-
-    return jax.lax.fori_loop(1, PLANS, lambda i, _: plan(i), plan(0))
-
-
-def attend_many_times(q: Array, cache: KVCache, plan: Plan) -> Array:
-    """The attention of all layers, one behind the other and ATTENTIONS times: each answer is the
-    next query."""
-
-    def layers(_: Array, q: Array) -> Array:
-        return functools.reduce(
-            lambda q, arenas: block_attention(q, *arenas, plan),
-            zip(cache.keys, cache.values, strict=True),
-            q,
-        )
-
-    return jax.lax.fori_loop(0, ATTENTIONS, layers, q)
-
-
-def fastest(
-    others: dict[str, Worker], hogwild: str, folder: str, history: int
-) -> tuple[Worker, dict[str, Any]]:
-    """The authors' implementation with threads that wait in the way, and in the dtype, in which two
-    workers are fastest here; how it was set up."""
-    passes: dict[str, dict[str, float]] = {}
-    for name, other in others.items():
-        passes[name] = {}
-        for dtype in ("bfloat16", "float32"):
-            other.ask("load", hogwild=hogwild, folder=folder, dtype=dtype, threads=cores())
-            other.ask("prepare", workers=2, history=history, current=CURRENT)
-            other.ask("step", workers=2, passes=1)
-            passes[name][dtype] = (
-                min(other.ask("step", workers=2, passes=1)["seconds"] for _ in range(3)) * 1e3
-            )
-    waiting = min(passes, key=lambda name: min(passes[name].values()))
-    dtype = min(passes[waiting], key=passes[waiting].__getitem__)
-    for name in others.keys() - {waiting}:
-        others[name].close()
-    threads = others[waiting].ask(
-        "load", hogwild=hogwild, folder=folder, dtype=dtype, threads=cores()
-    )["threads"]
-    return others[waiting], {
-        "threads": threads,
-        "waiting": waiting,
-        "dtype": dtype,
-        "pass_milliseconds": passes,
-    }
 
 
 def measure(
@@ -283,37 +108,6 @@ def measure(
     }
 
 
-def summarise(
-    history: int, layers: int, times: Mapping[tuple[int, str], list[float]]
-) -> dict[str, Any]:
-    """Medians over rounds of each side's time for one pass, and of each round's ratios.
-
-    Args:
-      times: seconds for one pass in every round, by number of workers and side; PASS, PLAN and
-        ATTENTION of all, PASS of 1 among them.
-    """
-    found = {}
-    for n in sorted({n for n, _ in times}):
-        own = times[n, PASS]
-        found[str(n)] = {
-            "pass_milliseconds": statistics.median(own) * 1e3,
-            "tokens_per_second": n / statistics.median(own),
-            "to_one_worker": ratios(own, times[1, PASS]),
-            "plan_microseconds": statistics.median(times[n, PLAN]) * 1e6,
-            "plan_to_pass": ratios(times[n, PLAN], own),
-            "attention_microseconds_a_layer": statistics.median(times[n, ATTENTION]) / layers * 1e6,
-            "round_seconds": own,
-        }
-        if (n, THEIRS) in times:
-            theirs = times[n, THEIRS]
-            found[str(n)][THEIRS] = {
-                "pass_milliseconds": statistics.median(theirs) * 1e3,
-                "times_slower": ratios(theirs, own),
-                "round_seconds": theirs,
-            }
-    return {"history": history, "workers": found}
-
-
 def host_waits(budget: int) -> dict[str, int]:
     """Streams two workers of the embedded model; its forward passes, and how often the host waited
     for the device meanwhile."""
@@ -325,126 +119,6 @@ def host_waits(budget: int) -> dict[str, int]:
     )
     collections.deque(session.stream(), maxlen=0)
     return {"passes": session.passes, "waits": session.waits}
-
-
-def goals(results: Sequence[dict[str, Any]], streaming: Mapping[str, int]) -> list[Goal]:
-    """The goals that these results can be held against; those set against the authors'
-    implementation also where it did not run."""
-    found = []
-    for r in results:
-        for n, of_one in RELATIVE_GOALS.items():
-            if str(n) not in r["workers"]:
-                continue
-            what, w = f"{n} workers, {r['history']} tokens of history", r["workers"][str(n)]
-            found.append(
-                Goal(
-                    f"{what}: a pass, times that of one",
-                    w["to_one_worker"]["median"],
-                    of_one,
-                    at_most=True,
-                )
-            )
-            found.append(
-                Goal(
-                    f"{what}: the plan, percent of a pass",
-                    100 * w["plan_to_pass"]["median"],
-                    PLAN_GOAL,
-                    at_most=True,
-                )
-            )
-            if (r["history"], n) in HOGWILD_GOALS:
-                times = w[THEIRS]["times_slower"]["median"] if THEIRS in w else None
-                found.append(
-                    Goal(
-                        f"{what}: times faster than {HOGWILD}",
-                        times,
-                        HOGWILD_GOALS[r["history"], n],
-                    )
-                )
-    sixteens = -(-streaming["passes"] // 16)  # the last may be cut short by the end of the run
-    found.append(
-        Goal(
-            "streaming: waits of the host in 16 passes",
-            streaming["waits"] / sixteens,
-            WAITS_GOAL,
-            at_most=True,
-        )
-    )
-    return found
-
-
-def as_text(report: dict[str, Any]) -> str:
-    """The report without its goals."""
-    settings, where, found = report["settings"], report["machine"], report["versions"]
-    other = found.get(THEIRS)
-    lines = [
-        f"Llama, {settings['parameters'] / 1e6:.1f} M parameters, bfloat16, combined layout, "
-        f"current steps of {CURRENT} tokens; medians of {settings['rounds']} rounds of "
-        f"{settings['steps']} passes",
-        f"{where['cpu']}, {where['cores']} cores, load {where['load_average']} at the start; jax "
-        f"{found['jaxshare']['jax']}; "
-        + (
-            f"{HOGWILD}: {settings['hogwild']['dtype']}, torch {other['torch']}, transformers "
-            f"{other['transformers']}"
-            if other
-            else f"{HOGWILD} did not run: name a checkout of it with --hogwild"
-        ),
-        "",
-    ]
-    rows = []
-    for r in report["results"]:
-        for n, w in r["workers"].items():
-            ratio, theirs = w["to_one_worker"], w.get(THEIRS)
-            rows.append(
-                (
-                    f"{r['history']}  {n}",
-                    f"{w['pass_milliseconds']:.1f}",
-                    f"{w['tokens_per_second']:.1f}",
-                    f"{ratio['median']:.2f}",
-                    f"{ratio['lowest']:.2f} to {ratio['highest']:.2f}",
-                    f"{w['attention_microseconds_a_layer']:.0f}",
-                    f"{w['plan_microseconds']:.0f}",
-                    f"{100 * w['plan_to_pass']['median']:.1f}",
-                    *(
-                        (
-                            f"{theirs['pass_milliseconds']:.0f}",
-                            f"{theirs['times_slower']['median']:.1f}",
-                        )
-                        if theirs
-                        else ("", "")
-                    ),
-                )
-            )
-    header = (
-        "history  workers",
-        "ms a pass",
-        "tokens/s",
-        "to one",
-        "of rounds",
-        "attention us",
-        "plan us",
-        "plan %",
-        "theirs ms",
-        "times",
-    )
-    busy = [
-        r["cores_busy_while_waiting"] for r in report["results"] if r["cores_busy_while_waiting"]
-    ]
-    waits = report["streaming"]
-    return "\n".join(
-        [
-            *lines,
-            table(header, rows),
-            "",
-            "attention is that of one layer",
-            f"streaming: the host waited {waits['waits']} times in {waits['passes']} forward "
-            "passes",
-            *(
-                f"cores busy while waiting: jaxshare {b['jaxshare']:.2f}, {THEIRS} {b[THEIRS]:.2f}"
-                for b in busy
-            ),
-        ]
-    )
 
 
 @dataclasses.dataclass(frozen=True)

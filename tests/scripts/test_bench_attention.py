@@ -17,10 +17,8 @@ from jaxshare.attention.api import BACKENDS
 from jaxshare.pallas.work_items import make_work
 from scripts.bench import attention as bench
 from scripts.bench import roofline
-from scripts.bench.parts import attention_cases as cases
-from scripts.bench.parts import attention_parts as parts
-from scripts.bench.parts import attention_plots as plots
-from scripts.bench.parts import attention_speed as speed
+from scripts.bench.parts.attention import cases, chip, plots, speed
+from scripts.bench.parts.attention import measurements as parts
 from scripts.bench.peers import torch_attention as worker
 from tests.paths import ROOT
 
@@ -485,8 +483,8 @@ def test_predictions_are_of_the_goals_and_say_that_they_are_predicted(capsys):
 
 
 def test_work_is_cut_into_equal_items():
-    assert roofline.cut([5, 1, 3], 3) == [[(0, 3)], [(0, 2), (1, 1)], [(2, 3)]]
-    assert roofline.cut([1, 0, 1], 3) == [[(0, 1)], [(2, 1)], []]
+    assert chip.cut([5, 1, 3], 3) == [[(0, 3)], [(0, 2), (1, 1)], [(2, 3)]]
+    assert chip.cut([1, 0, 1], 3) == [[(0, 1)], [(2, 1)], []]
 
 
 def test_private_rows_wait_for_memory():
@@ -508,12 +506,12 @@ def test_the_roofline_cuts_as_the_work_plan_does():
         cases.make(case, 0).plan,
         group=8,
         kv_heads=2,
-        span=roofline.SPAN,
+        span=chip.SPAN,
         tile=64,
         num_items=7,
         alignment=8,
     )
-    segments = roofline.segments(case, 64)
+    segments = chip.segments(case, 64)
     count = int(work.count)
     assert [(s.queries, s.tiles) for s in segments] == list(
         zip(
@@ -522,7 +520,7 @@ def test_the_roofline_cuts_as_the_work_plan_does():
             strict=True,
         )
     )
-    items = roofline.cut([s.tiles for s in segments * 2], 7)
+    items = chip.cut([s.tiles for s in segments * 2], 7)
     first, last, begin, behind = np.asarray(work.items).T
     assert [sum(tiles for _, tiles in pieces) for pieces in items] == (last - first).tolist()
     assert [(pieces[0][0], pieces[-1][0] + 1) for pieces in items] == list(

@@ -10,6 +10,7 @@ from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.models.generation_config import Generation
 from scripts.bench import engine as bench
+from scripts.bench.parts.engine import sides
 from tests.helpers import TINY, tiny_params
 
 
@@ -32,11 +33,11 @@ def test_calls_share_their_system_prompts_and_nothing_else():
 
 def test_the_raw_loop_has_the_length_of_an_answer_over_all_its_passes():
     def call(budget):
-        return bench.Call(0, (1,), budget, 0)
+        return sides.Call(0, (1,), budget, 0)
 
-    assert bench.mean_length([call(100)]) == 50
+    assert sides.mean_length([call(100)]) == 50
     lengths = [at for budget in (20, 120) for at in range(budget)]
-    assert bench.mean_length([call(20), call(120)]) == pytest.approx(
+    assert sides.mean_length([call(20), call(120)]) == pytest.approx(
         sum(lengths) / len(lengths), abs=1
     )
 
@@ -51,9 +52,9 @@ def test_a_rate_is_that_of_the_time_in_which_calls_wait():
         (5.0, 65, True),
         (6.0, 66, False),
     ]
-    assert bench.steady_rate(seen) == (65 - 25) / (5 - 3)
+    assert sides.steady_rate(seen) == (65 - 25) / (5 - 3)
     with pytest.raises(ValueError, match="too few calls waited"):
-        bench.steady_rate(seen[:4])
+        sides.steady_rate(seen[:4])
 
 
 def test_who_waits_when_a_batch_ends_makes_the_next():
@@ -63,7 +64,7 @@ def test_who_waits_when_a_batch_ends_makes_the_next():
         asked.append((begin, end))
         return 1.0, 10.0
 
-    waits = bench.batch_waits([0.0, 2.0, 3.0, 4.0, 50.0], 2, run)
+    waits = sides.batch_waits([0.0, 2.0, 3.0, 4.0, 50.0], 2, run)
     assert asked == [(0, 1), (1, 3), (3, 4), (4, 5)]
     assert waits == [1.0, 10 + 1 - 2, 10 + 1 - 3, 20 + 1 - 4, 1.0]
 

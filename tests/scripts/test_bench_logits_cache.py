@@ -10,7 +10,7 @@ from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.models.generation_config import Generation
 from scripts.bench import logits_cache as bench
-from scripts.bench.parts import engine_model as models
+from scripts.bench.parts.engine import random_model as models
 from tests.helpers import TINY, tiny_params
 
 

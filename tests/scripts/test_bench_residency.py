@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from jaxshare.serving.kvcache.eviction import POLICIES, Belady, make_policy
 from scripts.bench import residency as bench
-from scripts.bench.parts import residency_tree as cache
-from scripts.bench.parts import residency_workflow as work
+from scripts.bench.parts.residency import tree as cache
+from scripts.bench.parts.residency import workflow as work
 
 prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=25)
 

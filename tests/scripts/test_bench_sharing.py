@@ -20,11 +20,11 @@ from jaxshare.models.generation_config import Generation
 from jaxshare.serving import Costs
 from scripts.bench import lib as benchlib
 from scripts.bench import sharing as bench
-from scripts.bench.parts import sharing_attention as attention
-from scripts.bench.parts import sharing_decode as decoding
-from scripts.bench.parts import sharing_generate as generating
-from scripts.bench.parts import sharing_needles as needles
-from scripts.bench.parts import sharing_plots as plots
+from scripts.bench.parts.sharing import attention, needles, plots
+from scripts.bench.parts.sharing import decode as decoding
+from scripts.bench.parts.sharing import generate as generating
+from scripts.bench.parts.sharing import options as sharing_options
+from scripts.bench.parts.sharing import report as sharing_report
 from tests.helpers import TINY, tiny_params
 
 SHARED, UNSHARED, NO_ATTENTION, THEIRS, SDPA, PRODUCT = (
@@ -186,7 +186,7 @@ def test_a_choice_costs_nothing_where_it_is_the_better_one():
     assert found["chosen_to_better"]["default"] == 1.0
     # Three rounds of 1.5 to 1.0 and three of 1.5 to 1.1.
     assert found["chosen_to_better"]["calibrated"] == pytest.approx((1.5 + 1.5 / 1.1) / 2)
-    assert bench.worst_choices(
+    assert sharing_report.worst_choices(
         [found, {**found, "chosen_to_better": {"default": 1.2, "calibrated": 1.0}}]
     ) == pytest.approx({"default": 1.2, "calibrated": (1.5 + 1.5 / 1.1) / 2})
 
@@ -395,7 +395,9 @@ def test_every_part_is_drawn(tmp_path):
         ],
     }
     files = plots.draw(results, tmp_path)
-    assert [file.name for file in files] == [f"sharing-{part}.png" for part in bench.PARTS]
+    assert [file.name for file in files] == [
+        f"sharing-{part}.png" for part in sharing_options.PARTS
+    ]
     assert all(
         file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size < 150_000 for file in files
     )
@@ -445,7 +447,7 @@ def test_without_a_text_needles_are_left_out_and_said_to_be(monkeypatch, tmp_pat
     monkeypatch.setenv("JAXSHARE_DATA", str(tmp_path))
     options = bench.parse(["--quick", "--without-torch"])
     assert (
-        options.parts == tuple(part for part in bench.PARTS if part != "needles")
+        options.parts == tuple(part for part in sharing_options.PARTS if part != "needles")
         and options.text is None
     )
 
@@ -520,5 +522,8 @@ def test_what_was_asked_for_replaces_the_defaults():
         options.scale.problems,
         options.scale.samples,
     ) == (2, 2, 120, 128)
-    assert options.scale.document == bench.FULL.document and options.plots == bench.PLOTS
+    assert (
+        options.scale.document == sharing_options.FULL.document
+        and options.plots == sharing_options.PLOTS
+    )
     assert bench.parse(["--quick", "--parts", "levels"]).plots is None

@@ -18,6 +18,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.models.generation_config import Generation
 from scripts.bench import lib as benchlib
 from scripts.bench import workers as bench
+from scripts.bench.parts.workers import sides
 from tests.helpers import TINY, tiny_params
 
 THEIRS = bench.THEIRS
@@ -52,14 +53,14 @@ def test_a_turn_decodes_from_steps_of_the_same_length_every_time(run):
 
 
 def test_the_plan_that_is_timed_is_that_of_a_pass(run):
-    cache = bench.random_cache(run.model, 2, HISTORY, seed=0)
+    cache = sides.random_cache(run.model, 2, HISTORY, seed=0)
     last = np.asarray([HISTORY, *[bench.CURRENT - (bench.PLANS - 1) % 8] * 2], np.int32)
     cache_then = dataclasses.replace(cache, lengths=jnp.asarray(last))
     expected = jax.jit(make_plan, static_argnums=3)(
-        cache_then, bench.combined(2), jnp.ones(2, jnp.int32), 1
+        cache_then, sides.combined(2), jnp.ones(2, jnp.int32), 1
     )
     for found, wanted in zip(
-        jax.tree.leaves(run.plans(cache, bench.combined(2))), jax.tree.leaves(expected), strict=True
+        jax.tree.leaves(run.plans(cache, sides.combined(2))), jax.tree.leaves(expected), strict=True
     ):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
@@ -79,8 +80,8 @@ def test_the_attention_that_is_timed_runs_through_all_layers_each_time(run):
 
 
 def test_the_layout_is_the_combined_one():
-    assert np.asarray(bench.combined(1).blocks).tolist() == [[0, 1]]
-    assert np.asarray(bench.combined(3).blocks).tolist() == [
+    assert np.asarray(sides.combined(1).blocks).tolist() == [[0, 1]]
+    assert np.asarray(sides.combined(3).blocks).tolist() == [
         [0, 2, 3, 1],
         [0, 1, 3, 2],
         [0, 1, 2, 3],

@@ -5,7 +5,7 @@ widths, and layouts of all kinds.
 
 Without an NVIDIA GPU that JAX can use they are skipped. Inputs are random and new in every run, and
 a failure names their seed; what they leave to chance and what not is said in
-scripts/bench/parts/attention_cases.py. The reference runs on the same GPU, in float32, and shares
+scripts/bench/parts/attention/cases.py. The reference runs on the same GPU, in float32, and shares
 no code with the backends. How fast they are is for scripts/bench/attention.py to say.
 """
 
@@ -19,7 +19,7 @@ import pytest
 
 from jaxshare.attention.api import preferred
 from jaxshare.pallas.device import current_device
-from scripts.bench.parts import attention_cases as cases
+from scripts.bench.parts.attention import cases
 
 Heads = cases.Heads
 

@@ -25,8 +25,8 @@ from jaxshare.attention.api import BACKENDS as BACKENDS_HERE
 from jaxshare.attention.plan import Plan
 from jaxshare.pallas.work_items import Work, make_work
 from scripts.bench.lib import Worker, WorkerError, alternate, ratios
-from scripts.bench.parts import attention_cases as cases
-from scripts.bench.parts.attention_cases import Case, Heads, Inputs
+from scripts.bench.parts.attention import cases
+from scripts.bench.parts.attention.cases import Case, Heads, Inputs
 
 # Sides, as they are called in results.
 KERNELS = ("mosaic_gpu", "triton")

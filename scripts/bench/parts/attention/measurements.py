@@ -14,10 +14,9 @@ from jaxshare.models import Decoder, LoadedModel, ModelConfig
 from jaxshare.models.generation_config import Generation
 from scripts.bench import decode as bench_decode
 from scripts.bench.lib import Goal, alternate, ratios
-from scripts.bench.parts import attention_cases as cases
-from scripts.bench.parts import sharing_decode as decoding
-from scripts.bench.parts.attention_cases import Case, Heads
-from scripts.bench.parts.attention_speed import (
+from scripts.bench.parts.attention import cases
+from scripts.bench.parts.attention.cases import Case, Heads
+from scripts.bench.parts.attention.speed import (
     BACKENDS,
     COPY,
     MOST_ELEMENTS,
@@ -32,6 +31,7 @@ from scripts.bench.parts.attention_speed import (
     reason,
     with_layers,
 )
+from scripts.bench.parts.sharing import decode as decoding
 
 PARTS = ("correctness", "private", "shared", "workers", "plan", "step")
 PRIVATE_GOAL, PRODUCTS_GOAL, UNSHARED_GOAL, PLAN_GOAL, STEP_GOAL = 0.85, 0.6, 20.0, 30.0, 0.8

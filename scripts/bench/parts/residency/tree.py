@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxshare.serving.kvcache.eviction import Belady
 from jaxshare.serving.kvcache.policy import Observation, Policy, Segment
-from scripts.bench.parts.residency_workflow import Call
+from scripts.bench.parts.residency.workflow import Call
 
 
 @dataclasses.dataclass(frozen=True)

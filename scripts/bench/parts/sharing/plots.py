@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.parts.sharing_attention import NO_ATTENTION, SDPA, SHARED, THEIRS, UNSHARED
-from scripts.bench.parts.sharing_generate import MORE, ONE, TWO
+from scripts.bench.parts.sharing.attention import NO_ATTENTION, SDPA, SHARED, THEIRS, UNSHARED
+from scripts.bench.parts.sharing.generate import MORE, ONE, TWO
 
 # Ours in blues, others in orange and green, ceilings in gray.
 COLORS = {

@@ -19,7 +19,7 @@ from jaxshare import DecodeState, KVCache, Layout, decode, make_plan
 from jaxshare.models import Decoder, LoadedModel, ModelConfig
 from jaxshare.serving import Branches, Costs
 from scripts.bench.lib import Worker, alternate, cores, ratios
-from scripts.bench.parts.sharing_attention import (
+from scripts.bench.parts.sharing.attention import (
     NO_ATTENTION,
     PRODUCT,
     SHARED,

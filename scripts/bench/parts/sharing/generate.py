@@ -13,9 +13,9 @@ from jaxshare.arena import ALIGNMENT
 from jaxshare.models import LoadedModel
 from jaxshare.serving import Branches, Completions, Prefixes, generate
 from scripts.bench.lib import alternate, ratios
-from scripts.bench.parts.sharing_attention import NO_ATTENTION, SHARED, UNSHARED, Say, copies_bytes
-from scripts.bench.parts.sharing_decode import AttentionFreeModel
-from scripts.bench.parts.sharing_needles import Needles, accuracy
+from scripts.bench.parts.sharing.attention import NO_ATTENTION, SHARED, UNSHARED, Say, copies_bytes
+from scripts.bench.parts.sharing.decode import AttentionFreeModel
+from scripts.bench.parts.sharing.needles import Needles, accuracy
 
 ANSWER_TOKENS = 8
 # Sides of the two levels, as they are called in results.

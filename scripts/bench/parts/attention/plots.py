@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.parts.attention_parts import WORKERS_GOALS
-from scripts.bench.parts.attention_speed import BACKENDS, UNSHARED
+from scripts.bench.parts.attention.measurements import WORKERS_GOALS
+from scripts.bench.parts.attention.speed import BACKENDS, UNSHARED
 
 # Ours in blues, others in orange and green, ceilings in gray.
 _COLORS = {"mosaic_gpu": "#08519c", "triton": "#4292c6", "xla": "#9ecae1", "reference": "#c6dbef"}
