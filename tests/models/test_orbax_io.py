@@ -189,8 +189,8 @@ def test_a_damaged_checkpoint_gets_one_sentence(folder, tmp_path):
 
 KILLED = """
 import sys, time
-from jaxshare.models import checkpoint
-whole = checkpoint._write_orbax
+from jaxshare.models import orbax_io
+whole = orbax_io._write_orbax
 def slow(folder, tensors, config):
     def one_by_one():
         for name, value in tensors:
@@ -200,9 +200,9 @@ def slow(folder, tensors, config):
     print("written", flush=True)
     time.sleep(60)
     return sizes
-checkpoint._write_orbax = slow
+orbax_io._write_orbax = slow
 from pathlib import Path
-checkpoint.convert(Path(sys.argv[1]), Path(sys.argv[2]))
+orbax_io.convert(Path(sys.argv[1]), Path(sys.argv[2]))
 """
 
 

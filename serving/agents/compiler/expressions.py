@@ -102,8 +102,10 @@ class Expressions(Emitter):
         ]
         made = ast.copy_location(ast.Call(function, rest[: len(node.args)], keywords), node)
         if isinstance(node.func, ast.Attribute):
-            # Python says that a method's call is where its name is.
+            # Python locates the call of a method at its name, which may be lines below the object.
             made.lineno = node.func.end_lineno or node.lineno
+            name = len(node.func.attr.encode())
+            made.col_offset = max(0, (node.func.end_col_offset or 0) - name)
         return made
 
     def _value_BinOp(self, node: ast.BinOp) -> ast.expr:

@@ -696,7 +696,7 @@ def test_the_json_object(job):
 
 
 def test_a_disk_that_is_full_at_the_end_costs_no_result(job, monkeypatch, capsys):
-    write = batch.records.write
+    write = batch.jsonl.write
 
     def failing(path, lines, do):
         if path == job.output:
@@ -705,7 +705,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_result(job, monkeypatch, capsys
             )
         write(path, lines, do)
 
-    monkeypatch.setattr(batch.records, "write", failing)
+    monkeypatch.setattr(batch.jsonl, "write", failing)
     with pytest.raises(ValueError, match="No space left on device"):
         job(LINES, "--json")
     done = json.loads(capsys.readouterr().out)

@@ -516,7 +516,7 @@ def test_an_evaluation_by_hand(evaluation):
 
 @pytest.mark.parametrize("full", ["scores.jsonl", "result.json", "table.txt"])
 def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch, capsys, full):
-    write = evaluate.records.write
+    write = evaluate.jsonl.write
 
     def failing(path, lines, do):
         if path.name == full:
@@ -525,7 +525,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch,
             )
         write(path, lines, do)
 
-    monkeypatch.setattr(evaluate.records, "write", failing)
+    monkeypatch.setattr(evaluate.jsonl, "write", failing)
     with pytest.raises(ValueError, match=rf"{full} cannot be written .*--resume goes on"):
         evaluation("--json")
     found = json.loads(capsys.readouterr().out)
