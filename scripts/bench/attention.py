@@ -31,21 +31,12 @@ import jax
 from tqdm import tqdm
 
 from jaxshare.pallas.device import current_device
-from scripts.bench.lib import (
-    ROOT,
-    TORCH_PYTHON,
-    Parser,
-    Worker,
-    WorkerError,
-    command,
-    finish,
-    machine,
-    table,
-    versions,
-)
+from scripts.bench.lib import ROOT, Parser, command, finish, machine, table, versions
 from scripts.bench.parts.attention import measurements as parts
 from scripts.bench.parts.attention import plots
+from scripts.bench.parts.attention.scale import FULL, QUICK, TINY
 from scripts.bench.parts.attention.speed import BACKENDS, Bench, Ceilings, Say
+from scripts.bench.peer import TORCH_PYTHON, Worker, WorkerError
 
 WORKER = "scripts.bench.peers.torch_attention"
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -196,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(options: Options, worker: Worker | None, say: Say) -> tuple[Bench, dict[str, Any]]:
     """Everything that was asked for."""
-    scale = parts.TINY if options.cpu else parts.QUICK if options.quick else parts.FULL
+    scale = TINY if options.cpu else QUICK if options.quick else FULL
     gpu = current_device()
     shared: dict[str, Any] = {
         "backends": BACKENDS,

@@ -34,6 +34,7 @@ from scripts.bench.parts.attention.chip import (
     Chip,
     attention,
 )
+from scripts.bench.parts.attention.scale import MODEL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Step:
 
 def decode_step(batch: int, chip: Chip, assumed: Assumed) -> Step:
     """A step of the 7B-shaped model."""
-    model, scale = parts.MODEL, parts.FULL
+    model, scale = MODEL, parts.FULL
     hidden, layers = model["hidden_size"], model["num_hidden_layers"]
     heads = Heads(
         model["num_key_value_heads"],

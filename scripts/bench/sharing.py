@@ -24,18 +24,7 @@ from tqdm import tqdm
 from jaxshare.models import EMBEDDED, LoadedModel, ModelConfig, load
 from jaxshare.serving.kvcache import sharing_cost
 from jaxshare.serving.tuning import calibration
-from scripts.bench.lib import (
-    WAITING,
-    Goal,
-    Worker,
-    WorkerError,
-    command,
-    fastest,
-    finish,
-    machine,
-    versions,
-    write_checkpoint,
-)
+from scripts.bench.lib import Goal, command, finish, machine, versions, write_checkpoint
 from scripts.bench.parts.sharing import attention, plots
 from scripts.bench.parts.sharing import decode as decoding
 from scripts.bench.parts.sharing import generate as generating
@@ -49,6 +38,7 @@ from scripts.bench.parts.sharing.options import (
     parse,
 )
 from scripts.bench.parts.sharing.report import as_text, goals, needle_goals
+from scripts.bench.peer import WAITING, Worker, WorkerError, fastest
 
 QUESTION_ROOM = 128
 """Tokens that a question and its answer have at most."""

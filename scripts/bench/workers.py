@@ -27,17 +27,13 @@ from jaxshare.serving import Workers
 from jaxshare.serving.cli import demo
 from jaxshare.serving.evaluation import arithmetic
 from scripts.bench.lib import (
-    WAITING,
     Parser,
-    Worker,
-    WorkerError,
     alternate,
     command,
     cores,
     finish,
     machine,
     progress,
-    torch_python,
     versions,
     write_checkpoint,
 )
@@ -53,6 +49,7 @@ from scripts.bench.parts.workers.sides import (
     Run,
     fastest,
 )
+from scripts.bench.peer import WAITING, Worker, WorkerError, torch_python
 
 HISTORIES, WORKERS = (1024, 4096, 16384), (1, 2, 4, 8)
 HOGWILD_PYTHON = ".venv-hogwild/bin/python"

@@ -34,7 +34,6 @@ from jaxshare import Sampler
 from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.models.layers import Decoder
 from jaxshare.models.loading import local_folder
-from jaxshare.paths import check_folder
 from jaxshare.serving import Format
 from jaxshare.serving.checkpoints import CheckpointStore, SavedCheckpoint, has_checkpoints, leaves
 from jaxshare.serving.evaluation import (
@@ -52,17 +51,12 @@ from jaxshare.serving.workers.layouts import worker_names
 from scripts.train.embedded_data import train_tokenizer
 from scripts.train.embedded_files import architecture, export, export_like
 from scripts.train.lessons import MOST_WORKERS, Batch, Shape, stream
+from scripts.train.options import DTYPES, POSITIONS, VOCAB_SIZE, parse
 from scripts.train.pair_attention import logits
 from scripts.train.training import keep_memory, make_optimizer, schedule
 
 QUESTION = " Am I redundant?"
 """What a worker is asked where the model's own texts do not ask."""
-DTYPES = {"f32": "float32", "bf16": "bfloat16"}
-VOCAB_SIZE = 512
-"""Of a tokenizer that is made for a model from scratch."""
-POSITIONS = 8192
-"""The context of such a model: six workers have room in it for steps of the length that sessions
-provide for."""
 GOAL = 0.9
 BUDGETS = tuple(range(40, 321, 40))
 """Forward passes after which held-out answers are taken."""
@@ -429,106 +423,6 @@ def _said(run: Run) -> str:
     return ", passes to 90%: " + ", ".join(
         f"{count}: {'-' if value is None else f'{value:.0f}'}" for count, value in passes.items()
     )
-
-
-def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", default="embedded", help="the folder of a model to go on from, or embedded"
-    )
-    parser.add_argument("--layers", type=int, help="start from scratch, with so many layers")
-    parser.add_argument(
-        "--hidden", type=int, help="and of this width, a multiple of 72; default 144"
-    )
-    parser.add_argument(
-        "--run-dir", type=Path, default=Path("runs/workers"), help="checkpoints and the plot"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/workers-model"),
-        help="where the model is exported to",
-    )
-    parser.add_argument(
-        "--context",
-        type=int,
-        help="positions that the exported model is to take; default those of the one before",
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on with the run in --run-dir, if there is one"
-    )
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument(
-        "--minutes", type=float, help="stop after so long, before the last step; --resume goes on"
-    )
-    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
-    parser.add_argument("--learning-rate", type=float, default=0.01)
-    parser.add_argument(
-        "--dtype",
-        choices=[*DTYPES],
-        default="f32",
-        help="of computation and export; parameters are trained in float32",
-    )
-    parser.add_argument("--accumulate", type=int, default=2, help="batches of a step")
-    parser.add_argument("--tokens", type=int, default=2048, help="of a batch")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=1,
-        help="that make lessons ahead; 0 makes them between steps",
-    )
-    parser.add_argument(
-        "--evaluate-every",
-        type=int,
-        default=250,
-        help="steps between two measurements; 0 never measures",
-    )
-    parser.add_argument("--problems", type=int, default=16, help="held-out problems")
-    parser.add_argument(
-        "--workers",
-        type=lambda text: [*map(int, text.split(","))],
-        default=[1, 2, 4],
-        help="numbers of them to measure",
-    )
-    parser.add_argument("--save-seconds", type=float, default=120.0)
-    parser.add_argument(
-        "--log-seconds", type=float, default=0.5, help="seconds between updates of the progress bar"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print what came of it as one JSON object"
-    )
-    args = parser.parse_args(argv)
-    for name in (
-        "steps",
-        "accumulate",
-        "tokens",
-        "problems",
-        "learning_rate",
-        "minutes",
-        "layers",
-        "context",
-    ):
-        if (value := getattr(args, name)) is not None and value <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be positive; got {value}")
-    if args.processes < 0 or args.evaluate_every < 0:
-        parser.error("--processes and --evaluate-every must be at least 0")
-    if args.hidden is not None and (args.layers is None or args.hidden < 72 or args.hidden % 72):
-        parser.error(f"--hidden is {args.hidden}; give a multiple of 72, and --layers with it")
-    if args.layers is not None:
-        args.hidden = args.hidden or 144
-        if args.model != "embedded":
-            parser.error(
-                "--layers starts from scratch, and --model goes on from a folder; give one of them"
-            )
-    try:
-        check_folder("--out", args.out)
-        check_folder("--run-dir", args.run_dir)
-    except ValueError as error:
-        parser.error(str(error))
-    return args, parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:

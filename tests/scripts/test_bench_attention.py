@@ -16,9 +16,10 @@ import pytest
 from jaxshare.attention.api import BACKENDS
 from jaxshare.pallas.work_items import make_work
 from scripts.bench import attention as bench
-from scripts.bench import roofline
+from scripts.bench import peer, roofline
 from scripts.bench.parts.attention import cases, chip, plots, speed
 from scripts.bench.parts.attention import measurements as parts
+from scripts.bench.parts.attention.scale import MODEL
 from scripts.bench.peers import torch_attention as worker
 from tests.paths import ROOT
 
@@ -173,7 +174,7 @@ def test_bad_arguments_are_told_in_one_sentence(arguments, said, capsys):
 def test_the_other_python_says_what_it_lacks(run):
     assert run.printed["settings"]["torch_skipped"] == "No module named 'torch'"
     with (
-        pytest.raises(speed.WorkerError, match="torch"),
+        pytest.raises(peer.WorkerError, match="torch"),
         speed.Worker(sys.executable, worker.__name__, {}) as other,
     ):
         other.begin()
@@ -423,7 +424,7 @@ def test_goals_are_those_of_the_backend_that_is_preferred_there():
 
 
 def test_the_model_is_of_the_size_that_its_name_says():
-    config = parts.ModelConfig.from_json(parts.MODEL)
+    config = parts.ModelConfig.from_json(MODEL)
     shapes = jax.eval_shape(
         lambda: parts.Decoder(config).init(
             jax.random.key(0), jnp.zeros((1, 2), jnp.int32), method="causal"

@@ -10,9 +10,10 @@ import pytest
 
 from scripts.bench import decode as bench_decode
 from scripts.bench import lib as benchlib
+from scripts.bench.parts.decode import report
 from tests.paths import ROOT
 
-OURS, THEIRS, SHARED = bench_decode.OURS, bench_decode.THEIRS, bench_decode.SHARED
+OURS, THEIRS, SHARED = report.OURS, report.THEIRS, report.SHARED
 QUICK = ["--quick", "--torch-python", sys.executable]
 
 

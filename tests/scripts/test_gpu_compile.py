@@ -15,6 +15,7 @@ import pytest
 
 from scripts.gpu import compile as check
 from scripts.gpu import compiler
+from scripts.gpu import hlo as xla_text
 from tests.paths import ROOT
 
 
@@ -230,13 +231,13 @@ def hlo(*, fused=IN_PLACE, looped=FUSED, entry=NAMED) -> str:
 
 
 def test_an_update_in_place_is_no_copy_of_the_cache():
-    assert compiler.large_results(hlo(), 64 * 128) == {}
+    assert xla_text.large_results(hlo(), 64 * 128) == {}
     scattered = (
         "  ROOT %update = f32[64,128]{1,0} scatter(%param_0, %param_2, %param_1), to_apply=%region"
     )
-    assert compiler.large_results(hlo(fused=scattered), 64 * 128) == {}
+    assert xla_text.large_results(hlo(fused=scattered), 64 * 128) == {}
     assert (
-        compiler.large_results(
+        xla_text.large_results(
             hlo(looped=f"{KERNEL}, output_to_operand_aliasing={{{{}}: (0, {{}})}}"), 64 * 128
         )
         == {}
@@ -298,8 +299,8 @@ def test_an_update_in_place_is_no_copy_of_the_cache():
     ],
 )
 def test_what_writes_the_whole_cache_is_counted(kind, changes):
-    assert compiler.large_results(hlo(**changes), 64 * 128) == {kind: 1}
-    assert compiler.large_results(hlo(**changes), 64 * 128 + 1) == {}
+    assert xla_text.large_results(hlo(**changes), 64 * 128) == {kind: 1}
+    assert xla_text.large_results(hlo(**changes), 64 * 128 + 1) == {}
 
 
 def test_branches_and_calls_are_read_too():
@@ -326,7 +327,7 @@ def test_branches_and_calls_are_read_too():
           ROOT %z = f32[64,128]{1,0} call(%x, %y), to_apply=%inner
         }
         """)
-    assert compiler.large_results(text, 64 * 128) == {"copy": 1, "negate": 1}
+    assert xla_text.large_results(text, 64 * 128) == {"copy": 1, "negate": 1}
 
 
 def test_launches_of_a_pass_are_told_apart_by_layer():
@@ -363,7 +364,7 @@ def test_collectives_are_named_by_what_they_do_over_which_axes():
         "  %e = f32[8]{0} collective-permute(%new), source_target_pairs={{0,1}}",
         KERNEL,
     ]
-    found = compiler.collectives(lines)
+    found = xla_text.collectives(lines)
     assert [str(one) for one in found] == [
         "all-reduce over kv",
         "all-gather over tensor",
@@ -584,7 +585,7 @@ def test_a_decode_step_on_four_devices():
 COMPILED = """
 import dataclasses, functools, json, sys, tempfile
 from pathlib import Path
-import _gpu_compiler as compiler
+from scripts.gpu import compiler, hlo
 
 tools = compiler.Toolchain.find()
 with tempfile.TemporaryDirectory() as folder:
@@ -594,7 +595,7 @@ with tempfile.TemporaryDirectory() as folder:
     import jax.numpy as jnp
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
-    import _gpu_programs as programs
+    from scripts.gpu import programs
     from jaxshare.pallas.device import H200, assume_device
 
     found = {}
@@ -625,7 +626,7 @@ with tempfile.TemporaryDirectory() as folder:
         return cache.at[:, 7:8].set(new)
     for name, donated in (("given", 0), ("kept", ())):
         program = chip.compile(append, cache, new, donate_argnums=donated)
-        found[name] = [dict(compiler.large_results(program.text, 8 * 4096 * 128)), program.alias_bytes]
+        found[name] = [dict(hlo.large_results(program.text, 8 * 4096 * 128)), program.alias_bytes]
     print(json.dumps(found))
 """
 

@@ -1,7 +1,7 @@
 """PyTorch's side of bench_sharing.py, run by a Python that has PyTorch. One JSON object a line, in
 on stdin, out on stdout.
 
-Speaks as _torch_decode_worker.py does, of which `load` and `step` are, and answers further:
+Speaks as torch_decode.py does, of which `load` and `step` are, and answers further:
 
     {"do": "fill", "rows": R, "tokens": N}          -> bytes of a cache that holds N random tokens for each row
     {"do": "turn", "steps": N}                      -> seconds of so many decode steps over it; each turn begins with the same cache

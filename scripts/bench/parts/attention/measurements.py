@@ -12,10 +12,11 @@ import numpy as np
 
 from jaxshare.models import Decoder, LoadedModel, ModelConfig
 from jaxshare.models.generation_config import Generation
-from scripts.bench import decode as bench_decode
 from scripts.bench.lib import Goal, alternate, ratios
 from scripts.bench.parts.attention import cases
 from scripts.bench.parts.attention.cases import Case, Heads
+from scripts.bench.parts.attention.peers import others, plan_sides
+from scripts.bench.parts.attention.scale import FULL, Scale
 from scripts.bench.parts.attention.speed import (
     BACKENDS,
     COPY,
@@ -25,9 +26,7 @@ from scripts.bench.parts.attention.speed import (
     Bench,
     Ceilings,
     Side,
-    others,
     ours,
-    plan_sides,
     reason,
     with_layers,
 )
@@ -36,119 +35,6 @@ from scripts.bench.parts.sharing import decode as decoding
 PARTS = ("correctness", "private", "shared", "workers", "plan", "step")
 PRIVATE_GOAL, PRODUCTS_GOAL, UNSHARED_GOAL, PLAN_GOAL, STEP_GOAL = 0.85, 0.6, 20.0, 30.0, 0.8
 WORKERS_GOALS = {2: 1.05, 4: 1.15}
-MODEL = bench_decode.MODEL | {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "head_dim": 128,
-}
-"""The shape of Llama-2-7B: 6.74 G parameters."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Scale:
-    """How much is measured; lengths in tokens.
-
-    Attributes:
-      widths, dims, groups: of correctness: T, D and G; every width with every other D and G in
-        turn. many: rows of the passes of many rows.
-      private_heads, private_rows, private_tokens; private_groups: every G.
-      shared_heads, shared_rows, prefix, own: `own` of the workers and plans too.
-      unshared_rows: most rows of the side that has copies, whose time is scaled.
-      worker_heads, history, workers.
-      plan_rows: over one prefix.
-      model, batches, context, steps: of the decode step: config.json, numbers of rows, tokens that
-        each sees at first, passes of a turn.
-      most_layers: arenas that a loop goes through, at most.
-    """
-
-    widths: Sequence[int]
-    dims: Sequence[int]
-    groups: Sequence[int]
-    many: int
-    private_heads: Heads
-    private_groups: Sequence[int]
-    private_rows: int
-    private_tokens: int
-    shared_heads: Heads
-    shared_rows: int
-    prefix: int
-    own: int
-    unshared_rows: int
-    worker_heads: Heads
-    history: int
-    workers: Sequence[int]
-    plan_rows: int
-    model: Mapping[str, Any]
-    batches: Sequence[int]
-    context: int
-    steps: int
-    most_layers: int
-
-
-FULL = Scale(
-    widths=(1, 8, 64),
-    dims=(64, 80, 96, 128, 192, 256),
-    groups=(1, 2, 4, 5, 8, 16),
-    many=300,
-    private_heads=Heads(8, 4),
-    private_groups=(4, 8),
-    private_rows=64,
-    private_tokens=8192,
-    shared_heads=Heads(1, 8),
-    shared_rows=1024,
-    prefix=16384,
-    own=64,
-    unshared_rows=512,
-    worker_heads=Heads(8, 5),
-    history=16384,
-    workers=(1, 2, 4),
-    plan_rows=64,
-    model=MODEL,
-    batches=(1, 64),
-    context=128,
-    steps=8,
-    most_layers=8,
-)
-"""The heads of sharing are those of Hydragen, section 4.2; those of workers are QwQ-32B's, of
-Hogwild! Inference, table 2."""
-QUICK = dataclasses.replace(FULL, widths=(1, 8), dims=(64, 128), groups=(5, 8))
-TINY = Scale(
-    widths=(2,),
-    dims=(16,),
-    groups=(2,),
-    many=0,
-    private_heads=Heads(1, 4, 16),
-    private_groups=(4,),
-    private_rows=2,
-    private_tokens=40,
-    shared_heads=Heads(1, 2, 16),
-    shared_rows=4,
-    prefix=64,
-    own=9,
-    unshared_rows=2,
-    worker_heads=Heads(1, 2, 16),
-    history=50,
-    workers=(2,),
-    plan_rows=4,
-    model=MODEL
-    | {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 64,
-    },
-    batches=(2,),
-    context=4,
-    steps=2,
-    most_layers=2,
-)
-"""Runs every line of the program on a CPU and measures nothing that means something."""
 
 
 def measure_correctness(bench: Bench, scale: Scale) -> None:

@@ -15,7 +15,8 @@ from jax import Array
 
 from jaxshare import KVCache, Layout, Plan, block_attention, make_plan
 from jaxshare.models.config import ModelConfig
-from scripts.bench.lib import Worker, alternate, ratios
+from scripts.bench.lib import alternate, ratios
+from scripts.bench.peer import Worker
 
 # Sides, as they are called in results.
 SHARED, UNSHARED, NO_ATTENTION, THEIRS, SDPA, PRODUCT = (

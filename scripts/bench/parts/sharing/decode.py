@@ -18,7 +18,7 @@ from jax import Array
 from jaxshare import DecodeState, KVCache, Layout, decode, make_plan
 from jaxshare.models import Decoder, LoadedModel, ModelConfig
 from jaxshare.serving import Branches, Costs
-from scripts.bench.lib import Worker, alternate, cores, ratios
+from scripts.bench.lib import alternate, cores, ratios
 from scripts.bench.parts.sharing.attention import (
     NO_ATTENTION,
     PRODUCT,
@@ -32,6 +32,7 @@ from scripts.bench.parts.sharing.attention import (
     fill,
     rates,
 )
+from scripts.bench.peer import Worker
 
 SUFFIX = 64
 """Tokens that each row has written when a turn begins: half of the 128 of figure 3, so that a pass

@@ -6,13 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scripts.bench import decode as bench_decode
-from scripts.bench.lib import (
-    ROOT,
-    TORCH_PYTHON,
-    Parser,
-    torch_python,
-)
+from scripts.bench.lib import ROOT, Parser
 from scripts.bench.parts.sharing import plots
+from scripts.bench.peer import TORCH_PYTHON, torch_python
 
 MODEL = bench_decode.MODEL | {
     "num_attention_heads": 8,

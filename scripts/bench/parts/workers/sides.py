@@ -16,10 +16,8 @@ from jaxshare.attention.api import block_attention
 from jaxshare.attention.plan import Plan, make_plan
 from jaxshare.models import LoadedModel
 from scripts.bench import decode as bench_decode
-from scripts.bench.lib import (
-    Worker,
-    cores,
-)
+from scripts.bench.lib import cores
+from scripts.bench.peer import Worker
 
 MODEL = bench_decode.MODEL | {"max_position_embeddings": 32768}
 

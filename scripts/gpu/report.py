@@ -1,0 +1,258 @@
+"""The goals of the check that compiles for a GPU, and its tables."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scripts.bench.lib import Goal, table
+
+SHARED_BYTES = 232_448
+"""The most shared memory that a block of an H200 can have (CUDA C Programming Guide, compute
+capability 9.0: 227 KB)."""
+
+
+OF_A_LAYER = 2
+"""All-reduces of a layer: over `tensor` the sums behind attention and MLP, over `kv` the largest
+log-sum-exp and what is merged by it."""
+
+
+OF_A_PASS = {"all-reduce over tensor": 5, "all-gather over tensor": 2}
+"""The most collectives of a pass outside of its layers: the embedding's sum and whether logits are
+finite; for sampling the largest logit, its place, the logits where top-k or top-p need them in
+order, the weights of all chunks and those of the chunk drawn from."""
+
+
+OF_MOVES = {"all-reduce over kv": 2}
+"""And where steps move, in two loops: what a step has overflowed by, and a step that has ended, a
+tile of all layers at a time."""
+
+
+OF_OURS = 2
+"""Kernels of a GPU backend in a layer: attention and merging."""
+
+
+def all_goals(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Goal]:
+    """What these results are held against. What did not compile has no numbers of its own."""
+    goals = []
+    kernels, steps, devices = (results.get(part, []) for part in ("kernels", "steps", "devices"))
+    for backend in dict.fromkeys(program["backend"] for program in (*kernels, *steps, *devices)):
+        failed = sum(
+            program["error"] is not None
+            for program in (*kernels, *steps, *devices)
+            if program["backend"] == backend
+        )
+        goals.append(Goal(f"{backend}: programs that do not compile", failed, 0, at_most=True))
+    for backend in dict.fromkeys(
+        program["backend"] for program in (*kernels, *devices) if program["backend"] != "xla"
+    ):
+        own = [
+            kernel
+            for program in (*kernels, *devices)
+            if program["backend"] == backend
+            for kernel in program.get("kernels", [])
+        ]
+        spilled, shared = (
+            max((k["spill_bytes"] for k in own), default=None),
+            max(map(shared_bytes, own), default=None),
+        )
+        goals += [
+            Goal(f"{backend}: bytes that a kernel spills, most", spilled, 0, at_most=True),
+            Goal(
+                f"{backend}: bytes of shared memory of a block, most",
+                shared,
+                SHARED_BYTES,
+                at_most=True,
+            ),
+        ]
+    if plans := results.get("plan"):
+        goals.append(
+            Goal(
+                "plan: programs that do not compile",
+                sum(plan["error"] is not None for plan in plans),
+                0,
+                at_most=True,
+            )
+        )
+    for step in (*steps, *devices):
+        if step["error"] is None:
+            what = f"{step['backend']}, {step['name']}"
+            goals += [
+                Goal(
+                    f"{what}: copies of the cache",
+                    sum(step["whole_cache"].values()),
+                    0,
+                    at_most=True,
+                ),
+                Goal(
+                    f"{what}: temporary memory, of one layer's cache",
+                    step["temp_bytes"] / step["layer_bytes"],
+                    1,
+                    at_most=True,
+                ),
+                Goal(
+                    f"{what}: updated in place, of the cache",
+                    step["aliased_bytes"] / step["cache_bytes"],
+                    1,
+                ),
+                Goal(
+                    f"{what}: bytes that kernels of ours spill",
+                    step["spill_bytes"],
+                    0,
+                    at_most=True,
+                ),
+            ]
+    for step in devices:
+        if step["error"] is None:
+            goals += goals_of_sending(step)
+    return goals
+
+
+def goals_of_sending(step: Mapping[str, Any]) -> list[Goal]:
+    """What a decode step on several devices is held against besides."""
+    what, sent = f"{step['backend']}, {step['name']}", step["sent"]
+    meant = {f"all-reduce over {axis}": OF_A_LAYER for axis in step["axes"]}
+    differ = sum(
+        abs(sent["layer"].get(kind, 0) - meant.get(kind, 0)) for kind in {*sent["layer"], *meant}
+    )
+    allowed = {**OF_A_PASS, **(OF_MOVES if step["moves"] and "kv" in step["axes"] else {})}
+    more = sum(max(0, number - allowed.get(kind, 0)) for kind, number in sent["outside"].items())
+    goals = [
+        Goal(
+            f"{what}: collectives a layer, more or fewer than {OF_A_LAYER} all-reduces an axis",
+            differ,
+            0,
+            at_most=True,
+        ),
+        Goal(
+            f"{what}: collectives outside of layers, more than sampling and moves take",
+            more,
+            0,
+            at_most=True,
+        ),
+        Goal(
+            f"{what}: largest array sent, of one layer's keys",
+            sent["largest_of_layers_keys"],
+            1 / LARGE,
+            at_most=True,
+        ),
+    ]
+    if step["backend"] != "xla":
+        goals.append(Goal(f"{what}: kernels of ours a layer", step["kernel_calls"], OF_OURS))
+    return goals
+
+
+def shared_bytes(kernel: Mapping[str, Any]) -> int:
+    return kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"]
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """The report without its goals."""
+    found = report["versions"]
+    lines = [
+        f"compiled for {report['target']} with jax {found['jax']}, ptxas {found['ptxas']}; results "
+        "and speed take a GPU"
+    ]
+    tables = {
+        "kernels": _kernels_text,
+        "steps": _steps_text,
+        "devices": _devices_text,
+        "plan": _plan_text,
+    }
+    lines += [text(report[part]) for part, text in tables.items() if report.get(part)]
+    if failed := [result for part in tables for result in report.get(part, []) if result["error"]]:
+        lines.append(
+            "\n".join(
+                [
+                    "does not compile:",
+                    *(f"  {r.get('backend', 'plan')}, {r['name']}: {r['error']}" for r in failed),
+                ]
+            )
+        )
+    return "\n\n".join(lines)
+
+
+def _kernels_text(results: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        (
+            f"{r['backend']}: {r['name']}",
+            k["name"],
+            str(k["registers"]),
+            str(k["spill_bytes"]),
+            str(k["static_shared_bytes"]),
+            str(k["dynamic_shared_bytes"]),
+        )
+        for r in results
+        for k in r.get("kernels", [])
+    ]
+    return table(
+        ("block attention", "kernel", "registers", "spilled", "static shared", "dynamic"), rows
+    )
+
+
+def _steps_text(results: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for r in results:
+        if r["error"] is None:
+            copies = ", ".join(f"{count} {kind}" for kind, count in r["whole_cache"].items())
+            rows.append(
+                (
+                    f"{r['backend']}: {r['name']}",
+                    copies or "none",
+                    *(
+                        f"{r[name] / 2**20:.1f}"
+                        for name in ("temp_bytes", "layer_bytes", "aliased_bytes", "cache_bytes")
+                    ),
+                    *(f"{r['launches'][name]:g}" for name in ("layer", "outside", "loops")),
+                )
+            )
+    return table(
+        (
+            "decode step",
+            "whole-cache writes",
+            "temp MiB",
+            "a layer's",
+            "in place",
+            "cache",
+            "launches a layer",
+            "outside",
+            "loops",
+        ),
+        rows,
+    )
+
+
+def _devices_text(results: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        (
+            f"{r['backend']}: {r['name']}",
+            *(
+                ", ".join(f"{number:g} {kind}" for kind, number in r["sent"][where].items())
+                or "none"
+                for where in ("layer", "outside")
+            ),
+            f"{r['sent']['largest_of_layers_keys']:.1%}",
+        )
+        for r in results
+        if r["error"] is None
+    ]
+    return "\n\n".join(
+        [
+            _steps_text(results),
+            table(
+                ("on devices", "sent a layer", "sent outside", "largest, of a layer's keys"), rows
+            ),
+        ]
+    )
+
+
+def _plan_text(results: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        (f"{r['name']}: {r['what']}", str(r["launches"]), str(r["loops"]))
+        for r in results
+        if r["error"] is None
+    ]
+    return table(("alone", "launches", "loops"), rows)
+
+
+LARGE = 4
+"""A decode step is to write no array as large as a LARGE-th of one layer's keys, but for the
+updates in place, and to send none."""
