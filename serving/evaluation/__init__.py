@@ -5,6 +5,7 @@
     jaxshare judge DIR --endpoint URL --model NAME
 """
 
+from jaxshare.deprecated import renamed
 from jaxshare.serving.evaluation.judge import Endpoint, Grading, JudgeError, grade, trace_of
 from jaxshare.serving.evaluation.mathematics import Mathematician
 from jaxshare.serving.evaluation.runs import Run, RunSpec, execute, run_specs, solve
@@ -37,3 +38,11 @@ __all__ = [
     "trace_of",
     "wilson",
 ]
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "Piece": "jaxshare.serving.evaluation.runs.RunSpec",
+        "pieces": "jaxshare.serving.evaluation.runs.run_specs",
+    },
+)

@@ -1,7 +1,7 @@
 """The Logits Cache (Hive, section 7): `cache` keeps the top logits of states that were sampled
 from, `replay` samples from them again without the model, `hotspot` chooses where."""
 
-from jaxshare.serving.logits_cache.cache import LogitsCache
+from jaxshare.serving.logits_cache.cache import LogitsCache, Statistics
 from jaxshare.serving.logits_cache.hotspot import Hotspot
 
-__all__ = ["Hotspot", "LogitsCache"]
+__all__ = ["Hotspot", "LogitsCache", "Statistics"]
