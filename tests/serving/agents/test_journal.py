@@ -160,7 +160,7 @@ def test_values_and_errors_come_back_as_they_were(tmp_path):
         == value
     )
     with pytest.raises(
-        ValueError, match=r"firing \[0, 0, 0\] of uses was given is kept as a pickle.*pickles=True"
+        ValueError, match=r"firing \[0, 0, 0\] of uses is kept as a pickle.*pickles=True"
     ):
         finished(Runtime(None, journal=Journal.load(tmp_path / "journal.json")), uses)
 
@@ -203,22 +203,22 @@ def test_a_strict_journal_says_what_it_does_not_know_and_another_asks():
 def test_what_is_asked_has_to_be_what_was_asked(tmp_path):
     one, other, used = llm("one"), llm("other"), tool(len, "one")
     key, journal = ("asks", (0, 0)), Journal()
-    assert journal.known(key, one) is None
-    journal.done(key, "1", (Message("assistant", "1"),))
+    assert journal.lookup(key, one) is None
+    journal.record_value(key, "1", (Message("assistant", "1"),))
     journal.save(tmp_path / "journal.json")
     loaded = Journal.load(tmp_path / "journal.json")
     assert (
-        loaded.known(key, llm("one"))()
-        == loaded.known(key)()
+        loaded.lookup(key, llm("one"))()
+        == loaded.lookup(key)()
         == ("1", (Message("assistant", "1"),))
     )
-    assert loaded.known(key, other) is None and loaded.known(key, used) is None
+    assert loaded.lookup(key, other) is None and loaded.lookup(key, used) is None
     loaded.strict = True
     for request, words in ((other, "an answer of the model"), (used, "the tool len")):
         with pytest.raises(
             ReplayError, match=f"asks for {words}.*, and in the journal for an answer of the model"
         ):
-            loaded.known(key, request)
+            loaded.lookup(key, request)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_files_that_are_no_journal_are_refused(tmp_path, text):
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match="is no journal of agents"):
         Journal.load(file)
-    with pytest.raises(ValueError, match="is no trace of agents"):
+    with pytest.raises(ValueError, match="is no search log of agents"):
         SearchLog.load(file)
 
 

@@ -1058,8 +1058,8 @@ async def yields_to_nobody():
 def test_yielding_to_nobody_is_an_error():
     error = fails(AgentError, yields_to_nobody)
     assert (
-        f"yields_to_nobody yields in line {line_of(yields_to_nobody, 'yield 1')}, but nobody has "
-        "spawned it" in str(error)
+        f"yields_to_nobody yields in line {line_of(yields_to_nobody, 'yield 1')}, but no other "
+        "agent has spawned it" in str(error)
     )
 
 
