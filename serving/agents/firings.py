@@ -107,7 +107,7 @@ def run_to_next_wait(
         if isinstance(came_to, Returned):
             new.finished, new.value, new.frame = True, came_to.value, frame
         else:
-            instruction = program.instructions[came_to.at]
+            instruction = program.instructions[came_to.position]
             new.line = instruction.line
             new.frame = frame if _is_constant_frame(frame) else snapshot(frame, program)
             new.waiting = Yielded(came_to.value) if instruction.is_yield else came_to.value

@@ -170,7 +170,7 @@ def run(
                 break
             events.append(
                 (
-                    "yield" if program.instructions[went.at].is_yield else "await",
+                    "yield" if program.instructions[went.position].is_yield else "await",
                     plain(went.value, function),
                 )
             )

@@ -146,7 +146,7 @@ def test_every_run_of_the_suite_stays_on_the_edges():
                 went = program.send(frame, value)
             except BaseException:
                 break
-            to = made.state[went.at] if isinstance(went, Waiting) else len(made.nodes) - 1
+            to = made.state[went.position] if isinstance(went, Waiting) else len(made.nodes) - 1
             assert to in made.nodes[at].to, (function.__name__, at, to)
             steps += 1
             if not isinstance(went, Waiting):
