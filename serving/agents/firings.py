@@ -125,7 +125,7 @@ _RANGE_ITERATOR, _BUILTIN = type(iter(range(0))), type(len)
 
 
 def _is_constant_frame(frame: "Frame") -> bool:
-    """Whether nothing in a frame can be changed from outside, so that it needs no copy.
+    """True if nothing in a frame can be changed from outside, so that it needs no copy.
 
     The iterator of a loop over a range counts: no other name refers to it.
     """

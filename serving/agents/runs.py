@@ -239,7 +239,7 @@ def conclusion(
 
 
 def supervisor_name(run: AgentRun) -> str:
-    """The name of a run's supervisor, as error messages begin with it."""
+    """The name of a run's supervisor, for the start of an error message."""
     return f"{type(run.supervisor).__name__}, the supervisor of agent {run.agent.name},"
 
 

@@ -1,5 +1,4 @@
-"""Runs that are recorded and repeated without their model and tools; traces, and the pictures of
-them."""
+"""Runs that are recorded and replayed without their model and tools; search logs and pictures."""
 
 import asyncio
 import importlib.util
@@ -41,7 +40,7 @@ def finished(runtime: Runtime, what, *args):
 
 
 def shape(runtime: Runtime) -> list:
-    """All that a run has come to, but for its times."""
+    """The whole outcome of a run, without its times."""
 
     def told(state):
         return (
@@ -79,7 +78,7 @@ def spent(one):
 
 
 def test_budgets_are_used_up_where_they_were():
-    """Retries are calls too, failed ones included, and tokens count as they were written."""
+    """Counts each retry as a call, a failed one too, and tokens as they were generated."""
 
     @agent(
         supervisor=BestOfN(9, value=lambda state: state.path[0], budget=Budget(calls=12, tokens=40))
@@ -100,7 +99,7 @@ def test_budgets_are_used_up_where_they_were():
 
 
 class OwnError(Exception):
-    """Nobody else's, so that it has to be pickled."""
+    """A class of this test, so that it has to be pickled."""
 
 
 def test_values_and_errors_come_back_as_they_were(tmp_path):
@@ -125,7 +124,7 @@ def test_values_and_errors_come_back_as_they_were(tmp_path):
         for name in ("plain", "tuple", "keys", "inf", "set"):
             got[name] = await tool(gives, name)
             if name == "plain":
-                got[name][1]["b"].append("changed")  # the journal keeps what came
+                got[name][1]["b"].append("changed")  # the journal keeps its own copy
         for number in range(3):
             try:
                 await tool(fails, number)
@@ -242,13 +241,12 @@ def test_files_that_are_no_journal_are_refused(tmp_path, text):
         SearchLog.load(file)
 
 
-# Traces.
+# Search logs.
 
 
 @pytest.fixture(scope="module")
 def searched() -> SearchLog:
-    """Two levels of three firings, of which two and then one go on; a helper that is never asked
-    again; one firing that fails."""
+    """Two levels of three firings, of which two and then one go on; an unused helper; an error."""
 
     @agent
     async def helper():
