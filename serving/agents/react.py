@@ -12,7 +12,8 @@ from jaxshare.serving.agents.requests import llm, tool
 from jaxshare.serving.agents.runs import AgentError
 
 _FORMAT = """\
-Answer the task below. You can use tools, one at a time. Each time you write, write a line with your thought and then either a line with one
+Answer the task below. You can use tools, one at a time. Each time you write, write a line with \
+your thought and then either a line with one
 tool and its arguments as a JSON object, or a line with the answer to the task:
 
 Thought: what you know and what to do next
