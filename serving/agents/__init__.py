@@ -1,5 +1,7 @@
-"""Agents: ordinary coroutines, compiled to flow graphs, under supervisors that search them (Hive,
-section 5)."""
+"""Agents: ordinary coroutines, compiled to flow graphs, under supervisors that search them.
+
+Follows section 5 of Hive.
+"""
 
 from jaxshare.serving.agents.agent import Agent, agent
 from jaxshare.serving.agents.compiler.program import UncopyableError

@@ -12,13 +12,12 @@ from jaxshare.serving.agents.states import Single, Supervisor
 
 @shared
 class Agent:
-    """What @agent makes of a function. It is not called: `spawn` runs it beside another agent,
-    `run` by itself.
+    """A function under @agent. `spawn` runs it beside another agent, `run` by itself.
 
     Attributes:
-      name: the function's.
-      program: what it was compiled to.
-      supervisor: the pattern of its runs' supervisors.
+      name: the function's name.
+      program: the compiled function.
+      supervisor: the pattern that the supervisor of each run is copied from.
     """
 
     def __init__(self, function: Callable[..., Any], supervisor: Supervisor):
@@ -41,7 +40,7 @@ class Agent:
 
     @functools.cached_property
     def graph(self) -> FlowGraph:
-        """The states that it was compiled to, and what may follow what."""
+        """The flow graph of its states."""
         return FlowGraph.of(self.program)
 
     def under(self, supervisor: Supervisor) -> "Agent":
@@ -60,11 +59,10 @@ def agent(*, supervisor: Supervisor = ...) -> Callable[[Callable[..., Any]], Age
 def agent(
     function: Callable[..., Any] | None = None, /, *, supervisor: Supervisor = Single()
 ) -> Any:
-    """Makes an agent of an async def: compiles it from its source to a flow graph whose states can
-    be fired again and again.
+    """Compiles an async def to an agent: a flow graph whose states can be fired again and again.
 
     Raises:
-      TypeError: the function is not an async def, or the supervisor none.
+      TypeError: the function is not an async def, or the supervisor is not a supervisor.
       RefusedError: the function has something that cannot be compiled; the error has the file and
         the line.
     """
@@ -81,19 +79,19 @@ def agent(
 
 
 def check_supervisor(supervisor: Any) -> Supervisor:
-    """The supervisor, if it is one: an object with the four callbacks."""
+    """Checks that this is a supervisor, an object with the four callbacks, and returns it."""
     missing = [
         name
         for name in ("init", "fire", "commit", "wake")
         if not callable(getattr(supervisor, name, None))
     ]
     if missing or isinstance(supervisor, type):
-        what = (
+        problem = (
             f"{supervisor!r} has no {', '.join(missing)}"
             if missing
-            else f"{supervisor!r} is a class; make one of it"
+            else f"{supervisor!r} is a class; make an instance of it"
         )
         raise TypeError(
-            f"a supervisor is an object with the callbacks init, fire, commit and wake; {what}"
+            f"a supervisor is an object with the callbacks init, fire, commit and wake; {problem}"
         )
     return supervisor

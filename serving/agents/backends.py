@@ -1,5 +1,4 @@
-"""What answers agents: the engine, which runs the calls of all of them in one decode loop, and, for
-tests and examples, a script."""
+"""Models for agents: the engine, and a script for tests and examples."""
 
 import asyncio
 import dataclasses
@@ -16,12 +15,12 @@ _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
 
 
 class EngineModel:
-    """A loaded model, for agents: the calls of all of them are rows of one engine, which keeps what
-    they may begin with again.
+    """A loaded model for agents: the calls of all agents are rows of one engine.
 
-    An answer depends on its dialogue, options and seed alone, in float32 token for token, whatever
-    else is asked. A dialogue is put into the model's chat template. A model without one continues a
-    text of this form, and its answer ends where the next user would speak:
+    The engine caches dialogues, so that later calls can reuse their beginnings. An answer depends
+    on its dialogue, options and seed alone, in float32 token for token, whatever else the engine
+    runs. A dialogue is put into the model's chat template. A model without one continues a text of
+    this form, and its answer ends before the next user's message:
 
         System: ...
 
@@ -30,7 +29,7 @@ class EngineModel:
         Assistant:
 
     Attributes:
-      engine: that answers; its `metrics` say what was reused and what it cost.
+      engine: runs the calls; its `metrics` have the reused tokens and the costs.
     """
 
     def __init__(
@@ -41,15 +40,15 @@ class EngineModel:
         resample: str | None = None,
         **options: Any,
     ):
-        """Nothing is computed yet.
+        """Makes the engine, unless one is given; nothing is computed yet.
 
         Args:
-          model: from `jaxshare.models.load`; or an engine, which others may use, too.
-          sampler: for what a call's options leave open; default the checkpoint's own settings.
-          resample: "stepwise" has calls that come to the same state again take from the Logits
-            Cache what it knows, exactly; "hotspot" approximately. The engine needs `logits_cache`
-            for that.
-          options: of the engine, where a model is given.
+          model: from `jaxshare.models.load`; or an engine, which may have other users too.
+          sampler: settings for the options that a call leaves open; default the checkpoint's own.
+          resample: "stepwise" lets calls that come to the same state again reuse the cached logits
+            of the Logits Cache, exactly; "hotspot" approximately. Both need an engine with
+            `logits_cache`.
+          options: options of the engine, if a model is given.
 
         Raises:
           ValueError: a model without a tokenizer, or options that the engine refuses.
@@ -67,12 +66,12 @@ class EngineModel:
         return self
 
     async def answer(self, call: ModelCall) -> Reply:
-        """See `Model`.
+        """Answers one call; see `Model`.
 
         Raises:
-          ValueError: a dialogue that the template refuses, that does not fit the context or the
+          ValueError: a dialogue that the template refuses or that does not fit the context or the
             memory, or sampling options out of range.
-          EngineError: as many calls wait as may, or the model's logits are not numbers.
+          EngineError: the engine's queue is full, or the model's logits are not numbers.
         """
         names = ("temperature", "top_k", "top_p", "min_p")
         given = {
@@ -80,14 +79,13 @@ class EngineModel:
         }
         loaded = self.engine.model
         if loaded.tokenizer.chat_template:  # pyright: ignore[reportOptionalMemberAccess]
-            asked, stops = (
-                [dataclasses.asdict(message) for message in call.messages],
-                call.options.stop,
-            )
+            prompt = [dataclasses.asdict(message) for message in call.messages]
+            stops = call.options.stop
         else:
-            asked, stops = _plain(call.messages), (*call.options.stop, f"\n\n{_NAMES['user']}:")
+            prompt = _plain_text(call.messages)
+            stops = (*call.options.stop, f"\n\n{_NAMES['user']}:")
         stream = self.engine.submit(
-            asked,
+            prompt,
             dataclasses.replace(self._sampler, **given),
             max_new_tokens=call.options.max_new_tokens,
             stop=stops,
@@ -98,40 +96,41 @@ class EngineModel:
         try:
             done = await stream
         finally:
-            stream.cancel()  # where nobody waits any more
-        text = done.text if isinstance(asked, list) else done.text.strip()
+            stream.cancel()  # no effect on a finished answer
+        text = done.text if isinstance(prompt, list) else done.text.strip()
         return Reply(text, len(done.tokens) + (done.end is End.STOP), done.prompt_tokens)
 
 
-def _plain(messages: Sequence[Message]) -> str:
-    spoken = [
-        f"{_NAMES.get(message.role, message.role)}: {message.content}" for message in messages
-    ]
-    return "\n\n".join([*spoken, f"{_NAMES['assistant']}:"])
+def _plain_text(messages: Sequence[Message]) -> str:
+    turns = [f"{_NAMES.get(message.role, message.role)}: {message.content}" for message in messages]
+    return "\n\n".join([*turns, f"{_NAMES['assistant']}:"])
 
 
 class NoAnswerError(LookupError):
-    """A scripted model was asked what its script has no answer to."""
+    """The script of a scripted model has no answer to a call."""
 
 
 Answer = str | Sequence[str] | Callable[[ModelCall], str]
 
 
 class ScriptedModel:
-    """No model, but a script: for tests, and for examples that show how agents work where no model
-    that could serve is at hand.
+    """Answers from a script instead of a model: for tests and examples.
 
-        ScriptedModel({"What is 47 + 38?": "85", "Divide": ["no", "yes"], lambda call: call.agent == "judge": lambda call: str(call.seed)})
+        ScriptedModel({
+            "What is 47 + 38?": "85",
+            "Divide": ["no", "yes"],
+            lambda call: call.agent == "judge": lambda call: str(call.seed),
+        })
 
-    The first entry that fits has the answer. A text fits if it is the last user's message, or else,
-    in the order of the script, if it stands in that; a function fits where it says so of the call.
-    An answer is a text, several texts, or a function of the call. Of several, it is the one at the
-    call's place in the tree, the numbers of the firings on the way added up, around and around: so
-    a state's second firing gets the second. Further calls of one firing (n answers, or attempts)
-    get those behind it.
+    A key that equals the last user's message has the answer; else the first key, in the order of
+    the script, that is a part of that message, or a function that is true of the call.
+
+    An answer is a text, several texts, or a function of the call. The index among several texts is
+    the sum of the call's path in the tree, modulo their number: so a state's second firing gets the
+    second text. Further calls of one firing (n answers, or attempts) get the next ones.
 
     Attributes:
-      calls: all that it was asked, in order.
+      calls: all calls, in order.
     """
 
     def __init__(
@@ -140,20 +139,22 @@ class ScriptedModel:
         *,
         delay: Callable[[ModelCall], float] | None = None,
     ):
-        """
+        """Makes a model from a script.
+
         Args:
-          script: see above.
+          script: answers by key; see above.
           delay: seconds before an answer; default none.
         """
         self.script, self.delay = dict(script), delay
         self.calls: list[ModelCall] = []
-        self._turns: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        # Seeds of the calls of each firing, by (run, state).
+        self._seeds: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ScriptedModel":
         return self
 
     async def answer(self, call: ModelCall) -> Reply:
-        """See `Model`. Words are counted as tokens.
+        """Answers one call; see `Model`. Words are counted as tokens.
 
         Raises:
           NoAnswerError: nothing in the script fits.
@@ -161,15 +162,15 @@ class ScriptedModel:
         self.calls.append(call)
         if self.delay:
             await asyncio.sleep(self.delay(call))
-        answer = self._found(call)
+        answer = self._find(call)
         if callable(answer):
             text = answer(call)
         elif isinstance(answer, str):
             text = answer
         else:
-            text = answer[self._turn(call) % len(answer)]
+            text = answer[self._index(call) % len(answer)]
         text = min(
-            (text[:at] for stop in call.options.stop if (at := text.find(stop)) >= 0),
+            (text[:end] for stop in call.options.stop if (end := text.find(stop)) >= 0),
             key=len,
             default=text,
         )
@@ -177,23 +178,22 @@ class ScriptedModel:
             text, len(text.split()), sum(len(message.content.split()) for message in call.messages)
         )
 
-    def _found(self, call: ModelCall) -> Answer:
-        said = next(
+    def _find(self, call: ModelCall) -> Answer:
+        question = next(
             (message.content for message in reversed(call.messages) if message.role == "user"), ""
         )
-        if said in self.script:
-            return self.script[said]
+        if question in self.script:
+            return self.script[question]
         for key, answer in self.script.items():
-            if key(call) if callable(key) else key in said:
+            if key(call) if callable(key) else key in question:
                 return answer
         raise NoAnswerError(
-            f"the scripted model has no answer to what agent {call.agent} asks: {said!r}"
+            f"the scripted model has no answer to what agent {call.agent} asks: {question!r}"
         )
 
-    def _turn(self, call: ModelCall) -> int:
-        """Which of several answers: that of the place in the tree, and then on for each further
-        seed there."""
-        seeds = self._turns.setdefault((call.run, call.state), [])
+    def _index(self, call: ModelCall) -> int:
+        """The index among several answers: the position in the tree, plus one per earlier seed."""
+        seeds = self._seeds.setdefault((call.run, call.state), [])
         if call.seed not in seeds:
             seeds.append(call.seed)
         return sum(call.state) + seeds.index(call.seed)

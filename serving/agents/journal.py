@@ -1,15 +1,15 @@
-"""Journals: what agents were given from outside, kept so that a run can be repeated without its
-model and its tools.
+"""Journals record the outcomes of firings, so that a run can be replayed without model and tools.
 
     journal = Journal()
     asyncio.run(Runtime(model, journal=journal).run(agent, ...))
     journal.save("run.json")
-    asyncio.run(Runtime(None, journal=Journal.load("run.json", strict=True)).run(agent, ...))  # the same states, scores and result
+    journal = Journal.load("run.json", strict=True)
+    asyncio.run(Runtime(None, journal=journal).run(agent, ...))  # same states, scores and result
 
-An entry is what one firing of one state was given: the model's answer and what it adds to the
-dialogue, a tool's value, or an error. Its key is the run and the path of the firing, so nothing
-depends on what was faster. What was asked there is kept too, in short, so that an agent that has
-changed is not given what another one asked for.
+An entry is the outcome of one firing of one state: the model's answer and the messages that it adds
+to the dialogue, a tool's value, or an error. Its key is the run and the path of the firing, so
+nothing depends on the order of events. An entry also has a summary of its request, so that a
+changed agent does not get the outcome of another request.
 """
 
 import base64
@@ -25,51 +25,58 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxshare.serving.agents import requests as calls
-from jaxshare.serving.agents import runtime
+from jaxshare.serving.agents import model_calls, requests, runs
 from jaxshare.serving.agents.model_calls import UsedUpError
 from jaxshare.serving.agents.requests import Llm, Message, Tool
 
 _FORMAT = "jaxshare agents journal 1"
-_MODULES = (builtins, calls, runtime)
-"""Whose errors are kept by name."""
+_MODULES = (builtins, requests, runs, model_calls)
+"""Modules whose errors are recorded by name."""
 
 Key = tuple[str, tuple[int, ...]]
-"""A run, and the path of a firing in its tree."""
+"""(id of a run, path of a firing in its tree)."""
 
 
 class ReplayError(LookupError):
-    """What is repeated is not what was recorded: the journal has nothing for this firing."""
+    """A strict journal has no entry for this firing: it is not part of the recorded run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """What was asked, in short, and what came, in the form in which it is saved: {"json": value},
-    {"pickle": base64}, {"error": ...}, {"used up": of the budget}, or what can only be kept here.
-    `spent` are calls of the model, tokens written and tokens read."""
+    """The recorded outcome of a firing.
 
-    asked: str
-    form: dict[str, Any]
-    said: tuple[Message, ...] = ()
+    Attributes:
+      request: summary of the request.
+      outcome: as it is saved: {"json": value}, {"pickle": base64}, {"error": ...}, {"error pickle":
+        base64} or {"used up": part of the budget}. {"here": reason} and {"error here": reason} are
+        for an `unsaved` value or error, which cannot be written to a file.
+      messages: messages added to the dialogue.
+      spent: model calls, tokens generated and tokens read.
+    """
+
+    request: str
+    outcome: dict[str, Any]
+    messages: tuple[Message, ...] = ()
     spent: tuple[int, int, int] = (0, 0, 0)
-    here: Any = None
+    unsaved: Any = None
 
 
 class Journal:
-    """To be filled by a run, or to repeat one: `Runtime(model, journal=...)`. What it knows is
-    taken from it, what it does not is asked.
+    """Records or replays a run: `Runtime(model, journal=...)`.
+
+    Outcomes that it has are replayed; the others are computed and recorded.
 
     Attributes:
-      strict: what it does not know, or knows as something else, is a ReplayError.
-      missed: firings that it did not know, where it is strict.
+      strict: a firing without an entry, or with the entry of another request, is a ReplayError.
+      missed: the firings without an entry, if strict.
     """
 
     def __init__(self, *, strict: bool = False):
         self.strict = strict
         self.missed: list[Key] = []
         self._entries: dict[Key, _Entry] = {}
-        self._asked: dict[Key, str] = {}
-        self._pickles = True
+        self._pending: dict[Key, str] = {}  # summaries of requests without an outcome so far
+        self._allow_pickles = True
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -77,95 +84,101 @@ class Journal:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Journal":
         return self
 
-    # What the runtime calls.
+    # Methods for the runtime.
 
-    def known(
+    def lookup(
         self, key: Key, request: Any = None
     ) -> Callable[[], tuple[Any, tuple[Message, ...]]] | None:
-        """What gives the value of a firing and what it adds to the dialogue, or raises its error;
-        None if it is to be asked.
+        """A function that replays a firing, or None if the journal has no entry for it.
+
+        The function returns (value, messages added to the dialogue), or raises the recorded error.
 
         Args:
-          key: of the firing.
-          request: what it waits for; None where that is all one.
+          key: key of the firing.
+          request: the request that it waits for; None matches any.
 
         Raises:
-          ReplayError: nothing is known, and the journal is strict.
+          ReplayError: there is no entry, and the journal is strict.
         """
-        asked, entry = _in_short(request), self._entries.get(key)
-        if entry and (asked == entry.asked or not asked or not entry.asked):
-            return lambda: self._given(key, entry)
+        summary, entry = _summary(request), self._entries.get(key)
+        if entry and (summary == entry.request or not summary or not entry.request):
+            return lambda: self._replay(key, entry)
         if self.strict:
             self.missed.append(key)
-            what = (
-                f"asks for {asked}, and in the journal for {entry.asked}"
+            problem = (
+                f"asks for {summary}, and in the journal for {entry.request}"
                 if entry
                 else "is not in the journal"
             )
             raise ReplayError(
-                f"firing {list(key[1])} of {key[0]} {what}; the agent, its arguments or its "
+                f"firing {list(key[1])} of {key[0]} {problem}; the agent, its arguments or its "
                 "supervisor are not those of the run that was recorded, or that run ended first"
             )
-        self._asked[key] = asked
+        self._pending[key] = summary
         return None
 
     def spent(self, key: Key) -> tuple[int, int, int]:
-        """Calls of the model, tokens written and tokens read by a firing that is known: budgets
-        count them again."""
+        """The model calls, new tokens and prompt tokens of an entry; budgets count them again."""
         return self._entries[key].spent
 
-    def done(
-        self, key: Key, value: Any, said: tuple[Message, ...], spent: Sequence[int] = (0, 0, 0)
+    def record_value(
+        self, key: Key, value: Any, messages: tuple[Message, ...], spent: Sequence[int] = (0, 0, 0)
     ) -> None:
-        """A firing was given this, and has spent so much. It is kept as it is now, whatever the
-        agent makes of it."""
-        asked, (calls, written, read) = self._asked.pop(key, ""), spent
+        """Records a copy of a firing's value, which the agent may change from now on."""
+        request, (calls, written, read) = self._pending.pop(key, ""), spent
         entry = (
-            _Entry(asked, {"json": json.loads(json.dumps(value))})
+            _Entry(request, {"json": json.loads(json.dumps(value))})
             if _is_plain(value)
-            else _pickled(asked, value, "pickle")
+            else _pickled(request, value, "pickle")
         )
-        self._entries[key] = dataclasses.replace(entry, said=said, spent=(calls, written, read))
+        self._entries[key] = dataclasses.replace(
+            entry, messages=messages, spent=(calls, written, read)
+        )
 
-    def failed(self, key: Key, error: BaseException, spent: Sequence[int] = (0, 0, 0)) -> None:
-        """A firing has failed, and has spent so much."""
-        asked, named, (calls, written, read) = self._asked.pop(key, ""), _named(error), spent
-        entry = _Entry(asked, {"error": named}) if named else _pickled(asked, error, "error pickle")
+    def record_error(
+        self, key: Key, error: BaseException, spent: Sequence[int] = (0, 0, 0)
+    ) -> None:
+        """Records the error of a firing."""
+        request, (calls, written, read) = self._pending.pop(key, ""), spent
+        named = _named(error)
+        entry = (
+            _Entry(request, {"error": named}) if named else _pickled(request, error, "error pickle")
+        )
         self._entries[key] = dataclasses.replace(entry, spent=(calls, written, read))
 
-    def given_up(self, key: Key, used_up: str, spent: Sequence[int]) -> None:
-        """In a firing the budget was used up, between two attempts."""
+    def record_used_up(self, key: Key, used_up: str, spent: Sequence[int]) -> None:
+        """Records that the budget was used up in a firing, between two attempts."""
         calls, written, read = spent
         self._entries[key] = _Entry(
-            self._asked.pop(key, ""), {"used up": used_up}, spent=(calls, written, read)
+            self._pending.pop(key, ""), {"used up": used_up}, spent=(calls, written, read)
         )
 
-    def _given(self, key: Key, entry: _Entry) -> tuple[Any, tuple[Message, ...]]:
-        match entry.form:
+    def _replay(self, key: Key, entry: _Entry) -> tuple[Any, tuple[Message, ...]]:
+        match entry.outcome:
             case {"json": value}:
-                return copy.deepcopy(value), entry.said
+                return copy.deepcopy(value), entry.messages
             case {"error": named}:
                 raise _error(named)
             case {"used up": used_up}:
                 raise UsedUpError(used_up)
             case {"pickle": data} | {"error pickle": data}:
-                if not self._pickles:
+                if not self._allow_pickles:
                     raise ValueError(
-                        f"what firing {list(key[1])} of {key[0]} was given is kept as a pickle, "
-                        "which can run any program when it is read; if you trust where the "
-                        "journal comes from, load it with pickles=True"
+                        f"the outcome of firing {list(key[1])} of {key[0]} is kept as a pickle, "
+                        "which can run any program when it is read; if you trust the source of "
+                        "the journal, load it with pickles=True"
                     )
                 value = pickle.loads(base64.b64decode(data))
             case _:
-                value = entry.here
-        if "error" in next(iter(entry.form)):
+                value = entry.unsaved
+        if "error" in next(iter(entry.outcome)):
             raise value
-        return value, entry.said
+        return value, entry.messages
 
     # Files.
 
     def save(self, file: str | os.PathLike) -> None:
-        """Writes JSON. What JSON cannot hold is pickled, and marked as such.
+        """Writes JSON. A value that JSON cannot hold is pickled, and marked as such.
 
         Raises:
           ValueError: a value that cannot be pickled either.
@@ -173,21 +186,20 @@ class Journal:
         """
         entries = []
         for (run, path), entry in self._entries.items():
-            if "here" in entry.form or "error here" in entry.form:
+            if "here" in entry.outcome or "error here" in entry.outcome:
                 raise ValueError(
                     f"the journal cannot be saved: firing {list(path)} of {run} was given a "
-                    f"{type(entry.here).__name__}, which neither JSON nor pickle can hold "
-                    f"({next(iter(entry.form.values()))}); have the tool return plain data"
+                    f"{type(entry.unsaved).__name__}, which neither JSON nor pickle can hold "
+                    f"({next(iter(entry.outcome.values()))}); have the tool return plain data"
                 )
-            said = [[message.role, message.content] for message in entry.said]
             entries.append(
                 {
                     "run": run,
                     "path": path,
-                    "asked": entry.asked,
-                    "said": said,
+                    "asked": entry.request,
+                    "said": [[message.role, message.content] for message in entry.messages],
                     "spent": entry.spent,
-                    **entry.form,
+                    **entry.outcome,
                 }
             )
         Path(file).write_text(json.dumps({"format": _FORMAT, "entries": entries}), encoding="utf-8")
@@ -196,26 +208,26 @@ class Journal:
     def load(
         cls, file: str | os.PathLike, *, strict: bool = False, pickles: bool = False
     ) -> "Journal":
-        """Reads what `save` has written.
+        """Reads a file written by `save`.
 
         Args:
           strict: see `Journal`.
-          pickles: unpickle what was pickled. That can run any program: for files from those you
-            trust.
+          pickles: unpickle values that were pickled. That can run any program: only for files from
+            sources that you trust.
 
         Raises:
           ValueError: it is not a journal.
           OSError: it cannot be read.
         """
         journal = cls(strict=strict)
-        journal._pickles = pickles
+        journal._allow_pickles = pickles
         try:
             data = json.loads(Path(file).read_text(encoding="utf-8"))
             if data["format"] != _FORMAT:
                 raise ValueError(f"its format is {data['format']!r}, not {_FORMAT!r}")
             for entry in data["entries"]:
-                key, asked = (entry.pop("run"), tuple(entry.pop("path"))), entry.pop("asked")
-                said = tuple(Message(*message) for message in entry.pop("said"))
+                key, request = (entry.pop("run"), tuple(entry.pop("path"))), entry.pop("asked")
+                messages = tuple(Message(*message) for message in entry.pop("said"))
                 calls, written, read = map(int, entry.pop("spent"))
                 if len(entry) != 1 or not entry.keys() <= {
                     "json",
@@ -225,7 +237,7 @@ class Journal:
                     "used up",
                 }:
                     raise ValueError(f"an entry has {', '.join(entry) or 'nothing'}")
-                journal._entries[key] = _Entry(asked, entry, said, (calls, written, read))
+                journal._entries[key] = _Entry(request, entry, messages, (calls, written, read))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{file} is no journal of agents ({error}); give a file that Journal.save has "
@@ -234,8 +246,11 @@ class Journal:
         return journal
 
 
-def _in_short(request: Any) -> str:
-    """What is asked, in few words; of a model also a digest of them all."""
+def _summary(request: Any) -> str:
+    """A request in a few words; a model request's whole content is in a digest.
+
+    Saved journals hold these words, so they must not change.
+    """
     if isinstance(request, Llm):
         words = repr((request.messages, request.options, request.n))
         return (
@@ -247,7 +262,7 @@ def _in_short(request: Any) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON gives back exactly this."""
+    """True if a value comes back from JSON exactly as it is."""
     if value is None or type(value) in (bool, int, str):
         return True
     if type(value) is float:
@@ -261,17 +276,18 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _pickled(asked: str, value: Any, how: str) -> _Entry:
+def _pickled(request: str, value: Any, form: str) -> _Entry:
+    """An entry with a pickled value, or with the value itself if it cannot be pickled."""
     try:
         data = pickle.dumps(value)
-        pickle.loads(data)  # some can be written and not read
+        pickle.loads(data)  # some objects can be pickled and not unpickled
     except Exception as error:
-        return _Entry(asked, {how.replace("pickle", "here"): str(error)}, here=value)
-    return _Entry(asked, {how: base64.b64encode(data).decode()})
+        return _Entry(request, {form.replace("pickle", "here"): str(error)}, unsaved=value)
+    return _Entry(request, {form: base64.b64encode(data).decode()})
 
 
 def _named(error: BaseException) -> dict[str, Any] | None:
-    """An error of Python's or of the agents', with plain arguments, as JSON; None for others."""
+    """A builtin error or one of `_MODULES`, with plain arguments, as JSON; None for others."""
     kind = type(error)
     if not any(getattr(module, kind.__name__, None) is kind for module in _MODULES):
         return None

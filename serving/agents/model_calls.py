@@ -1,4 +1,4 @@
-"""How the runtime asks a model and calls a tool: attempts, timeouts, and threads that may hang."""
+"""Model calls and tool calls of agents: attempts, timeouts, and threads that may hang."""
 
 import asyncio
 import contextlib
@@ -20,17 +20,17 @@ from jaxshare.serving.agents.states import State
 
 
 class UsedUpError(Exception):
-    """A budget does not allow another call of the model."""
+    """The budget does not allow another model call."""
 
 
-async def ask(
+async def call_model(
     runtime: Host, run: AgentRun, state: State, request: Llm, path: tuple[int, ...]
 ) -> tuple[Any, tuple[Message, ...]]:
-    """(the answer of the model, or the list of n, and the messages that the dialogue is continued
-    by).
+    """(the model's answer, or the list of n answers; the messages that continue the dialogue).
 
-    Raises what the last attempt has raised, of several answers the first that has; and
-      UsedUpError: the run's budget has no call left for it.
+    Raises the error of the last attempt, with several answers that of the first one that failed;
+    and
+      UsedUpError: the run's budget has no model call left for it.
     """
     messages = (*state.dialogue, *request.messages)
     if not messages:
@@ -42,18 +42,18 @@ async def ask(
     check_budget(run, count)
     spend(run, count)
     if request.n is None:
-        value, text = await _attempts(runtime, run, state, request, path, messages, 0)
+        value, text = await _answer(runtime, run, state, request, path, messages, 0)
         return value, (*request.messages, Message("assistant", text))
-    asked = [
-        _attempts(runtime, run, state, request, path, messages, number) for number in range(count)
+    calls = [
+        _answer(runtime, run, state, request, path, messages, number) for number in range(count)
     ]
-    answers = await asyncio.gather(*asked, return_exceptions=True)
+    answers = await asyncio.gather(*calls, return_exceptions=True)
     if errors := [answer for answer in answers if isinstance(answer, BaseException)]:
         raise next((error for error in errors if isinstance(error, UsedUpError)), errors[0])
     return [answer[0] for answer in answers if isinstance(answer, tuple)], request.messages
 
 
-async def _attempts(
+async def _answer(
     runtime: Host,
     run: AgentRun,
     state: State,
@@ -62,7 +62,7 @@ async def _attempts(
     messages: tuple[Message, ...],
     number: int,
 ) -> tuple[Any, str]:
-    """(one answer of the model, its text), asked for until it can be parsed."""
+    """(one answer of the model, its text), after as many attempts as needed to parse it."""
     text, reason = "", ""
     for attempt in range(request.retries + 1):
         if attempt:
@@ -71,24 +71,24 @@ async def _attempts(
         call = ModelCall(
             messages,
             request.options,
-            _seed(runtime.seed, run.id, path, number, attempt),
+            _call_seed(runtime.seed, run.id, path, number, attempt),
             run.agent.name,
             run.id,
             path,
         )
         try:
-            if runtime.slots is None and request.timeout is None:
+            if runtime.call_slots is None and request.timeout is None:
                 reply = await runtime.model.answer(call)
-            elif runtime.slots is None:
+            elif runtime.call_slots is None:
                 reply = await _within(request.timeout, runtime.model.answer(call))
             else:
-                async with runtime.slots:
+                async with runtime.call_slots:
                     reply = await _within(request.timeout, runtime.model.answer(call))
         except Exception as error:
             if attempt < request.retries:
                 continue
             if isinstance(error, TimeoutError) and not str(error) and request.timeout is not None:
-                raise _late(
+                raise _timeout_error(
                     f"the model has not answered agent {run.agent.name} in line {state.line}",
                     request.timeout,
                 ) from None
@@ -109,23 +109,23 @@ async def _attempts(
     raise ParseError(run.agent.name, request.retries + 1, text, reason)
 
 
-recording: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar(
+spent_by_firing: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar(
     "jaxshare_agents_recording", default=None
 )
-"""What the firing that is under way has spent, where that is recorded."""
+"""[model calls, new tokens, prompt tokens] of the current firing, if a journal records it."""
 
 
 def spend(run: AgentRun, calls: int, new_tokens: int = 0, prompt_tokens: int = 0) -> None:
-    """Counts calls of the model, and tokens, of a run."""
+    """Counts model calls and tokens of a run."""
     run.calls += calls
     run.new_tokens += new_tokens
     run.prompt_tokens += prompt_tokens
-    if recorded := recording.get():
-        recorded[:] = recorded[0] + calls, recorded[1] + new_tokens, recorded[2] + prompt_tokens
+    if spent := spent_by_firing.get():
+        spent[:] = spent[0] + calls, spent[1] + new_tokens, spent[2] + prompt_tokens
 
 
 def check_budget(run: AgentRun, count: int) -> None:
-    """Raises UsedUpError if a run's budget has not so many calls of the model left."""
+    """Raises UsedUpError if a run's budget has fewer than `count` model calls left."""
     budget = run.supervisor.budget
     if budget.calls is not None and run.calls + count > budget.calls:
         raise UsedUpError(f"{budget.calls} calls")
@@ -133,22 +133,17 @@ def check_budget(run: AgentRun, count: int) -> None:
         raise UsedUpError(f"{budget.tokens} tokens")
 
 
-def _seed(seed: int, run: str, path: tuple[int, ...], number: int, attempt: int) -> int:
-    """The stream of one call of the model: it follows from where the call stands in the program
-    alone."""
+def _call_seed(seed: int, run: str, path: tuple[int, ...], number: int, attempt: int) -> int:
+    """The seed of one model call, which depends only on the position of the call in the program."""
     return stream_seed(seed, "call", run, len(path), *path, number, attempt)
 
 
-async def use(request: Tool) -> Any:
-    """Calls a tool."""
-    function, plain = (
-        request.function,
-        ATOMS.issuperset(map(type, (*request.args, *request.kwargs.values()))),
-    )
+async def call_tool(request: Tool) -> Any:
+    """The value that a tool returns; raises the error of its last attempt."""
+    function, arguments = request.function, (request.args, request.kwargs)
+    immutable = ATOMS.issuperset(map(type, (*request.args, *request.kwargs.values())))
     for attempt in itertools.count():
-        args, kwargs = (
-            (request.args, request.kwargs) if plain else own((request.args, request.kwargs))
-        )
+        args, kwargs = arguments if immutable else private_copy(arguments)
         try:
             if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
                 type(function).__call__
@@ -162,7 +157,7 @@ async def use(request: Tool) -> Any:
             if attempt < request.retries:
                 continue
             if isinstance(error, TimeoutError) and not str(error) and request.timeout is not None:
-                raise _late(
+                raise _timeout_error(
                     f"the tool {getattr(function, '__name__', repr(function))} has not ended",
                     request.timeout,
                 ) from None
@@ -176,12 +171,12 @@ async def _within[T](timeout: float | None, awaitable: Awaitable[T]) -> T:
         return await awaitable
 
 
-def _late(what: str, timeout: float) -> TimeoutError:
-    return TimeoutError(f"{what} within {timeout} second{'s' * (timeout != 1)}")
+def _timeout_error(failure: str, timeout: float) -> TimeoutError:
+    return TimeoutError(f"{failure} within {timeout} second{'s' * (timeout != 1)}")
 
 
 def _in_thread(function: Callable[[], Any]) -> Awaitable[Any]:
-    """Runs a function in a thread that nobody waits for at the program's end, since it may hang."""
+    """Runs a function in a daemon thread, which lets the program end even if the function hangs."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -200,7 +195,7 @@ def _in_thread(function: Callable[[], Any]) -> Awaitable[Any]:
                 if isinstance(error, StopIteration)
                 else error,
             )
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, *outcome)
 
     threading.Thread(target=target, daemon=True, name="jaxshare-tool").start()
@@ -208,12 +203,12 @@ def _in_thread(function: Callable[[], Any]) -> Awaitable[Any]:
 
 
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, range, Message))
+"""Types without mutable parts."""
 _SHARED = (type, types.FunctionType, types.ModuleType, BaseException, jax.Array)
 
 
-def constant(value: Any) -> bool:
-    """Whether a value, as far as can be seen at once, is one that all copies of a state, and all
-    agents, share."""
+def is_constant(value: Any) -> bool:
+    """True if all agents and all copies of a state share this value, as far as its type shows."""
     kind = type(value)
     return (
         kind in ATOMS
@@ -222,9 +217,9 @@ def constant(value: Any) -> bool:
     )
 
 
-def own(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """A copy that nobody else changes, or, of what cannot be copied, the thing itself."""
-    if constant(value):
+def private_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """A deep copy of a value, or the value itself if it cannot be copied."""
+    if is_constant(value):
         return value
     try:
         return copy.deepcopy(value, memo)

@@ -1,5 +1,4 @@
-"""An agent that thinks, uses tools and looks at what they give until it knows the answer (ReAct,
-Yao et al., 2023)."""
+"""An agent that alternates thoughts and tool calls up to an answer (ReAct, Yao et al., 2023)."""
 
 import functools
 import inspect
@@ -13,7 +12,8 @@ from jaxshare.serving.agents.requests import llm, tool
 from jaxshare.serving.agents.runs import AgentError
 
 _FORMAT = """\
-Answer the task below. You can use tools, one at a time. Each time you write, write a line with your thought and then either a line with one
+Answer the task below. You can use tools, one at a time. Each time you write, write a line with \
+your thought and then either a line with one
 tool and its arguments as a JSON object, or a line with the answer to the task:
 
 Thought: what you know and what to do next
@@ -31,8 +31,7 @@ Task: {task}"""
 
 
 class ReactStep(NamedTuple):
-    """What the model has written: an action, which is a tool's name and arguments, or the
-    answer."""
+    """One step of the model: an action (a tool's name and its arguments), or the answer."""
 
     thought: str
     action: str | None = None
@@ -42,24 +41,25 @@ class ReactStep(NamedTuple):
 
 @agent
 async def react(task, tools, steps=8, retries=2, timeout=None):
-    """Solves a task with tools; returns the text of the answer. Under `Single` as it is;
-    `react.under(supervisor)` searches it.
+    """Solves a task with tools; returns the text of the answer.
+
+    It runs under `Single`; `react.under(supervisor)` searches its states.
 
     The model writes `Thought:`, then `Action: NAME {JSON object of arguments}` or `Answer:`. Every
-    action is answered by `Observation:` and what the tool has returned. A tool that there is not,
-    or that raises or takes too long, is told in the observation as well.
+    action is answered by `Observation:` and the tool's result. An unknown tool, an error or a
+    timeout is reported in the observation too.
 
     Args:
-      task: what is wanted, as text.
+      task: the task, as text.
       tools: functions by name, async ones too. The model sees their signatures and the first line
         of their documentation.
-      steps: actions and answers at most.
-      retries: how often the model is asked again where it has written something else.
-      timeout: of one use of a tool, in seconds.
+      steps: limit of actions and answers.
+      retries: number of further attempts after a text of another form.
+      timeout: seconds for one tool call.
 
     Raises:
-      ParseError: the model did not keep to the form; the error has what it wrote.
-      AgentError: no answer after so many steps.
+      ParseError: the model's text did not have the form; the error has the text.
+      AgentError: there was no answer within the steps.
     """
     say = _FORMAT.format(tools=_described(tools), task=task)
     for _ in range(steps):
@@ -67,7 +67,10 @@ async def react(task, tools, steps=8, retries=2, timeout=None):
         if step.answer is not None:
             return step.answer
         if step.action not in tools:
-            say = f"Observation: there is no tool {step.action}; there are: {', '.join(tools) or 'none'}"
+            say = (
+                f"Observation: there is no tool {step.action}; there are: "
+                f"{', '.join(tools) or 'none'}"
+            )
             continue
         try:
             found = await tool(
@@ -96,8 +99,7 @@ _WRITTEN = re.compile(
 
 
 def parse_step(text: str) -> ReactStep:
-    """What a model has written in the form that `react` asks for. After an action's arguments
-    nothing is looked at.
+    """Parses a step of the form that `react` uses; text after an action's arguments is ignored.
 
     Raises:
       ValueError: neither an action nor an answer, or arguments that are no JSON object.

@@ -1,5 +1,4 @@
-"""What an agent can wait for, and what a model is to the agents: `llm`, `tool`, and the requests
-that they make."""
+"""The requests that agents wait for: `llm`, `tool` and the rest; and the interface of a model."""
 
 import dataclasses
 import functools
@@ -9,7 +8,7 @@ from typing import Any, Protocol
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a dialogue: who speaks ("system", "user" or "assistant"), and what."""
+    """One message of a dialogue: the role ("system", "user" or "assistant") and the text."""
 
     role: str
     content: str
@@ -17,11 +16,11 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Of a model's answer. What is None is as the model has it.
+    """Options of a model's answer. None leaves an option to the model's own setting.
 
     Attributes:
-      max_new_tokens: at most so many.
-      temperature, top_k, top_p, min_p: of sampling.
+      max_new_tokens: limit of the answer's tokens.
+      temperature, top_k, top_p, min_p: sampling settings.
       stop: the answer ends before the first of these texts.
     """
 
@@ -42,11 +41,11 @@ class Options:
 
 
 _options = functools.lru_cache(Options)
-"""Most calls of a run have the same ones, and checking them takes longer than finding them."""
+"""Cached, since most calls of a run have equal options, and checking them takes longer."""
 
 
 class _AgentOnly:
-    """Something to wait for that only an agent can, whose waits are the runtime's."""
+    """A request that only an agent can await, since the runtime handles its waits."""
 
     __slots__ = ()
 
@@ -60,7 +59,7 @@ class _AgentOnly:
 
 @dataclasses.dataclass(slots=True)
 class Llm(_AgentOnly):
-    """An answer of the model: see `llm`."""
+    """A request for an answer of the model; see `llm`."""
 
     messages: tuple[Message, ...]
     options: Options
@@ -72,7 +71,7 @@ class Llm(_AgentOnly):
 
 @dataclasses.dataclass(slots=True)
 class Tool(_AgentOnly):
-    """A function's result: see `tool`."""
+    """A request for a function's result; see `tool`."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -83,21 +82,21 @@ class Tool(_AgentOnly):
 
 @dataclasses.dataclass(slots=True)
 class ChildNext(_AgentOnly):
-    """The value that a child yields next; `child` is its `Handle`."""
+    """A request for the value that a child yields next; `child` is its `Handle`."""
 
     child: Any
 
 
 @dataclasses.dataclass(slots=True)
 class ChildResult(_AgentOnly):
-    """What a child returns; `child` is its `Handle`."""
+    """A request for the value that a child returns; `child` is its `Handle`."""
 
     child: Any
 
 
 @dataclasses.dataclass(slots=True)
 class Yielded:
-    """What an agent has yielded; it waits to be resumed."""
+    """A yielded value; the agent waits to be resumed."""
 
     value: Any
 
@@ -120,26 +119,27 @@ def llm(
     retries: int = 0,
     timeout: float | None = None,
 ) -> Llm:
-    """To be awaited in an agent: continues its dialogue by this and the model's answer, and is that
-    answer's text.
+    """Requests the model's answer; awaited in an agent, it gives the answer's text.
+
+    The agent's dialogue is continued by the content and the answer.
 
     Args:
-      content: a user's message, or messages; nothing to go on as it is.
-      n: so many answers to the same, side by side: a list of them, and none becomes part of the
-        dialogue.
+      content: a user's message, or messages; nothing to continue the dialogue as it is.
+      n: number of answers to the same dialogue, sampled side by side. The result is their list, and
+        none becomes part of the dialogue.
       stop, max_new_tokens, temperature, top_k, top_p, min_p: see `Options`.
-      parse: makes what is wanted of the text, which is then what this is; a ValueError says that it
-        cannot.
-      retries: how often the model is asked anew where it fails, takes too long, or cannot be
+      parse: converts the text; the result is the converted value then. It raises a ValueError for a
+        text that it cannot convert.
+      retries: number of further attempts after an error, a timeout, or a text that cannot be
         parsed.
-      timeout: of one attempt, in seconds.
+      timeout: seconds for one attempt.
 
     Raises (where it is awaited):
       ParseError: no attempt could be parsed; it has the last text.
-      TimeoutError: no attempt was in time.
+      TimeoutError: the last attempt took too long.
 
     Raises (at once):
-      ValueError: messages or options that cannot be.
+      ValueError: invalid messages or options.
     """
     if n is not None and n < 1:
         raise ValueError(f"n is {n}; there is at least one answer")
@@ -163,15 +163,15 @@ def tool(
     retries: int = 0,
     **kwargs: Any,
 ) -> Tool:
-    """To be awaited in an agent: function(*args, **kwargs), in a thread of its own, or in the event
-    loop where it is an async def.
+    """Requests function(*args, **kwargs); awaited in an agent, it gives the function's result.
 
-    It works on copies of its arguments, since a state can be fired again: what is to be kept has to
-    be returned. What it raises is raised where it is awaited.
+    The function runs in a thread of its own, or in the event loop if it is an async def. It works
+    on copies of its arguments, since a state can be fired again: results have to be returned. Its
+    error is raised where it is awaited.
 
     Args:
-      timeout: in seconds. A thread cannot be stopped: one that hangs is left alone.
-      retries: how often it is called anew where it raises or takes too long.
+      timeout: seconds for one attempt. A thread cannot be stopped: one that hangs is left alone.
+      retries: number of further attempts after an error or a timeout.
     """
     if not callable(function):
         raise TypeError(f"a tool is a function and its arguments; {function!r} cannot be called")
@@ -188,7 +188,7 @@ def tool(
 def _check_effort(retries: int, timeout: float | None) -> None:
     if retries < 0 or (timeout is not None and timeout <= 0):
         raise ValueError(
-            f"retries is {retries} and timeout {timeout}; retries begin at 0, and a timeout is a "
+            f"retries is {retries} and timeout {timeout}; retries start at 0, and a timeout is a "
             "number of seconds above 0"
         )
 
@@ -221,8 +221,7 @@ def _messages(content: Content) -> tuple[Message, ...]:
 
 
 class ParseError(ValueError):
-    """No attempt of a model could be parsed. `text` is the last one, `reason` what parse said of
-    it."""
+    """No attempt of a model could be parsed; `text` is the last one, `reason` its parse error."""
 
     def __init__(self, agent: str, attempts: int, text: str, reason: str):
         super().__init__(
@@ -237,16 +236,16 @@ class ParseError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ModelCall:
-    """What a model is asked.
+    """The input of one model call.
 
     Attributes:
       messages: the whole dialogue.
-      options: of the answer.
-      seed: of what is random in it: the same for the same state and firing of the same run,
-        whatever else happens.
-      agent: the name of the agent that asks.
-      run: which of its runs, the path of agents that led there.
-      state: its position in the tree of that run: which firing of each state on the way.
+      options: options of the answer.
+      seed: seed of the sampling: the same for the same state and firing of the same run, whatever
+        else happens.
+      agent: the name of the calling agent.
+      run: id of its run, the path of agents that led to it.
+      state: position in the tree of that run: the index of the firing of each state on the path.
     """
 
     messages: tuple[Message, ...]
@@ -259,7 +258,7 @@ class ModelCall:
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """A model's answer, and how many tokens it wrote and read for it."""
+    """A model's answer, and the numbers of tokens generated and read for it."""
 
     text: str
     new_tokens: int = 0
@@ -267,8 +266,8 @@ class Reply:
 
 
 class Model(Protocol):
-    """What agents ask."""
+    """The interface of a model that answers agents."""
 
     async def answer(self, call: ModelCall) -> Reply:
-        """The answer to one call; many may be under way."""
+        """The answer to one call; many calls may be under way."""
         ...

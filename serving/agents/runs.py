@@ -1,5 +1,4 @@
-"""One run of an agent, as its supervisor, its parent and a trace see it, and the handle that its
-parent has of it."""
+"""One run of an agent, as its supervisor, its parent and a search log see it, and its handle."""
 
 import asyncio
 import contextvars
@@ -17,16 +16,19 @@ from jaxshare.serving.agents.states import Arrival, State, Supervisor
 
 
 class Host(Protocol):
-    """The runtime as runs and their calls know it: `jaxshare.serving.agents.runtime.Runtime`."""
+    """The part of `jaxshare.serving.agents.runtime.Runtime` that runs and their requests use."""
 
     @property
     def model(self) -> Model: ...
     @property
     def seed(self) -> int: ...
     @property
-    def slots(self) -> asyncio.Semaphore | None: ...
+    def journal(self) -> Any: ...
+    @property
+    def call_slots(self) -> asyncio.Semaphore | None: ...
     def clock(self) -> float: ...
     def resume(self, run: "AgentRun", value: Any) -> None: ...
+    def arrive(self, run: "AgentRun", state: State, arrival: Arrival) -> None: ...
     def spawn(
         self,
         by: "Firing",
@@ -39,52 +41,50 @@ class Host(Protocol):
 
 
 class AgentError(RuntimeError):
-    """Something that agents did to each other, or a supervisor to its agent, that cannot be."""
+    """An impossible interaction between agents, or between a supervisor and its agent."""
 
 
 class DeadlockError(AgentError):
-    """All agents wait for each other; the message says who waits for whom."""
+    """All agents wait for each other; the message lists the waits."""
 
 
 class BudgetError(AgentError):
-    """An agent's budget was used up before any of its paths had come to an end."""
+    """The budget of an agent was used up before any of its paths had ended."""
 
 
 class EndedError(AgentError):
-    """A child that has ended was resumed, or asked for a value that it did not yield; or it was
-    ended because nobody needs it any more."""
+    """A child that has ended was resumed, or had to yield once more; or it was ended unneeded."""
 
 
-PASSED: Any = "passed"
-"""Under this the memo of a copy may have a list, in which the handles that are in it are put."""
+HANDLES: Any = "handles"
+"""The memo key of the list that collects the handles found while a value is copied."""
 
 
 @shared
 class Handle:
-    """A child, as its parent has it. Copies of a state share it."""
+    """A child, as its parent holds it. Copies of a state share it."""
 
     def __init__(self, run: "AgentRun"):
         self._run = run
 
     def next(self) -> ChildNext:
-        """To be awaited: the value that the child yields next. If it still waits to be resumed, it
-        is, with None.
+        """Awaits the next value that the child yields; resumes it with None if it still waits.
 
-        Raises (where it is awaited): what the child has raised; EndedError if it has ended and
-        yields no more.
+        Raises (where it is awaited): the child's error; EndedError if it has ended and yields no
+        more.
         """
         return ChildNext(self)
 
     def result(self) -> ChildResult:
-        """To be awaited: what the child returns; raises what it has raised."""
+        """Awaits the child's return value; raises the child's error."""
         return ChildResult(self)
 
     def resume(self, value: Any = None) -> None:
-        """Gives the child's `yield`, whose value was awaited last, this value.
+        """Continues the child after the `yield` awaited last, which evaluates to this value.
 
         Raises:
           EndedError: the child has ended.
-          AgentError: nothing that it has yielded was taken since it was resumed last.
+          AgentError: no yielded value was taken since it was resumed last.
         """
         self._run.runtime.resume(self._run, value)
 
@@ -92,7 +92,7 @@ class Handle:
         return self.result().__await__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Handle":
-        memo.get(PASSED, []).append(self)
+        memo.get(HANDLES, []).append(self)
         return self
 
     def __repr__(self) -> str:
@@ -103,18 +103,18 @@ class AgentRun:
     """One run of an agent.
 
     Attributes:
-      id: the path of agents that led there, and where each was spawned.
-      agent, supervisor, parent: supervisor is this run's own; parent has spawned it,
-      spawned_in: in this line.
-      owner: with whose end it ends: the parent, or, once that has given its handle away upwards,
-        who has it then.
-      root: its first state; states: all, in the order in which they were committed.
+      id: the path of agents that led to it, and where each was spawned.
+      agent, supervisor: its agent, and the supervisor of this run alone.
+      parent, spawned_in: the run that spawned it, and the line of that.
+      owner: the run that ends it when it ends: the parent or, if the parent gave the handle away
+        upwards, the run that received it.
+      root: its first state; states: all states, in the order of their commits.
       children: runs that it has spawned.
-      calls, new_tokens, prompt_tokens: of its model calls.
+      calls, new_tokens, prompt_tokens: counts of its model calls and their tokens.
       began, ended: seconds since the runtime's start.
-      done: whether it is over; then `accepted` is the state that it ended with, or `error` why
-        there is none.
-      cancelled: whether it was ended because nobody needed it any more.
+      done: whether it is over; then either `accepted` is the state that it ended with, or `error`
+        is the reason why there is none.
+      cancelled: whether it was ended because its owner ended.
     """
 
     def __init__(
@@ -126,19 +126,14 @@ class AgentRun:
         parent: "AgentRun | None",
         spawned_in: int,
     ):
-        self.runtime, self.id, self.agent, self.supervisor, self.parent = (
-            runtime,
-            id,
-            agent,
-            supervisor,
-            parent,
-        )
-        self.owner, self.spawned_in = parent, spawned_in
+        self.runtime, self.id, self.agent, self.supervisor = runtime, id, agent, supervisor
+        self.parent = self.owner = parent
+        self.spawned_in = spawned_in
         self.depth: int = parent.depth + 1 if parent else 0
         self.root = State(agent.name, id, ())
         self.states = [self.root]
         self.children: list[AgentRun] = []
-        # that end with it, in the order in which they became its own
+        # Runs that end with this one, in the order in which it became their owner.
         self.owned: dict[AgentRun, None] = {}
         self.calls = self.new_tokens = self.prompt_tokens = 0
         self.began, self.ended = runtime.clock(), 0.0
@@ -146,19 +141,21 @@ class AgentRun:
         self.accepted: State | None = None
         self.error: BaseException | None = None
         self.handle = Handle(self)
-        # What is under way: firings that have not come to a new state, and those of them that have
-        # a task.
+        # Firings without a new state so far, and the tasks of those that await something.
         self.firings = 0
         self.tasks: set[asyncio.Task[None]] = set()
-        self.used_up: str | None = None  # of its budget, so that a firing had to be given up
+        self.used_up: str | None = None  # the part of the budget that made a firing be given up
         self.timer: asyncio.TimerHandle | None = None
-        # What sleeps.
+        # States that wait for another agent, and those of them that were fired meanwhile.
         self.asleep: dict[State, None] = {}
-        self.early: list[State] = []  # fired while they sleep
-        self.askers: deque[tuple[AgentRun, State]] = deque()  # who wait for its next value,
-        self.listeners: list[Callable[[Arrival], None]] = []  # and for its end
-        self.yields: deque[State] = deque()  # that nobody has asked for yet
-        self.taken: State | None = None  # whose yield was given, and waits to be resumed
+        self.fired_early: list[State] = []
+        # States of other runs that wait for its next value, and callbacks for its end.
+        self.waiters: deque[tuple[AgentRun, State]] = deque()
+        self.listeners: list[Callable[[Arrival], None]] = []
+        # States with a yielded value that is not taken yet; the one whose value was taken last and
+        # that waits to be resumed.
+        self.yields: deque[State] = deque()
+        self.resumable: State | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -171,37 +168,85 @@ class Firing:
     spawned: int = 0
 
 
-firing: contextvars.ContextVar[Firing | None] = contextvars.ContextVar(
+current_firing: contextvars.ContextVar[Firing | None] = contextvars.ContextVar(
     "jaxshare_agents_firing", default=None
 )
 
 
 def spawn(agent: Agent, /, *args: Any, **kwargs: Any) -> Handle:
-    """To be called in an agent: runs another beside it, at once, on copies of the arguments. It
-    ends with the agent that has spawned it, unless that has returned or yielded its handle: then
-    with the agent that got it.
+    """Starts another agent beside the one that calls this, at once, on copies of the arguments.
+
+    The child ends with the agent that spawned it, unless that agent has returned or yielded its
+    handle: then it ends with the agent that received the handle.
 
     Raises:
-      TypeError: no agent, or arguments that do not fit it.
-      RuntimeError: outside an agent.
+      TypeError: not an agent, or arguments that do not fit it.
+      RuntimeError: called outside an agent.
       AgentError: agents spawn each other too deep, or there are too many.
     """
     if not isinstance(agent, Agent):
         raise TypeError(f"{agent!r} is no agent: decorate an async def with @agent")
-    now = firing.get()
+    now = current_firing.get()
     if now is None:
         raise RuntimeError(
             f"spawn({agent.name}) outside an agent; run({agent.name}, ...) runs it by itself"
         )
-    return now.runtime.spawn(now, agent, args, kwargs, _agents_line())
+    return now.runtime.spawn(now, agent, args, kwargs, _calling_line())
 
 
-def _agents_line() -> int:
-    """The line that an agent's own code has come to, which has called what has called this."""
+def _calling_line() -> int:
+    """The line in the agent's own code from which `spawn` was called, directly or by a helper."""
     frame = sys._getframe(2)
     while frame.f_back and frame.f_back.f_code.co_filename != program.__file__:
         frame = frame.f_back
     return frame.f_lineno
+
+
+def conclusion(
+    run: AgentRun, used_up: str | None = None
+) -> tuple[State | None, BaseException | None]:
+    """(the accepted state, the error) that a run ends with; one of the two is None.
+
+    Without an accepted state, the error is that of the first path if all paths have failed.
+
+    Args:
+      used_up: the part of its budget that is used up, if that ends it.
+    """
+    accepted = run.supervisor.accepted
+    if accepted is None and not isinstance(run.supervisor, Supervisor):
+        finished = (state for state in run.states if state.finished)
+        accepted = min(finished, key=lambda state: state.path, default=None)
+    if accepted is not None:
+        if accepted.finished:
+            return accepted, None
+        return None, accepted.error or AgentError(
+            f"{supervisor_name(run)} has accepted {accepted!r}, which is not finished"
+        )
+    first = min(
+        (state for state in run.states if state.error), key=lambda state: state.path, default=None
+    )
+    failure = first and first.error
+    if used_up:
+        error = BudgetError(
+            f"agent {run.agent.name} has used up its budget ({used_up}) before it came to an end"
+        )
+    elif failure and all(state.fired or state.error for state in run.states):
+        return None, failure
+    else:
+        error = AgentError(f"{supervisor_name(run)} has accepted no state")
+    error.__cause__ = failure
+    return None, error
+
+
+def supervisor_name(run: AgentRun) -> str:
+    """The name of a run's supervisor, for the start of an error message."""
+    return f"{type(run.supervisor).__name__}, the supervisor of agent {run.agent.name},"
+
+
+def with_note[E: BaseException](error: E, note: str) -> E:
+    """The error, after the note was added to it."""
+    error.add_note(note)
+    return error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,9 +254,9 @@ class Judged:
     """A state, as an agent that judges it sees it.
 
     Attributes:
-      variables: of the agent that is judged.
+      variables: variables of the judged agent.
       dialogue: its dialogue with the model.
-      finished, value: whether it has returned, and what.
+      finished, value: whether it has returned, and its value.
     """
 
     variables: dict[str, Any]
@@ -221,5 +266,15 @@ class Judged:
 
     @classmethod
     def of(cls, state: State) -> "Judged":
-        """What there is to see of a state."""
+        """The visible parts of a state."""
         return cls(dict(state.variables), state.dialogue, state.finished, state.value)
+
+
+def numeric_score(run: AgentRun, state: State, value: Any) -> float:
+    """The value that a run's value function gave for a state, as a number; else an AgentError."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        judge = run.supervisor.value
+    name = judge.name if isinstance(judge, Agent) else getattr(judge, "__name__", repr(judge))
+    raise AgentError(f"the value function {name} gave {value!r} for {state!r}, which is no number")

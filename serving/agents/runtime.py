@@ -1,36 +1,31 @@
-"""The asynchronous runtime: runs agents, each under its supervisor, and moves values between them
-(Hive, section 5.1.1).
+"""The asynchronous runtime: runs agents under their supervisors, and moves values between them.
 
-A state is fired by doing what it waits for and then running the agent's code to its next wait; that
-is a new state, which is committed to the supervisor. Many states of many agents are under way at
-once; nothing is decided by which of them is faster, but for what a supervisor makes of the order in
-which states are committed.
+Follows section 5.1.1 of Hive. A firing completes the wait of a state, then runs the agent's code to
+its next wait. That is a new state, which is committed to the supervisor. Many states of many agents
+are under way at once. Their relative speed decides nothing, except what a supervisor makes of the
+order in which states are committed.
 
-Firings wait in a queue, which the event loop empties; what has to be awaited gets a task, and what
-is there already does not.
+Firings are queued, and the event loop drains the queue. Only a firing that has to await something
+gets a task.
 """
 
 import asyncio
 import contextvars
-import inspect
 import time
-import types
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxshare.serving.agents.agent import Agent
-from jaxshare.serving.agents.compiler.program import Returned, snapshot
-from jaxshare.serving.agents.messages import ended, passed, resume, wait_for, who_waits
-from jaxshare.serving.agents.model_calls import (
-    ATOMS,
-    UsedUpError,
-    ask,
-    check_budget,
-    recording,
-    spend,
-    use,
+from jaxshare.serving.agents.firings import close_coroutines, outcome, run_to_next_wait
+from jaxshare.serving.agents.messages import (
+    copy_for,
+    deadlock_message,
+    no_more_values,
+    register_wait,
+    resume,
 )
-from jaxshare.serving.agents.requests import Llm, Message, Model, Tool, Yielded
+from jaxshare.serving.agents.model_calls import UsedUpError
+from jaxshare.serving.agents.requests import Model
 from jaxshare.serving.agents.runs import (
     AgentError,
     AgentRun,
@@ -40,13 +35,13 @@ from jaxshare.serving.agents.runs import (
     Firing,
     Handle,
     Judged,
-    firing,
+    conclusion,
+    numeric_score,
     spawn,
+    supervisor_name,
+    with_note,
 )
-from jaxshare.serving.agents.states import Arrival, State, Supervisor, begun
-
-if TYPE_CHECKING:
-    from jaxshare.serving.agents.compiler.frames import Frame
+from jaxshare.serving.agents.states import Arrival, State, Supervisor, supervisor_for_run
 
 __all__ = [
     "AgentError",
@@ -61,20 +56,20 @@ __all__ = [
     "spawn",
 ]
 
-_TURN = 256
-"""Firings from the queue before the event loop may look after something else."""
+MAX_FIRINGS = 256
+"""Firings from the queue before other callbacks of the event loop get their turn."""
 
 
 class Runtime:
-    """Runs agents.
+    """Runs one agent, and all that it spawns.
 
     Args:
-      model: what `llm` asks.
-      seed: of all that is random.
-      most_agents: runs of agents there may be in all, and `deepest` how deep they may spawn each
-        other: recursion ends there with an error.
-      most_calls: model calls under way at once; None for no bound.
-      journal: of a run to be repeated, or to be filled: see `jaxshare.serving.agents.journal`.
+      model: answers `llm`.
+      seed: seed of everything random.
+      most_agents: limit of agent runs in all; beyond it, spawning is an error.
+      deepest: limit of nested spawning, where recursion ends with an error.
+      most_calls: limit of model calls under way at once; None for no limit.
+      journal: replays a run, or records one; see `jaxshare.serving.agents.journal`.
     """
 
     def __init__(
@@ -87,50 +82,45 @@ class Runtime:
         most_calls: int | None = None,
         journal: Any = None,
     ):
-        self.model, self.seed, self.most_agents, self.deepest, self.journal = (
-            model,
-            seed,
-            most_agents,
-            deepest,
-            journal,
-        )
+        self.model, self.seed, self.journal = model, seed, journal
+        self.max_agents, self.max_depth = most_agents, deepest
         self.runs: list[AgentRun] = []
-        self.slots = asyncio.Semaphore(most_calls) if most_calls else None
-        # firings: of which state, and what is to become the new one
+        self.call_slots = asyncio.Semaphore(most_calls) if most_calls else None
+        # Firings: (run, the fired state, the state that it will become).
         self._queue: deque[tuple[AgentRun, State, State]] = deque()
-        self._emptying = False
+        self._draining = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._begin = time.perf_counter()
-        self._over: asyncio.Future[None] | None = None
+        self._start_time = time.perf_counter()
+        self._finished: asyncio.Future[None] | None = None
 
     def clock(self) -> float:
         """Seconds since the runtime was made."""
-        return time.perf_counter() - self._begin
+        return time.perf_counter() - self._start_time
 
     async def run(self, agent: Agent, /, *args: Any, **kwargs: Any) -> AgentRun:
-        """Runs an agent to its end; its run, whose `accepted.value` is what it returned.
+        """Runs an agent to its end; the `accepted.value` of the run is the agent's return value.
 
-        Raises what the agent raised, with notes on the agents that led there; and
+        Raises the agent's own error, with notes on the agents that led to it; and
           DeadlockError: all agents wait for each other.
           BudgetError: its budget was used up before any path had ended.
-          AgentError: its supervisor never fires a state, or what agents do to each other cannot be.
+          AgentError: its supervisor never fires a state, or agents interact in an impossible way.
         """
         if not isinstance(agent, Agent):
             raise TypeError(f"{agent!r} is no agent: decorate an async def with @agent")
-        if self._over is not None:
+        if self._finished is not None:
             raise RuntimeError("a runtime runs one agent, and what that spawns; make another")
         self._loop, self._context = asyncio.get_running_loop(), contextvars.copy_context()
-        self._over = self._loop.create_future()
+        self._finished = self._loop.create_future()
         run = self._start(agent, args, kwargs, None, agent.name, 0)
         try:
-            await self._over
+            await self._finished
         finally:
             if not run.done:
                 self._end(run, error=EndedError(f"agent {agent.name} was interrupted"))
             self._queue.clear()
             if self._tasks:
                 await asyncio.wait(self._tasks)
-            _close_coroutines(self.runs)
+            close_coroutines(self.runs)
         if run.error is not None:
             raise run.error
         return run
@@ -140,10 +130,10 @@ class Runtime:
     def spawn(
         self, by: Firing, agent: Agent, args: tuple[Any, ...], kwargs: dict[str, Any], line: int
     ) -> Handle:
-        """A child of the run whose code is running, or which is judged."""
-        id = f"{by.run.id}/{agent.name}@{'.'.join(map(str, by.path))}" + f"#{by.spawned}" * (
-            by.spawned > 0
-        )
+        """Starts a child of the run whose code is running, or whose state is judged."""
+        id = f"{by.run.id}/{agent.name}@{'.'.join(map(str, by.path))}"
+        if by.spawned > 0:
+            id += f"#{by.spawned}"
         by.spawned += 1
         return self._start(agent, args, kwargs, by.run, id, line).handle
 
@@ -156,19 +146,10 @@ class Runtime:
         id: str,
         line: int,
     ) -> AgentRun:
-        if parent and parent.depth + 1 > self.deepest:
-            raise AgentError(
-                f"{parent.agent.name} spawns {agent.name} {self.deepest} agents deep; if that is "
-                "meant, give the runtime a larger `deepest`"
-            )
-        if len(self.runs) >= self.most_agents:
-            raise AgentError(
-                f"there were {self.most_agents} agents already when {agent.name} was to be "
-                "spawned; if that is meant, give the runtime a larger `most_agents`"
-            )
-        run = AgentRun(self, id, agent, begun(agent.supervisor), parent, line)
+        self._check_limits(agent, parent)
+        run = AgentRun(self, id, agent, supervisor_for_run(agent.supervisor), parent, line)
         run.root.frame = agent.program.begin(
-            passed(args, run), passed(kwargs, run) if kwargs else {}
+            copy_for(args, run), copy_for(kwargs, run) if kwargs else {}
         )
         self.runs.append(run)
         if parent:
@@ -176,17 +157,29 @@ class Runtime:
             parent.owned[run] = None
         if (seconds := run.supervisor.budget.seconds) is not None:
             run.timer = self._loop.call_later(
-                seconds, self._stop_waiting, run, f"{seconds} seconds"
+                seconds, self._stop_from_outside, run, f"{seconds} seconds"
             )
         try:
             run.supervisor.init(run.root)
         except Exception as error:
-            self._end(run, error=_noted(error, f"in {_supervisor(run)}"))
+            self._end_by_supervisor_error(run, error)
         self._advance(run)
         return run
 
+    def _check_limits(self, agent: Agent, parent: AgentRun | None) -> None:
+        if parent and parent.depth + 1 > self.max_depth:
+            raise AgentError(
+                f"{parent.agent.name} spawns {agent.name} {self.max_depth} agents deep; if that is "
+                "meant, give the runtime a larger `deepest`"
+            )
+        if len(self.runs) >= self.max_agents:
+            raise AgentError(
+                f"there were {self.max_agents} agents already when {agent.name} was to be "
+                "spawned; if that is meant, give the runtime a larger `most_agents`"
+            )
+
     def _advance(self, run: AgentRun) -> None:
-        """Asks the supervisor what to fire, and fires it; ends the run if it is over."""
+        """Fires the states that the supervisor names; ends the run if it is over."""
         if run.done:
             return
         supervisor = run.supervisor
@@ -196,10 +189,11 @@ class Runtime:
                     self._fire(run, state)
             over = supervisor.over
         except Exception as error:
-            return self._end(run, error=_noted(error, f"in {_supervisor(run)}"))
+            return self._end_by_supervisor_error(run, error)
         if over:
             self._conclude(run)
         elif not run.firings and not run.asleep:
+            # Nothing is under way, so nothing will call the supervisor again.
             if run.used_up:
                 self._stop(run, run.used_up)
             elif not isinstance(supervisor, Supervisor) and any(
@@ -207,60 +201,29 @@ class Runtime:
             ):
                 self._conclude(run)
             else:
-                self._end(
-                    run,
-                    error=AgentError(
-                        f"{_supervisor(run)} fires no state, and is not over: nothing can go on"
-                    ),
-                )
+                message = f"{supervisor_name(run)} fires no state, and is not over"
+                self._end(run, error=AgentError(f"{message}: nothing can go on"))
 
     def _stop(self, run: AgentRun, used_up: str) -> None:
-        """Ends a run whose budget is used up by the best that there is."""
+        """Ends a run whose budget is used up, by the best state so far."""
         try:
             run.supervisor.stop(used_up)
         except Exception as error:
-            return self._end(run, error=_noted(error, f"in {_supervisor(run)}"))
+            return self._end_by_supervisor_error(run, error)
         self._conclude(run, used_up)
 
-    def _stop_waiting(self, run: AgentRun, used_up: str) -> None:
+    def _stop_from_outside(self, run: AgentRun, used_up: str) -> None:
+        """Stops a run outside a firing, after which the other runs may wait forever."""
         self._stop(run, used_up)
-        if not self._emptying:
-            self._look_for_deadlock()
+        if not self._draining:
+            self._check_deadlock()
 
     def _conclude(self, run: AgentRun, used_up: str | None = None) -> None:
-        """Ends a run by what its supervisor has accepted; where that is nothing, by the error of
-        its first path if all have failed."""
-        accepted = run.supervisor.accepted
-        if accepted is None and not isinstance(run.supervisor, Supervisor):
-            accepted = min(
-                (state for state in run.states if state.finished),
-                key=lambda state: state.path,
-                default=None,
-            )
-        if accepted is not None:
-            if accepted.finished:
-                return self._end(run, accepted=accepted)
-            unfinished = AgentError(
-                f"{_supervisor(run)} has accepted {accepted!r}, which is not finished"
-            )
-            return self._end(run, error=accepted.error or unfinished)
-        first = min(
-            (state for state in run.states if state.error),
-            key=lambda state: state.path,
-            default=None,
-        )
-        failed = first and first.error
-        if used_up:
-            error = BudgetError(
-                f"agent {run.agent.name} has used up its budget ({used_up}) before it came to an "
-                "end"
-            )
-        elif failed and all(state.fired or state.error for state in run.states):
-            return self._end(run, error=failed)
-        else:
-            error = AgentError(f"{_supervisor(run)} has accepted no state")
-        error.__cause__ = failed
-        self._end(run, error=error)
+        accepted, error = conclusion(run, used_up)
+        self._end(run, accepted=accepted, error=error)
+
+    def _end_by_supervisor_error(self, run: AgentRun, error: Exception) -> None:
+        self._end(run, error=with_note(error, f"in {supervisor_name(run)}"))
 
     def _end(
         self, run: AgentRun, *, accepted: State | None = None, error: BaseException | None = None
@@ -271,31 +234,28 @@ class Runtime:
         for task in run.tasks:
             task.cancel()
         if accepted and run.owner:
-            passed(accepted.value, run.owner)
+            copy_for(accepted.value, run.owner)  # moves the children whose handles it returns
         for child in list(run.owned):
             if not child.done:
                 child.cancelled = True
-                self._end(
-                    child,
-                    error=EndedError(f"agent {child.agent.name} was ended with {run.agent.name}"),
-                )
+                message = f"agent {child.agent.name} was ended with {run.agent.name}"
+                self._end(child, error=EndedError(message))
         if error is not None and run.parent and not run.cancelled:
-            _noted(
-                error,
+            error.add_note(
                 f"in agent {run.agent.name}, spawned by {run.parent.agent.name} in line "
-                f"{run.spawned_in} of {run.parent.agent.program.file}",
+                f"{run.spawned_in} of {run.parent.agent.program.file}"
             )
         arrival = Arrival(accepted and accepted.value, error)
         for listener in run.listeners:
             listener(arrival)
-        for parent, state in run.askers:
-            self.arrive(parent, state, Arrival(error=error or ended(run)))
+        for parent, state in run.waiters:
+            self.arrive(parent, state, Arrival(error=error or no_more_values(run)))
         run.listeners.clear()
-        run.askers.clear()
+        run.waiters.clear()
         if run.owner:
             run.owner.owned.pop(run, None)
-        elif self._over and not self._over.done():
-            self._over.set_result(None)
+        elif self._finished and not self._finished.done():
+            self._finished.set_result(None)
 
     # Firing states.
 
@@ -306,72 +266,69 @@ class Runtime:
                 f"{'has ended' if state.ended else f'is none of {run.id}'}"
             )
         if state in run.asleep:
-            run.early.append(state)
+            run.fired_early.append(state)
             return
         new = State(state.agent, state.run, (*state.path, state.fired), state, state.dialogue)
-        new.times = (time.perf_counter() - self._begin, 0.0)
+        new.times = (self.clock(), 0.0)
         state.fired += 1
         run.firings += 1
         self._queue.append((run, state, new))
-        if not self._emptying:
-            self._emptying = True
-            self._loop.call_soon(self._empty, context=self._context)
+        if not self._draining:
+            self._draining = True
+            self._loop.call_soon(self._drain_queue, context=self._context)
 
-    def _empty(self) -> None:
-        """Fires what is in the queue."""
-        for _ in range(min(_TURN, len(self._queue))):
+    def _drain_queue(self) -> None:
+        """Starts up to MAX_FIRINGS firings from the queue."""
+        for _ in range(min(MAX_FIRINGS, len(self._queue))):
             run, state, new = self._queue.popleft()
             if run.done:
                 continue
             try:
-                self._begin_firing(run, state, new)
+                self._start_firing(run, state, new)
             except Exception as error:
                 self._fail(error)
-        self._emptying = bool(self._queue)
-        if self._emptying:
-            self._loop.call_soon(self._empty, context=self._context)
+        self._draining = bool(self._queue)
+        if self._draining:
+            self._loop.call_soon(self._drain_queue, context=self._context)
         else:
-            self._look_for_deadlock()
+            self._check_deadlock()
 
-    def _begin_firing(self, run: AgentRun, state: State, new: State) -> None:
-        request = state.waiting
-        if request is None:
-            self._step(run, state, new, None, None)
+    def _start_firing(self, run: AgentRun, state: State, new: State) -> None:
+        if state.waiting is None:
+            self._run_code(run, state, new, None, None)
         elif (arrival := state.arrived) is not None:
-            self._step(run, state, new, passed(arrival.value, run), arrival.error)
+            self._run_code(run, state, new, copy_for(arrival.value, run), arrival.error)
         else:
             task = asyncio.Task(
-                self._await_outcome(run, state, new), loop=self._loop, eager_start=True
+                self._await_and_run_code(run, state, new), loop=self._loop, eager_start=True
             )
             if not task.done():
                 run.tasks.add(task)
                 self._tasks.add(task)
-                task.add_done_callback(lambda task: self._settled(run, task))
+                task.add_done_callback(lambda task: self._task_done(run, task))
             elif not task.cancelled() and (error := task.exception()):
                 self._fail(error)
 
-    def _settled(self, run: AgentRun, task: asyncio.Task[None]) -> None:
+    def _task_done(self, run: AgentRun, task: asyncio.Task[None]) -> None:
         run.tasks.discard(task)
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
             self._fail(error)
-        if not self._emptying:
-            self._look_for_deadlock()
+        if not self._draining:
+            self._check_deadlock()
 
     def _fail(self, error: BaseException) -> None:
-        """A mistake of the runtime's own: all ends."""
+        """Ends all runs because of an error in the runtime itself."""
         if not self.runs[0].done:
             self._end(self.runs[0], error=error)
 
-    async def _await_outcome(self, run: AgentRun, state: State, new: State) -> None:
-        """From a state that waits for something outside to the new one."""
-        value, failed = None, None
+    async def _await_and_run_code(self, run: AgentRun, state: State, new: State) -> None:
+        """Fires a state that waits for something outside the agents."""
+        value, failure = None, None
         try:
-            value, said = await (self._outcome if self.journal is None else self._recorded)(
-                run, state, new.path
-            )
-            if said:
-                new.dialogue = (*state.dialogue, *said)
+            value, messages = await outcome(self, run, state, new.path)
+            if messages:
+                new.dialogue = (*state.dialogue, *messages)
         except UsedUpError as error:
             run.used_up = str(error)
             run.firings -= 1
@@ -380,124 +337,52 @@ class Runtime:
             task = asyncio.current_task()
             if task and task.cancelling():
                 raise
-            failed = error  # what is waited for was cancelled, not this
+            failure = error  # the awaited thing was cancelled, not this task
         except GeneratorExit:
             raise
         except BaseException as error:
-            failed = error
+            failure = error
         if not run.done:
-            self._step(run, state, new, value, failed)
+            self._run_code(run, state, new, value, failure)
 
-    async def _outcome(
-        self, run: AgentRun, state: State, path: tuple[int, ...]
-    ) -> tuple[Any, tuple[Message, ...]]:
-        """(what a state waits for, the messages that its dialogue is continued by); raises what
-        that raises."""
-        request = state.waiting
-        if isinstance(request, Llm):
-            return await ask(self, run, state, request, path)
-        if isinstance(request, Tool):
-            return await use(request), ()
-        if isinstance(request, types.CoroutineType) and path[-1]:
-            raise AgentError(
-                f"agent {run.agent.name} waits in line {state.line} for a coroutine, which cannot "
-                "be awaited again; make it a tool, so that the state can be fired many times"
-            )
-        if inspect.isawaitable(request):
-            return await request, ()
-        raise TypeError(f"object {type(request).__name__} can't be used in 'await' expression")
-
-    async def _recorded(
-        self, run: AgentRun, state: State, path: tuple[int, ...]
-    ) -> tuple[Any, tuple[Message, ...]]:
-        """The same from the journal, or for it."""
-        request, key = state.waiting, (run.id, path)
-        if isinstance(request, Llm):
-            check_budget(run, request.n or 1)  # what is known was a call, too
-        if known := self.journal.known(key, request):
-            spend(run, *self.journal.spent(key))
-            return known()
-        spent = [0, 0, 0]
-        recording.set(spent)  # in the firing's own task
-        try:
-            value, said = await self._outcome(run, state, path)
-        except UsedUpError as error:
-            self.journal.given_up(key, str(error), spent)
-            raise
-        except Exception as error:
-            self.journal.failed(key, error, spent)
-            raise
-        self.journal.done(key, value, said, spent)
-        return value, said
-
-    def _step(
-        self, run: AgentRun, state: State, new: State, value: Any, failed: BaseException | None
+    def _run_code(
+        self, run: AgentRun, state: State, new: State, value: Any, error: BaseException | None
     ) -> None:
-        """Runs the agent's code from a state to the next, and commits that."""
-        program, now = run.agent.program, Firing(self, run, new.path)
-        token = firing.set(now)
-        try:
-            assert state.frame is not None
-            frame = snapshot(state.frame, program)
-            outcome = program.send(frame, value) if failed is None else program.throw(frame, failed)
-            if isinstance(outcome, Returned):
-                new.finished, new.value, new.frame = True, outcome.value, frame
-            else:
-                instruction = program.instructions[outcome.at]
-                new.line = instruction.line
-                new.frame = frame if _constant(frame) else snapshot(frame, program)
-                new.waiting = Yielded(outcome.value) if instruction.is_yield else outcome.value
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            new.error = error
-        finally:
-            firing.reset(token)
-        wait_for(run, new)
-        new.times = (new.times[0], time.perf_counter() - self._begin)
+        """Runs the agent's code from a state to the next, and has that judged and committed."""
+        now = run_to_next_wait(self, run, state, new, value, error)
+        register_wait(run, new)
+        new.times = (new.times[0], self.clock())
         self._judge(run, new, now)
 
     def _judge(self, run: AgentRun, new: State, now: Firing) -> None:
-        """Has a new state's score found where the supervisor asks for it, then commits it."""
-        value = run.supervisor.value
+        """Scores a new state if the supervisor needs a score, then commits it."""
+        judge = run.supervisor.value
         try:
             if not run.supervisor.judges(new):
                 return self._commit(run, new)
-            if isinstance(value, Agent):
-                judge = self.spawn(now, value, (Judged.of(new),), {}, new.line)._run
-                if judge.done:
-                    self._judged(
-                        run, new, Arrival(judge.accepted and judge.accepted.value, judge.error)
-                    )
+            if isinstance(judge, Agent):
+                judging = self.spawn(now, judge, (Judged.of(new),), {}, new.line)._run
+                if judging.done:
+                    value = judging.accepted and judging.accepted.value
+                    self._set_score(run, new, Arrival(value, judging.error))
                 else:
-                    judge.listeners.append(lambda arrival: self._judged(run, new, arrival))
+                    judging.listeners.append(lambda arrival: self._set_score(run, new, arrival))
                 return
-            arrival = Arrival(value(new))
+            arrival = Arrival(judge(new))
         except Exception as error:
-            return self._end(
-                run, error=_noted(error, f"in the value function of {_supervisor(run)}, of {new!r}")
-            )
-        self._judged(run, new, arrival)
+            note = f"in the value function of {supervisor_name(run)}, of {new!r}"
+            return self._end(run, error=with_note(error, note))
+        self._set_score(run, new, arrival)
 
-    def _judged(self, run: AgentRun, new: State, arrival: Arrival) -> None:
+    def _set_score(self, run: AgentRun, new: State, arrival: Arrival) -> None:
         if run.done:
             return
         if arrival.error is not None:
             return self._end(run, error=arrival.error)
         try:
-            new.score = float(arrival.value)
-        except (TypeError, ValueError):
-            value = run.supervisor.value
-            name = (
-                value.name if isinstance(value, Agent) else getattr(value, "__name__", repr(value))
-            )
-            return self._end(
-                run,
-                error=AgentError(
-                    f"the value function {name} gave {arrival.value!r} for {new!r}, which is no "
-                    "number"
-                ),
-            )
+            new.score = numeric_score(run, new, arrival.value)
+        except AgentError as error:
+            return self._end(run, error=error)
         self._commit(run, new)
 
     def _commit(self, run: AgentRun, new: State) -> None:
@@ -508,55 +393,52 @@ class Runtime:
         try:
             run.supervisor.commit(new)
         except Exception as error:
-            return self._end(run, error=_noted(error, f"in {_supervisor(run)}"))
+            return self._end_by_supervisor_error(run, error)
         self._advance(run)
 
     # Sleeping states.
 
     def resume(self, run: AgentRun, value: Any) -> None:
-        """See `Handle.resume`."""
+        """Continues a run after its yield; see `Handle.resume`."""
         resume(run, value)
 
     def arrive(self, run: AgentRun, state: State, arrival: Arrival) -> None:
-        """What a state waits for has come."""
+        """Wakes a state, since its wait has ended."""
         state.arrived = arrival
         if run.done or state not in run.asleep:
-            return  # it was there before the state was committed
+            return  # it arrived before the state was committed
         del run.asleep[state]
         try:
             run.supervisor.wake(state)
-            early, run.early = (
-                [s for s in run.early if s is state],
-                [s for s in run.early if s is not state],
-            )
-            for state in early:
-                self._fire(run, state)
+            early = [each for each in run.fired_early if each is state]
+            run.fired_early = [each for each in run.fired_early if each is not state]
+            for each in early:
+                self._fire(run, each)
         except Exception as error:
-            return self._end(run, error=_noted(error, f"in {_supervisor(run)}"))
+            return self._end_by_supervisor_error(run, error)
         self._advance(run)
 
-    def _look_for_deadlock(self) -> None:
-        """Ends all if there is nothing that could go on; called when the queue is empty."""
+    def _check_deadlock(self) -> None:
+        """Ends all runs if none of them can go on; called when the queue is empty."""
         if self._tasks or self.runs[0].done:
             return
         waiting = [run for run in self.runs if not run.done]
-        if used_up := next((run for run in waiting if run.used_up), None):
-            self._stop_waiting(used_up, str(used_up.used_up))
+        if stopped := next((run for run in waiting if run.used_up), None):
+            self._stop_from_outside(stopped, str(stopped.used_up))
         elif not any(run.timer for run in waiting):
-            self._end(waiting[0], error=DeadlockError(who_waits(waiting)))
+            self._end(waiting[0], error=DeadlockError(deadlock_message(waiting)))
 
 
 def run(agent: Agent, /, *args: Any, model: Model, seed: int = 0, **kwargs: Any) -> Any:
-    """Runs an agent to its end and gives what it returned; arguments and errors are those of
-    `Runtime` and `Runtime.run`."""
+    """Runs an agent to its end and returns its value; see `Runtime` and `Runtime.run`."""
 
-    async def whole() -> AgentRun:
+    async def whole_run() -> AgentRun:
         return await Runtime(model, seed=seed).run(agent, *args, **kwargs)
 
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        accepted = asyncio.run(whole()).accepted
+        accepted = asyncio.run(whole_run()).accepted
     else:
         raise RuntimeError(
             "run() begins an event loop, and here one is running, as in a notebook: (await "
@@ -564,43 +446,3 @@ def run(agent: Agent, /, *args: Any, model: Model, seed: int = 0, **kwargs: Any)
         )
     assert accepted
     return accepted.value
-
-
-_CONSTANT = frozenset((*ATOMS, Handle, Agent))
-_COUNTER, _BUILTIN = type(iter(range(0))), type(len)
-
-
-def _constant(frame: "Frame") -> bool:
-    """Whether nobody else can change anything in a frame, so that it needs no copy. A loop's own
-    iterator has no name that others know."""
-    if frame.handling:
-        return False
-    for name, value in frame.items():
-        kind = type(value)
-        counts, function = (
-            kind is _COUNTER and name[0] == ".",
-            kind is _BUILTIN and isinstance(value.__self__, types.ModuleType),
-        )
-        if kind not in _CONSTANT and not counts and not function:
-            return False
-    return True
-
-
-def _close_coroutines(runs: list[AgentRun]) -> None:
-    """Those that agents wait for and that nobody will await any more."""
-    for run in runs:
-        for state in run.states:
-            if (
-                isinstance(state.waiting, types.CoroutineType)
-                and inspect.getcoroutinestate(state.waiting) == inspect.CORO_CREATED
-            ):
-                state.waiting.close()
-
-
-def _supervisor(run: AgentRun) -> str:
-    return f"{type(run.supervisor).__name__}, the supervisor of agent {run.agent.name},"
-
-
-def _noted[E: BaseException](error: E, note: str) -> E:
-    error.add_note(note)
-    return error

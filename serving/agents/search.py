@@ -1,240 +1,112 @@
-"""Supervisors that scale an agent at test time: side by side, one after the other, and as trees
-(Hive, sections 2.2 and 5.1.1).
+"""Supervisors that search an agent's states as a tree (Hive, sections 2.2 and 5.1.1).
 
-What branches is what is random: states that wait for the model. All others are fired once. Where
-two scores are equal, the state that stands earlier in the tree wins, so that a search is the same
-every time, whichever of its firings is faster.
+Only states that wait for the model branch, since only they are random. All others are fired once.
+If two scores are equal, the state that is earlier in the tree wins, so that a search gives the same
+result every time, however fast its firings are.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxshare.serving.agents.requests import Message
-from jaxshare.serving.agents.states import Budget, Paths, State, Supervisor
+from jaxshare.serving.agents.repeated_runs import (
+    BestOfN,
+    SelfConsistency,
+    SelfRefine,
+    check_positive,
+    majority,
+)
+from jaxshare.serving.agents.states import Budget, Paths, State, Supervisor, best, comparable_score
+
+__all__ = [
+    "BeamSearch",
+    "BestOfN",
+    "ForestOfThoughts",
+    "MonteCarloTreeSearch",
+    "SelfConsistency",
+    "SelfRefine",
+    "TreeOfThoughts",
+]
 
 
-def best(states: Iterable[State], count: int = 1) -> list[State]:
-    """Those with the highest scores, best first; of equal ones those that stand earlier in the
-    tree."""
-    return sorted(states, key=lambda state: (-_score(state), state.path))[:count]
+class _LevelSearch(Paths):
+    """A search by levels, each of which begins once the whole level before it is complete.
 
-
-def _score(state: State) -> float:
-    """A state's score; less than any number where it has none, or what is not a number."""
-    return -math.inf if state.score is None or math.isnan(state.score) else state.score
-
-
-def _check(**numbers: int | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name} is {number}; give a whole number from 1 on")
-
-
-class _Several(Paths):
-    """n paths from the begin to the end."""
-
-    def __init__(self, n: int, value: Any, budget: Budget):
-        _check(n=n)
-        self.n, self.value, self.budget = n, value, budget
-
-    def start(self, root: State) -> None:
-        self._found: list[State] = []
-        self._open = self.n
-        self._ready += [root] * self.n
-
-    def judges(self, state: State) -> bool:
-        return self.value is not None and state.finished
-
-    def reached(self, state: State) -> None:
-        if not state.ended:
-            self._ready.append(state)
-            return
-        self._open -= 1
-        if state.finished:
-            self._found.append(state)
-        if not self._open:
-            self.stop("")
-
-    def stop(self, reason: str) -> None:
-        self.over, self.accepted = (
-            True,
-            self.chosen(sorted(self._found, key=lambda state: state.path)) if self._found else None,
-        )
-
-    def chosen(self, found: Sequence[State]) -> State:
-        """The answer among finished states."""
-        raise NotImplementedError
-
-
-class BestOfN(_Several):
-    """n runs of the agent, of which the one that `value` gives most is the answer."""
-
-    def __init__(self, n: int, value: Any, budget: Budget = Budget()):
-        super().__init__(n, value, budget)
-
-    def chosen(self, found: Sequence[State]) -> State:
-        return best(found)[0]
-
-
-class SelfConsistency(_Several):
-    """n runs of the agent, of which what most return is the answer (Wang et al., 2022).
-
-    Args:
-      key: what of a returned value is to be equal.
+    A level is complete when all its paths have come to their next model call, or to an end.
     """
 
-    def __init__(
-        self, n: int, key: Callable[[Any], Any] = lambda value: value, budget: Budget = Budget()
-    ):
-        super().__init__(n, None, budget)
-        self.key = key
-
-    def chosen(self, found: Sequence[State]) -> State:
-        return majority(found, self.key)
-
-
-def majority(found: Sequence[State], key: Callable[[Any], Any]) -> State:
-    """The first of the states whose value is the most frequent one; of equally frequent ones, that
-    which came up first."""
-    keys = [key(state.value) for state in found]
-    return found[max(range(len(found)), key=lambda i: keys.count(keys[i]))]
-
-
-class SelfRefine(Paths):
-    """Runs the agent, then again in the dialogue that it has had, continued by feedback, until it
-    is good enough (Madaan et al., 2023).
-
-    Args:
-      feedback: what the user's message before the next round says of a finished state.
-      value: judges finished states; the best is the answer.
-      rounds: at most so many.
-      enough: the score that ends it.
-    """
-
-    def __init__(
-        self,
-        feedback: Callable[[State], str],
-        value: Any,
-        rounds: int = 3,
-        enough: float = 1.0,
-        budget: Budget = Budget(),
-    ):
-        _check(rounds=rounds)
-        self.feedback, self.value, self.rounds, self.enough, self.budget = (
-            feedback,
-            value,
-            rounds,
-            enough,
-            budget,
-        )
-
     def start(self, root: State) -> None:
-        self._root, self._found = root, []
-        self._ready.append(root)
-
-    def judges(self, state: State) -> bool:
-        return state.finished
-
-    def reached(self, state: State) -> None:
-        if not state.ended:
-            self._ready.append(state)
-        elif state.error is not None:
-            self.stop("")
-            self.accepted = self.accepted or state
-        else:
-            self._found.append(state)
-            if _score(state) >= self.enough or len(self._found) == self.rounds:
-                self.stop("")
-            else:
-                self._ready.append(self._again(state))
-
-    def _again(self, state: State) -> State:
-        """The agent's begin, in the dialogue of this state and with feedback on it."""
-        dialogue = (*state.dialogue, Message("user", self.feedback(state)))
-        return State(
-            state.agent, state.run, (*state.path, 0), state, dialogue, frame=self._root.frame
-        )
-
-    def stop(self, reason: str) -> None:
-        self.over, self.accepted = True, best(self._found)[0] if self._found else None
-
-
-class _Levels(Paths):
-    """Searches in which all paths of a level come to the next model call, or to an end, before the
-    next level begins."""
-
-    def start(self, root: State) -> None:
-        self._found: list[State] = []  # finished
-        self._level: list[State] = []  # what this level has come to
-        self._open, self._depth = 1, 0
+        self._finished: list[State] = []
+        self._level: list[State] = []  # states that this level has come to
+        self._num_open, self._depth = 1, 0
         self._ready.append(root)
 
     def judges(self, state: State) -> bool:
         return super().judges(state) and (self._depth > 0 or state.finished)
 
     def reached(self, state: State) -> None:
-        self._open -= 1
+        self._num_open -= 1
         if state.error is None and self.keeps(state):
             self._level.append(state)
-        if not self._open:
+        if not self._num_open:
             level, self._level = self._level, []
-            following = self.following(level)
+            firings = self.next_level(level)
             self._depth += 1
-            self._open = len(following)
-            self._ready += following
-            if not following:
+            self._num_open = len(firings)
+            self._ready += firings
+            if not firings:
                 self.stop("")
 
     def keeps(self, state: State) -> bool:
-        """Whether a state is looked at at all."""
+        """True if a state is part of its level, False if it is dropped."""
         return True
 
-    def following(self, level: Sequence[State]) -> list[State]:
-        """The firings of the next level, none to end."""
+    def next_level(self, level: Sequence[State]) -> list[State]:
+        """The states to fire for the next level; none to end the search."""
         raise NotImplementedError
 
     def stop(self, reason: str) -> None:
-        # A budget may be used up in the midst of a level.
-        found = best([*self._found, *(state for state in self._level if state.finished)])
+        # A budget may be used up in the middle of a level.
+        found = best([*self._finished, *(state for state in self._level if state.finished)])
         self.over, self.accepted = True, found[0] if found else None
 
 
-class BeamSearch(_Levels):
-    """The best `width` paths go on, each `branch` times; finished ones keep their place for as long
-    as none is better.
+class BeamSearch(_LevelSearch):
+    """Continues the best `width` paths, each `branch` times.
+
+    Finished paths keep their place in the beam for as long as no better path takes it.
 
     Args:
-      value: judges what is between model calls, and what is finished.
+      value: scores the states between model calls, and the finished ones.
     """
 
     def __init__(self, width: int, branch: int, value: Any, budget: Budget = Budget()):
-        _check(width=width, branch=branch)
+        check_positive(width=width, branch=branch)
         self.width, self.branch, self.value, self.budget = width, branch, value, budget
 
-    def following(self, level: Sequence[State]) -> list[State]:
-        beam = best([*self._found, *level], self.width)
-        self._found = [state for state in beam if state.finished]
+    def next_level(self, level: Sequence[State]) -> list[State]:
+        beam = best([*self._finished, *level], self.width)
+        self._finished = [state for state in beam if state.finished]
         return [state for state in beam if not state.finished for _ in range(self.branch)]
 
 
-class TreeOfThoughts(_Levels):
-    """Searches the tree of what a model may say (Yao et al., 2023).
+class TreeOfThoughts(_LevelSearch):
+    """Searches the tree of the model's possible answers (Yao et al., 2023).
 
-    Breadth first: every state of a level is fired `breadth` times, and the best `keep` of what
-    comes of them are the next level; finished ones are put aside, and the best is the answer in the
-    end. Depth first: the same, for one state at a time, the best of its children before the others;
-    the first that is finished and good enough is the answer.
+    Breadth first: every state of a level is fired `breadth` times, and the best `keep` of the new
+    states are the next level; finished states are put aside, and the best of them is the answer.
+    Depth first: the same for one state at a time, the best of its children before the others; the
+    first finished state that is good enough is the answer.
 
     Args:
       breadth: firings of a state.
-      keep: of a level, or, depth first, of a state's children, so many go on.
-      value: judges what is between model calls, and what is finished.
-      depth: levels at most; None for no bound. What is not finished by then is dropped.
-      depth_first: which of the two.
-      prune: what scores less is dropped at once.
-      enough: a finished state with such a score ends the search; None is the best score of all
-        breadth first, and any score depth first.
+      keep: number of states of a level that go on or, depth first, of a state's children.
+      value: scores the states between model calls, and the finished ones.
+      depth: limit of levels; None for no limit. Paths that are not finished by then are dropped.
+      depth_first: depth first instead of breadth first.
+      prune: states with a lower score are dropped at once.
+      enough: score of a finished state that ends the search; None never ends it early breadth
+        first, and accepts any score depth first.
     """
 
     def __init__(
@@ -249,28 +121,22 @@ class TreeOfThoughts(_Levels):
         enough: float | None = None,
         budget: Budget = Budget(),
     ):
-        _check(breadth=breadth, keep=keep, depth=depth)
-        self.breadth, self.keep, self.value, self.depth, self.depth_first = (
-            breadth,
-            keep,
-            value,
-            depth,
-            depth_first,
-        )
-        self.prune, self.budget = prune, budget
+        check_positive(breadth=breadth, keep=keep, depth=depth)
+        self.breadth, self.keep, self.value, self.budget = breadth, keep, value, budget
+        self.depth, self.depth_first, self.prune = depth, depth_first, prune
         self.enough = enough if enough is not None else -math.inf if depth_first else math.inf
 
     def start(self, root: State) -> None:
         super().start(root)
-        # depth first: states to be gone on from and their depth, the next one last
+        # Depth first: (state to continue, its depth), the next one last.
         self._stack: list[tuple[State, int]] = []
 
     def keeps(self, state: State) -> bool:
-        return self._depth == 0 or _score(state) >= self.prune
+        return self._depth == 0 or comparable_score(state) >= self.prune
 
-    def following(self, level: Sequence[State]) -> list[State]:
-        self._found += [state for state in level if state.finished]
-        if any(_score(state) >= self.enough for state in self._found):
+    def next_level(self, level: Sequence[State]) -> list[State]:
+        self._finished += [state for state in level if state.finished]
+        if any(comparable_score(state) >= self.enough for state in self._finished):
             return []
         kept = best([state for state in level if not state.finished], self.keep)
         if self.depth_first:
@@ -286,13 +152,14 @@ class TreeOfThoughts(_Levels):
 
 
 class ForestOfThoughts(Supervisor):
-    """Several searches side by side, whose answers vote (Bi et al., 2024).
+    """Runs several searches side by side, whose answers vote (Bi et al., 2024).
 
     Args:
-      tree: the pattern of the searches, each of which begins with a firing of its own of the first
-        state; its budget is not looked at.
-      trees: how many.
-      key: what of two answers is to be equal; None takes the answer with the best score instead.
+      tree: the pattern of the searches, each of which fires the first state for itself; its budget
+        is ignored.
+      trees: number of searches.
+      key: the part of an answer that is compared; None takes the answer with the best score
+        instead.
     """
 
     def __init__(
@@ -302,20 +169,15 @@ class ForestOfThoughts(Supervisor):
         key: Callable[[Any], Any] | None = lambda value: value,
         budget: Budget = Budget(),
     ):
-        _check(trees=trees)
-        self.tree, self.trees, self.key, self.budget, self.value = (
-            tree,
-            trees,
-            key,
-            budget,
-            tree.value,
-        )
+        check_positive(trees=trees)
+        self.tree, self.trees, self.key = tree, trees, key
+        self.budget, self.value = budget, tree.value
 
     def init(self, root: State) -> None:
         self.over, self.accepted = False, None
         self._root = root
         self._trees = [self.tree.begin() for _ in range(self.trees)]
-        self._owner: dict[int, Supervisor] = {}  # of what the root's firings came to, by the firing
+        self._owner: dict[int, Supervisor] = {}  # of a state, by the root's firing that led to it
         for tree in self._trees:
             tree.init(root)
 
@@ -350,34 +212,35 @@ class ForestOfThoughts(Supervisor):
         for tree in self._trees:
             if not tree.over:
                 tree.stop(reason)
-        found = [tree.accepted for tree in self._trees if tree.accepted and tree.accepted.finished]
-        self.over = True
-        self.accepted = (
-            (majority(found, self.key) if self.key else best(found)[0]) if found else None
-        )
+        answers = [
+            tree.accepted for tree in self._trees if tree.accepted and tree.accepted.finished
+        ]
+        self.over, self.accepted = True, None
+        if answers:
+            self.accepted = majority(answers, self.key) if self.key else best(answers)[0]
 
 
 class _TreeNode:
-    """A state in a tree that is searched at random, and what came of it."""
+    """A state in the tree of a Monte Carlo search, with the sum of the scores below it."""
 
     def __init__(self, state: State, parent: "_TreeNode | None"):
         self.state, self.parent = state, parent
         self.children: list[_TreeNode] = []
-        self.visits, self.total = 0, 0.0
+        self.visits, self.total_score = 0, 0.0
 
 
 class MonteCarloTreeSearch(Paths):
-    """Goes down the tree to where it promises most, fires there once, and lets all above learn what
-    came of it (UCT, Kocsis and Szepesvari, 2006).
+    """Searches by UCT: select a path, fire its end once, and back up the score of the new state.
+
+    See Kocsis and Szepesvari (2006).
 
     Args:
-      simulations: how often.
-      breadth: children of a state at most; one that has so many is gone through, not fired.
-      value: judges new states, or, with rollouts, the ends that they come to; from 0 to 1.
+      simulations: number of simulations.
+      breadth: limit of a state's children; only a state with fewer is fired.
+      value: scores new states or, with rollouts, the ends of their rollouts; from 0 to 1.
       exploration: c of mean + c * sqrt(ln(visits of the parent) / visits).
-      rollout: a new state is gone on from, once each, to the end, and the end's score is what
-        counts.
-      enough: a finished state with such a score ends the search.
+      rollout: continues a new state to its end, firing each state once, and counts the end's score.
+      enough: score of a finished state that ends the search.
     """
 
     def __init__(
@@ -391,21 +254,17 @@ class MonteCarloTreeSearch(Paths):
         enough: float = math.inf,
         budget: Budget = Budget(),
     ):
-        _check(simulations=simulations, breadth=breadth)
-        self.simulations, self.breadth, self.value, self.exploration = (
-            simulations,
-            breadth,
-            value,
-            exploration,
-        )
-        self.rollout, self.enough, self.budget = rollout, enough, budget
+        check_positive(simulations=simulations, breadth=breadth)
+        self.simulations, self.breadth, self.value = simulations, breadth, value
+        self.exploration, self.rollout = exploration, rollout
+        self.enough, self.budget = enough, budget
 
     def start(self, root: State) -> None:
         self._root: _TreeNode | None = None
-        self._at: _TreeNode | None = None  # that was fired
-        self._new: _TreeNode | None = None  # that came of it, with rollouts
-        self._done = 0
-        self._found: list[State] = []
+        self._fired: _TreeNode | None = None
+        self._new: _TreeNode | None = None  # child of `_fired` whose rollout is under way
+        self._num_simulated = 0
+        self._finished: list[State] = []
         self._ready.append(root)
 
     def judges(self, state: State) -> bool:
@@ -422,48 +281,49 @@ class MonteCarloTreeSearch(Paths):
                 self.over, self.accepted = True, state
                 return
         else:
-            assert self._at
+            assert self._fired
             if self._new is None:
-                self._new = _TreeNode(state, self._at)
-                self._at.children.append(self._new)
+                self._new = _TreeNode(state, self._fired)
+                self._fired.children.append(self._new)
             if state.finished:
-                self._found.append(state)
+                self._finished.append(state)
             if self.rollout and not state.ended:
                 self._ready.append(state)
                 return
-            self._learn(self._new, 0.0 if state.error is not None else _score(state))
-        self._simulate()
+            self._back_up(self._new, 0.0 if state.error is not None else comparable_score(state))
+        self._select()
 
-    def _learn(self, node: _TreeNode | None, score: float) -> None:
-        self._done += 1
+    def _back_up(self, node: _TreeNode | None, score: float) -> None:
+        """Adds a simulation's score to a node and all nodes above it."""
+        self._num_simulated += 1
         self._new = None
         while node:
             node.visits += 1
-            node.total += score
+            node.total_score += score
             node = node.parent
 
-    def _simulate(self) -> None:
-        """Goes down to the next state that is to be fired; ends that are come to on the way count
-        again."""
+    def _select(self) -> None:
+        """Descends to the next state to fire; an end reached on the way counts once more."""
         assert self._root
-        while self._done < self.simulations and not any(
-            _score(state) >= self.enough for state in self._found
+        while self._num_simulated < self.simulations and not any(
+            comparable_score(state) >= self.enough for state in self._finished
         ):
             node = self._root
             while not node.state.ended and len(node.children) >= self.breadth:
-                node = max(node.children, key=self._promise)
+                node = max(node.children, key=self._upper_bound)
             if not node.state.ended:
-                self._at = node
+                self._fired = node
                 self._ready.append(node.state)
                 return
-            self._learn(node, node.total / node.visits)
+            self._back_up(node, node.total_score / node.visits)
         self.stop("")
 
-    def _promise(self, node: _TreeNode) -> float:
+    def _upper_bound(self, node: _TreeNode) -> float:
         assert node.parent
-        return node.total / node.visits + self.exploration * math.sqrt(
+        return node.total_score / node.visits + self.exploration * math.sqrt(
             math.log(node.parent.visits) / node.visits
         )
 
     def stop(self, reason: str) -> None:
-        self.over, self.accepted = True, best(self._found)[0] if self._found else None
+        self.over = True
+        self.accepted = best(self._finished)[0] if self._finished else None

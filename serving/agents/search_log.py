@@ -1,14 +1,14 @@
-"""Traces: the search trees and the timeline of agents that have run, as JSON and as pictures.
+"""Search logs: the search trees and the timeline of finished agents, as JSON and as pictures.
 
     runtime = Runtime(model)
     asyncio.run(runtime.run(agent, ...))
-    trace = Trace.of(runtime)
-    trace.save("run.json")
-    tree_picture(trace.runs[0]).savefig("tree.png")
-    timeline_picture(trace).savefig("timeline.png")
+    log = SearchLog.of(runtime)
+    log.save("run.json")
+    tree_picture(log.runs[0]).savefig("tree.png")
+    timeline_picture(log).savefig("timeline.png")
 
-A trace has no value of an agent in it but as text: it is to be looked at, and says what a
-supervisor accepted and what it pruned.
+A search log shows which states a supervisor accepted and pruned. The agents' values are in it as
+text only.
 """
 
 import dataclasses
@@ -28,39 +28,39 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FORMAT = "jaxshare agents trace 1"
-_LONGEST = 300
-"""Characters of a value or an error that are kept."""
+_MAX_CHARACTERS = 300
+"""Limit of the text of a value or an error."""
 
-# Of Okabe and Ito's, told apart by colour-blind readers too; the shapes say it again.
-_LOOKS: Mapping[str, tuple[str, str, str]] = {
+# Colours of Okabe and Ito, distinct for colour-blind readers too, with a shape for each.
+_FATE_STYLES: Mapping[str, tuple[str, str, str]] = {
     "accepted": ("#009E73", "D", "on the way to the answer"),
     "kept": ("#8FD3BC", "o", "gone on from"),
     "pruned": ("#D55E00", "X", "pruned"),
     "failed": ("#444444", "v", "raised an error"),
     "waiting": ("#BBBBBB", "s", "still waiting at the end"),
 }
-_LABELLED = 80
-"""States of a tree; in larger ones scores and lines would run into each other."""
+_MAX_LABELLED = 80
+"""Limit of the states of a labelled tree; in larger ones the labels would overlap."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoggedState:
-    """A state.
+    """One state of a run.
 
     Attributes:
-      path: of firings that led there; () is the first.
+      path: path of firings that led to it; () is the first.
       parent: the path of the state that was fired; None for the first.
-      fate: "accepted", on the way to the answer, which is the last such; "kept", it was gone on
-        from; "pruned", it was not, or is an end that was not chosen; "failed", it raised an error;
-        "waiting", another agent had not given what it waited for.
-      waits_for: "llm", "tool", "next", "result", "yield" or "await"; "begin" before the first,
-        "end" behind the last.
-      line: in which it waits.
-      score: by the supervisor's value function, if it was asked.
-      fired: how often.
-      value: of a finished state, or the error, as text.
-      began, ended: seconds since the runtime's start: when the firing that it comes of began and
-        ended.
+      fate: "accepted", on the path to the answer or the answer itself; "kept", it was continued;
+        "pruned", it was not, or is an end that was not chosen; "failed", it raised an error;
+        "waiting", a value from another agent was missing.
+      waits_for: "llm", "tool", "next", "result", "yield" or "await"; "begin" before the first wait,
+        "end" after the last.
+      line: the line in which it waits.
+      score: the score given by the supervisor's value function, or None.
+      fired: number of firings.
+      value: the value of a finished state, or the error, as text.
+      began, ended: start and end of the firing that led to it, in seconds since the runtime's
+        start.
     """
 
     path: tuple[int, ...]
@@ -77,8 +77,10 @@ class LoggedState:
 
 @dataclasses.dataclass(frozen=True)
 class LoggedRun:
-    """A run of an agent; see `AgentRun`. `parent` is the id of the run that spawned it, `error` why
-    it has no value."""
+    """A run of an agent; see `AgentRun`.
+
+    `parent` is the id of the run that spawned it, `error` the reason why it has no value.
+    """
 
     id: str
     agent: str
@@ -96,17 +98,17 @@ class LoggedRun:
 
 @dataclasses.dataclass(frozen=True)
 class SearchLog:
-    """All runs of a runtime, in the order in which they began."""
+    """The runs of a runtime, in the order of their starts."""
 
     runs: tuple[LoggedRun, ...]
 
     @classmethod
     def of(cls, runtime: Runtime) -> Self:
-        """What there is to see so far; nothing that is under way is disturbed."""
-        return cls(tuple(_traced(run) for run in runtime.runs))
+        """The log of a runtime so far; agents that are running are not disturbed."""
+        return cls(tuple(_logged_run(run) for run in runtime.runs))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """The log as plain data."""
         return {"format": _FORMAT, **dataclasses.asdict(self)}
 
     def save(self, file: str | os.PathLike) -> None:
@@ -120,10 +122,10 @@ class SearchLog:
 
     @classmethod
     def load(cls, file: str | os.PathLike) -> Self:
-        """Reads what `save` has written.
+        """Reads a file written by `save`.
 
         Raises:
-          ValueError: it is not a trace.
+          ValueError: it is not a search log.
           OSError: it cannot be read.
         """
 
@@ -156,16 +158,17 @@ class SearchLog:
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{file} is no trace of agents ({error}); give a file that Trace.save has written"
+                f"{file} is no search log of agents ({error}); give a file that SearchLog.save has "
+                "written"
             ) from error
 
 
-def _traced(run: AgentRun) -> LoggedRun:
-    ahead, accepted = _way(run.accepted), run.accepted
-    # A supervisor may have fired states of its own making, which were never committed.
+def _logged_run(run: AgentRun) -> LoggedRun:
+    accepted, accepted_path = run.accepted, _with_ancestors(run.accepted)
+    # A supervisor may have fired states that it made itself, which were never committed.
     states = {state.path: state for state in run.states}
     for state in run.states:
-        for above in _way(state.parent).values():
+        for above in _with_ancestors(state.parent).values():
             states.setdefault(above.path, above)
     return LoggedRun(
         run.id,
@@ -179,12 +182,12 @@ def _traced(run: AgentRun) -> LoggedRun:
         run.prompt_tokens,
         None if accepted is None else _short(accepted.value),
         None if run.error is None else _short(run.error),
-        tuple(_traced_state(state, ahead) for state in states.values()),
+        tuple(_logged_state(state, accepted_path) for state in states.values()),
     )
 
 
-def _way(state: State | None) -> dict[tuple[int, ...], State]:
-    """The state, and all above it, by their paths."""
+def _with_ancestors(state: State | None) -> dict[tuple[int, ...], State]:
+    """The state and all its ancestors, by their paths."""
     found: dict[tuple[int, ...], State] = {}
     while state:
         found[state.path] = state
@@ -192,8 +195,8 @@ def _way(state: State | None) -> dict[tuple[int, ...], State]:
     return found
 
 
-def _traced_state(state: State, ahead: Mapping[tuple[int, ...], State]) -> LoggedState:
-    if state.path in ahead:
+def _logged_state(state: State, accepted_path: Mapping[tuple[int, ...], State]) -> LoggedState:
+    if state.path in accepted_path:
         fate = "accepted"
     elif state.error is not None:
         fate = "failed"
@@ -226,42 +229,29 @@ def _waits_for(state: State) -> str:
 
 def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 
 
 # Pictures.
 
 
 def tree_picture(run: LoggedRun) -> "Figure":
-    """The search tree of a run, from left to right: what was accepted, gone on from, and pruned
-    (figure 2a of Hive), with scores.
+    """The search tree of a run, from left to right, with the fates and scores of its states.
+
+    Compare figure 2a of Hive.
 
     Raises:
       ImportError: matplotlib is not installed.
     """
-    places = _places(run)
-    deepest, widest = (max(place[axis] for place in places.values()) for axis in (0, 1))
-    figure = _figure(min(2.0 + 1.1 * (deepest + 1), 24.0), min(1.6 + 0.34 * (widest + 1), 40.0))
-    from matplotlib.collections import LineCollection
-
+    positions = _positions(run)
+    width, height = (max(position[axis] for position in positions.values()) for axis in (0, 1))
+    figure = _figure(min(2.0 + 1.1 * (width + 1), 24.0), min(1.6 + 0.34 * (height + 1), 40.0))
     ax = figure.add_subplot()
-    edges = [
-        (state.fate == "accepted", (places[state.parent], places[state.path]))
-        for state in run.states
-        if state.parent is not None
-    ]
-    ax.add_collection(
-        LineCollection(
-            [edge for _, edge in edges],
-            colors=[_LOOKS["accepted"][0] if way else "#CCCCCC" for way, _ in edges],
-            linewidths=[2.0 if way else 0.8 for way, _ in edges],
-            zorder=1,
-        )
-    )
-    for fate, (colour, marker, label) in _LOOKS.items():
-        if found := [places[state.path] for state in run.states if state.fate == fate]:
+    _draw_edges(ax, run, positions)
+    for fate, (colour, marker, label) in _FATE_STYLES.items():
+        if points := [positions[state.path] for state in run.states if state.fate == fate]:
             ax.scatter(
-                *zip(*found, strict=True),
+                *zip(*points, strict=True),
                 c=colour,
                 marker=marker,
                 s=60,
@@ -270,18 +260,14 @@ def tree_picture(run: LoggedRun) -> "Figure":
                 label=label,
                 zorder=2,
             )
-    if len(run.states) <= _LABELLED:
+    if len(run.states) <= _MAX_LABELLED:
         for state in run.states:
-            words = (
-                "begin"
-                if not state.path
-                else f"{state.waits_for} {state.line}"
-                if state.waits_for != "end"
-                else "end"
-            )
-            score = "" if state.score is None else f" {state.score:.3g}"
             ax.annotate(
-                words + score, places[state.path], (4, 6), textcoords="offset points", fontsize=7
+                _state_label(state),
+                positions[state.path],
+                (4, 6),
+                textcoords="offset points",
+                fontsize=7,
             )
     ax.set_title(
         f"{run.agent} under {run.supervisor}: {len(run.states)} states, {run.calls} model calls",
@@ -291,50 +277,84 @@ def tree_picture(run: LoggedRun) -> "Figure":
     ax.invert_yaxis()
     ax.margins(0.08)
     ax.axis("off")
-    figure.legend(loc="outside lower center", ncols=len(_LOOKS), frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=len(_FATE_STYLES), frameon=False, fontsize=9)
     return figure
 
 
-def _places(run: LoggedRun) -> dict[tuple[int, ...], tuple[float, float]]:
-    """Where each state stands: depth, and the middle of its children; leaves one below the other,
-    in the order of their firings."""
+def _draw_edges(
+    ax: "Axes", run: LoggedRun, positions: Mapping[tuple[int, ...], tuple[float, float]]
+) -> None:
+    """Draws the edges of a search tree; those on the path to the answer stand out."""
+    from matplotlib.collections import LineCollection
+
+    edges = [
+        (state.fate == "accepted", (positions[state.parent], positions[state.path]))
+        for state in run.states
+        if state.parent is not None
+    ]
+    lines = LineCollection(
+        [edge for _, edge in edges],
+        colors=[_FATE_STYLES["accepted"][0] if accepted else "#CCCCCC" for accepted, _ in edges],
+        linewidths=[2.0 if accepted else 0.8 for accepted, _ in edges],
+        zorder=1,
+    )
+    ax.add_collection(lines)
+
+
+def _state_label(state: LoggedState) -> str:
+    """The wait of a state, with its line, and its score."""
+    if not state.path:
+        wait = "begin"
+    elif state.waits_for == "end":
+        wait = "end"
+    else:
+        wait = f"{state.waits_for} {state.line}"
+    return wait if state.score is None else f"{wait} {state.score:.3g}"
+
+
+def _positions(run: LoggedRun) -> dict[tuple[int, ...], tuple[float, float]]:
+    """(x, y) of each state: its depth, and the middle of its children.
+
+    Leaves are one below the other, in the order of their firings.
+    """
     children: dict[tuple[int, ...], list[tuple[int, ...]]] = {
         state.path: [] for state in run.states
     }
     for state in run.states:
         if state.parent is not None:
             children[state.parent].append(state.path)
-    places: dict[tuple[int, ...], tuple[float, float]] = {}
+    positions: dict[tuple[int, ...], tuple[float, float]] = {}
     stack, leaves = [(run.states[0].path, 0, False)], 0
     while stack:
         path, depth, done = stack.pop()
         below = sorted(children[path])
         if done:
-            places[path] = depth, (places[below[0]][1] + places[below[-1]][1]) / 2
+            positions[path] = depth, (positions[below[0]][1] + positions[below[-1]][1]) / 2
         elif below:
             stack += [
                 (path, depth, True),
                 *((child, depth + 1, False) for child in reversed(below)),
             ]
         else:
-            places[path] = depth, float(leaves)
+            positions[path] = depth, float(leaves)
             leaves += 1
-    return places
+    return positions
 
 
-_BUSY: Mapping[str, str] = {"llm": "#0072B2", "tool": "#E69F00", "other": "#999999"}
-_BARS = 200
-"""Runs in a timeline, at most: the first ones."""
+_WAIT_COLOURS: Mapping[str, str] = {"llm": "#0072B2", "tool": "#E69F00", "other": "#999999"}
+_MAX_BARS = 200
+"""Limit of runs in a timeline, which shows the first ones."""
 
 
-def timeline_picture(trace: SearchLog) -> "Figure":
-    """One bar for each run, from its begin to its end, and in it what its firings waited for; what
-    was done at once is a line.
+def timeline_picture(log: SearchLog) -> "Figure":
+    """One bar for each run, from its start to its end, with the waits of its firings in it.
+
+    A firing that took no time is a line.
 
     Raises:
       ImportError: matplotlib is not installed.
     """
-    runs = trace.runs[:_BARS]
+    runs = log.runs[:_MAX_BARS]
     figure = _figure(9.0, 1.4 + 0.3 * len(runs))
     from matplotlib.patches import Patch
 
@@ -355,11 +375,11 @@ def timeline_picture(trace: SearchLog) -> "Figure":
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.invert_yaxis()
     ax.set(xlabel="seconds")
-    which = f", the first {len(runs)} of {len(trace.runs)}" if len(runs) < len(trace.runs) else ""
-    ax.set_title(f"What agents waited for{which}", loc="left", fontsize=10.5)
+    shown = f", the first {len(runs)} of {len(log.runs)}" if len(runs) < len(log.runs) else ""
+    ax.set_title(f"What agents waited for{shown}", loc="left", fontsize=10.5)
     labels = {"llm": "the model", "tool": "a tool", "other": "anything else"}
     figure.legend(
-        handles=[Patch(color=_BUSY[name], label=label) for name, label in labels.items()],
+        handles=[Patch(color=_WAIT_COLOURS[name], label=label) for name, label in labels.items()],
         loc="outside lower center",
         ncols=3,
         frameon=False,
@@ -369,23 +389,23 @@ def timeline_picture(trace: SearchLog) -> "Figure":
 
 
 def _draw_firings(ax: "Axes", row: int, run: LoggedRun) -> None:
-    """What firings of a run waited for; those at the same time one below the other."""
-    waited = {state.path: state.waits_for for state in run.states}
+    """Draws the waits of a run's firings; simultaneous ones are one below the other."""
+    waits = {state.path: state.waits_for for state in run.states}
     firings = sorted(
-        (state.began, state.ended, waited[state.parent])
+        (state.began, state.ended, waits[state.parent])
         for state in run.states
         if state.parent is not None
     )
-    lanes: list[float] = []  # where the last firing of each ends
-    placed = []
+    lanes: list[float] = []  # end of the last firing in each lane
+    lane_of_firing = []
     for began, ended, _ in firings:
         lane = next((i for i, end in enumerate(lanes) if end <= began), len(lanes))
         lanes[lane : lane + 1] = [ended]
-        placed.append(lane)
+        lane_of_firing.append(lane)
     height = 0.64 / max(len(lanes), 1)
-    colours = [_BUSY.get(kind, _BUSY["other"]) for _, _, kind in firings]
+    colours = [_WAIT_COLOURS.get(kind, _WAIT_COLOURS["other"]) for _, _, kind in firings]
     ax.barh(
-        [row - 0.32 + height * (lane + 0.5) for lane in placed],
+        [row - 0.32 + height * (lane + 0.5) for lane in lane_of_firing],
         [ended - began for began, ended, _ in firings],
         height * 0.9,
         left=[began for began, _, _ in firings],

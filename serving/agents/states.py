@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import types
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
@@ -12,28 +13,30 @@ if TYPE_CHECKING:
     from jaxshare.serving.agents.compiler.frames import Frame
 
 
-_OF_OTHERS = frozenset((ChildNext, ChildResult, Yielded))
-"""What only another agent can give."""
+_FROM_AGENTS = frozenset((ChildNext, ChildResult, Yielded))
+"""Requests that another agent has to answer."""
 
 
 @dataclasses.dataclass(eq=False)
 class State:
-    """Where a run of an agent can be gone on from, any number of times.
+    """A point of an agent's run from which it can be continued any number of times.
 
     Attributes:
       agent: the agent's name.
-      run: which of its runs.
-      path: its position in the tree of the run: of each state on the way, which of its firings; ()
-        for the first.
-      parent: the state that was fired to come here, None for the first.
-      dialogue: with the model, up to here.
-      waiting: what the agent waits for; None where it has not begun or is at its end.
-      line: in which line it waits.
-      finished: whether the agent has returned; `value` is what.
-      error: what the agent has raised, which ends this path.
-      score: what the supervisor's value function gave it, where that was asked.
-      fired: how often it was.
-      times: when the firing that it comes of began and ended, in seconds since the runtime's start.
+      run: the id of its run.
+      path: position in the tree of the run: the index of the firing of each state on the way; ()
+        for the first state.
+      parent: the state whose firing led to this one, None for the first.
+      dialogue: the dialogue with the model so far.
+      waiting: the request that the agent waits for; None before its start and at its end.
+      line: the line in which it waits.
+      finished: whether the agent has returned; `value` is its return value.
+      error: the error that the agent has raised, which ends this path.
+      score: the score given by the supervisor's value function, or None.
+      fired: number of its firings.
+      times: start and end of the firing that led to it, in seconds since the runtime's start.
+      frame: the agent's variables and position in its code.
+      arrived: the outcome of a wait for another agent, once there.
     """
 
     agent: str
@@ -54,40 +57,39 @@ class State:
 
     @property
     def ended(self) -> bool:
-        """Whether there is nothing to fire: it has returned, or raised."""
+        """True if the agent has returned or raised, so that the state cannot be fired."""
         return self.finished or self.error is not None
 
     @property
     def asks_model(self) -> bool:
-        """Whether it waits for the model, so that every firing may come to something else."""
+        """True if it waits for the model, so that every firing may lead to another state."""
         return isinstance(self.waiting, Llm)
 
     @property
     def sleeping(self) -> bool:
-        """Whether it waits for another agent that has not given what it waits for."""
-        return type(self.waiting) in _OF_OTHERS and self.arrived is None
+        """True if it waits for a value of another agent that has not arrived."""
+        return type(self.waiting) in _FROM_AGENTS and self.arrived is None
 
     @property
     def variables(self) -> Mapping[str, Any]:
-        """The agent's variables, to look at."""
+        """A read-only view of the agent's variables."""
         return types.MappingProxyType(
             {name: value for name, value in (self.frame or {}).items() if "." not in name}
         )
 
     def __repr__(self) -> str:
-        what = (
-            f"returned {self.value!r}"
-            if self.finished
-            else f"raised {self.error!r}"
-            if self.error
-            else f"waits in line {self.line}"
-        )
-        return f"<State {self.run}{list(self.path)} {what if self.path or self.ended else 'has not begun'}>"
+        if self.finished:
+            situation = f"returned {self.value!r}"
+        elif self.error:
+            situation = f"raised {self.error!r}"
+        else:
+            situation = f"waits in line {self.line}" if self.path else "has not begun"
+        return f"<State {self.run}{list(self.path)} {situation}>"
 
 
 @dataclasses.dataclass(slots=True)
 class Arrival:
-    """What a state waited for has come: a value, or an error."""
+    """The outcome of a state's wait: a value, or an error."""
 
     value: Any = None
     error: BaseException | None = None
@@ -95,14 +97,14 @@ class Arrival:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Of one run of an agent, its own model calls alone; None is no bound.
+    """The budget of one run of an agent, for its own model calls alone; None is no limit.
 
     Attributes:
-      calls: model calls; each of n answers is one, and each retry. A firing that would need one
-        more is given up, and the run is at its end when nothing else can go on.
-      tokens: written by the model: the same, once so many are; what is being written then is still
-        counted on.
-      seconds: of wall time; what is under way then is cancelled.
+      calls: limit of model calls; each of n answers is one, and each retry. A firing that would
+        need one more is given up, and the run ends when nothing else can go on.
+      tokens: limit of generated tokens, with the same effect once it is reached; answers that are
+        under way at that time are completed and still counted.
+      seconds: limit of wall time; work that is under way at its end is cancelled.
     """
 
     calls: int | None = None
@@ -119,24 +121,24 @@ class Budget:
 
 
 class Supervisor:
-    """Decides which states of an agent are fired. Four callbacks; whatever the agent is, the same
-    supervisor can search its states.
+    """Decides which states of an agent are fired, by four callbacks that fit any agent.
 
-    What is given to @agent is a pattern: every run of the agent has a copy of its own, whose `init`
-    sets up all that changes.
+    The supervisor given to @agent is a pattern: every run of the agent has a copy of its own, whose
+    `init` sets up all that changes.
 
-    An object that has the four callbacks need not be derived from this. What it does not have of
-    the rest is as it is here, but for its end: where it does not set `over`, its run is over when
-    it fires nothing and nothing is under way; where it does not set `accepted`, the answer is the
-    finished state that stands first in the tree.
+    An object with the four callbacks need not be derived from this class. The attributes and
+    methods that it lacks are those of this class, except at its end: if it does not set `over`, its
+    run is over when it fires nothing and nothing is under way; if it does not set `accepted`, the
+    answer is the finished state that is first in the tree.
 
     Attributes:
-      budget: of a run.
-      value: what judges states that `judges` asks for, before they are committed: a function of the
-        `State`, or an agent, which is spawned with the state's `Judged` view. It gives a number.
-      over: nothing more is to be fired, and
-      accepted: the finished state that is the answer, None where there is none; a state that has
-        raised ends the run with its error.
+      budget: the budget of a run.
+      value: the value function, which scores the states that `judges` selects before they are
+        committed: a function of the `State`, or an agent, which is spawned with the state's
+        `Judged` view. It gives a number.
+      over: whether nothing more is to be fired.
+      accepted: once over, the finished state that is the answer, or None; a state that has raised
+        ends the run with its error.
     """
 
     budget: Budget = Budget()
@@ -145,28 +147,27 @@ class Supervisor:
     accepted: State | None = None
 
     def begin(self) -> Self:
-        """A copy for one run."""
+        """A copy of this pattern for one run."""
         return copy.copy(self)
 
     def init(self, root: State) -> None:
-        """The run begins; root has not begun."""
+        """Called at the start of the run, with the state before the agent's first line."""
         raise NotImplementedError
 
     def fire(self) -> Iterable[State]:
-        """The states to fire now, a state as many times as it is named. Asked after every other
-        callback."""
+        """The states to fire now, each as often as listed; called after every other callback."""
         raise NotImplementedError
 
     def commit(self, state: State) -> None:
-        """A firing has come to this new state; where it is `sleeping`, `wake` follows."""
+        """Called when a firing has led to this new state; `wake` follows if it is `sleeping`."""
         raise NotImplementedError
 
     def wake(self, state: State) -> None:
-        """What a sleeping state waited for has arrived."""
+        """Called when the value that a sleeping state waits for has arrived."""
         raise NotImplementedError
 
     def judges(self, state: State) -> bool:
-        """Whether a new state needs a score."""
+        """True if a new state needs a score."""
         return (
             self.value is not None
             and not state.sleeping
@@ -175,13 +176,12 @@ class Supervisor:
         )
 
     def stop(self, reason: str) -> None:
-        """The budget is used up: what is there has to do."""
+        """Ends the search, since the budget is used up; the answer is chosen from what there is."""
         self.over = True
 
 
-def begun(pattern: Any) -> Supervisor:
-    """A supervisor for one run. What an object with the four callbacks alone does not say is as
-    `Supervisor` has it."""
+def supervisor_for_run(pattern: Any) -> Supervisor:
+    """A copy of a pattern for one run, with the parts of `Supervisor` that the pattern lacks."""
     if isinstance(pattern, Supervisor):
         return pattern.begin()
     made = copy.copy(pattern)
@@ -195,11 +195,9 @@ def begun(pattern: Any) -> Supervisor:
 
 
 class Paths(Supervisor):
-    """What most supervisors have in common: a state in which nothing is to be chosen, since it does
-    not wait for the model, is fired once.
+    """A supervisor that fires once each state that does not wait for the model.
 
-    A subclass says in `reached` what to do with states that wait for the model, and with those that
-    have ended.
+    A subclass decides in `reached` about states that wait for the model and states that have ended.
     """
 
     def init(self, root: State) -> None:
@@ -208,11 +206,11 @@ class Paths(Supervisor):
         self.start(root)
 
     def start(self, root: State) -> None:
-        """Fires what there is at first."""
+        """Makes the first states ready to be fired."""
         self._ready.append(root)
 
     def reached(self, state: State) -> None:
-        """A path has come to a state that asks the model, or to its end."""
+        """Called when a path has come to a state that waits for the model, or to its end."""
         raise NotImplementedError
 
     def fire(self) -> Iterable[State]:
@@ -230,7 +228,7 @@ class Paths(Supervisor):
 
 
 class Single(Paths):
-    """One path, as the agent would run by itself."""
+    """Follows one path, as the agent would run by itself."""
 
     def __init__(self, budget: Budget = Budget()):
         self.budget = budget
@@ -240,3 +238,13 @@ class Single(Paths):
             self.over, self.accepted = True, state
         else:
             self._ready.append(state)
+
+
+def best(states: Iterable[State], count: int = 1) -> list[State]:
+    """The states with the highest scores, best first; equal scores in the order of the tree."""
+    return sorted(states, key=lambda state: (-comparable_score(state), state.path))[:count]
+
+
+def comparable_score(state: State) -> float:
+    """A state's score to compare it by: less than any number if it has none, or NaN."""
+    return -math.inf if state.score is None or math.isnan(state.score) else state.score

@@ -1,2 +1,4 @@
-"""The compiler of agents: coroutines become flow graphs of small instructions whose state can be
-copied (Hive, section 5)."""
+"""The compiler of agents: it turns coroutines into flow graphs of instructions with copyable state.
+
+Follows section 5 of Hive.
+"""

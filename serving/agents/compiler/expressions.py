@@ -1,4 +1,4 @@
-"""An agent's expressions, lowered: what comes before a wait is evaluated before it and kept."""
+"""Lowers an agent's expressions: values before a wait are evaluated first, into temporaries."""
 
 import ast
 from collections.abc import Callable, Sequence
@@ -8,9 +8,9 @@ from jaxshare.serving.agents.compiler.instructions import (
     Do,
     Emitter,
     Label,
-    at,
     builtin,
     is_temporary,
+    located,
     suspends,
 )
 from jaxshare.serving.agents.compiler.variables import comprehension_names
@@ -35,8 +35,7 @@ class Expressions(Emitter):
         raise NotImplementedError
 
     def _value(self, node: ast.expr) -> ast.expr:
-        """An expression for the same value that does not wait, once what comes first has been
-        done."""
+        """An expression for the same value that does not wait; emits all that comes before it."""
         if not suspends(node):
             return node
         lower = getattr(self, f"_value_{type(node).__name__}", None)
@@ -52,7 +51,7 @@ class Expressions(Emitter):
         self._emit(
             Do.WAIT,
             node,
-            body=[at(ast.Return(value), node)],
+            body=[located(ast.Return(value), node)],
             store=store,
             is_yield=isinstance(node, ast.Yield),
             what=getattr(node, "words", ""),
@@ -66,12 +65,12 @@ class Expressions(Emitter):
         return self._wait(node, self._value(node.value) if node.value else ast.Constant(None))
 
     def _sequence(self, nodes: Sequence[ast.expr]) -> list[ast.expr]:
-        """Values of expressions that are evaluated one after the other."""
+        """The values of expressions that are evaluated in order."""
         last = max((i for i, node in enumerate(nodes) if suspends(node)), default=-1)
         values = []
         for i, node in enumerate(nodes):
             starred = isinstance(node, ast.Starred)
-            value = self._value(node.value if starred else node)  # pyright: ignore[reportAttributeAccessIssue]
+            value = self._value(node.value if isinstance(node, ast.Starred) else node)
             if i < last and starred:
                 value = self._keep(ast.List([ast.Starred(value, ast.Load())], ast.Load()), node)
             elif i < last and not isinstance(value, ast.Constant) and not is_temporary(value):
@@ -92,7 +91,7 @@ class Expressions(Emitter):
             else None
         )
         if method and (isinstance(method.value, ast.Constant) or is_temporary(method.value)):
-            # Nobody sees when a string's or a new list's method is looked up.
+            # Looking up the method of a string or a new list early has no visible effect.
             function, *rest = method, *self._sequence([*node.args, *mappings])
         else:
             function, *rest = self._sequence([node.func, *node.args, *mappings])
@@ -159,7 +158,7 @@ class Expressions(Emitter):
         return value
 
     def _value_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
-        """Each part is formatted before the next is waited for."""
+        """Lowers an f-string: each part is formatted before the wait of the next one."""
         last = max(i for i, part in enumerate(node.values) if suspends(part))
         parts: list[ast.expr] = []
         for i, part in enumerate(node.values):
@@ -175,31 +174,34 @@ class Expressions(Emitter):
         return ast.JoinedStr(parts)
 
     def _choice(
-        self, node: ast.expr, values: Sequence[ast.expr], go_on: Callable[[ast.expr, Label], None]
+        self,
+        node: ast.expr,
+        values: Sequence[ast.expr],
+        emit_test: Callable[[ast.expr, Label], None],
     ) -> ast.expr:
-        """The first of the values after which `go_on` does not go on, else the last."""
+        """The first value at which the emitted test jumps to the end, else the last value."""
         name, end = self._temporary(), Label()
         for i, value in enumerate(values):
             self._set(name, self._value(value), node)
             if i < len(values) - 1:
-                go_on(ast.copy_location(ast.Name(name, ast.Load()), node), end)
+                emit_test(ast.copy_location(ast.Name(name, ast.Load()), node), end)
         self._place(end)
         return ast.Name(name, ast.Load())
 
     def _value_BoolOp(self, node: ast.BoolOp) -> ast.expr:
-        def go_on(value: ast.expr, end: Label) -> None:
+        def emit_test(value: ast.expr, end: Label) -> None:
             self._test(
                 value if isinstance(node.op, ast.And) else ast.UnaryOp(ast.Not(), value), end, node
             )
 
-        return self._choice(node, node.values, go_on)
+        return self._choice(node, node.values, emit_test)
 
     def _value_IfExp(self, node: ast.IfExp) -> ast.expr:
-        name, no, end = self._temporary(), Label(), Label()
-        self._test(self._value(node.test), no, node)
+        name, otherwise, end = self._temporary(), Label(), Label()
+        self._test(self._value(node.test), otherwise, node)
         self._set(name, self._value(node.body), node)
         self._emit(Do.JUMP, node, to=end)
-        self._place(no)
+        self._place(otherwise)
         self._set(name, self._value(node.orelse), node)
         self._place(end)
         return ast.Name(name, ast.Load())
@@ -222,7 +224,7 @@ class Expressions(Emitter):
     def _comprehension(
         self, node: Any, empty: ast.expr, add: Callable[[ast.expr], ast.stmt]
     ) -> ast.expr:
-        """As the loops that it stands for, over variables of its own."""
+        """Lowers a comprehension to the equivalent loops, over renamed variables."""
         names = comprehension_names(node)
         for inner in ast.walk(node):
             if isinstance(inner, ast.Lambda) and any(
@@ -232,11 +234,11 @@ class Expressions(Emitter):
                     inner, "a lambda over the variables of a comprehension that waits; write a loop"
                 )
         made = self._keep(empty, node)
-        apart = _Apart({name: f"{name}{self._temporary()}" for name in names})
-        self._variables.update(apart.names.values())
-        # What is gone through first is evaluated outside.
+        renaming = _RenameVariables({name: f"{name}{self._temporary()}" for name in names})
+        self._variables.update(renaming.names.values())
+        # The first iterable is evaluated outside the comprehension's scope.
         first, node.generators[0].iter = node.generators[0].iter, ast.Constant(None)
-        node = apart.visit(node)
+        node = renaming.visit(node)
         node.generators[0].iter = first
         body: list[ast.stmt] = [add(made)]
         for generator in reversed(node.generators):
@@ -250,9 +252,11 @@ class Expressions(Emitter):
         )
         return made
 
-    def _first_alone(self, node: Any) -> ast.expr | None:
-        """A comprehension that waits for nothing but what it goes through, which Python evaluates
-        before all else."""
+    def _wait_in_first_iterable(self, node: Any) -> ast.expr | None:
+        """The comprehension with its first iterable lowered, or None if it waits elsewhere too.
+
+        Python evaluates the first iterable before all else.
+        """
         first, *others = node.generators
         rest = [
             *first.ifs,
@@ -265,7 +269,7 @@ class Expressions(Emitter):
         return node
 
     def _value_GeneratorExp(self, node: ast.GeneratorExp) -> ast.expr:
-        if made := self._first_alone(node):
+        if made := self._wait_in_first_iterable(node):
             return made
         raise self.refuse(
             node,
@@ -275,26 +279,28 @@ class Expressions(Emitter):
 
     def _value_ListComp(self, node: ast.ListComp) -> ast.expr:
         empty = ast.List([], ast.Load())
-        return self._first_alone(node) or self._comprehension(
+        return self._wait_in_first_iterable(node) or self._comprehension(
             node, empty, lambda made: _method(made, "append", node.elt)
         )
 
     def _value_SetComp(self, node: ast.SetComp) -> ast.expr:
         empty = ast.Call(builtin("set"), [], [])
-        return self._first_alone(node) or self._comprehension(
+        return self._wait_in_first_iterable(node) or self._comprehension(
             node, empty, lambda made: _method(made, "add", node.elt)
         )
 
     def _value_DictComp(self, node: ast.DictComp) -> ast.expr:
         def add(made: ast.expr) -> ast.stmt:
-            # The key comes before the value, other than in an assignment.
+            # The key is evaluated before the value, unlike in an assignment.
             return _method(made, "__setitem__", node.key, node.value)
 
-        return self._first_alone(node) or self._comprehension(node, ast.Dict([], []), add)
+        return self._wait_in_first_iterable(node) or self._comprehension(
+            node, ast.Dict([], []), add
+        )
 
 
-class _Apart(ast.NodeTransformer):
-    """Gives a comprehension's variables names of their own."""
+class _RenameVariables(ast.NodeTransformer):
+    """Renames a comprehension's variables."""
 
     def __init__(self, names: dict[str, str]):
         self.names = names
@@ -303,7 +309,7 @@ class _Apart(ast.NodeTransformer):
         return ast.copy_location(ast.Name(self.names.get(node.id, node.id), node.ctx), node)
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
-        # Its own arguments may have these names.
+        # The body stays as it is: the lambda's own arguments may have these names.
         node.args = self.visit(node.args)
         return node
 

@@ -1,10 +1,11 @@
-"""The flow graph of an agent (Hive, figure 6): one state for each place where it waits, and where
-it can go from there.
+"""The flow graph of an agent: a state for each wait in its source, and the states that may follow.
+
+Compare figure 6 of Hive.
 
     print(agent.graph)            # a line for each state
     print(agent.graph.mermaid())  # for a page that draws Mermaid
 
-In a notebook the graph is a picture.
+A notebook shows the graph as a picture.
 """
 
 import ast
@@ -21,16 +22,16 @@ _KINDS = {"llm": "llm", "tool": "tool", "next": "next", "result": "result"}
 
 @dataclasses.dataclass(frozen=True)
 class FlowNode:
-    """A state.
+    """One state of the flow graph.
 
     Attributes:
-      number: 0 for the start, then as the places stand in the source, the end last.
-      kind: start or end, or what is waited for: llm, tool, next, result, yield, or await for all
-        else.
-      line: of the agent's file.
-      text: what is waited for, in the agent's words.
-      to: states that can come next, in order; `errors` those of them that only an exception leads
-        to.
+      number: 0 for the start, then in the order of the source, the end last.
+      kind: start, end, or the kind of the wait: llm, tool, next, result, yield, or await for all
+        others.
+      line: line of the agent's file.
+      text: source of the awaited expression.
+      to: numbers of the states that can come next, in order.
+      errors: those of them that only an exception leads to.
     """
 
     number: int
@@ -42,20 +43,21 @@ class FlowNode:
 
     @property
     def label(self) -> str:
-        """What tells it apart from the others."""
+        """A text that identifies the state within its graph."""
         return self.kind if self.kind in ("start", "end") else f"{self.line}: {self.text}"
 
 
 @dataclasses.dataclass(frozen=True)
 class FlowGraph:
-    """An agent's states and what may follow what. An exception that leaves the agent is no end, and
-    no edge.
+    """The states of an agent and the edges between them.
+
+    An exception that leaves the agent is neither the end nor an edge.
 
     Attributes:
-      name: the agent's.
-      nodes: by their numbers.
-      state: the number of the state in which each waiting instruction of the program is. What a
-        finally clause waits for is one state, though the program has it once for each way there.
+      name: the agent's name.
+      nodes: the states, by number.
+      state: the number of the state of each WAIT instruction. A wait in a finally clause is one
+        state, though the program has an instruction for each way there.
     """
 
     name: str
@@ -64,46 +66,48 @@ class FlowGraph:
 
     @classmethod
     def of(cls, program: Program) -> "FlowGraph":
-        """The graph of a compiled agent; code that cannot be reached is not in it."""
+        """The graph of a compiled agent, without unreachable code."""
         instructions = program.instructions
         reached = _reached(instructions, [0], errors=True, through=True)
         waits = sorted(
             (i for i in reached if instructions[i].do is Do.WAIT),
-            key=lambda i: (_place(instructions[i]), i),
+            key=lambda i: (_source_position(instructions[i]), i),
         )
-        places = sorted({_place(instructions[i]) for i in waits})
-        state = {i: places.index(_place(instructions[i])) + 1 for i in waits}
-        end = len(places) + 1
+        positions = sorted({_source_position(instructions[i]) for i in waits})
+        state = {i: positions.index(_source_position(instructions[i])) + 1 for i in waits}
+        end = len(positions) + 1
 
-        def leads(begin: Iterable[int], errors: bool) -> set[int]:
-            found = _reached(instructions, begin, errors)
+        def states_after(start: Iterable[int], errors: bool) -> set[int]:
+            found = _reached(instructions, start, errors)
             return {state.get(i, end) for i in found if instructions[i].do in (Do.WAIT, Do.RETURN)}
 
-        def node(number: int, kind: str, line: int, text: str, at: list[int]) -> FlowNode:
-            plain = leads([j for i in at for j in successors(instructions, i)], False)
+        def node(number: int, kind: str, line: int, text: str, indices: list[int]) -> FlowNode:
+            plain = states_after([j for i in indices for j in successors(instructions, i)], False)
             handlers = [
                 h
-                for i in at
+                for i in indices
                 if instructions[i].do is Do.WAIT and (h := instructions[i].handler) is not None
             ]
-            every = plain | leads(
-                [*handlers, *(j for i in at for j in successors(instructions, i))], True
+            every = plain | states_after(
+                [*handlers, *(j for i in indices for j in successors(instructions, i))], True
             )
             return FlowNode(
                 number, kind, line, text, tuple(sorted(every)), frozenset(every - plain)
             )
 
         nodes = [node(0, "start", program.function.__code__.co_firstlineno, program.name, [0])]
-        for number, place in enumerate(places, 1):
-            at = [i for i in waits if _place(instructions[i]) == place]
-            text = instructions[at[0]].what
-            text = text[1:-1] if instructions[at[0]].is_yield and text[:1] == "(" else text
-            nodes.append(node(number, _kind(instructions[at[0]]), place[0], text, at))
+        for number, position in enumerate(positions, 1):
+            indices = [i for i in waits if _source_position(instructions[i]) == position]
+            text = instructions[indices[0]].what
+            text = text[1:-1] if instructions[indices[0]].is_yield and text[:1] == "(" else text
+            nodes.append(node(number, _kind(instructions[indices[0]]), position[0], text, indices))
         return cls(program.name, (*nodes, FlowNode(end, "end", instructions[-1].line, "")), state)
 
     def __str__(self) -> str:
-        """One line a state: its number, its kind, its line and text, and where it can go; ! marks
-        where only an exception leads."""
+        """One line for each state: number, kind, line and text, and the next states.
+
+        ! marks states that only an exception leads to.
+        """
         end = len(self.nodes) - 1
         rows = []
         for node in self.nodes:
@@ -118,7 +122,7 @@ class FlowGraph:
         return "\n".join([self.name, *rows])
 
     def mermaid(self) -> str:
-        """The graph as a state diagram of Mermaid."""
+        """The graph as a Mermaid state diagram."""
 
         def name(number: int) -> str:
             return "[*]" if number in (0, len(self.nodes) - 1) else f"s{number}"
@@ -132,8 +136,7 @@ class FlowGraph:
         return "\n".join(["stateDiagram-v2", *lines]) + "\n"
 
     def svg(self) -> str:
-        """A picture: the states in the order of the source, ways forward at their right, ways back
-        at their left."""
+        """A picture of the states in source order; forward edges are right, backward edges left."""
         labels = [textwrap.shorten(node.label, 72, placeholder="...") for node in self.nodes]
         width = 16 + 7 * max(map(len, labels))
         left = 20 + 9 * max(
@@ -156,15 +159,21 @@ class FlowGraph:
                     ' stroke-dasharray="4 3"' * (to in node.errors),
                 )
                 if to == node.number + 1:
-                    way = f"M {left + width / 2} {y + 26} V {target - 2}"
+                    path = f"M {left + width / 2} {y + 26} V {target - 2}"
                 elif to > node.number:
                     side, bend = left + width, left + width + 10 + far
-                    way = f"M {side} {y + 18} C {bend} {y + 18} {bend} {target + 8} {side + 2} {target + 8}"
+                    path = (
+                        f"M {side} {y + 18} "
+                        f"C {bend} {y + 18} {bend} {target + 8} {side + 2} {target + 8}"
+                    )
                 else:
                     bend = left - 10 - far
-                    way = f"M {left} {y + 8} C {bend} {y + 8} {bend} {target + 18} {left - 2} {target + 18}"
+                    path = (
+                        f"M {left} {y + 8} "
+                        f"C {bend} {y + 8} {bend} {target + 18} {left - 2} {target + 18}"
+                    )
                 made.append(
-                    f'<path d="{way}" fill="none" stroke="#555" marker-end="url(#tip)"{dash}/>'
+                    f'<path d="{path}" fill="none" stroke="#555" marker-end="url(#tip)"{dash}/>'
                 )
         head = (
             '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
@@ -172,7 +181,9 @@ class FlowGraph:
             'fill="#555"/></marker></defs>'
         )
         size = f'width="{left + width + right}" height="{10 + 44 * len(self.nodes)}"'
-        return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="monospace" font-size="11">{head}{"".join(made)}</svg>'
+        font = 'font-family="monospace" font-size="11"'
+        start = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>'
+        return f"{start}{head}{''.join(made)}</svg>"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return {
@@ -194,17 +205,19 @@ _COLOURS = {
 }
 
 
-def _place(instruction: Instruction) -> tuple[int, int]:
+def _source_position(instruction: Instruction) -> tuple[int, int]:
     return instruction.line, instruction.column
 
 
 def _reached(
-    instructions: tuple[Instruction, ...], begin: Iterable[int], errors: bool, through: bool = False
+    instructions: tuple[Instruction, ...], start: Iterable[int], errors: bool, through: bool = False
 ) -> set[int]:
-    """The instructions that can be run from these on, up to the next wait or through all; with
-    errors, also because one raises."""
+    """The instructions reachable from these, up to the next wait or, with `through`, beyond it.
+
+    With `errors`, exceptions lead to handlers too.
+    """
     found: set[int] = set()
-    todo = list(begin)
+    todo = list(start)
     while todo:
         number = todo.pop()
         if number in found:
@@ -223,7 +236,7 @@ def _reached(
 
 
 def _kind(instruction: Instruction) -> str:
-    """What a wait is for, by what is called."""
+    """The kind of a wait, by the name of the called function."""
     if instruction.is_yield:
         return "yield"
     waited = ast.parse(instruction.what, mode="eval").body
@@ -243,6 +256,5 @@ def _kind(instruction: Instruction) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text that Mermaid shows as it is: what it might take for its own is written as an entity, by
-    number."""
+    """The text with characters that Mermaid might interpret as numeric entities."""
     return "".join(c if c.isalnum() or c in " _.,()'=+*/-" else f"#{ord(c)};" for c in text)

@@ -1,7 +1,7 @@
-"""What holds an agent's variables between two waits, and how it is copied.
+"""Frames hold an agent's variables between two waits, and can be copied.
 
-Python's own frames cannot be copied. A `Frame` is a dictionary of the variables by name, and a
-`Closure` is a function defined in an agent that knows how to be moved to another frame.
+Python's own frames cannot. A `Frame` is a dictionary of the variables by name, and a `Closure` is a
+function defined in an agent whose copy uses the variables of the copied frame.
 """
 
 import builtins
@@ -15,34 +15,32 @@ from typing import Any, Self
 import jax
 
 FRAME = ".frame"
-"""The one argument of every compiled piece. No name of Python's can be spelled like that, and the
-compiler does not mind."""
+"""The one argument of every compiled piece: no valid Python name, but the compiler accepts it."""
 
 
 class Frame(dict[str, Any]):
-    """The variables of one run of an agent, by name, and what else makes it up between two
-    suspensions.
+    """The variables of one run of an agent, by name, with the rest of its state at a wait.
 
     Attributes:
-      cells: of the functions around the agent, by name.
-      at: the index of the instruction to run next.
-      handlers: of the try statements that are under way, outermost first: the instruction to go on
-        with, and how many exceptions were being handled when the statement began.
+      cells: variables of the functions around the agent, by name.
+      position: the index of the instruction to run next.
+      handlers: one entry for each try statement under way, outermost first: the instruction to
+        continue with, and the number of exceptions being handled when the statement began.
       handling: exceptions that are being handled, outermost first.
-      thrown: what the instruction that was waited for raises.
-      tracebacks: exceptions in it, with what they had when it began to wait. Copies share
-        exceptions, and Python writes to them when they are raised again; a run puts back what it
-        knew.
-      flat: of a snapshot, lists in it that hold nothing that changes.
+      thrown: the exception that the current wait raises.
+      tracebacks: exceptions in the frame, with the traceback and context that they had at the start
+        of the wait. Copies share exceptions, and Python writes to them when they are raised again;
+        `resume` restores both.
+      flat: in a snapshot, its lists of constants.
     """
 
-    __slots__ = ("at", "cells", "flat", "handlers", "handling", "thrown", "tracebacks")
+    __slots__ = ("cells", "flat", "handlers", "handling", "position", "thrown", "tracebacks")
     builtins = builtins
 
     def __init__(self, variables: dict[str, Any], cells: "Cells"):
         super().__init__(variables)
         self.cells = cells
-        self.at = 0
+        self.position = 0
         self.handlers: tuple[tuple[int, int], ...] = ()
         self.handling: tuple[BaseException, ...] = ()
         self.thrown: BaseException | None = None
@@ -52,14 +50,14 @@ class Frame(dict[str, Any]):
         self.flat: Sequence[list[Any]] = ()
 
     def __missing__(self, name: str) -> Any:
-        # A comprehension's variables carry a number.
+        # The name of a comprehension's variable ends with "." and a number.
         raise UnboundLocalError(
             f"cannot access local variable {name.partition('.')[0]!r} where it is not associated "
             "with a value"
         )
 
     def free(self, name: str) -> Any:
-        """A variable, from a function inside the agent."""
+        """The value of a variable that a function inside the agent uses."""
         if name not in self:
             raise NameError(
                 f"cannot access free variable {name!r} where it is not associated with a value in "
@@ -68,26 +66,26 @@ class Frame(dict[str, Any]):
         return self[name]
 
     def bind(self, name: str, value: Any) -> Any:
-        """Binds a name, and is its value: what := does."""
+        """Binds a name and returns its value, as := does."""
         self[name] = value
         return value
 
     def unbind(self, name: str) -> None:
-        """What del does."""
+        """Deletes a name, as del does."""
         self[name]  # raises as del would
         del self[name]
 
     def forget(self, name: str) -> None:
-        """What the end of an except clause does with the exception's name, bound or not."""
+        """Deletes a name, bound or not, as the end of an except clause does."""
         self.pop(name, None)
 
-    def taken(self) -> BaseException | None:
-        """What was thrown, once."""
+    def take_thrown(self) -> BaseException | None:
+        """Returns `thrown`, and clears it."""
         exception, self.thrown = self.thrown, None
         return exception
 
     def matches(self, kind: Any) -> bool:
-        """Whether an except clause that names `kind` is for the exception that is being handled."""
+        """True if an except clause for `kind` catches the exception that is being handled."""
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if not all(isinstance(k, type) and issubclass(k, BaseException) for k in kinds):
             raise TypeError(
@@ -100,7 +98,7 @@ class Frame(dict[str, Any]):
         return self.handling[-1]
 
     def enter(self, manager: Any) -> Any:
-        """Begins a with statement."""
+        """Starts a with statement."""
         kind = type(manager)
         if not (hasattr(kind, "__enter__") and hasattr(kind, "__exit__")):
             raise TypeError(
@@ -109,12 +107,11 @@ class Frame(dict[str, Any]):
         return kind.__enter__(manager)
 
     def leave(self, manager: Any) -> None:
-        """Ends it."""
+        """Ends a with statement."""
         type(manager).__exit__(manager, None, None, None)
 
     def swallows(self, manager: Any) -> bool:
-        """Ends it because of the exception that is being handled; whether that is at an end,
-        too."""
+        """Ends a with statement by the handled exception; True if the manager suppresses that."""
         exception = self.handled()
         return bool(
             type(manager).__exit__(manager, type(exception), exception, exception.__traceback__)
@@ -122,8 +119,7 @@ class Frame(dict[str, Any]):
 
     @staticmethod
     def closure(function: Any) -> Any:
-        """What a function that is defined in an agent, and what its decorators make of it, is kept
-        as."""
+        """Makes a `Closure` of a function defined in an agent, or of a decorated one, if needed."""
         if isinstance(function, types.FunctionType) and (
             function.__closure__ or function.__defaults__ or function.__kwdefaults__
         ):
@@ -139,9 +135,9 @@ class Frame(dict[str, Any]):
         return function
 
     def empty(self) -> Self:
-        """Where this frame is, without variables."""
+        """A frame at the same position, without variables."""
         made = type(self).__new__(type(self))
-        made.cells, made.at, made.thrown = self.cells, self.at, self.thrown
+        made.cells, made.position, made.thrown = self.cells, self.position, self.thrown
         made.handlers, made.handling, made.tracebacks, made.flat = (
             self.handlers,
             self.handling,
@@ -151,7 +147,7 @@ class Frame(dict[str, Any]):
         return made
 
     def pause(self) -> None:
-        """Notes how exceptions are when it waits."""
+        """Saves the tracebacks of its exceptions at the start of a wait."""
         exceptions = self.handling
         for value in self.values():
             if isinstance(value, BaseException):
@@ -161,7 +157,7 @@ class Frame(dict[str, Any]):
         )
 
     def resume(self) -> None:
-        """It runs on: its lists may change, and exceptions are again as this run has left them."""
+        """Continues after a wait: restores tracebacks; lists may change from now on."""
         self.flat = ()
         for exception, traceback, context in self.tracebacks:
             exception.__traceback__, exception.__context__ = traceback, context
@@ -175,13 +171,13 @@ class Frame(dict[str, Any]):
 
 
 class Closure:
-    """A function inside an agent that uses the agent's variables, or those of a function in it, or
-    has defaults that can change.
+    """A function inside an agent that a copy of the agent must not share.
 
-    A copy uses those of the agent's copy.
+    It uses variables of the agent or of a function in it, or has mutable defaults. A copy of it
+    uses those of the agent's copy.
     """
 
-    __slots__ = ("__dict__", "_function")  # functools.wraps hands on all of what is in the first
+    __slots__ = ("__dict__", "_function")  # functools.wraps copies all entries of __dict__
 
     def __init__(self, function: types.FunctionType):
         functools.update_wrapper(self, function)
@@ -208,7 +204,7 @@ class Closure:
 
 
 def _function(old: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
-    """A copy of a function over copies of its cells; two functions with one cell have one again."""
+    """A copy of a function with copies of its cells; functions that share a cell still do."""
     cells = tuple(_cell(cell, memo) for cell in old.__closure__ or ())
     new = types.FunctionType(
         old.__code__, old.__globals__, old.__name__, duplicate(old.__defaults__, memo), cells
@@ -230,8 +226,7 @@ def _cell(old: types.CellType, memo: dict[int, Any]) -> types.CellType:
 
 
 class Cells:
-    """Variables of the functions around an agent, as they are at the time of asking. All of its
-    copies share them."""
+    """The variables of the functions around an agent, always current; all its copies share them."""
 
     def __init__(self, names: Sequence[str], cells: Sequence[Any]):
         self._cells = dict(zip(names, cells, strict=True))
@@ -276,24 +271,26 @@ CONSTANT = {
     types.FunctionType,
     types.ModuleType,
 }
+"""Types whose objects never change, or are shared by all copies of a state."""
 _ITERATORS = frozenset(type(iter(source)) for source in (range(0), "", [], ()))
 _SHARED = (type, types.ModuleType, BaseException, jax.Array)
-"""What never changes, and what is shared by all copies of a state."""
-
+"""Types whose objects, those of their subclasses too, all copies of a state share."""
 
 FLAT = "flat"
-"""Under this the memo of a copy may have a list, in which the flat lists that were made are put."""
+"""The memo key of the list that collects the copied lists of constants."""
 
 
 def shared[T](kind: type[T]) -> type[T]:
-    """Declares a class whose objects all copies of a state share."""
+    """Declares that all copies of a state share the objects of a class."""
     CONSTANT.add(kind)
     return kind
 
 
 def duplicate(value: Any, memo: dict[Any, Any]) -> Any:
-    """copy.deepcopy that shares what copies of an agent share, in lists and dictionaries too, and
-    moves methods with what they are of."""
+    """A deep copy that shares what copies of an agent share, and rebinds methods to copied objects.
+
+    It sees into lists and dictionaries; for other types it calls copy.deepcopy.
+    """
     kind = type(value)
     if kind in CONSTANT:
         return value
@@ -311,20 +308,20 @@ def duplicate(value: Any, memo: dict[Any, Any]) -> Any:
         made.update([(duplicate(key, memo), duplicate(each, memo)) for key, each in value.items()])
     elif kind is tuple:
         made = tuple([duplicate(each, memo) for each in value])
-        # A tuple inside itself was made on the way.
+        # A tuple that contains itself was copied during the recursion.
         made = memo.setdefault(id(value), made)
     elif kind in _ITERATORS:
-        _, (source,), *at = value.__reduce__()
-        # One in what it goes through was made on the way.
+        _, (source,), *state = value.__reduce__()
+        # An iterator inside its own source was copied during the recursion.
         made = memo.setdefault(id(value), iter(duplicate(source, memo)))
-        if at and at[0]:
-            made.__setstate__(at[0])
+        if state and state[0]:
+            made.__setstate__(state[0])
     elif isinstance(value, _SHARED):
         return value
     elif kind is types.BuiltinMethodType:
         if isinstance(value.__self__, types.ModuleType | None):
             return value
-        # deepcopy would leave it bound to what it belongs to.
+        # deepcopy would leave it bound to the original object.
         made = getattr(duplicate(value.__self__, memo), value.__name__)
     elif kind is types.MethodType:
         made = types.MethodType(value.__func__, duplicate(value.__self__, memo))

@@ -1,5 +1,4 @@
-"""The instructions of a compiled agent, and what lowering its statements and expressions to them
-builds on."""
+"""The instructions of a compiled agent, and the base class of the lowering that emits them."""
 
 import ast
 import dataclasses
@@ -12,34 +11,36 @@ from jaxshare.serving.agents.compiler.variables import Renamer, refused
 
 
 class Do(enum.Enum):
-    """What an instruction does. `call` is its piece of code, a function of the frame; `to` an index
-    of an instruction."""
+    """The operation of an instruction.
 
-    RUN = enum.auto()  # call, go on
-    TEST = enum.auto()  # call; go on if it is true, else to `to`
-    JUMP = enum.auto()  # to `to`
-    WAIT = enum.auto()  # suspend with what call returns; what comes back is bound to `store`
-    RETURN = enum.auto()  # end with what call returns
-    ENTER = enum.auto()  # begin a try statement whose handlers are at `to`
-    LEAVE = enum.auto()  # end it
-    HANDLED = enum.auto()  # the exception that was being handled is not any more
-    RAISE = enum.auto()  # raise it again
+    `call` is its piece of code, a function of the frame; `to` is the index of an instruction.
+    """
+
+    RUN = enum.auto()  # call, then continue with the next instruction
+    TEST = enum.auto()  # call; continue with the next instruction if it is true, else with `to`
+    JUMP = enum.auto()  # continue with `to`
+    WAIT = enum.auto()  # suspend with the result of call; the value sent back is bound to `store`
+    RETURN = enum.auto()  # end with the result of call
+    ENTER = enum.auto()  # start a try statement whose handlers are at `to`
+    LEAVE = enum.auto()  # end the innermost try statement
+    HANDLED = enum.auto()  # stop handling the innermost exception
+    RAISE = enum.auto()  # raise the innermost exception again
 
 
 @dataclasses.dataclass(slots=True)
 class Instruction:
-    """One of a program's.
+    """One instruction of a program.
 
     Attributes:
-      call: compiled from `body`.
-      to: where to, an index.
-      store: the variable that what was waited for is bound to.
-      throw: of WAIT, raises what the frame has as thrown, in the agent's own line.
-      handler: where an exception in it goes, None out of the agent.
-      line: of the agent's file; `column` in it.
-      what: of WAIT, what is waited for, in the agent's words; and `is_yield`, whether it is a
-        yield.
-      live: of WAIT, variables without a name of their own that are needed after it.
+      do: its operation.
+      line, column: its position in the agent's file.
+      to: the index of the instruction to jump to.
+      store: for WAIT, the variable that the awaited value is bound to.
+      handler: the index of the instruction that handles its exceptions; None leaves the agent.
+      what: for WAIT, the source of the awaited expression; `is_yield`: whether it is a yield.
+      live: for WAIT, the temporaries that are live after it.
+      call: the compiled `body`.
+      throw: for WAIT, raises the frame's `thrown` in the agent's own line.
     """
 
     do: Do
@@ -57,28 +58,32 @@ class Instruction:
 
 
 class Label:
-    """A place among the instructions that is known when it is reached."""
+    """The target of a jump, whose position is set when it is reached."""
 
-    at: int = -1
+    position: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopLabels:
+    """The context of a loop's body, with the targets of break and continue."""
+
     end: Label
     again: Label
 
 
 @dataclasses.dataclass(frozen=True)
 class Handler:
-    """In a try statement's body."""
+    """The context of a try statement's body; `label` is where its except clauses start."""
 
     label: Label
 
 
 @dataclasses.dataclass(frozen=True)
 class Final:
-    """In a statement that has to be left with this, made anew for each way out; `label` is where
-    exceptions go."""
+    """The context of a body with cleanup, such as finally.
+
+    `leave` emits the cleanup, once for each way out; `label` is where exceptions go.
+    """
 
     label: Label
     leave: Callable[[], None]
@@ -86,17 +91,16 @@ class Final:
 
 @dataclasses.dataclass(frozen=True)
 class Handling:
-    """Where an exception is being handled."""
+    """The context of code that handles an exception."""
 
 
 Context = LoopLabels | Handler | Final | Handling
 
-_OWN = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_NEW_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
-def _own(node: ast.AST) -> Iterable[ast.AST]:
-    """The node and all in it, but for what functions and classes have inside; of those, what is
-    evaluated where they are defined."""
+def _evaluated_nodes(node: ast.AST) -> Iterable[ast.AST]:
+    """The node and its descendants that are evaluated with it, not the bodies of definitions."""
     yield node
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
         inside = [
@@ -109,25 +113,25 @@ def _own(node: ast.AST) -> Iterable[ast.AST]:
     else:
         inside = ast.iter_child_nodes(node)
     for child in inside:
-        yield from _own(child)
+        yield from _evaluated_nodes(child)
 
 
 def suspends(node: ast.AST | None) -> bool:
-    """Whether it waits somewhere."""
+    """True if evaluating a node may wait."""
     return node is not None and any(
         isinstance(n, (ast.Await, ast.Yield, ast.YieldFrom, ast.AsyncFor, ast.AsyncWith))
         or (isinstance(n, ast.comprehension) and n.is_async)
-        for n in _own(node)
+        for n in _evaluated_nodes(node)
     )
 
 
 def _escapes(node: ast.AST, loop: bool = False) -> bool:
-    """Whether it returns, or breaks out of a loop around it."""
+    """True if a node returns, or breaks out of a loop around it."""
     if isinstance(node, ast.Return):
         return True
     if isinstance(node, (ast.Break, ast.Continue)):
         return not loop
-    if isinstance(node, _OWN):
+    if isinstance(node, _NEW_SCOPES):
         return False
     if isinstance(node, (ast.For, ast.While)):
         return any(_escapes(n, True) for n in node.body) or any(
@@ -136,8 +140,8 @@ def _escapes(node: ast.AST, loop: bool = False) -> bool:
     return any(_escapes(n, loop) for n in ast.iter_child_nodes(node))
 
 
-def whole(node: ast.stmt) -> bool:
-    """Whether a statement can be compiled in one piece."""
+def is_one_piece(node: ast.stmt) -> bool:
+    """True if a statement can be compiled in one piece."""
     return not suspends(node) and not _escapes(node)
 
 
@@ -146,53 +150,54 @@ class Emitter:
 
     Args:
       variables: names that its function binds.
-      world: those that it declares global.
+      global_names: names that it declares global.
       cells: names of the functions around it.
-      where: its file, for errors.
-      line: its first.
+      file: its file, for errors.
+      line: its first line.
     """
 
     def __init__(
-        self, variables: set[str], world: set[str], cells: set[str], where: str, line: int
+        self, variables: set[str], global_names: set[str], cells: set[str], file: str, line: int
     ):
         self.instructions: list[Instruction] = []
         self.temporaries: dict[str, int] = {}
-        # temporaries for what is found outside the agent, which its copies share
+        # Temporaries with values found outside the agent, which its copies share.
         self.outside: set[str] = set()
-        self._variables, self._globals, self._cells, self._where, self._line = (
+        self._variables, self._global_names, self._cells, self._file, self._line = (
             variables,
-            world,
+            global_names,
             cells,
-            where,
+            file,
             line,
         )
-        self._to: list[tuple[Instruction, Label]] = []
-        self._handlers: list[tuple[Instruction, Label]] = []
+        self._jumps: list[tuple[Instruction, Label]] = []
+        self._guarded_instructions: list[tuple[Instruction, Label]] = []
         self._contexts: list[Context] = []
         self._pending: list[ast.stmt] = []
-        # of each instruction, temporaries that it reads and then writes
-        self._traffic: list[tuple[set[str], set[str]]] = []
+        # For each instruction: (temporaries that it reads first, temporaries that it writes).
+        self._temporary_uses: list[tuple[set[str], set[str]]] = []
 
     def finish(self) -> None:
-        """Once all is emitted: places for labels, and what is needed after each wait."""
+        """Resolves labels and finds the live temporaries of each wait, once all is emitted."""
         self._flush()
-        for instruction, label in self._to:
-            instruction.to = label.at
-        for instruction, label in self._handlers:
-            instruction.handler = label.at
-        needed = _needed(self.instructions, self._traffic)
+        for instruction, label in self._jumps:
+            instruction.to = label.position
+        for instruction, label in self._guarded_instructions:
+            instruction.handler = label.position
+        live = _live_temporaries(self.instructions, self._temporary_uses)
         for number, instruction in enumerate(self.instructions):
             if instruction.do is Do.WAIT:
                 after = [
                     *successors(self.instructions, number),
                     *([] if instruction.handler is None else [instruction.handler]),
                 ]
-                instruction.live = frozenset().union(*(needed[i] for i in after)) - {
+                instruction.live = frozenset().union(*(live[i] for i in after)) - {
                     instruction.store
                 }
 
     def refuse(self, node: ast.AST, reason: str) -> Exception:
-        return refused(node, reason, self._where)
+        """The error for a construct that cannot be compiled."""
+        return refused(node, reason, self._file)
 
     def _emit(
         self,
@@ -204,80 +209,79 @@ class Emitter:
         **fields: Any,
     ) -> None:
         self._flush()
-        self._traffic.append(
-            _traffic(body or [], {name for name in self._variables if "." in name})
+        self._temporary_uses.append(
+            _reads_and_writes(body or [], {name for name in self._variables if "." in name})
         )
         place = getattr(node, "lineno", self._line), getattr(node, "col_offset", 0)
         instruction = Instruction(do, *place, body=body and self._renamed(body, node), **fields)
         if to:
-            self._to.append((instruction, to))
+            self._jumps.append((instruction, to))
         handler = next(
             (c.label for c in reversed(self._contexts) if isinstance(c, (Handler, Final))), None
         )
         if handler:
-            self._handlers.append((instruction, handler))
+            self._guarded_instructions.append((instruction, handler))
         self.instructions.append(instruction)
 
-    def _plain(self, do: Do) -> None:
+    def _emit_bare(self, do: Do) -> None:
         self._emit(do, ast.Pass(lineno=self.instructions[-1].line))
 
     def _flush(self) -> None:
-        """Statements that wait to be compiled in one piece become an instruction."""
+        """Emits the pending statements as one instruction."""
         if self._pending:
             body, self._pending = self._pending, []
             self._emit(Do.RUN, body[0], body=body)
 
     def _run(self, statement: ast.stmt, node: ast.AST) -> None:
-        self._pending.append(at(statement, node))
+        self._pending.append(located(statement, node))
 
     def _place(self, label: Label) -> None:
         self._flush()
-        label.at = len(self.instructions)
+        label.position = len(self.instructions)
 
     def _renamed(self, body: list[ast.stmt], node: ast.AST) -> list[ast.stmt]:
-        made = Renamer(self._variables, self._cells, self._where).statements(body)
-        world = [ast.Global(sorted(self._globals))] if self._globals else []
-        for statement in (*world, *made):
+        made = Renamer(self._variables, self._cells, self._file).statements(body)
+        global_names = [ast.Global(sorted(self._global_names))] if self._global_names else []
+        for statement in (*global_names, *made):
             ast.fix_missing_locations(
-                statement if hasattr(statement, "lineno") else at(statement, node)
+                statement if hasattr(statement, "lineno") else located(statement, node)
             )
-        return [*world, *made]
+        return [*global_names, *made]
 
     def _temporary(self) -> str:
-        """A new variable that no program can name."""
+        """A new variable, with a name that is not valid in Python."""
         name = f".{len(self.temporaries)}"
         self.temporaries[name] = self._line
         self._variables.add(name)
         return name
 
     def _keep(self, value: ast.expr, node: ast.AST) -> ast.Name:
-        """Evaluates now; how to get the value later."""
+        """Evaluates a value into a temporary, and returns the expression that reads it."""
         name = self._temporary()
         value = _unsliced(value)
         if self._is_outside(value):
             self.outside.add(name)
         self._set(name, value, node)
-        return at(ast.Name(name, ast.Load()), node)
+        return located(ast.Name(name, ast.Load()), node)
 
     def _set(self, name: str, value: ast.expr, node: ast.AST) -> None:
         self._run(ast.Assign([ast.Name(name, ast.Store())], value), node)
 
     def _is_outside(self, value: ast.expr) -> bool:
-        """Whether it is what a global name stands for, or an attribute or an item of that: found
-        there again, not copied."""
+        """True for a global name, or an attribute or item of one: its value must not be copied."""
         while isinstance(value, (ast.Attribute, ast.Subscript)):
             value = value.value
         return isinstance(value, ast.Name) and (
             value.id not in self._variables or value.id in self.outside
         )
 
-    def _test(self, test: ast.expr, no: Label, node: ast.AST) -> None:
+    def _test(self, test: ast.expr, otherwise: Label, node: ast.AST) -> None:
         if not (isinstance(test, ast.Constant) and test.value):
-            self._emit(Do.TEST, node, to=no, body=[at(ast.Return(test), node)])
+            self._emit(Do.TEST, node, to=otherwise, body=[located(ast.Return(test), node)])
 
 
 def successors(instructions: Sequence[Instruction], number: int) -> tuple[int, ...]:
-    """Indices of the instructions that may come after one, but for exceptions in it."""
+    """Indices of the instructions that may come next, apart from those after an exception."""
     instruction = instructions[number]
     match instruction.do:
         case Do.JUMP:
@@ -289,8 +293,8 @@ def successors(instructions: Sequence[Instruction], number: int) -> tuple[int, .
     return (number + 1,)
 
 
-def _traffic(body: Sequence[ast.stmt], temporaries: set[str]) -> tuple[set[str], set[str]]:
-    """(temporaries that statements read before they write them, those that they write)."""
+def _reads_and_writes(body: Sequence[ast.stmt], temporaries: set[str]) -> tuple[set[str], set[str]]:
+    """(temporaries that statements read before writing them, temporaries that they write)."""
     reads, writes = set[str](), set[str]()
     for statement in body:
         targets = (
@@ -305,11 +309,14 @@ def _traffic(body: Sequence[ast.stmt], temporaries: set[str]) -> tuple[set[str],
     return reads, writes
 
 
-def _needed(
-    instructions: Sequence[Instruction], traffic: Sequence[tuple[set[str], set[str]]]
+def _live_temporaries(
+    instructions: Sequence[Instruction], uses: Sequence[tuple[set[str], set[str]]]
 ) -> list[set[str]]:
-    """The temporaries that are read after the begin of each instruction before they are written."""
-    needed = [set[str]() for _ in instructions]
+    """Liveness: for each instruction, the temporaries that may be read from it on before a write.
+
+    It iterates backwards from successors to predecessors up to a fixed point.
+    """
+    live = [set[str]() for _ in instructions]
     before: dict[int, set[int]] = {}
     for number, instruction in enumerate(instructions):
         for after in (*successors(instructions, number), instruction.handler):
@@ -318,24 +325,26 @@ def _needed(
     todo = list(range(len(instructions)))
     while todo:
         number = todo.pop()
-        instruction, (reads, writes) = instructions[number], traffic[number]
+        instruction, (reads, writes) = instructions[number], uses[number]
         found = (
-            set().union(*(needed[i] for i in successors(instructions, number)))
+            set().union(*(live[i] for i in successors(instructions, number)))
             - writes
             - {instruction.store}
             | reads
         )
         if instruction.handler is not None:
-            found |= needed[instruction.handler]
-        if found != needed[number]:
-            needed[number] = found
+            found |= live[instruction.handler]
+        if found != live[number]:
+            live[number] = found
             todo += before.get(number, ())
-    return needed
+    return live
 
 
-def at[Node: ast.AST](made: Node, node: ast.AST) -> Node:
-    """Where the node begins, and no more: Python says of some things that they are where they
-    end."""
+def located[Node: ast.AST](made: Node, node: ast.AST) -> Node:
+    """Gives a made node the start of another node as its location.
+
+    Not the end, since Python reports some nodes at their end.
+    """
     line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0)
     for name, value in {
         "lineno": line,
@@ -348,22 +357,24 @@ def at[Node: ast.AST](made: Node, node: ast.AST) -> Node:
 
 
 def is_temporary(node: ast.AST) -> bool:
+    """True for the name of a temporary."""
     return isinstance(node, ast.Name) and node.id.startswith(".")
 
 
 def builtin(name: str) -> ast.expr:
-    """A builtin, whatever the agent calls by that name."""
+    """An expression for a builtin, even if the agent has rebound its name."""
     return ast.Attribute(
         ast.Attribute(ast.Name(FRAME, ast.Load()), "builtins", ast.Load()), name, ast.Load()
     )
 
 
 def call_frame(name: str, *args: ast.expr) -> ast.expr:
+    """An expression that calls a method of the frame."""
     return ast.Call(ast.Attribute(ast.Name(FRAME, ast.Load()), name, ast.Load()), [*args], [])
 
 
 def _unsliced(index: ast.expr) -> ast.expr:
-    """An index as an expression that can stand by itself."""
+    """An index as an expression that is valid outside brackets."""
     match index:
         case ast.Slice(lower=lower, upper=upper, step=step):
             return ast.Call(

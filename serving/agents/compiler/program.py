@@ -1,5 +1,7 @@
-"""An agent's function, compiled: its instructions, and how they are run from one wait to the next
-(Hive, section 5.1)."""
+"""Compiles an agent's function, and runs its instructions from one wait to the next.
+
+Follows section 5.1 of Hive.
+"""
 
 import __future__
 
@@ -20,7 +22,7 @@ from jaxshare.serving.agents.compiler.frames import (
     Frame,
     duplicate,
 )
-from jaxshare.serving.agents.compiler.instructions import Do, Instruction, at, call_frame
+from jaxshare.serving.agents.compiler.instructions import Do, Instruction, call_frame, located
 from jaxshare.serving.agents.compiler.statements import Lowering
 from jaxshare.serving.agents.compiler.variables import RefusedError, refused
 
@@ -29,10 +31,9 @@ _MADE = ".made"
 
 @dataclasses.dataclass(slots=True)
 class Waiting:
-    """A run has come to a wait: the index of its instruction, and what is waited for, or
-    yielded."""
+    """A run has come to a wait: the index of its instruction, and the awaited or yielded value."""
 
-    at: int
+    position: int
     value: Any
 
 
@@ -48,12 +49,12 @@ class Program:
     """A compiled agent.
 
     Attributes:
-      function: what was compiled.
-      instructions: what it became.
+      function: the source function.
+      instructions: the compiled instructions.
       cells: variables of the functions around it.
       yields: whether it is an async generator.
-      temporaries: the line that each variable without a name of its own comes from.
-      outside: those of them that hold what a name outside the agent stands for.
+      temporaries: the line of each temporary.
+      outside: temporaries that hold the value of a name outside the agent.
     """
 
     function: Callable[..., Any]
@@ -76,8 +77,7 @@ class Program:
         return self.function.__code__.co_filename
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
-        """The frame of a run that has not begun; a TypeError where the arguments do not fit, as
-        calling the function would raise."""
+        """The frame of a new run; a TypeError if the arguments do not fit the function."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -86,18 +86,16 @@ class Program:
         return Frame(dict(bound.arguments), self.cells)
 
     def send(self, frame: Frame, value: Any) -> Waiting | Returned:
-        """Goes on from a wait with what was waited for; from the begin, where there is no wait, the
-        value is not looked at."""
-        instruction = self.instructions[frame.at]
+        """Continues after a wait with its value; a new run ignores the value."""
+        instruction = self.instructions[frame.position]
         if instruction.do is Do.WAIT:
             frame[instruction.store] = value
-            frame.at += 1
+            frame.position += 1
         return self._run(frame)
 
     def throw(self, frame: Frame, exception: BaseException) -> Waiting | Returned:
-        """Goes on from a wait that has failed; where there is no wait, nothing in the agent can
-        catch it."""
-        if self.instructions[frame.at].do is not Do.WAIT:
+        """Continues after a failed wait; a new run raises the exception at once."""
+        if self.instructions[frame.position].do is not Do.WAIT:
             raise exception
         frame.thrown = exception
         return self._run(frame)
@@ -106,49 +104,48 @@ class Program:
         instructions = self.instructions
         frame.resume()
         while True:
-            instruction = instructions[frame.at]
+            instruction = instructions[frame.position]
             do = instruction.do
             call = instruction.call if frame.thrown is None else instruction.throw
             try:
                 if call is not None:
                     value = _handling(frame, call) if frame.handling else call(frame)
                     if do is Do.RUN:
-                        frame.at += 1
+                        frame.position += 1
                     elif do is Do.TEST:
-                        frame.at = frame.at + 1 if value else instruction.to
+                        frame.position = frame.position + 1 if value else instruction.to
                     elif do is Do.WAIT:
                         frame.pause()
-                        return Waiting(frame.at, value)
+                        return Waiting(frame.position, value)
                     else:
                         return Returned(value)
                 elif do is Do.JUMP:
-                    frame.at = instruction.to
+                    frame.position = instruction.to
                 elif do is Do.ENTER:
                     frame.handlers = (*frame.handlers, (instruction.to, len(frame.handling)))
-                    frame.at += 1
+                    frame.position += 1
                 elif do is Do.LEAVE:
                     frame.handlers = frame.handlers[:-1]
-                    frame.at += 1
+                    frame.position += 1
                 elif do is Do.HANDLED:
                     frame.handling = frame.handling[:-1]
-                    frame.at += 1
+                    frame.position += 1
                 else:
                     *kept, raised = frame.handling
                     frame.handling = tuple(kept)
                     raise raised
             except BaseException as error:
-                error.__traceback__ = _agents_own(error.__traceback__)
+                error.__traceback__ = _without_this_file(error.__traceback__)
                 if not frame.handlers:
                     failed = error
                     break
-                *kept, (frame.at, depth) = frame.handlers
+                *kept, (frame.position, depth) = frame.handlers
                 frame.handlers, frame.handling = tuple(kept), (*frame.handling[:depth], error)
-        raise _as_python_would(failed, self.yields)
+        raise _as_raised_by_python(failed, self.yields)
 
 
 def _handling(frame: Frame, call: Callable[[Frame], Any]) -> Any:
-    """Runs a piece of code inside an except clause, so that a bare raise and sys.exc_info() find
-    there what they would."""
+    """Runs a piece of code inside an except clause, for a bare raise and sys.exc_info() in it."""
     exception = frame.handling[-1]
     traceback, context = exception.__traceback__, exception.__context__
     try:
@@ -158,15 +155,15 @@ def _handling(frame: Frame, call: Callable[[Frame], Any]) -> Any:
         return call(frame)
 
 
-def _agents_own(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback without the frames of this file."""
+def _without_this_file(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """A traceback without the leading frames of this file."""
     while traceback and traceback.tb_frame.f_code.co_filename == __file__:
         traceback = traceback.tb_next
     return traceback
 
 
-def _as_python_would(error: BaseException, yields: bool) -> BaseException:
-    """What comes out of a coroutine for an exception in it."""
+def _as_raised_by_python(error: BaseException, yields: bool) -> BaseException:
+    """The exception that leaves a coroutine in which this one is raised."""
     if isinstance(error, StopIteration) or (yields and isinstance(error, StopAsyncIteration)):
         kind = "async generator" if yields else "coroutine"
         made = RuntimeError(f"{kind} raised {type(error).__name__}")
@@ -176,23 +173,22 @@ def _as_python_would(error: BaseException, yields: bool) -> BaseException:
 
 
 class UncopyableError(TypeError):
-    """A variable of an agent holds what cannot be copied, so the agent's state cannot be fired more
-    than once."""
+    """A variable of an agent cannot be copied, so the agent's state cannot be fired repeatedly."""
 
 
 def snapshot(frame: Frame, program: Program) -> Frame:
-    """A copy of a frame; neither sees what the other changes from now on.
+    """A copy of a frame; later changes to one are invisible to the other.
 
-    Shared are modules, classes, functions from outside the agent with all that they hold,
-    exceptions, arrays of JAX, what decides so in `__deepcopy__`, and what an expression that has
-    been stopped found by the name of a variable outside the agent.
+    The copy shares modules, classes, functions from outside the agent with all that they hold,
+    exceptions, JAX arrays, objects whose `__deepcopy__` returns themselves, and values that a
+    stopped expression found by a name outside the agent.
 
     Raises:
       UncopyableError: a variable cannot be copied; the message names it.
     """
-    wait = program.instructions[frame.at]
+    wait = program.instructions[frame.position]
     copied, live = frame.empty(), wait.live
-    # Nobody changes a frame that this has made, so lists in it that were flat still are.
+    # A frame made by this function is never changed, so its flat lists are still flat.
     memo: dict[Any, Any] = {id(each): each[:] for each in frame.flat}
     memo[id(frame)], memo[FLAT] = copied, []
     for name, value in frame.items():
@@ -205,13 +201,13 @@ def snapshot(frame: Frame, program: Program) -> Frame:
             copied[name] = value if name in program.outside else duplicate(value, memo)
         except Exception as error:
             own = name.partition(".")[0]
-            what = (
+            holder = (
                 f"the variable {own}"
                 if own
                 else f"what line {program.temporaries[name]} still needs"
             )
             raise UncopyableError(
-                f"agent {program.name} waits in line {wait.line}, but {what} holds a "
+                f"agent {program.name} waits in line {wait.line}, but {holder} holds a "
                 f"{type(value).__name__}, which cannot be copied ({error}); make a list of an "
                 "iterator, and open files and locks between two waits"
             ) from error
@@ -224,7 +220,7 @@ def compiled(function: Callable[..., Any]) -> Program:
 
     Raises:
       TypeError: it is not an async def.
-      RefusedError: it has something that cannot be compiled; with file and line.
+      RefusedError: it has something that cannot be compiled; the error has the file and the line.
     """
     if not inspect.isfunction(function) or not (
         inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
@@ -237,9 +233,9 @@ def compiled(function: Callable[..., Any]) -> Program:
             )
         raise TypeError(f"an agent is a function written with async def, and {name} is not")
     code = function.__code__
-    tree = _tree(function)
+    tree = _syntax_tree(function)
     cells = Cells(code.co_freevars, function.__closure__ or ())
-    _no_private_names(function, tree)
+    _refuse_private_names(function, tree)
     lowered = Lowering(tree, set(code.co_freevars), code.co_filename)
     _compile(lowered.instructions, function)
     return Program(
@@ -252,7 +248,7 @@ def compiled(function: Callable[..., Any]) -> Program:
     )
 
 
-def _tree(function: Callable[..., Any]) -> ast.AsyncFunctionDef:
+def _syntax_tree(function: Callable[..., Any]) -> ast.AsyncFunctionDef:
     """The function's syntax tree, with the lines of its file."""
     code = function.__code__
     try:
@@ -262,20 +258,19 @@ def _tree(function: Callable[..., Any]) -> ast.AsyncFunctionDef:
             f"the source of agent {function.__name__} cannot be read ({error}); write it in a file "
             "or a notebook"
         ) from None
-    # A function inside something else stays as far to the right as it is, so that strings over many
-    # lines keep what they have.
+    # The source of an indented function keeps its indentation, so that strings over several lines
+    # stay the same.
     indented = lines[0][:1].isspace()
     tree: Any = ast.parse("if 1:\n" * indented + "".join(lines), code.co_filename)
-    found = (tree.body[0] if indented else tree).body[0]
-    if not isinstance(found, ast.AsyncFunctionDef):
+    definition = (tree.body[0] if indented else tree).body[0]
+    if not isinstance(definition, ast.AsyncFunctionDef):
         raise RefusedError(f"the source of agent {function.__name__} is not an async def")
     ast.increment_lineno(tree, first - 1 - indented)
-    return found
+    return definition
 
 
-def _no_private_names(function: Callable[..., Any], tree: ast.AST) -> None:
-    """In a class's body Python gives names with two underscores others, which are not in the
-    source."""
+def _refuse_private_names(function: Callable[..., Any], tree: ast.AST) -> None:
+    """Refuses private names in a class's body, which Python changes after parsing."""
     around = function.__qualname__.split(".")[-2:-1]
     for node in ast.walk(tree) if around and around != ["<locals>"] else ():
         name = getattr(node, "attr", getattr(node, "id", getattr(node, "arg", None)))
@@ -288,8 +283,10 @@ def _no_private_names(function: Callable[..., Any], tree: ast.AST) -> None:
 
 
 def _compile(instructions: list[Instruction], function: Callable[..., Any]) -> None:
-    """Compiles every instruction's piece of code to a function of the frame, with the agent's own
-    name, globals and line numbers."""
+    """Compiles the code of every instruction to a function of the frame.
+
+    The function has the agent's own name, globals and line numbers.
+    """
     *around, name = function.__code__.co_qualname.split(".")
     defined: list[ast.stmt] = []
 
@@ -306,13 +303,14 @@ def _compile(instructions: list[Instruction], function: Callable[..., Any]) -> N
         if instruction.body:
             define("call", number, instruction.body, instruction.line)
         if instruction.do is Do.WAIT:
-            thrown = at(
-                ast.Raise(call_frame("taken")), ast.Pass(lineno=instruction.line, col_offset=0)
+            thrown = located(
+                ast.Raise(call_frame("take_thrown")),
+                ast.Pass(lineno=instruction.line, col_offset=0),
             )
             define("throw", number, [ast.fix_missing_locations(thrown)], instruction.line)
         instruction.body = None
-    # What is defined in a piece carries the names of all that is around the agent, so that is put
-    # around it.
+    # Functions defined in a piece have qualified names with all scopes around the agent, so those
+    # scopes are put around the pieces.
     nothing = ast.arguments([], [], None, [], [], None, [])
     for i, outer in reversed(list(enumerate(around))):
         if outer == "<locals>":
@@ -344,4 +342,4 @@ def _compile(instructions: list[Instruction], function: Callable[..., Any]) -> N
 
 def _definition(name: str, arguments: ast.arguments, body: list[ast.stmt], line: int) -> ast.stmt:
     made = ast.FunctionDef(name, arguments, body, [], None, None, type_params=[])
-    return at(made, ast.Pass(lineno=line, col_offset=0))
+    return located(made, ast.Pass(lineno=line, col_offset=0))

@@ -1,9 +1,9 @@
-"""An agent's statements, lowered to instructions that can stop between any two.
+"""Lowers an agent's statements to instructions; the agent can be stopped between any two.
 
 An instruction is a piece of the agent's own code, compiled as Python compiles it, or a jump, or one
-of a few that keep track of try statements and of exceptions that are being handled. Wherever the
-agent waits, in the midst of an expression too, it is an instruction that waits: what was evaluated
-before is in the frame by then. What does not wait stays in one piece, loops and all.
+of a few that track try statements and the exceptions being handled. Every wait, in the middle of an
+expression too, is an instruction of its own: values evaluated before it are in the frame by then.
+Code that does not wait stays in one piece, with its loops.
 """
 
 import ast
@@ -20,32 +20,32 @@ from jaxshare.serving.agents.compiler.instructions import (
     Handling,
     Label,
     LoopLabels,
-    at,
     builtin,
     call_frame,
+    is_one_piece,
     is_temporary,
+    located,
     suspends,
-    whole,
 )
-from jaxshare.serving.agents.compiler.variables import bound_names, flat
+from jaxshare.serving.agents.compiler.variables import bound_names, flattened
 
 
 class Lowering(Expressions):
     """Lowers one agent's function.
 
     Args:
-      function: its syntax tree.
+      function: the syntax tree of the function.
       cells: names of the functions around it.
-      where: its file, for errors.
+      file: its file, for errors.
     """
 
-    def __init__(self, function: ast.AsyncFunctionDef, cells: set[str], where: str):
-        variables, world = bound_names(function.body, function.args)
-        super().__init__(variables, world, cells, where, function.lineno)
+    def __init__(self, function: ast.AsyncFunctionDef, cells: set[str], file: str):
+        variables, global_names = bound_names(function.body, function.args)
+        super().__init__(variables, global_names, cells, file, function.lineno)
         for node in ast.walk(function):
             if isinstance(node, (ast.Await, ast.Yield)):
                 node.words = ast.unparse(node)  # pyright: ignore[reportAttributeAccessIssue]
-        # A frame that has not begun is not at a wait.
+        # The first instruction must not be a wait: a new frame is not at a wait.
         begin = Label()
         self._emit(Do.JUMP, function, to=begin)
         self._place(begin)
@@ -59,7 +59,7 @@ class Lowering(Expressions):
 
     def _statement(self, node: ast.stmt) -> None:
         self._line = node.lineno
-        if whole(node):
+        if is_one_piece(node):
             if not isinstance(node, (ast.Global, ast.Nonlocal, ast.Pass)):
                 self._pending.append(node)
             return
@@ -86,18 +86,18 @@ class Lowering(Expressions):
 
     def _lower_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
-            self._lower_Assign(at(ast.Assign([node.target], node.value), node))
+            self._lower_Assign(located(ast.Assign([node.target], node.value), node))
 
     def _target(self, target: ast.expr) -> ast.expr:
-        """A place to assign to, once what has to be waited for in it was."""
+        """An assignment target that does not wait, after emitting the waits in it."""
         match target:
             case ast.Attribute():
-                return at(
+                return located(
                     ast.Attribute(self._value(target.value), target.attr, ast.Store()), target
                 )
             case ast.Subscript():
                 of, index = self._sequence([target.value, target.slice])
-                return at(ast.Subscript(of, index, ast.Store()), target)
+                return located(ast.Subscript(of, index, ast.Store()), target)
         raise self.refuse(
             target, "a wait inside a tuple that is assigned to; wait before, and assign then"
         )
@@ -107,20 +107,20 @@ class Lowering(Expressions):
             case ast.Name():
                 place: ast.expr = node.target
             case ast.Attribute(value=of, attr=name):
-                place = at(
+                place = located(
                     ast.Attribute(self._keep(self._value(of), node), name, ast.Store()), node
                 )
             case ast.Subscript(value=of, slice=index):
                 of, index = self._sequence([of, index])
                 of, index = self._keep(of, node), self._keep(index, node)
-                place = at(ast.Subscript(of, index, ast.Store()), node)
+                place = located(ast.Subscript(of, index, ast.Store()), node)
         kept = self._keep(_loaded(place), node)
         value = self._value(node.value)
         self._run(ast.AugAssign(ast.Name(kept.id, ast.Store()), node.op, value), node)
         self._run(ast.Assign([place], kept), node)
 
     def _lower_Delete(self, node: ast.Delete) -> None:
-        for target in flat(node.targets):
+        for target in flattened(node.targets):
             if suspends(target):
                 place = self._target(target)
                 place.ctx = ast.Del()  # pyright: ignore[reportAttributeAccessIssue]
@@ -132,7 +132,7 @@ class Lowering(Expressions):
         if any(not isinstance(c, LoopLabels) for c in self._contexts):
             value = self._keep(value, node)
         kept = self._unwind(0)
-        self._emit(Do.RETURN, node, body=[at(ast.Return(value), node)])
+        self._emit(Do.RETURN, node, body=[located(ast.Return(value), node)])
         self._contexts = kept
 
     def _lower_Raise(self, node: ast.Raise) -> None:
@@ -143,34 +143,34 @@ class Lowering(Expressions):
         if sys.flags.optimize:
             return
         raising = ast.Raise(ast.Call(builtin("AssertionError"), [node.msg] if node.msg else [], []))
-        wrong = ast.If(ast.UnaryOp(ast.Not(), node.test), [at(raising, node)], [])
-        self._lower_If(ast.fix_missing_locations(at(wrong, node)))
+        wrong = ast.If(ast.UnaryOp(ast.Not(), node.test), [located(raising, node)], [])
+        self._lower_If(ast.fix_missing_locations(located(wrong, node)))
 
     def _lower_If(self, node: ast.If) -> None:
-        no, end = Label(), Label()
-        self._test(self._value(node.test), no, node)
+        otherwise, end = Label(), Label()
+        self._test(self._value(node.test), otherwise, node)
         self._block(node.body)
         if node.orelse:
             self._emit(Do.JUMP, node, to=end)
-        self._place(no)
+        self._place(otherwise)
         self._block(node.orelse)
         self._place(end)
 
     def _lower_While(self, node: ast.While) -> None:
-        again, no, end = Label(), Label(), Label()
+        again, otherwise, end = Label(), Label(), Label()
         self._place(again)
-        self._test(self._value(node.test), no, node)
+        self._test(self._value(node.test), otherwise, node)
         self._inside(LoopLabels(end, again), node.body)
         self._emit(Do.JUMP, node, to=again)
-        self._place(no)
+        self._place(otherwise)
         self._block(node.orelse)
         self._place(end)
 
     def _lower_For(self, node: ast.For) -> None:
-        again, no, end = Label(), Label(), Label()
+        again, otherwise, end = Label(), Label(), Label()
         kept = self._keep(ast.Call(builtin("iter"), [self._value(node.iter)], []), node)
         self._place(again)
-        # return False at its end, else the next is assigned
+        # The piece returns False at the iterator's end; else it assigns the next item.
         following = ast.Assign(
             [ast.Name(".next", ast.Store())], ast.Call(builtin("next"), [kept], [])
         )
@@ -183,10 +183,10 @@ class Lowering(Expressions):
             assign,
             ast.Return(ast.Constant(True)),
         ]
-        self._emit(Do.TEST, node, to=no, body=[at(part, node) for part in body])
+        self._emit(Do.TEST, node, to=otherwise, body=[located(part, node) for part in body])
         self._inside(LoopLabels(end, again), node.body)
         self._emit(Do.JUMP, node, to=again)
-        self._place(no)
+        self._place(otherwise)
         self._block(node.orelse)
         self._place(end)
 
@@ -212,19 +212,21 @@ class Lowering(Expressions):
         self._contexts = kept
 
     def _unwind(self, depth: int) -> list[Context]:
-        """Leaves all contexts from `depth` on, innermost first, each in those that are around it;
-        those that there were."""
+        """Leaves all contexts from `depth` on, innermost first; returns the contexts before that.
+
+        Each context is left inside the contexts around it.
+        """
         self._flush()
         kept = self._contexts
         while len(self._contexts) > depth:
             context, self._contexts = self._contexts[-1], self._contexts[:-1]
             if isinstance(context, (Handler, Final)):
-                self._plain(Do.LEAVE)
+                self._emit_bare(Do.LEAVE)
             if isinstance(context, Final):
                 context.leave()
                 self._flush()
             if isinstance(context, Handling):
-                self._plain(Do.HANDLED)
+                self._emit_bare(Do.HANDLED)
         return kept
 
     def _guarded(
@@ -234,15 +236,17 @@ class Lowering(Expressions):
         leave: Callable[[], None],
         failed: Callable[[Label], None],
     ) -> None:
-        """body, with `leave` on every way out but by an exception, and `failed`, which is told the
-        end, on that one."""
+        """Emits a body, with `leave` on every way out except exceptions, which go to `failed`.
+
+        `failed` receives the label after the statement.
+        """
         handler, end = Label(), Label()
         self._emit(Do.ENTER, node, to=handler)
         self._contexts.append(Final(handler, leave))
         body()
         self._flush()
         self._contexts.pop()
-        self._plain(Do.LEAVE)
+        self._emit_bare(Do.LEAVE)
         leave()
         self._emit(Do.JUMP, node, to=end)
         self._place(handler)
@@ -258,23 +262,23 @@ class Lowering(Expressions):
             return
 
         def final() -> None:
-            self._block(copy.deepcopy(node.finalbody))  # each is changed in place
+            self._block(copy.deepcopy(node.finalbody))  # lowering changes it in place
 
         def failed(_: Label) -> None:
             final()
-            self._plain(Do.RAISE)
+            self._emit_bare(Do.RAISE)
 
         self._guarded(node, lambda: self._handled(node), final, failed)
 
     def _handled(self, node: ast.Try) -> None:
-        """A try statement without what is finally done."""
+        """Lowers a try statement without its finally clause."""
         if not node.handlers:
             self._block([*node.body, *node.orelse])
             return
         handler, end = Label(), Label()
         self._emit(Do.ENTER, node, to=handler)
         self._inside(Handler(handler), node.body)
-        self._plain(Do.LEAVE)
+        self._emit_bare(Do.LEAVE)
         self._block(node.orelse)
         self._emit(Do.JUMP, node, to=end)
         self._place(handler)
@@ -287,7 +291,7 @@ class Lowering(Expressions):
                 self._test(call_frame("matches", clause.type), other, clause)
             self._clause(clause, end)
             self._place(other)
-        self._plain(Do.RAISE)
+        self._emit_bare(Do.RAISE)
         self._contexts.pop()
         self._place(end)
 
@@ -304,27 +308,29 @@ class Lowering(Expressions):
 
             def failed(_: Label) -> None:
                 forget()
-                self._plain(Do.RAISE)
+                self._emit_bare(Do.RAISE)
 
             self._guarded(clause, lambda: self._block(clause.body), forget, failed)
-        # Out of the clause the exception is not being handled any more.
-        self._plain(Do.HANDLED)
+        # After the clause the exception is not being handled any more.
+        self._emit_bare(Do.HANDLED)
         self._emit(Do.JUMP, clause, to=end)
 
     def _lower_With(self, node: ast.With) -> None:
         first, *others = node.items
-        inner: list[ast.stmt] = [at(ast.With(others, node.body), node)] if others else node.body
+        inner: list[ast.stmt] = (
+            [located(ast.With(others, node.body), node)] if others else node.body
+        )
         manager = self._keep(self._value(first.context_expr), node)
         entered: ast.expr = call_frame("enter", manager)
         if first.optional_vars is None:
             self._run(ast.Expr(entered), node)
         else:
-            # Its exit is called where assigning fails, too.
+            # __exit__ is called even if the assignment fails.
             entered = self._keep(entered, node)
 
         def body() -> None:
             if first.optional_vars is not None:
-                self._lower_Assign(at(ast.Assign([first.optional_vars], entered), node))
+                self._lower_Assign(located(ast.Assign([first.optional_vars], entered), node))
             self._block(inner)
 
         def leave() -> None:
@@ -333,15 +339,15 @@ class Lowering(Expressions):
         def failed(end: Label) -> None:
             on = Label()
             self._test(call_frame("swallows", manager), on, node)
-            self._plain(Do.HANDLED)
+            self._emit_bare(Do.HANDLED)
             self._emit(Do.JUMP, node, to=end)
             self._place(on)
-            self._plain(Do.RAISE)
+            self._emit_bare(Do.RAISE)
 
         self._guarded(node, body, leave, failed)
 
     def _lower_Match(self, node: ast.Match) -> None:
-        """One piece says which case it is and binds its names; then that case's body."""
+        """Lowers match: one piece selects the case and binds its names; then that case's body."""
         subject = self._keep(self._value(node.subject), node)
         chosen = self._temporary()
         cases = []
@@ -371,7 +377,7 @@ class Lowering(Expressions):
 
 
 def _loaded(place: ast.expr) -> ast.expr:
-    """The value at a place."""
+    """The expression that reads an assignment target."""
     match place:
         case ast.Name(id=name):
             made: ast.expr = ast.Name(name, ast.Load())
@@ -381,4 +387,4 @@ def _loaded(place: ast.expr) -> ast.expr:
             made = ast.Subscript(of, index, ast.Load())
         case _:
             raise AssertionError(place)
-    return at(made, place)
+    return located(made, place)

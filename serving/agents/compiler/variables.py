@@ -1,8 +1,8 @@
-"""An agent's variables, moved from Python's own frames, which cannot be copied, into one that can.
+"""Moves an agent's variables from Python's own frames, which cannot be copied, into a `Frame`.
 
-Every name that the agent's function binds becomes an entry of a `Frame`, here and in whatever is
-nested in the function: `x` is read and written as `frame["x"]`. A name of a function around the
-agent is found in that function's cell; all others stay what they are.
+Every name that the agent's function binds becomes an entry of the frame, in nested functions too:
+`x` is read and written as `frame["x"]`. A name of a function around the agent is read from that
+function's cell; all other names stay as they are.
 """
 
 import ast
@@ -13,7 +13,7 @@ from jaxshare.serving.agents.compiler.frames import FRAME
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-_BLIND = {
+_UNSUPPORTED_BUILTINS = {
     "locals": "variables are not in a Python frame",
     "exec": "what it binds is not seen",
     "eval": "it does not see the variables",
@@ -23,15 +23,15 @@ _BLIND = {
 
 
 class RefusedError(SyntaxError):
-    """Something in an agent that cannot be compiled: the message says what and why, the rest
-    where."""
+    """An agent has a construct that cannot be compiled; the message says why, `lineno` where."""
 
 
 def bound_names(
     body: Iterable[ast.AST], args: ast.arguments | None = None
 ) -> tuple[set[str], set[str]]:
-    """(names that a function's body binds, those that it declares global)."""
-    bound, elsewhere, world = {a.arg for a in _arguments(args)} if args else set(), set(), set()
+    """(names that a function's body binds, names that it declares global)."""
+    bound = {a.arg for a in _arguments(args)} if args else set[str]()
+    nonlocal_names, global_names = set[str](), set[str]()
     for node in _own_nodes(body):
         match node:
             case (
@@ -56,10 +56,10 @@ def bound_names(
             case ast.MatchMapping(rest=str(name)):
                 bound.add(name)
             case ast.Global(names=names):
-                world.update(names)
+                global_names.update(names)
             case ast.Nonlocal(names=names):
-                elsewhere.update(names)
-    return bound - elsewhere - world, world
+                nonlocal_names.update(names)
+    return bound - nonlocal_names - global_names, global_names
 
 
 def _arguments(args: ast.arguments) -> list[ast.arg]:
@@ -76,8 +76,10 @@ def _alias_name(alias: ast.alias) -> str:
 
 
 def _own_nodes(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """All nodes that belong to the scope of these; of a scope inside it, what is evaluated outside,
-    and the := of comprehensions."""
+    """The nodes in the scope of a body; of a nested scope, those that are evaluated outside it.
+
+    The := of a comprehension belongs to the scope around it.
+    """
     for node in body:
         yield node
         if isinstance(node, _COMPREHENSIONS):
@@ -97,44 +99,45 @@ def _own_nodes(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 class _ClassScope(set[str]):
-    """Names of a class's body, which functions in it do not see."""
+    """The names of a class's body, which functions in it do not see."""
 
 
 class Renamer(ast.NodeTransformer):
-    """Turns names of an agent's variables into entries of its frame, in statements that are to be
-    compiled with FRAME as an argument.
+    """Turns the names of an agent's variables into entries of its frame.
+
+    The statements are compiled with FRAME as an argument.
 
     Args:
       variables: names that the agent's function binds.
       cells: names of the functions around it.
-      where: the agent's file, for errors.
+      file: the agent's file, for errors.
     """
 
-    def __init__(self, variables: set[str], cells: set[str], where: str):
-        self._variables, self._cells, self._where = variables, cells, where
-        # of what is nested, outermost first: names that are its own
+    def __init__(self, variables: set[str], cells: set[str], file: str):
+        self._variables, self._cells, self._file = variables, cells, file
+        # Own names of the nested scopes around the current node, outermost first.
         self._scopes: list[set[str]] = []
-        self._used = False  # whether the frame was, since it was last asked
-        self._depth = 0  # of functions
-        self._classes = 0  # around
-        self._inner = 0  # functions around, and generator expressions
+        self._frame_used = False  # in the current function or class
+        self._function_depth = 0
+        self._class_depth = 0
+        self._deferred_depth = 0  # of functions and generator expressions, which run later
 
     def refuse(self, node: ast.AST, reason: str) -> RefusedError:
-        return refused(node, reason, self._where)
+        """The error for a construct that cannot be compiled."""
+        return refused(node, reason, self._file)
 
     def statements(self, body: Sequence[ast.stmt]) -> list[ast.stmt]:
-        """All of them, where one may become several."""
+        """The rewritten statements; one may become several."""
         made: list[Any] = []
         for statement in body:
             found = self.visit(statement)
             made += found if isinstance(found, list) else [found]
         return made
 
-    # Where a name is.
+    # Names.
 
     def _holder(self, name: str) -> ast.expr | None:
-        """What has the name as an entry: the frame, or its cells; None where Python itself finds
-        it."""
+        """The frame or its cells, whichever has the name; None if Python itself resolves it."""
         if any(name in scope for scope in self._scopes):
             return None
         if name in self._variables:
@@ -142,14 +145,14 @@ class Renamer(ast.NodeTransformer):
         return ast.Attribute(self._frame(), "cells", ast.Load()) if name in self._cells else None
 
     def _frame(self) -> ast.Name:
-        self._used = True
+        self._frame_used = True
         return ast.Name(FRAME, ast.Load())
 
     def _call(self, holder: ast.expr, method: str, *args: ast.expr) -> ast.Call:
         return ast.Call(ast.Attribute(holder, method, ast.Load()), [*args], [])
 
     def _stored(self, name: str | None, node: ast.AST) -> list[ast.stmt]:
-        """Statements that put what Python bound to a name where it belongs: frame[name] = name."""
+        """Statements that store a name bound by Python in the frame: frame[name] = name."""
         holder = name and self._holder(name)
         if not holder or not name:
             return []
@@ -158,12 +161,16 @@ class Renamer(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if holder := self._holder(node.id):
-            if self._inner and isinstance(node.ctx, ast.Load) and node.id in self._variables:
+            if (
+                self._deferred_depth
+                and isinstance(node.ctx, ast.Load)
+                and node.id in self._variables
+            ):
                 return ast.copy_location(self._call(holder, "free", ast.Constant(node.id)), node)
             return ast.copy_location(ast.Subscript(holder, ast.Constant(node.id), node.ctx), node)
         hidden = any(node.id in scope for scope in self._scopes)
-        if node.id in _BLIND and not hidden and isinstance(node.ctx, ast.Load):
-            raise self.refuse(node, f"{node.id}(): {_BLIND[node.id]}")
+        if node.id in _UNSUPPORTED_BUILTINS and not hidden and isinstance(node.ctx, ast.Load):
+            raise self.refuse(node, f"{node.id}(): {_UNSUPPORTED_BUILTINS[node.id]}")
         return node
 
     def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.AST:
@@ -177,7 +184,7 @@ class Renamer(ast.NodeTransformer):
 
     def visit_Delete(self, node: ast.Delete) -> list[ast.AST]:
         made: list[ast.AST] = []
-        for target in flat(node.targets):
+        for target in flattened(node.targets):
             holder = self._holder(target.id) if isinstance(target, ast.Name) else None
             if holder and isinstance(target, ast.Name):
                 made.append(
@@ -246,7 +253,7 @@ class Renamer(ast.NodeTransformer):
                     *body,
                 ]
                 continue
-            # What is captured is bound before the guard is asked, and stays so when it says no.
+            # Captured names are bound before the guard, and stay bound if the guard is false.
             bound = [
                 self._call(
                     self._holder(name) or self._frame(),
@@ -267,7 +274,7 @@ class Renamer(ast.NodeTransformer):
     def visit_TypeAlias(self, node: ast.AST) -> ast.AST:
         raise self.refuse(node, "a type statement; define it outside")
 
-    # What is nested.
+    # Nested scopes.
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.AST]:
         decorators = [self.visit(d) for d in node.decorator_list]
@@ -275,11 +282,10 @@ class Renamer(ast.NodeTransformer):
         node.returns = node.returns and self.visit(node.returns)
         for arg in _arguments(node.args):
             arg.annotation = arg.annotation and self.visit(arg.annotation)
-        node.body, apart = self._nested(node, lambda: self.statements(node.body))
+        node.body, needs_closure = self._nested(node, lambda: self.statements(node.body))
         node.decorator_list = decorators
-        if apart:
-            # Both what is defined and what its decorators make of it may be functions over the
-            # agent's variables.
+        if needs_closure:
+            # Both the function and the decorated one may use the agent's variables.
             closure = ast.copy_location(ast.Attribute(self._frame(), "closure", ast.Load()), node)
             node.decorator_list = [closure, *decorators, closure] if decorators else [closure]
         return [node, *self._stored(node.name, node)]
@@ -288,38 +294,45 @@ class Renamer(ast.NodeTransformer):
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
         self._defaults(node.args)
-        node.body, apart = self._nested(node, lambda: self.visit(node.body))
+        node.body, needs_closure = self._nested(node, lambda: self.visit(node.body))
         return (
-            ast.copy_location(self._call(self._frame(), "closure", node), node) if apart else node
+            ast.copy_location(self._call(self._frame(), "closure", node), node)
+            if needs_closure
+            else node
         )
 
     def _nested(
         self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, visit: Callable[[], Any]
     ) -> tuple[Any, bool]:
-        """(a function's body, whether it may hold what is the agent's, or a function's in the
-        agent)."""
-        bound, world = bound_names(
+        """(the rewritten body of a function, whether it needs a closure).
+
+        It does if it may refer to variables of the agent or of a function in it, or has mutable
+        defaults.
+        """
+        bound, global_names = bound_names(
             [node.body] if isinstance(node, ast.Lambda) else node.body, node.args
         )
-        before, self._used = self._used, False
+        before, self._frame_used = self._frame_used, False
         scopes = self._scopes
         self._scopes = [
             *(scope for scope in scopes if not isinstance(scope, _ClassScope)),
-            bound | world,
+            bound | global_names,
         ]
-        self._depth += 1
-        self._inner += 1
+        self._function_depth += 1
+        self._deferred_depth += 1
         body = visit()
-        self._depth -= 1
-        self._inner -= 1
+        self._function_depth -= 1
+        self._deferred_depth -= 1
         self._scopes = scopes
-        # Methods are shared with their class, which is refused where they use the agent's
+        # Methods are shared with their class; visit_ClassDef refuses those that use the agent's
         # variables.
         defaults = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
-        keeps = any(not isinstance(default, ast.Constant) for default in defaults)
-        apart = not self._classes and (self._used or keeps or self._depth > 0)
-        self._used |= before
-        return body, apart
+        mutable_defaults = any(not isinstance(default, ast.Constant) for default in defaults)
+        needs_closure = not self._class_depth and (
+            self._frame_used or mutable_defaults or self._function_depth > 0
+        )
+        self._frame_used |= before
+        return body, needs_closure
 
     def _defaults(self, args: ast.arguments) -> None:
         args.defaults = [self.visit(d) for d in args.defaults]
@@ -331,26 +344,27 @@ class Renamer(ast.NodeTransformer):
             [self.visit(k) for k in node.keywords],
         )
         node.decorator_list = [self.visit(d) for d in node.decorator_list]
-        used, self._used = self._used, False
+        used_before, self._frame_used = self._frame_used, False
         self._scopes.append(_ClassScope(bound_names(node.body)[0]))
-        self._classes += 1
+        self._class_depth += 1
         node.body = self.statements(node.body)
-        self._classes -= 1
+        self._class_depth -= 1
         self._scopes.pop()
-        if self._used:
+        if self._frame_used:
             raise self.refuse(
                 node,
                 "a class that uses the agent's variables, which a copy of the agent would share; "
                 "define it outside",
             )
-        self._used = used
+        self._frame_used = used_before
         return [node, *self._stored(node.name, node)]
 
     def _comprehension(self, node: Any) -> ast.AST:
-        # The first iterable is evaluated outside; its own := are found by now.
+        # The first iterable is evaluated outside the comprehension's scope. Names that := binds are
+        # among the variables already.
         first = self.visit(node.generators[0].iter)
         self._scopes.append(comprehension_names(node))
-        self._inner += isinstance(node, ast.GeneratorExp)
+        self._deferred_depth += isinstance(node, ast.GeneratorExp)
         for i, generator in enumerate(node.generators):
             generator.iter = first if i == 0 else self.visit(generator.iter)
             generator.target, generator.ifs = (
@@ -360,7 +374,7 @@ class Renamer(ast.NodeTransformer):
         for field in ("elt", "key", "value"):
             if hasattr(node, field):
                 setattr(node, field, self.visit(getattr(node, field)))
-        self._inner -= isinstance(node, ast.GeneratorExp)
+        self._deferred_depth -= isinstance(node, ast.GeneratorExp)
         self._scopes.pop()
         return node
 
@@ -370,7 +384,7 @@ class Renamer(ast.NodeTransformer):
 def comprehension_names(
     node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp,
 ) -> set[str]:
-    """A comprehension's own variables."""
+    """The variables of a comprehension's own scope."""
     return {
         n.id
         for g in node.generators
@@ -379,18 +393,18 @@ def comprehension_names(
     }
 
 
-def flat(targets: Iterable[ast.expr]) -> Iterator[ast.expr]:
-    """What del deletes, one by one."""
+def flattened(targets: Iterable[ast.expr]) -> Iterator[ast.expr]:
+    """The single targets of a del statement, out of their tuples and lists."""
     for target in targets:
         if isinstance(target, (ast.Tuple, ast.List)):
-            yield from flat(target.elts)
+            yield from flattened(target.elts)
         else:
             yield target
 
 
-def refused(node: ast.AST, reason: str, where: str) -> RefusedError:
-    """A construct that cannot be compiled, as an error that points at it."""
+def refused(node: ast.AST, reason: str, file: str) -> RefusedError:
+    """The error for a construct that cannot be compiled, with its position."""
     line = getattr(node, "lineno", None)
     error = RefusedError(f"an agent cannot have {reason}")
-    error.filename, error.lineno, error.offset = where, line, getattr(node, "col_offset", 0) + 1
+    error.filename, error.lineno, error.offset = file, line, getattr(node, "col_offset", 0) + 1
     return error

@@ -1,8 +1,7 @@
-"""Runs an agent's function as Python runs it, and as it is compiled, and says what can be seen of
-each run.
+"""Runs an agent's function both by Python and compiled, and compares what can be seen of the runs.
 
 The oracle is Python itself: the very same function as a coroutine or an asynchronous generator.
-Both are asked for the same: what was awaited and yielded, in order, the result or the exception
+Both give the same record: what was awaited and yielded, in order, the result or the exception
 with its chain and its lines, and the log that the agent's side effects go to.
 """
 
@@ -16,8 +15,7 @@ from jaxshare.serving.agents.compiler.program import Program, Waiting, compiled,
 
 
 class Ask:
-    """What agents wait for here: the answer to `await ask(x)` is x, to `await fail(kind, *args)` an
-    exception."""
+    """A request: the answer to `await ask(x)` is x, to `await fail(kind, *args)` an exception."""
 
     def __init__(self, value: Any, kind: type[BaseException] | None = None):
         self.value, self.kind = value, kind
@@ -45,14 +43,14 @@ class Throw:
 
 
 def note(log: list, value: Any) -> Any:
-    """A side effect; the value."""
+    """Logs a side effect; returns the value."""
     log.append(value)
     return value
 
 
 @dataclasses.dataclass
 class Seen:
-    """Of one run."""
+    """The record of one run."""
 
     events: list[Any]
     result: Any
@@ -60,8 +58,7 @@ class Seen:
 
 
 def described(error: BaseException | None, function: Callable[..., Any]) -> Any:
-    """An exception: its kind, its arguments, its lines in the function, and those that led to
-    it."""
+    """(kind, arguments, lines in the function) of an exception, and of those that led to it."""
     if error is None:
         return None
     lines, trace = [], error.__traceback__
@@ -84,7 +81,7 @@ def described(error: BaseException | None, function: Callable[..., Any]) -> Any:
 
 
 def plain(value: Any, function: Callable[..., Any]) -> Any:
-    """Something that can be compared with what another run has."""
+    """A form of a value that can be compared with that of another run."""
     if isinstance(value, BaseException):
         return described(value, function)
     if isinstance(value, (list, tuple)):
@@ -105,7 +102,7 @@ def plain(value: Any, function: Callable[..., Any]) -> Any:
 def _answer(value: Any) -> tuple[Any, BaseException | None]:
     if isinstance(value, (Ask, Throw)) and value.kind:
         return None, value.kind(*value.value)
-    # A copy: nobody who answers has the agent's own things.
+    # A copy, so that no answer shares the agent's own objects.
     return (copy.deepcopy(value.value) if isinstance(value, Ask) else ("got", value)), None
 
 
@@ -129,7 +126,7 @@ def _natively(function: Callable[..., Any], args: tuple[Any, ...], events: list[
             except StopIteration as end:
                 if not is_generator:
                     return end.value
-                value = end.value  # what was yielded
+                value = end.value  # the yielded value
                 break
             except StopAsyncIteration:
                 if is_generator:
@@ -158,8 +155,10 @@ def run(
     answered: tuple[Any, BaseException | None] = (None, None),
     each: Callable[[Any, Any], None] | None = None,
 ) -> Seen:
-    """Runs a compiled agent from a wait, or its begin. With `each`, which gets a copy at every
-    wait, it is a copy that goes on."""
+    """Runs a compiled agent from a wait, or from its start.
+
+    With `each`, which gets the frame at every wait, a copy of the frame is continued.
+    """
     function, events = program.function, events[:]
     try:
         while True:
@@ -170,7 +169,7 @@ def run(
                 break
             events.append(
                 (
-                    "yield" if program.instructions[went.at].is_yield else "await",
+                    "yield" if program.instructions[went.position].is_yield else "await",
                     plain(went.value, function),
                 )
             )
@@ -184,8 +183,10 @@ def run(
 
 
 def differences(function: Callable[..., Any], *more: Any) -> tuple[Seen, list[str]]:
-    """(Python's own run, in which ways the compiled agent's runs are different: straight on, copied
-    at every wait, and from each copy)."""
+    """(Python's own run, the differences of the compiled agent's runs).
+
+    It is run straight on, copied at every wait, and from each copy.
+    """
     expected = native(function, *more)
     program = compiled(function)
     found = []

@@ -1,4 +1,4 @@
-"""Agents that nobody has thought of: programs from a grammar, for hypothesis."""
+"""Random agents: programs from a grammar, for hypothesis."""
 
 import itertools
 import linecache
@@ -16,13 +16,13 @@ class Writer:
     """Writes the source of an agent.
 
     Args:
-      draw: draws an integer from 0 to its argument; 0 is what is simplest.
+      draw: draws an integer from 0 to its argument; 0 is the simplest choice.
       gives: whether the agent yields, too.
     """
 
     def __init__(self, draw: Callable[[int], int], gives: bool):
         self.draw, self.gives = draw, gives
-        self.loops = 0  # around
+        self.loops = 0  # around the current statement
         self.handling = False
         self.names = itertools.count()
 

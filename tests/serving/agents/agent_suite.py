@@ -1,7 +1,7 @@
-"""Small agents over every construct, each short enough to be followed by hand. `log` gets their
-side effects."""
+"""Small agents over every construct, each short enough to follow by hand.
+`log` gets their side effects."""
 # ruff: noqa
-# What nobody should write has to be compiled like all else.
+# Unusual code has to be compiled like all other code.
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ SUITE: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
 
 def case(*args: Any):
-    """An agent of the suite, run with these arguments; given more than once, once with each."""
+    """Adds an agent to the suite, to be run with these arguments; may be used several times."""
 
     def add(function):
         SUITE.append((function, args))
@@ -25,7 +25,7 @@ def case(*args: Any):
 
 
 class Manager:
-    """A context manager that logs, and does on its way out what it is told."""
+    """A context manager that logs, and whose exit does what its arguments say."""
 
     def __init__(
         self,

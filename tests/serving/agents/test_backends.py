@@ -1,5 +1,4 @@
-"""Models of agents: the engine against a plain causal pass, whatever is in the batch; stop texts,
-cancelled calls, errors; scripts."""
+"""Models of agents: the engine against a plain causal pass; stop texts, errors; scripts."""
 
 import asyncio
 import copy
@@ -38,8 +37,7 @@ CONFIG = dataclasses.replace(TINY, vocab_size=402, num_layers=1, max_positions=1
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    """One layer of random weights that speaks the embedded model's language, and hardly ever stops
-    by itself."""
+    """One layer of random weights with the embedded model's tokenizer; it hardly ever stops."""
     return LoadedModel(
         CONFIG, init(CONFIG), models.load(models.EMBEDDED).tokenizer, Generation(stop_tokens=(2,))
     )
@@ -74,7 +72,7 @@ def prompt(loaded: LoadedModel, one: ModelCall) -> list[int]:
 
 
 def greedy(loaded: LoadedModel, one: ModelCall, room: int = 128) -> list[int]:
-    """The likeliest tokens, by a causal pass over all that there is, anew for each of them."""
+    """The most probable tokens, each by a causal pass over the whole text before it."""
     tokens = prompt(loaded, one)
     begin = len(tokens)
     while len(tokens) < begin + one.options.max_new_tokens and tokens[-1] != 2:
@@ -129,7 +127,7 @@ def test_a_small_memory_changes_no_answer(loaded, shared):
 
 @pytest.mark.slow
 def test_the_embedded_model_answers_as_generate_does():
-    """In float32, each prompt by itself there, all together here."""
+    """Compares float32 answers: each prompt by itself there, all together here."""
     embedded = models.load(models.EMBEDDED, dtype="float32")
     rng = random.Random(4)
     made = [arithmetic.make_problem(rng) for _ in range(6)]
@@ -313,7 +311,7 @@ def test_several_answers_are_taken_in_turn_by_firings_attempts_and_n():
     async def fired():
         return await llm("a digit")
 
-    for _ in range(2):  # the same however often the model was asked before
+    for _ in range(2):  # earlier calls change no answer
         assert run(counts, model=model) == (2, ["a", "b", "a"])
         runtime = Runtime(model)
         asyncio.run(runtime.run(fired))

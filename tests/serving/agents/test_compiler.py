@@ -1,5 +1,4 @@
-"""Compiled agents against Python's own coroutines: the suite, programs from a grammar, what copies
-share, and what is refused."""
+"""Compiled agents against Python's own coroutines; copies of their state; refused constructs."""
 
 import copy
 import re
@@ -70,7 +69,7 @@ def test_many_programs_run_as_python_runs_them(data, gives):
     program_runs_alike(data, gives)
 
 
-# What copies share.
+# Sharing between copies.
 
 FOUND: list[int] = []
 FOUND_IN = agent_suite.Matrix(0)
@@ -208,7 +207,7 @@ def test_what_is_thrown_before_the_begin_comes_out():
         program.throw(program.begin(([],), {}), ValueError("early"))
 
 
-# What is refused.
+# Refused constructs.
 
 REFUSED = {
     "async for x in a:\n    pass": (1, r"async for; write while with `await child.next\(\)`"),

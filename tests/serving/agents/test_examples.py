@@ -1,5 +1,4 @@
-"""The examples of agents, and the command that runs them; each once with the engine, the embedded
-model where it can serve."""
+"""The examples of agents and the command that runs them, each once with the engine."""
 
 import asyncio
 import dataclasses
@@ -199,7 +198,10 @@ def test_a_test_passes_where_it_has_run_to_its_end_within_bounds(body, words):
 
 def test_a_test_that_hangs_dies_with_all_that_it_has_started(tmp_path):
     later = f"import time; time.sleep(3); open({str(tmp_path / 'alive')!r}, 'w')"
-    source = f"import subprocess, sys, time\ndef value():\n    subprocess.Popen([sys.executable, '-c', {later!r}])\n    time.sleep(60)\n"
+    source = (
+        "import subprocess, sys, time\ndef value():\n"
+        f"    subprocess.Popen([sys.executable, '-c', {later!r}])\n    time.sleep(60)\n"
+    )
     begun = time.perf_counter()
     verdict = bug_repair.verify(
         source, "from program import value\ndef test_value():\n    value()\n", seconds=1.0
@@ -268,7 +270,7 @@ def test_the_embedded_model_serves_the_pipeline():
 
 @pytest.mark.slow
 def test_the_engine_runs_the_examples_where_the_model_has_nothing_to_say():
-    """One layer of random weights: nothing comes of it, and nothing breaks."""
+    """One layer of random weights: its answers are useless, and nothing breaks."""
     tokenizer = models.load(models.EMBEDDED).tokenizer
     model = EngineModel(
         LoadedModel(
@@ -511,7 +513,10 @@ def test_debug_shows_the_traceback_of_an_agents_error(capsys, tmp_path):
 )
 def test_errors_of_the_file_have_their_place(capsys, tmp_path, text, words):
     file = tmp_path / "mine.py"
-    made = "from jaxshare.serving.agents import agent\n@agent\nasync def one(x):\n    return x\n\nAGENT = one\n"
+    made = (
+        "from jaxshare.serving.agents import agent\n@agent\nasync def one(x):\n"
+        "    return x\n\nAGENT = one\n"
+    )
     file.write_text(text.replace("{agent}", made).replace("{{", "{"), encoding="utf-8")
     code, _, err = run(capsys, str(file), "--", "x")
     assert (
@@ -546,7 +551,10 @@ def test_errors_of_the_file_have_their_place(capsys, tmp_path, text, words):
 def test_mistakes_are_one_clear_sentence(capsys, tmp_path, text, arguments, words):
     file = tmp_path / "mine.py"
     if text is not None:
-        made = "from jaxshare.serving.agents import agent\n@agent\nasync def one(x):\n    return x\n\nAGENT = one\n"
+        made = (
+            "from jaxshare.serving.agents import agent\n@agent\nasync def one(x):\n"
+            "    return x\n\nAGENT = one\n"
+        )
         file.write_text(text.replace("{agent}", made), encoding="utf-8")
     code, _, err = run(capsys, str(file), *arguments)
     assert code == 1 and words in err and err.count("jaxshare: error:") == 1

@@ -14,7 +14,7 @@ llm = tool = spawn = context_gather = simulate = find = ask
 
 
 async def bug_repair(bug):
-    """Figure 6 of the paper."""
+    """The agent of figure 6 of the paper."""
     gather = spawn(context_gather, bug)
     while True:
         code = await gather.next()
@@ -60,8 +60,10 @@ async def endless():
 
 
 def graph(function):
-    """(each state's kind, line from the def, and where it can go: 0 is the start, -1 the end,
-    negative errors are left out)."""
+    """(kind, line from the def, next states) of each state.
+
+    0 is the start, -1 the end; negative errors are left out.
+    """
     made = FlowGraph.of(compiled(function))
     end, first = len(made.nodes) - 1, function.__code__.co_firstlineno
     assert (
@@ -107,8 +109,8 @@ def test_context_gather_yields_in_a_loop():
 
 def test_exceptions_are_edges_of_their_own():
     _, states, errors = graph(careful)
-    # What follows the start may raise before it waits, and a ValueError in 1 goes to 2; whatever
-    # happens, 3 comes last.
+    # The code after the start may raise before it waits, and a ValueError in 1 goes to 2; in any
+    # case, 3 comes last.
     assert states == [
         ("start", 0, [1, 2, 3]),
         ("llm", 2, [2, 3]),
@@ -135,7 +137,7 @@ def test_the_smallest():
 
 
 def test_every_run_of_the_suite_stays_on_the_edges():
-    """Each step of a run, without what is thrown in, is an edge."""
+    """Each step of a run is an edge, if no exception is thrown in."""
     steps = 0
     for function, args in agent_suite.SUITE:
         program = compiled(function)
@@ -146,7 +148,7 @@ def test_every_run_of_the_suite_stays_on_the_edges():
                 went = program.send(frame, value)
             except BaseException:
                 break
-            to = made.state[went.at] if isinstance(went, Waiting) else len(made.nodes) - 1
+            to = made.state[went.position] if isinstance(went, Waiting) else len(made.nodes) - 1
             assert to in made.nodes[at].to, (function.__name__, at, to)
             steps += 1
             if not isinstance(went, Waiting):

@@ -1,5 +1,4 @@
-"""Runs that are recorded and repeated without their model and tools; traces, and the pictures of
-them."""
+"""Runs that are recorded and replayed without their model and tools; search logs and pictures."""
 
 import asyncio
 import importlib.util
@@ -41,7 +40,7 @@ def finished(runtime: Runtime, what, *args):
 
 
 def shape(runtime: Runtime) -> list:
-    """All that a run has come to, but for its times."""
+    """The whole outcome of a run, without its times."""
 
     def told(state):
         return (
@@ -79,7 +78,7 @@ def spent(one):
 
 
 def test_budgets_are_used_up_where_they_were():
-    """Retries are calls too, failed ones included, and tokens count as they were written."""
+    """Counts each retry as a call, a failed one too, and tokens as they were generated."""
 
     @agent(
         supervisor=BestOfN(9, value=lambda state: state.path[0], budget=Budget(calls=12, tokens=40))
@@ -100,7 +99,7 @@ def test_budgets_are_used_up_where_they_were():
 
 
 class OwnError(Exception):
-    """Nobody else's, so that it has to be pickled."""
+    """A class of this test, so that it has to be pickled."""
 
 
 def test_values_and_errors_come_back_as_they_were(tmp_path):
@@ -125,7 +124,7 @@ def test_values_and_errors_come_back_as_they_were(tmp_path):
         for name in ("plain", "tuple", "keys", "inf", "set"):
             got[name] = await tool(gives, name)
             if name == "plain":
-                got[name][1]["b"].append("changed")  # the journal keeps what came
+                got[name][1]["b"].append("changed")  # the journal keeps its own copy
         for number in range(3):
             try:
                 await tool(fails, number)
@@ -160,7 +159,7 @@ def test_values_and_errors_come_back_as_they_were(tmp_path):
         == value
     )
     with pytest.raises(
-        ValueError, match=r"firing \[0, 0, 0\] of uses was given is kept as a pickle.*pickles=True"
+        ValueError, match=r"firing \[0, 0, 0\] of uses is kept as a pickle.*pickles=True"
     ):
         finished(Runtime(None, journal=Journal.load(tmp_path / "journal.json")), uses)
 
@@ -203,22 +202,22 @@ def test_a_strict_journal_says_what_it_does_not_know_and_another_asks():
 def test_what_is_asked_has_to_be_what_was_asked(tmp_path):
     one, other, used = llm("one"), llm("other"), tool(len, "one")
     key, journal = ("asks", (0, 0)), Journal()
-    assert journal.known(key, one) is None
-    journal.done(key, "1", (Message("assistant", "1"),))
+    assert journal.lookup(key, one) is None
+    journal.record_value(key, "1", (Message("assistant", "1"),))
     journal.save(tmp_path / "journal.json")
     loaded = Journal.load(tmp_path / "journal.json")
     assert (
-        loaded.known(key, llm("one"))()
-        == loaded.known(key)()
+        loaded.lookup(key, llm("one"))()
+        == loaded.lookup(key)()
         == ("1", (Message("assistant", "1"),))
     )
-    assert loaded.known(key, other) is None and loaded.known(key, used) is None
+    assert loaded.lookup(key, other) is None and loaded.lookup(key, used) is None
     loaded.strict = True
     for request, words in ((other, "an answer of the model"), (used, "the tool len")):
         with pytest.raises(
             ReplayError, match=f"asks for {words}.*, and in the journal for an answer of the model"
         ):
-            loaded.known(key, request)
+            loaded.lookup(key, request)
 
 
 @pytest.mark.parametrize(
@@ -238,17 +237,16 @@ def test_files_that_are_no_journal_are_refused(tmp_path, text):
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match="is no journal of agents"):
         Journal.load(file)
-    with pytest.raises(ValueError, match="is no trace of agents"):
+    with pytest.raises(ValueError, match="is no search log of agents"):
         SearchLog.load(file)
 
 
-# Traces.
+# Search logs.
 
 
 @pytest.fixture(scope="module")
 def searched() -> SearchLog:
-    """Two levels of three firings, of which two and then one go on; a helper that is never asked
-    again; one firing that fails."""
+    """Two levels of three firings, of which two and then one go on; an unused helper; an error."""
 
     @agent
     async def helper():

@@ -65,7 +65,7 @@ class Model:
 
 
 def whole_run(agent, *args, model=None, **options):
-    """The run itself, and the runtime that it was in."""
+    """(the run, its runtime)."""
 
     async def go():
         runtime = Runtime(model or Model(), **options)
@@ -290,8 +290,7 @@ def test_a_child_that_was_given_down_ends_with_its_parent():
 
 
 class Times(Supervisor):
-    """Fires the root once and every state that asks the model k times; the answer is the first that
-    is finished."""
+    """Fires the root once and other model waits k times; accepts the first finished state."""
 
     def __init__(self, k):
         self.k = k
@@ -347,7 +346,7 @@ async def wanders(words):
 
 
 async def native_wanders(words, answers):
-    """The same as an ordinary coroutine; answers gives those of the model in turn."""
+    """The same as an ordinary coroutine; `answers` gives the model's answers in order."""
     seen, total = {}, 0
     for word in words:
         answer = await answers(word)
@@ -500,7 +499,7 @@ async def parses(retries, n):
 
 
 def attempts(*texts):
-    """A model that says these in turn."""
+    """A model that gives these answers in order."""
     remaining = list(texts)
     return Model(lambda call: remaining.pop(0))
 
@@ -743,11 +742,11 @@ def test_a_coroutine_cannot_be_awaited_by_two_firings():
     )
 
 
-# What is not needed any more.
+# Cancelled work.
 
 
 class Watched:
-    """An async tool that says how it ended."""
+    """An async tool that records how it ended."""
 
     def __init__(self):
         self.ended = []
@@ -765,7 +764,7 @@ class Watched:
 
 
 class First(Times):
-    """The first path that ends is the answer."""
+    """Accepts the first path that ends."""
 
     def commit(self, state):
         super().commit(state)
@@ -1058,8 +1057,8 @@ async def yields_to_nobody():
 def test_yielding_to_nobody_is_an_error():
     error = fails(AgentError, yields_to_nobody)
     assert (
-        f"yields_to_nobody yields in line {line_of(yields_to_nobody, 'yield 1')}, but nobody has "
-        "spawned it" in str(error)
+        f"yields_to_nobody yields in line {line_of(yields_to_nobody, 'yield 1')}, but no other "
+        "agent has spawned it" in str(error)
     )
 
 
@@ -1316,7 +1315,7 @@ def test_budgets_are_of_each_run_alone():
 
 
 class Plain:
-    """The four callbacks alone: three paths; nothing else."""
+    """A supervisor of three paths, with the four callbacks alone."""
 
     def init(self, root):
         self.ready = [root] * 3
@@ -1334,7 +1333,7 @@ class Plain:
 
 
 class Chooses(Plain):
-    """And it says when it is over, and what the answer is."""
+    """The same, which also sets `over` and `accepted`."""
 
     over = False
 
@@ -1368,7 +1367,7 @@ def test_a_supervisor_needs_the_four_callbacks_alone():
 
 
 class Ahead(Plain):
-    """Fires states that sleep as well, at once."""
+    """Fires sleeping states too, at once."""
 
     def commit(self, state):
         if not state.ended:
@@ -1526,7 +1525,7 @@ def test_an_error_of_a_value_function_ends_the_run():
     assert "in the value function of BestOfN, the supervisor of agent asks," in error.__notes__[0]
 
 
-# What a run leaves behind, and that it can be repeated.
+# Leftovers of a run, and its reproducibility.
 
 
 def tree_of(run):

@@ -1,8 +1,8 @@
 """Supervisors against straight-line implementations of their algorithms, over small explicit trees.
 
 A tree is walked by an agent whose model answers by the position that the call comes from, so that
-every algorithm sees the same tree. The implementations here know nothing of agents: a node is a
-dictionary, and a position the firings that led there.
+every algorithm sees the same tree. The implementations here use no agents: a node is a dictionary,
+and a position is the path of firings that led to it.
 """
 
 import asyncio
@@ -39,14 +39,14 @@ from jaxshare.serving.agents.search import (
 
 
 class Model:
-    """Names the child of a node by the position that asks."""
+    """Names the child of a node by the position of the call."""
 
     def __init__(self):
         self.calls = []
 
     async def answer(self, call):
         self.calls.append(call)
-        await asyncio.sleep(random.random() / 5000)  # who is faster must not matter
+        await asyncio.sleep(random.random() / 5000)  # the order of answers must not matter
         return Reply(str(position_number(call.state)), 1, 1)
 
 
@@ -55,7 +55,7 @@ def position_number(position):
 
 
 def child_at(node, position):
-    """What a node's firing at this position comes to."""
+    """The child that a node's firing at this position leads to."""
     return node["children"][position_number(position) % len(node["children"])]
 
 
@@ -75,7 +75,7 @@ async def walks(tree):
 
 
 def make_tree(seed, depth=4, errors=0.1, scores=5):
-    """Random: a node has a name, a score of few, and children, or an error, or neither."""
+    """A random tree: a node has a name, one of few scores, and children, an error, or neither."""
     rng = random.Random(seed)
 
     def node(name, left):
@@ -90,7 +90,7 @@ def make_tree(seed, depth=4, errors=0.1, scores=5):
 
 
 class Value:
-    """Scores nodes, and counts how often it is asked."""
+    """Scores nodes, and counts its calls."""
 
     def __init__(self):
         self.calls = 0
@@ -107,8 +107,7 @@ def searched(supervisor, tree, which=walks, **options):
 
 
 def check(supervisor, value, tree, expected):
-    """A search finds what the implementation here has, with as many calls: expected = (position and
-    node, or None; calls; values)."""
+    """Checks a search against expected = (position and node, or None; calls; values)."""
     answer, calls, values = expected
     if answer is None:
         with pytest.raises((BranchError, AgentError)):
@@ -129,8 +128,7 @@ TREES = [make_tree(seed) for seed in range(24)]
 
 
 def walk(tree, first):
-    """(position, the end that a path comes to whose states are fired once, or None where it raises,
-    and its calls)."""
+    """(position, end of the path whose states are fired once, calls); None if it raises."""
     position, node, calls = (first,), tree, 0
     while "children" in node:
         position, calls = (*position, 0), calls + 1
@@ -138,7 +136,7 @@ def walk(tree, first):
     return position, None if "error" in node else node, calls
 
 
-# Side by side, and one after the other.
+# Repeated runs.
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -187,7 +185,7 @@ async def drafts(topic):
 
 
 class Drafts:
-    """Gives drafts in turn."""
+    """Gives drafts in order."""
 
     def __init__(self, *texts):
         self.texts, self.calls = list(texts), []
@@ -276,7 +274,7 @@ def depth_first(tree, breadth, keep, depth=None, prune=-math.inf, enough=-math.i
     found, count = [], {"calls": 0, "values": 0}
 
     def visit(position, node, left):
-        """Whether the search is over."""
+        """True once the search is over."""
         if left == 0:
             return False
         good = []
@@ -361,7 +359,7 @@ def uct(tree, simulations, breadth, exploration, rollout=False, enough=math.inf)
         return position, child_at(node, position)
 
     def score_of(position, node):
-        """Of a new node, or of the end that is come to from it."""
+        """The score of a new node, or of the end of its rollout."""
         while rollout and "children" in node:
             position, node = fire(position, node)
         if "error" in node:
@@ -427,7 +425,7 @@ def test_monte_carlo_tree_search(simulations, breadth, options):
 def forest(tree, trees, breadth, keep, vote):
     answers, calls, values = [], 0, 0
     for first in range(trees):
-        # A tree's first firing is one of the root's, so its positions begin with another number.
+        # A tree's first firing is one of the root's, so its positions start with another number.
         found, level = [], [((first,), tree)]
         while level:
             came = []
@@ -472,7 +470,7 @@ def test_a_forest_of_other_searches():
         )
 
 
-# What all have in common.
+# Properties of all supervisors.
 
 
 def supervisors(value, **options):
@@ -495,7 +493,7 @@ ALL = pytest.mark.parametrize("which", range(len(NAMES)), ids=NAMES)
 
 @agent
 async def walks_with_pauses(tree):
-    """As `walks`, with more states between two calls of the model."""
+    """Walks like `walks`, with more states between two model calls."""
     node, helper = tree, spawn(counts)
     while "children" in node:
         number = await llm(node["name"])
@@ -712,7 +710,7 @@ def test_react_uses_tools_until_it_has_the_answer():
         "arguments: 'a' and 'b'",
     ]
     assert all(call.options.stop == ("\nObservation:",) for call in model.calls)
-    assert "no form" not in str(model.calls[-1].messages)  # it was asked again
+    assert "no form" not in str(model.calls[-1].messages)  # there was another attempt
 
 
 def test_react_has_bounds():
