@@ -64,7 +64,7 @@ def block_attention_share(q: Array, keys: Array, plan: Plan, scale: float) -> Ar
         )
 
     lse = jax.lax.map(block_lse, jnp.arange(rows * slots)).reshape(rows, slots, width, heads)
-    lse = _over_devices(lse, plan.stripes.axis)
+    lse = _over_devices(lse, plan.token_sharding.axis)
     top = jnp.max(lse, axis=1, keepdims=True)
     share = jnp.exp(lse - jnp.where(jnp.isneginf(top), 0.0, top))
     # at least 1 where anything is seen

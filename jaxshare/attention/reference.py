@@ -30,7 +30,7 @@ def reference_attention(
     Raises:
       NotImplementedError: tokens that are spread over devices.
     """
-    if plan.stripes.axis is not None:
+    if plan.token_sharding.axis is not None:
         raise NotImplementedError(
             "it reads whole blocks, and here each device keeps a part of them"
         )

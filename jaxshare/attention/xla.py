@@ -37,7 +37,7 @@ def xla_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float
     turn = _RotatedQueries.of(plan, grouped.transpose(2, 0, 1, 3, 4))
     shared = _shared(turn, keys, values, plan.shared)
     grouped = [_grouped(turn, keys, values, tiles) for tiles in (*plan.grouped, plan.private)]
-    out = merge_over(plan.stripes.axis, *merge(shared, *grouped))  # [K, R, T, G, D]
+    out = merge_over(plan.token_sharding.axis, *merge(shared, *grouped))  # [K, R, T, G, D]
     return out.transpose(1, 2, 0, 3, 4).reshape(q.shape).astype(q.dtype)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxshare.arena import Arenas, finite, put
+from jaxshare.arena import Arenas, make_finite, put
 from jaxshare.cache import KVCache
 from jaxshare.rope import Rope, rotate
 from jaxshare.sharding import on_each
@@ -152,7 +152,7 @@ def trace_attention(q: Array, k: Array, v: Array, batch: TraceBatch, rope: Rope)
             f"multiple of {CHUNK} and K dividing H; got {q.shape}, {k.shape} and {v.shape}"
         )
     # What is not finite must not reach those that do not see it, as in a cache.
-    k, v = finite(k), finite(v)
+    k, v = make_finite(k), make_finite(v)
     keys = rotate(
         _laid_out(k, batch), *(table[..., None, :] for table in rope.cos_sin(batch.stay_indices))
     )
@@ -272,7 +272,7 @@ def fill(
     cos, sin = (table[:, None] for table in cache.rope.cos_sin(indices))
 
     def heads_first(x: Array, dtype: jnp.dtype) -> Array:
-        return finite(x.astype(dtype)).swapaxes(0, 1)
+        return make_finite(x.astype(dtype)).swapaxes(0, 1)
 
     new = (
         tuple(
@@ -287,7 +287,7 @@ def fill(
         lambda spec: PartitionSpec(*spec[:1]), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
     filled = on_each(
-        lambda arenas, places, new: put(cache.stripes, arenas, places, new),
+        lambda arenas, places, new: put(cache.token_sharding, arenas, places, new),
         cache.mesh,
         in_specs=(specs, none, by_head),
         out_specs=specs,

@@ -648,14 +648,14 @@ def test_a_fault_stays_when_blocks_are_placed():
         ([0, 2, 0], [0, 13, 0], [8, 1, 8], r"blocks must name each block once; got \[0, 2, 0\]"),
         ([0, 4], [0, 13], [8, 1], r"blocks\[1\] is 4, but the cache has blocks 0 to 3"),
         ([-1], [0], [0], r"blocks\[0\] is -1"),
-        ([2], [23], [2], "block 2 would lie at 23 to 25, but the arena has 24 tokens"),
-        ([2], [-1], [3], "block 2 would lie at -1 to 2"),
-        ([2], [13], [-3], "block 2 would lie at 13 to 10"),
-        ([2], [25], [0], "block 2 would lie at 25 to 25"),
-        ([2], [15], [6], "blocks 2 and 3 would lie over each other, at 15 to 21 and from 20"),
+        ([2], [23], [2], "block 2 would take tokens 23 to 25, but the arena has 24 tokens"),
+        ([2], [-1], [3], "block 2 would take tokens -1 to 2"),
+        ([2], [13], [-3], "block 2 would take tokens 13 to 10"),
+        ([2], [25], [0], "block 2 would take tokens 25 to 25"),
+        ([2], [15], [6], "blocks 2 and 3 would overlap, at 15 to 21 and from 20"),
         # inside another block
-        ([2], [7], [1], "blocks 0 and 2 would lie over each other, at 0 to 8 and from 7"),
-        ([0, 2], [13, 13], [4, 4], "blocks 0 and 2 would lie over each other"),
+        ([2], [7], [1], "blocks 0 and 2 would overlap, at 0 to 8 and from 7"),
+        ([0, 2], [13, 13], [4, 4], "blocks 0 and 2 would overlap"),
     ],
 )
 def test_place_refuses(blocks, offsets, sizes, words):
