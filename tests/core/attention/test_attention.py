@@ -231,11 +231,11 @@ def test_groups_of_rows_with_ragged_tokens(case):
 
 
 @pytest.mark.parametrize("shape", [GROUPED, WIDE], ids=["groups", "ragged"])
-def test_turns_that_change_only_the_rows_they_read_for(shape, monkeypatch):
-    """As with many rows. Rows read several tiles of a block, some of them in one turn, and blocks
-    one after the other."""
+def test_iterations_that_change_only_the_rows_they_read_for(shape, monkeypatch):
+    """As with many rows. Rows read several tiles of a block, some of them in one iteration, and
+    blocks one after the other."""
     monkeypatch.setattr(xla, "_MANY_ROWS", 0)
-    monkeypatch.setattr(xla, "_ROWS_OF_A_TURN", 0)
+    monkeypatch.setattr(xla, "_ROWS_PER_READER", 0)
     attended.clear_cache()
 
     @settings(max_examples=25)
