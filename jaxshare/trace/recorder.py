@@ -14,7 +14,7 @@ directly:
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Self
+from typing import Self, SupportsInt
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +181,7 @@ class Recorder:
         return np.asarray([len(content) for content in self._contents], np.int32)
 
     def text(
-        self, tokens: Sequence[int] | Int[np.ndarray, " count"], block: int
+        self, tokens: Sequence[SupportsInt] | Int[np.ndarray, " count"], block: int
     ) -> Int[np.ndarray, " count"]:
         """Records a pass that feeds a text that sees its own block alone; nothing for an empty one.
 
@@ -195,7 +195,7 @@ class Recorder:
 
     def feed(
         self,
-        tokens: Sequence[Sequence[int] | Int[np.ndarray, " _"]],
+        tokens: Sequence[Sequence[SupportsInt] | Int[np.ndarray, " _"]],
         layout: Sequence[Sequence[int]],
         *,
         rows: Sequence[int] | None = None,
@@ -346,7 +346,7 @@ class Recorder:
     def _check(
         self,
         fed: Sequence[int],
-        tokens: Sequence[Sequence[int] | np.ndarray],
+        tokens: Sequence[Sequence[SupportsInt] | np.ndarray],
         layout: Sequence[Sequence[int]],
     ) -> None:
         for r in fed:
