@@ -270,7 +270,7 @@ def test_a_rope_is_hashable_and_frozen():
         (lambda: Rope.default(8, math.nan), "theta must be positive; got nan"),
         (
             lambda: Rope.longrope(8, 10_000.0, [1.0, 2.0], 1.0),
-            "wants 4 factors, one for each rotated pair; got 2",
+            "needs 4 factors, one for each rotated pair; got 2",
         ),
     ],
 )
