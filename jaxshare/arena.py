@@ -27,8 +27,8 @@ Windows = tuple[tuple[Float[Array, "K N D"], ...], tuple[Float[Array, "K N D"], 
 
 @runtime_checkable
 class Appends(Protocol):
-    """The part of a pass's plan that says what is appended to blocks; `jaxshare.attention.Plan`
-    documents each array."""
+    """The part of a pass's plan about appends to blocks; `jaxshare.attention.Plan` documents each
+    array."""
 
     @property
     def count(self) -> Int32[Array, " R"]: ...
@@ -67,8 +67,8 @@ _UNROLLED_ROWS = 8
 
 def alignment(capacity: int) -> int:
     """The alignment of a block's offset. Blocks of a tile or more start on a tile, so that backends
-    can read the arena without gathering; smaller ones are packed, so that many small blocks stay
-    small."""
+    can read the arena without gathering; smaller ones are packed, so that many small blocks take
+    little."""
     return ALIGNMENT if capacity >= ALIGNMENT else 1
 
 

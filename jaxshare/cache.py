@@ -1,4 +1,4 @@
-"""KVCache: the keys and values of all blocks, as a frozen pytree whose transitions return new ones.
+"""KVCache: the keys and values of all blocks, a frozen pytree; its transitions return new ones.
 
 Physically there is one arena [K, tokens, D] for keys and one for values in every layer. A block is
 an extent of all arenas: offset, length, capacity. Its keys are rotated as though the block started
@@ -233,7 +233,7 @@ class KVCache:
         """Appends the source block to the target, rotated to its new place, and empties the source.
         Exact up to rounding.
 
-        Outside jit the old cache stays valid, so both are held for a moment; inside a jitted
+        Outside jit the old cache stays valid, so both take memory for a moment; inside a jitted
         function that donates it, one. The work follows the source's length. Inside jit, a source
         that does not fit stays where it is and sets a fault.
 
@@ -260,7 +260,7 @@ class KVCache:
         becomes the rest.
 
         Rows that listed `block` must list `tail` right after it (`Layout.fork`). Any other row can
-        list `block` alone and go on in a block of its own: that is a fork inside the block. The
+        list `block` alone and continue in a block of its own: that is a fork inside the block. The
         unused capacity of the block goes to `tail`.
 
         Raises:

@@ -58,5 +58,5 @@ def version() -> str:
         ]
     try:
         return importlib.metadata.version("jaxshare")
-    except importlib.metadata.PackageNotFoundError:  # copied somewhere by hand
+    except importlib.metadata.PackageNotFoundError:  # a copy without an installation
         return "unknown"

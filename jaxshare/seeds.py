@@ -3,8 +3,8 @@
 A stream has a key of 64 bits, its seed, and a draw depends on that key and its position in the
 stream alone (`jaxshare.decoding.sampling`). A host that needs several streams makes the key of each
 from its own seed and the place of the stream: prompt and index, the number of a worker, the path of
-a firing, the run of an evaluation. Keys are hashes, not sums, so that neither neighbouring seeds nor
-neighbouring places share a stream.
+a firing, the run of an evaluation. Keys are hashes, not sums, so that neither neighbouring seeds
+nor neighbouring places share a stream.
 """
 
 import hashlib

@@ -201,7 +201,7 @@ def _row_order(
 def _local_reads(
     cache: KVCache, layout: Layout, block: Array, appended: _Appended, order: _RowOrder
 ) -> Reads:
-    """What rows read of the tokens that this device keeps: of every block one run, in order."""
+    """The reads of the tokens that this device keeps: one run of every block, in order."""
     after = _lengths_after(layout, block, appended)
     reads = _sees(layout, appended) & (after > 0)
     step = jnp.arange(order.positions.shape[1])

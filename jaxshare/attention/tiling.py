@@ -1,4 +1,4 @@
-"""Tiles: what attention reads in one pass, cut into windows of the arena.
+"""Tiles: the tokens that attention reads in one pass, cut into windows of the arena.
 
 A block that several rows see is read once for all of them: by all rows together, or by a group of
 rows; a block that one row sees is read by that row alone.
@@ -59,13 +59,13 @@ class Tiling(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What rows read in a pass, of the tokens that this device keeps. R rows, N listed blocks of a
-    row, T new tokens of a row, B blocks.
+    """The tokens that rows read in a pass, of those that this device keeps. R rows, N listed blocks
+    of a row, T new tokens of a row, B blocks.
 
     Attributes:
       blocks: as in the layout.
       block: the same, clipped to blocks that there are.
-      reads: which listed blocks the row reads: it brings a token, and they are not empty.
+      reads: True for listed blocks that the row reads: it brings a token, and they are not empty.
       fan_in: rows that read each block.
       offsets, lengths: where each block's tokens are in the arena, and how many.
       seen: how many of those each new token sees, the first ones.
@@ -197,8 +197,8 @@ def _cut(lengths: Array, tiling: Tiling, arena: int) -> _Pieces:
 def _tiles(
     reads: Reads, pieces: _Pieces, offset: Array, row: Array, slot: Array, is_reader: Array
 ) -> Tiles:
-    """Windows over pieces of runs at `offset` [I]; row, slot and is_reader [I, Q] say which rows
-    read each, and where they list its block."""
+    """Windows over pieces of runs at `offset` [I]; row, slot and is_reader [I, Q] are the rows
+    that read each, and where they list its block."""
     size, at_once = pieces.tiling
     real = (jnp.arange(pieces.run.shape[0]) < pieces.count)[:, None]
     # [I, Q, T], counted from the block's start

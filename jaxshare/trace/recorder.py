@@ -1,4 +1,4 @@
-"""Recording: traces are made of what a device has done, or by hand.
+"""Recording: makes traces of a device's passes, or call by call.
 
 The decode loop logs what it feeds and moves in a `PassLog`, which the host reads into a `Recorder`
 after every dispatch. A program that makes traces of its own, for training say, calls a `Recorder`
@@ -304,7 +304,7 @@ class Recorder:
                 )
 
     def trace(self, *, names: Sequence[str] = (), fingerprint: str = "", context: int = 0) -> Trace:
-        """The trace up to now; recording can continue. The arguments are those of `Trace`."""
+        """The trace so far; recording can continue. The arguments are those of `Trace`."""
         rows, passes = np.asarray(self._row_passes, np.int32).reshape(-1, 2).T
         starts, visible = (
             np.asarray(x, np.int32).reshape(-1, len(self._contents))
@@ -369,7 +369,8 @@ class Recorder:
     def _check_blocks(self, *blocks: int) -> None:
         if unknown := [block for block in blocks if not 0 <= block < len(self._contents)]:
             raise ValueError(
-                f"there is no block {unknown[0]}; the trace has blocks 0 to {len(self._contents) - 1}"
+                f"there is no block {unknown[0]}; the trace has blocks 0 to "
+                f"{len(self._contents) - 1}"
             )
 
     def _check_room(self, block: int, count: int) -> None:

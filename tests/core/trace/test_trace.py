@@ -165,7 +165,7 @@ def test_a_recorder_refuses_what_a_cache_would(act, words):
     with pytest.raises(ValueError, match=words):
         act(recorder)
     assert recorder.lengths.tolist() == [6, 0, 0] and recorder.trace().num_tokens == 6, (
-        "what is refused leaves nothing behind"
+        "a refused call changes nothing"
     )
 
 
@@ -185,7 +185,7 @@ def test_a_dispatch_is_no_longer_than_what_it_can_record():
         run(tiny_state([[1]] * 4, record=4), passes=5)
 
 
-# recorders that go on
+# recorders that continue
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -412,7 +412,9 @@ def test_what_a_cache_holds_can_be_read_and_written_wherever_it_lies(mesh):
             loaded.kv_repeats,
         )
         for arenas, sign in ((cache.keys, 1), (cache.values, -1)):
-            found = cache_io.read(arenas[0], cache_io.token_indices(places), cache.mesh, loaded.kv_repeats)
+            found = cache_io.read(
+                arenas[0], cache_io.token_indices(places), cache.mesh, loaded.kv_repeats
+            )
             assert found.shape == (kv_heads, 512, 8)
             np.testing.assert_array_equal(found[:, :300], sign * given)
             assert not found[:, 300:].any()
