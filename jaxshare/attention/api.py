@@ -86,11 +86,11 @@ def block_attention(
       NotImplementedError: no backend named can serve the call; the message has each one's reason.
     """
     _check_shapes(q, keys, values, plan)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    score_scale = q.shape[3] ** -0.5 if scale is None else scale
     reasons = []
     for name in _names(implementation):
         try:
-            return BACKENDS[name](q, keys, values, plan, scale)
+            return BACKENDS[name](q, keys, values, plan, score_scale)
         except NotImplementedError as reason:
             reasons.append(f"{name}: {reason}")
     raise NotImplementedError("no attention backend can do this: " + "; ".join(reasons))
