@@ -2,7 +2,7 @@
 
 One engine for Hogwild! Inference (workers), Hydragen (branches) and Hive (agents): rows that see
 ordered lists of cached blocks. The core is pure JAX; `jaxshare.models` has Llama and Qwen,
-`jaxshare.serving` what people run.
+`jaxshare.serving` the engine, workers, branches, agents and the command line.
 """
 
 from jaxshare.attention import Plan, block_attention, make_plan

@@ -1,41 +1,49 @@
-"""The arenas that hold the keys and values of all blocks, [K, tokens, D] each: their sizes, and how
-tokens are written, copied, read and put back."""
+"""The arenas that hold the keys and values of all blocks, [K, tokens, D] each: their sizes, the
+extents of blocks in them, and how tokens are written, copied, read and put back."""
 
 import functools
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Float, Float32, Int, Int32, Integer
 
 from jaxshare import sharding
 from jaxshare.rope import rotate
 from jaxshare.sharding import CyclicSharding
 
-Arenas = tuple[tuple[Array, ...], tuple[Array, ...]]
-"""Keys and values of all layers, [K, tokens, D] each."""
+Arenas = tuple[
+    tuple[Float[Array, "K tokens D"], ...],
+    tuple[Float[Array, "K tokens D"], ...],
+]
+"""Keys and values of all layers."""
+
+Windows = tuple[tuple[Float[Array, "K N D"], ...], tuple[Float[Array, "K N D"], ...]]
+"""Keys and values of N tokens in all layers."""
 
 
+@runtime_checkable
 class Appends(Protocol):
-    """The part of a pass's plan that says what is appended to blocks; `jaxshare.attention.Plan`
-    documents each array."""
+    """The part of a pass's plan about appends to blocks; `jaxshare.attention.Plan` documents each
+    array."""
 
     @property
-    def count(self) -> Array: ...
+    def count(self) -> Int32[Array, " R"]: ...
     @property
-    def write_at(self) -> Array: ...
+    def write_at(self) -> Int32[Array, " R"]: ...
     @property
-    def key_cos(self) -> Array: ...
+    def key_cos(self) -> Float32[Array, "R T P"]: ...
     @property
-    def key_sin(self) -> Array: ...
+    def key_sin(self) -> Float32[Array, "R T P"]: ...
     @property
-    def lengths(self) -> Array: ...
+    def lengths(self) -> Int32[Array, " B"]: ...
     @property
-    def faults(self) -> Array: ...
+    def faults(self) -> Int32[Array, ""]: ...
     @property
-    def stripes(self) -> CyclicSharding: ...
+    def token_sharding(self) -> CyclicSharding: ...
 
 
 ALIGNMENT = 128
@@ -43,35 +51,36 @@ ALIGNMENT = 128
 
 
 LARGE_TILE = 512
-"""Tokens of a large tile: long arenas are whole numbers of them, and are read so where few rows
-share long blocks."""
+"""Tokens of a large tile. Long arenas are a whole number of large tiles, which are read where few
+rows share long blocks."""
 
 
 ARENA = ("kv_heads", "tokens", None)
-"""What the dimensions of an arena are called, for a mesh."""
+"""The names of an arena's dimensions, for a mesh."""
 
 
-_MOVE_TILE = 128
+_COPY_TILE = 128
 
 
 _UNROLLED_ROWS = 8
 
 
 def alignment(capacity: int) -> int:
-    """Of a block's offset. Blocks of a tile or more begin on a tile, so that backends can read the
-    arena as it lies; smaller ones are packed, so that many small blocks stay small."""
+    """The alignment of a block's offset. Blocks of a tile or more start on a tile, so that backends
+    can read the arena without gathering; smaller ones are packed, so that many small blocks take
+    little."""
     return ALIGNMENT if capacity >= ALIGNMENT else 1
 
 
 def arena_size(tokens: int) -> int:
-    """The size of an arena that holds so many: it ends with a tile, and with a large one if it is
-    long."""
+    """The size of an arena that holds this many tokens: a whole number of tiles, of large tiles if
+    it is long."""
     tile = LARGE_TILE if tokens >= 4 * LARGE_TILE else ALIGNMENT if tokens >= ALIGNMENT else 1
     return max(1, tokens + -tokens % tile)
 
 
-def extents(capacities: np.ndarray) -> tuple[np.ndarray, int]:
-    """Offsets of blocks that lie side by side, and the size of an arena for them."""
+def extents(capacities: Int[np.ndarray, " B"]) -> tuple[Int[np.ndarray, " B"], int]:
+    """The offsets of blocks that are laid out side by side, and the size of an arena for them."""
     offsets, end = np.zeros_like(capacities), 0
     for b, capacity in enumerate(capacities):
         end += -end % alignment(capacity)
@@ -80,12 +89,120 @@ def extents(capacities: np.ndarray) -> tuple[np.ndarray, int]:
     return offsets, arena_size(int(end))
 
 
-def write_tokens(arena: Array, new: Array, plan: Appends) -> Array:
-    """arena [K, tokens, D], new [R, T, K, D]: each row's real tokens to their place; all else
-    stays."""
+def check_capacities(capacities: Any) -> Int[np.ndarray, " B"]:
+    """The capacities of new blocks as an array; raises ValueError for anything but numbers of at
+    least 0, one or more."""
+    sizes = np.asarray(capacities, np.int64)
+    if sizes.ndim != 1 or not sizes.size:
+        raise ValueError(
+            f"capacities must list the size of at least one block, in tokens; got {capacities!r}"
+        )
+    if (sizes < 0).any():
+        first = int(np.argmax(sizes < 0))
+        raise ValueError(
+            f"the capacity of block {first} is {int(sizes[first])}; it must be at least 0"
+        )
+    return sizes
+
+
+def check_extents(
+    blocks: Sequence[int],
+    offsets: Sequence[int],
+    capacities: Sequence[int],
+    *,
+    num_blocks: int,
+    arena: int,
+) -> None:
+    """Raises ValueError unless each block is named once and its new extent is inside the arena.
+
+    Args:
+      blocks: the blocks that get new extents.
+      offsets, capacities: the new extent of each, in tokens.
+      num_blocks: blocks of the cache.
+      arena: tokens of the arena.
+    """
+    if not len(blocks) == len(offsets) == len(capacities):
+        raise ValueError(
+            f"{len(blocks)} blocks, {len(offsets)} offsets and {len(capacities)} capacities "
+            "are given; give one of each a block"
+        )
+    if len(set(blocks)) < len(blocks):
+        raise ValueError(f"blocks must name each block once; got {list(blocks)}")
+    for i, block in enumerate(blocks):
+        check_block(f"blocks[{i}]", block, num_blocks)
+    for block, offset, capacity in zip(blocks, offsets, capacities, strict=True):
+        if offset < 0 or capacity < 0 or offset + capacity > arena:
+            raise ValueError(
+                f"block {block} would take tokens {offset} to {offset + capacity}, but the arena "
+                f"has {arena} tokens"
+            )
+
+
+def check_block(name: str, block: int, num_blocks: int) -> None:
+    """Raises ValueError for a block that the cache does not have; `name` is what named it."""
+    if not 0 <= block < num_blocks:
+        raise ValueError(f"{name} is {block}, but the cache has blocks 0 to {num_blocks - 1}")
+
+
+def check_disjoint(offsets: Int[np.ndarray, " B"], capacities: Int[np.ndarray, " B"]) -> None:
+    """Raises ValueError where two of the blocks' extents overlap."""
+    order = np.argsort(offsets, kind="stable")
+    order = order[capacities[order] > 0]
+    ends = offsets[order] + capacities[order]
+    if (over := np.flatnonzero(offsets[order][1:] < ends[:-1])).size:
+        low, high = order[over[0]], order[over[0] + 1]
+        raise ValueError(
+            f"blocks {low} and {high} would overlap, at {offsets[low]} to "
+            f"{offsets[low] + capacities[low]} and from {offsets[high]}"
+        )
+
+
+def copy_order(
+    blocks: Sequence[int],
+    old: Int[np.ndarray, " B"],
+    new: Int[np.ndarray, " B"],
+    lengths: Int[np.ndarray, " B"],
+) -> list[int]:
+    """The order in which blocks are copied from old to new offsets, such that none overwrites
+    tokens of one that is not copied yet.
+
+    Args:
+      blocks: those that may be copied; one whose offset does not change, or that is empty, is not.
+      old, new: the offset of every block before and after.
+      lengths: tokens of every block.
+
+    Raises:
+      ValueError: there is no such order.
+    """
+    left = [block for block in blocks if new[block] != old[block] and lengths[block]]
+    order = []
+    while left:
+        free = [
+            b
+            for b in left
+            if all(
+                new[b] + lengths[b] <= old[o] or old[o] + lengths[o] <= new[b]
+                for o in left
+                if o != b
+            )
+        ]
+        if not free:
+            raise ValueError(
+                f"blocks {left} would overwrite each other, whichever is moved first; relocate "
+                "them in several calls"
+            )
+        order.append(free[0])
+        left.remove(free[0])
+    return order
+
+
+def write_tokens(
+    arena: Float[Array, "K tokens D"], new: Float[Array, "R T K D"], plan: Appends
+) -> Float[Array, "K tokens D"]:
+    """The arena with each row's real new tokens written where the plan puts them."""
     # Backends read whole tiles and give what a row does not see a weight of 0; 0 times what is not
     # finite would reach that row.
-    new = finite(new.astype(arena.dtype)).swapaxes(1, 2)  # [R, K, T, D]
+    new = make_finite(new.astype(arena.dtype)).swapaxes(1, 2)  # [R, K, T, D]
     # On a GPU one kernel places all rows at once; on a CPU XLA's scatter goes element by element,
     # and windows are copied faster.
     return jax.lax.platform_dependent(
@@ -93,41 +210,43 @@ def write_tokens(arena: Array, new: Array, plan: Appends) -> Array:
         new,
         plan.write_at,
         plan.count,
-        cuda=functools.partial(_scatter, plan.stripes),
-        default=functools.partial(_write_windows, plan.stripes),
+        cuda=functools.partial(_scatter, plan.token_sharding),
+        default=functools.partial(_write_windows, plan.token_sharding),
     )
 
 
-def finite(x: Array) -> Array:
-    """What is not finite as 0, or as the largest number of the dtype."""
-    most = float(jnp.finfo(x.dtype).max)
-    return jnp.nan_to_num(x, nan=0.0, posinf=most, neginf=-most)
+def make_finite(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Replaces NaN by 0 and infinities by the largest numbers of the dtype."""
+    largest = float(jnp.finfo(x.dtype).max)
+    return jnp.nan_to_num(x, nan=0.0, posinf=largest, neginf=-largest)
 
 
 def _scatter(
-    stripes: CyclicSharding, arena: Array, new: Array, write_at: Array, count: Array
+    sharded: CyclicSharding, arena: Array, new: Array, write_at: Array, count: Array
 ) -> Array:
     rows, kv_heads, width, dim = new.shape
     step = jnp.arange(width)
     index = write_at[:, None] + step
-    to = jnp.where(
-        (step < count[:, None]) & stripes.mine(index), stripes.held(index), arena.shape[1]
+    local = jnp.where(
+        (step < count[:, None]) & sharded.is_local(index),
+        sharded.local_count(index),
+        arena.shape[1],
     ).reshape(-1)
-    return arena.at[:, to].set(
+    return arena.at[:, local].set(
         new.swapaxes(0, 1).reshape(kv_heads, rows * width, dim), mode="drop", unique_indices=True
     )
 
 
 def _write_windows(
-    stripes: CyclicSharding, arena: Array, new: Array, write_at: Array, count: Array
+    sharded: CyclicSharding, arena: Array, new: Array, write_at: Array, count: Array
 ) -> Array:
     width = min(new.shape[2], arena.shape[1])
 
     def write_row(r, arena: Array) -> Array:
         # A window of static size is read, the real tokens laid over it and the window written back.
-        # Where it would hang over the arena's end it is shifted left, and the tokens in it right.
-        start = jnp.minimum(stripes.held(write_at[r]), arena.shape[1] - width)
-        token = stripes.index(start + jnp.arange(width)) - write_at[r]
+        # Where it would extend past the arena's end it is shifted left, and the tokens in it right.
+        start = jnp.minimum(sharded.local_count(write_at[r]), arena.shape[1] - width)
+        token = sharded.global_index(start + jnp.arange(width)) - write_at[r]
         window = jax.lax.dynamic_slice_in_dim(arena, start, width, axis=1)
         shifted = (
             new[r]
@@ -145,24 +264,29 @@ def _write_windows(
 
 
 def copy_tokens(
-    arenas: Arenas, source: Array, target: Array, count: Array, cos: Array, sin: Array
+    arenas: Arenas,
+    source: Int32[Array, ""],
+    target: Int32[Array, ""],
+    count: Int32[Array, ""],
+    cos: Float32[Array, " P"],
+    sin: Float32[Array, " P"],
 ) -> Arenas:
     """Copies `count` tokens from `source` to `target`, which may overlap, keys rotated further by
-    one angle a pair."""
+    one angle per pair."""
     tokens = arenas[0][0].shape[1]
-    tile = min(_MOVE_TILE, tokens)
+    tile = min(_COPY_TILE, tokens)
 
     def copy_tile(done: Array, arenas: Arenas) -> Arenas:
         left = jnp.minimum(count - done, tile)
-        read, write = (jnp.minimum(at + done, tokens - tile) for at in (source, target))
+        read, write = (jnp.minimum(start + done, tokens - tile) for start in (source, target))
         # Window index i of the target holds token i - (target + done - write) of this tile.
         token = jnp.arange(tile) - (target + done - write)
         real = ((token >= 0) & (token < left))[:, None]
         pick = jnp.clip(token + (source + done - read), 0, tile - 1)
 
-        def copied(arena: Array, turn: bool) -> Array:
+        def copied(arena: Array, rotates: bool) -> Array:
             piece = jnp.take(jax.lax.dynamic_slice_in_dim(arena, read, tile, axis=1), pick, axis=1)
-            piece = rotate(piece, cos, sin) if turn else piece
+            piece = rotate(piece, cos, sin) if rotates else piece
             window = jax.lax.dynamic_slice_in_dim(arena, write, tile, axis=1)
             return jax.lax.dynamic_update_slice_in_dim(
                 arena, jnp.where(real, piece, window), write, axis=1
@@ -174,25 +298,25 @@ def copy_tokens(
 
 
 def copy_tokens_over(
-    stripes: CyclicSharding,
+    sharded: CyclicSharding,
     arenas: Arenas,
-    source: Array,
-    target: Array,
-    count: Array,
-    cos: Array,
-    sin: Array,
+    source: Int32[Array, ""],
+    target: Int32[Array, ""],
+    count: Int32[Array, ""],
+    cos: Float32[Array, " P"],
+    sin: Float32[Array, " P"],
 ) -> Arenas:
-    """`copy_tokens` where tokens are spread over devices: who keeps them tells the others, and who
-    is to keep them writes."""
+    """Copies as `copy_tokens` does, where tokens are spread over devices: every device reads what
+    any of them keeps, and writes what it is to keep."""
 
     def copy_tile(done: Array, arenas: Arenas) -> Arenas:
-        token = done + jnp.arange(_MOVE_TILE)
-        # What lies behind the last token is read and written nowhere.
-        keys, values = take(stripes, arenas, jnp.where(token < count, source + token, -1))
+        token = done + jnp.arange(_COPY_TILE)
+        # Indices after the last token are -1: neither read nor written.
+        keys, values = take(sharded, arenas, jnp.where(token < count, source + token, -1))
         new = tuple(rotate(k, cos, sin) for k in keys), values
-        return put(stripes, arenas, jnp.where(token < count, target + token, -1), new)
+        return put(sharded, arenas, jnp.where(token < count, target + token, -1), new)
 
-    return _by_tiles(copy_tile, arenas, source, target, count, _MOVE_TILE)
+    return _by_tiles(copy_tile, arenas, source, target, count, _COPY_TILE)
 
 
 def _by_tiles(
@@ -203,8 +327,8 @@ def _by_tiles(
     count: Array,
     tile: int,
 ) -> Arenas:
-    """Copies tile by tile, from the end where the target lies behind the source: tokens are read
-    before they are overwritten."""
+    """Copies tile by tile, the last one first where the target comes after the source: tokens are
+    read before they are overwritten."""
     tiles = -(-count // tile)
 
     def step(state: tuple[Array, Arenas]) -> tuple[Array, Arenas]:
@@ -218,28 +342,30 @@ def _by_tiles(
     )[1]
 
 
-def take(stripes: CyclicSharding, arenas: Arenas, index: Array) -> Arenas:
-    """The tokens at these places of the arenas, [K, N, D] each, on every device that runs this; 0
-    where the index is negative.
+def take(sharded: CyclicSharding, arenas: Arenas, index: Integer[Array, " N"]) -> Windows:
+    """The tokens at these indices of the arenas, on every device that runs this; 0 where the index
+    is negative.
 
     Args:
-      stripes: of the cache.
-      arenas: one device's keys and values, [K, tokens, D] each.
-      index: int32[N].
+      sharded: of the cache.
+      arenas: one device's keys and values.
+      index: in the whole arenas, over all devices.
     """
-    here = (stripes.mine(index) & (index >= 0))[:, None]
-    place = jnp.where(here[:, 0], stripes.held(index), 0)
+    here = (sharded.is_local(index) & (index >= 0))[:, None]
+    local = jnp.where(here[:, 0], sharded.local_count(index), 0)
     return sharding.psum(
-        jax.tree.map(lambda arena: jnp.where(here, arena[:, place], 0), arenas), stripes.axis
+        jax.tree.map(lambda arena: jnp.where(here, arena[:, local], 0), arenas), sharded.axis
     )
 
 
-def put(stripes: CyclicSharding, arenas: Arenas, index: Array, new: Arenas) -> Arenas:
-    """The arenas with `new` at these places, each once, nothing where the index is negative;
-    arguments as in `take`."""
-    place = jnp.where(
-        stripes.mine(index) & (index >= 0), stripes.held(index), arenas[0][0].shape[1]
+def put(
+    sharded: CyclicSharding, arenas: Arenas, index: Integer[Array, " N"], new: Windows
+) -> Arenas:
+    """The arenas with `new` at these indices, each given once; nothing is written where the index
+    is negative. Arguments as in `take`."""
+    local = jnp.where(
+        sharded.is_local(index) & (index >= 0), sharded.local_count(index), arenas[0][0].shape[1]
     )
     return jax.tree.map(
-        lambda arena, piece: arena.at[:, place].set(piece, mode="drop"), arenas, new
+        lambda arena, piece: arena.at[:, local].set(piece, mode="drop"), arenas, new
     )

@@ -1,9 +1,9 @@
-"""KVCache: the keys and values of all blocks, as a frozen pytree whose transitions return new ones.
+"""KVCache: the keys and values of all blocks, a frozen pytree; its transitions return new ones.
 
 Physically there is one arena [K, tokens, D] for keys and one for values in every layer. A block is
-an extent of all arenas: offset, length, capacity. Its keys stand as though the block began at
-position `phase`, which is 0 for a block that was written from empty. So rows can list blocks in any
-order (Hogwild! Inference section 3.4: the query is rotated instead), and a block is cut in two
+an extent of all arenas: offset, length, capacity. Its keys are rotated as though the block started
+at position `phase`, which is 0 for a block that was written from empty. So rows can list blocks in
+any order (Hogwild! Inference section 3.4: the query is rotated instead), and a block is cut in two
 without touching a key.
 """
 
@@ -18,16 +18,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Bool, Float, Int, Int32
 
 from jaxshare import sharding
-from jaxshare.arena import ARENA, Appends, copy_tokens, copy_tokens_over, extents, write_tokens
+from jaxshare.arena import (
+    ARENA,
+    Appends,
+    check_block,
+    check_capacities,
+    check_disjoint,
+    check_extents,
+    copy_order,
+    copy_tokens,
+    copy_tokens_over,
+    extents,
+    write_tokens,
+)
 from jaxshare.layout import is_concrete
 from jaxshare.rope import Rope, rotate
 from jaxshare.sharding import CyclicSharding, on_each
 
 
 class CacheConfig(Protocol):
-    """What a model's config says about its cache."""
+    """The part of a model's config that a cache needs."""
 
     @property
     def num_layers(self) -> int: ...
@@ -40,8 +53,7 @@ class CacheConfig(Protocol):
 
 
 class Fault(enum.IntFlag):
-    """What went wrong inside jit, where nothing can be raised. `KVCache.check` turns it into an
-    error."""
+    """Errors found inside jit, where nothing can be raised; `KVCache.check` raises them."""
 
     OVERFLOW = 1
     UNKNOWN_BLOCK = 2
@@ -50,7 +62,7 @@ class Fault(enum.IntFlag):
     BAD_CUT = 16
 
     def describe(self) -> str:
-        """One clear sentence for each fault."""
+        """A sentence for each fault, joined by semicolons."""
         sentences = {
             Fault.OVERFLOW: "a block was written beyond its capacity; the tokens that did not fit "
             "were dropped: create the cache with larger capacities",
@@ -71,25 +83,25 @@ class KVCache:
     """Blocks of cached keys and values. B blocks, L layers, K kv heads, D head dim.
 
     Attributes:
-      keys, values: L arrays [K, tokens, D], one of each for every layer.
-      offsets: int32[B], where each block begins in the arena.
-      lengths: int32[B], tokens in each block.
-      capacities: int32[B], tokens that fit in each block.
-      phases: int32[B], the position to which each block's first key is rotated.
-      faults: int32[], `Fault` flags raised inside jit; sticky.
+      keys, values: the arenas, one of each for every layer.
+      offsets: where each block starts in the arena.
+      lengths: tokens in each block.
+      capacities: tokens that fit in each block.
+      phases: the position to which each block's first key is rotated.
+      faults: `Fault` flags raised inside jit; sticky.
       rope: the rotation of the keys (static).
       mesh: the devices over which the arenas are spread, or None for one device (static). kv heads
         are cut along its axis `tensor`, tokens dealt out along `kv` (`CyclicSharding`); all else is
         on every device.
     """
 
-    keys: tuple[Array, ...]
-    values: tuple[Array, ...]
-    offsets: Array
-    lengths: Array
-    capacities: Array
-    phases: Array
-    faults: Array
+    keys: tuple[Float[Array, "K tokens D"], ...]
+    values: tuple[Float[Array, "K tokens D"], ...]
+    offsets: Int32[Array, " B"]
+    lengths: Int32[Array, " B"]
+    capacities: Int32[Array, " B"]
+    phases: Int32[Array, " B"]
+    faults: Int32[Array, ""]
     rope: Rope = dataclasses.field(metadata={"static": True})
     mesh: Mesh | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -102,7 +114,7 @@ class KVCache:
         *,
         mesh: Mesh | None = None,
     ) -> "KVCache":
-        """An empty cache.
+        """Creates an empty cache.
 
         Args:
           config: the model's config.
@@ -114,17 +126,7 @@ class KVCache:
         Raises:
           ValueError: no blocks, a negative capacity, or kv heads that do not divide over the mesh.
         """
-        sizes = np.asarray(capacities, np.int64)
-        if sizes.ndim != 1 or not sizes.size:
-            raise ValueError(
-                "capacities must list the size of at least one block, in tokens; got "
-                f"{capacities!r}"
-            )
-        if (sizes < 0).any():
-            first = int(np.argmax(sizes < 0))
-            raise ValueError(
-                f"the capacity of block {first} is {int(sizes[first])}; it must be at least 0"
-            )
+        sizes = check_capacities(capacities)
         offsets, tokens = extents(sizes)
         cache = cls.empty(config, tokens, sizes.size, dtype, mesh=mesh)
         return dataclasses.replace(
@@ -141,10 +143,9 @@ class KVCache:
         *,
         mesh: Mesh | None = None,
     ) -> "KVCache":
-        """An arena of `tokens` with nothing but free slots (capacity 0), which `place` gives their
-        extents.
+        """Creates a cache of free slots (capacity 0), which `place` gives their extents.
 
-        Where tokens are spread over devices the arena is somewhat larger: all devices keep as many.
+        Where tokens are spread over devices, `tokens` is rounded up so that all keep as many.
 
         Raises:
           ValueError: fewer than one token or slot, more tokens than can be addressed, or kv heads
@@ -159,17 +160,15 @@ class KVCache:
                 f"the blocks hold {tokens} tokens in all; fewer than 2**31 can be addressed"
             )
         tokens += -tokens % CyclicSharding.over(mesh).period
-        shape, zeros = (
-            (config.num_kv_heads, tokens, config.head_dim),
-            np.zeros(num_blocks, np.int32),
-        )
-        where = None
+        shape = config.num_kv_heads, tokens, config.head_dim
+        zeros = np.zeros(num_blocks, np.int32)
+        device = None
         if mesh is not None:
             sharding.check_shape("the cache", shape, ARENA, mesh)
-            where = sharding.sharding(mesh, ARENA)
+            device = sharding.sharding(mesh, ARENA)
         return cls(
-            keys=tuple(jnp.zeros(shape, dtype, device=where) for _ in range(config.num_layers)),
-            values=tuple(jnp.zeros(shape, dtype, device=where) for _ in range(config.num_layers)),
+            keys=tuple(jnp.zeros(shape, dtype, device=device) for _ in range(config.num_layers)),
+            values=tuple(jnp.zeros(shape, dtype, device=device) for _ in range(config.num_layers)),
             offsets=jnp.asarray(zeros),
             lengths=jnp.asarray(zeros),
             capacities=jnp.asarray(zeros),
@@ -180,13 +179,13 @@ class KVCache:
         )
 
     @property
-    def stripes(self) -> CyclicSharding:
-        """Which tokens of the arena each device keeps."""
+    def token_sharding(self) -> CyclicSharding:
+        """The tokens of the arena that each device keeps."""
         return CyclicSharding.over(self.mesh)
 
     @property
     def specs(self) -> "KVCache":
-        """How each array is cut over the mesh, in the form of a cache."""
+        """The PartitionSpec of each array, in the form of a cache."""
         arena = sharding.spec(ARENA)
         return dataclasses.replace(
             jax.tree.map(lambda _: PartitionSpec(), self),
@@ -204,17 +203,19 @@ class KVCache:
         """Bytes of one cached token: keys and values of all layers."""
         return sum(a.shape[0] * a.shape[2] * a.dtype.itemsize for a in (*self.keys, *self.values))
 
-    def append(self, layer: int, k: Array, v: Array, plan: Appends) -> "KVCache":
-        """Writes one layer's new keys and values behind the blocks that the rows write. Lengths
-        change in `advance`.
+    def append(
+        self, layer: int, k: Float[Array, "R T K D"], v: Float[Array, "R T K D"], plan: Appends
+    ) -> "KVCache":
+        """Writes one layer's new keys and values at the ends of the blocks that the rows write.
+        Lengths change in `advance`.
 
-        What is not finite is written as 0, or as the largest number of the cache's dtype: it must
-        not reach rows that do not see it.
+        NaN is written as 0 and an infinity as the largest number of the cache's dtype: neither may
+        reach rows that do not see it.
 
         Args:
-          layer: which.
-          k, v: [R, T, K, D], keys not rotated yet: they are rotated here to their index in their
-            block (Hogwild! appendix B).
+          layer: its number.
+          k, v: new keys and values; keys not rotated yet: they are rotated here to their index in
+            their block (Hogwild! appendix B).
           plan: of this pass.
         """
         k = rotate(k, plan.key_cos[:, :, None], plan.key_sin[:, :, None])
@@ -225,30 +226,26 @@ class KVCache:
         )
 
     def advance(self, plan: Appends) -> "KVCache":
-        """The cache after a pass: the lengths that `append` has filled, and what the plan found
-        wrong."""
+        """The cache after a pass, with the plan's lengths and faults."""
         return dataclasses.replace(self, lengths=plan.lengths, faults=self.faults | plan.faults)
 
-    def move(self, source: int | Array, target: int | Array) -> "KVCache":
+    def move(self, source: int | Int[Array, ""], target: int | Int[Array, ""]) -> "KVCache":
         """Appends the source block to the target, rotated to its new place, and empties the source.
         Exact up to rounding.
 
-        Outside jit the old cache stays valid, so both are held for a moment; inside a jitted
+        Outside jit the old cache stays valid, so both take memory for a moment; inside a jitted
         function that donates it, one. The work follows the source's length. Inside jit, a source
         that does not fit stays where it is and sets a fault.
 
         Raises:
-          ValueError: unknown block, source and target the same, or not enough room (where that can
-            be known).
+          ValueError: unknown block, same source and target, or no room (for concrete values).
         """
         self._check_blocks(source=source, target=target)
         if is_concrete(source, target) and int(source) == int(target):
             raise ValueError(f"block {int(source)} cannot be moved onto itself")
         if is_concrete(self.lengths, source, target):
-            count, room = (
-                int(self.lengths[source]),
-                int(self.capacities[target] - self.lengths[target]),
-            )
+            count = int(self.lengths[source])
+            room = int(self.capacities[target] - self.lengths[target])
             if count > room:
                 raise ValueError(
                     f"block {int(source)} has {count} tokens, but block {int(target)} has room for "
@@ -256,17 +253,19 @@ class KVCache:
                 )
         return _moved(self, jnp.asarray(source, jnp.int32), jnp.asarray(target, jnp.int32))
 
-    def fork(self, block: int | Array, at: int | Array, tail: int | Array) -> "KVCache":
+    def fork(
+        self, block: int | Int[Array, ""], at: int | Int[Array, ""], tail: int | Int[Array, ""]
+    ) -> "KVCache":
         """Cuts a block in two and copies nothing: `block` keeps its first `at` tokens, `tail`
         becomes the rest.
 
         Rows that listed `block` must list `tail` right after it (`Layout.fork`). Any other row can
-        list `block` alone and go on in a block of its own: that is a fork inside the block. What
-        was free behind the block stays with `tail`.
+        list `block` alone and continue in a block of its own: that is a fork inside the block. The
+        unused capacity of the block goes to `tail`.
 
         Raises:
-          ValueError: unknown block, `tail` not a free slot (capacity 0), or `at` outside the block
-            (where that can be known).
+          ValueError: unknown block, `tail` with a capacity above 0, or `at` outside the block (for
+            concrete values).
         """
         self._check_blocks(block=block, tail=tail)
         if is_concrete(self.lengths, at, block) and not 0 <= int(at) <= int(self.lengths[block]):
@@ -301,7 +300,7 @@ class KVCache:
             faults=self.faults | fault,
         )
 
-    def clear(self, block: int | Array) -> "KVCache":
+    def clear(self, block: int | Int[Array, ""]) -> "KVCache":
         """Empties a block; it keeps its capacity."""
         self._check_blocks(block=block)
         known = self._known(block)
@@ -315,40 +314,42 @@ class KVCache:
     def place(
         self, blocks: Sequence[int], offsets: Sequence[int], capacities: Sequence[int]
     ) -> "KVCache":
-        """Gives blocks new extents of the arena and empties them: how a host that hands out memory
-        takes and frees blocks.
+        """Gives blocks new extents of the arena and empties them: how a host that manages the arena
+        allocates and frees blocks.
 
-        Nothing is copied, and keys and values stay where they are. A block of capacity 0 is a free
-        slot again. Not for use inside jit.
+        Nothing is copied. A block of capacity 0 is a free slot again. Not for use inside jit.
 
         Args:
-          blocks: which, each once.
-          offsets, capacities: of each of them, in tokens.
+          blocks: the blocks, each once.
+          offsets, capacities: the new extent of each, in tokens.
 
         Raises:
-          ValueError: an unknown or repeated block, or an extent that leaves the arena or lies over
+          ValueError: an unknown or repeated block, or an extent that leaves the arena or overlaps
             another block's.
         """
-        self._check_extents(blocks, offsets, capacities)
-        found, begins, sizes, phases = (
+        check_extents(
+            blocks, offsets, capacities, num_blocks=self.num_blocks, arena=self.keys[0].shape[1]
+        )
+        new_lengths, new_offsets, new_capacities, new_phases = (
             np.array(x) for x in (self.lengths, self.offsets, self.capacities, self.phases)
         )
         for block, offset, capacity in zip(blocks, offsets, capacities, strict=True):
-            begins[block], sizes[block], found[block], phases[block] = offset, capacity, 0, 0
-        _check_apart(begins, sizes)
+            new_offsets[block], new_capacities[block] = offset, capacity
+            new_lengths[block], new_phases[block] = 0, 0
+        check_disjoint(new_offsets, new_capacities)
         return dataclasses.replace(
             self,
-            lengths=jnp.asarray(found),
-            offsets=jnp.asarray(begins),
-            capacities=jnp.asarray(sizes),
-            phases=jnp.asarray(phases),
+            lengths=jnp.asarray(new_lengths),
+            offsets=jnp.asarray(new_offsets),
+            capacities=jnp.asarray(new_capacities),
+            phases=jnp.asarray(new_phases),
         )
 
     def relocate(
         self, blocks: Sequence[int], offsets: Sequence[int], capacities: Sequence[int]
     ) -> "KVCache":
-        """Gives blocks other extents of the arena and takes their tokens there: how a block gets
-        more room, or gives some back.
+        """Gives blocks other extents of the arena and takes their tokens there: how a block's
+        capacity grows or shrinks.
 
         An extent may overlap the one that its block has now. Keys keep their rotation, so that
         nothing changes for rows that see the block. The work follows the lengths of the blocks
@@ -360,103 +361,54 @@ class KVCache:
           offsets, capacities: the new extent of each, in tokens.
 
         Raises:
-          ValueError: an unknown or repeated block, an extent that leaves the arena, lies over
-            another block's or has too little room for its tokens, or extents that cannot be reached
-            one after the other without overwriting tokens.
+          ValueError: an unknown or repeated block, an extent that leaves the arena, overlaps
+            another block's or is too small for its tokens, or extents that cannot be reached one
+            after the other without overwriting tokens.
         """
-        self._check_extents(blocks, offsets, capacities)
-        begins, sizes, lengths = (
+        check_extents(
+            blocks, offsets, capacities, num_blocks=self.num_blocks, arena=self.keys[0].shape[1]
+        )
+        new_offsets, new_capacities, lengths = (
             np.array(x) for x in (self.offsets, self.capacities, self.lengths)
         )
-        old = begins.copy()
         for block, offset, capacity in zip(blocks, offsets, capacities, strict=True):
             if capacity < lengths[block]:
                 raise ValueError(
-                    f"block {block} has {lengths[block]} tokens, and its new extent room for "
-                    f"{capacity}; give it more"
+                    f"block {block} has {lengths[block]} tokens, but its new extent has a capacity "
+                    f"of {capacity}; give it more"
                 )
-            begins[block], sizes[block] = offset, capacity
-        _check_apart(begins, sizes)
-        cache, left = (
-            self,
-            [block for block in blocks if begins[block] != old[block] and lengths[block]],
-        )
-        while left:
-            free = [
-                b
-                for b in left
-                if all(
-                    begins[b] + lengths[b] <= old[o] or old[o] + lengths[o] <= begins[b]
-                    for o in left
-                    if o != b
-                )
-            ]
-            if not free:
-                raise ValueError(
-                    f"blocks {left} would overwrite each other, whichever is moved first; relocate "
-                    "them in several calls"
-                )
+            new_offsets[block], new_capacities[block] = offset, capacity
+        check_disjoint(new_offsets, new_capacities)
+        cache = self
+        for block in copy_order(blocks, np.asarray(self.offsets), new_offsets, lengths):
             cache = _relocated(
-                cache, jnp.asarray(free[0], jnp.int32), jnp.asarray(int(begins[free[0]]), jnp.int32)
+                cache,
+                jnp.asarray(block, jnp.int32),
+                jnp.asarray(int(new_offsets[block]), jnp.int32),
             )
-            left.remove(free[0])
         return dataclasses.replace(
-            cache, offsets=jnp.asarray(begins), capacities=jnp.asarray(sizes)
+            cache, offsets=jnp.asarray(new_offsets), capacities=jnp.asarray(new_capacities)
         )
 
     def check(self) -> None:
-        """Raises ValueError if a pass inside jit wrote beyond a capacity or was given a layout that
-        cannot be."""
+        """Raises ValueError if a pass inside jit wrote beyond a capacity or had an invalid
+        layout."""
         if fault := Fault(int(self.faults)):
             raise ValueError(f"the cache is not usable any more: {fault.describe()}")
 
     def _check_blocks(self, **blocks: int | Array) -> None:
         for name, block in blocks.items():
-            if is_concrete(block) and not 0 <= int(block) < self.num_blocks:
-                raise ValueError(
-                    f"{name} is {int(block)}, but the cache has blocks 0 to {self.num_blocks - 1}"
-                )
+            if is_concrete(block):
+                check_block(name, int(block), self.num_blocks)
 
-    def _check_extents(
-        self, blocks: Sequence[int], offsets: Sequence[int], capacities: Sequence[int]
-    ) -> None:
-        if not len(blocks) == len(offsets) == len(capacities):
-            raise ValueError(
-                f"{len(blocks)} blocks, {len(offsets)} offsets and {len(capacities)} capacities "
-                "are given; give one of each a block"
-            )
-        if len(set(blocks)) < len(blocks):
-            raise ValueError(f"blocks must name each block once; got {list(blocks)}")
-        self._check_blocks(**{f"blocks[{i}]": block for i, block in enumerate(blocks)})
-        arena = self.keys[0].shape[1]
-        for block, offset, capacity in zip(blocks, offsets, capacities, strict=True):
-            if offset < 0 or capacity < 0 or offset + capacity > arena:
-                raise ValueError(
-                    f"block {block} would lie at {offset} to {offset + capacity}, but the arena "
-                    f"has {arena} tokens"
-                )
-
-    def _known(self, *blocks: int | Array) -> Array:
-        """bool[]: whether the cache has all these blocks."""
+    def _known(self, *blocks: int | Array) -> Bool[Array, ""]:
+        """True if the cache has all these blocks."""
         numbers = jnp.asarray(blocks, jnp.int32)
         return jnp.all((numbers >= 0) & (numbers < self.num_blocks))
 
 
-def _replaced(leaves: tuple[Array, ...], layer: int, leaf: Array) -> tuple[Array, ...]:
-    return (*leaves[:layer], leaf, *leaves[layer + 1 :])
-
-
-def _check_apart(begins: np.ndarray, sizes: np.ndarray) -> None:
-    """Raises ValueError where two extents of int[B] offsets and capacities lie over each other."""
-    order = np.argsort(begins, kind="stable")
-    order = order[sizes[order] > 0]
-    ends = begins[order] + sizes[order]
-    if (over := np.flatnonzero(begins[order][1:] < ends[:-1])).size:
-        low, high = order[over[0]], order[over[0] + 1]
-        raise ValueError(
-            f"blocks {low} and {high} would lie over each other, at {begins[low]} to "
-            f"{begins[low] + sizes[low]} and from {begins[high]}"
-        )
+def _replaced(arenas: tuple[Array, ...], layer: int, arena: Array) -> tuple[Array, ...]:
+    return (*arenas[:layer], arena, *arenas[layer + 1 :])
 
 
 @jax.jit
@@ -487,10 +439,10 @@ def _relocated(cache: KVCache, block: Array, offset: Array) -> KVCache:
 def _copied(
     cache: KVCache, source: Array, target: Array, count: Array, angles: tuple[Array, Array]
 ) -> KVCache:
-    """The cache with `count` tokens of the arenas copied from `source` to `target`, keys rotated
-    further by (cos, sin) of each pair."""
-    stripes, none = cache.stripes, PartitionSpec()
-    copy = copy_tokens if stripes.axis is None else functools.partial(copy_tokens_over, stripes)
+    """Copies `count` tokens of the arenas from `source` to `target`, keys rotated further by (cos,
+    sin) of each pair."""
+    sharded, none = cache.token_sharding, PartitionSpec()
+    copy = copy_tokens if sharded.axis is None else functools.partial(copy_tokens_over, sharded)
     arenas = cache.specs.keys, cache.specs.values
     keys, values = on_each(
         copy, cache.mesh, in_specs=(arenas, none, none, none, none, none), out_specs=arenas

@@ -1,8 +1,8 @@
-"""What a cache holds, apart from where it lies: all its tokens behind one another, on whatever
-devices. How caches are saved and restored.
+"""The tokens of a cache, apart from its layout: all of them concatenated, on whatever devices. How
+caches are saved and restored.
 
-A cache of another arrangement takes it: spread over other devices, with kv heads repeated or not,
-or in the midst of an engine's memory.
+A cache with another layout can be filled with them: spread over other devices, with kv heads
+repeated or not, or inside an engine's arena.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Float, Int32
 
 from jaxshare import sharding
 from jaxshare.arena import ARENA, put, take
@@ -21,7 +22,7 @@ from jaxshare.cache import KVCache
 from jaxshare.layout import bucket
 from jaxshare.sharding import KV, TENSOR, CyclicSharding, on_each
 
-_LEAST = 128
+_MIN_LENGTH = 128
 _ARENA, _WINDOW, _NONE = (
     sharding.spec(ARENA),
     sharding.spec((ARENA[0], None, None)),
@@ -29,61 +30,65 @@ _ARENA, _WINDOW, _NONE = (
 )
 
 
-def places(runs: Sequence[tuple[int, int]]) -> np.ndarray:
-    """int32[N]: where in an arena the tokens of these runs (offset, length) are, one run after the
-    other.
+def token_indices(runs: Sequence[tuple[int, int]]) -> Int32[np.ndarray, " N"]:
+    """The arena indices of the tokens of these runs (offset, length), one run after the other.
 
-    N is a power of two, so that few programs serve any number; -1 stands behind the last.
+    N is a power of two, so that few programs serve any number of tokens; -1 after the last.
     """
-    found = [np.arange(offset, offset + length, dtype=np.int32) for offset, length in runs]
-    tokens = np.concatenate([np.zeros(0, np.int32), *found])
-    return np.pad(tokens, (0, padded(len(tokens)) - len(tokens)), constant_values=-1)
+    parts = [np.arange(offset, offset + length, dtype=np.int32) for offset, length in runs]
+    tokens = np.concatenate([np.zeros(0, np.int32), *parts])
+    return np.pad(tokens, (0, padded_length(len(tokens)) - len(tokens)), constant_values=-1)
 
 
-def padded(tokens: int) -> int:
-    """N for so many tokens."""
-    return max(_LEAST, bucket(tokens))
+def padded_length(tokens: int) -> int:
+    """The N of `token_indices` for a number of tokens."""
+    return max(_MIN_LENGTH, bucket(tokens))
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "repeats"))
-def read(arena: Array, index: Array | np.ndarray, mesh: Mesh | None, repeats: int = 1) -> Array:
-    """What an arena has at these places, 0 where there is none.
+def read(
+    arena: Float[Array, "K tokens D"],
+    index: Int32[Array | np.ndarray, " N"],
+    mesh: Mesh | None,
+    repeats: int = 1,
+) -> Float[Array, "heads N D"]:
+    """The tokens of an arena at these indices, 0 where the index is negative.
 
     Args:
-      arena: [K, tokens, D], of a cache.
-      index: from `places`.
+      arena: of a cache.
+      index: from `token_indices`.
       mesh: the cache's.
       repeats: how often the arena has each kv head.
 
     Returns:
-      [K / repeats, N, D]; on a mesh cut along N, so that every device has a part of it.
+      One of each kv head; on a mesh cut along N, so that every device has a part of it.
     """
-    stripes = CyclicSharding.over(mesh)
+    sharded = CyclicSharding.over(mesh)
 
     def local(arena: Array, index: Array) -> Array:
-        return take(stripes, ((arena,), ()), index)[0][0]
+        return take(sharded, ((arena,), ()), index)[0][0]
 
-    found = on_each(local, mesh, in_specs=(_ARENA, _NONE), out_specs=_WINDOW)(
+    tokens = on_each(local, mesh, in_specs=(_ARENA, _NONE), out_specs=_WINDOW)(
         arena, jnp.asarray(index)
     )[::repeats]
-    return (
-        found if mesh is None else jax.lax.with_sharding_constraint(found, _lies(found.shape, mesh))
-    )
+    if mesh is None:
+        return tokens
+    return jax.lax.with_sharding_constraint(tokens, _window_sharding(tokens.shape, mesh))
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "repeats"), donate_argnames="arena")
 def write(
-    arena: Array,
-    new: Array | np.ndarray,
-    index: Array | np.ndarray,
+    arena: Float[Array, "K tokens D"],
+    new: Float[Array | np.ndarray, "heads N D"],
+    index: Int32[Array | np.ndarray, " N"],
     mesh: Mesh | None,
     repeats: int = 1,
-) -> Array:
-    """The arena, which is donated, with `new` at these places; arguments as in `read`."""
-    stripes = CyclicSharding.over(mesh)
+) -> Float[Array, "K tokens D"]:
+    """The arena, which is donated, with `new` at these indices; arguments as in `read`."""
+    sharded = CyclicSharding.over(mesh)
 
     def local(arena: Array, new: Array, index: Array) -> Array:
-        return put(stripes, ((arena,), ()), index, ((new,), ()))[0][0]
+        return put(sharded, ((arena,), ()), index, ((new,), ()))[0][0]
 
     new = jnp.repeat(new, repeats, axis=0)
     return on_each(local, mesh, in_specs=(_ARENA, _WINDOW, _NONE), out_specs=_ARENA)(
@@ -91,32 +96,33 @@ def write(
     )
 
 
-def like(
+def abstract_like(
     shape: Sequence[int], dtype: np.typing.DTypeLike, mesh: Mesh | None
 ) -> np.ndarray | jax.ShapeDtypeStruct:
-    """What `write` takes on a mesh, for who brings it there: on one device an array of numpy."""
-    # What is committed to a device makes programs of its own, so on one device nothing is.
-    return (
-        np.empty(shape, dtype)
-        if mesh is None
-        else jax.ShapeDtypeStruct(shape, dtype, sharding=_lies(shape, mesh))
-    )
+    """The form in which a checkpoint is to be read, so that `write` takes it: on one device an
+    array of numpy, else a shape with its sharding."""
+    # Arrays that are committed to a device make programs of their own, so on one device none is.
+    if mesh is None:
+        return np.empty(shape, dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=_window_sharding(shape, mesh))
 
 
-def _lies(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+def _window_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+    """The sharding of [heads, N, D]: N over as many devices as divide it."""
     kv, tensor = mesh.shape[KV], mesh.shape[TENSOR]
     axes = (KV, TENSOR) if shape[1] % (kv * tensor) == 0 else (KV,) if shape[1] % kv == 0 else ()
     return NamedSharding(mesh, PartitionSpec(None, axes) if axes else _NONE)
 
 
-def filled(
+def with_tokens(
     cache: KVCache,
-    index: np.ndarray,
-    keys: Sequence[Array | np.ndarray],
-    values: Sequence[Array | np.ndarray],
+    index: Int32[np.ndarray, " N"],
+    keys: Sequence[Float[Array | np.ndarray, "heads N D"]],
+    values: Sequence[Float[Array | np.ndarray, "heads N D"]],
     repeats: int = 1,
 ) -> KVCache:
-    """The cache, whose arenas are donated, with what was read from another one at these places."""
+    """The cache, whose arenas are donated, with tokens of another one at these indices; arguments
+    as in `read`."""
 
     def written(arenas: Sequence[Array], new: Sequence[Array | np.ndarray]) -> tuple[Array, ...]:
         return tuple(

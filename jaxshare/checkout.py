@@ -1,5 +1,5 @@
-"""Running from a checkout of the repository, where models/ and serving/ are beside jaxshare/; an
-installation has them in it."""
+"""Running from a checkout of the repository, where models/ and serving/ are beside jaxshare/; in an
+installation they are inside it."""
 
 import importlib.abc
 import importlib.machinery
@@ -25,8 +25,8 @@ def checkout() -> Path | None:
 class SiblingFinder(importlib.abc.MetaPathFinder):
     """Finds `jaxshare.models` and `jaxshare.serving` in a checkout.
 
-    An entry of `jaxshare.__path__` would do that too, but make packages of all other folders of the
-    checkout, such as `jaxshare.tests`.
+    An entry of `jaxshare.__path__` would find them too, but would also make packages of all other
+    folders of the checkout, such as `jaxshare.tests`.
     """
 
     def __init__(self, root: Path):
@@ -50,13 +50,13 @@ def find_siblings() -> None:
 
 
 def version() -> str:
-    """The version in pyproject.toml: read from it in a checkout, where an installation may be an
-    older one, and else from the metadata of the installation."""
+    """The version: in a checkout from pyproject.toml, since an installation may be older; else from
+    the metadata of the installation."""
     if root := checkout():
         return tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"][
             "version"
         ]
     try:
         return importlib.metadata.version("jaxshare")
-    except importlib.metadata.PackageNotFoundError:  # copied somewhere by hand
+    except importlib.metadata.PackageNotFoundError:  # a copy without an installation
         return "unknown"

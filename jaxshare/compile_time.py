@@ -1,9 +1,9 @@
 """The seconds that JAX takes to compile: tracing, lowering and the compiler itself, as
 `jax.monitoring` reports them.
 
-    begin = compile_seconds()
+    start = compile_seconds()
     ...
-    compile_seconds() - begin  # what this thread has compiled meanwhile
+    compile_seconds() - start  # seconds that this thread has compiled meanwhile
 """
 
 import threading
@@ -19,16 +19,16 @@ _EVENTS = frozenset(
 
 
 class CompileClock:
-    """The union of time spans that end now: of spans inside each other, such as a function traced
-    inside another, the outer one counts."""
+    """The total of time spans without overlaps: of nested spans, such as a function traced inside
+    another, the outer one counts."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        # (end, seconds counted), none inside another, in the order of time
+        # (end, length in seconds) of spans that are not nested, in the order of time
         self._spans: list[tuple[float, float]] = []
 
     def add(self, seconds: float, now: float) -> None:
-        """Counts a span that ended at `now`; spans end in the order of calls."""
+        """Adds a span that ended at `now`; calls must be in the order of ends."""
         counted = seconds
         while self._spans and self._spans[-1][0] > now - seconds:
             counted -= self._spans.pop()[1]
@@ -37,7 +37,7 @@ class CompileClock:
 
 
 class _Clocks(threading.local):
-    """Each thread's clock: JAX compiles, and reports, in the thread that calls."""
+    """A clock for each thread: JAX compiles, and reports, in the thread that calls."""
 
     def __init__(self) -> None:
         self.own = CompileClock()
@@ -68,8 +68,8 @@ class Stopwatch:
     seconds, compile_seconds = watch.split()
     """
 
-    def __init__(self, begin: float, compiled: float):
-        self._begin, self._compiled = begin, compiled
+    def __init__(self, start: float, compiled: float):
+        self._start, self._compiled = start, compiled
 
     @classmethod
     def start(cls) -> Self:
@@ -78,6 +78,6 @@ class Stopwatch:
     def split(self) -> tuple[float, float]:
         """(seconds without compilation, seconds of compilation) since the start; their sum is the
         wall time."""
-        wall, compiled = time.perf_counter() - self._begin, compile_seconds() - self._compiled
+        wall, compiled = time.perf_counter() - self._start, compile_seconds() - self._compiled
         compiled = min(compiled, wall)
         return wall - compiled, compiled

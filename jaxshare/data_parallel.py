@@ -1,7 +1,8 @@
 """Groups: decode states that run side by side along the `data` axis of a mesh, in one dispatch
 (data parallel).
 
-    groups = [prepare(replica, prompts) for replica, prompts in zip(model.replicas(), parts)]   # a DecodeState each, of the same shapes
+    # a DecodeState for each, of the same shapes
+    groups = [prepare(replica, prompts) for replica, prompts in zip(model.replicas(), parts)]
     state = stack(groups, model.mesh)
     state = decode_groups(model.module, model.params, state, passes=64)
     texts = [group.outputs() for group in unstack(state)]
@@ -27,12 +28,12 @@ from jaxshare.sharding import DATA, axis_size, data_groups
 
 
 def stack(states: Sequence[DecodeState], mesh: Mesh) -> DecodeState:
-    """One state of all groups: every array with a new first dimension, which is cut over `data`.
-    What is on a group's devices stays there.
+    """Joins the states of all groups into one: every array has a new first dimension, which is cut
+    over `data`. Arrays on a group's devices stay there.
 
     Args:
-      states: one for each group, all of the same shapes; that of group i for the i-th of
-        `data_groups(mesh)`, and on it.
+      states: one for each group, all of the same shapes; the i-th is on the i-th mesh of
+        `data_groups(mesh)`.
       mesh: of all groups.
 
     Raises:
@@ -43,25 +44,23 @@ def stack(states: Sequence[DecodeState], mesh: Mesh) -> DecodeState:
             f"there are {len(states)} states, but the mesh has {axis_size(mesh, DATA)} data "
             "groups; give one state a group"
         )
-    meshes, states = (
-        data_groups(mesh),
-        [dataclasses.replace(s, cache=dataclasses.replace(s.cache, mesh=mesh)) for s in states],
-    )
+    meshes = data_groups(mesh)
+    states = [dataclasses.replace(s, cache=dataclasses.replace(s.cache, mesh=mesh)) for s in states]
     for i, other in enumerate(states):
         if jax.tree.map(_shape, other) != jax.tree.map(_shape, states[0]):
             raise ValueError(
-                f"the state of group {i} has other shapes than that of group 0; give both as many "
-                "rows, blocks and room"
+                f"the state of group {i} has other shapes than that of group 0; give both the same "
+                "numbers of rows, blocks and tokens"
             )
 
     def joined(spec: PartitionSpec, *parts: Array) -> Array:
-        there = [
+        shards = [
             shard.data[None]
             for part, own in zip(parts, meshes, strict=True)
             for shard in jax.device_put(part, NamedSharding(own, spec)).addressable_shards
         ]
         return jax.make_array_from_single_device_arrays(
-            (len(parts), *parts[0].shape), NamedSharding(mesh, PartitionSpec(DATA, *spec)), there
+            (len(parts), *parts[0].shape), NamedSharding(mesh, PartitionSpec(DATA, *spec)), shards
         )
 
     return jax.tree.map(joined, _specs(states[0], mesh), *states)
@@ -73,9 +72,9 @@ def unstack(state: DecodeState) -> list[DecodeState]:
 
     def part(own: Mesh, spec: PartitionSpec, whole: Array) -> Array:
         devices = {*own.devices.flat}
-        there = [shard.data[0] for shard in whole.addressable_shards if shard.device in devices]
+        shards = [shard.data[0] for shard in whole.addressable_shards if shard.device in devices]
         return jax.make_array_from_single_device_arrays(
-            whole.shape[1:], NamedSharding(own, spec), there
+            whole.shape[1:], NamedSharding(own, spec), shards
         )
 
     groups = []
@@ -88,15 +87,16 @@ def unstack(state: DecodeState) -> list[DecodeState]:
 def decode_groups(
     model: DecodeModel, params: Any, state: DecodeState, *, passes: int, width: int = 1
 ) -> DecodeState:
-    """`decode` for all groups at once: up to `passes` forward passes of each.
+    """Runs `decode` for all groups at once: up to `passes` forward passes of each.
 
     Args:
-      model, params: on the mesh of all groups; the model has `specs(params)`, which says how they
-        are cut (`ShardedDecoder`).
+      model, params: on the mesh of all groups; `model.specs(params)` says how they are cut
+        (`ShardedDecoder`).
       state: from `stack`; its caches and logits are donated.
       passes, width: as for `decode`.
     """
-    rest = dataclasses.replace(state, cache=None, logits=None, kept=None)  # pyright: ignore[reportArgumentType]
+    donated: dict[str, Any] = dict.fromkeys(("cache", "logits", "kept"))
+    rest = dataclasses.replace(state, **donated)
     return _decode_groups(model, params, state.cache, state.logits, state.kept, rest, passes, width)
 
 
@@ -129,22 +129,22 @@ def _decode_groups(
         own = [jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves]
         for i, leaf in zip(full, given, strict=True):
             own[i] = leaf[0]
-        found = jax.tree.leaves(
+        decoded = jax.tree.leaves(
             decode(model, params, form.unflatten(own), passes=passes, width=width)
         )
-        return [found[i][None] for i in full]
+        return [decoded[i][None] for i in full]
 
     cut = [specs[i] for i in full]
-    found = jax.shard_map(
+    decoded = jax.shard_map(
         group, mesh=mesh, in_specs=(model.specs(params), cut), out_specs=cut, check_vma=False
     )(params, [leaves[i] for i in full])
-    for i, leaf in zip(full, found, strict=True):
+    for i, leaf in zip(full, decoded, strict=True):
         leaves[i] = leaf
     return form.unflatten(leaves)
 
 
 def _specs(state: DecodeState, mesh: Mesh) -> DecodeState:
-    """How each array of a group's state is cut over the devices of the group."""
+    """The PartitionSpec of each array of a group's state over the devices of the group."""
     logits = vocab_spec(vocab_axis(mesh, state.logits.shape[-1]))
     return dataclasses.replace(
         jax.tree.map(lambda _: PartitionSpec(), state), cache=state.cache.specs, logits=logits
@@ -153,7 +153,7 @@ def _specs(state: DecodeState, mesh: Mesh) -> DecodeState:
 
 def _mesh(state: DecodeState) -> Mesh:
     if state.cache.mesh is None:
-        raise ValueError("the state lies on no mesh; make it with `stack`")
+        raise ValueError("the state is on no mesh; make it with `stack`")
     return state.cache.mesh
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+from jaxtyping import Int, Int32, Shaped
 
 
 @jax.tree_util.register_dataclass
@@ -19,14 +20,14 @@ class Layout:
     A row writes its new tokens to the last block it lists. A row that lists none is not in use.
 
     Attributes:
-      blocks: int32[R, N] block numbers, each row's from the left, -1 after its last.
-      groups: how many rows read a block together where not all of them see it: numbers of rows,
+      blocks: block numbers, each row's from the left, -1 after its last.
+      groups: sizes of the groups of rows that read a block together where not all rows see it,
         ascending (static). A block is read by the smallest group that holds its fan-in; with no
         group large enough, in one product with the queries of all rows, those that do not see it
-        masked. For trees of prompts (Hydragen section 3.3); it decides speed alone.
+        masked. For trees of prompts (Hydragen section 3.3); it affects speed alone.
     """
 
-    blocks: Array
+    blocks: Int32[Array, "R N"]
     groups: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @classmethod
@@ -38,12 +39,12 @@ class Layout:
         width: int | None = None,
         groups: Sequence[int] = (),
     ) -> "Layout":
-        """A layout from lists of block numbers, one list a row.
+        """Makes a layout from lists of block numbers, one list a row.
 
         Args:
           rows: for each row the blocks it sees, in order; an empty list is a row not in use.
-          num_rows: R, to leave room for rows that come later; default len(rows).
-          width: N, to leave room for longer rows; default the longest row.
+          num_rows: R, more than rows are given for rows that come later; default len(rows).
+          width: N, more than the longest row for rows that become longer; default the longest row.
           groups: as in the attributes.
 
         Raises:
@@ -79,46 +80,46 @@ class Layout:
         return self.blocks.shape[0]
 
     @property
-    def listed(self) -> Array:
-        """int32[R]: how many blocks each row lists."""
+    def listed(self) -> Int32[Array, " R"]:
+        """The number of blocks that each row lists."""
         return jnp.sum(self.blocks >= 0, axis=1, dtype=jnp.int32)
 
     @property
-    def written(self) -> Array:
-        """int32[R]: the block each row writes, -1 for a row not in use."""
+    def written(self) -> Int32[Array, " R"]:
+        """The block that each row writes, -1 for a row not in use."""
         last = jnp.maximum(self.listed - 1, 0)
         return jnp.take_along_axis(self.blocks, last[:, None], axis=1)[:, 0]
 
-    def fork(self, block: int | Array, tail: int | Array) -> "Layout":
+    def fork(self, block: int | Int[Array, ""], tail: int | Int[Array, ""]) -> "Layout":
         """The layout after `KVCache.fork(block, at, tail)`: every row that lists `block` lists
         `tail` right after it.
 
         Raises:
-          ValueError: a row that lists `block` has no room for one more; make the layout wider.
+          ValueError: a row that lists `block` lists as many blocks as the layout is wide.
         """
         blocks, width = self.blocks, self.blocks.shape[1]
-        here = blocks == block
-        found = jnp.any(here, axis=1)
-        if is_concrete(blocks, block) and bool(jnp.any(found & (self.listed == width))):
+        matches = blocks == block
+        lists_it = jnp.any(matches, axis=1)
+        if is_concrete(blocks, block) and bool(jnp.any(lists_it & (self.listed == width))):
             raise ValueError(
                 f"a row that lists block {int(block)} lists {width} blocks and has no room for its "
                 f"tail; make the layout wider (Layout.from_blocks(..., width={width + 1}))"
             )
-        after = jnp.where(found, jnp.argmax(here, axis=1), width)[:, None]
+        after = jnp.where(lists_it, jnp.argmax(matches, axis=1), width)[:, None]
         column = jnp.arange(width)[None]
         shifted = jnp.concatenate([blocks[:, :1], blocks[:, :-1]], axis=1)
         tail = jnp.asarray(tail, jnp.int32)
         forked = jnp.where(column <= after, blocks, jnp.where(column == after + 1, tail, shifted))
-        # Inside jit nothing can be raised: a row without room is given a block that no cache has,
-        # and the next pass sets a fault.
-        full = (found & (self.listed == width))[:, None]
+        # Inside jit nothing can be raised: a full row gets a block that no cache has, and the next
+        # pass sets a fault.
+        full = (lists_it & (self.listed == width))[:, None]
         return dataclasses.replace(
             self, blocks=jnp.where(full & (column == width - 1), jnp.iinfo(jnp.int32).max, forked)
         )
 
     def check(self, num_blocks: int | None = None) -> None:
-        """Raises ValueError for what `from_blocks` refuses, and for blocks beyond `num_blocks`;
-        does nothing while tracing."""
+        """Raises ValueError for a layout that `from_blocks` refuses, and for blocks beyond
+        `num_blocks`; does nothing while tracing."""
         if is_concrete(self.blocks):
             _check(np.asarray(self.blocks), num_blocks)
 
@@ -143,11 +144,11 @@ def _check(blocks: np.ndarray, num_blocks: int | None = None) -> None:
             writer[seen[-1]] = r
 
 
-def is_concrete(*arrays: int | Array) -> bool:
-    """Whether all values can be looked at now, that is, none is being traced."""
+def is_concrete(*arrays: int | Shaped[Array | np.ndarray, "..."]) -> bool:
+    """True if no array is being traced, so that all values can be read."""
     return not any(isinstance(a, Tracer) for a in arrays)
 
 
 def bucket(number: int) -> int:
-    """The least power of two that is not smaller; 1 for nothing."""
+    """The smallest power of two that is at least `number`; 1 for 0."""
     return 1 << max(number - 1, 0).bit_length()

@@ -1,5 +1,4 @@
-"""Files that are written whole or not at all, and finding out beforehand that one cannot be
-written."""
+"""Files that are written whole or not at all, and checks beforehand that a file can be written."""
 
 import contextlib
 import json
@@ -13,12 +12,12 @@ from typing import IO, Any
 
 @contextlib.contextmanager
 def whole_file(file: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """A file to write to, which takes its name when all is written and on the disk or, where that
-    fails, leaves what was there; a reader never sees half of it. Makes the folder. A device or a
-    pipe, such as /dev/stdout, is written to as it is.
+    """Opens a file that takes its name when all is written and on the disk; where that fails, the
+    old file stays. A reader never sees half of it. Makes the folder. A device or a pipe, such as
+    /dev/stdout, is written to directly.
 
     Args:
-      file: its name; of a link, that of what it leads to.
+      file: its name; a link is followed.
       mode: "w" for text in UTF-8, "wb" for bytes.
 
     Raises:
@@ -30,7 +29,7 @@ def whole_file(file: Path, mode: str = "w") -> Iterator[IO[Any]]:
             yield special
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    # of its own: several processes may write one file
+    # a random name, since several processes may write one file
     temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, mode, encoding=encoding) as whole:
@@ -44,21 +43,21 @@ def whole_file(file: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 def unwritable_file(file: str | os.PathLike, *, makes_folder: bool = False) -> str | None:
-    """Why a file cannot be written, as a clause such as "that is a folder", or None if it can be.
-    Nothing is created, and nothing in the file changes.
+    """The reason why a file cannot be written, as a clause such as "that is a folder", or None if
+    it can be. Nothing is created, and nothing in the file changes.
 
     Args:
       file: its name.
-      makes_folder: a folder that is not there is made when the file is written.
+      makes_folder: True if the writer creates a missing folder.
     """
     real, parent = Path(os.path.realpath(file)), Path(file).parent
     try:
-        there = real.exists()
+        exists = real.exists()
         if real.is_dir():
             return "that is a folder"
-        if there and not real.is_file():
+        if exists and not real.is_file():
             return None if os.access(real, os.W_OK) else "that cannot be written"
-        if there:
+        if exists:
             open(real, "r+b").close()
     except OSError as error:
         return f"that cannot be written ({error.strerror})"
@@ -71,18 +70,18 @@ def unwritable_file(file: str | os.PathLike, *, makes_folder: bool = False) -> s
 
 
 def unwritable_folder(folder: str | os.PathLike) -> str | None:
-    """Why nothing can be written in a folder, which is made with those around it if it is not
-    there; or None. Nothing is created."""
-    real = found = Path(os.path.realpath(folder))
-    while not os.path.lexists(found):
-        found = found.parent
-    if not found.is_dir():
-        return "that is a file" if found == real else f"{found} is a file"
-    return _unwritable_in(found)
+    """The reason why nothing can be written in a folder that the writer creates, with its parents,
+    if it is missing; or None. Nothing is created."""
+    real = existing = Path(os.path.realpath(folder))
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    if not existing.is_dir():
+        return "that is a file" if existing == real else f"{existing} is a file"
+    return _unwritable_in(existing)
 
 
 def _unwritable_in(folder: Path) -> str | None:
-    try:  # os.access does not know of everything that keeps a file from being made
+    try:  # os.access misses some of the reasons
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         return f"nothing can be written in {folder} ({error.strerror})"
@@ -90,10 +89,10 @@ def _unwritable_in(folder: Path) -> str | None:
 
 
 def check_file(option: str, file: str | os.PathLike | None, *, makes_folder: bool = False) -> None:
-    """Refuses, before any work is done for it, a file that cannot be written. As `unwritable_file`.
+    """Refuses, before any work is done for it, a file that cannot be written (`unwritable_file`).
 
     Args:
-      option: what named the file, such as "--output".
+      option: the option that named the file, such as "--output".
 
     Raises:
       ValueError: it cannot be written; names the option.
@@ -119,15 +118,14 @@ def check_folder(option: str, folder: str | os.PathLike | None) -> None:
 
 
 def cache_folder() -> Path:
-    """$JAXSHARE_CACHE, or the folder that the system has for such things. It may not exist yet."""
-    import platformdirs  # here, because only programs on a GPU or with a cost rule ask
+    """The folder $JAXSHARE_CACHE, or the system's folder for caches. It may not exist yet."""
+    import platformdirs  # here, because only programs on a GPU or with a cost rule need it
 
     return Path(os.environ.get("JAXSHARE_CACHE") or platformdirs.user_cache_dir("jaxshare"))
 
 
 def write_json(file: Path, data: Any) -> None:
-    """Writes the whole file or, where that fails, leaves it as it was; a reader never sees half of
-    it. Makes the folder.
+    """Writes a whole file of JSON or, where that fails, leaves the old one (`whole_file`).
 
     Raises:
       OSError: it cannot be written.

@@ -1,11 +1,11 @@
 """Rotary position embeddings: the frequencies of every variant, accurate angles, rotation.
 
-A position is turned into an angle without a float32 product of a large number: frequencies are kept
-as 48-bit fixed-point fractions of a turn, the product with the position is taken in integers modulo
-one turn, and only what is left, less than half a turn, becomes a float. So angles at position
-1,000,000 are as good as at position 1.
+A position becomes an angle without a float32 product of a large number: frequencies are 48-bit
+fixed-point fractions of a full rotation, the product with the position is taken in integers modulo
+a full rotation, and only the remainder, less than half a rotation, becomes a float. So angles at
+position 1,000,000 are as accurate as at position 1.
 
-Pairs are (i, i + rotary_dim / 2), as in Llama and Qwen checkpoints in Hugging Face form.
+Pairs are (i, i + rotary_dim / 2), as in Llama and Qwen checkpoints of Hugging Face.
 Sources: RoFormer (Su et al.), Hogwild! Inference section 3.4 for rotating queries in place of keys.
 """
 
@@ -17,19 +17,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Float, Float32, Int
 
-_TURN_BITS = 48
+_FRACTION_BITS = 48
+"""Bits of a frequency as a fraction of a full rotation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Frequencies of one rotary embedding. Hashable, so that it can be static under jit.
+    """The frequencies of one rotary embedding. Hashable, so that it can be static under jit.
 
     Attributes:
       frequencies: radians per position, one for each rotated pair: rotary_dim / 2 of them.
       attention_factor: cos and sin are multiplied by it when a query or a key is first rotated
-        (YaRN, longrope), so that their product carries its square. It is never applied again when a
-        cached key is rotated further.
+        (YaRN, longrope), so that their product has its square as a factor. It is never applied
+        again when a cached key is rotated further.
     """
 
     frequencies: tuple[float, ...]
@@ -37,18 +39,18 @@ class Rope:
 
     @property
     def rotary_dim(self) -> int:
-        """How many leading entries of a head are rotated; the rest passes unchanged (partial
+        """The number of leading entries of a head that are rotated; the rest is unchanged (partial
         rotary)."""
         return 2 * len(self.frequencies)
 
     @classmethod
     def default(cls, rotary_dim: int, theta: float) -> "Rope":
-        """theta ** (-2 i / rotary_dim), the frequencies of RoFormer section 3.2."""
+        """The frequencies of RoFormer section 3.2: theta ** (-2 i / rotary_dim)."""
         return cls(_as_tuple(_base_frequencies(rotary_dim, theta)))
 
     @classmethod
     def linear(cls, rotary_dim: int, theta: float, factor: float) -> "Rope":
-        """Position interpolation: positions divided by `factor`."""
+        """Position interpolation: divides positions by `factor`."""
         return cls(_as_tuple(_base_frequencies(rotary_dim, theta) / factor))
 
     @classmethod
@@ -61,11 +63,13 @@ class Rope:
         high_freq_factor: float,
         original_max_position: int,
     ) -> "Rope":
-        """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a linear ramp
+        """Llama 3.1: divides long wavelengths by `factor` and keeps short ones, with a linear ramp
         between."""
         frequencies = _base_frequencies(rotary_dim, theta)
-        turns = original_max_position * frequencies / (2 * math.pi)
-        keep = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
+        rotations = original_max_position * frequencies / (2 * math.pi)
+        keep = np.clip(
+            (rotations - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0
+        )
         return cls(_as_tuple(keep * frequencies + (1 - keep) * frequencies / factor))
 
     @classmethod
@@ -82,13 +86,13 @@ class Rope:
         mscale_all_dim: float | None = None,
         truncate: bool = True,
     ) -> "Rope":
-        """YaRN (Peng et al.): interpolation below `beta_slow` turns of the original context, none
-        above `beta_fast`."""
+        """YaRN (Peng et al.): interpolates pairs with fewer than `beta_slow` rotations in the
+        original context, and none with more than `beta_fast`."""
 
-        def pair_with(turns: float) -> float:
+        def pair_with(rotations: float) -> float:
             return (
                 rotary_dim
-                * math.log(original_max_position / (turns * 2 * math.pi))
+                * math.log(original_max_position / (rotations * 2 * math.pi))
                 / (2 * math.log(theta))
             )
 
@@ -116,11 +120,11 @@ class Rope:
     def longrope(
         cls, rotary_dim: int, theta: float, divisors: Sequence[float], attention_factor: float
     ) -> "Rope":
-        """LongRoPE: a divisor for each pair. The caller chooses the short or the long list, once
-        for a whole run."""
+        """LongRoPE: divides the frequency of each pair by a number of its own. The caller chooses
+        the short or the long list, once for a whole run."""
         if len(divisors) != rotary_dim // 2:
             raise ValueError(
-                f"longrope wants {rotary_dim // 2} factors, one for each rotated pair; got "
+                f"longrope needs {rotary_dim // 2} factors, one for each rotated pair; got "
                 f"{len(divisors)}"
             )
         return cls(
@@ -128,28 +132,27 @@ class Rope:
             attention_factor,
         )
 
-    def cos_sin(self, positions: Array, *, scaled: bool = True) -> tuple[Array, Array]:
-        """cos and sin of position x frequency.
+    def cos_sin(
+        self, positions: Int[Array, "*shape"], *, scaled: bool = True
+    ) -> tuple[Float32[Array, "*shape P"], Float32[Array, "*shape P"]]:
+        """Computes cos and sin of position x frequency, for P = rotary_dim / 2 pairs.
 
         Args:
-          positions: int32[...], of either sign; exact for magnitudes up to 2**24, good to 1e-4 up
-            to 2**31.
+          positions: of either sign; exact for magnitudes up to 2**24, to 1e-4 up to 2**31.
           scaled: multiply by `attention_factor`. False for keys that are rotated further.
-
-        Returns:
-          Two float32[..., rotary_dim / 2].
         """
         angles = self._angles(positions)
         factor = self.attention_factor if scaled else 1.0
         return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
     def _angles(self, positions: Array) -> Array:
-        # The frequency in turns is f1 / 2**16 + f2 / 2**32 + f3 / 2**48, the position p1 * 2**16 +
-        # p0, all limbs below 2**16: every product fits uint32, and what a shift or the sum pushes
-        # out of the top is whole turns.
-        turns = [round(f / (2 * math.pi) * 2**_TURN_BITS) for f in self.frequencies]
+        # The frequency in full rotations is f1 / 2**16 + f2 / 2**32 + f3 / 2**48, the position
+        # p1 * 2**16 + p0, all limbs below 2**16: every product fits uint32, and the bits that a
+        # shift or the sum loses at the top are whole rotations.
+        fractions = [round(f / (2 * math.pi) * 2**_FRACTION_BITS) for f in self.frequencies]
         f1, f2, f3 = (
-            jnp.asarray([t >> shift & 0xFFFF for t in turns], jnp.uint32) for shift in (32, 16, 0)
+            jnp.asarray([f >> shift & 0xFFFF for f in fractions], jnp.uint32)
+            for shift in (32, 16, 0)
         )
         size = jnp.abs(positions).astype(jnp.uint32)[..., None]
         p0, p1 = size & 0xFFFF, size >> 16
@@ -162,19 +165,18 @@ class Rope:
         )
 
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotates the leading rotary_dim entries of the last axis; float32 inside, the result in x's
-    dtype.
+def rotate(
+    x: Float[Array, "*shape D"], cos: Float32[Array, "... P"], sin: Float32[Array, "... P"]
+) -> Float[Array, "*shape D"]:
+    """Rotates the leading 2 P entries of the last axis; float32 inside, the result in x's dtype.
 
-    Args:
-      x: [..., D].
-      cos, sin: float32, broadcast against [..., rotary_dim / 2].
+    cos and sin are broadcast against [*shape, P].
     """
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     first, second = first.astype(jnp.float32), second.astype(jnp.float32)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate([*(t.astype(x.dtype) for t in turned), rest], axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*(part.astype(x.dtype) for part in rotated), rest], axis=-1)
 
 
 def _base_frequencies(rotary_dim: int, theta: float) -> np.ndarray:

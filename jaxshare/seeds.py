@@ -1,35 +1,36 @@
-"""Seeds: one rule that says which stream of random numbers each row draws from.
+"""Seeds: the rule that gives each row its stream of random numbers.
 
 A stream has a key of 64 bits, its seed, and a draw depends on that key and its position in the
-stream alone (`jaxshare.decoding.sampling`). A host that needs several streams makes each one's key
-from the seed that it was given and from the place of the stream: prompt and index, the number of a
-worker, the path of a firing, the run of an evaluation. Keys are hashes, not sums, so that neither
-neighbouring seeds nor neighbouring places share a stream.
+stream alone (`jaxshare.decoding.sampling`). A host that needs several streams makes the key of each
+from its own seed and the place of the stream: prompt and index, the number of a worker, the path of
+a firing, the run of an evaluation. Keys are hashes, not sums, so that neither neighbouring seeds
+nor neighbouring places share a stream.
 """
 
 import hashlib
 import operator
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 import numpy as np
+from jaxtyping import UInt32
 
 _BITS = 64
 _PERSON = b"jaxshare streams"
-"""The personalization of BLAKE2: what is hashed elsewhere with the same function gives other
-values."""
+"""The personalization of BLAKE2: the same function gives other values for other purposes."""
 
 
 def stream_seed(seed: int, *place: int | str | bytes) -> int:
     """The key of the stream that belongs to a place under a seed.
 
-    Where the place is all zeros, or nothing, the key is the seed itself: the first stream of a
-    seed. So a stream has the same key in every host that runs it alone, and one of many can be
-    drawn again by itself, with its key as the seed. Every other key is a keyed BLAKE2b hash of the
-    place. Among n streams the chance that any two have one key is about n**2 / 2**64.
+    Where the place is all zeros, or empty, the key is the seed itself: the first stream of a seed.
+    So a stream has the same key in every host that runs it alone, and one of many can be drawn
+    again by itself, with its key as the seed. Every other key is a keyed BLAKE2b hash of the place.
+    Among n streams the probability that any two have the same key is about n**2 / 2**64.
 
     Args:
-      seed: any integer; seeds that differ by a multiple of 2**64 are one.
-      place: where the stream stands under the seed: integers, texts or bytes. Different places have
+      seed: any integer; seeds that differ by a multiple of 2**64 are equal.
+      place: the place of the stream under the seed: integers, texts or bytes. Different places have
         different hashes: (1, 2) is not (12,).
 
     Returns:
@@ -47,9 +48,8 @@ def stream_seed(seed: int, *place: int | str | bytes) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def seed_words(seeds: Sequence[int]) -> np.ndarray:
-    """uint32[len(seeds), 2]: the high and the low word of each seed, which is the form in which a
-    device has keys."""
+def seed_words(seeds: Sequence[SupportsIndex]) -> UInt32[np.ndarray, "seeds 2"]:
+    """The high and the low word of each seed, which is the form of keys on a device."""
     whole = np.asarray([operator.index(seed) % 2**_BITS for seed in seeds], np.uint64)
     return np.stack([whole >> np.uint64(32), whole & np.uint64(2**32 - 1)], axis=-1).astype(
         np.uint32
@@ -57,7 +57,7 @@ def seed_words(seeds: Sequence[int]) -> np.ndarray:
 
 
 def _part(part: int | str | bytes) -> bytes:
-    """A part of a place with its kind, so that 1 and "1" are not the same."""
+    """The bytes of a part of a place, with its type, so that 1 and "1" differ."""
     if isinstance(part, str):
         return b"s" + part.encode("utf-8", "surrogatepass")
     return b"b" + part if isinstance(part, bytes) else b"i%d" % operator.index(part)

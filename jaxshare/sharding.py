@@ -1,17 +1,18 @@
-"""Meshes: how parameters, caches and logits lie on many devices.
+"""Meshes: how parameters, caches and logits are spread over devices.
 
 A mesh has three axes, by name:
 
   data    independent groups of rows, each with a cache of its own
-  tensor  heads, the MLP and the vocabulary (Hogwild! appendix B: every device keeps all blocks, of some heads)
-  kv      the tokens of caches: every device keeps a part of every block, of all its heads, and attends to that part for all rows; what the
-          devices find is merged by log-sum-exp
+  tensor  heads, the MLP and the vocabulary (Hogwild! appendix B: every device keeps all blocks, of
+          some heads)
+  kv      the tokens of caches: every device keeps a part of every block, of all its heads, and
+          attends to that part for all rows; the devices' results are merged by log-sum-exp
 
-What the arrays of a model or a cache have along each dimension is named once, where they are made
-(`LogicalAxes`), and `RULES` say which axis of the mesh each name is cut along. What runs on each
-device is written for one device and says where the devices' results are added: `on_each` runs it on
-the parts. Inside of that, and under a `jax.shard_map` over all three axes that a caller has
-written, it runs as it is.
+The dimensions of a model's or a cache's arrays are named once, where they are created
+(`LogicalAxes`), and `RULES` says which axis of the mesh each name is cut along. A function is
+written for one device's parts and says where the devices' results are added; `on_each` runs it on
+every device. Inside `on_each`, and under a caller's own `jax.shard_map` over all three axes, such
+a function runs unchanged.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Bool, Integer, Shaped
 
 DATA, TENSOR, KV = "data", "tensor", "kv"
 AXES = (DATA, TENSOR, KV)
@@ -38,24 +40,25 @@ RULES: Mapping[str, str] = {
     "vocab": TENSOR,
     "tokens": KV,
 }
-"""Along which axis of a mesh each named dimension is cut."""
+"""The axis of a mesh along which each named dimension is cut."""
 
 STRIPE = 128
 """Neighbouring tokens of a cache that one device of the kv axis keeps; the next device has the next
-so many, and so on in turn. So each has as much of every long block as the others, however blocks
-grow, and whole tiles."""
+stripe, cyclically. So each has as much of every long block as the others, however blocks grow, and
+whole tiles."""
 
 
 def make_mesh(
     *, data: int = 1, tensor: int = 1, kv: int = 1, devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """A mesh with the axes `data`, `tensor` and `kv`. Neighbouring devices share `kv`, then
-    `tensor`: what speaks most is closest.
+    """Makes a mesh with the axes `data`, `tensor` and `kv`.
+
+    Neighbouring devices share `kv`, then `tensor`: those that communicate most are closest.
 
     Args:
       data, tensor, kv: sizes of the axes.
-      devices: which, as `jax.devices()` gives them; default the first of all. Where several
-        processes run together all are used, because each process must take part.
+      devices: devices to use, as `jax.devices()` gives them; default the first of all. Where
+        several processes run together all are used, because each process must take part.
 
     Raises:
       ValueError: a size below 1, more devices than there are, or sizes that do not multiply to the
@@ -65,10 +68,8 @@ def make_mesh(
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} is {size}; an axis of a mesh has at least 1 device")
-    needed, shape = (
-        math.prod(sizes.values()),
-        " x ".join(f"{name} {size}" for name, size in sizes.items()),
-    )
+    needed = math.prod(sizes.values())
+    shape = " x ".join(f"{name} {size}" for name, size in sizes.items())
     found = list(jax.devices() if devices is None else devices)
     if needed > len(found):
         here = (
@@ -90,12 +91,12 @@ def make_mesh(
 
 
 def data_groups(mesh: Mesh) -> list[Mesh]:
-    """For each place along `data` the mesh of its devices alone, with the same axes."""
+    """The mesh of each group of devices along `data`, with the same axes."""
     return [Mesh(mesh.devices[i : i + 1], AXES) for i in range(mesh.shape[DATA])]
 
 
 def spec(names: LogicalAxes, rules: Mapping[str, str] = RULES) -> PartitionSpec:
-    """How an array whose dimensions have these names is cut.
+    """The PartitionSpec of an array whose dimensions have these names.
 
     Raises:
       ValueError: a name without a rule, or two dimensions that would be cut along one axis.
@@ -127,7 +128,13 @@ def check_shape(
     mesh: Mesh,
     rules: Mapping[str, str] = RULES,
 ) -> None:
-    """Raises ValueError where a dimension does not divide over the axis that it is cut along."""
+    """Raises ValueError where a dimension does not divide over the axis that it is cut along.
+
+    Args:
+      what: the array, for the message.
+      shape, names: the size and the name of each dimension.
+      mesh, rules: what it is cut over, and how.
+    """
     for size, axis, name in zip(shape, spec(names, rules), names, strict=False):
         if axis is not None and size % mesh.shape[axis]:
             fits = [n for n in range(1, mesh.shape[axis]) if size % n == 0]
@@ -139,71 +146,71 @@ def check_shape(
 
 
 def sharding(mesh: Mesh, names: LogicalAxes) -> NamedSharding:
-    """Of an array whose dimensions have these names."""
+    """The sharding of an array whose dimensions have these names."""
     return NamedSharding(mesh, spec(names))
 
 
 def axis_size(mesh: Mesh | None, axis: str) -> int:
-    """Devices along an axis; 1 without a mesh."""
+    """The number of devices along an axis; 1 without a mesh."""
     return 1 if mesh is None else mesh.shape[axis]
 
 
 def axis_in_use(mesh: Mesh | None, axis: str) -> str | None:
-    """The axis, for collectives over it, or None where one device has all."""
+    """The axis, for collectives over it, or None where one device has everything."""
     return axis if axis_size(mesh, axis) > 1 else None
 
 
 def inside() -> bool:
-    """Whether what is being traced is one device's part of a computation over a mesh."""
+    """True while one device's part of a computation over a mesh is being traced."""
     return TENSOR in jax.sharding.get_abstract_mesh().manual_axes
 
 
 def on_each[**P, R](
     function: Callable[P, R], mesh: Mesh | None, in_specs: Any, out_specs: Any
 ) -> Callable[P, R]:
-    """`function` over a mesh: on each device, on its parts of the arguments. The function itself
-    without a mesh, and `inside` one.
+    """Maps a function over a mesh: it runs on each device, on its parts of the arguments. Returns
+    the function itself without a mesh, and `inside` one.
 
     Args:
       function: written for one device's parts.
-      mesh: whose.
+      mesh: the mesh, or None.
       in_specs, out_specs: how arguments and results are cut, as `jax.shard_map` takes them.
     """
     if mesh is None or inside():
         return function
-    # What is the same on all devices is so because it is computed alike from what is the same; JAX
-    # could not see that through kernels.
+    # check_vma=False: results that are equal on all devices are so because each computes them from
+    # equal inputs, which JAX cannot verify through kernels.
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )  # pyright: ignore
 
 
-def psum(x: Any, axis: str | None) -> Any:
-    """The sum over an axis, or `x` for None."""
+def psum[T](x: T, axis: str | None) -> T:
+    """The sum of a pytree of arrays over an axis, or `x` for None."""
     return x if axis is None else lax.psum(x, axis)
 
 
-def pmax(x: Array, axis: str | None) -> Array:
-    """The largest over an axis, or `x` for None."""
+def pmax(x: Shaped[Array, "*shape"], axis: str | None) -> Shaped[Array, "*shape"]:
+    """The largest value over an axis, or `x` for None."""
     return x if axis is None else lax.pmax(x, axis)
 
 
-def gathered(x: Array, axis: str | None) -> Array:
-    """The parts that the devices of an axis have, laid end to end along the last dimension, or `x`
-    for None."""
+def gathered(x: Shaped[Array, "*shape part"], axis: str | None) -> Shaped[Array, "*shape whole"]:
+    """The parts of the devices of an axis, concatenated along the last dimension, or `x` for
+    None."""
     return x if axis is None else lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class CyclicSharding:
-    """How the tokens of an arena are dealt out over the kv axis: `STRIPE` at a time, in turn.
+    """The distribution of an arena's tokens over the kv axis: `STRIPE` at a time, cyclically.
     Without an axis one device has them all.
 
-    The tokens of a block that a device keeps lie side by side there, in order, because every device
-    keeps its stripes in order.
+    A device's tokens of a block are contiguous there and in order, because every device keeps its
+    stripes in order.
 
     Attributes:
-      axis: of the mesh, for code that runs on each device; None where one has all.
+      axis: of the mesh, for code that runs on each device; None where one has everything.
       devices: along it.
     """
 
@@ -212,31 +219,31 @@ class CyclicSharding:
 
     @classmethod
     def over(cls, mesh: Mesh | None) -> "CyclicSharding":
-        """Those of a mesh."""
+        """The sharding of the tokens of a cache on this mesh."""
         return cls(axis_in_use(mesh, KV), axis_size(mesh, KV))
 
     @property
     def period(self) -> int:
-        """Arenas are whole multiples of it."""
+        """The size that every arena is a multiple of."""
         return STRIPE * self.devices if self.axis else 1
 
-    def held(self, index: Array) -> Array:
-        """How many of the arena's tokens before `index` this device keeps; for a token that it
-        keeps, where."""
+    def local_count(self, index: Integer[Array, "*shape"]) -> Integer[Array, "*shape"]:
+        """The number of the arena's tokens before `index` that this device keeps; for a token that
+        it keeps, the token's local index."""
         if self.axis is None:
             return index
         return index // self.period * STRIPE + jnp.clip(
             index % self.period - lax.axis_index(self.axis) * STRIPE, 0, STRIPE
         )
 
-    def mine(self, index: Array) -> Array:
-        """bool: whether this device keeps the token at an index of the arena."""
+    def is_local(self, index: Integer[Array, "*shape"]) -> Bool[Array, "*shape"]:
+        """True where this device keeps the token at an index of the arena."""
         if self.axis is None:
             return jnp.ones(index.shape, bool)
         return index // STRIPE % self.devices == lax.axis_index(self.axis)
 
-    def index(self, place: Array) -> Array:
-        """Where in the arena the token is that this device keeps at a place."""
+    def global_index(self, local: Integer[Array, "*shape"]) -> Integer[Array, "*shape"]:
+        """The index in the arena of the token that this device keeps at a local index."""
         if self.axis is None:
-            return place
-        return place // STRIPE * self.period + lax.axis_index(self.axis) * STRIPE + place % STRIPE
+            return local
+        return local // STRIPE * self.period + lax.axis_index(self.axis) * STRIPE + local % STRIPE

@@ -15,7 +15,7 @@ from jaxshare.cache import KVCache
 from jaxshare.models.layers import Decoder, Params
 from jaxshare.models.loading import LoadedModel
 from jaxshare.models.tensor_parallel import ShardedDecoder
-from jaxshare.trace.attention import TraceBatch, fill, standing
+from jaxshare.trace.attention import TraceBatch, fill, final_placements
 from jaxshare.trace.trace import Trace
 
 
@@ -72,7 +72,7 @@ def reencode(
         )
     # what was in it may have been rotated to anywhere
     cache = dataclasses.replace(cache, phases=jnp.zeros_like(cache.phases))
-    tokens, blocks, indices = standing(trace)
+    tokens, blocks, indices = final_placements(trace)
     places = np.asarray(cache.offsets)[blocks] + indices
     stays = _padded(tokens), _padded(indices), _padded(places, -1)
     logits, cache = _reencode(

@@ -1,5 +1,5 @@
-"""What several tests build and compare with: tiny models, caches with given keys, and oracles in
-float64 numpy.
+"""Objects that several tests build and compare with: tiny models, caches with given keys, and
+oracles in float64 numpy.
 
 The oracles share no code with jaxshare: they keep keys and values as they leave the projections,
 not rotated, in plain lists for each block, and rotate every key to its absolute position again for
@@ -70,14 +70,14 @@ def init(config: ModelConfig, seed: int = 0, spread: float = 1.5):
 
 
 def rotated(x: np.ndarray, positions: np.ndarray, rope: Rope, factor: float = 1.0) -> np.ndarray:
-    """x [..., heads, D] at positions [...], in float64; pairs are (i, i + P), what lies behind 2P
-    stays."""
+    """Rotates x [..., heads, D] to positions [...], in float64. Pairs are (i, i + P); entries from
+    2P on are unchanged."""
     pairs = len(rope.frequencies)
     x = np.asarray(x, np.float64)
     angle = np.asarray(positions, np.float64)[..., None, None] * np.asarray(rope.frequencies)
     wave = np.exp(1j * angle) * factor
-    turned = (x[..., :pairs] + 1j * x[..., pairs : 2 * pairs]) * wave
-    return np.concatenate([turned.real, turned.imag, x[..., 2 * pairs :]], axis=-1)
+    out = (x[..., :pairs] + 1j * x[..., pairs : 2 * pairs]) * wave
+    return np.concatenate([out.real, out.imag, x[..., 2 * pairs :]], axis=-1)
 
 
 def softmax_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
@@ -101,7 +101,7 @@ class Shelf:
     def append(
         self, rows: Sequence[Sequence[int]], count: Sequence[int], k: np.ndarray, v: np.ndarray
     ) -> None:
-        """Row r's first count[r] new tokens of k, v [R, T, K, D], behind the last block it
+        """Appends row r's first count[r] new tokens of k, v [R, T, K, D] to the last block it
         lists."""
         for r, row in enumerate(rows):
             for t in range(count[r]):
@@ -118,7 +118,7 @@ class Shelf:
         scale: float,
     ) -> np.ndarray:
         """q [R, T, H, D] of tokens that `append` has put down already -> [R, T, H, D]; nan where
-        nothing is asked."""
+        there is no token."""
         out = np.full(q.shape, np.nan)
         for r, row in enumerate(rows):
             for t in range(count[r]):
@@ -229,12 +229,12 @@ that a row may sample."""
 
 @functools.cache
 def tiny_params():
-    """Of MODEL."""
+    """The parameters of MODEL."""
     return init(TINY)
 
 
 def tiny_cache(capacities: Sequence[int] = CAPACITIES) -> KVCache:
-    """Float32; blocks lie as in CAPACITIES whatever smaller capacities are asked for."""
+    """A float32 cache; blocks have the offsets of CAPACITIES also with smaller capacities."""
     return dataclasses.replace(
         KVCache.create(TINY, CAPACITIES, jnp.float32), capacities=jnp.asarray(capacities, jnp.int32)
     )
@@ -250,7 +250,7 @@ def tiny_state(
     stops: Sequence[int] = (),
     **more,
 ) -> DecodeState:
-    """A state of one shape whatever is asked for, so that all tests share one program for each
+    """A state of the same shape for all arguments, so that all tests share one program for each
     width."""
     prompts = [*prompts, *[[]] * (ROWS - len(prompts))]
     made = DecodeState.create(
@@ -281,5 +281,5 @@ def run(state: DecodeState, passes: int = 200, width: int = 16, **more) -> Decod
 
 
 def reasons(state: DecodeState) -> list[FinishReason]:
-    """Of each row."""
+    """The finish reason of each row."""
     return [FinishReason(int(r)) for r in state.reasons]

@@ -1,10 +1,11 @@
-"""block_attention: attention of new tokens over the blocks of a cache, by whichever backend can do
-it."""
+"""block_attention: attention of new tokens over the blocks of a cache, by the first backend that
+can serve the call."""
 
 import importlib
 from collections.abc import Callable, Sequence
 
 from jax import Array
+from jaxtyping import Float
 
 from jaxshare.attention.plan import Plan
 from jaxshare.attention.reference import reference_attention
@@ -15,8 +16,8 @@ Backend = Callable[[Array, Array, Array, Plan, float], Array]
 
 
 def _imported(find: Callable[[], Backend]) -> Backend:
-    """A backend that is imported when it is called, and whose absence is no error but a reason to
-    take another."""
+    """A backend that is imported when it is called; where it cannot be imported, the next one is
+    tried."""
 
     def backend(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
         try:
@@ -52,14 +53,14 @@ def preferred() -> tuple[str, ...]:
 
 
 def block_attention(
-    q: Array,
-    keys: Array,
-    values: Array,
+    q: Float[Array, "..."],
+    keys: Float[Array, "..."],
+    values: Float[Array, "..."],
     plan: Plan,
     *,
     scale: float | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> Array:
+) -> Float[Array, "R T H D"]:
     """Attention of each row's new tokens over the blocks that its layout lists, in its order.
 
     A token sees all of every block listed before its own, this pass's appends included, and its own
@@ -74,16 +75,28 @@ def block_attention(
       scale: of the scores; default 1 / sqrt(D).
       implementation: a backend's name, several to try in order, or None for the best on this
         device: on an NVIDIA GPU mosaic_gpu, then triton, then xla; elsewhere xla. The device is
-        JAX's default one, so name "xla" for what is placed elsewhere. The next is tried only where
-        one says that it cannot do the job.
+        JAX's default one, so name "xla" for arrays that are placed elsewhere. The next is tried
+        only where one raises NotImplementedError.
 
     Returns:
-      [R, T, H, D] in q's dtype. Rows and tokens that are not real are finite and mean nothing.
+      Attention in q's dtype. Rows and tokens that are not real are finite and mean nothing.
 
     Raises:
       ValueError: shapes that do not fit, or no such backend.
-      NotImplementedError: no backend named can do the job; the message holds each one's reason.
+      NotImplementedError: no backend named can serve the call; the message has each one's reason.
     """
+    _check_shapes(q, keys, values, plan)
+    score_scale = q.shape[3] ** -0.5 if scale is None else scale
+    reasons = []
+    for name in _names(implementation):
+        try:
+            return BACKENDS[name](q, keys, values, plan, score_scale)
+        except NotImplementedError as reason:
+            reasons.append(f"{name}: {reason}")
+    raise NotImplementedError("no attention backend can do this: " + "; ".join(reasons))
+
+
+def _check_shapes(q: Array, keys: Array, values: Array, plan: Plan) -> None:
     rows, width = plan.positions.shape
     if q.ndim != 4 or q.shape[:2] != (rows, width):
         raise ValueError(
@@ -99,23 +112,15 @@ def block_attention(
             f"keys and values must be arenas [K, tokens, {q.shape[3]}] of one shape, with K "
             f"dividing {q.shape[2]} heads; got {keys.shape} and {values.shape}"
         )
-    names = (
-        preferred()
-        if implementation is None
-        else (implementation,)
-        if isinstance(implementation, str)
-        else tuple(implementation)
-    )
+
+
+def _names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The backends to try, in order."""
+    if implementation is None:
+        return preferred()
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     if unknown := [name for name in names if name not in BACKENDS]:
         raise ValueError(
             f"there is no attention backend {unknown[0]!r}; there are {', '.join(BACKENDS)}"
         )
-    reasons = []
-    for name in names:
-        try:
-            return BACKENDS[name](
-                q, keys, values, plan, q.shape[3] ** -0.5 if scale is None else scale
-            )
-        except NotImplementedError as reason:
-            reasons.append(f"{name}: {reason}")
-    raise NotImplementedError("no attention backend can do this: " + "; ".join(reasons))
+    return names

@@ -1,11 +1,12 @@
-"""Attention mass: how much of its attention each new token gives to each block that its row lists.
-For looking, not for speed."""
+"""Attention share: how much of its attention each new token gives to each block that its row lists.
+For inspection, not for speed."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Float32
 
 from jaxshare.attention.plan import Plan
 from jaxshare.rope import rotate
@@ -14,23 +15,24 @@ from jaxshare.sharding import pmax, psum
 _TILE = 512
 
 
-def block_attention_share(q: Array, keys: Array, plan: Plan, scale: float) -> Array:
+def block_attention_share(
+    q: Float[Array, "R T H D"], keys: Float[Array, "K tokens D"], plan: Plan, scale: float
+) -> Float32[Array, "R T H N"]:
     """The share of the softmax that falls on each listed block: exp(lse_b) / sum_b exp(lse_b), as
     in merging (Hydragen section 3.1).
 
-    One block of one row at a time, a tile of keys after the other: what is held does not grow with
-    the cache.
+    One block of one row at a time, a tile of keys after the other: temporary memory does not grow
+    with the cache.
 
     Args:
-      q: [R, T, H, D], not rotated.
-      keys: one layer's arena [K, tokens, D], this pass's keys already in it (`KVCache.append`).
+      q: not rotated.
+      keys: one layer's arena, this pass's keys already in it (`KVCache.append`).
       plan: of this pass.
       scale: of the scores.
 
     Returns:
-      float32[R, T, H, N], in the order in which the row lists its blocks; it sums to 1 over N. All
-        0 for a row that brings no token;
-      padding is finite and means nothing.
+      Shares in the order in which the row lists its blocks, that sum to 1 over N. All 0 for a row
+      that brings no token; padding is finite and means nothing.
     """
     rows, width, heads, dim = q.shape
     kv_heads, arena, _ = keys.shape
@@ -48,8 +50,8 @@ def block_attention_share(q: Array, keys: Array, plan: Plan, scale: float) -> Ar
         seen = plan.seen[r, n]  # [T]
 
         def add(i: Array, lse: Array) -> Array:
-            # Where a tile would hang over the arena's end it begins earlier; what was counted
-            # before is masked.
+            # A tile that would extend past the arena's end starts earlier; the tokens that were
+            # counted before are masked.
             start = jnp.minimum(first + i * tile, arena - tile)
             token = start + jnp.arange(tile) - first
             k = jax.lax.dynamic_slice_in_dim(keys, start, tile, axis=1).astype(jnp.float32)
@@ -64,7 +66,7 @@ def block_attention_share(q: Array, keys: Array, plan: Plan, scale: float) -> Ar
         )
 
     lse = jax.lax.map(block_lse, jnp.arange(rows * slots)).reshape(rows, slots, width, heads)
-    lse = _over_devices(lse, plan.stripes.axis)
+    lse = _over_devices(lse, plan.token_sharding.axis)
     top = jnp.max(lse, axis=1, keepdims=True)
     share = jnp.exp(lse - jnp.where(jnp.isneginf(top), 0.0, top))
     # at least 1 where anything is seen
@@ -73,7 +75,7 @@ def block_attention_share(q: Array, keys: Array, plan: Plan, scale: float) -> Ar
 
 
 def _over_devices(lse: Array, axis: str | None) -> Array:
-    """Of all that the devices of an axis keep."""
+    """The log-sum-exp over the keys that all devices of an axis keep."""
     if axis is None:
         return lse
     top = pmax(lse, axis)
@@ -81,9 +83,9 @@ def _over_devices(lse: Array, axis: str | None) -> Array:
     return jnp.log(psum(jnp.exp(lse - finite), axis)) + finite
 
 
-def last_tokens(q: Array, plan: Plan) -> tuple[Array, Plan]:
-    """What `block_attention_share` reads, of each row's last real token alone: q [R, 1, H, D] and a
-    plan that is good for nothing else."""
+def last_tokens(q: Float[Array, "R T H D"], plan: Plan) -> tuple[Float[Array, "R 1 H D"], Plan]:
+    """The arguments of `block_attention_share` for each row's last real token alone. The plan is
+    valid for nothing else."""
     last = jnp.maximum(plan.count - 1, 0)
 
     def picked(x: Array, axis: int) -> Array:

@@ -4,13 +4,12 @@ import functools
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 
 from jaxshare.sharding import pmax, psum
 
-Partial = tuple[Array, Array]
-"""(out [..., D], lse [...]) of attention over some of the keys, both float32. lse is -inf where
-there were no keys."""
+Partial = tuple[Float32[Array, "*rows D"], Float32[Array, "*rows"]]
+"""(out, lse) of attention over some of the keys. lse is -inf where there were no keys."""
 
 
 def merge(*parts: Partial) -> Partial:
@@ -29,11 +28,11 @@ def merge(*parts: Partial) -> Partial:
 def merge_over(
     axis: str | None, out: Float[Array, "*rows D"], lse: Float[Array, "*rows"]
 ) -> Float[Array, "*rows D"]:
-    """Attention over the union of the keys that the devices of an axis of the mesh keep: `merge`,
-    each device having one part.
+    """Attention over the union of the keys that the devices of an axis of the mesh keep: `merge`
+    with one part per device.
 
-    Two all-reduces, one of a number a query. Queries are on all of the devices, so that none has to
-    be sent (Hogwild! appendix B sends the queries to the blocks, and leaves the merging open).
+    Two all-reduces, one of a number a query. Every device has all queries, so that none has to be
+    sent (Hogwild! appendix B sends the queries to the blocks, and leaves the merging open).
     """
     if axis is None:
         return out

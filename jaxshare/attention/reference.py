@@ -1,9 +1,9 @@
-"""The oracle: attention written down as its definition says, without a thought for speed.
+"""The oracle: attention written directly from its definition, regardless of speed.
 
 Every row gathers the keys it sees, rotates each to its position in the row's order, and takes a
-plain softmax in float32. It shares no helper with the fast paths: starts and masks are worked out
-from the layout again, angles in another way. Memory grows with rows x arena tokens: it is for tests
-and for small models.
+plain softmax in float32. It shares no helper with the fast paths: starts and masks are computed
+again from the layout, and angles in another way. Memory grows with rows x arena tokens: it is for
+tests and for small models.
 """
 
 import jax.numpy as jnp
@@ -24,13 +24,13 @@ def reference_attention(
     plan: Plan,
     scale: float,
 ) -> Float[Array, "R T H D"]:
-    """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R,
-    T, H, D] in q's dtype.
+    """Attention of queries that are not rotated over arenas that hold this pass's keys and values
+    already, in q's dtype.
 
     Raises:
       NotImplementedError: tokens that are spread over devices.
     """
-    if plan.stripes.axis is not None:
+    if plan.token_sharding.axis is not None:
         raise NotImplementedError(
             "it reads whole blocks, and here each device keeps a part of them"
         )
@@ -40,8 +40,8 @@ def reference_attention(
     out = []
     for r in range(rows):
         sees = jnp.zeros((width, tokens), bool)
-        turn = jnp.zeros(tokens, jnp.int32)
-        start, new_at = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        rotation = jnp.zeros(tokens, jnp.int32)
+        start, new_start = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         listed = [plan.blocks[r, n] for n in range(plan.blocks.shape[1])]
         last = sum((b >= 0).astype(jnp.int32) for b in listed) - 1
         for n, b in enumerate(listed):
@@ -51,14 +51,14 @@ def reference_attention(
             index = entry - plan.offsets[b]
             causal = index[None] <= plan.before[b] + jnp.arange(width)[:, None]
             sees |= inside[None] & (causal | ~writes)
-            turn = jnp.where(inside, start - plan.phases[b], turn)
-            new_at = jnp.where(writes, start + plan.before[b], new_at)
+            rotation = jnp.where(inside, start - plan.phases[b], rotation)
+            new_start = jnp.where(writes, start + plan.before[b], new_start)
             start = start + jnp.where(b >= 0, length, 0)
-        k = _turned(keys.astype(jnp.float32), *_table(plan.rope, turn))
-        cos, sin = _table(plan.rope, new_at + jnp.arange(width))
+        k = _rotated(keys.astype(jnp.float32), *_table(plan.rope, rotation))
+        cos, sin = _table(plan.rope, new_start + jnp.arange(width))
         factor = np.float32(plan.rope.attention_factor)
         # [H, T, D]
-        query = _turned(q[r].astype(jnp.float32).swapaxes(0, 1), cos * factor, sin * factor)
+        query = _rotated(q[r].astype(jnp.float32).swapaxes(0, 1), cos * factor, sin * factor)
         scores = (
             jnp.einsum(
                 "kgtd,ksd->kgts",
@@ -90,8 +90,8 @@ def _written(plan: Plan) -> Array:
 
 
 def _table(rope: Rope, positions: Array) -> tuple[Array, Array]:
-    """cos and sin by the addition theorem from two float64 tables: multiples of 1024, and what is
-    left."""
+    """Computes cos and sin by the addition theorem from two float64 tables: multiples of 1024, and
+    the remainder."""
     fine = np.arange(_FINE)[:, None] * np.asarray(rope.frequencies)
     coarse = np.arange(-_FINE, _FINE)[:, None] * np.asarray(rope.frequencies) * _FINE
     low, high = positions % _FINE, positions // _FINE + _FINE
@@ -100,7 +100,7 @@ def _table(rope: Rope, positions: Array) -> tuple[Array, Array]:
     return cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b
 
 
-def _turned(x: Array, cos: Array, sin: Array) -> Array:
+def _rotated(x: Array, cos: Array, sin: Array) -> Array:
     pairs = cos.shape[-1]
     a, b = x[..., :pairs], x[..., pairs : 2 * pairs]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos, x[..., 2 * pairs :]], axis=-1)

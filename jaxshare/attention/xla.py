@@ -3,8 +3,8 @@
 Two loops whose trip counts follow the real lengths, each over groups of tiles, one batched product
 a group: for blocks that several rows see, with the queries of all rows (Hydragen section 3.2); for
 blocks that one row sees, whatever row each tile belongs to. Where tiles of a kind fill much of the
-arena, it is read as it lies, in one product. Both keep a running softmax; the two results are
-merged by log-sum-exp.
+arena, all of it is read in one product, without gathering. Both keep a running softmax; the two
+results are merged by log-sum-exp.
 """
 
 import dataclasses
@@ -14,43 +14,51 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Float32
 
 from jaxshare.attention.merge import Partial, merge, merge_over
-from jaxshare.attention.plan import Plan, Tiles
+from jaxshare.attention.plan import Plan
+from jaxshare.attention.tiling import Tiles
 
 _LOG2_E = 1.4426950408889634
-_MOST_QUERIES_AT_ONCE = 32
+_MAX_QUERIES_AT_ONCE = 32
 """Queries of an item up to which all of an arena may be read in one product: the scores of more
 would take too much memory."""
-_MANY_ROWS, _ROWS_OF_A_TURN = 256, 16
-"""From this many rows on, and from this many times the rows that a turn reads for, a turn changes
-the state of those rows alone. With fewer, going over all rows is faster; with more, turns over all
-rows would make a pass cost the square of them."""
+_MANY_ROWS, _ROWS_PER_READER = 256, 16
+"""From this many rows on, and from this many times the rows that an iteration reads for, an
+iteration changes the state of those rows alone. With fewer, going over all rows is faster; with
+more, iterations over all rows would make a pass quadratic in them."""
 
 
-def xla_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
-    """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R,
-    T, H, D] in q's dtype."""
+def xla_attention(
+    q: Float[Array, "R T H D"],
+    keys: Float[Array, "K tokens D"],
+    values: Float[Array, "K tokens D"],
+    plan: Plan,
+    scale: float,
+) -> Float[Array, "R T H D"]:
+    """Attention of queries that are not rotated over arenas that hold this pass's keys and values
+    already, in q's dtype."""
     rows, width, heads, dim = q.shape
     kv_heads = keys.shape[0]
     grouped = (q.astype(jnp.float32) * scale).reshape(rows, width, kv_heads, heads // kv_heads, dim)
-    turn = _RotatedQueries.of(plan, grouped.transpose(2, 0, 1, 3, 4))
-    shared = _shared(turn, keys, values, plan.shared)
-    grouped = [_grouped(turn, keys, values, tiles) for tiles in (*plan.grouped, plan.private)]
-    out = merge_over(plan.stripes.axis, *merge(shared, *grouped))  # [K, R, T, G, D]
+    queries = _RotatedQueries.of(plan, grouped.transpose(2, 0, 1, 3, 4))
+    shared = _shared(queries, keys, values, plan.shared)
+    grouped = [_grouped(queries, keys, values, tiles) for tiles in (*plan.grouped, plan.private)]
+    out = merge_over(plan.token_sharding.axis, *merge(shared, *grouped))  # [K, R, T, G, D]
     return out.transpose(1, 2, 0, 3, 4).reshape(q.shape).astype(q.dtype)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _RotatedQueries:
-    """Queries [K, R, T, G, D], and what rotates them in one expression: q * cos + swapped * sin,
-    cos and sin [R, N, T, D]."""
+    """Queries of R rows, grouped by kv head, and the factors that rotate them towards each of N
+    listed blocks in one expression: q * cos + swapped * sin."""
 
-    q: Array
-    swapped: Array
-    cos: Array
-    sin: Array
+    q: Float32[Array, "K R T G D"]
+    swapped: Float32[Array, "K R T G D"]
+    cos: Float32[Array, "R N T D"]
+    sin: Float32[Array, "R N T D"]
 
     @classmethod
     def of(cls, plan: Plan, q: Array) -> "_RotatedQueries":
@@ -64,18 +72,18 @@ class _RotatedQueries:
         sin = jnp.concatenate([plan.query_sin, plan.query_sin, 0 * one], axis=-1)
         return cls(q, swapped, cos, sin)
 
-    def queries(self, row: Array | slice, at_row: Array, at_slot: Array, dtype: jnp.dtype) -> Array:
-        """Queries of `row` towards the block that row `at_row` lists at `at_slot`: [K,
-        *at_row.shape, T, G, D]."""
-        cos, sin = self.cos[at_row, at_slot][..., None, :], self.sin[at_row, at_slot][..., None, :]
+    def towards(self, row: Array | slice, lister: Array, slot: Array, dtype: jnp.dtype) -> Array:
+        """Queries of `row` rotated towards the block that row `lister` lists at `slot`: [K,
+        *lister.shape, T, G, D]."""
+        cos, sin = self.cos[lister, slot][..., None, :], self.sin[lister, slot][..., None, :]
         return (self.q[:, row] * cos + self.swapped[:, row] * sin).astype(dtype)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _OnlineSoftmax:
-    """A softmax on its way: the largest score so far, the sum of exponentials and the mixed values
-    under it."""
+    """A softmax in progress: the largest score so far, and the sums of exponentials and of weighted
+    values relative to it."""
 
     top: Array
     total: Array
@@ -93,24 +101,25 @@ class _OnlineSoftmax:
         )
 
 
-def _shared(turn: _RotatedQueries, keys: Array, values: Array, tiles: Tiles) -> Partial:
+def _shared(queries: _RotatedQueries, keys: Array, values: Array, tiles: Tiles) -> Partial:
     """(out [K, R, T, G, D], lse [K, R, T, G]) over the tiles that all rows read together."""
-    kv_heads, rows, width, group, dim = turn.q.shape
-    queries = rows * width * group
+    kv_heads, rows, width, group, dim = queries.q.shape
+    flat = rows * width * group
 
     def add(running: _OnlineSoftmax, item: Array, k: Array, v: Array) -> _OnlineSoftmax:
         """Takes W items with their windows k, v [K * W, size, D] into all rows."""
-        shape = (kv_heads, item.shape[0], queries)
+        shape = (kv_heads, item.shape[0], flat)
         query = jax.vmap(
-            lambda slot: turn.queries(slice(None), jnp.arange(rows), slot, keys.dtype), out_axes=1
+            lambda slot: queries.towards(slice(None), jnp.arange(rows), slot, keys.dtype),
+            out_axes=1,
         )(tiles.slot[item])
-        scores = _product(query.reshape(-1, queries, dim), k, 2).reshape(*shape, -1)
+        scores = _product(query.reshape(-1, flat, dim), k, 2).reshape(*shape, -1)
         last = jnp.broadcast_to(
             tiles.last[item][..., None], (shape[1], rows, width, group)
         ).reshape(shape[1], -1)
         if width == 1 and shape[1] == 1:
             # All rows that see the item see the same tokens of it, so one bias serves all of them,
-            # and the others weigh nothing.
+            # and the others get a weight of 0.
             sees = (last > tiles.first[item][:, None])[0]
             scores = (
                 scores + _bias(tiles.first[item], jnp.max(last, axis=1), scores.shape[-1])[:, None]
@@ -133,22 +142,22 @@ def _shared(turn: _RotatedQueries, keys: Array, values: Array, tiles: Tiles) -> 
         )
 
     out, lse = _take_all(
-        add, _OnlineSoftmax.start((kv_heads, queries), dim), keys, values, tiles
+        add, _OnlineSoftmax.start((kv_heads, flat), dim), keys, values, tiles
     ).finish()
-    return out.reshape(turn.q.shape), lse.reshape(turn.q.shape[:-1])
+    return out.reshape(queries.q.shape), lse.reshape(queries.q.shape[:-1])
 
 
-def _grouped(turn: _RotatedQueries, keys: Array, values: Array, tiles: Tiles) -> Partial:
+def _grouped(queries: _RotatedQueries, keys: Array, values: Array, tiles: Tiles) -> Partial:
     """(out [K, R, T, G, D], lse [K, R, T, G]) over the tiles that a few rows each, or one, read."""
-    kv_heads, rows, width, group, dim = turn.q.shape
+    kv_heads, rows, width, group, dim = queries.q.shape
     readers = tiles.row.shape[1]
-    few = rows >= max(_MANY_ROWS, _ROWS_OF_A_TURN * tiles.at_once * readers)
+    few = rows >= max(_MANY_ROWS, _ROWS_PER_READER * tiles.at_once * readers)
 
     def add(running: _OnlineSoftmax, item: Array, k: Array, v: Array) -> _OnlineSoftmax:
         """Takes W items with their windows k, v [K * W, size, D] into the rows that read them."""
         row, slot = tiles.row[item], tiles.slot[item]  # [W, Q]
         shape = (kv_heads, item.shape[0], readers * width * group)
-        query = turn.queries(row, row, slot, keys.dtype)  # [K, W, Q, T, G, D]
+        query = queries.towards(row, row, slot, keys.dtype)  # [K, W, Q, T, G, D]
         scores = _product(query.reshape(-1, shape[2], dim), k, 2).reshape(*shape, -1)
         last = jnp.broadcast_to(
             tiles.last[item][..., None], (shape[1], readers, width, group)
@@ -164,7 +173,7 @@ def _grouped(turn: _RotatedQueries, keys: Array, values: Array, tiles: Tiles) ->
 
         highest = by_reader(jnp.max(scores, axis=-1))
         if few:
-            # Read before it is written, or it would be copied as a whole.
+            # Read before it is written, or all of it would be copied.
             before, highest = jax.lax.optimization_barrier((running.top[row], highest))
             top = running.top.at[row].max(highest)
         else:
@@ -177,8 +186,8 @@ def _grouped(turn: _RotatedQueries, keys: Array, values: Array, tiles: Tiles) ->
         )
         total = by_reader(jnp.sum(weights, axis=-1, dtype=jnp.float32))
         if few:
-            # A row that reads several of these items is set to the same value each time, and then
-            # adds what each of them brings.
+            # A row that reads several of these items is scaled to the same value each time, and
+            # then adds the part of each of them.
             keep = jnp.exp(before - _finite(top[row]))
             return _OnlineSoftmax(
                 top,
@@ -206,8 +215,8 @@ def _take_all(
     values: Array,
     tiles: Tiles,
 ) -> _OnlineSoftmax:
-    """Takes all items in: a few at a time, gathered; or, where they fill much of the arena, all in
-    one product over it as it lies."""
+    """Adds all items: a few at a time, gathered; or, where they fill much of the arena, all in one
+    product over the arena itself."""
     at_once, arena, dim = tiles.at_once, keys.shape[1], keys.shape[2]
 
     def gathered(running: _OnlineSoftmax) -> _OnlineSoftmax:
@@ -218,8 +227,8 @@ def _take_all(
         return jax.lax.fori_loop(0, -(-tiles.count // at_once), body, running)
 
     def whole(running: _OnlineSoftmax) -> _OnlineSoftmax:
-        # The arena as it lies is a list of windows: nothing is gathered. Which item each window is
-        # comes from where items start.
+        # The arena is reshaped to a list of windows: nothing is gathered. The starts of the items
+        # give the item of each window.
         windows = arena // tiles.size
         item = (
             jnp.full(windows, tiles.start.shape[0] - 1)
@@ -229,7 +238,7 @@ def _take_all(
         k, v = (a.reshape(-1, tiles.size, dim) for a in (keys, values))
         return add(running, item, k, v)
 
-    many = tiles.last.shape[1] * tiles.last.shape[2] > _MOST_QUERIES_AT_ONCE
+    many = tiles.last.shape[1] * tiles.last.shape[2] > _MAX_QUERIES_AT_ONCE
     if at_once == 1 or many or arena % tiles.size or arena == tiles.size:
         return gathered(running)
     real = jnp.arange(tiles.start.shape[0]) < tiles.count
@@ -239,8 +248,8 @@ def _take_all(
 
 
 def _over_items(x: Array, reduce: Callable[..., Array]) -> Array:
-    """[K, W, Q, size] -> [K, Q]. In two steps, because XLA vectorises a reduction on the CPU if it
-    leaves the last axis."""
+    """Reduces [K, W, Q, size] to [K, Q]. In two steps, because XLA vectorises a reduction on the
+    CPU if it leaves the last axis."""
     if x.shape[1] == 1:
         return reduce(x, axis=(1, 3))
     return reduce(jax.lax.optimization_barrier(reduce(x, axis=1)), axis=-1)
@@ -255,13 +264,13 @@ def _windows(arena: Array, tiles: Tiles, item: Array) -> Array:
 
 
 def _bias(first: Array, last: Array, size: int) -> Array:
-    """[W, size]: 0 where first [W] <= token < last [W], else -inf."""
+    """The bias [W, size]: 0 where first [W] <= token < last [W], else -inf."""
     token = jnp.arange(size)
     return jnp.where((token >= first[:, None]) & (token < last[:, None]), 0.0, -jnp.inf)
 
 
 def _masked(scores: Array, first: Array, last: Array) -> Array:
-    """scores [K, W, Q, size] where first [W] <= token < last [W, Q], else -inf."""
+    """The scores [K, W, Q, size] where first [W] <= token < last [W, Q], else -inf."""
     # One unsigned comparison for both ends. The barrier keeps the gathers that made `last` out of
     # the wide loop.
     first, last = jax.lax.optimization_barrier((first, last))
@@ -271,12 +280,12 @@ def _masked(scores: Array, first: Array, last: Array) -> Array:
 
 
 def _weights(x: Array, dtype: jnp.dtype) -> Array:
-    """exp(x) for x <= 0, rounded to the dtype of the values; 0 for -inf."""
+    """Computes exp(x) for x <= 0, rounded to the dtype of the values; 0 for -inf."""
 
     def short(x: Array) -> Array:
-        # On a CPU the exponential costs as much as a product. What is rounded to 11 bits or fewer
-        # needs no more than a cubic: 2**n goes into the exponent's bits, 2**r with 0 <= r < 1 is
-        # off by 1e-4 of itself at most. Below 2**-126 it is 0.
+        # On a CPU the exponential costs as much as a product. A result that is rounded to 11 bits
+        # or fewer needs no more than a cubic: 2**n goes into the exponent's bits, and 2**r with
+        # 0 <= r < 1 has a relative error of 1e-4 at most. Below 2**-126 it is 0.
         x = jnp.maximum(x * _LOG2_E, -127.0)
         n = jnp.floor(x)
         r = x - n
@@ -289,8 +298,8 @@ def _weights(x: Array, dtype: jnp.dtype) -> Array:
 
 
 def _product(a: Array, b: Array, contract: int) -> Array:
-    """Batched a [n, q, x] with b, contracting b's axis `contract`; float32 results, exact products
-    for float32 input."""
+    """The batched product of a [n, q, x] with b, contracting b's axis `contract`; float32 results,
+    exact products for float32 input."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(
         a,
@@ -302,5 +311,5 @@ def _product(a: Array, b: Array, contract: int) -> Array:
 
 
 def _finite(top: Array) -> Array:
-    """Where nothing was seen yet there is nothing to subtract."""
+    """The number to subtract from scores: 0 where nothing was seen yet."""
     return jnp.where(jnp.isneginf(top), 0.0, top)

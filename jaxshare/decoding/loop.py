@@ -53,9 +53,9 @@ def decode(
             f"passes is {passes} and width {width}; passes must be at least 0, and width from 1 to "
             f"the state's max_width, {state.max_width}"
         )
-    if state.record is not None and passes > state.record.room:
+    if state.record is not None and passes > state.record.capacity:
         raise ValueError(
-            f"passes is {passes}, but the state has room to record {state.record.room}; create it "
+            f"passes is {passes}, but the state has room to record {state.record.capacity}; create it "
             "with more, or run fewer at once"
         )
     rest = dataclasses.replace(state, cache=None, logits=None, kept=None)  # pyright: ignore[reportArgumentType]
@@ -91,7 +91,7 @@ def _decode(
     state = (
         state
         if state.record is None
-        else dataclasses.replace(state, record=state.record.begin(state.passes))
+        else dataclasses.replace(state, record=state.record.start(state.passes))
     )
     state = _sample(state)
 
@@ -136,7 +136,7 @@ def _feed(model: DecodeModel, params: Any, state: DecodeState, width: int) -> De
     record = (
         None
         if state.record is None
-        else state.record.fed(state.passes, tokens, count, cache.lengths)
+        else state.record.log_pass(state.passes, tokens, count, cache.lengths)
     )
     return dataclasses.replace(
         state,
@@ -238,7 +238,7 @@ def _step(state: DecodeState, token: Array, due: Array, stopped: Array) -> Decod
     reasons = jnp.where(found.held, FinishReason.STEP.value, state.reasons)
     reasons = jnp.where(found.full & state.running, FinishReason.FULL.value, reasons)
     reasons = jnp.where(found.over & (state.running | stopped), FinishReason.ANSWER.value, reasons)
-    record = None if state.record is None else state.record.ended(state.passes, found.moved)
+    record = None if state.record is None else state.record.log_moves(state.passes, found.moved)
     opening = jnp.concatenate([token[:, None], found.opening], axis=1)
     size = opening.shape[1]
     return dataclasses.replace(

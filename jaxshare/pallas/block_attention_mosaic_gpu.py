@@ -78,7 +78,7 @@ def mosaic_gpu_attention(q: Array, keys: Array, values: Array, plan: Plan, scale
     queries = segment_queries(q, plan, work, scale * math.log2(math.e), keys.dtype)
     out, lse = _pieces(queries, keys, values, work, tiles, device)
     return merge_pieces(
-        out, lse, work, (rows, width, heads, dim), q.dtype, device, plan.stripes.axis
+        out, lse, work, (rows, width, heads, dim), q.dtype, device, plan.token_sharding.axis
     )
 
 

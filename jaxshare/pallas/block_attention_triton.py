@@ -59,7 +59,7 @@ def triton_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: fl
         q.dtype,
         multiprocessors=device.multiprocessors,
         interpret=device.interpret,
-        axis=plan.stripes.axis,
+        axis=plan.token_sharding.axis,
     )
 
 

@@ -166,7 +166,7 @@ def make_work(
     pairs = rows * slots
 
     block = jnp.clip(plan.blocks, 0, num_blocks - 1).reshape(-1)
-    after = plan.held[block]
+    after = plan.local_lengths[block]
     seen = plan.seen.reshape(pairs, width)
     count = jnp.repeat(plan.count, slots)
     most = jnp.take_along_axis(seen, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]

@@ -1,60 +1,62 @@
 """Re-encoding: all that a trace has fed, computed in one parallel pass that can be differentiated.
 
 Hogwild! Inference, section 3.4 and appendix B ("Fine-tuning and re-encoding considerations"): each
-query is rotated to its position less the begin of a block, and sees so many tokens of it. The keys
-of a block are laid out once for each of their stays, rotated to the place where they stood, in
-tiles of one block; a query sees of a tile what stood there in its pass. Queries come in chunks, and
-tiles one after the other, with the online softmax between them, so that nothing has the size of
-queries times keys.
+query is rotated by the difference between its position and the start of a block, and sees a number
+of the block's first tokens. The keys of a block are laid out once for each of their placements,
+rotated to their index there, in tiles of one block; a query sees the placements of a tile that
+were there in its pass. Queries come in chunks, and tiles one after the other, with the online
+softmax between them, so that no array has the size of queries times keys.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
+from jaxtyping import Float, Int, Int32
 
-from jaxshare.arena import Arenas, finite, put
+from jaxshare.arena import Arenas, make_finite, put
 from jaxshare.cache import KVCache
 from jaxshare.rope import Rope, rotate
 from jaxshare.sharding import on_each
-from jaxshare.trace.trace import STANDS, Trace
+from jaxshare.trace.trace import NOT_ENDED, Trace
 
 CHUNK = 128
-"""Queries that are computed together; batches are whole numbers of them."""
+"""Queries that are computed together; batches are whole numbers of chunks."""
 TILE = 128
-"""Stays of a tile."""
+"""Placements of a tile."""
+_LOWEST = -1e30
+"""Below every score, and finite, so that differences of it are."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TraceBatch:
-    """Traces of one shape, as arrays. N traces, T tokens, B blocks, J tiles of S stays.
+    """Traces of one shape, as arrays. N traces, T tokens, B blocks, J tiles of S placements.
 
     Attributes:
-      tokens: int32[N, T], as in `Trace`; 0 behind the last.
-      passes: int32[N, T], the pass of each.
-      turns: int32[N, T, B], each token's position less the begin of each block: how far its query
-        is rotated.
-      seen: int32[N, T, B], how many tokens of each block it sees, the first ones; 0 for padding.
-      tile_blocks: int32[N, J], the block of each tile.
-      stay_tokens, stay_indices, stay_begins, stay_ends: int32[N, J, S], as in `Trace`; one that
+      tokens: as in `Trace`; 0 after the last.
+      passes: the pass of each token.
+      rotations: each token's position less the start of each block: how far its query is rotated.
+      seen: how many tokens of each block each token sees, the first ones; 0 for padding.
+      tile_blocks: the block of each tile.
+      placement_tokens, placement_indices, placement_starts, placement_ends: as in `Trace`; one that
         ends at 0 is padding.
     """
 
-    tokens: Array
-    passes: Array
-    turns: Array
-    seen: Array
-    tile_blocks: Array
-    stay_tokens: Array
-    stay_indices: Array
-    stay_begins: Array
-    stay_ends: Array
+    tokens: Int32[Array, "N T"]
+    passes: Int32[Array, "N T"]
+    rotations: Int32[Array, "N T B"]
+    seen: Int32[Array, "N T B"]
+    tile_blocks: Int32[Array, "N J"]
+    placement_tokens: Int32[Array, "N J S"]
+    placement_indices: Int32[Array, "N J S"]
+    placement_starts: Int32[Array, "N J S"]
+    placement_ends: Int32[Array, "N J S"]
 
     @classmethod
     def of(
@@ -65,68 +67,77 @@ class TraceBatch:
         tiles: int | None = None,
         blocks: int | None = None,
     ) -> Self:
-        """A batch of traces. Batches of the same numbers share a program.
+        """Makes a batch of traces. Batches of the same numbers share a program.
 
         Args:
           traces: at least one.
-          tokens: T, for all that they may come to hold; default what the longest needs. Rounded up
-            to whole chunks.
-          tiles: J; default what is needed, in a multiple of 4. Of each block the stays take whole
-            tiles.
+          tokens: T; default what the longest needs. Rounded up to whole chunks.
+          tiles: J; default what is needed, in a multiple of 4. The placements of each block take
+            whole tiles.
           blocks: B; default what is needed, in a multiple of 4.
 
         Raises:
-          ValueError: no traces, or one that needs more than it is given.
+          ValueError: no traces, or one that needs more than a given number.
         """
         if not traces:
             raise ValueError("there are no traces; give at least one")
-        cut = [_tiles(trace) for trace in traces]
-        shapes = {
-            "tokens": (tokens, CHUNK, [t.num_tokens for t in traces]),
-            "tiles": (tiles, 4, [len(b) for b, _ in cut]),
-            "blocks": (blocks, 4, [t.num_blocks for t in traces]),
-        }
-        sizes = {}
-        for name, (given, multiple, needed) in shapes.items():
-            if given is not None and given < max(needed):
-                raise ValueError(
-                    f"{name} is {given}, but trace {int(np.argmax(needed))} has {max(needed)}; "
-                    "give at least as many"
-                )
-            size = max(1, max(needed) if given is None else given)
-            sizes[name] = (
-                size if given is not None and name != "tokens" else size + -size % multiple
-            )
-        width, many, wide = (sizes[name] for name in ("tokens", "tiles", "blocks"))
-
-        def padded(arrays: Sequence[np.ndarray], *shape: int) -> Array:
-            whole = np.zeros((len(arrays), *shape), np.int32)
-            for n, array in enumerate(arrays):
-                whole[n][tuple(map(slice, array.shape))] = array
-            return jnp.asarray(whole)
-
-        stays = (padded([stays[i] for _, stays in cut], many, TILE) for i in range(4))
+        tiled = [_tiles(trace) for trace in traces]
+        num_tokens = _padded_size("tokens", tokens, CHUNK, [t.num_tokens for t in traces])
+        num_tokens += -num_tokens % CHUNK
+        num_tiles = _padded_size("tiles", tiles, 4, [len(b) for b, _ in tiled])
+        num_blocks = _padded_size("blocks", blocks, 4, [t.num_blocks for t in traces])
+        placements = (
+            _padded([columns[i] for _, columns in tiled], num_tiles, TILE) for i in range(4)
+        )
+        rotations = [t.positions[:, None] - t.starts[t.row_pass] for t in traces]
         return cls(
-            padded([t.tokens for t in traces], width),
-            padded([t.passes[t.views] for t in traces], width),
-            padded([t.positions[:, None] - t.starts[t.views] for t in traces], width, wide),
-            padded([t.seen for t in traces], width, wide),
-            padded([b for b, _ in cut], many),
-            *stays,
+            _padded([t.tokens for t in traces], num_tokens),
+            _padded([t.passes[t.row_pass] for t in traces], num_tokens),
+            _padded(rotations, num_tokens, num_blocks),
+            _padded([t.seen for t in traces], num_tokens, num_blocks),
+            _padded([b for b, _ in tiled], num_tiles),
+            *placements,
         )
 
     @property
     def shape(self) -> tuple[int, int]:
         """N, T."""
-        many, width = self.tokens.shape
-        return many, width
+        traces, tokens = self.tokens.shape
+        return traces, tokens
 
 
-def trace_attention(q: Array, k: Array, v: Array, batch: TraceBatch, rope: Rope) -> Array:
-    """Attention of all tokens of traces at once, each over what it saw where it stood then.
+def _padded_size(name: str, given: int | None, multiple: int, needed: Sequence[int]) -> int:
+    """The given size, or the largest that is needed, rounded up to a multiple."""
+    if given is None:
+        size = max(1, *needed)
+        return size + -size % multiple
+    if given < max(needed):
+        raise ValueError(
+            f"{name} is {given}, but trace {int(np.argmax(needed))} has {max(needed)}; "
+            "give at least as many"
+        )
+    return max(1, given)
+
+
+def _padded(arrays: Sequence[np.ndarray], *shape: int) -> Array:
+    """The arrays side by side, each padded with 0 to a shape."""
+    whole = np.zeros((len(arrays), *shape), np.int32)
+    for n, array in enumerate(arrays):
+        whole[n][tuple(map(slice, array.shape))] = array
+    return jnp.asarray(whole)
+
+
+def trace_attention(
+    q: Float[Array, "..."],
+    k: Float[Array, "..."],
+    v: Float[Array, "..."],
+    batch: TraceBatch,
+    rope: Rope,
+) -> Float[Array, "N T H D"]:
+    """Attention of all tokens of traces at once, each over what it saw, where that was then.
     Differentiable in q, k and v.
 
-    The backward pass computes chunks and tiles anew, so its memory, too, grows with T alone.
+    The backward pass computes chunks and tiles again, so its memory, too, grows with T alone.
 
     Args:
       q: [N, T, H, D], k, v: [N, T, K, D], not rotated; H is a multiple of K.
@@ -134,100 +145,113 @@ def trace_attention(q: Array, k: Array, v: Array, batch: TraceBatch, rope: Rope)
       rope: of queries and keys.
 
     Returns:
-      [N, T, H, D] in q's dtype; 0 for padding.
+      Attention in q's dtype; 0 for padding.
 
     Raises:
       ValueError: shapes that do not fit the batch.
     """
-    many, width, heads, dim = q.shape
+    _check_shapes(q, k, v, batch)
+    # Values that are not finite must not reach tokens that do not see them, as in a cache.
+    k, v = make_finite(k), make_finite(v)
+    tables = rope.cos_sin(batch.placement_indices)
+    tiles = _Tile(
+        keys=rotate(_laid_out(k, batch), *(table[..., None, :] for table in tables)),
+        values=_laid_out(v, batch),
+        block=batch.tile_blocks,
+        indices=batch.placement_indices,
+        starts=batch.placement_starts,
+        ends=batch.placement_ends,
+    )
+    tiles = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tiles)
+    chunks = jax.tree.map(
+        lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, CHUNK, *x.shape[2:]), 1, 0),
+        _Chunk(q, batch.passes, batch.rotations, batch.seen),
+    )
+    out = jax.lax.map(jax.checkpoint(lambda chunk: _attend(chunk, tiles, rope)), chunks)
+    return jnp.moveaxis(out, 0, 1).reshape(q.shape)
+
+
+def _check_shapes(q: Array, k: Array, v: Array, batch: TraceBatch) -> None:
     if (
-        (many, width) != batch.shape
+        q.shape[:2] != batch.shape
         or k.shape != v.shape
         or k.shape[:2] != batch.shape
-        or heads % k.shape[2]
-        or width % CHUNK
+        or q.shape[2] % k.shape[2]
+        or q.shape[1] % CHUNK
     ):
         raise ValueError(
             f"q must be [N, T, H, D] and k and v [N, T, K, D] with N, T = {batch.shape}, T a "
             f"multiple of {CHUNK} and K dividing H; got {q.shape}, {k.shape} and {v.shape}"
         )
-    # What is not finite must not reach those that do not see it, as in a cache.
-    k, v = finite(k), finite(v)
-    keys = rotate(
-        _laid_out(k, batch), *(table[..., None, :] for table in rope.cos_sin(batch.stay_indices))
-    )
-    tiles = jax.tree.map(
-        lambda x: jnp.moveaxis(x, 1, 0),
-        (
-            keys,
-            _laid_out(v, batch),
-            batch.tile_blocks,
-            batch.stay_indices,
-            batch.stay_begins,
-            batch.stay_ends,
-        ),
-    )
+
+
+class _Chunk(NamedTuple):
+    """C queries of each trace: q [N, C, H, D], passes [N, C], rotations and seen [N, C, B]."""
+
+    q: Array
+    passes: Array
+    rotations: Array
+    seen: Array
+
+
+class _Tile(NamedTuple):
+    """S placements of one block of each trace: keys (rotated) and values [N, S, K, D], block [N],
+    indices, starts and ends [N, S]."""
+
+    keys: Array
+    values: Array
+    block: Array
+    indices: Array
+    starts: Array
+    ends: Array
+
+
+def _attend(chunk: _Chunk, tiles: _Tile, rope: Rope) -> Array:
+    """[N, C, H, D]: attention of a chunk over all tiles, given with a first dimension more."""
 
     @jax.checkpoint
-    def attend(chunk: tuple[Array, Array, Array, Array]) -> Array:
-        q, passes, turns, seen = chunk  # [N, C, ...]
+    def add(carry: tuple[Array, Array, Array], tile: _Tile):
+        # [N, C, 1]
+        rotation, limit = (
+            jnp.take_along_axis(x, tile.block[:, None, None], axis=2)
+            for x in (chunk.rotations, chunk.seen)
+        )
+        when = chunk.passes[..., None]
+        present = (tile.starts[:, None] <= when) & (when < tile.ends[:, None])
+        visible = (tile.indices[:, None] < limit) & present  # [N, C, S]
+        # Most tiles are of another time than the chunk.
+        return jax.lax.cond(
+            jnp.any(visible),
+            lambda: _added(carry, chunk.q, tile, rotation, visible, rope),
+            lambda: carry,
+        ), None
 
-        @jax.checkpoint
-        def over_tile(carry: tuple[Array, Array, Array], tile: tuple[Array, ...]):
-            keys, values, blocks, indices, begins, ends = tile  # [N, S, ...], blocks [N]
-            # [N, C, 1]
-            turn, limit = (
-                jnp.take_along_axis(x, blocks[:, None, None], axis=2) for x in (turns, seen)
-            )
-            when = passes[..., None]
-            # [N, C, S]
-            visible = (
-                (indices[:, None] < limit) & (begins[:, None] <= when) & (when < ends[:, None])
-            )
-            # Most tiles are of another time than the chunk.
-            return jax.lax.cond(
-                jnp.any(visible),
-                lambda: _added(carry, q, keys, values, turn, visible, rope),
-                lambda: carry,
-            ), None
-
-        empty = many, k.shape[2], heads // k.shape[2], CHUNK
-        start = jnp.full(empty, _LOWEST), jnp.zeros(empty), jnp.zeros((*empty, dim))
-        (_, total, mixed), _ = jax.lax.scan(over_tile, start, tiles)
-        out = mixed / jnp.where(total == 0, 1.0, total)[..., None]
-        return jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
-
-    queries = q, batch.passes, batch.turns, batch.seen
-    out = jax.lax.map(
-        attend,
-        jax.tree.map(
-            lambda x: jnp.moveaxis(x.reshape(many, -1, CHUNK, *x.shape[2:]), 1, 0), queries
-        ),
-    )
-    return jnp.moveaxis(out, 0, 1).reshape(q.shape)
-
-
-_LOWEST = -1e30
-"""Below every score, and finite, so that differences of it are."""
+    traces, width, heads, dim = chunk.q.shape
+    kv_heads = tiles.keys.shape[3]
+    empty = traces, kv_heads, heads // kv_heads, width
+    start = jnp.full(empty, _LOWEST), jnp.zeros(empty), jnp.zeros((*empty, dim))
+    (_, total, mixed), _ = jax.lax.scan(add, start, tiles)
+    out = mixed / jnp.where(total == 0, 1.0, total)[..., None]
+    return jnp.moveaxis(out, 3, 1).reshape(chunk.q.shape).astype(chunk.q.dtype)
 
 
 def _added(
     carry: tuple[Array, Array, Array],
     q: Array,
-    keys: Array,
-    values: Array,
-    turn: Array,
+    tile: _Tile,
+    rotation: Array,
     visible: Array,
     rope: Rope,
 ) -> tuple[Array, Array, Array]:
     """The online softmax (top, total, mixed) with one tile more."""
     top, total, mixed = carry
-    cos, sin = rope.cos_sin(turn)  # [N, C, 1, P]
+    keys, values = tile.keys, tile.values
+    cos, sin = rope.cos_sin(rotation)  # [N, C, 1, P]
     # [N, C, K, G, D]
-    turned = rotate(q, cos, sin).reshape(*q.shape[:2], keys.shape[2], -1, q.shape[3])
+    rotated = rotate(q, cos, sin).reshape(*q.shape[:2], keys.shape[2], -1, q.shape[3])
     sees = visible[:, None, None]
     scores = jnp.where(
-        sees, _product("nckgd,nskd->nkgcs", turned, keys) * q.shape[3] ** -0.5, _LOWEST
+        sees, _product("nckgd,nskd->nkgcs", rotated, keys) * q.shape[3] ** -0.5, _LOWEST
     )
     # The largest score cancels out of the result, so no gradient goes through it.
     high = jax.lax.stop_gradient(jnp.maximum(top, jnp.max(scores, axis=-1)))
@@ -241,38 +265,39 @@ def _added(
     )
 
 
-def _product(what: str, a: Array, b: Array) -> Array:
+def _product(equation: str, a: Array, b: Array) -> Array:
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(what, a, b, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _laid_out(x: Array, batch: TraceBatch) -> Array:
-    """[N, T, K, D] of tokens -> [N, J, S, K, D] of stays."""
-    return jax.vmap(lambda x, tokens: x[tokens])(x, batch.stay_tokens)
+    """The rows [N, J, S, K, D] of placements from [N, T, K, D] of tokens."""
+    return jax.vmap(lambda x, tokens: x[tokens])(x, batch.placement_tokens)
 
 
 def fill(
     cache: KVCache,
-    keys: Sequence[Array],
-    values: Sequence[Array],
-    tokens: Array,
-    indices: Array,
-    places: Array,
-    lengths: Array,
+    keys: Sequence[Float[Array, "T K D"]],
+    values: Sequence[Float[Array, "T K D"]],
+    tokens: Int[Array, " X"],
+    indices: Int[Array, " X"],
+    offsets: Int[Array, " X"],
+    lengths: Int[Array, " B"],
 ) -> KVCache:
-    """A cache as a trace has left it. Pure, for use under jit.
+    """The cache at the end of a trace. Pure, for use under jit.
 
     Args:
-      cache: empty, with room.
-      keys, values: of each layer [T, K, D], keys not rotated.
-      tokens: int32[X], the tokens that stand in blocks; indices: int32[X], their places there;
-        places: int32[X], in the arena, negative for padding.
-      lengths: int32[B], tokens in each block.
+      cache: empty, with capacity for it.
+      keys, values: of each layer, keys not rotated.
+      tokens: the tokens that blocks have at the end.
+      indices, offsets: where each of them is, in its block and in the arena; a negative offset is
+        padding.
+      lengths: tokens in each block.
     """
     cos, sin = (table[:, None] for table in cache.rope.cos_sin(indices))
 
     def heads_first(x: Array, dtype: jnp.dtype) -> Array:
-        return finite(x.astype(dtype)).swapaxes(0, 1)
+        return make_finite(x.astype(dtype)).swapaxes(0, 1)
 
     new = (
         tuple(
@@ -287,33 +312,38 @@ def fill(
         lambda spec: PartitionSpec(*spec[:1]), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
     filled = on_each(
-        lambda arenas, places, new: put(cache.stripes, arenas, places, new),
+        lambda arenas, offsets, new: put(cache.token_sharding, arenas, offsets, new),
         cache.mesh,
         in_specs=(specs, none, by_head),
         out_specs=specs,
-    )(arenas, places, new)
+    )(arenas, offsets, new)
     return dataclasses.replace(cache, keys=filled[0], values=filled[1], lengths=lengths)
 
 
-def standing(trace: Trace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The tokens that stand in blocks at the end of a trace, their blocks, and their places there:
-    int32[X] each."""
-    left = trace.stay_ends == STANDS
-    return trace.stay_tokens[left], trace.stay_blocks[left], trace.stay_indices[left]
+def final_placements(
+    trace: Trace,
+) -> tuple[Int32[np.ndarray, " X"], Int32[np.ndarray, " X"], Int32[np.ndarray, " X"]]:
+    """The tokens that blocks have at the end of a trace, their blocks, and their indices there."""
+    left = trace.placement_ends == NOT_ENDED
+    return trace.placement_tokens[left], trace.placement_blocks[left], trace.placement_indices[left]
 
 
 def _tiles(trace: Trace) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Stays in tiles of one block each, in the order of time: blocks int32[J], and tokens, indices,
-    begins and ends int32[J, S]."""
-    columns = trace.stay_tokens, trace.stay_indices, trace.stay_begins, trace.stay_ends
+    """Placements in tiles of one block each, in the order of time: blocks int32[J], and tokens,
+    indices, starts and ends int32[J, S]."""
+    columns = (
+        trace.placement_tokens,
+        trace.placement_indices,
+        trace.placement_starts,
+        trace.placement_ends,
+    )
     blocks, tiles = [], []
-    for block in np.unique(trace.stay_blocks):
-        of_block = np.flatnonzero(trace.stay_blocks == block)
-        of_block = of_block[np.lexsort((trace.stay_indices[of_block], trace.stay_begins[of_block]))]
-        stays = np.stack([column[of_block] for column in columns])
-        stays = np.pad(stays, ((0, 0), (0, -len(of_block) % TILE))).reshape(4, -1, TILE)
-        blocks += [block] * stays.shape[1]
-        tiles.append(stays)
-    return np.asarray(blocks, np.int32), [
-        *np.concatenate([*tiles, np.zeros((4, 0, TILE), np.int32)], axis=1)
-    ]
+    for block in np.unique(trace.placement_blocks):
+        of_block = np.flatnonzero(trace.placement_blocks == block)
+        order = np.lexsort((trace.placement_indices[of_block], trace.placement_starts[of_block]))
+        placements = np.stack([column[of_block[order]] for column in columns])
+        padding = -len(of_block) % TILE
+        tiles.append(np.pad(placements, ((0, 0), (0, padding))).reshape(4, -1, TILE))
+        blocks += [block] * tiles[-1].shape[1]
+    empty = np.zeros((4, 0, TILE), np.int32)
+    return np.asarray(blocks, np.int32), [*np.concatenate([*tiles, empty], axis=1)]

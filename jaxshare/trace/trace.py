@@ -1,10 +1,10 @@
-"""Traces: what a session fed and who saw what, as integers. They are enough to compute all of it
-again in one parallel pass.
+"""Traces: the tokens that a session fed and what each of them saw, as integers. They are enough to
+compute all of it again in one parallel pass.
 
 Hogwild! Inference, appendix B, "Fine-tuning and re-encoding considerations": for each query the
-difference between its position and the begin of each block, and how many tokens were in each block.
-Keys move here, too: a finished step goes to the end of the history, and what is fed after that sees
-it there. So a trace also says where each key stood, and when.
+difference between its position and the start of each block, and how many tokens were in each block.
+Keys move here, too: a finished step goes to the end of the history, and tokens that are fed after
+that see it there. So a trace also says where each key was, and when.
 
 `jaxshare.trace.recorder` makes traces, `jaxshare.trace.attention` computes with them.
 """
@@ -19,57 +19,57 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from jaxtyping import Int32
 
 from jaxshare.paths import whole_file
 
-STANDS = 2**31 - 1
-"""The end of a stay that has not ended."""
+NOT_ENDED = 2**31 - 1
+"""The end of a placement that has not ended."""
 NO_ROW = -1
-"""The row of a text that was put into a block without one: a prompt, a header, what a person says,
-a step that is encoded anew."""
+"""The row of a text that was put into a block without one: a prompt, a header, a user's message, a
+step that is encoded anew."""
 _MAGIC, _FORMAT = b"jaxshare trace", 1
-"""How a file begins, with the checksum of the rest, so that nothing is parsed that was not written
-so."""
-_ARRAYS = (
-    "tokens",
-    "views",
-    "rows",
-    "passes",
-    "starts",
-    "visible",
-    "stay_tokens",
-    "stay_blocks",
-    "stay_indices",
-    "stay_begins",
-    "stay_ends",
-    "capacities",
-)
+"""The start of a file; the checksum of the rest follows, so that nothing is parsed but what `save`
+has written."""
+_FILE_KEYS = {
+    "tokens": "tokens",
+    "row_pass": "views",
+    "rows": "rows",
+    "passes": "passes",
+    "starts": "starts",
+    "visible": "visible",
+    "placement_tokens": "stay_tokens",
+    "placement_blocks": "stay_blocks",
+    "placement_indices": "stay_indices",
+    "placement_starts": "stay_begins",
+    "placement_ends": "stay_ends",
+    "capacities": "capacities",
+}
+"""The name that each array of a trace has in a file."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trace:
-    """What was fed to a cache, pass by pass. T tokens, V views, B blocks, S stays; all arrays are
-    int32, of numpy.
+    """The tokens fed to a cache, pass by pass. T tokens, V row passes, B blocks, S placements.
 
-    A view is what one row brings to one pass: tokens that stand side by side, and see the blocks as
-    they are in this pass. A stay is a key at one place: each token has one where it is written, and
-    another for each time that its block was moved.
+    A row pass is what one row brings to one pass: neighbouring tokens, which see the blocks as they
+    are in this pass. A placement is a key at one index of a block: each token has one where it is
+    written, and another for each time that its block was moved.
 
     Attributes:
-      tokens: [T], in the order in which they were fed: by pass, then by row, then as they stand.
-      views: [T], the view of each.
-      rows: [V], the row of each view, or `NO_ROW`.
-      passes: [V], its pass, from 0; they do not descend.
-      starts: [V, B], where each block begins in the order of the view's row; 0 for a block that it
-        does not see.
-      visible: [V, B], tokens of each block that the view's first token sees, 0 where it sees none.
-        The token t behind it sees t more of the block that they are written to.
-      stay_tokens: [S], ascending: which token's key it is; of one token the earlier stay comes
-        first.
-      stay_blocks, stay_indices: [S], the block, and the place in it.
-      stay_begins, stay_ends: [S], the pass from which the key stands there, and the first one in
-        which it does not; `STANDS` if it has not left.
-      capacities: [B], tokens that fit in each block.
+      tokens: in the order in which they were fed: by pass, then by row, then in text order.
+      row_pass: the row pass of each token.
+      rows: the row of each row pass, or `NO_ROW`.
+      passes: the pass of each row pass, from 0; they do not descend.
+      starts: where each block starts in the row's order; 0 for a block that the row does not see.
+      visible: tokens of each block that the row pass's first token sees, 0 where it sees none. The
+        t-th token after it sees t more of the block that they are written to.
+      placement_tokens: ascending: the token whose key it is; of one token the earlier placement
+        comes first.
+      placement_blocks, placement_indices: the block, and the index in it.
+      placement_starts, placement_ends: the pass from which the key is there, and the first one in
+        which it is not; `NOT_ENDED` if it has not left.
+      capacities: tokens that fit in each block.
       names: of the blocks, or none.
       fingerprint: of the model and its tokenizer (`LoadedModel.trace_fingerprint`), or "" for a
         trace that is of no model.
@@ -77,25 +77,25 @@ class Trace:
         (`ModelConfig.for_context`), or 0 for all that it takes.
     """
 
-    tokens: np.ndarray
-    views: np.ndarray
-    rows: np.ndarray
-    passes: np.ndarray
-    starts: np.ndarray
-    visible: np.ndarray
-    stay_tokens: np.ndarray
-    stay_blocks: np.ndarray
-    stay_indices: np.ndarray
-    stay_begins: np.ndarray
-    stay_ends: np.ndarray
-    capacities: np.ndarray
+    tokens: Int32[np.ndarray, " T"]
+    row_pass: Int32[np.ndarray, " T"]
+    rows: Int32[np.ndarray, " V"]
+    passes: Int32[np.ndarray, " V"]
+    starts: Int32[np.ndarray, "V B"]
+    visible: Int32[np.ndarray, "V B"]
+    placement_tokens: Int32[np.ndarray, " S"]
+    placement_blocks: Int32[np.ndarray, " S"]
+    placement_indices: Int32[np.ndarray, " S"]
+    placement_starts: Int32[np.ndarray, " S"]
+    placement_ends: Int32[np.ndarray, " S"]
+    capacities: Int32[np.ndarray, " B"]
     names: tuple[str, ...] = ()
     fingerprint: str = ""
     context: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ValueError where the arrays do not belong together."""
-        for name in _ARRAYS:
+        """Raises ValueError where the arrays do not fit together."""
+        for name in _FILE_KEYS:
             object.__setattr__(self, name, np.asarray(getattr(self, name), np.int32))
         _check(self)
 
@@ -111,34 +111,34 @@ class Trace:
 
     @property
     def num_passes(self) -> int:
-        """Passes that fed something."""
+        """The number of passes that fed something."""
         return int(self.passes[-1]) + 1 if len(self.passes) else 0
 
     @property
-    def written(self) -> tuple[np.ndarray, np.ndarray]:
-        """The block that each token was written to, and its place there: int32[T] both."""
-        first = np.searchsorted(self.stay_tokens, np.arange(self.num_tokens))
-        return self.stay_blocks[first], self.stay_indices[first]
+    def written(self) -> tuple[Int32[np.ndarray, " T"], Int32[np.ndarray, " T"]]:
+        """The block that each token was written to, and its index there."""
+        first = np.searchsorted(self.placement_tokens, np.arange(self.num_tokens))
+        return self.placement_blocks[first], self.placement_indices[first]
 
     @property
-    def positions(self) -> np.ndarray:
-        """int32[T], of each token in its row's order."""
+    def positions(self) -> Int32[np.ndarray, " T"]:
+        """The position of each token in its row's order."""
         block, index = self.written
-        return self.starts[self.views, block] + index
+        return self.starts[self.row_pass, block] + index
 
     @property
-    def seen(self) -> np.ndarray:
-        """int32[T, B], how many tokens of each block each token sees, the first ones."""
-        behind = np.arange(self.num_tokens) - np.searchsorted(self.views, self.views)
-        seen = self.visible[self.views]
-        seen[np.arange(self.num_tokens), self.written[0]] += behind.astype(np.int32)
+    def seen(self) -> Int32[np.ndarray, "T B"]:
+        """The number of tokens of each block that each token sees, the first ones."""
+        nth = np.arange(self.num_tokens) - np.searchsorted(self.row_pass, self.row_pass)
+        seen = self.visible[self.row_pass]
+        seen[np.arange(self.num_tokens), self.written[0]] += nth.astype(np.int32)
         return seen
 
     @property
-    def lengths(self) -> np.ndarray:
-        """int32[B], tokens in each block in the end."""
+    def lengths(self) -> Int32[np.ndarray, " B"]:
+        """The number of tokens in each block at the end."""
         return np.bincount(
-            self.stay_blocks[self.stay_ends == STANDS], minlength=self.num_blocks
+            self.placement_blocks[self.placement_ends == NOT_ENDED], minlength=self.num_blocks
         ).astype(np.int32)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -152,7 +152,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Self:
-        """Reads what `save` has written.
+        """Reads a file that `save` has written.
 
         Raises:
           OSError: no such file, or one that cannot be read.
@@ -161,10 +161,12 @@ class Trace:
         return cls.from_bytes(Path(path).read_bytes(), os.fspath(path))
 
     def to_bytes(self) -> bytes:
-        """What `save` writes."""
+        """The content of the file that `save` writes."""
         about = {"names": self.names, "fingerprint": self.fingerprint, "context": self.context}
         content = io.BytesIO()
-        arrays: dict[str, Any] = {name: _narrow(getattr(self, name)) for name in _ARRAYS}
+        arrays: dict[str, Any] = {
+            key: _narrow(getattr(self, name)) for name, key in _FILE_KEYS.items()
+        }
         np.savez_compressed(
             content, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays
         )
@@ -177,11 +179,11 @@ class Trace:
 
     @classmethod
     def from_bytes(cls, content: bytes, name: str) -> Self:
-        """A trace from what `to_bytes` gives.
+        """Reads a trace from the content of a file.
 
         Args:
           content: all of it.
-          name: of where it comes from, for errors.
+          name: of the file, for errors.
 
         Raises:
           ValueError: it is no trace, is cut short or was changed, or another version has written
@@ -190,7 +192,7 @@ class Trace:
         head, _, content = content.partition(b"\n")
         if not (found := re.fullmatch(rb"%s (\d+) ([0-9a-f]{64})" % _MAGIC, head)):
             raise ValueError(
-                f"{name} does not begin as a trace does; give a file that Trace.save has written"
+                f"{name} does not start as a trace does; give a file that Trace.save has written"
             )
         if int(found[1]) != _FORMAT:
             raise ValueError(
@@ -204,9 +206,8 @@ class Trace:
             )
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             about = json.loads(file["about"].tobytes())
-            return cls(
-                **{name: file[name] for name in _ARRAYS}, **about | {"names": tuple(about["names"])}
-            )
+            about["names"] = tuple(about["names"])
+            return cls(**{name: file[key] for name, key in _FILE_KEYS.items()}, **about)
 
 
 def _checksum(content: bytes) -> bytes:
@@ -214,101 +215,119 @@ def _checksum(content: bytes) -> bytes:
 
 
 def _narrow(array: np.ndarray) -> np.ndarray:
-    """The same numbers in the narrowest integers that hold them, least byte first."""
-    ends = (int(array.min(initial=0)), int(array.max(initial=0)))
-    kinds = ("<i1", "<i2", "<i4")
+    """The same numbers in the narrowest integers that hold them, little-endian."""
+    low, high = int(array.min(initial=0)), int(array.max(initial=0))
     return array.astype(
         next(
-            kind
-            for kind in kinds
-            if np.iinfo(kind).min <= ends[0] and ends[1] <= np.iinfo(kind).max
+            dtype
+            for dtype in ("<i1", "<i2", "<i4")
+            if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max
         )
     )
 
 
 def _check(trace: Trace) -> None:
-    tokens, views, stays, blocks = (
-        len(trace.tokens),
-        len(trace.rows),
-        len(trace.stay_tokens),
-        len(trace.capacities),
+    """Raises ValueError unless the arrays are one whole trace."""
+    _check_shapes(trace)
+    _check_numbers(trace)
+    _check_placements(trace)
+    _check_seen(trace)
+    _check_end(trace)
+
+
+def _check_shapes(trace: Trace) -> None:
+    tokens, row_passes, placements, blocks = (
+        len(array) for array in (trace.tokens, trace.rows, trace.placement_tokens, trace.capacities)
     )
-    shapes = dict.fromkeys(_ARRAYS, (stays,)) | {
+    shapes = dict.fromkeys(_FILE_KEYS, (placements,)) | {
         "tokens": (tokens,),
-        "views": (tokens,),
-        "rows": (views,),
-        "passes": (views,),
-        "starts": (views, blocks),
-        "visible": (views, blocks),
+        "row_pass": (tokens,),
+        "rows": (row_passes,),
+        "passes": (row_passes,),
+        "starts": (row_passes, blocks),
+        "visible": (row_passes, blocks),
         "capacities": (blocks,),
     }
     for name, shape in shapes.items():
-        if (found := getattr(trace, name).shape) != shape:
+        if (given := getattr(trace, name).shape) != shape:
             raise ValueError(
-                f"a trace of {tokens} tokens, {views} views, {stays} stays and {blocks} blocks has "
-                f"{name} of shape {shape}; got {found}"
+                f"a trace of {tokens} tokens, {row_passes} row passes, {placements} placements and "
+                f"{blocks} blocks has {name} of shape {shape}; got {given}"
             )
     if trace.names and len(trace.names) != blocks:
         raise ValueError(
             f"a trace of {blocks} blocks has {len(trace.names)} names of blocks; give one of each, "
             "or none"
         )
-    _ascending("views", trace.views, views)
-    _ascending("stay_tokens", trace.stay_tokens, tokens)
+
+
+def _check_numbers(trace: Trace) -> None:
+    _check_ascending("row_pass", trace.row_pass, len(trace.rows))
+    _check_ascending("placement_tokens", trace.placement_tokens, trace.num_tokens)
     if (np.diff(trace.passes) < 0).any() or (trace.passes < 0).any():
-        raise ValueError("the trace's passes must not descend, and begin at 0 or later")
+        raise ValueError("the trace's passes must not descend, and start at 0 or later")
     if outside := [
         name
-        for name in ("tokens", "starts", "visible", "stay_indices", "capacities")
+        for name in ("tokens", "starts", "visible", "placement_indices", "capacities")
         if (getattr(trace, name) < 0).any()
     ]:
         raise ValueError(f"the trace's {outside[0]} must be at least 0")
-    if ((trace.stay_blocks < 0) | (trace.stay_blocks >= blocks)).any():
-        raise ValueError(
-            f"a stay of the trace is in block {int(trace.stay_blocks.max())}, but it has blocks 0 "
-            f"to {blocks - 1}"
-        )
-    if (trace.stay_ends <= trace.stay_begins).any():
-        raise ValueError(
-            "a stay of the trace ends before it begins; it begins in an earlier pass than that in "
-            "which it has ended"
-        )
-    if (lost := np.flatnonzero(np.bincount(trace.stay_tokens, minlength=tokens) == 0)).size:
-        raise ValueError(
-            f"the trace is cut short: token {int(lost[0])} stands nowhere; take the whole trace"
-        )
-    first = np.searchsorted(trace.stay_tokens, np.arange(tokens))
-    if (late := np.flatnonzero(trace.stay_begins[first] != trace.passes[trace.views])).size:
-        raise ValueError(
-            f"the first stay of token {int(late[0])} must begin with the pass that feeds it, "
-            f"{int(trace.passes[trace.views][late[0]])}; got "
-            f"{int(trace.stay_begins[first][late[0]])}"
-        )
-    _check_stays(trace)
 
 
-def _check_stays(trace: Trace) -> None:
-    """What is seen is there, and what is left in the end makes a cache."""
-    there = np.zeros((trace.num_passes + 1, trace.num_blocks), np.int64)
-    np.add.at(there, (np.minimum(trace.stay_begins, trace.num_passes), trace.stay_blocks), 1)
-    np.add.at(there, (np.minimum(trace.stay_ends, trace.num_passes), trace.stay_blocks), -1)
-    if (more := np.argwhere(trace.seen > np.cumsum(there, axis=0)[trace.passes[trace.views]])).size:
+def _check_placements(trace: Trace) -> None:
+    """Checks that each token has a placement, the first of them from its own pass on."""
+    tokens, blocks = trace.num_tokens, trace.num_blocks
+    if ((trace.placement_blocks < 0) | (trace.placement_blocks >= blocks)).any():
+        raise ValueError(
+            f"a placement of the trace is in block {int(trace.placement_blocks.max())}, but it has "
+            f"blocks 0 to {blocks - 1}"
+        )
+    if (trace.placement_ends <= trace.placement_starts).any():
+        raise ValueError(
+            "a placement of the trace ends before it starts; the pass that it starts in must be "
+            "earlier than the one that it ends in"
+        )
+    if (lost := np.flatnonzero(np.bincount(trace.placement_tokens, minlength=tokens) == 0)).size:
+        raise ValueError(
+            f"the trace is cut short: token {int(lost[0])} has no placement; take the whole trace"
+        )
+    first = np.searchsorted(trace.placement_tokens, np.arange(tokens))
+    fed = trace.passes[trace.row_pass]
+    if (late := np.flatnonzero(trace.placement_starts[first] != fed)).size:
+        raise ValueError(
+            f"the first placement of token {int(late[0])} must start with the pass that feeds it, "
+            f"{int(fed[late[0]])}; got {int(trace.placement_starts[first][late[0]])}"
+        )
+
+
+def _check_seen(trace: Trace) -> None:
+    """Checks that blocks have as many tokens as are seen of them."""
+    change = np.zeros((trace.num_passes + 1, trace.num_blocks), np.int64)
+    for passes, sign in ((trace.placement_starts, 1), (trace.placement_ends, -1)):
+        np.add.at(change, (np.minimum(passes, trace.num_passes), trace.placement_blocks), sign)
+    lengths = np.cumsum(change, axis=0)[trace.passes[trace.row_pass]]
+    if (more := np.argwhere(trace.seen > lengths)).size:
         token, block = more[0].tolist()
         raise ValueError(
-            f"the trace is cut short: token {token} sees more of block {block} than stands there; "
+            f"the trace is cut short: token {token} sees more of block {block} than it has then; "
             "take the whole trace"
         )
-    standing = trace.stay_ends == STANDS
-    for block in np.unique(trace.stay_blocks[standing]):
-        there = np.sort(trace.stay_indices[standing & (trace.stay_blocks == block)])
-        if (there != np.arange(len(there))).any() or len(there) > trace.capacities[block]:
+
+
+def _check_end(trace: Trace) -> None:
+    """Checks that the placements at the end make a cache."""
+    final = trace.placement_ends == NOT_ENDED
+    for block in np.unique(trace.placement_blocks[final]):
+        indices = np.sort(trace.placement_indices[final & (trace.placement_blocks == block)])
+        complete = (indices == np.arange(len(indices))).all()
+        if not complete or len(indices) > trace.capacities[block]:
             raise ValueError(
-                f"what stands in block {int(block)} at the end of the trace must be one token at "
-                f"each index from 0, at most its capacity of {int(trace.capacities[block])}; got "
-                f"{len(there)} tokens up to index {int(there[-1])}"
+                f"block {int(block)} at the end of the trace must have one token at each index "
+                f"from 0, at most its capacity of {int(trace.capacities[block])}; got "
+                f"{len(indices)} tokens up to index {int(indices[-1])}"
             )
 
 
-def _ascending(name: str, array: np.ndarray, end: int) -> None:
+def _check_ascending(name: str, array: np.ndarray, end: int) -> None:
     if array.size and (array[0] < 0 or array[-1] >= end or (np.diff(array) < 0).any()):
-        raise ValueError(f"the trace's {name} must not descend, and lie between 0 and {end - 1}")
+        raise ValueError(f"the trace's {name} must not descend, and be between 0 and {end - 1}")

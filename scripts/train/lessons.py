@@ -30,7 +30,7 @@ from jaxshare.serving.evaluation.arithmetic import (
 from jaxshare.serving.evaluation.arithmetic_forms import draw_form
 from jaxshare.serving.workers.layouts import worker_names
 from jaxshare.trace.attention import TILE, TraceBatch
-from jaxshare.trace.trace import STANDS, Trace
+from jaxshare.trace.trace import NOT_ENDED, Trace
 from scripts.train.pair_attention import Pairs
 from scripts.train.sessions import Lesson, chat, plain, play
 from scripts.train.teacher import Lapses, Script
@@ -181,19 +181,19 @@ def pack(lessons: Sequence[Lesson]) -> Lesson:
         parts.append(
             {
                 "tokens": trace.tokens,
-                "views": trace.views + views,
+                "row_pass": trace.row_pass + views,
                 "rows": trace.rows,
                 "passes": trace.passes + passes,
                 "starts": np.pad(trace.starts, sides),
                 "visible": np.pad(trace.visible, sides),
-                "stay_tokens": trace.stay_tokens + tokens,
-                "stay_blocks": trace.stay_blocks + blocks,
-                "stay_indices": trace.stay_indices,
-                "stay_begins": trace.stay_begins + passes,
-                "stay_ends": np.where(
-                    trace.stay_ends == STANDS,
-                    STANDS,
-                    trace.stay_ends + np.minimum(passes, STANDS - trace.stay_ends),
+                "placement_tokens": trace.placement_tokens + tokens,
+                "placement_blocks": trace.placement_blocks + blocks,
+                "placement_indices": trace.placement_indices,
+                "placement_starts": trace.placement_starts + passes,
+                "placement_ends": np.where(
+                    trace.placement_ends == NOT_ENDED,
+                    NOT_ENDED,
+                    trace.placement_ends + np.minimum(passes, NOT_ENDED - trace.placement_ends),
                 ),
                 "capacities": trace.capacities,
                 "at": lesson.at + tokens,
@@ -255,7 +255,7 @@ def group(script: Script, seed: int, number: int, shape: Shape) -> list[Batch]:
 
 def _fits(lessons: Sequence[Lesson], shape: Shape) -> bool:
     tiles = sum(
-        int(np.sum(-(-np.bincount(lesson.trace.stay_blocks) // TILE))) for lesson in lessons
+        int(np.sum(-(-np.bincount(lesson.trace.placement_blocks) // TILE))) for lesson in lessons
     )
     return (
         sum(lesson.trace.num_tokens for lesson in lessons) <= shape.tokens

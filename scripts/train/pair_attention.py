@@ -85,7 +85,7 @@ def _logits(module: Decoder, batch: TraceBatch, pairs: Pairs, at: Array) -> Arra
     visible = (index < of_pairs(batch.seen[0])[..., None]) & (begin <= when) & (when < end)
     visible &= (pairs.chunks < batch.shape[1] // SIDE)[:, None, None]
     turns, places = (
-        rope.cos_sin(of_pairs(batch.turns[0])[..., None]),
+        rope.cos_sin(of_pairs(batch.rotations[0])[..., None]),
         rope.cos_sin(indices[..., None]),
     )
 
@@ -146,11 +146,11 @@ def _tiles(batch: TraceBatch) -> tuple[Array, Array, Array, Array, Array]:
     begins and ends [J, S]."""
     tokens, indices, begins, ends = (
         x[0].reshape(-1, SIDE)
-        for x in (batch.stay_tokens, batch.stay_indices, batch.stay_begins, batch.stay_ends)
+        for x in (batch.placement_tokens, batch.placement_indices, batch.placement_starts, batch.placement_ends)
     )
     return (
         tokens,
-        batch.tile_blocks[0].repeat(batch.stay_tokens.shape[2] // SIDE),
+        batch.tile_blocks[0].repeat(batch.placement_tokens.shape[2] // SIDE),
         indices,
         begins,
         ends,

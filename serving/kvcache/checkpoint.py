@@ -32,7 +32,7 @@ def known(memory: KVManager, model: LoadedModel) -> tuple[dict[str, np.ndarray],
         )
     }
     index, cache = (
-        cache_io.places([(node.extent.offset, node.known) for node in nodes if node.extent]),
+        cache_io.token_indices([(node.extent.offset, node.known) for node in nodes if node.extent]),
         memory.pool.cache,
     )
     there, copies = (
@@ -162,12 +162,12 @@ def _write(
     their extents are."""
     if not held:
         return
-    index = cache_io.places(
+    index = cache_io.token_indices(
         [(node.extent.offset, node.extent.length) for node in held.values() if node.extent]
     )
-    source = cache_io.places([(begin, len(node.tokens)) for begin, node in held.items()])
+    source = cache_io.token_indices([(begin, len(node.tokens)) for begin, node in held.items()])
     cache, layers = memory.pool.cache, range(len(memory.pool.cache.keys))
     keys, values = (
         [arrays[f"{kind}.{layer}"][:, source] for layer in layers] for kind in ("keys", "values")
     )
-    memory.pool.cache = cache_io.filled(cache, index, keys, values, model.kv_repeats)
+    memory.pool.cache = cache_io.with_tokens(cache, index, keys, values, model.kv_repeats)

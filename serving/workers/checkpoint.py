@@ -143,7 +143,7 @@ def write(
         told["trace_bytes"] = arrays[_TRACE].size
     if cache:
         held = state.cache
-        index = cache_io.places(
+        index = cache_io.token_indices(
             [
                 *zip(
                     np.asarray(held.offsets).tolist(),
@@ -253,9 +253,13 @@ class SavedSession:
         names, tokens, size = [*like], self._saved.facts["tokens"], self._saved.facts["trace_bytes"]
         if tokens is not None:
             arena = fresh.cache.keys[0]
-            shape = arena.shape[0] // model.kv_repeats, cache_io.padded(tokens), arena.shape[2]
+            shape = (
+                arena.shape[0] // model.kv_repeats,
+                cache_io.padded_length(tokens),
+                arena.shape[2],
+            )
             like |= dict.fromkeys(
-                _arenas(fresh.cache), cache_io.like(shape, arena.dtype, fresh.cache.mesh)
+                _arenas(fresh.cache), cache_io.abstract_like(shape, arena.dtype, fresh.cache.mesh)
             )
         if size is not None:
             like[_TRACE] = np.zeros(size, np.uint8)
@@ -327,11 +331,11 @@ def _arenas(cache: KVCache) -> dict[str, Any]:
 
 
 def _refilled(cache: KVCache, found: Mapping[str, Any], kv_repeats: int) -> KVCache:
-    index = cache_io.places(
+    index = cache_io.token_indices(
         [*zip(np.asarray(cache.offsets).tolist(), found["cache.lengths"].tolist(), strict=True)]
     )
     new, layers = [found[name] for name in _arenas(cache)], len(cache.keys)
-    return cache_io.filled(cache, index, new[:layers], new[layers:], kv_repeats)
+    return cache_io.with_tokens(cache, index, new[:layers], new[layers:], kv_repeats)
 
 
 def _settings_as_json(settings: Mapping[str, Any]) -> dict[str, Any]:

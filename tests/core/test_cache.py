@@ -210,8 +210,10 @@ def test_append_rotates_to_the_index_in_the_block_and_touches_nothing_else(rows,
                 LENGTHS[block] + np.arange(count[r]),
             )
             given = np.asarray(jnp.asarray(k[r, : count[r]], dtype), np.float64)
-            turned = rotated(given, index + int(cache.phases[block]), YARN, YARN.attention_factor)
-            expected[0][:, at : at + count[r]] = turned.swapaxes(0, 1)
+            expected_keys = rotated(
+                given, index + int(cache.phases[block]), YARN, YARN.attention_factor
+            )
+            expected[0][:, at : at + count[r]] = expected_keys.swapaxes(0, 1)
             expected[1][:, at : at + count[r]] = np.asarray(
                 jnp.asarray(v[r, : count[r]], dtype), np.float32
             ).swapaxes(0, 1)
@@ -247,7 +249,7 @@ def test_append_beyond_the_capacity_keeps_what_fits_and_sets_a_fault():
     after = appended(cache, layout, jnp.asarray([2, 3, 9], jnp.int32), k, v, 40)
     assert np.asarray(after.lengths).tolist() == [12, 3, 4, 0, 60]
     assert Fault(int(after.faults)) == Fault.OVERFLOW
-    # block 4, right behind the full one
+    # block 4, right after the full one
     np.testing.assert_array_equal(arenas(after)[1][:, 84:], arenas(cache)[1][:, 84:])
     np.testing.assert_array_equal(arenas(after)[0][:, 84:], arenas(cache)[0][:, 84:])
     with pytest.raises(ValueError, match="a block was written beyond its capacity"):
@@ -325,7 +327,7 @@ MOVE_CAPACITIES, MOVE_ARENA = (430, 300, 430), 1170
 @pytest.mark.parametrize(("source", "target"), [(1, 0), (1, 2)])
 def test_move_equals_encoding_at_the_new_place(moved, source, target):
     # The extents touch; a target filled to the last token ends right where the next block, or the
-    # arena, begins or ends.
+    # arena, starts or ends.
     for kept, gap in ((0, 0), (17, 0), (130, 10)):
         lengths = [kept, moved, kept]
         if kept == 130 and moved == 300:
@@ -538,8 +540,8 @@ def placeable() -> KVCache:
 
 
 def placed(state: list[list[int]], requests: list[tuple[int, int, int]]) -> list[list[int]] | None:
-    """What `place` should make of offsets, lengths, capacities and phases, or None where it should
-    refuse."""
+    """The offsets, lengths, capacities and phases that `place` should return, or None where it
+    should raise."""
     state = [[*column] for column in state]
     offsets, _, capacities, _ = state
     for block, at, size in requests:
@@ -574,8 +576,8 @@ WRONG = st.tuples(
     )
 )
 def test_place_against_a_list_of_tokens(calls):
-    """Blocks that are placed are empty, others keep everything, and keys and values stay as they
-    are."""
+    """Blocks that are placed are empty, others keep everything, and keys and values do not
+    change."""
     cache = placeable()
     for requests in calls:
         before, expected = numbers(cache), placed(numbers(cache), requests)
@@ -648,14 +650,14 @@ def test_a_fault_stays_when_blocks_are_placed():
         ([0, 2, 0], [0, 13, 0], [8, 1, 8], r"blocks must name each block once; got \[0, 2, 0\]"),
         ([0, 4], [0, 13], [8, 1], r"blocks\[1\] is 4, but the cache has blocks 0 to 3"),
         ([-1], [0], [0], r"blocks\[0\] is -1"),
-        ([2], [23], [2], "block 2 would lie at 23 to 25, but the arena has 24 tokens"),
-        ([2], [-1], [3], "block 2 would lie at -1 to 2"),
-        ([2], [13], [-3], "block 2 would lie at 13 to 10"),
-        ([2], [25], [0], "block 2 would lie at 25 to 25"),
-        ([2], [15], [6], "blocks 2 and 3 would lie over each other, at 15 to 21 and from 20"),
+        ([2], [23], [2], "block 2 would take tokens 23 to 25, but the arena has 24 tokens"),
+        ([2], [-1], [3], "block 2 would take tokens -1 to 2"),
+        ([2], [13], [-3], "block 2 would take tokens 13 to 10"),
+        ([2], [25], [0], "block 2 would take tokens 25 to 25"),
+        ([2], [15], [6], "blocks 2 and 3 would overlap, at 15 to 21 and from 20"),
         # inside another block
-        ([2], [7], [1], "blocks 0 and 2 would lie over each other, at 0 to 8 and from 7"),
-        ([0, 2], [13, 13], [4, 4], "blocks 0 and 2 would lie over each other"),
+        ([2], [7], [1], "blocks 0 and 2 would overlap, at 0 to 8 and from 7"),
+        ([0, 2], [13, 13], [4, 4], "blocks 0 and 2 would overlap"),
     ],
 )
 def test_place_refuses(blocks, offsets, sizes, words):

@@ -1,4 +1,4 @@
-"""What is compiled: nothing twice, and no copy of the cache."""
+"""Compiled programs: none is compiled twice, and none copies the cache."""
 
 import contextlib
 import dataclasses
@@ -218,7 +218,6 @@ def test_the_cache_is_updated_in_place(dtype):
 
 
 def in_fusion(text: str, line: str) -> bool:
-    """Whether the line stands in the body of a fusion, where nothing is stored but the fusion's
-    result."""
+    """True if the line is in the body of a fusion, where only the fusion's result is stored."""
     start = text.rfind("\n\n", 0, text.index(line))
     return text[start:].lstrip().startswith("%fused")

@@ -52,9 +52,9 @@ def test_each_thread_has_a_clock_of_its_own():
     done = []
 
     def compile_something():
-        begin, wall = compile_seconds(), time.perf_counter()
+        start, wall = compile_seconds(), time.perf_counter()
         jax.jit(lambda x: jnp.sin(x) @ jnp.cos(x) + 7)(jnp.ones((5, 5))).block_until_ready()
-        done.append((compile_seconds() - begin, time.perf_counter() - wall))
+        done.append((compile_seconds() - start, time.perf_counter() - wall))
 
     watch = Stopwatch.start()
     thread = threading.Thread(target=compile_something)
@@ -91,11 +91,11 @@ def model() -> LoadedModel:
 def timed(**settings) -> tuple[float, float, float, float]:
     """(wall time, seconds, compile_seconds, tokens per second) of a run that no other test shares
     programs with."""
-    begin = time.perf_counter()
+    start = time.perf_counter()
     done = generate(
         model(), [[5, 6, 7], [5, 6, 8, 9]], n=3, max_new_tokens=37, sampler=Sampler(), **settings
     )
-    return time.perf_counter() - begin, done.seconds, done.compile_seconds, done.tokens_per_second
+    return time.perf_counter() - start, done.seconds, done.compile_seconds, done.tokens_per_second
 
 
 def test_generate_reports_compilation_apart():
@@ -110,11 +110,11 @@ def test_generate_reports_compilation_apart():
 
 
 def test_the_engine_reports_compilation_apart():
-    begin = time.perf_counter()
+    start = time.perf_counter()
     with Engine(model(), max_rows=3) as engine:
         engine.submit([5, 6, 7], max_new_tokens=5).wait()
         engine.drain()
-        compiled, wall = engine.metrics.compile_seconds, time.perf_counter() - begin
+        compiled, wall = engine.metrics.compile_seconds, time.perf_counter() - start
         assert 0 < compiled <= wall
         assert (
             engine.metrics.registry.get_sample_value("jaxshare_compile_seconds_total") == compiled
@@ -162,7 +162,7 @@ def test_shards_report_the_replica_that_compiled_longest():
                 )
 
     run = Shards(Fleet(), model, model(), [[5, 6], [5, 7]])
-    begin = time.perf_counter()
+    start = time.perf_counter()
     assert [*run.stream()] == []
     assert run.compile_seconds == 0.06
-    assert 0.1 < run.seconds <= time.perf_counter() - begin - 0.06
+    assert 0.1 < run.seconds <= time.perf_counter() - start - 0.06

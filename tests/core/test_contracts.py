@@ -1,8 +1,8 @@
-"""What a reader or user may rely on, token for token in float32: who shares what, and who runs
-beside whom, changes nothing.
+"""Contracts, token for token in float32: sharing, and the rows that run in the same pass, change
+nothing.
 
-And where rows do read each other, the text is that of a transformer which rebuilds every row's
-whole view for every token.
+Where rows do read each other, the text is that of a transformer which rebuilds every row's whole
+view for every token.
 """
 
 import dataclasses
@@ -98,7 +98,7 @@ def test_a_prefix_in_two_blocks_equals_a_prefix_in_one(sampler):
 
 
 def test_cold_equals_forked_inside_a_block(sampler):
-    """One row goes on behind the whole block, two branch off inside it, one of them at its start
+    """One row continues after the whole block, two branch off inside it, one of them at its start
     and with nothing of it."""
     for at in (len(PREFIX), 1):
         cache = cached(PREFIX + REST).fork(0, at, 5)
@@ -118,7 +118,7 @@ def test_cold_equals_forked_inside_a_block(sampler):
 
 
 def test_a_fork_goes_on_where_its_block_stopped(sampler):
-    """The tail has what was free behind the block: a row that writes it continues the text."""
+    """The tail has the unused capacity of the block: a row that writes it continues the text."""
     cache = cached(PREFIX + REST).fork(0, 10, 5)
     warm = outputs(PROMPTS[:2], [[0, 5], [0, 2]], cache=cache, samplers=sampler, seeds=SEEDS)[:2]
     cold = outputs(
@@ -148,17 +148,17 @@ def test_a_moved_block_reads_as_if_written_there():
 
 
 def test_the_same_seed_gives_the_same_text_whatever_runs_beside_it():
-    mine, seed, wanted = Sampler(1.2, top_p=0.97), 99, PROMPTS[1]
+    own, seed, prompt = Sampler(1.2, top_p=0.97), 99, PROMPTS[1]
     texts = set()
     for beside in ([], [0], [0, 2], [2, 3, 0]):
         for sampler in (Sampler(), Sampler(2.0, min_p=0.01, bias={4: 3.0}, forbidden=(1,))):
             place = len(beside) % ROWS
             prompts = [PROMPTS[i] for i in beside]
-            prompts.insert(place, wanted)
+            prompts.insert(place, prompt)
             rows = [[0, b] if b % 2 else [b] for b in range(1, 5)][: len(prompts)]
             rows[place] = [place + 1]
             samplers = [sampler] * ROWS
-            samplers[place] = mine
+            samplers[place] = own
             seeds = list(range(50, 50 + ROWS))
             seeds[place] = seed
             texts.add(
@@ -169,7 +169,7 @@ def test_the_same_seed_gives_the_same_text_whatever_runs_beside_it():
                 )
             )
     assert len(texts) == 1
-    assert tuple(outputs([wanted], [[1]], samplers=mine, seeds=[seed + 1, 0, 0, 0])[0]) not in texts
+    assert tuple(outputs([prompt], [[1]], samplers=own, seeds=[seed + 1, 0, 0, 0])[0]) not in texts
 
 
 # workers that read each other

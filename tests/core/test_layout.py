@@ -42,7 +42,7 @@ def test_a_layout_is_a_frozen_pytree():
 
 
 def test_groups_are_static_and_sorted():
-    """They choose a program, and are no leaf: what is data stays the blocks alone."""
+    """They choose a program, and are no leaf: the only data is the blocks."""
     plain, grouped = Layout.from_blocks([[0, 1]]), Layout.from_blocks([[0, 1]], groups=[8, 2, 8])
     assert plain.groups == () and grouped.groups == (2, 8)
     leaves, tree = jax.tree.flatten(grouped)

@@ -15,7 +15,7 @@ no_proc = pytest.mark.skipif(
 
 
 def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """What there is in a folder."""
+    """The sizes and contents of everything in a folder."""
     return {
         str(path): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
         for path in sorted(folder.rglob("*"))

@@ -16,8 +16,8 @@ from jaxshare import Rope
 from jaxshare.rope import rotate
 from tests.helpers import rotated
 
-# two roundings of up to half a turn, 1.2e-7 each, and what cos and sin add; a float32 product errs
-# by 0.06
+# two roundings of up to half a rotation, 1.2e-7 each, and the errors of cos and sin; a float32
+# product errs by 0.06
 ANGLE_TOLERANCE = 4e-7
 
 
@@ -77,9 +77,9 @@ def test_yarn_frequencies(theta, factor, original, fast, slow, truncate):
     dim = 64
     base = by_definition(dim, theta)
 
-    # the real-valued pair whose wavelength fits `turns` times into the original context
-    def place(turns: float) -> float:
-        return math.log(original / (2 * math.pi * turns), theta) * dim / 2
+    # the real-valued pair whose wavelength fits `rotations` times into the original context
+    def place(rotations: float) -> float:
+        return math.log(original / (2 * math.pi * rotations), theta) * dim / 2
 
     first, last = place(fast), place(slow)
     if truncate:
@@ -103,7 +103,7 @@ def test_yarn_frequencies(theta, factor, original, fast, slow, truncate):
 
 
 def test_yarn_clips_the_ramp_to_the_pairs():
-    # Every pair turns less than once in a context of 4 tokens: all are divided. In one of 10**9
+    # Every pair rotates less than once in a context of 4 tokens: all are divided. In one of 10**9
     # tokens none is.
     frequencies_close(
         Rope.yarn(16, 10_000.0, 4.0, 4),
@@ -194,9 +194,9 @@ def test_rotation_is_multiplication_by_a_unit_number():
     x = np.asarray([1.0, 2.0, -3.0, 0.5, -1.0, 4.0], np.float32)
     out = np.asarray(rotate(jnp.asarray(x), *rope.cos_sin(jnp.int32(5))))
     for i, f in enumerate(rope.frequencies):
-        turned = complex(x[i], x[i + 3]) * cmath.exp(5j * f)
-        assert out[i] == pytest.approx(turned.real, abs=2e-6) and out[i + 3] == pytest.approx(
-            turned.imag, abs=2e-6
+        expected = complex(x[i], x[i + 3]) * cmath.exp(5j * f)
+        assert out[i] == pytest.approx(expected.real, abs=2e-6) and out[i + 3] == pytest.approx(
+            expected.imag, abs=2e-6
         )
 
 
@@ -270,7 +270,7 @@ def test_a_rope_is_hashable_and_frozen():
         (lambda: Rope.default(8, math.nan), "theta must be positive; got nan"),
         (
             lambda: Rope.longrope(8, 10_000.0, [1.0, 2.0], 1.0),
-            "wants 4 factors, one for each rotated pair; got 2",
+            "needs 4 factors, one for each rotated pair; got 2",
         ),
     ],
 )

@@ -42,8 +42,8 @@ def check(streams) -> None:
 
 
 def test_the_first_stream_of_a_seed_is_the_seed_and_others_are_hashes_that_stay_as_they_are():
-    """What is kept of a run (a job, a session, an evaluation) goes on with the same texts only if
-    no key ever changes."""
+    """A saved run (a job, a session, an evaluation) continues with the same texts only if no key
+    ever changes."""
     assert [stream_seed(5), stream_seed(5, 0), stream_seed(5, 0, 0)] == [5, 5, 5]
     assert stream_seed(-1) == stream_seed(2**64 - 1) == 2**64 - 1
     assert stream_seed(5, 1) == stream_seed(5 + 2**64, 1) == 632400757327323171
@@ -77,7 +77,7 @@ def test_different_places_and_seeds_have_different_keys():
 
 
 def test_words_are_those_of_a_key_that_jax_makes_of_the_same_seed():
-    """So that a draw is `uniform(fold_in(key(seed), position))` in plain JAX."""
+    """A draw is `uniform(fold_in(key(seed), position))` in plain JAX."""
     seeds = [0, 5, 2**32 - 1]
     expected = [
         float(
@@ -103,7 +103,7 @@ def test_streams_under_neighbouring_seeds_and_places_are_not_correlated():
         [np.asarray(uniforms(words, jnp.full(len(keys), at, jnp.int32))) for at in range(4)]
     ).reshape(4, 64, 64)
     for axis in (1, 2):
-        first, second = (np.take(u, range(begin, begin + 63), axis) for begin in (0, 1))
+        first, second = (np.take(u, range(start, start + 63), axis) for start in (0, 1))
         assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.025
     assert len(np.unique(u)) > 0.995 * u.size
 
@@ -256,8 +256,8 @@ def test_parts_of_a_skeleton_of_thought_have_seeds_of_their_own(monkeypatch):
 
 
 def test_calls_of_an_engine_that_are_given_no_seed(monkeypatch):
-    """Asked eight times each, of eight engines; a seed that is given is the stream itself."""
-    # nothing runs: what was submitted stays to be looked at
+    """Eight requests each, of eight engines; a seed that is given is the stream itself."""
+    # nothing runs, so that what was submitted can be inspected
     monkeypatch.setattr(Engine, "_work", lambda self: None)
     found = []
     for seed in SEEDS:

@@ -140,21 +140,21 @@ def test_stripes_deal_out_an_arena(devices):
     keeps: list[list[int]] = [[] for _ in range(devices)]
     for index in range(arena):
         keeps[index // STRIPE % devices].append(index)
-    stripes = CyclicSharding.over(mesh)
-    assert arena % stripes.period == 0
+    sharded = CyclicSharding.over(mesh)
+    assert arena % sharded.period == 0
 
     def look(index):
-        held, mine = stripes.held(index), stripes.mine(index[:-1])
-        return held[None], mine[None], stripes.index(jnp.arange(arena // devices))[None]
+        count, local = sharded.local_count(index), sharded.is_local(index[:-1])
+        return count[None], local[None], sharded.global_index(jnp.arange(arena // devices))[None]
 
-    held, mine, index = jax.shard_map(
+    count, local, index = jax.shard_map(
         look, mesh=mesh, in_specs=P(), out_specs=P("kv"), check_vma=False
     )(jnp.arange(arena + 1))
     for device, kept in enumerate(keeps):
         np.testing.assert_array_equal(
-            held[device], [sum(k < i for k in kept) for i in range(arena + 1)]
+            count[device], [sum(k < i for k in kept) for i in range(arena + 1)]
         )
-        np.testing.assert_array_equal(np.flatnonzero(mine[device]), kept)
+        np.testing.assert_array_equal(np.flatnonzero(local[device]), kept)
         np.testing.assert_array_equal(index[device], kept)
 
 

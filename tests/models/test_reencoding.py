@@ -110,7 +110,7 @@ def scripted(seed: int, passes: int = 24) -> tuple[Trace, Lists, np.ndarray, np.
 @pytest.mark.parametrize("seed", range(2))
 def test_it_equals_what_was_run_pass_by_pass(seed):
     trace, _, ran, exact, cache = scripted(seed)
-    assert trace.num_tokens > 90 and len(trace.stay_tokens) > trace.num_tokens + 20, (
+    assert trace.num_tokens > 90 and len(trace.placement_tokens) > trace.num_tokens + 20, (
         "nothing moved: the test shows nothing about moves"
     )
     logits, got = reencode(tiny(), trace)
@@ -205,7 +205,7 @@ def follow(session: Workers, looks: list[int], acts: Acts | None = None) -> Trac
         for _ in session.stream(look):
             pass
         trace = session.trace
-        rows = trace.rows[trace.views]
+        rows = trace.rows[trace.row_pass]
         for row in map(session.row, session.names):
             if bool(session._state.ready[row]):
                 numbers.append(int(np.flatnonzero(rows == row)[-1]))
@@ -232,14 +232,14 @@ ACTS: Acts = {
 def test_a_session_in_which_workers_come_and_go_and_a_person_speaks():
     session = start(ask_every=25, record=True)
     trace = follow(session, LOOKS, ACTS)
-    assert len(trace.stay_tokens) > trace.num_tokens + 20 and trace.names == session.blocks
+    assert len(trace.placement_tokens) > trace.num_tokens + 20 and trace.names == session.blocks
     said = model_tokens(session, "User 1: 47 + 38 = 85.")
-    texts = trace.tokens[trace.rows[trace.views] == -1].tolist()
+    texts = trace.tokens[trace.rows[trace.row_pass] == -1].tolist()
     assert any(texts[i : i + len(said)] == said for i in range(len(texts)))
     sampled = [token for step in session.steps if step.worker == "Carol" for token in step.tokens]
     assert len(sampled) > 20
     assert subsequence(
-        sampled[:-1], trace.tokens[trace.rows[trace.views] == session.row("Carol")].tolist()
+        sampled[:-1], trace.tokens[trace.rows[trace.row_pass] == session.row("Carol")].tolist()
     ), "the last one is not yet fed"
 
 
@@ -271,7 +271,7 @@ def test_sessions(options, moves):
     trace = follow(session, LOOKS)
     assert (
         any(step.asked for step in session.steps)
-        and (len(trace.stay_tokens) > trace.num_tokens) == moves
+        and (len(trace.placement_tokens) > trace.num_tokens) == moves
     )
 
 
@@ -356,7 +356,7 @@ def test_gradients_of_attention_with_shared_and_with_own_kv_heads(kv_heads):
     """Over several chunks and tiles, and with padding behind the last token."""
     recorder, lists = random_session(5, passes=150)
     trace = recorder.trace()
-    assert trace.num_tokens > 2 * CHUNK and len(trace.stay_tokens) > 4 * TILE
+    assert trace.num_tokens > 2 * CHUNK and len(trace.placement_tokens) > 4 * TILE
     batch, rng, size = TraceBatch.of([trace]), np.random.default_rng(0), trace.num_tokens
     q, k, v, weight = (
         jnp.asarray(rng.normal(size=(batch.shape[1], heads, 16)), jnp.float32)
@@ -426,7 +426,7 @@ def test_gradients_of_a_loss_over_two_traces_of_different_lengths():
     batch = TraceBatch.of(traces)
     pairs = []
     for n, trace in enumerate(traces):
-        row = trace.rows[trace.views]
+        row = trace.rows[trace.row_pass]
         for r in np.unique(row):
             own = np.flatnonzero(row == r)
             pairs += [(n, int(a), int(trace.tokens[b])) for a, b in itertools.pairwise(own)]

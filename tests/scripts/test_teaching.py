@@ -66,7 +66,7 @@ def sampled(lesson) -> dict[int, list[tuple[int, int]]]:
     """For each row (after which token of the trace, what was sampled)."""
     found: dict[int, list[tuple[int, int]]] = {}
     for at, target in zip(lesson.at.tolist(), lesson.targets.tolist(), strict=True):
-        found.setdefault(int(lesson.trace.rows[lesson.trace.views[at]]), []).append((at, target))
+        found.setdefault(int(lesson.trace.rows[lesson.trace.row_pass[at]]), []).append((at, target))
     return found
 
 
@@ -109,10 +109,10 @@ def forced(model: LoadedModel, lesson) -> ForcedModel:
     trace = lesson.trace
     said = np.zeros((1024, 256), np.float32)  # of one shape, so that sessions share programs
     at = np.arange(trace.num_passes)[:, None]
-    of_pass = ((trace.stay_begins <= at) & (at < trace.stay_ends)).sum(axis=1)
+    of_pass = ((trace.placement_starts <= at) & (at < trace.placement_ends)).sum(axis=1)
     for row, pairs in sampled(lesson).items():
         for at, target in pairs:
-            said[of_pass[trace.passes[trace.views[at]]], row] = target
+            said[of_pass[trace.passes[trace.row_pass[at]]], row] = target
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     return ForcedModel(**{**fields, "params": {"said": jnp.asarray(said)}})
 
@@ -126,21 +126,21 @@ def by_name(trace: Trace, names: tuple[str, ...]) -> dict[str, np.ndarray]:
         name: getattr(trace, name)
         for name in (
             "tokens",
-            "views",
+            "row_pass",
             "rows",
             "passes",
-            "stay_tokens",
-            "stay_indices",
-            "stay_begins",
-            "stay_ends",
+            "placement_tokens",
+            "placement_indices",
+            "placement_starts",
+            "placement_ends",
         )
     }
-    blocks = np.asarray([number[block] for block in trace.stay_blocks.tolist()])
+    blocks = np.asarray([number[block] for block in trace.placement_blocks.tolist()])
     return {
         **arrays,
         "starts": trace.starts[:, places],
         "visible": trace.visible[:, places],
-        "stay_blocks": blocks,
+        "placement_blocks": blocks,
     }
 
 
@@ -375,7 +375,7 @@ def test_the_question_is_answered_truthfully(script, layout):
                     continue
                 own = taken(codec.decode([target for _, target in last]))
                 seen = {*seen_by(lesson.trace, step[0][0]).values()}
-                rows = lesson.trace.rows[lesson.trace.views]
+                rows = lesson.trace.rows[lesson.trace.row_pass]
                 others = set()
                 for other in {*range(4)} - {row}:
                     fed = [
@@ -417,7 +417,7 @@ def test_even_problems_end_everybody_in_the_same_pass(script):
     for seed in range(8):
         problem = lessons._even_problem(script, random.Random(seed), 5)
         lesson, _ = play(script, seed, 4, "combined", problem=problem, slips=0.0, ask_every=0)
-        at, ends, seconds = lesson.trace.passes[lesson.trace.views], set(), []
+        at, ends, seconds = lesson.trace.passes[lesson.trace.row_pass], set(), []
         for _, steps in itertools.groupby(steps_of(script.codec, lesson), key=lambda held: held[0]):
             (_, first), *others = steps
             ends.add(int(at[first[-1][0]]))

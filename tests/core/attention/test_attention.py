@@ -27,8 +27,8 @@ scores reach 4."""
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is static: R rows, T tokens, N listed, B blocks, H and K heads, D, arena tokens, rotated
-    entries."""
+    """The static sizes: R rows, T tokens, N listed, B blocks, H and K heads, D, arena tokens,
+    rotated entries."""
 
     rows: int
     width: int
@@ -231,11 +231,11 @@ def test_groups_of_rows_with_ragged_tokens(case):
 
 
 @pytest.mark.parametrize("shape", [GROUPED, WIDE], ids=["groups", "ragged"])
-def test_turns_that_change_only_the_rows_they_read_for(shape, monkeypatch):
-    """As with many rows. Rows read several tiles of a block, some of them in one turn, and blocks
-    one after the other."""
+def test_iterations_that_change_only_the_rows_they_read_for(shape, monkeypatch):
+    """The path for many rows. Rows read several tiles of a block, some of them in one iteration,
+    and blocks one after the other."""
     monkeypatch.setattr(xla, "_MANY_ROWS", 0)
-    monkeypatch.setattr(xla, "_ROWS_OF_A_TURN", 0)
+    monkeypatch.setattr(xla, "_ROWS_PER_READER", 0)
     attended.clear_cache()
 
     @settings(max_examples=25)
@@ -276,16 +276,16 @@ def test_one_row(case):
 @settings(max_examples=30)
 @given(st.data())
 def test_blocks_of_one_row_each_that_fill_the_arena(data):
-    """Aligned extents, full or almost, one row each: what may be read as the arena lies. Now and
-    then one of them is shared."""
+    """Aligned extents, full or almost, one row each: the arena may be read without gathering.
+    Sometimes one of them is shared."""
     lengths = [data.draw(st.sampled_from([0, 1, 126, 127, 255])) for _ in range(ALIGNED.blocks)]
     lengths = fitting([-(-(n + 1) // 128) * 128 for n in lengths], ALIGNED.arena), lengths
-    lengths = [n if room else 0 for room, n in zip(*lengths, strict=True)]
+    lengths = [n if capacity else 0 for capacity, n in zip(*lengths, strict=True)]
     order = data.draw(st.permutations(range(ALIGNED.blocks)))
-    mine = [b for b, n in enumerate(lengths) if n] or [0]
-    rows = [mine[r :: ALIGNED.rows] for r in range(ALIGNED.rows)]
+    used = [b for b, n in enumerate(lengths) if n] or [0]
+    rows = [used[r :: ALIGNED.rows] for r in range(ALIGNED.rows)]
     if data.draw(st.booleans()):
-        rows[0] = [b for b in mine if b not in rows[0]][:1] + rows[0]
+        rows[0] = [b for b in used if b not in rows[0]][:1] + rows[0]
     count = [data.draw(st.integers(0, 1)) if row else 0 for row in rows]
     align = data.draw(st.sampled_from([128, 128, 1]))
     check(
@@ -302,10 +302,10 @@ def test_blocks_of_one_row_each_that_fill_the_arena(data):
 @pytest.mark.parametrize("on_tiles", [True, False])
 def test_workers_over_blocks_that_all_of_them_see(shape, tile, part, on_tiles):
     """An arena that is full, half full or nearly empty, large blocks on its tiles or beside them:
-    read as it lies, or gathered."""
-    own, room = [1, 2, 3], [shape.arena // 2, *[shape.arena // 8] * 3, 0, 0]
+    read directly, or gathered."""
+    own, capacities = [1, 2, 3], [shape.arena // 2, *[shape.arena // 8] * 3, 0, 0]
     rows = [[0, *(b for b in own if b != r), r] for r in own]
-    lengths = [int(part * n) - (not on_tiles) for n in room[:4]] + [0, 0]
+    lengths = [int(part * n) - (not on_tiles) for n in capacities[:4]] + [0, 0]
     lengths = [n - 1 if b in own and part == 1 else max(n, 0) for b, n in enumerate(lengths)]
     case = Case(
         rows,
@@ -368,7 +368,7 @@ def test_seventy_rows(data):
 
 
 def test_a_short_prefix_at_the_end_of_the_arena_that_half_of_the_rows_see():
-    """Its tile begins before it does; for rows that do not see it there must be nothing in it."""
+    """Its tile starts before it does; for rows that do not see it there must be nothing in it."""
     rows = [[2, r + 3] if r % 2 else [2, 1, r + 3] for r in range(70)]
     case = Case(
         rows, [1] * 70, [0, 65, 100, *[3] * 70], [0, *range(2, 73), 1], [0] * 73, [0] * 73, 5
@@ -433,7 +433,7 @@ def test_forks_read_the_same_tokens():
     (cache, layout, count, q, k, v), expected = place(GQA, case)
     cache, layout = forked(cache, layout, ((0, 130, 4), (4, 65, 5)))
     np.testing.assert_array_equal(layout.blocks, [[0, 4, 5, 1], [0, 4, 5, 3], [-1] * 4, [-1] * 4])
-    # Row 2 lists the head of the fork alone and goes on in block 2, at the arena's end.
+    # Row 2 lists the head of the fork alone and continues in block 2, at the arena's end.
     cache = dataclasses.replace(
         cache, offsets=cache.offsets.at[2].set(2390), capacities=cache.capacities.at[2].set(5)
     )
@@ -491,7 +491,7 @@ def test_the_result_has_the_dtype_of_q(implementation, dtype):
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_a_cache_of_another_dtype_leaves_the_dtype_of_q(implementation):
-    """As the docstring promises: float32 activations over a bfloat16 cache stay float32."""
+    """The promise of the docstring: float32 activations over a bfloat16 cache stay float32."""
     (cache, layout, count, q, k, v), expected = place(
         SMALL_ARENA, Case([[0, 1]], [2], [5, 4, 0, 0], [0, 1, 2, 3], [0] * 4, [0] * 4, 0)
     )

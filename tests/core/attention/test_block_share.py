@@ -1,5 +1,5 @@
-"""Attention mass against float64 numpy in which the values of block b are unit vector b: what comes
-out of attention is the mass."""
+"""Attention shares against float64 numpy in which the values of block b are unit vector b, so that
+the output of attention is the shares."""
 
 import dataclasses
 
@@ -125,18 +125,18 @@ def test_memory_does_not_grow_with_the_cache():
         )
         q = jax.ShapeDtypeStruct((8, 1, TINY.num_heads, TINY.head_dim), jnp.bfloat16)
 
-        def mass(cache, q):
+        def share(cache, q):
             plan = make_plan(cache, layout, jnp.ones(8, jnp.int32), 1)
             return block_attention_share(q, cache.keys[0], plan, SCALE)
 
-        return jax.jit(mass).lower(cache, q).compile().memory_analysis().temp_size_in_bytes
+        return jax.jit(share).lower(cache, q).compile().memory_analysis().temp_size_in_bytes
 
     small, large = temporary(2**14), temporary(2**17)
     assert large < 2**20 and large < 2 * small
 
 
 class Watched(Shelf):
-    """A shelf that keeps the masses of the last call of `attend`, [R, T, H, D]: those of block b
+    """A shelf that keeps the shares of the last call of `attend`, [R, T, H, D]: those of block b
     are at D = b."""
 
     def attend(self, rows, count, q, rope, scale):
@@ -144,7 +144,7 @@ class Watched(Shelf):
             [(k, np.broadcast_to(np.eye(k.shape[-1])[b], k.shape)) for k, _ in block]
             for b, block in enumerate(self.blocks)
         ]
-        self.masses = Shelf(units).attend(rows, count, q, rope, scale)
+        self.shares = Shelf(units).attend(rows, count, q, rope, scale)
         return super().attend(rows, count, q, rope, scale)
 
 
@@ -180,7 +180,7 @@ def test_a_model_gives_the_masses_of_all_layers():
     assert shares.shape == (TINY.num_layers, 4, 4) and np.asarray(cache.lengths).tolist() == lengths
     for layer, shelf in enumerate(dense.shelves):
         for r, row in enumerate(rows):
-            expected = shelf.masses[r, count[r] - 1].mean(axis=0)
+            expected = shelf.shares[r, count[r] - 1].mean(axis=0)
             assert expected.max() < 0.99  # no block draws it all
             np.testing.assert_allclose(shares[layer, r], [*expected[row], 0], atol=1e-4)
     assert not np.any(shares[:, 2:])

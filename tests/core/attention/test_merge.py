@@ -75,7 +75,7 @@ def test_nothing_at_all_is_finite_and_stays_nothing():
     out, lse = merge(none, none)
     np.testing.assert_array_equal(out, jnp.zeros((2, DIM)))
     assert jnp.isneginf(lse).all()
-    # and goes on to merge with something
+    # and it still merges with something
     some = jnp.ones((2, DIM)), jnp.asarray([3.0, -200.0])
     out, lse = merge((out, lse), some)
     np.testing.assert_array_equal(out, some[0])

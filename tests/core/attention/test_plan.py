@@ -133,15 +133,15 @@ def test_rotations(case):
         own_start = sum(after[x] for x in rows[r][:-1])
         for t in range(width):
             position = own_start + lengths[rows[r][-1]] + t
-            turn = position - sum(after[x] for x in rows[r][:n]) + phases[b]
+            rotation = position - sum(after[x] for x in rows[r][:n]) + phases[b]
             np.testing.assert_allclose(
                 plan.query_cos[r, n, t],
-                np.cos(turn * frequencies) * ROPE.attention_factor,
+                np.cos(rotation * frequencies) * ROPE.attention_factor,
                 atol=1e-6,
             )
             np.testing.assert_allclose(
                 plan.query_sin[r, n, t],
-                np.sin(turn * frequencies) * ROPE.attention_factor,
+                np.sin(rotation * frequencies) * ROPE.attention_factor,
                 atol=1e-6,
             )
             if n == len(rows[r]) - 1:
@@ -159,8 +159,8 @@ def test_rotations(case):
 
 
 def arena_tokens_read(plan, rows, count) -> dict[tuple[int, int, int], int]:
-    """(row, new token, arena index) -> how many items show it; items behind the last must show
-    nothing."""
+    """The number of items that show each (row, new token, arena index); entries after the last item
+    must show nothing."""
     read: dict[tuple[int, int, int], int] = {}
     for tiles in (plan.shared, *plan.grouped, plan.private):
         assert tiles.start.shape[0] % tiles.at_once == 0
@@ -172,7 +172,7 @@ def arena_tokens_read(plan, rows, count) -> dict[tuple[int, int, int], int]:
                     for token in range(int(tiles.first[i]), min(int(last[t]), tiles.size)):
                         place = int(r), t, int(tiles.start[i]) + token
                         read[place] = read.get(place, 0) + 1
-                        # and it is turned towards the block that it is read as
+                        # and it is rotated towards the block that it is read as
                         offset = int(plan.offsets[rows[r][slot]])
                         assert offset <= place[2] < offset + plan.lengths[rows[r][slot]]
     return read
@@ -277,7 +277,7 @@ def test_cost_does_not_follow_capacities():
         assert int(plan.shared.count) == math.ceil(60 / SHARED.size) and int(
             plan.private.count
         ) == 2 * math.ceil(61 / PRIVATE.size)
-    # Nobody brings a token: nothing is read.
+    # No row brings a token: nothing is read.
     idle = planned(large, layout, jnp.zeros(5, jnp.int32), 1)
     assert int(idle.shared.count) == int(idle.private.count) == 0
     # One row alone: what was shared is private. The other's own block is not read.

@@ -117,7 +117,7 @@ def test_log_sum_exps_for_other_devices(monkeypatch):
             q,
             cache.keys[0],
             cache.values[0],
-            dataclasses.replace(plan, stripes=CyclicSharding("kv")),
+            dataclasses.replace(plan, token_sharding=CyclicSharding("kv")),
             implementation="mosaic_gpu",
         )
     [(axis, mixed, lse)] = given

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxshare.trace.recorder import Recorder
-from jaxshare.trace.trace import STANDS, Trace
+from jaxshare.trace.trace import NOT_ENDED, Trace
 from tests.helpers import run, tiny_state
 
 LISTED = ([0, 2, 1], [0, 1, 2], [0, 3])
@@ -68,21 +68,21 @@ def random_session(seed: int, passes: int = 30) -> tuple[Recorder, Lists]:
 
 def seen_by(trace: Trace, token: int) -> dict[int, int]:
     """The tokens that one sees, by their positions in its row's order: read from the trace's
-    integers, one stay at a time."""
-    view = trace.views[token]
+    integers, one placement at a time."""
+    view = trace.row_pass[token]
     seen, when = trace.seen[token], trace.passes[view]
-    stays = zip(
-        trace.stay_tokens,
-        trace.stay_blocks,
-        trace.stay_indices,
-        trace.stay_begins,
-        trace.stay_ends,
+    placements = zip(
+        trace.placement_tokens,
+        trace.placement_blocks,
+        trace.placement_indices,
+        trace.placement_starts,
+        trace.placement_ends,
         strict=True,
     )
     found = [
         (int(trace.starts[view, block] + index), int(other))
-        for other, block, index, begin, end in stays
-        if begin <= when < end and index < seen[block]
+        for other, block, index, start, end in placements
+        if start <= when < end and index < seen[block]
     ]
     assert len({place for place, _ in found}) == len(found), "two keys at one position"
     return dict(found)
@@ -102,8 +102,10 @@ def test_a_trace_says_what_each_token_sees_and_where(seed):
         == recorder.lengths.tolist()
     )
     for block, held in enumerate(lists.blocks):
-        left = (trace.stay_ends == STANDS) & (trace.stay_blocks == block)
-        assert trace.stay_tokens[left][np.argsort(trace.stay_indices[left])].tolist() == held
+        left = (trace.placement_ends == NOT_ENDED) & (trace.placement_blocks == block)
+        assert (
+            trace.placement_tokens[left][np.argsort(trace.placement_indices[left])].tolist() == held
+        )
 
 
 def test_tokens_come_in_the_order_in_which_they_were_fed():
@@ -129,7 +131,9 @@ def test_a_step_that_moves_on_before_anybody_sees_it_was_nowhere_between():
     recorder.move(2, 0)
     recorder.feed([[3]], [[0, 1]])
     trace = recorder.trace()
-    assert list(zip(trace.stay_tokens.tolist(), trace.stay_blocks.tolist(), strict=True)) == [
+    assert list(
+        zip(trace.placement_tokens.tolist(), trace.placement_blocks.tolist(), strict=True)
+    ) == [
         (0, 1),
         (0, 0),
         (1, 1),
@@ -161,7 +165,7 @@ def test_a_recorder_refuses_what_a_cache_would(act, words):
     with pytest.raises(ValueError, match=words):
         act(recorder)
     assert recorder.lengths.tolist() == [6, 0, 0] and recorder.trace().num_tokens == 6, (
-        "what is refused leaves nothing behind"
+        "a refused call changes nothing"
     )
 
 
@@ -181,7 +185,7 @@ def test_a_dispatch_is_no_longer_than_what_it_can_record():
         run(tiny_state([[1]] * 4, record=4), passes=5)
 
 
-# recorders that go on
+# recorders that continue
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -220,7 +224,7 @@ def test_a_recorder_that_goes_on_keeps_to_its_capacities_if_it_is_told():
     assert free.trace().capacities.tolist() == [5, 4]
     with pytest.raises(
         ValueError,
-        match="block 0 has 3 tokens in the end of the trace, but a capacity of 2; give the "
+        match="block 0 has 3 tokens at the end of the trace, but a capacity of 2; give the "
         "recorder larger",
     ):
         Recorder.of(trace, [2, 4])
@@ -259,7 +263,7 @@ def test_a_file_that_is_cut_short_or_damaged_is_refused(tmp_path):
         file.write_bytes(whole[:size])
         with pytest.raises(
             ValueError,
-            match=r"one\.trace (does not begin as a trace does|is a trace that is cut short or "
+            match=r"one\.trace (does not start as a trace does|is a trace that is cut short or "
             r"damaged)",
         ):
             Trace.load(file)
@@ -278,7 +282,7 @@ def test_a_file_of_another_kind_or_a_later_format_is_refused(tmp_path):
     with pytest.raises(ValueError, match="a trace of format 9, and this version reads format 1"):
         Trace.load(file)
     file.write_bytes(b'{"tokens": [1]}')
-    with pytest.raises(ValueError, match="does not begin as a trace does"):
+    with pytest.raises(ValueError, match="does not start as a trace does"):
         Trace.load(file)
 
 
@@ -286,16 +290,16 @@ def test_a_file_of_another_kind_or_a_later_format_is_refused(tmp_path):
 
 
 def cut_short(trace: Trace) -> Trace:
-    return dataclasses.replace(trace, tokens=trace.tokens[:-3], views=trace.views[:-3])
+    return dataclasses.replace(trace, tokens=trace.tokens[:-3], row_pass=trace.row_pass[:-3])
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (cut_short, "stay_tokens must not descend, and lie between 0 and"),
+        (cut_short, "placement_tokens must not descend, and be between 0 and"),
         (
             lambda t: dataclasses.replace(t, tokens=t.tokens[:-1]),
-            r"has views of shape \(\d+,\); got",
+            r"has row_pass of shape \(\d+,\); got",
         ),
         (
             lambda t: dataclasses.replace(
@@ -303,19 +307,19 @@ def cut_short(trace: Trace) -> Trace:
                 **{
                     f.name: getattr(t, f.name)[:-2]
                     for f in dataclasses.fields(t)
-                    if f.name.startswith("stay_")
+                    if f.name.startswith("placement_")
                 },
             ),
-            r"cut short: token \d+ stands nowhere",
+            r"cut short: token \d+ has no placement",
         ),
         (
             lambda t: dataclasses.replace(t, visible=t.visible + 1),
-            r"cut short: token 0 sees more of block \d than stands there",
+            r"cut short: token 0 sees more of block \d than it has then",
         ),
         (
             lambda t: dataclasses.replace(
                 t,
-                stay_ends=np.where(t.stay_ends == STANDS, 10**6, t.stay_ends),
+                placement_ends=np.where(t.placement_ends == NOT_ENDED, 10**6, t.placement_ends),
                 visible=t.visible * 0 + 9**6,
             ),
             "sees more of block",
@@ -323,21 +327,26 @@ def cut_short(trace: Trace) -> Trace:
         (lambda t: dataclasses.replace(t, passes=t.passes[::-1]), "passes must not descend"),
         (lambda t: dataclasses.replace(t, tokens=-t.tokens - 1), "tokens must be at least 0"),
         (
-            lambda t: dataclasses.replace(t, stay_blocks=t.stay_blocks + 2),
-            "a stay of the trace is in block 5, but it has blocks 0 to 3",
+            lambda t: dataclasses.replace(t, placement_blocks=t.placement_blocks + 2),
+            "a placement of the trace is in block 5, but it has blocks 0 to 3",
         ),
-        (lambda t: dataclasses.replace(t, stay_ends=t.stay_begins), "ends before it begins"),
         (
-            lambda t: dataclasses.replace(t, stay_begins=t.stay_begins + (t.stay_begins == 0)),
-            "first stay of token 0 must begin with",
+            lambda t: dataclasses.replace(t, placement_ends=t.placement_starts),
+            "ends before it starts",
+        ),
+        (
+            lambda t: dataclasses.replace(
+                t, placement_starts=t.placement_starts + (t.placement_starts == 0)
+            ),
+            "first placement of token 0 must start with",
         ),
         (
             lambda t: dataclasses.replace(t, capacities=t.capacities // 9),
-            "what stands in block 0 at the end",
+            "block 0 at the end of the trace",
         ),
         (
-            lambda t: dataclasses.replace(t, stay_indices=t.stay_indices + 1),
-            "must be one token at each index from 0",
+            lambda t: dataclasses.replace(t, placement_indices=t.placement_indices + 1),
+            "must have one token at each index from 0",
         ),
         (lambda t: dataclasses.replace(t, names=("only",)), "a trace of 4 blocks has 1 names"),
     ],

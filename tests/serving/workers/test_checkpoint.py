@@ -402,17 +402,19 @@ def test_what_a_cache_holds_can_be_read_and_written_wherever_it_lies(mesh):
     given = rng.normal(size=(kv_heads, 300, 8)).astype(np.float32)
     config = dataclasses.replace(loaded.config, num_layers=1, head_dim=8)
     cache = KVCache.create(config, [768], jnp.float32, mesh=loaded.mesh)
-    padding = ((0, 0), (0, cache_io.padded(300) - 300), (0, 0))
+    padding = ((0, 0), (0, cache_io.padded_length(300) - 300), (0, 0))
     for places in (runs, other):
-        cache = cache_io.filled(
+        cache = cache_io.with_tokens(
             cache,
-            cache_io.places(places),
+            cache_io.token_indices(places),
             [np.pad(given, padding)],
             [np.pad(-given, padding)],
             loaded.kv_repeats,
         )
         for arenas, sign in ((cache.keys, 1), (cache.values, -1)):
-            found = cache_io.read(arenas[0], cache_io.places(places), cache.mesh, loaded.kv_repeats)
+            found = cache_io.read(
+                arenas[0], cache_io.token_indices(places), cache.mesh, loaded.kv_repeats
+            )
             assert found.shape == (kv_heads, 512, 8)
             np.testing.assert_array_equal(found[:, :300], sign * given)
             assert not found[:, 300:].any()

@@ -69,12 +69,14 @@ def test_blocks_that_make_way_for_each_other():
         ValueError, match=r"blocks \[0, 1\] would overwrite each other, whichever is moved first"
     ):
         again.relocate([0, 1], [256, 0], [256, 256])
-    with pytest.raises(ValueError, match="block 0 has 200 tokens, and its new extent room for 199"):
+    with pytest.raises(
+        ValueError, match="block 0 has 200 tokens, but its new extent has a capacity of 199"
+    ):
         again.relocate([0], [0], [199])
-    with pytest.raises(ValueError, match="blocks 2 and 3 would lie over each other"):
+    with pytest.raises(ValueError, match="blocks 2 and 3 would overlap"):
         again.relocate([3], [760], [100])
     with pytest.raises(
-        ValueError, match="block 3 would lie at 900 to 1100, but the arena has 1024 tokens"
+        ValueError, match="block 3 would take tokens 900 to 1100, but the arena has 1024 tokens"
     ):
         again.relocate([3], [900], [200])
 
