@@ -1,5 +1,5 @@
-"""Decoding: the jitted loop (`loop`), its state (`state`), what it samples with (`sampling`,
-`top_logits`) and what ends a step on the device (`steps`, `automaton`)."""
+"""Decoding: the jitted loop (`loop`), its state (`state`, `row_inputs`), sampling (`sampling`,
+`top_logits`) and the ends of steps on the device (`steps`, `automaton`)."""
 
 from jaxshare.decoding.loop import decode
 from jaxshare.decoding.sampling import Sampler, Samplers

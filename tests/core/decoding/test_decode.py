@@ -346,12 +346,12 @@ def test_a_row_ended_from_outside_stops():
     assert after.outputs() == [greedy(p, 4 if r == 1 else MOST) for r, p in enumerate(PROMPTS)]
 
 
-def test_until_any_comes_back_when_a_row_ends():
+def test_stop_on_finish_comes_back_when_a_row_ends():
     """Rows that had ended before do not count."""
     state = tiny_state(PROMPTS, budgets=[3, 5, 5, 9])
     seen = []
     for _ in range(3):
-        state = run(state, until_any=True)
+        state = run(state, stop_on_finish=True)
         seen.append([len(o) for o in state.outputs()])
     assert seen == [[3, 3, 3, 3], [3, 5, 5, 5], [3, 5, 5, 9]]
     assert state.outputs() == [greedy(p, n) for p, n in zip(PROMPTS, (3, 5, 5, 9), strict=True)]
@@ -377,7 +377,7 @@ def test_a_row_that_has_ended_is_given_something_new(sampler):
     settings = {"samplers": sampler, "seeds": [3, 1, 4, 1], "budgets": [5, MOST, MOST, MOST]}
     undisturbed = run(tiny_state(later, **settings)).outputs()
     prefix, cache = prefilled(tiny_cache(), {0: first})
-    state = run(tiny_state(later, cache=cache, **settings), until_any=True)
+    state = run(tiny_state(later, cache=cache, **settings), stop_on_finish=True)
     assert (
         reasons(state) == [FinishReason.BUDGET, *[FinishReason.RUNNING] * 3]
         and state.outputs()[0] == undisturbed[0]
@@ -502,7 +502,7 @@ def test_admission_ends_at_a_stop_and_can_be_repeated():
 )
 def test_admission_refuses(row, blocks, more, words):
     """And leaves the state usable."""
-    state = run(tiny_state(PROMPTS, budgets=[1, MOST, MOST, MOST]), until_any=True)
+    state = run(tiny_state(PROMPTS, budgets=[1, MOST, MOST, MOST]), stop_on_finish=True)
     with pytest.raises(ValueError, match=words):
         state.admit(
             [row], [blocks], jnp.zeros((1, VOCAB)), **{"seeds": [0], "budgets": [4], **more}
@@ -532,6 +532,18 @@ def test_a_row_that_is_retired_lists_nothing_and_another_may_write_its_block():
         and int(state.layout.written[0]) == -1
     )
     assert run(state).outputs()[1] == greedy(PROMPTS[0], 3)
+
+
+def test_former_names_work_and_warn():
+    state = tiny_state(PROMPTS, budgets=[3, 5, 5, 9])
+    with pytest.warns(DeprecationWarning, match="until_any is now stop_on_finish"):
+        state = run(state, until_any=True)
+    assert reasons(state) == [FinishReason.BUDGET, *[FinishReason.RUNNING] * 3]
+    with pytest.warns(DeprecationWarning, match="kept is now num_top_logits"):
+        state = tiny_state(PROMPTS, kept=5)
+    with pytest.warns(DeprecationWarning, match="kept is now top_logits"):
+        kept = state.kept
+    assert kept is state.top_logits is not None and kept.tokens.shape[-1] == 5
 
 
 @pytest.mark.parametrize("more", [{"passes": -1}, {"width": 0}, {"width": WIDEST + 1}])
