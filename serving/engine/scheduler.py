@@ -392,7 +392,9 @@ class Scheduler:
                 return jnp.pad(array, ((0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)))
 
             state = dataclasses.replace(
-                state, tokens=widened(state.tokens), top_logits=jax.tree.map(widened, state.top_logits)
+                state,
+                tokens=widened(state.tokens),
+                top_logits=jax.tree.map(widened, state.top_logits),
             )
         if (slots := bucket(edits)) > state.samplers.bias_tokens.shape[1]:
             state = dataclasses.replace(state, samplers=self._stacked(slots))
@@ -545,7 +547,9 @@ class Scheduler:
         """Takes a row out of the decode loop's; what was kept of its distributions is fetched."""
         assert self._state is not None
         if row.call.resample and row.drawn > row.first:
-            whole = jax.device_get(jax.tree.map(lambda array: array[row.index], self._state.top_logits))
+            whole = jax.device_get(
+                jax.tree.map(lambda array: array[row.index], self._state.top_logits)
+            )
             row.call.drawn_from.append(
                 jax.tree.map(lambda array: array[row.first : row.drawn], whole)
             )

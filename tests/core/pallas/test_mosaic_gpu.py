@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from jaxshare import block_attention, make_plan
 from jaxshare.attention.api import preferred
 from jaxshare.pallas import merge_mosaic_gpu
-from jaxshare.pallas.block_attention_mosaic_gpu import INTERPRETER_LACKS
 from jaxshare.pallas.device import H200, Device, assume_device
+from jaxshare.pallas.kernel_mosaic_gpu import INTERPRETER_LACKS
 from jaxshare.pallas.tiles import HEAD_DIMS, MosaicTiles, use_tiles
 from jaxshare.sharding import CyclicSharding
 from tests.core.attention.test_attention import Case, Shape, cases, place

@@ -286,7 +286,7 @@ def test_a_file_that_cannot_be_read_is_one_warning(folder, text, reason):
     usual = choose_mosaic(H200, 128, 8, 8, "bfloat16")
     (folder / "tiles.json").write_text(text, encoding="utf-8")
     tiles.read_tiles.cache_clear()
-    words = r"the tiles in .*tiles\.json cannot be read .*; built-in ones are used until `jaxshare tune` writes it anew"
+    words = r"the tiles in .*tiles\.json cannot be read .*; built-in ones are used until `jaxshare tune` writes it again"
     with pytest.warns(UserWarning, match=words) as said:
         assert choose_mosaic(H200, 128, 8, 8, "bfloat16") == usual
     assert reason in str(said[0].message)
