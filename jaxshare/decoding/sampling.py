@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -294,7 +295,7 @@ def uniforms(
 ) -> Float[Array, " R"]:
     """Uniform numbers in [0, 1), each from its own (key, position) alone."""
 
-    def draw(words: Array, position: Array) -> Array:
+    def draw(words: Any, position: Any) -> Array:
         # Named, because a process can make another generator the default.
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
         return jax.random.uniform(jax.random.fold_in(key, position))

@@ -1,5 +1,5 @@
-"""Automata over bytes and over tokens, against reading the text byte by byte and against what
-Python's strings say."""
+"""Automata over bytes and over tokens, against reading the text byte by byte and against Python's
+strings."""
 
 import functools
 import re

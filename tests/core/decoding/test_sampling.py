@@ -1,5 +1,5 @@
-"""Samplers against plain float64 numpy: who may be drawn, exactly; how often, by statistics with
-fixed seeds."""
+"""Samplers against plain float64 numpy: the tokens that can be drawn, exactly; how often, by
+statistics with fixed seeds."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ def sample(samplers, logits, seeds, positions):
 
 
 def expected_probabilities(logits: np.ndarray, s: Sampler) -> np.ndarray:
-    """[V] from [V]: sort, cut, renormalise."""
+    """The oracle, [V] from [V]: sort, truncate, renormalise."""
     logits = np.asarray(logits, np.float64).copy()
     for token, value in s.bias.items():
         logits[token] += value
@@ -119,7 +119,7 @@ def compare(sampler: Sampler, logits: np.ndarray) -> None:
 
 @jax.jit
 def allowed(samplers, logits):
-    """bool[R, V]: which tokens the cuts leave in."""
+    """The tokens, bool[R, V], that truncation leaves in."""
     scaled = samplers._biased(logits) / samplers.temperature[:, None]
     return scaled >= samplers._floor(scaled)
 
@@ -271,7 +271,7 @@ def test_uniforms_differ_by_seed_and_by_position_and_are_uniform():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_tokens_of_weight_zero_are_never_drawn(seed):
-    """Uniform numbers, as they come in steps of 2**-23, right at the borders between tokens, where
+    """Uniform numbers, which are multiples of 2**-23, exactly at the borders between tokens, where
     rounding decides."""
     rng, vocab = np.random.default_rng(seed), 1000
     weights = np.exp(rng.normal(size=vocab) * 3).astype(np.float32)

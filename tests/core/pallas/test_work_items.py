@@ -1,4 +1,4 @@
-"""The work plan of the GPU backends, alone: what its items say is counted out, token by token."""
+"""The work items of the GPU backends, alone, checked token by token."""
 
 import dataclasses
 
@@ -16,8 +16,8 @@ from tests.helpers import pad_rows
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is static: R rows, T tokens, N listed, B blocks, G query heads of each of K kv heads;
-    how the work is cut."""
+    """The static sizes: R rows, T tokens, N listed, B blocks, G query heads of each of K kv heads,
+    and how the work is cut."""
 
     rows: int
     width: int
@@ -87,13 +87,13 @@ jitted_plan = jax.jit(make_plan, static_argnames="width")
 
 
 def planned(shape: Shape, case: Case, start: int = 3):
-    """(work as numpy, offset of each block, its length after the pass)."""
+    """The work as numpy, the offset of each block, and its length after the pass."""
     grown = list(case.lengths)
     for row, count in zip(case.rows, case.count, strict=True):
         if row:
             grown[row[-1]] += count
-    # One arena for all cases, so that one program plans them; blocks lie in it without gaps, at any
-    # offset.
+    # One arena for all cases, so that one program plans them; blocks follow each other in it
+    # without gaps, from any offset.
     cache = KVCache.create(shape, [max(256, *case.lengths) + shape.width] * shape.blocks)
     offsets = np.cumsum([start, *grown])[:-1]
     cache = dataclasses.replace(
@@ -119,7 +119,7 @@ def planned(shape: Shape, case: Case, start: int = 3):
 
 
 def segment(work, number: int):
-    """(kv head, fields of the segment) of a segment counted over the kv heads."""
+    """The kv head and the fields of a segment that is counted over the kv heads."""
     head, at = divmod(number, int(work.count))
     return head, {
         name: int(getattr(work.segments, name)[at])
@@ -187,8 +187,8 @@ def test_items_are_of_one_size_and_follow_each_other(name, data):
 @settings(max_examples=15)
 @given(st.data())
 def test_partial_results_are_found_where_they_were_left(name, data):
-    """No two pieces share a row of partial results, and the merge's way to a query's pieces leads
-    to all of them and no others."""
+    """No two pieces share a row of partial results, and the merge finds all pieces of a query and
+    no others."""
     shape = SHAPES[name]
     case = data.draw(cases(shape))
     work, _, _ = planned(shape, case)
