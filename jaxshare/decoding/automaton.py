@@ -1,9 +1,8 @@
-"""Automata over the bytes of generated text, and the same automata over tokens, so that a jitted
-loop can read along.
+"""Automata over the bytes of generated text, and the same automata over tokens.
 
-A pattern is written once, byte by byte, as a Python function. Lifted to a vocabulary it is two
-small tables, exact for any tokenizer: a token has the effect of its bytes one after the other,
-wherever in the token a match ends.
+With those over tokens a jitted loop can read along. A pattern is written once, byte by byte, as a
+Python function. Lifted to a vocabulary it is two small tables, exact for any tokenizer: a token has
+the effect of its bytes one after the other, wherever in the token a match ends.
 """
 
 import dataclasses
@@ -18,8 +17,9 @@ from jaxtyping import Bool, Int
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByteAutomaton:
-    """A deterministic automaton over bytes that marks some of its transitions, on the host. S
-    states.
+    """A deterministic automaton over bytes that marks some of its transitions.
+
+    It is on the host, and has S states.
 
     Attributes:
       transitions: int32[S, 256], the state after a byte.
@@ -59,8 +59,7 @@ class ByteAutomaton:
     def build(
         cls, start: Hashable, step: Callable[[Hashable, int], tuple[Hashable, bool]]
     ) -> "ByteAutomaton":
-        """The automaton of all states that can be reached from `start`, numbered in the order of a
-        breadth-first search.
+        """The automaton of all states that can be reached from `start`, numbered breadth first.
 
         Args:
           start: the state before the first byte; it gets number 0.
@@ -146,8 +145,9 @@ class ByteAutomaton:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenAutomaton:
-    """A `ByteAutomaton` over tokens, as data of a jitted program. S states, C classes of tokens, V
-    vocabulary.
+    """A `ByteAutomaton` over tokens, as data of a jitted program.
+
+    S states, C classes of tokens, V vocabulary.
 
     Attributes:
       classes: int32[V]; tokens with the same effect in every state share a class, which keeps the

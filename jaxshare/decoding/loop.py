@@ -31,12 +31,11 @@ def decode(
     stop_on_finish: bool = False,
     until_any: bool | None = None,
 ) -> DecodeState:
-    """Runs up to `passes` forward passes in one dispatch; fewer if every row finishes, or with
-    `stop_on_finish` if one does.
+    """Runs up to `passes` forward passes in one dispatch.
 
-    While a row has more than one pending token, passes take up to `width` of them; then one token a
-    row. Rows whose block has no room for what they must write end with `FinishReason.FULL` before
-    anything is lost.
+    It runs fewer if every row finishes, or with `stop_on_finish` if one does. While a row has more
+    than one pending token, passes take up to `width` of them; then one token a row. Rows whose
+    block has no room for what they must write end with `FinishReason.FULL` before anything is lost.
 
     Args:
       model, params: the model and its variables.
@@ -153,8 +152,10 @@ def _feed(model: DecodeModel, params: Any, state: DecodeState, width: int) -> De
 
 
 def _sample(state: DecodeState) -> DecodeState:
-    """Rows with an empty queue sample; the token goes to the output and, unless it ends the row,
-    into the queue."""
+    """Samples in the rows whose queue is empty.
+
+    The token goes to the output and, unless it ends the row, into the queue.
+    """
     due = state.running & (state.waiting == 0) & state.ready
     spent = due & (state.drawn >= state.budgets)
     # The largest of logits with a NaN is NaN. Such logits end a row that has more to feed, too.
@@ -190,8 +191,10 @@ def _sample(state: DecodeState) -> DecodeState:
 
 
 def _draw(state: DecodeState, due: Array) -> tuple[Array, Array]:
-    """int32[R], the next token of each row that is due, and float32[R], its log-probability where
-    those are kept. Elsewhere both are 0, or mean nothing."""
+    """The next token of each row that is due, int32[R], and its log-probability, float32[R].
+
+    Tokens of other rows mean nothing; log-probabilities that are not kept are 0.
+    """
     mesh = state.cache.mesh
 
     def draw() -> tuple[Array, Array]:
@@ -225,8 +228,10 @@ def _with_top_logits(state: DecodeState, keeps: Array, index: Array) -> TopLogit
 
 
 def _end_steps(state: DecodeState, token: Array, due: Array, stopped: Array) -> DecodeState:
-    """Ends the steps that the sampled tokens end, opens the next ones, and ends all rows where
-    there is an answer or nothing can move."""
+    """Ends the steps that the sampled tokens end, and opens the next ones.
+
+    Ends all rows where there is an answer or nothing can move.
+    """
     assert state.steps is not None
     steps, cache, outcome = after_sampling(
         state.steps,

@@ -173,11 +173,10 @@ class Admission:
         return blocks
 
     def arrays(self, num_rows: int, num_logits: int, queue_width: int) -> tuple[np.ndarray, ...]:
-        """The inputs as arrays of A entries, a rounded number, so that a few rows more or less
-        share a program.
+        """The inputs as arrays of A entries, one for each row, and padding.
 
-        Entries beyond the admitted rows name row `num_rows`, which does not exist; the device
-        drops them.
+        A is a rounded number, so that a few rows more or less share a program. Entries beyond the
+        admitted rows name row `num_rows`, which does not exist; the device drops them.
 
         Returns:
           row int32[A], seeds uint32[A, 2], budgets, drawn, number of pending tokens and recorded

@@ -1,6 +1,6 @@
-"""Sampling: greedy, temperature, top-k, top-p, min-p, bias and forbidden tokens, for each row
-separately.
+"""Sampling, each row with settings of its own.
 
+The settings are temperature (0 is greedy), top-k, top-p, min-p, bias and forbidden tokens.
 Randomness is counter-based: a draw depends on (row key, position) alone, never on the rest of the
 batch; `jaxshare.seeds` makes the keys. Truncation is exact and needs no sort: thresholds are found
 by bisecting the ordered bits of the logits.
@@ -105,8 +105,9 @@ class Samplers:
 
     @classmethod
     def stack(cls, samplers: Sequence[Sampler], *, bias_slots: int | None = None) -> "Samplers":
-        """Makes one row of each sampler. `bias_slots` is X, to leave room for later rows; default
-        the fewest that these need.
+        """Makes one row of each sampler.
+
+        `bias_slots` is X, to leave room for later rows; default the fewest that these need.
 
         Raises:
           ValueError: a sampler has more biased and forbidden tokens than `bias_slots`.
@@ -188,8 +189,9 @@ class Samplers:
 
 
 def vocab_axis(mesh: Mesh | None, vocab: int) -> str | None:
-    """The axis of a mesh along which rows of logits are sharded, or None where every device has
-    all of them.
+    """The axis of a mesh along which rows of logits are sharded.
+
+    None where every device has all of them.
 
     Args:
       mesh: of the model.
@@ -304,8 +306,10 @@ def uniforms(
 
 
 def _argmax(top: Array, logits: Array, first: Array | int, axis: str | None) -> Array:
-    """The index of the first of the largest logits, in plain reductions: XLA vectorises those on
-    the CPU, and not argmax."""
+    """The index of the first of the largest logits, as jnp.argmax.
+
+    It uses plain reductions: XLA vectorises those on the CPU, and not argmax.
+    """
     index = jnp.where(logits == top, jnp.arange(logits.shape[-1]), logits.shape[-1])
     index = jnp.min(index, axis=-1).astype(jnp.int32)
     if axis is not None:
@@ -317,11 +321,10 @@ def _argmax(top: Array, logits: Array, first: Array | int, axis: str | None) -> 
 
 
 def _draw(weights: Array, uniform: Array, axis: str | None = None) -> Array:
-    """Inverts the cumulative sum of weights [R, V] at uniform [R], in two levels: a chunk of
-    tokens, then one of them.
+    """Inverts the cumulative sum of weights [R, V] at uniform [R].
 
-    Devices with parts of the vocabulary exchange the sums of all chunks, and then the weights of
-    the one chunk.
+    It has two levels: a chunk of tokens, then one of them. Devices with parts of the vocabulary
+    exchange the sums of all chunks, and then the weights of the one chunk.
     """
     rows, vocab = weights.shape
     padded = jnp.pad(weights, ((0, 0), (0, -vocab % _CHUNK))).reshape(rows, -1, _CHUNK)
@@ -338,11 +341,11 @@ def _draw(weights: Array, uniform: Array, axis: str | None = None) -> Array:
 
 
 def _invert(weights: Array, cumulative: Array, target: Array) -> tuple[Array, Array]:
-    """The first index of positive weight where the cumulative sum exceeds the target, and the
-    target less the sum before that index.
+    """The first index of positive weight where the cumulative sum exceeds the target.
 
-    Sums are rounded, and on some devices not even monotone: where the target reaches the whole sum,
-    it is the last index of positive weight, and an index of weight 0 is never taken.
+    Returns also the target less the sum before that index. Sums are rounded, and on some devices not even
+    monotone: where the target reaches the whole sum, it is the last index of positive weight, and
+    an index of weight 0 is never taken.
     """
     indices = jnp.arange(weights.shape[1])
     reached = (weights > 0) & (cumulative > target[:, None])
@@ -368,8 +371,10 @@ def _unordered(order: Array) -> Array:
 
 
 def _threshold(order: Array, weights: Array, target: Array) -> Array:
-    """int32[R, 1]: the largest threshold at which the weights of the entries at or above it reach
-    `target` [R, 1]."""
+    """The largest threshold, int32[R, 1], whose entries have enough weight.
+
+    The entries at or above it have weights that sum to `target` [R, 1] or more.
+    """
 
     def halve(_, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds  # reached at low, not reached at high

@@ -1,5 +1,7 @@
-"""The state of the decode loop: a queue of pending tokens, a sampler and a finish reason for each
-row."""
+"""The state of the decode loop: queues of pending tokens, samplers, finish reasons.
+
+Every row has one of each.
+"""
 
 import dataclasses
 import enum
@@ -29,12 +31,17 @@ program."""
 
 
 class DecodeModel(Protocol):
-    """The part of a model that decode uses: hashable (it is static under jit), and pure. Flax linen
-    modules are both."""
+    """The part of a model that decode uses: hashable (it is static under jit), and pure.
+
+    Flax linen modules are both.
+    """
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """(params, int32[R, T], int32[R], cache, layout) -> (float32[R, V] after each row's last
-        real token, cache)."""
+        """Runs a forward pass.
+
+        (params, int32[R, T] tokens, int32[R] real ones, cache, layout) -> (float32[R, V] after each
+        row's last real token, cache).
+        """
         ...
 
 
@@ -62,8 +69,10 @@ class FinishReason(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """Everything the loop carries. R rows, P places in a queue, X places for generated tokens, V
-    vocabulary. Saved sessions name their arrays by these fields.
+    """Everything the loop carries.
+
+    R rows, P places in a queue, X places for generated tokens, V vocabulary. Saved sessions name
+    their arrays by these fields.
 
     Attributes:
       cache, layout, samplers: what is cached, the blocks that each row sees, how it samples.
@@ -207,10 +216,10 @@ class DecodeState:
         pending: Sequence[Sequence[int]] | None = None,
         recorded: Sequence[bool] | None = None,
     ) -> "DecodeState":
-        """Starts rows that are not running; each samples at once from its logits, or first feeds
-        what it has pending. Rows keep their samplers.
+        """Starts rows that are not running; they keep their samplers.
 
-        The logits of this state are donated: use the returned one.
+        Each samples at once from its logits, or first feeds what it has pending. The logits of this
+        state are donated: use the returned one.
 
         Args:
           rows: row numbers, each once.
@@ -267,8 +276,10 @@ class DecodeState:
         return layout
 
     def retire(self, rows: Sequence[int]) -> "DecodeState":
-        """Takes rows out of use: they list no block any more, so that others may write those, and
-        can be admitted again."""
+        """Takes rows out of use; they can be admitted again.
+
+        They list no block any more, so that others may write those.
+        """
         retired = np.zeros(self.layout.num_rows, bool)
         retired[list(rows)] = True
         blocks, reasons, waiting = _retire(self.layout.blocks, self.reasons, self.waiting, retired)

@@ -1,5 +1,4 @@
-"""Steps: rows that write a paragraph at a time, each of which moves to a shared block when it is
-finished (Hogwild! section 3.2).
+"""Steps of rows: paragraphs that move to a shared block when finished (Hogwild! section 3.2).
 
 The decode loop calls `after_sampling` after it has sampled. The device alone finds where a step
 ends, whether it holds an answer, the tokens that open the next one, and the worker that is asked
@@ -38,8 +37,10 @@ class Mark(enum.IntFlag):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """The state with which decode ends steps by itself. R rows, X places for sampled tokens, N
-    prepared openings, E tokens of the longest. Saved sessions name their arrays by these fields.
+    """The state with which decode ends steps by itself.
+
+    R rows, X places for sampled tokens, N prepared openings, E tokens of the longest. Saved
+    sessions name their arrays by these fields.
 
     Attributes:
       ends, answers: find the end of a step, and the end of an answer, in what a row samples.
@@ -145,8 +146,9 @@ class Steps:
     def prepare(
         self, row: int, base: int, openings: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> "Steps":
-        """Prepares the openings of a row's steps `base`, `base + 1` and so on: tokens without and
-        with the question.
+        """Prepares the openings of a row's steps `base`, `base + 1` and so on.
+
+        An opening is two lists of tokens: without and with the question.
 
         Raises:
           ValueError: more openings, or longer ones, than there is room for.
@@ -297,8 +299,10 @@ def _advanced(steps: Steps, read: _Reading, sampled: Array, opens: Array) -> Ste
 
 
 def _with_question(steps: Steps, asks: Array, sampled: Array, running: Array) -> Steps:
-    """Counts the sampled tokens; once `ask_every` have come, a running row, chosen at random, is
-    due to be asked. Rows that have just asked are due no more."""
+    """Counts the sampled tokens, and after `ask_every` of them makes a row due to be asked.
+
+    The row is a running one, chosen at random. Rows that have just asked are due no more.
+    """
     since = steps.since + jnp.sum(sampled, dtype=jnp.int32)
     ask = (steps.ask_every > 0) & (since >= steps.ask_every) & jnp.any(running)
     uniform = uniforms(steps.seed[None], steps.asked[None])[0]
@@ -313,8 +317,9 @@ def _with_question(steps: Steps, asks: Array, sampled: Array, running: Array) ->
 
 
 def _move(cache: KVCache, layout: Layout, targets: Array, moves: Array) -> tuple[KVCache, Array]:
-    """Moves the blocks of bool[R] rows to their targets in the order of the rows; stops at one that
-    does not fit.
+    """Moves the blocks of bool[R] rows to their targets, in the order of the rows.
+
+    Stops at one that does not fit.
 
     Returns:
       The cache, and bool[R]: the rows that have not moved.

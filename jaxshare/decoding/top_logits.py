@@ -1,10 +1,10 @@
-"""The top-K logits of a distribution and the exact mass of the rest: enough to resample without the
-model.
+"""The top-K logits of a distribution and the exact mass of the rest.
 
-A full row of logits is 600 KB at a vocabulary of 150,000. Only its largest logits are kept, and the
-exact mass of all other tokens, at the places where an inverse of the cumulative sum needs it:
-before each kept token. That tells whether a draw falls on a kept token, and on which; a draw
-between them needs the model. Host code that draws is in `jaxshare.serving.logits_cache.replay`.
+They are enough to resample without the model. A full row of logits is 600 KB at a vocabulary of
+150,000. Only its largest logits are kept, and the exact mass of all other tokens, at the places
+where an inverse of the cumulative sum needs it: before each kept token. That tells whether a draw
+falls on a kept token, and on which; a draw between them needs the model. Host code that draws is in
+`jaxshare.serving.logits_cache.replay`.
 """
 
 import dataclasses
@@ -21,11 +21,10 @@ _CHUNK = 256
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TopLogits:
-    """The top K logits of distributions of any leading shape, here [...]. Arrays of JAX on a
-    device, of numpy on the host.
+    """The top K logits of distributions of any leading shape, here [...].
 
-    Mass is relative to the largest logit: the mass of some tokens at temperature t is the sum of
-    exp((logit - largest) / t) over them.
+    Arrays of JAX on a device, of numpy on the host. Mass is relative to the largest logit: the mass
+    of some tokens at temperature t is the sum of exp((logit - largest) / t) over them.
 
     Attributes:
       tokens: int32[..., K], the tokens of the K largest logits, ascending; of logits that tie with
@@ -49,8 +48,10 @@ class TopLogits:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], k: int, vocab: int) -> "TopLogits":
-        """Zeros for distributions [*shape] of `k` tokens each, or of the whole vocabulary where it
-        is smaller."""
+        """Zeros for distributions [*shape] of `k` tokens each.
+
+        Of the whole vocabulary where it is smaller.
+        """
         per_token = (*shape, min(k, vocab))
         # An array each, so that all can be donated.
         rest, rest_at_1, kept_at = (jnp.zeros(shape) for _ in range(3))

@@ -1,9 +1,9 @@
-"""Block attention for Hopper GPUs, in Pallas on Mosaic GPU: the operations around the kernel of
-`jaxshare.pallas.kernel_mosaic_gpu`.
+"""Block attention for Hopper GPUs, in Pallas on Mosaic GPU.
 
-The queries are rotated towards their block, scaled and gathered into the order of the segments by
-one XLA fusion a layer, because bulk copies cannot gather; so the queries of a block that many
-multiprocessors share are rotated once, not by each of them (Hogwild! section 3.4).
+The operations around the kernel, which is in `jaxshare.pallas.kernel_mosaic_gpu`. The queries are
+rotated towards their block, scaled and gathered into the order of the segments by one XLA fusion a
+layer, because bulk copies cannot gather; so the queries of a block that many multiprocessors share
+are rotated once, not by each of them (Hogwild! section 3.4).
 """
 
 import functools
@@ -34,8 +34,9 @@ def mosaic_gpu_attention(
     plan: Plan,
     scale: float,
 ) -> Float[Array, "R T H D"]:
-    """Attention of queries that are not rotated over arenas that already hold this pass's keys. The
-    result has q's dtype.
+    """Attention of queries over arenas that already hold this pass's keys.
+
+    The queries are not rotated; the result has their dtype.
 
     Raises:
       NotImplementedError: a device, dtype or shape that the kernel does not support.
@@ -96,8 +97,10 @@ def _check(device: Device | None, keys: Array, dim: int, group: int) -> None:
 def segment_queries(
     q: Float[Array, "R T H D"], plan: Plan, work: Work, scale: float, dtype: jnp.dtype
 ) -> Float[Array, "K queries D"]:
-    """The Q + span queries in the order of the segments, rotated towards their block and scaled;
-    padding is finite."""
+    """The Q + span queries in the order of the segments.
+
+    They are rotated towards their block and scaled; padding is finite.
+    """
     rows, width, heads, dim = q.shape
     slots, kv_heads = plan.blocks.shape[1], work.pieces.shape[0]
     group = heads // kv_heads
@@ -122,8 +125,10 @@ def segment_queries(
 
 
 def _padded(arena: Array, tile: int) -> Array:
-    """Pads an arena so that tiles fit in. Caches are made so; only tiny ones, and ones of odd sizes
-    made by hand, are copied."""
+    """Pads an arena so that tiles fit in.
+
+    Caches are made so; only tiny ones, and ones of odd sizes made by hand, are copied.
+    """
     tokens = arena.shape[1]
     return jnp.pad(arena, ((0, 0), (0, max(tile, tokens + -tokens % ALIGNMENT) - tokens), (0, 0)))
 
@@ -131,10 +136,10 @@ def _padded(arena: Array, tile: int) -> Array:
 def _pieces(
     queries: Array, keys: Array, values: Array, work: Work, tiles: MosaicTiles, device: Device
 ) -> tuple[Array, Array]:
-    """Partial results of all pieces: out float32[partial rows, padded dim] and lse float32[partial
-    rows], base 2.
+    """Partial results of all pieces, base 2.
 
-    Rows of no query, and columns beyond D, are undefined.
+    They are out float32[partial rows, padded dim] and lse float32[partial rows]. Rows of no query,
+    and columns beyond D, are undefined.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 

@@ -36,11 +36,11 @@ def triton_attention(
     plan: Plan,
     scale: float,
 ) -> Float[Array, "R T H D"]:
-    """Attention of queries that are not rotated over arenas that already hold this pass's keys. The
-    result has q's dtype.
+    """Attention of queries over arenas that already hold this pass's keys.
 
-    Queries are rotated in float32 and rounded to the cache's dtype; scores, weights and sums are
-    float32, weights rounded to the cache's dtype for their product with the values.
+    The queries come not rotated; the result has their dtype. They are rotated in float32 and
+    rounded to the cache's dtype; scores, weights and sums are float32, weights rounded to the
+    cache's dtype for their product with the values.
 
     Raises:
       NotImplementedError: no such GPU, head dim, group or dtype, or a JAX without Triton.
@@ -119,8 +119,11 @@ def _pieces(
     tiles: TritonTiles,
     interpret: bool,
 ) -> tuple[Array, Array]:
-    """Partial results of all items: attention float32[partial_rows, D] over the keys of a piece,
-    and its log-sum-exp to base 2, float32[partial_rows]. Only rows of real pieces are written."""
+    """Partial results of all items, base 2.
+
+    They are attention float32[partial_rows, D] over the keys of a piece, and its log-sum-exp
+    float32[partial_rows]. Only rows of real pieces are written.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
@@ -221,8 +224,10 @@ def _kernel(
         rotation = source // group
 
         def rotated(run: _ColumnRun) -> Array:
-            """The queries [span, D'], rotated towards the block: entry i < P with i + P, and i + P
-            with i; entries from 2P on are unchanged."""
+            """The queries [span, D'], rotated towards the block.
+
+            Entry i < P is rotated with i + P, and i + P with i; entries from 2P on are unchanged.
+            """
             column = run.column
             member = head * group + source[:, None] % group
             inside = real[:, None] & (column < dim)[None]
@@ -305,8 +310,10 @@ def _kernel(
 
 
 class _ColumnRun(NamedTuple):
-    """Neighbouring columns of a head: the first's number, all their numbers, and whether some are
-    after the head's last."""
+    """Neighbouring columns of a head.
+
+    The first's number, all their numbers, and whether some are after the head's last.
+    """
 
     start: int
     column: Array
@@ -314,11 +321,10 @@ class _ColumnRun(NamedTuple):
 
 
 def _runs(dim: int) -> list[_ColumnRun]:
-    """A head's columns in runs whose sizes are powers of two, the largest first; 80 is 64 and 32,
-    half of those padding.
+    """The columns of a head in runs whose sizes are powers of two, the largest first.
 
-    None is narrower than 32: where a product has no more columns than it has rows, Triton has all
-    warps compute all of it if rows are few.
+    80 is 64 and 32, half of those padding. None is narrower than 32: where a product has no more
+    columns than it has rows, Triton has all warps compute all of it if rows are few.
     """
     runs, start = [], 0
     while start < dim:

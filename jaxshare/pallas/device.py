@@ -33,8 +33,10 @@ _assumed = jax.make_user_context(None)
 
 
 def current_device() -> Device | None:
-    """The GPU that the code being traced will run on: the assumed one, or JAX's default device;
-    None if that is no NVIDIA GPU."""
+    """The GPU that the code being traced will run on.
+
+    It is the assumed one, or JAX's default device; None if that is no NVIDIA GPU.
+    """
     if assumed := _assumed.value:
         return assumed
     device = default_device()
@@ -54,6 +56,8 @@ def default_device() -> Any:
 
 
 def assume_device(device: Device) -> AbstractContextManager[None]:
-    """A context in which traces are for this GPU, whether there is one or not: to compile for
-    another machine, and to interpret kernels."""
+    """A context in which traces are for this GPU, whether there is one or not.
+
+    It serves to compile for another machine, and to interpret kernels.
+    """
     return _assumed(device)

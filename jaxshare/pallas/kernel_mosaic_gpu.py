@@ -41,8 +41,11 @@ is interpreted."""
 
 
 class Barriers(NamedTuple):
-    """The barriers between the fetching warpgroup and the two that compute (a slot is full, a slot
-    is free again), and between those two (`given`, `taken`)."""
+    """The barriers of the kernel.
+
+    Those named full and free are between the fetching warpgroup and the two that compute: a slot is
+    full, or free again. `given` and `taken` are between those two.
+    """
 
     query_full: Any
     query_free: Any
@@ -122,8 +125,7 @@ def attention_kernel(
         )
 
     def window(now: _SegmentTiles, i: Array) -> tuple[Array, Array]:
-        """The arena index of the i-th tile that is read, and the tokens of the segment before that
-        tile."""
+        """The arena index of the i-th tile read, and the segment's tokens before it."""
         i = i + (now.lead > 0).astype(jnp.int32)
         before = jnp.where(i == now.tiles, 0, i) * size
         return pl.multiple_of(jnp.minimum(now.start + before, arena - size), ALIGNMENT), before

@@ -85,8 +85,9 @@ def _merge_kernel(
     merged_ref: Any,
     *lse_out_ref: Any,
 ) -> None:
-    """Merges one query a warpgroup. plgpu is Pallas' Mosaic GPU module; of `work` only the static
-    fields are used.
+    """Merges one query a warpgroup.
+
+    plgpu is Pallas' Mosaic GPU module; of `work` only the static fields are used.
 
     Refs: listed [R * N, 4], piece [K, S, 2], merged [R * T * H, padded D] of `dtype`, lse_out as
     merged, all columns alike.

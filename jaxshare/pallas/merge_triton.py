@@ -1,9 +1,9 @@
-"""Merges the partial results of each query in the Triton backend: see
-`jaxshare.pallas.block_attention_triton`.
+"""Merges the partial results of each query in the Triton backend.
 
-Of the `Work.partial_rows` rows of partial results only those of real pieces are written. So each
-query looks up, for every block that it sees, the pieces of its segment, and takes those rows alone
-into a softmax over their log-sum-exps (Hydragen section 3.1).
+They are from `jaxshare.pallas.block_attention_triton`. Of the `Work.partial_rows` rows of partial
+results only those of real pieces are written. So each query looks up, for every block that it sees,
+the pieces of its segment, and takes those rows alone into a softmax over their log-sum-exps
+(Hydragen section 3.1).
 """
 
 import functools

@@ -1,5 +1,7 @@
-"""Tile configurations of the GPU kernels: a small table by shape, overridden by the measurements of
-`jaxshare tune` on the user's GPU."""
+"""Tile configurations of the GPU kernels: a small table by shape.
+
+The measurements of `jaxshare tune` on the user's GPU override it.
+"""
 
 import dataclasses
 import functools
@@ -107,14 +109,18 @@ technical specifications)."""
 
 
 def shared_memory(device: Device) -> int:
-    """Bytes of shared memory that one program on the device may have; of an unknown device the
-    smallest in the table."""
+    """Bytes of shared memory that one program on the device may have.
+
+    Of an unknown device the smallest number in the table.
+    """
     return _SHARED_MEMORY.get(device.capability, min(_SHARED_MEMORY.values())) * _KIB
 
 
 def mosaic_bytes(tiles: MosaicTiles, head_dim: int) -> int:
-    """Bytes of shared memory that the mosaic_gpu kernel takes, a little more than exact for its
-    barriers and statistics."""
+    """Bytes of shared memory that the mosaic_gpu kernel takes.
+
+    A little more than exact for its barriers and statistics.
+    """
     # of a result, which is stored through shared memory in float32
     columns = 64 if head_dim % 64 == 0 else head_dim
     return (
@@ -126,15 +132,20 @@ def mosaic_bytes(tiles: MosaicTiles, head_dim: int) -> int:
 
 
 def triton_bytes(tiles: TritonTiles, head_dim: int) -> int:
-    """Bytes of shared memory that the Triton kernel takes at most: keys and values of every stage,
-    and the queries."""
+    """Bytes of shared memory that the Triton kernel takes at most.
+
+    Keys and values of every stage, and the queries.
+    """
     columns = bucket(head_dim)
     return (tiles.num_stages * 2 * tiles.tile + tiles.span) * columns * _ITEMSIZE + 2 * _KIB
 
 
 def candidates_mosaic(head_dim: int) -> list[MosaicTiles]:
-    """The tiles worth measuring: those whose scores and results fit two warpgroups' registers, with
-    the most stages that fit, or the next fewer."""
+    """The mosaic_gpu tiles worth measuring.
+
+    Their scores and results fit two warpgroups' registers; each has the most stages that fit, or
+    the next fewer.
+    """
     candidates: list[MosaicTiles] = []
     for tile in (64, 128) if head_dim <= 128 else (64,):
         for query_stages in (1, 2):
@@ -149,8 +160,10 @@ def candidates_mosaic(head_dim: int) -> list[MosaicTiles]:
 
 
 def candidates_triton(device: Device, head_dim: int, queries: int) -> list[TritonTiles]:
-    """The tiles worth measuring for a call of `queries` queries: spans up to all of them, in tiles
-    that fit the device's shared memory."""
+    """The Triton tiles worth measuring for a call of `queries` queries.
+
+    Spans up to all of the queries, in tiles that fit the device's shared memory.
+    """
     spans = [
         span
         for span in (16, 32, 64, 128)
@@ -181,8 +194,10 @@ def _fits(tiles: KernelConfig, device: Device, head_dim: int) -> bool:
 
 
 def _filled(tiles: TritonTiles, device: Device, head_dim: int) -> TritonTiles:
-    """The tiles with as many items for each multiprocessor as it can hold at once: their shared
-    memory, and 16 warps with 128 registers a thread."""
+    """The tiles with as many items for each multiprocessor as it can hold at once.
+
+    The limits are its shared memory, and 16 warps with 128 registers a thread.
+    """
     at_once = min(shared_memory(device) // triton_bytes(tiles, head_dim), 16 // tiles.num_warps)
     return dataclasses.replace(tiles, items_per_multiprocessor=max(1, at_once))
 
@@ -253,16 +268,19 @@ _in_use = jax.make_user_context(None)
 
 
 def use_tiles(tiles: KernelConfig | None) -> AbstractContextManager[None]:
-    """A context in which kernels of the tiles' backend are traced with them; None changes
-    nothing."""
+    """A context in which kernels of the tiles' backend are traced with them.
+
+    None changes nothing.
+    """
     return _in_use(tiles)
 
 
 def choose_mosaic(
     device: Device, head_dim: int, group: int, queries: int, dtype: jax.typing.DTypeLike
 ) -> MosaicTiles:
-    """The mosaic_gpu backend's tiles for a call: those of `use_tiles`, or measured for such calls,
-    or the table's.
+    """The mosaic_gpu backend's tiles for a call.
+
+    Those of `use_tiles`, or those measured for such calls, or the table's.
 
     Args:
       device: the GPU that the call will run on.
@@ -283,8 +301,10 @@ def choose_mosaic(
 def choose_triton(
     device: Device, head_dim: int, group: int, queries: int, dtype: jax.typing.DTypeLike
 ) -> TritonTiles:
-    """The triton backend's tiles for a call; arguments, order and errors are those of
-    `choose_mosaic`."""
+    """The triton backend's tiles for a call.
+
+    Arguments, order and errors are those of `choose_mosaic`.
+    """
     tiles = _override(
         device, Key("triton", head_dim, group, bucket(queries), jnp.dtype(dtype).name)
     )
@@ -310,8 +330,10 @@ class Key:
     dtype: str
 
     def nearest(self) -> Iterator["Key"]:
-        """This key, and those of half and twice as many queries, whose tiles are used where this
-        one was not measured."""
+        """This key, and those of half and twice as many queries.
+
+        Their tiles are used where this one was not measured.
+        """
         for queries in (self.queries, self.queries // 2, self.queries * 2):
             yield dataclasses.replace(self, queries=queries)
 
@@ -327,10 +349,10 @@ def tiles_file() -> Path:
 
 @functools.cache
 def read_tiles(file: Path) -> Measured:
-    """The measured tiles in the file, none if it does not exist. A file is read once in a process,
-    until `read_tiles.cache_clear()`.
+    """The measured tiles in the file, none if it does not exist.
 
-    A file that cannot be read, or is of another version, gives a warning and is ignored.
+    A file is read once in a process, until `read_tiles.cache_clear()`. A file that cannot be read,
+    or is of another version, gives a warning and is ignored.
     """
     try:
         return decode_tiles(file.read_text(encoding="utf-8"))

@@ -1,13 +1,13 @@
-"""Work items of the GPU backends: the reads of one pass, cut into equal pieces, made from the plan
-inside jit.
+"""Work items of the GPU backends: the reads of one pass, cut into equal pieces.
 
-The queries of all rows that see a block are put next to each other: a block's queries are cut into
-segments of at most `span`, and each segment reads the block's keys once for all of them (Hydragen
-section 3.2). A segment's keys are cut into tiles of `tile` tokens. All tiles of all segments of all
-kv heads, concatenated, are cut into `num_items` items of equal length, cuts inside a block allowed,
-so that every multiprocessor has the same amount of work whatever the lengths are; many short
-private blocks share an item. The part of an item that belongs to one segment is a piece; each piece
-leaves partial results, which are merged by log-sum-exp.
+They are made from the plan, inside jit. The queries of all rows that see a block are put next to
+each other: a block's queries are cut into segments of at most `span`, and each segment reads the
+block's keys once for all of them (Hydragen section 3.2). A segment's keys are cut into tiles of
+`tile` tokens. All tiles of all segments of all kv heads, concatenated, are cut into `num_items`
+items of equal length, cuts inside a block allowed, so that every multiprocessor has the same amount
+of work whatever the lengths are; many short private blocks share an item. The part of an item that
+belongs to one segment is a piece; each piece leaves partial results, which are merged by
+log-sum-exp.
 
 Everything is a sum over pairs of (row, listed block) or over segments, so that XLA makes a few
 small kernels of it and sorts nothing.
@@ -33,8 +33,9 @@ copies of eight rows."""
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """S segments at most; those from `Work.count` on have no tiles. A segment's tiles are the same
-    for every kv head.
+    """The segments of a pass, S at most; those from `Work.count` on have no tiles.
+
+    A segment's tiles are the same for every kv head.
 
     Attributes:
       table: int32[S, 8], the properties below in this order, and a column of zeros: a row is one
@@ -55,8 +56,10 @@ class Segments:
 
     @property
     def start(self) -> Int[Array | np.ndarray, " S"]:
-        """The arena index of its first tile: its block's first token, rounded down to the
-        alignment."""
+        """The arena index of its first tile.
+
+        That is its block's first token, rounded down to the alignment.
+        """
         return self.table[:, 2]
 
     @property
@@ -71,8 +74,10 @@ class Segments:
 
     @property
     def full(self) -> Int[Array | np.ndarray, " S"]:
-        """The number of tiles, the first ones that are read, of which all of its queries see all
-        tokens; in the others each query has its limit."""
+        """The number of its first tiles of which all of its queries see all tokens.
+
+        First in the order of reading; in the others each query has its limit.
+        """
         return self.table[:, 5]
 
     @property
@@ -84,8 +89,10 @@ class Segments:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The work of a pass. R rows, N listed blocks, T new tokens, G query heads of a kv head, Q
-    queries of a kv head, P items.
+    """The work of a pass.
+
+    R rows, N listed blocks, T new tokens, G query heads of a kv head, Q queries of a kv head, P
+    items.
 
     Attributes:
       count: int32[], segments.

@@ -1,5 +1,7 @@
-"""The decode loop against a plain loop over whole sequences, and against itself in other numbers of
-dispatches."""
+"""The decode loop against a plain loop over whole sequences.
+
+And against itself in other numbers of dispatches.
+"""
 
 import dataclasses
 import functools
@@ -242,8 +244,10 @@ def test_rows_not_in_use_do_nothing():
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(1.2)], ids=["greedy", "sampled"])
 def test_a_prefix_prefilled_once_and_sampled_at_once(sampler):
-    """Rows with nothing to feed start from the prefix's logits, as if the whole prompt had been fed
-    to each."""
+    """Rows with nothing to feed start from the prefix's logits.
+
+    They go on as if the whole prompt had been fed to each.
+    """
     prefix = PROMPTS[1]
     tokens = np.zeros((ROWS, 16), np.int32)
     tokens[0, : len(prefix)] = prefix
@@ -296,8 +300,10 @@ def test_one_seed_for_all_gives_each_row_a_stream_of_its_own():
 
 
 def test_feeding_goes_on_where_a_row_stopped():
-    """More text is fed to rows that ended, while others run; sampled tokens stay, and the rest is
-    as if all had been one prompt."""
+    """More text is fed to rows that ended, while others run.
+
+    Sampled tokens stay, and the rest is as if all had been one prompt.
+    """
     extra = RNG.integers(0, VOCAB, 9).tolist()
     done = run(tiny_state(PROMPTS, budgets=[3, MOST, MOST, MOST]), passes=6)
     first = done.outputs()
@@ -358,8 +364,10 @@ def test_stop_on_finish_comes_back_when_a_row_ends():
 
 
 def prefilled(cache: KVCache, prompts: dict[int, list[int]]) -> tuple[jnp.ndarray, KVCache]:
-    """Feeds prompts of up to 16 tokens to blocks: the logits after each, in their order, and the
-    cache."""
+    """Feeds prompts of up to 16 tokens to blocks.
+
+    The logits after each, in their order, and the cache.
+    """
     tokens, count = np.zeros((ROWS, 16), np.int32), [0] * ROWS
     for r, prompt in enumerate(prompts.values()):
         tokens[r, : len(prompt)], count[r] = prompt, len(prompt)
@@ -371,8 +379,10 @@ def prefilled(cache: KVCache, prompts: dict[int, list[int]]) -> tuple[jnp.ndarra
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(1.2, top_k=30)], ids=["greedy", "sampled"])
 def test_a_row_that_has_ended_is_given_something_new(sampler):
-    """A row below a shared prefix, with its own seed and budget: it and the others write what they
-    would in a fresh state."""
+    """A row below a shared prefix, with its own seed and budget.
+
+    It and the others write what they would in a fresh state.
+    """
     first, later = PROMPTS[1], [PROMPTS[0], PROMPTS[2], PROMPTS[3], PROMPTS[1]]
     settings = {"samplers": sampler, "seeds": [3, 1, 4, 1], "budgets": [5, MOST, MOST, MOST]}
     undisturbed = run(tiny_state(later, **settings)).outputs()

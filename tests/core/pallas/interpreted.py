@@ -1,5 +1,7 @@
-"""The common part of the tests of the GPU backends: kernels are interpreted on the CPU and compared
-with float64 numpy."""
+"""The common part of the tests of the GPU backends.
+
+Kernels are interpreted on the CPU and compared with float64 numpy.
+"""
 
 import dataclasses
 
@@ -34,8 +36,10 @@ def compare(implementation: str, device: Device, shape: Shape, case: Case) -> No
 def compare_spread(
     implementation: str, device: Device, shape: Shape, case: Case, devices: int
 ) -> None:
-    """Does as `compare`, with the tokens of the arena sharded over several devices, each of which
-    runs the kernels on its part."""
+    """Does as `compare`, with the tokens of the arena sharded over several devices.
+
+    Each of them runs the kernels on its part.
+    """
     (cache, *arguments), expected = place(shape, case)
     mesh = make_mesh(kv=devices)
     cache = dataclasses.replace(cache, mesh=mesh)

@@ -1,5 +1,6 @@
-"""Every backend against the reference on a GPU: head dims, query heads of a kv head, dtypes,
-widths, and layouts of all kinds.
+"""Every backend against the reference on a GPU.
+
+Head dims, query heads of a kv head, dtypes, widths, and layouts of all kinds.
 
     python -m pytest -m gpu
 
@@ -60,8 +61,10 @@ def gpu():
 
 
 def able(backend: str, device) -> bool:
-    """Each backend runs where the docs promise: mosaic_gpu on Hopper, triton on Ampere and later,
-    xla everywhere."""
+    """Each backend runs where the docs promise.
+
+    mosaic_gpu on Hopper, triton on Ampere and later, xla everywhere.
+    """
     return {
         "mosaic_gpu": device.capability // 10 == 9,
         "triton": device.capability >= 80,

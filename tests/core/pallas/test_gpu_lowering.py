@@ -1,7 +1,7 @@
-"""Every GPU backend of block attention lowers for CUDA where JAX has neither a GPU nor the packages
-for one: all shapes that are promised.
+"""Every GPU backend of block attention lowers for CUDA without a GPU.
 
-Lowering does not imply compiling: `make gpu-compile` tests that.
+JAX has neither a GPU nor the packages for one here. All shapes that are promised. Lowering does not
+imply compiling: `make gpu-compile` tests that.
 """
 
 import dataclasses
@@ -113,8 +113,11 @@ def test_a_decode_step_lowers_for_cuda(backend):
 
 @pytest.mark.parametrize("spread", programs.SPREADS, ids=str)
 def test_a_decode_step_on_several_devices_lowers_for_cuda(spread):
-    """Each device runs the kernels on its part; `make gpu-compile` counts what they send. Triton
-    lowers only for a described device, and the mesh takes the place of the description."""
+    """Each device runs the kernels on its part.
+
+    `make gpu-compile` counts what they send. Triton lowers only for a described device, and the
+    mesh takes the place of the description.
+    """
     config = dataclasses.replace(programs.MODEL, num_layers=1)
     mesh = spread.mesh(jax.devices()[: spread.tensor * spread.kv])
     decoding = programs.decoding(

@@ -1,9 +1,8 @@
-"""The mosaic_gpu backend, interpreted on the CPU, threads and barriers included, against float64
-numpy.
+"""The mosaic_gpu backend, interpreted on the CPU, against float64 numpy.
 
-Interpreting takes seconds a call: a few shapes here, many examples among the slow tests.
-test_work_items tests how work is cut, test_gpu_lowering and `make gpu-compile` that the kernels
-compile.
+Threads and barriers are included. Interpreting takes seconds a call: a few shapes here, many
+examples among the slow tests. test_work_items tests how work is cut, test_gpu_lowering and `make
+gpu-compile` that the kernels compile.
 """
 
 import dataclasses
@@ -98,8 +97,10 @@ def test_pending_tokens_are_causal_in_their_own_block():
 
 
 def test_log_sum_exps_for_other_devices(monkeypatch):
-    """The inputs of merging over devices, where tokens are sharded. One device in place of all: the
-    interpreter has one memory, which concurrent ones would share."""
+    """The inputs of merging over devices, where tokens are sharded.
+
+    One device in place of all: the interpreter has one memory, which concurrent ones would share.
+    """
     shape = dataclasses.replace(DECODE, rotary=0)
     (cache, layout, count, q, k, v), out = place(
         shape, case([[0, 2, 1], [3], []], [1, 1, 0], [200, 3, 70, 0], gaps=[1, 0, 2, 0])

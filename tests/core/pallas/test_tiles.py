@@ -1,5 +1,4 @@
-"""Tiles of the GPU kernels: those of the table and of the tuner fit a GPU, and measured ones
-override the table."""
+"""Tiles of the GPU kernels fit a GPU, and measured ones override the table."""
 
 import dataclasses
 import itertools

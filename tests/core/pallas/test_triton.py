@@ -119,9 +119,11 @@ def test_many_rows_over_a_shared_block():
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_tokens_that_are_spread_over_devices(devices):
-    """Blocks that start inside a stripe, of which some devices have nothing, a row that sees
-    nothing but its own token, and an empty row: merged over the devices by the log-sum-exps
-    that the kernels give."""
+    """Blocks are merged over the devices by the log-sum-exps that the kernels give.
+
+    They start inside a stripe, and some devices have nothing of them; one row sees nothing but its
+    own token, and one is empty.
+    """
     shape = dataclasses.replace(DECODE, arena=2560)
     compare_spread(
         "triton",

@@ -16,8 +16,10 @@ from tests.helpers import pad_rows
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The static sizes: R rows, T tokens, N listed, B blocks, G query heads of each of K kv heads,
-    and how the work is cut."""
+    """The static sizes, and how the work is cut.
+
+    R rows, T tokens, N listed, B blocks, G query heads of each of K kv heads.
+    """
 
     rows: int
     width: int
@@ -128,8 +130,10 @@ def segment(work, number: int):
 
 
 def tokens(shape: Shape, fields: dict[str, int], i: int, limit: int) -> range:
-    """Arena tokens of the i-th tile that a segment reads, for a query that sees `limit` tokens of
-    the block."""
+    """Arena tokens of the i-th tile that a segment reads.
+
+    They are for a query that sees `limit` tokens of the block.
+    """
     nth = (i + (fields["lead"] > 0)) % fields["tiles"]
     low = max(nth * shape.tile, fields["lead"])
     return range(
@@ -187,8 +191,10 @@ def test_items_are_of_one_size_and_follow_each_other(name, data):
 @settings(max_examples=15)
 @given(st.data())
 def test_partial_results_are_found_where_they_were_left(name, data):
-    """No two pieces share a row of partial results, and the merge finds all pieces of a query and
-    no others."""
+    """No two pieces share a row of partial results.
+
+    The merge finds all pieces of a query and no others.
+    """
     shape = SHAPES[name]
     case = data.draw(cases(shape))
     work, _, _ = planned(shape, case)
