@@ -343,9 +343,9 @@ def _draw(weights: Array, uniform: Array, axis: str | None = None) -> Array:
 def _invert(weights: Array, cumulative: Array, target: Array) -> tuple[Array, Array]:
     """The first index of positive weight where the cumulative sum exceeds the target.
 
-    Returns also the target less the sum before that index. Sums are rounded, and on some devices not even
-    monotone: where the target reaches the whole sum, it is the last index of positive weight, and
-    an index of weight 0 is never taken.
+    Returns also the target less the sum before that index. Sums are rounded, and on some devices
+    not even monotone: where the target reaches the whole sum, it is the last index of positive
+    weight, and an index of weight 0 is never taken.
     """
     indices = jnp.arange(weights.shape[1])
     reached = (weights > 0) & (cumulative > target[:, None])
