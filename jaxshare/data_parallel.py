@@ -95,27 +95,28 @@ def decode_groups(
       state: from `stack`; its caches and logits are donated.
       passes, width: as for `decode`.
     """
-    donated: dict[str, Any] = dict.fromkeys(("cache", "logits", "kept"))
-    rest = dataclasses.replace(state, **donated)
-    return _decode_groups(model, params, state.cache, state.logits, state.kept, rest, passes, width)
+    rest = dataclasses.replace(state, cache=None, logits=None, top_logits=None)  # pyright: ignore[reportArgumentType]
+    return _decode_groups(
+        model, params, state.cache, state.logits, state.top_logits, rest, passes, width
+    )
 
 
 @functools.partial(
     jax.jit,
     static_argnames=("model", "passes", "width"),
-    donate_argnames=("cache", "logits", "kept"),
+    donate_argnames=("cache", "logits", "top_logits"),
 )
 def _decode_groups(
     model: Any,
     params: Any,
     cache: Any,
     logits: Array,
-    kept: Any,
+    top_logits: Any,
     rest: DecodeState,
     passes: int,
     width: int,
 ) -> DecodeState:
-    state = dataclasses.replace(rest, cache=cache, logits=logits, kept=kept)
+    state = dataclasses.replace(rest, cache=cache, logits=logits, top_logits=top_logits)
     mesh = _mesh(state)
     leaves, form = jax.tree.flatten(state)
     specs = jax.tree.leaves(

@@ -1,5 +1,8 @@
-"""Decoding: the jitted loop (`loop`), its state (`state`), what it samples with (`sampling`,
-`top_logits`) and what ends a step on the device (`steps`, `automaton`)."""
+"""The decode loop, its state, sampling, and the ends of steps.
+
+The jitted loop is in `loop`, its state in `state` and `row_inputs`, sampling in `sampling` and
+`top_logits`, and what ends a step on the device in `steps` and `automaton`.
+"""
 
 from jaxshare.decoding.loop import decode
 from jaxshare.decoding.sampling import Sampler, Samplers

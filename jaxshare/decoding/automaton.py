@@ -1,9 +1,8 @@
-"""Automata over the bytes of generated text, and the same automata over tokens, so that a jitted
-loop can read along.
+"""Automata over the bytes of generated text, and the same automata over tokens.
 
-What is looked for is said once, byte by byte, as a function of Python. Lifted to a vocabulary it is
-two small tables, exact for any tokenizer: a token does what its bytes would do one after the other,
-wherever in the token something ends.
+With those over tokens a jitted loop can read along. A pattern is written once, byte by byte, as a
+Python function. Lifted to a vocabulary it is two small tables, exact for any tokenizer: a token has
+the effect of its bytes one after the other, wherever in the token a match ends.
 """
 
 import dataclasses
@@ -13,20 +12,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Bool, Int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByteAutomaton:
-    """A deterministic automaton over bytes that marks some of its transitions, on the host. S
-    states.
+    """A deterministic automaton over bytes that marks some of its transitions.
+
+    It is on the host, and has S states.
 
     Attributes:
       transitions: int32[S, 256], the state after a byte.
-      marks: bool[S, 256], whether taking this transition completes what is looked for.
+      marks: bool[S, 256], whether taking this transition completes a match.
       start: the state before the first byte.
 
     Raises:
-      ValueError: tables of other shapes, or that name a state which is not there.
+      ValueError: tables of other shapes, or with a state that does not exist.
     """
 
     transitions: np.ndarray
@@ -58,8 +59,7 @@ class ByteAutomaton:
     def build(
         cls, start: Hashable, step: Callable[[Hashable, int], tuple[Hashable, bool]]
     ) -> "ByteAutomaton":
-        """The automaton of all states that can be reached from `start`, numbered in the order in
-        which they are found.
+        """The automaton of all states that can be reached from `start`, numbered breadth first.
 
         Args:
           start: the state before the first byte; it gets number 0.
@@ -80,12 +80,15 @@ class ByteAutomaton:
 
     @property
     def num_states(self) -> int:
-        """S."""
+        """The number of states, S."""
         return self.transitions.shape[0]
 
     def read(self, text: bytes, state: int | None = None) -> tuple[int, bool]:
-        """Reads bytes on the host: the state after them, and whether any of them marked. `state` is
-        where to begin; default the start."""
+        """Reads bytes on the host, from `state` or else the start.
+
+        Returns:
+          The state after them, and whether any of them marked.
+        """
         state, marked = self.start if state is None else state, False
         for byte in text:
             marked |= bool(self.marks[state, byte])
@@ -96,8 +99,8 @@ class ByteAutomaton:
         """The same automaton over tokens.
 
         Args:
-          tokens: for each token of the vocabulary the bytes that it adds to the text. One that adds
-            none changes nothing.
+          tokens: for each token of the vocabulary the bytes that it adds to the text. A token
+            without bytes changes nothing.
 
         Raises:
           ValueError: no tokens.
@@ -108,19 +111,19 @@ class ByteAutomaton:
                 "vocabulary"
             )
         # Reading some bytes is a function from the state before to the state after and the mark: S
-        # numbers, state * 2 + mark. Many tokens are the same function. All tokens are read side by
-        # side, a byte at a time, and only new (function, byte) pairs are worked out.
+        # numbers, state * 2 + mark. Many tokens are the same function. All tokens are read in
+        # parallel, a byte at a time, and only new (function, byte) pairs are computed.
         table = 2 * self.transitions + self.marks
         functions = [2 * np.arange(self.num_states, dtype=np.int32)]
         numbers = {functions[0].tobytes(): 0}
         text = np.frombuffer(b"".join(tokens), np.uint8)
         lengths = np.asarray([len(token) for token in tokens], np.int64)
-        begins = np.cumsum(lengths) - lengths
+        starts = np.cumsum(lengths) - lengths
         classes = np.zeros(len(tokens), np.int64)
-        for place in range(int(lengths.max())):
-            longer = np.flatnonzero(lengths > place)
+        for index in range(int(lengths.max())):
+            longer = np.flatnonzero(lengths > index)
             pairs, which = np.unique(
-                classes[longer] * 256 + text[begins[longer] + place], return_inverse=True
+                classes[longer] * 256 + text[starts[longer] + index], return_inverse=True
             )
             reached = []
             for function, byte in (divmod(pair, 256) for pair in pairs.tolist()):
@@ -142,11 +145,12 @@ class ByteAutomaton:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenAutomaton:
-    """A `ByteAutomaton` over tokens, as data of a jitted program. S states, C classes of tokens, V
-    vocabulary.
+    """A `ByteAutomaton` over tokens, as data of a jitted program.
+
+    S states, C classes of tokens, V vocabulary.
 
     Attributes:
-      classes: int32[V]; tokens that do the same in every state share a class, which keeps the
+      classes: int32[V]; tokens with the same effect in every state share a class, which keeps the
         tables small.
       transitions: int32[S, C], the state after a token.
       marks: bool[S, C], whether any byte of the token marks.
@@ -158,8 +162,13 @@ class TokenAutomaton:
     marks: Array
     start: Array
 
-    def step(self, state: Array, token: Array) -> tuple[Array, Array]:
-        """Reads one token in each row: (int32[R], int32[R]) -> (the states after them int32[R],
-        whether they marked bool[R])."""
-        kind = self.classes[token]
-        return self.transitions[state, kind], self.marks[state, kind]
+    def step(
+        self, state: Int[Array, "*R"], token: Int[Array, "*R"]
+    ) -> tuple[Int[Array, "*R"], Bool[Array, "*R"]]:
+        """Reads one token in each row.
+
+        Returns:
+          The states after them, and whether they marked.
+        """
+        token_class = self.classes[token]
+        return self.transitions[state, token_class], self.marks[state, token_class]

@@ -1,12 +1,13 @@
 """The decode loop: one jitted function for workers, branches and agents.
 
 Every row has a queue of pending tokens. While it is not empty the row feeds from it; when it runs
-empty the row samples, and what it samples is the next pending token. So prompts, injected text and
+empty the row samples, and the sampled token is the next pending one. So prompts, injected text and
 decoding are one mechanism.
 """
 
 import dataclasses
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -27,27 +28,49 @@ def decode(
     *,
     passes: int,
     width: int = 1,
-    until_any: bool = False,
+    stop_on_finish: bool = False,
+    until_any: bool | None = None,
 ) -> DecodeState:
-    """Runs up to `passes` forward passes in one dispatch; fewer if every row ends, or with
-    `until_any` if one does.
+    """Runs up to `passes` forward passes in one dispatch.
 
-    While a row has more than one pending token, passes take up to `width` of them; then one token a
-    row. Rows whose block has no room for what they must write end with `FinishReason.FULL` before
-    anything is lost.
+    It runs fewer if every row finishes, or with `stop_on_finish` if one does. While a row has more
+    than one pending token, passes take up to `width` of them; then one token a row. Rows whose
+    block has no room for what they must write end with `FinishReason.FULL` before anything is lost.
 
     Args:
       model, params: the model and its variables.
-      state: its cache, its logits and what it keeps of them are donated: use the returned state
-        from here on.
+      state: its cache, its logits and its top logits are donated: use the returned state from here
+        on.
       passes: data, not shape: any number runs the same program.
-      width: of passes that feed prompts; at most the state's `max_width`. Static.
-      until_any: come back as soon as a row ends, so that the host can give it more to do. Data.
+      width: tokens a row of passes that feed prompts; at most the state's `max_width`. Static.
+      stop_on_finish: return as soon as a row finishes, so that the host can give it more to do.
+        Data.
+      until_any: the deprecated name of `stop_on_finish`.
 
     Raises:
       ValueError: a negative number of passes, more than the state has room to record, or a width
         that it cannot take.
     """
+    if until_any is not None:
+        warnings.warn("until_any is now stop_on_finish", DeprecationWarning, stacklevel=2)
+        stop_on_finish = until_any
+    _check(state, passes, width)
+    donated: Any = {"cache": None, "logits": None, "top_logits": None}
+    rest = dataclasses.replace(state, **donated)
+    return _decode(
+        model,
+        params,
+        state.cache,
+        state.logits,
+        state.top_logits,
+        rest,
+        jnp.asarray(passes, jnp.int32),
+        jnp.asarray(stop_on_finish),
+        width,
+    )
+
+
+def _check(state: DecodeState, passes: int, width: int) -> None:
     if passes < 0 or not 1 <= width <= state.max_width:
         raise ValueError(
             f"passes is {passes} and width {width}; passes must be at least 0, and width from 1 to "
@@ -55,70 +78,50 @@ def decode(
         )
     if state.record is not None and passes > state.record.capacity:
         raise ValueError(
-            f"passes is {passes}, but the state has room to record {state.record.capacity}; create it "
-            "with more, or run fewer at once"
+            f"passes is {passes}, but the state has room to record {state.record.capacity}; create "
+            "it with more, or run fewer at once"
         )
-    rest = dataclasses.replace(state, cache=None, logits=None, kept=None)  # pyright: ignore[reportArgumentType]
-    return _decode(
-        model,
-        params,
-        state.cache,
-        state.logits,
-        state.kept,
-        rest,
-        jnp.asarray(passes, jnp.int32),
-        jnp.asarray(until_any),
-        width,
-    )
 
 
 @functools.partial(
-    jax.jit, static_argnames=("model", "width"), donate_argnames=("cache", "logits", "kept")
+    jax.jit, static_argnames=("model", "width"), donate_argnames=("cache", "logits", "top_logits")
 )
 def _decode(
     model: DecodeModel,
     params: Any,
     cache: KVCache,
     logits: Array,
-    kept: TopLogits | None,
+    top_logits: TopLogits | None,
     rest: DecodeState,
     passes: Array,
-    until_any: Array,
+    stop_on_finish: Array,
     width: int,
 ) -> DecodeState:
-    state = dataclasses.replace(rest, cache=cache, logits=logits, kept=kept)
-    began, last = state.running, state.passes + passes
-    state = (
-        state
-        if state.record is None
-        else dataclasses.replace(state, record=state.record.start(state.passes))
-    )
+    state = dataclasses.replace(rest, cache=cache, logits=logits, top_logits=top_logits)
+    running_before, last = state.running, state.passes + passes
+    if state.record is not None:
+        state = dataclasses.replace(state, record=state.record.start(state.passes))
     state = _sample(state)
 
     def goes_on(state: DecodeState) -> Array:
-        ended = until_any & jnp.any(began & ~state.running)
-        return (state.passes < last) & ~ended
+        finished = stop_on_finish & jnp.any(running_before & ~state.running)
+        return (state.passes < last) & ~finished & jnp.any(state.running)
 
-    def feed(state: DecodeState, width: int, whether: Array) -> DecodeState:
-        # A loop of one turn or none, because a conditional would copy the cache.
+    def feed_if(condition: Array, state: DecodeState, width: int) -> DecodeState:
+        # A loop of one iteration or none, because a conditional would copy the cache.
         return jax.lax.while_loop(
             lambda s: s[1],
             lambda s: (_feed(model, params, s[0], width), jnp.zeros((), bool)),
-            (state, whether),
+            (state, condition),
         )[0]
 
     def step(state: DecodeState) -> DecodeState:
         if width == 1:
             return _sample(_feed(model, params, state, 1))
-        behind = _behind(state)
-        return _sample(feed(feed(state, width, behind), 1, ~behind))
+        wide = jnp.any(state.running & (state.waiting > 1))
+        return _sample(feed_if(~wide, feed_if(wide, state, width), 1))
 
-    return jax.lax.while_loop(lambda s: goes_on(s) & jnp.any(s.running), step, state)
-
-
-def _behind(state: DecodeState) -> Array:
-    """bool[]: whether a row has more to feed than one token."""
-    return jnp.any(state.running & (state.waiting > 1))
+    return jax.lax.while_loop(goes_on, step, state)
 
 
 def _feed(model: DecodeModel, params: Any, state: DecodeState, width: int) -> DecodeState:
@@ -126,25 +129,22 @@ def _feed(model: DecodeModel, params: Any, state: DecodeState, width: int) -> De
     count = jnp.where(state.running, jnp.minimum(state.waiting, width), 0)
     target = jnp.maximum(state.layout.written, 0)
     full = state.running & (state.cache.lengths[target] + count > state.cache.capacities[target])
-    reasons = jnp.where(full, FinishReason.FULL.value, state.reasons)
     count = jnp.where(full, 0, count)
     tokens = jax.vmap(lambda queue, head: jax.lax.dynamic_slice_in_dim(queue, head, width))(
         state.pending, state.head
     )
     logits, cache = model.apply(params, tokens, count, state.cache, state.layout)
     fed = count > 0
-    record = (
-        None
-        if state.record is None
-        else state.record.log_pass(state.passes, tokens, count, cache.lengths)
-    )
+    record = state.record
+    if record is not None:
+        record = record.log_pass(state.passes, tokens, count, cache.lengths)
     return dataclasses.replace(
         state,
         cache=cache,
         record=record,
         logits=jnp.where(fed[:, None], logits, state.logits),
         ready=state.ready | fed,
-        reasons=reasons,
+        reasons=jnp.where(full, FinishReason.FULL.value, state.reasons),
         waiting=state.waiting - count,
         head=state.head + count,
         passes=state.passes + 1,
@@ -152,39 +152,30 @@ def _feed(model: DecodeModel, params: Any, state: DecodeState, width: int) -> De
 
 
 def _sample(state: DecodeState) -> DecodeState:
-    """Rows with an empty queue sample; the token goes to the output and, unless it ends the row,
-    into the queue."""
+    """Samples in the rows whose queue is empty.
+
+    The token goes to the output and, unless it ends the row, into the queue.
+    """
     due = state.running & (state.waiting == 0) & state.ready
     spent = due & (state.drawn >= state.budgets)
-    due = due & ~spent
-    # Of logits that are not numbers the largest is none either. They end a row that has more to
-    # feed, too.
-    mesh = state.cache.mesh
-    lost = state.running & state.ready & ~jnp.isfinite(largest(state.logits, mesh))
-    due = due & ~lost
-
-    def sampled() -> tuple[Array, Array]:
-        token = state.samplers.sample(state.logits, state.seeds, state.drawn, mesh=mesh)
-        return token, logprob(state.logits, token, mesh=mesh) if state.logprobs.shape[
-            1
-        ] else jnp.zeros(token.shape)
-
-    nothing = jnp.zeros(due.shape, jnp.int32), jnp.zeros(due.shape)
-    token, chance = jax.lax.cond(jnp.any(due), sampled, lambda: nothing)
+    # The largest of logits with a NaN is NaN. Such logits end a row that has more to feed, too.
+    not_finite = ~jnp.isfinite(largest(state.logits, state.cache.mesh))
+    not_finite &= state.running & state.ready
+    due = due & ~spent & ~not_finite
+    token, log_chance = _draw(state, due)
     drawn = state.drawn + due.astype(jnp.int32)
     stopped = due & jnp.any(token[:, None] == state.stops, axis=1)
     spent = spent | (due & ~stopped & (drawn >= state.budgets))
-    reasons = jnp.where(
-        stopped, FinishReason.STOP.value, jnp.where(spent, FinishReason.BUDGET.value, state.reasons)
-    )
-    reasons = jnp.where(lost, FinishReason.NOT_A_NUMBER.value, reasons)
+    reasons = jnp.where(spent, FinishReason.BUDGET.value, state.reasons)
+    reasons = jnp.where(stopped, FinishReason.STOP.value, reasons)
+    reasons = jnp.where(not_finite, FinishReason.NOT_A_NUMBER.value, reasons)
     goes_on = due & ~stopped & ~spent
-    place = jnp.where(due, state.drawn, state.tokens.shape[1])
+    # Rows that do not sample write outside the array, which drops what they write.
+    index = jnp.where(due, state.drawn, state.tokens.shape[1])
     row = jnp.arange(due.shape[0])
-    if state.kept is not None:
-        state = dataclasses.replace(
-            state, kept=_record(state.kept, state, due & state.recorded, row, place)
-        )
+    logprobs = state.logprobs
+    if logprobs.shape[1]:
+        logprobs = logprobs.at[row, index].set(log_chance, mode="drop")
     state = dataclasses.replace(
         state,
         reasons=reasons,
@@ -192,39 +183,57 @@ def _sample(state: DecodeState) -> DecodeState:
         waiting=jnp.where(goes_on, 1, state.waiting),
         head=jnp.where(due, 0, state.head),
         pending=state.pending.at[:, 0].set(jnp.where(goes_on, token, state.pending[:, 0])),
-        tokens=state.tokens.at[row, place].set(token, mode="drop"),
-        logprobs=state.logprobs.at[row, place].set(chance, mode="drop")
-        if state.logprobs.shape[1]
-        else state.logprobs,
+        tokens=state.tokens.at[row, index].set(token, mode="drop"),
+        logprobs=logprobs,
+        top_logits=_with_top_logits(state, due & state.recorded, index),
     )
-    return state if state.steps is None else _step(state, token, due, stopped)
+    return state if state.steps is None else _end_steps(state, token, due, stopped)
 
 
-def _record(
-    kept: TopLogits, state: DecodeState, which: Array, row: Array, place: Array
-) -> TopLogits:
-    """Keeps what these rows have just drawn from."""
-    k = kept.tokens.shape[-1]
+def _draw(state: DecodeState, due: Array) -> tuple[Array, Array]:
+    """The next token of each row that is due, int32[R], and its log-probability, float32[R].
 
-    def found() -> TopLogits:
-        return compress_logits(
-            whole_rows(state.logits, state.cache.mesh), state.samplers.temperature, k
-        )
+    Tokens of other rows mean nothing; log-probabilities that are not kept are 0.
+    """
+    mesh = state.cache.mesh
+
+    def draw() -> tuple[Array, Array]:
+        token = state.samplers.sample(state.logits, state.seeds, state.drawn, mesh=mesh)
+        if not state.logprobs.shape[1]:
+            return token, jnp.zeros(token.shape)
+        return token, logprob(state.logits, token, mesh=mesh)
+
+    nothing = jnp.zeros(due.shape, jnp.int32), jnp.zeros(due.shape)
+    return jax.lax.cond(jnp.any(due), draw, lambda: nothing)
+
+
+def _with_top_logits(state: DecodeState, keeps: Array, index: Array) -> TopLogits | None:
+    """The top logits with those that the bool[R] rows have just drawn from, at int32[R] index."""
+    whole = state.top_logits
+    if whole is None:
+        return None
+    k = whole.tokens.shape[-1]
+
+    def compress() -> TopLogits:
+        logits = whole_rows(state.logits, state.cache.mesh)
+        return compress_logits(logits, state.samplers.temperature, k)
 
     def nothing() -> TopLogits:
-        return TopLogits.empty(which.shape, k, kept.vocab)
+        return TopLogits.empty(keeps.shape, k, whole.vocab)
 
-    # The conditional is over what is found alone: over the whole it would copy that.
-    new = jax.lax.cond(jnp.any(which), found, nothing)
-    at = jnp.where(which, place, kept.tokens.shape[1])
-    return jax.tree.map(lambda whole, part: whole.at[row, at].set(part, mode="drop"), kept, new)
+    # The conditional is over the new entries alone: over the whole it would copy that.
+    new = jax.lax.cond(jnp.any(keeps), compress, nothing)
+    row, index = jnp.arange(keeps.shape[0]), jnp.where(keeps, index, whole.tokens.shape[1])
+    return jax.tree.map(lambda a, part: a.at[row, index].set(part, mode="drop"), whole, new)
 
 
-def _step(state: DecodeState, token: Array, due: Array, stopped: Array) -> DecodeState:
-    """Ends the steps that the sampled tokens end, opens the next ones, and ends all rows where an
-    answer stands or nothing can move."""
+def _end_steps(state: DecodeState, token: Array, due: Array, stopped: Array) -> DecodeState:
+    """Ends the steps that the sampled tokens end, and opens the next ones.
+
+    Ends all rows where there is an answer or nothing can move.
+    """
     assert state.steps is not None
-    steps, cache, found = after_sampling(
+    steps, cache, outcome = after_sampling(
         state.steps,
         state.cache,
         state.layout,
@@ -235,11 +244,12 @@ def _step(state: DecodeState, token: Array, due: Array, stopped: Array) -> Decod
         state.running,
         state.passes,
     )
-    reasons = jnp.where(found.held, FinishReason.STEP.value, state.reasons)
-    reasons = jnp.where(found.full & state.running, FinishReason.FULL.value, reasons)
-    reasons = jnp.where(found.over & (state.running | stopped), FinishReason.ANSWER.value, reasons)
-    record = None if state.record is None else state.record.log_moves(state.passes, found.moved)
-    opening = jnp.concatenate([token[:, None], found.opening], axis=1)
+    running = state.running
+    reasons = jnp.where(outcome.unprepared, FinishReason.STEP.value, state.reasons)
+    reasons = jnp.where(outcome.full & running, FinishReason.FULL.value, reasons)
+    reasons = jnp.where(outcome.done & (running | stopped), FinishReason.ANSWER.value, reasons)
+    record = None if state.record is None else state.record.log_moves(state.passes, outcome.moved)
+    opening = jnp.concatenate([token[:, None], outcome.opening], axis=1)
     size = opening.shape[1]
     return dataclasses.replace(
         state,
@@ -247,8 +257,8 @@ def _step(state: DecodeState, token: Array, due: Array, stopped: Array) -> Decod
         cache=cache,
         record=record,
         reasons=reasons,
-        waiting=jnp.where(found.opens, 1 + found.opening_size, state.waiting),
+        waiting=jnp.where(outcome.opens, 1 + outcome.opening_size, state.waiting),
         pending=state.pending.at[:, :size].set(
-            jnp.where(found.opens[:, None], opening, state.pending[:, :size])
+            jnp.where(outcome.opens[:, None], opening, state.pending[:, :size])
         ),
     )

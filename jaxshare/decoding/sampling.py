@@ -1,21 +1,23 @@
-"""Choosing tokens: greedy, temperature, top-k, top-p, min-p, bias and forbidden tokens, each row
-its own way.
+"""Sampling, each row with settings of its own.
 
-Randomness is counter-based: a draw depends on (row key, position) alone, never on what else is in
-the batch; `jaxshare.seeds` says which key a row has. Truncation is exact and needs no sort:
-thresholds are found by bisecting the ordered bits of the logits.
+The settings are temperature (0 is greedy), top-k, top-p, min-p, bias and forbidden tokens.
+Randomness is counter-based: a draw depends on (row key, position) alone, never on the rest of the
+batch; `jaxshare.seeds` makes the keys. Truncation is exact and needs no sort: thresholds are found
+by bisecting the ordered bits of the logits.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Float, Int, UInt32
 
 from jaxshare.sharding import (
     TENSOR,
@@ -34,13 +36,13 @@ _CHUNK = 256
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """How one row chooses its tokens. The cuts apply in the order temperature, top_k, top_p, min_p.
+    """The sampling settings of one row, applied in the order temperature, top_k, top_p, min_p.
 
     Attributes:
       temperature: logits are divided by it; 0 takes the likeliest token.
       top_k: keep the k likeliest tokens, and those that tie with the last; 0 keeps all.
-      top_p: keep the smallest set of likeliest tokens with at least this probability, and what
-        ties; in (0, 1].
+      top_p: keep the smallest set of likeliest tokens with at least this probability, and ties; in
+        (0, 1].
       min_p: keep tokens at least this fraction as likely as the likeliest; in [0, 1].
       bias: added to the logits of single tokens.
       forbidden: tokens that are never chosen.
@@ -103,8 +105,9 @@ class Samplers:
 
     @classmethod
     def stack(cls, samplers: Sequence[Sampler], *, bias_slots: int | None = None) -> "Samplers":
-        """One row for each sampler. `bias_slots` is X, to leave room for later rows; default what
-        these need.
+        """Makes one row of each sampler.
+
+        `bias_slots` is X, to leave room for later rows; default the fewest that these need.
 
         Raises:
           ValueError: a sampler has more biased and forbidden tokens than `bias_slots`.
@@ -116,10 +119,8 @@ class Samplers:
                 f"sampler {over[0]} has {len(edits[over[0]])} biased or forbidden tokens; "
                 f"bias_slots is {slots}"
             )
-        tokens, values = (
-            np.full((len(edits), slots), -1, np.int32),
-            np.zeros((len(edits), slots), np.float32),
-        )
+        tokens = np.full((len(edits), slots), -1, np.int32)
+        values = np.zeros((len(edits), slots), np.float32)
         for r, edit in enumerate(edits):
             tokens[r, : len(edit)], values[r, : len(edit)] = list(edit), list(edit.values())
         return cls(
@@ -136,21 +137,23 @@ class Samplers:
         )
 
     def sample(
-        self, logits: Array, seeds: Array, positions: Array, *, mesh: Mesh | None = None
-    ) -> Array:
-        """One token a row.
+        self,
+        logits: Float[Array, "R V"],
+        seeds: UInt32[Array, "R 2"],
+        positions: Int[Array, " R"],
+        *,
+        mesh: Mesh | None = None,
+    ) -> Int[Array, " R"]:
+        """Samples one token a row.
 
-        Logits that are cut over a mesh's vocabulary stay where they are, but for top_k and top_p,
-        which look at all of a row.
+        Logits that are sharded over a mesh's vocabulary stay where they are, except for top_k and
+        top_p, which need all of a row.
 
         Args:
-          logits: float32[R, V].
-          seeds: uint32[R, 2], each row's key (`jaxshare.seeds.seed_words`).
-          positions: int32[R], the counter: the same key and position always draw alike.
+          logits: of each row.
+          seeds: each row's key (`jaxshare.seeds.seed_words`).
+          positions: the counter: the same key and position always give the same draw.
           mesh: of the model that the logits are from.
-
-        Returns:
-          int32[R].
         """
         axis, none = vocab_axis(mesh, logits.shape[-1]), PartitionSpec()
         return on_each(
@@ -161,17 +164,17 @@ class Samplers:
         )(self, logits, seeds, positions)
 
     def _biased(self, logits: Array, first: Array | int = 0) -> Array:
-        """The logits of the vocabulary from token `first` on."""
+        """Adds the biases to logits of the vocabulary from token `first` on."""
         if not self.bias_tokens.shape[1]:
             return logits
-        place = self.bias_tokens - first
-        place = jnp.where((self.bias_tokens < 0) | (place < 0), logits.shape[1], place)
-        return logits.at[jnp.arange(logits.shape[0])[:, None], place].add(
+        index = self.bias_tokens - first
+        index = jnp.where((self.bias_tokens < 0) | (index < 0), logits.shape[1], index)
+        return logits.at[jnp.arange(logits.shape[0])[:, None], index].add(
             self.bias_values, mode="drop"
         )
 
     def _floor(self, scaled: Array) -> Array:
-        """float32[R, 1]: the smallest scaled logit that the cuts leave in, of all of a row."""
+        """float32[R, 1]: the smallest scaled logit of a row that passes top_k, top_p and min_p."""
         top = jnp.max(scaled, axis=-1, keepdims=True)
         order = _ordered(scaled)
         k = jnp.where(self.top_k > 0, self.top_k, scaled.shape[1])[:, None].astype(jnp.float32)
@@ -186,40 +189,41 @@ class Samplers:
 
 
 def vocab_axis(mesh: Mesh | None, vocab: int) -> str | None:
-    """The axis of a mesh along which rows of logits are cut, or None where every device has all of
-    them.
+    """The axis of a mesh along which rows of logits are sharded.
+
+    None where every device has all of them.
 
     Args:
       mesh: of the model.
-      vocab: how long the rows are, as the caller sees them. A vocabulary that does not divide is
-        not cut.
+      vocab: the length of the rows, as the caller sees them. A vocabulary that the axis does not
+        divide is not sharded.
     """
     axis = axis_in_use(mesh, TENSOR)
-    # One device's part of the logits is known by where it is.
+    # Inside a shard_map the caller sees one device's part, whose length says nothing.
     return axis if axis and (inside() or vocab % axis_size(mesh, TENSOR) == 0) else None
 
 
 def vocab_spec(axis: str | None) -> PartitionSpec:
-    """How logits [R, V] are cut."""
+    """The partition spec of logits [R, V] that are sharded along `axis`."""
     return spec((None, "vocab")) if axis else PartitionSpec()
 
 
 def _sample(
     axis: str | None, samplers: Samplers, logits: Array, seeds: Array, positions: Array
 ) -> Array:
-    """`Samplers.sample` on one device, which has the logits of its part of the vocabulary."""
+    """Samples on one device, which has the logits of its part of the vocabulary."""
     first = 0 if axis is None else lax.axis_index(axis) * logits.shape[1]
     logits = samplers._biased(logits, first)
     top = pmax(jnp.max(logits, axis=-1, keepdims=True), axis)
-    likeliest = _place_of(top, logits, first, axis)
+    likeliest = _argmax(top, logits, first, axis)
 
-    def drawn() -> Array:
+    def draw() -> Array:
         # The largest becomes 0 before the division, so that no temperature overflows it.
         scaled = (logits - top) / jnp.where(samplers.temperature > 0, samplers.temperature, 1.0)[
             :, None
         ]
         cuts = (samplers.top_k > 0) | (samplers.top_p < 1)
-        # The largest is 0 now, so that min_p alone has to see no other logit.
+        # The largest is 0 now, so that min_p alone needs no other logit.
         floor = lax.cond(
             jnp.any(cuts),
             lambda x: samplers._floor(gathered(x, axis)),
@@ -231,11 +235,11 @@ def _sample(
             samplers.temperature > 0, _draw(weights, uniforms(seeds, positions), axis), likeliest
         )
 
-    return lax.cond(jnp.any(samplers.temperature > 0), drawn, lambda: likeliest)
+    return lax.cond(jnp.any(samplers.temperature > 0), draw, lambda: likeliest)
 
 
-def largest(logits: Array, mesh: Mesh | None) -> Array:
-    """float32[R]: each row's largest logit, NaN where one is. `mesh` as in `Samplers.sample`."""
+def largest(logits: Float[Array, "R V"], mesh: Mesh | None) -> Float[Array, " R"]:
+    """The largest logit of each row, NaN where one is. `mesh`: as in `Samplers.sample`."""
     axis = vocab_axis(mesh, logits.shape[-1])
     return on_each(
         functools.partial(_largest, axis),
@@ -245,9 +249,8 @@ def largest(logits: Array, mesh: Mesh | None) -> Array:
     )(logits)
 
 
-def whole_rows(logits: Array, mesh: Mesh | None) -> Array:
-    """Logits [R, V] for what has to see all of a row: within one device's part of a computation
-    gathered, elsewhere as they are."""
+def whole_rows(logits: Float[Array, "R part"], mesh: Mesh | None) -> Float[Array, "R V"]:
+    """The logits over the whole vocabulary: gathered inside a shard_map, elsewhere unchanged."""
     return gathered(logits, vocab_axis(mesh, logits.shape[-1])) if inside() else logits
 
 
@@ -255,15 +258,19 @@ def _largest(axis: str | None, logits: Array) -> Array:
     top = jnp.max(logits, axis=-1)
     if axis is None:
         return top
-    # Not every library that adds over devices passes a NaN on.
-    lost = jnp.isnan(top)
-    top, lost = pmax(jnp.stack([jnp.where(lost, -jnp.inf, top), lost.astype(top.dtype)]), axis)
-    return jnp.where(lost > 0, jnp.nan, top)
+    # Not every library that reduces over devices passes a NaN on.
+    is_nan = jnp.isnan(top)
+    top, is_nan = pmax(
+        jnp.stack([jnp.where(is_nan, -jnp.inf, top), is_nan.astype(top.dtype)]), axis
+    )
+    return jnp.where(is_nan > 0, jnp.nan, top)
 
 
-def logprob(logits: Array, tokens: Array, *, mesh: Mesh | None = None) -> Array:
-    """float32[R]: the model's own log-probability of each row's token, before temperature, cuts and
-    bias. `mesh`: as in `sample`."""
+def logprob(
+    logits: Float[Array, "R V"], tokens: Int[Array, " R"], *, mesh: Mesh | None = None
+) -> Float[Array, " R"]:
+    """The model's own log-probability of each row's token, before temperature, truncation and bias.
+    `mesh`: as in `Samplers.sample`."""
     axis, none = vocab_axis(mesh, logits.shape[-1]), PartitionSpec()
     return on_each(
         functools.partial(_logprob, axis), mesh, in_specs=(vocab_spec(axis), none), out_specs=none
@@ -274,9 +281,9 @@ def _logprob(axis: str | None, logits: Array, tokens: Array) -> Array:
     if axis is None:
         chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
         return chosen - jax.nn.logsumexp(logits, axis=-1)
-    place = tokens - lax.axis_index(axis) * logits.shape[1]
-    here = (place >= 0) & (place < logits.shape[1])
-    chosen = jnp.take_along_axis(logits, jnp.clip(place, 0, logits.shape[1] - 1)[:, None], axis=1)[
+    index = tokens - lax.axis_index(axis) * logits.shape[1]
+    here = (index >= 0) & (index < logits.shape[1])
+    chosen = jnp.take_along_axis(logits, jnp.clip(index, 0, logits.shape[1] - 1)[:, None], axis=1)[
         :, 0
     ]
     top = pmax(jnp.max(logits, axis=-1), axis)
@@ -285,37 +292,39 @@ def _logprob(axis: str | None, logits: Array, tokens: Array) -> Array:
     return chosen - top - jnp.log(total)
 
 
-def uniforms(seeds: Array, positions: Array) -> Array:
-    """float32[R] in [0, 1), each from its own (key, position) alone; seeds uint32[R, 2], positions
-    int32[R]."""
+def uniforms(
+    seeds: UInt32[Array | np.ndarray, "R 2"], positions: Int[Array | np.ndarray, " R"]
+) -> Float[Array, " R"]:
+    """Uniform numbers in [0, 1), each from its own (key, position) alone."""
 
-    def draw(words: Array, position: Array) -> Array:
-        # Named, because a process may make another generator the default.
+    def draw(words: Any, position: Any) -> Array:
+        # Named, because a process can make another generator the default.
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
         return jax.random.uniform(jax.random.fold_in(key, position))
 
     return jax.vmap(draw)(seeds, positions)
 
 
-def _place_of(top: Array, logits: Array, first: Array | int, axis: str | None) -> Array:
-    """The first of the largest, as jnp.argmax; plain reductions, which XLA vectorises on the CPU,
-    where it does not argmax."""
-    place = jnp.where(logits == top, jnp.arange(logits.shape[-1]), logits.shape[-1])
-    place = jnp.min(place, axis=-1).astype(jnp.int32)
+def _argmax(top: Array, logits: Array, first: Array | int, axis: str | None) -> Array:
+    """The index of the first of the largest logits, as jnp.argmax.
+
+    It uses plain reductions: XLA vectorises those on the CPU, and not argmax.
+    """
+    index = jnp.where(logits == top, jnp.arange(logits.shape[-1]), logits.shape[-1])
+    index = jnp.min(index, axis=-1).astype(jnp.int32)
     if axis is not None:
-        place = lax.pmin(
-            jnp.where(place < logits.shape[-1], first + place, jnp.iinfo(jnp.int32).max), axis
+        index = lax.pmin(
+            jnp.where(index < logits.shape[-1], first + index, jnp.iinfo(jnp.int32).max), axis
         )
-        return jnp.minimum(place, logits.shape[-1] * lax.axis_size(axis) - 1)
-    return jnp.minimum(place, logits.shape[-1] - 1)
+        return jnp.minimum(index, logits.shape[-1] * lax.axis_size(axis) - 1)
+    return jnp.minimum(index, logits.shape[-1] - 1)
 
 
 def _draw(weights: Array, uniform: Array, axis: str | None = None) -> Array:
-    """Inverts the cumulative sum of weights [R, V] at uniform [R], in two levels: a chunk of
-    tokens, then one of them.
+    """Inverts the cumulative sum of weights [R, V] at uniform [R].
 
-    Where devices have parts of the vocabulary, all learn the sums of all chunks, and then the
-    weights of the one chunk.
+    It has two levels: a chunk of tokens, then one of them. Devices with parts of the vocabulary
+    exchange the sums of all chunks, and then the weights of the one chunk.
     """
     rows, vocab = weights.shape
     padded = jnp.pad(weights, ((0, 0), (0, -vocab % _CHUNK))).reshape(rows, -1, _CHUNK)
@@ -332,27 +341,27 @@ def _draw(weights: Array, uniform: Array, axis: str | None = None) -> Array:
 
 
 def _invert(weights: Array, cumulative: Array, target: Array) -> tuple[Array, Array]:
-    """The first place of positive weight where the cumulative sum exceeds the target, and what of
-    the target lies within it.
+    """The first index of positive weight where the cumulative sum exceeds the target.
 
-    Sums are rounded, and on some devices not even monotone: where the target reaches the whole sum,
-    it is the last place of positive weight, and a place of weight 0 is never taken.
+    Returns also the target less the sum before that index. Sums are rounded, and on some devices
+    not even monotone: where the target reaches the whole sum, it is the last index of positive
+    weight, and an index of weight 0 is never taken.
     """
-    places = jnp.arange(weights.shape[1])
+    indices = jnp.arange(weights.shape[1])
     reached = (weights > 0) & (cumulative > target[:, None])
-    first = jnp.min(jnp.where(reached, places, weights.shape[1]), axis=-1)
-    last = jnp.max(jnp.where(weights > 0, places, 0), axis=-1)
-    place = jnp.minimum(first, last).astype(jnp.int32)
+    first = jnp.min(jnp.where(reached, indices, weights.shape[1]), axis=-1)
+    last = jnp.max(jnp.where(weights > 0, indices, 0), axis=-1)
+    index = jnp.minimum(first, last).astype(jnp.int32)
     below = jnp.where(
-        place > 0,
-        jnp.take_along_axis(cumulative, jnp.maximum(place - 1, 0)[:, None], axis=1)[:, 0],
+        index > 0,
+        jnp.take_along_axis(cumulative, jnp.maximum(index - 1, 0)[:, None], axis=1)[:, 0],
         0.0,
     )
-    return place, target - below
+    return index, target - below
 
 
 def _ordered(x: Array) -> Array:
-    """int32 in the order of the float32 values (its own inverse with `_unordered`)."""
+    """Maps float32 values to int32 in the same order; `_unordered` is the inverse."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -361,15 +370,17 @@ def _unordered(order: Array) -> Array:
     return jax.lax.bitcast_convert_type(order ^ ((order >> 31) & 0x7FFFFFFF), jnp.float32)
 
 
-def _threshold(order: Array, weights: Array, wanted: Array) -> Array:
-    """int32[R, 1]: the largest threshold at which the weights of what is at or above it reach
-    `wanted` [R, 1]."""
+def _threshold(order: Array, weights: Array, target: Array) -> Array:
+    """The largest threshold, int32[R, 1], whose entries have enough weight.
+
+    The entries at or above it have weights that sum to `target` [R, 1] or more.
+    """
 
     def halve(_, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds  # reached at low, not reached at high
         middle = (low & high) + ((low ^ high) >> 1)
         reached = (
-            jnp.sum(jnp.where(order >= middle, weights, 0.0), axis=-1, keepdims=True) >= wanted
+            jnp.sum(jnp.where(order >= middle, weights, 0.0), axis=-1, keepdims=True) >= target
         )
         return jnp.where(reached, middle, low), jnp.where(reached, high, middle)
 

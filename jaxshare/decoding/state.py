@@ -1,9 +1,12 @@
-"""The state of the decode loop: a queue of pending tokens, a sampler and a finish reason for each
-row."""
+"""The state of the decode loop: queues of pending tokens, samplers, finish reasons.
+
+Every row has one of each.
+"""
 
 import dataclasses
 import enum
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -11,77 +14,87 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Bool, Float
 
 from jaxshare.cache import KVCache
+from jaxshare.decoding.row_inputs import Admission, RowInputs
 from jaxshare.decoding.sampling import Sampler, Samplers
 from jaxshare.decoding.steps import Steps
 from jaxshare.decoding.top_logits import TopLogits
-from jaxshare.layout import Layout, bucket
-from jaxshare.seeds import seed_words, stream_seed
+from jaxshare.layout import Layout
+from jaxshare.seeds import seed_words
 from jaxshare.trace.recorder import PassLog
 
 _STOPS = 8
-"""Stop tokens are kept in a multiple of this many places, so that a few more or less share a
+"""The array of stop tokens has a multiple of this many places, so that a few more or less share a
 program."""
 
 
 class DecodeModel(Protocol):
-    """What decode needs of a model: hashable (it is static under jit), and pure. Flax linen modules
-    are both."""
+    """The part of a model that decode uses: hashable (it is static under jit), and pure.
+
+    Flax linen modules are both.
+    """
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """(params, int32[R, T], int32[R], cache, layout) -> (float32[R, V] after each row's last
-        real token, cache)."""
+        """Runs a forward pass.
+
+        (params, int32[R, T] tokens, int32[R] real ones, cache, layout) -> (float32[R, V] after each
+        row's last real token, cache).
+        """
         ...
 
 
 class FinishReason(enum.IntEnum):
-    """Why a row is not running."""
+    """The reason why a row is not running."""
 
     RUNNING = 0
     STOP = 1
-    """It sampled a stop token."""
+    """The row sampled a stop token."""
     BUDGET = 2
-    """It has sampled as many tokens as it may."""
+    """The row has sampled as many tokens as it may."""
     FULL = 3
-    """Its block is full, or the one that its steps move to."""
+    """The row's block is full, or the one that its steps move to."""
     UNUSED = 4
     PAUSED = 5
-    """From outside."""
+    """Set by the host."""
     STEP = 6
-    """Its step has ended and nothing is prepared to open the next one."""
+    """The row's step has ended and no opening of the next one is prepared."""
     ANSWER = 7
-    """An answer stands."""
+    """There is an answer."""
     NOT_A_NUMBER = 8
-    """Its logits were not finite, so that nothing could be sampled."""
+    """The row's logits were not finite, so that nothing could be sampled."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """Everything the loop carries. R rows, P places in a queue, X places for generated tokens, V
-    vocabulary.
+    """Everything the loop carries.
+
+    R rows, P places in a queue, X places for generated tokens, V vocabulary. Saved sessions name
+    their arrays by these fields.
 
     Attributes:
-      cache, layout, samplers: what is cached, who sees what, how each row samples.
-      logits: float32[R, V] after each row's last fed token; they mean something where `ready`.
+      cache, layout, samplers: what is cached, the blocks that each row sees, how it samples.
+      logits: float32[R, V] after each row's last fed token, defined where `ready`.
       ready: bool[R].
-      pending: int32[R, P + slack], tokens to feed; waiting: int32[R], how many; head: int32[R],
-        where the first is.
+      pending: int32[R, P + slack], tokens to feed.
+      waiting, head: int32[R], the number of pending tokens, and the index of the first.
       seeds: uint32[R, 2], the key of each row's randomness: the words of its seed
         (`jaxshare.seeds`).
       drawn: int32[R], tokens sampled so far: the counter of the row's randomness.
       budgets: int32[R], tokens that a row may sample in all.
       stops: int32[S], tokens that end a row; -1 for an unused place.
-      reasons: int32[R], `FinishReason`: why a row ended, or RUNNING.
-      tokens: int32[R, X], what each row sampled, a stop token included.
-      logprobs: float32[R, X] of the sampled tokens, or [R, 0] where not asked for.
+      reasons: int32[R], `FinishReason`.
+      tokens: int32[R, X], the tokens that each row sampled, a stop token included.
+      logprobs: float32[R, X] of the sampled tokens, or [R, 0] where they are not kept.
       passes: int32[], forward passes so far.
-      kept: [R, X], what is kept of the distributions that the tokens were drawn from, or None where
-        nothing is.
-      recorded: bool[R], the rows that it is kept of.
-      steps: how rows end their steps, or None where they just write.
-      record: what the last dispatch has fed and moved, or None where that is not noted.
+      top_logits: [R, X], the largest logits of the distributions that the tokens were drawn from,
+        or None where they are not kept.
+      recorded: bool[R], the rows whose top logits are kept.
+      steps: how rows end their steps, or None where they write without.
+      record: the tokens that the last dispatch has fed and the steps it has moved, or None where
+        they are not logged.
       max_width: the widest pass that this state can take (static).
     """
 
@@ -101,7 +114,7 @@ class DecodeState:
     tokens: Array
     logprobs: Array
     passes: Array
-    kept: TopLogits | None
+    top_logits: TopLogits | None
     recorded: Array
     steps: Steps | None
     record: PassLog | None
@@ -119,130 +132,53 @@ class DecodeState:
         seeds: int | Sequence[int] = 0,
         budgets: int | Sequence[int] = 64,
         stops: Sequence[int] = (),
-        logits: Array | None = None,
+        logits: Float[Array, "*R V"] | None = None,
         queue: int = 0,
         room: int = 0,
         bias_slots: int | None = None,
         max_width: int = 256,
         logprobs: bool = False,
-        kept: int = 0,
+        num_top_logits: int = 0,
         steps: Steps | None = None,
         record: int = 0,
+        kept: int | None = None,
     ) -> "DecodeState":
-        """A state about to run.
+        """A state about to run. Raises ValueError for a wrong layout, and as `RowInputs` does.
 
         Args:
-          cache, layout: as for a forward pass.
-          prompts: for each row the tokens to feed before it samples. Rows not in use take an empty
-            one.
-          vocab_size: V.
-          samplers: one for all rows, or one a row.
-          seeds: of each row, integers of 64 bits; one integer gives row r the stream r of that
-            seed, `stream_seed(seeds, r)`.
-          budgets: how many tokens a row may sample; one for all, or one a row.
+          cache, layout, max_width: for passes that feed up to `max_width` tokens a row.
+          prompts, samplers, seeds, budgets: see `RowInputs`; one sampler, seed or budget is for all
+            rows, and of one seed row r gets `stream_seed(seeds, r)`.
           stops: tokens that end a row.
-          logits: float32[R, V] or [V] after what each row has cached, for rows that have nothing to
-            feed.
-          queue: places of a row's queue, for what `feed` brings later; at least the longest prompt.
-          room: places for the tokens that a row samples; at least the largest budget. States of the
-            same room share a program.
-          bias_slots: places for biased and forbidden tokens of a row, likewise; default what the
-            samplers need.
-          max_width: the widest pass that will be asked of `decode`.
+          logits: after what each row has cached, for rows that have nothing to feed.
+          queue: tokens that a row's queue holds, for `feed`; at least the longest prompt.
+          room: tokens that a row can sample; at least the largest budget. It is a shape: states of
+            the same room share a program.
+          bias_slots: places for a row's biased and forbidden tokens; default what these need.
           logprobs: keep the log-probabilities of the sampled tokens.
-          kept: keep so many of the largest logits that each token is drawn from; rows are
-            `recorded` where they are admitted so.
+          num_top_logits: logits to keep of each distribution that a `recorded` row draws from;
+            `kept` is its deprecated name.
           steps: for rows that write in steps, with room for what a row samples.
-          record: note what each dispatch feeds and moves, in room for so many passes; 0 notes
-            nothing.
-
-        Raises:
-          ValueError: counts that do not fit the layout, a token outside the vocabulary in a prompt,
-            a bias or a ban, a negative budget, or a row in use with nothing to feed and no logits.
+          record: passes of a dispatch that can be logged; 0 logs none.
         """
-        rows = layout.num_rows
         layout.check(cache.num_blocks)
-        listed = np.asarray(layout.listed)
-        prompts = [*map(list, prompts), *([[]] * (rows - len(prompts)))]
-        samplers = [samplers] * rows if isinstance(samplers, Sampler) else list(samplers)
-        seeds = (
-            [stream_seed(seeds, r) for r in range(rows)] if isinstance(seeds, int) else list(seeds)
-        )
-        budgets = [budgets] * rows if isinstance(budgets, int) else list(budgets)
-        for name, values in (
-            ("prompts", prompts),
-            ("samplers", samplers),
-            ("seeds", seeds),
-            ("budgets", budgets),
-        ):
-            if len(values) != rows:
-                raise ValueError(
-                    f"{name} has {len(values)} entries, but the layout has {rows} rows"
-                )
-        for r, prompt in enumerate(prompts):
-            if outside := [t for t in prompt if not 0 <= t < vocab_size]:
-                raise ValueError(
-                    f"the prompt of row {r} has token {outside[0]}, outside the vocabulary of "
-                    f"{vocab_size}"
-                )
-            if listed[r] and not prompt and logits is None:
-                raise ValueError(
-                    f"row {r} has an empty prompt and no logits to sample from; give it at least "
-                    "one token"
-                )
-            if outside := [
-                t for t in (*samplers[r].bias, *samplers[r].forbidden) if t >= vocab_size
-            ]:
-                raise ValueError(
-                    f"the sampler of row {r} names token {outside[0]}, outside the vocabulary of "
-                    f"{vocab_size}"
-                )
-            if budgets[r] < 0:
-                raise ValueError(
-                    f"the budget of row {r} is {budgets[r]}; it must be at least 0 tokens"
-                )
-        queue = max(queue, 1 + (steps.openings.shape[-1] if steps else 0), *map(len, prompts))
-        pending = np.zeros((rows, queue + max_width), np.int32)
-        for r, prompt in enumerate(prompts):
-            pending[r, : len(prompt)] = prompt
-        waiting = np.asarray(
-            [len(p) if n else 0 for p, n in zip(prompts, listed, strict=True)], np.int32
-        )
-        room = max(room, *budgets)
-        stops = [*stops, *[-1] * (-len(stops) % _STOPS if stops else _STOPS)]
-        given = (
-            jnp.zeros((rows, vocab_size))
-            if logits is None
-            else jnp.broadcast_to(logits, (rows, vocab_size)) + 0.0
-        )
-        return cls(
-            cache=cache,
-            layout=layout,
-            samplers=Samplers.stack(samplers, bias_slots=bias_slots),
-            logits=given,
-            ready=jnp.asarray((waiting == 0) & (listed > 0)),
-            pending=jnp.asarray(pending),
-            waiting=jnp.asarray(waiting),
-            head=jnp.zeros(rows, jnp.int32),
-            seeds=jnp.asarray(seed_words(seeds)),
-            drawn=jnp.zeros(rows, jnp.int32),
-            budgets=jnp.asarray(budgets, jnp.int32),
-            stops=jnp.asarray(stops, jnp.int32),
-            reasons=jnp.asarray(
-                np.where(listed > 0, FinishReason.RUNNING, FinishReason.UNUSED), jnp.int32
-            ),
-            tokens=jnp.zeros((rows, room), jnp.int32),
-            logprobs=jnp.zeros((rows, room if logprobs else 0)),
-            passes=jnp.zeros((), jnp.int32),
-            kept=TopLogits.empty((rows, room), kept, vocab_size) if kept else None,
-            recorded=jnp.zeros(rows, bool),
+        inputs = RowInputs.create(layout.num_rows, prompts, samplers, seeds, budgets)
+        inputs.check(layout, vocab_size, has_logits=logits is not None)
+        queue = max(queue, 1 + (steps.openings.shape[-1] if steps else 0))
+        k = num_top_logits if kept is None else _warn_kept(kept)
+        shape = layout.num_rows, max(room, *inputs.budgets)
+        return dataclasses.replace(
+            _fed_state(cache, layout, inputs, vocab_size, logits, queue, bias_slots, max_width),
+            stops=jnp.asarray(_padded_stops(stops), jnp.int32),
+            tokens=jnp.zeros(shape, jnp.int32),
+            logprobs=jnp.zeros(shape if logprobs else (layout.num_rows, 0)),
+            top_logits=TopLogits.empty(shape, k, vocab_size) if k else None,
             steps=steps,
-            record=PassLog.empty(record, rows, max_width, cache.num_blocks) if record else None,
-            max_width=max_width,
+            record=PassLog.empty(record, shape[0], max_width, cache.num_blocks) if record else None,
         )
 
     def feed(self, row: int, tokens: Sequence[int]) -> "DecodeState":
-        """Puts tokens behind what a row has pending, and lets a row that had stopped run on.
+        """Appends tokens to a row's queue, and lets a row that had stopped run on.
 
         Raises:
           ValueError: no tokens, a row that is not in use, or more tokens than the queue holds.
@@ -255,10 +191,10 @@ class DecodeState:
             )
         head, waiting = int(self.head[row]), int(self.waiting[row])
         queue = [*np.asarray(self.pending[row, head : head + waiting]).tolist(), *tokens]
-        if len(queue) > (most := self.pending.shape[1] - self.max_width):
+        if len(queue) > self._queue_capacity:
             raise ValueError(
-                f"row {row} would have {len(queue)} tokens pending, but its queue holds {most}; "
-                "create the state with a longer queue"
+                f"row {row} would have {len(queue)} tokens pending, but its queue holds "
+                f"{self._queue_capacity}; create the state with a longer queue"
             )
         return dataclasses.replace(
             self,
@@ -272,7 +208,7 @@ class DecodeState:
         self,
         rows: Sequence[int],
         blocks: Sequence[Sequence[int]],
-        logits: Array,
+        logits: Float[Array, "A V"],
         *,
         seeds: Sequence[int],
         budgets: Sequence[int],
@@ -280,114 +216,73 @@ class DecodeState:
         pending: Sequence[Sequence[int]] | None = None,
         recorded: Sequence[bool] | None = None,
     ) -> "DecodeState":
-        """Gives rows that are not running something new to write; each samples at once from the
-        logits after what it sees, or first feeds what it has pending.
+        """Starts rows that are not running; they keep their samplers.
 
-        The logits of this state are donated: use the returned one. Rows keep their samplers.
+        Each samples at once from its logits, or first feeds what it has pending. The logits of this
+        state are donated: use the returned one.
 
         Args:
-          rows: which, each once.
-          blocks: for each of them the blocks it sees, in order; it writes the last.
-          logits: float32[A, V], for each of them. There may be more, which count for nothing: a
-            caller that always gives as many has one program for any number of rows.
-          seeds, budgets: for each of them.
-          drawn: how many tokens each has sampled before, which count for its budget and its
-            randomness; default none. `tokens` has those that come, at their places.
-          pending: tokens that each is to feed first; default none. The logits of a row that has any
-            mean nothing.
-          recorded: whether what each draws from is kept; default not.
+          rows: row numbers, each once.
+          blocks: for each row the blocks it sees, in order; it writes the last.
+          logits: for each row, after what it sees. Further ones are ignored: a caller that always
+            gives the same number has one program for any number of rows.
+          seeds, budgets: for each row.
+          drawn: tokens that each has sampled before, which count for its budget and its randomness;
+            default none. `tokens` has those that come, at their places.
+          pending: tokens that each feeds first; default none. The logits of a row that has any are
+            not used.
+          recorded: the rows whose top logits are kept; default none.
 
         Raises:
-          ValueError: rows that write in steps, a row that is named twice, still running or not
-            there, more blocks than the layout is wide, blocks that make no layout, a budget that is
-            negative or beyond the state's room, more pending tokens than the queue holds, or counts
-            that do not agree.
+          ValueError: rows that write in steps, blocks that make no layout, or see
+            `Admission.check_counts` and `Admission.check_rows`.
         """
         if self.steps is not None:
             raise ValueError(
                 "rows of this state write in steps, and nothing can be admitted between them; "
                 "create the state without"
             )
-        drawn = [0] * len(rows) if drawn is None else drawn
-        pending = [()] * len(rows) if pending is None else pending
-        recorded = [False] * len(rows) if recorded is None else recorded
-        for name, count in (
-            ("blocks", len(blocks)),
-            ("logits", min(logits.shape[0], len(rows))),
-            ("seeds", len(seeds)),
-            ("budgets", len(budgets)),
-            ("drawn", len(drawn)),
-            ("pending", len(pending)),
-            ("recorded", len(recorded)),
-        ):
-            if count != len(rows):
-                raise ValueError(
-                    f"{name} has {count} entries, but {len(rows)} rows are to be admitted"
-                )
-        if len(set(rows)) < len(rows):
-            raise ValueError(f"rows must name each row once; got {list(rows)}")
-        listed, reasons = np.array(self.layout.blocks), np.asarray(self.reasons)
-        for row, seen, budget in zip(rows, blocks, budgets, strict=True):
-            if negative := [block for block in seen if block < 0]:
-                raise ValueError(f"row {row} lists block {negative[0]}; blocks are numbered from 0")
-            if not 0 <= row < len(listed):
-                raise ValueError(
-                    f"there is no row {row}; the state has rows 0 to {len(listed) - 1}"
-                )
-            if reasons[row] == FinishReason.RUNNING:
-                raise ValueError(f"row {row} is running; end it before it is given something new")
-            if not 1 <= len(seen) <= listed.shape[1]:
-                raise ValueError(
-                    f"row {row} would list {len(seen)} blocks, but the layout has room for 1 to "
-                    f"{listed.shape[1]}"
-                )
-            if not 0 <= budget <= self.tokens.shape[1]:
-                raise ValueError(
-                    f"the budget of row {row} is {budget}; the state has room for 0 to "
-                    f"{self.tokens.shape[1]} tokens a row"
-                )
-            listed[row] = [*seen, *[-1] * (listed.shape[1] - len(seen))]
-        queue = self.pending.shape[1]
-        if long := [
-            row
-            for row, tokens in zip(rows, pending, strict=True)
-            if len(tokens) > queue - self.max_width
-        ]:
-            raise ValueError(
-                f"row {long[0]} would have more than the {queue - self.max_width} tokens pending "
-                "that its queue holds; create the state with a longer queue, or feed them before"
-            )
-        layout = dataclasses.replace(self.layout, blocks=jnp.asarray(listed))
+        count = len(rows)
+        admission = Admission(
+            rows,
+            blocks,
+            seeds,
+            budgets,
+            [0] * count if drawn is None else drawn,
+            [()] * count if pending is None else pending,
+            [False] * count if recorded is None else recorded,
+        )
+        admission.check_counts(logits.shape[0])
+        layout = self._admitted_layout(admission)
+        row, *new = admission.arrays(layout.num_rows, logits.shape[0], self.pending.shape[1])
+        if more := len(row) - logits.shape[0]:
+            logits = jnp.concatenate([logits, jnp.zeros((more, logits.shape[1]))])
+        others: Any = {"cache": None, "logits": None, "top_logits": None}
+        rest = dataclasses.replace(self, layout=layout, **others)
+        admitted = _admit(self.logits, rest, row, logits, *new)
+        return dataclasses.replace(admitted, cache=self.cache, top_logits=self.top_logits)
+
+    def _admitted_layout(self, admission: Admission) -> Layout:
+        """The layout with the blocks of the admitted rows, all of it checked."""
+        blocks = np.asarray(self.layout.blocks)
+        admission.check_rows(
+            np.asarray(self.reasons) == FinishReason.RUNNING,
+            max_listed=blocks.shape[1],
+            max_budget=self.tokens.shape[1],
+            max_pending=self._queue_capacity,
+        )
+        layout = dataclasses.replace(self.layout, blocks=jnp.asarray(admission.listed(blocks)))
         layout.check(self.cache.num_blocks)
-        # what is too many falls behind the last row
-        spare = max(bucket(len(rows)), logits.shape[0]) - len(rows)
-        row = np.asarray([*rows, *[len(listed)] * spare], np.int32)
-        given = (
-            jnp.concatenate([logits, jnp.zeros((more, logits.shape[1]))])
-            if (more := len(row) - logits.shape[0])
-            else logits
-        )
-        waiting = np.zeros((len(row), queue), np.int32)
-        for i, tokens in enumerate(pending):
-            waiting[i, : len(tokens)] = tokens
-        new = (
-            seed_words([*seeds, *[0] * spare]),
-            *(
-                np.asarray([*values, *[0] * spare], np.int32)
-                for values in (budgets, drawn, map(len, pending), recorded)
-            ),
-            waiting,
-        )
-        rest = dataclasses.replace(self, cache=None, logits=None, kept=None, layout=layout)  # pyright: ignore[reportArgumentType]
-        admitted = _admit(self.logits, rest, row, given, *new)
-        return dataclasses.replace(admitted, cache=self.cache, kept=self.kept)
+        return layout
 
     def retire(self, rows: Sequence[int]) -> "DecodeState":
-        """Takes rows out of use: they list no block any more, so that others may write those, and
-        can be admitted again."""
-        gone = np.zeros(self.layout.num_rows, bool)
-        gone[list(rows)] = True
-        blocks, reasons, waiting = _retired(self.layout.blocks, self.reasons, self.waiting, gone)
+        """Takes rows out of use; they can be admitted again.
+
+        They list no block any more, so that others may write those.
+        """
+        retired = np.zeros(self.layout.num_rows, bool)
+        retired[list(rows)] = True
+        blocks, reasons, waiting = _retire(self.layout.blocks, self.reasons, self.waiting, retired)
         return dataclasses.replace(
             self,
             layout=dataclasses.replace(self.layout, blocks=blocks),
@@ -400,16 +295,77 @@ class DecodeState:
         return dataclasses.replace(self, reasons=self.reasons.at[row].set(reason.value))
 
     @property
-    def running(self) -> Array:
-        """bool[R]."""
+    def running(self) -> Bool[Array, " R"]:
+        """The rows that have not ended."""
         return self.reasons == FinishReason.RUNNING
 
+    @property
+    def kept(self) -> TopLogits | None:
+        """The former name of `top_logits`."""
+        warnings.warn("kept is now top_logits", DeprecationWarning, stacklevel=2)
+        return self.top_logits
+
+    @property
+    def _queue_capacity(self) -> int:
+        """P. What follows in `pending` is slack for the slice that the widest pass takes."""
+        return self.pending.shape[1] - self.max_width
+
     def outputs(self) -> list[list[int]]:
-        """What each row has sampled so far, on the host."""
+        """The tokens that each row has sampled so far, on the host."""
         return [
             row[:n].tolist()
             for row, n in zip(np.asarray(self.tokens), np.asarray(self.drawn), strict=True)
         ]
+
+
+def _fed_state(
+    cache: KVCache,
+    layout: Layout,
+    inputs: RowInputs,
+    vocab_size: int,
+    logits: Array | None,
+    queue: int,
+    bias_slots: int | None,
+    max_width: int,
+) -> DecodeState:
+    """A state whose rows have their inputs, and no room for outputs."""
+    rows, listed = layout.num_rows, np.asarray(layout.listed)
+    waiting = np.where(listed > 0, [*map(len, inputs.prompts)], 0).astype(np.int32)
+    reasons = np.where(listed > 0, FinishReason.RUNNING, FinishReason.UNUSED)
+    shape = rows, vocab_size
+    return DecodeState(
+        cache=cache,
+        layout=layout,
+        samplers=Samplers.stack(inputs.samplers, bias_slots=bias_slots),
+        # added to, because the state donates its logits
+        logits=jnp.zeros(shape) if logits is None else jnp.broadcast_to(logits, shape) + 0.0,
+        ready=jnp.asarray((waiting == 0) & (listed > 0)),
+        pending=jnp.asarray(inputs.pending(max(queue, *map(len, inputs.prompts)) + max_width)),
+        waiting=jnp.asarray(waiting),
+        head=jnp.zeros(rows, jnp.int32),
+        seeds=jnp.asarray(seed_words(inputs.seeds)),
+        drawn=jnp.zeros(rows, jnp.int32),
+        budgets=jnp.asarray(inputs.budgets, jnp.int32),
+        stops=jnp.zeros(0, jnp.int32),
+        reasons=jnp.asarray(reasons, jnp.int32),
+        tokens=jnp.zeros((rows, 0), jnp.int32),
+        logprobs=jnp.zeros((rows, 0)),
+        passes=jnp.zeros((), jnp.int32),
+        top_logits=None,
+        recorded=jnp.zeros(rows, bool),
+        steps=None,
+        record=None,
+        max_width=max_width,
+    )
+
+
+def _padded_stops(stops: Sequence[int]) -> list[int]:
+    return [*stops, *[-1] * (-len(stops) % _STOPS if stops else _STOPS)]
+
+
+def _warn_kept(kept: int) -> int:
+    warnings.warn("kept is now num_top_logits", DeprecationWarning, stacklevel=3)
+    return kept
 
 
 @functools.partial(jax.jit, donate_argnames=("logits",))
@@ -444,11 +400,11 @@ def _admit(
 
 
 @jax.jit
-def _retired(
-    blocks: Array, reasons: Array, waiting: Array, gone: Array
+def _retire(
+    blocks: Array, reasons: Array, waiting: Array, retired: Array
 ) -> tuple[Array, Array, Array]:
     return (
-        jnp.where(gone[:, None], -1, blocks),
-        jnp.where(gone, FinishReason.UNUSED.value, reasons),
-        jnp.where(gone, 0, waiting),
+        jnp.where(retired[:, None], -1, blocks),
+        jnp.where(retired, FinishReason.UNUSED.value, reasons),
+        jnp.where(retired, 0, waiting),
     )

@@ -1,19 +1,20 @@
-"""Steps: rows that write a paragraph at a time, each of which moves to a shared block when it is
-finished (Hogwild! section 3.2).
+"""Steps of rows: paragraphs that move to a shared block when finished (Hogwild! section 3.2).
 
-The decode loop calls `after_sampling` after it has sampled. Where a step ends, whether an answer is
-in it, what opens the next one and which worker is asked whether its work is redundant: all of it is
-found on the device.
+The decode loop calls `after_sampling` after it has sampled. The device alone finds where a step
+ends, whether it holds an answer, the tokens that open the next one, and the worker that is asked
+whether its work is redundant.
 """
 
 import dataclasses
 import enum
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Bool, Int
 
 from jaxshare.cache import KVCache
 from jaxshare.decoding.automaton import TokenAutomaton
@@ -23,46 +24,48 @@ from jaxshare.seeds import seed_words, stream_seed
 
 
 class Mark(enum.IntFlag):
-    """What happened at a sampled token."""
+    """The events at a sampled token."""
 
     STEP = 1
-    """It ended a step. If there is a next one, it is the first token fed to it."""
+    """The token ended a step. If there is a next one, it is the first token fed to it."""
     ANSWER = 2
-    """It closed an answer."""
+    """The token closed an answer."""
     ASKED = 4
-    """The step after it opens with the question, whether the device or the host opens it."""
+    """The step after the token opens with the question, whether the device or the host opens it."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """What decode needs to end steps by itself. R rows, X places for sampled tokens, N prepared
-    openings, E tokens of the longest.
+    """The state with which decode ends steps by itself.
+
+    R rows, X places for sampled tokens, N prepared openings, E tokens of the longest. Saved
+    sessions name their arrays by these fields.
 
     Attributes:
       ends, answers: find the end of a step, and the end of an answer, in what a row samples.
-      end_state, answer_state: int32[R], how far each automaton has come; both begin anew with a
-        step.
+      end_state, answer_state: int32[R], the state of each automaton; both start anew with a step.
       answered: bool[R], whether the step being written holds an answer.
-      at_once: bool[], whether an answer ends a row where it closes, and not with the step that
-        holds it.
+      at_once: bool[], whether an answer ends a row where it closes, not with the step that holds
+        it.
       together: bool[], whether one row's answer ends all rows.
       on_stop: bool[], whether a stop token of one row ends all rows, as an answer does.
-      targets: int32[R], the block to whose end a finished step moves; -1 leaves it where it is.
+      targets: int32[R], the block to whose end a finished step moves; -1 leaves it in place.
       number: int32[R], the step being written, from 1.
       base: int32[R], the step that the first prepared opening is for.
-      prepared: int32[R], how many openings are prepared. A row that needs one that is not ends with
-        `Reason.STEP`, unmoved, and so do the rows after it whose steps end in the same pass, so
-        that steps always move in the order of the rows.
+      prepared: int32[R], the number of prepared openings. A row that needs one more ends with
+        `FinishReason.STEP`, unmoved, and so do the rows after it whose steps end in the same pass,
+        so that steps always move in the order of the rows.
       openings: int32[R, N, 2, E], tokens to feed after the one that ended a step: without and with
         the question.
       opening_sizes: int32[R, N, 2].
       ask_every: int32[], sampled tokens, all rows together, between questions; 0 never asks.
-      since: int32[], tokens since the last question; asked: int32[], questions so far; due:
-        bool[R], rows whose next step asks.
-      seed: uint32[2], the key of the choice which worker to ask.
+      since: int32[], tokens since the last question.
+      asked: int32[], questions so far.
+      due: bool[R], rows whose next step asks.
+      seed: uint32[2], the key that chooses the worker to ask.
       marks: int32[R, X], `Mark` flags of each sampled token.
-      at: int32[R, X], how many passes there had been when it was sampled.
+      at: int32[R, X], the passes that had run when it was sampled.
     """
 
     ends: TokenAutomaton
@@ -103,15 +106,16 @@ class Steps:
         together: bool = True,
         on_stop: bool = False,
     ) -> "Steps":
-        """Steps about to begin, with room for openings but none prepared.
+        """Steps about to start, with room for openings but none prepared.
 
         Args:
           ends, answers: automata over the model's tokens.
           targets: for each row the block to which its finished steps move, or -1.
           room: X, places for the tokens that a row samples.
-          openings: N; longest: E, at most.
+          openings: N.
+          longest: E, the most tokens of an opening.
           ask_every, at_once, together, on_stop: see the class.
-          seed: of the session; the choice which worker to ask has a stream of its own under it.
+          seed: of the session; the choice of the worker to ask has its own stream under it.
         """
         rows = len(targets)
         zeros = jnp.zeros(rows, jnp.int32)
@@ -142,20 +146,22 @@ class Steps:
     def prepare(
         self, row: int, base: int, openings: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> "Steps":
-        """Prepares what opens a row's steps `base`, `base + 1` and so on: tokens without and with
-        the question.
+        """Prepares the openings of a row's steps `base`, `base + 1` and so on.
+
+        An opening is two lists of tokens: without and with the question.
 
         Raises:
           ValueError: more openings, or longer ones, than there is room for.
         """
-        most, _, longest = self.openings.shape[1:]
+        capacity, _, longest = self.openings.shape[1:]
         given = max((len(opening) for pair in openings for opening in pair), default=0)
-        if len(openings) > most or given > longest:
+        if len(openings) > capacity or given > longest:
             raise ValueError(
                 f"{len(openings)} openings of up to {given} tokens are given, but there is room "
-                f"for {most} of {longest}; create the steps with more"
+                f"for {capacity} of {longest}; create the steps with more"
             )
-        tokens, sizes = np.zeros((most, 2, longest), np.int32), np.zeros((most, 2), np.int32)
+        tokens = np.zeros((capacity, 2, longest), np.int32)
+        sizes = np.zeros((capacity, 2), np.int32)
         for i, pair in enumerate(openings):
             for j, opening in enumerate(pair):
                 tokens[i, j, : len(opening)], sizes[i, j] = list(opening), len(opening)
@@ -168,7 +174,7 @@ class Steps:
         )
 
     def begin(self, row: int, number: int) -> "Steps":
-        """A row begins to write a step, with nothing of it sampled yet."""
+        """Starts step `number` of a row, with nothing of it sampled yet."""
         return dataclasses.replace(
             self,
             number=self.number.at[row].set(number),
@@ -178,114 +184,145 @@ class Steps:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StepOutcome:
-    """What `after_sampling` found.
+class StepOutcome(NamedTuple):
+    """The result of `after_sampling`.
 
     Attributes:
-      over: bool[R], rows that need not write on, because an answer stands or, with `on_stop`, a row
-        has stopped.
-      full: bool[], a finished step finds no room where it has to move: nobody can write on.
-      held: bool[R], rows whose step has ended and that have no opening prepared.
+      done: bool[R], rows that need not write on, because there is an answer or, with `on_stop`, a
+        row has stopped.
+      full: bool[], whether a finished step has no room where it has to move: no row can write on.
+      unprepared: bool[R], rows whose step has ended and that have no opening prepared.
       opens: bool[R], rows whose step has ended and moved; they go on with the token that ended it
-        and the opening int32[R, E] of int32[R] tokens.
-      moved: bool[R], those of them whose steps have a block to move to.
+        and the opening.
+      opening: int32[R, E], of which `opening_size` int32[R] tokens are real.
+      moved: bool[R], the rows of `opens` whose steps have a block to move to.
     """
 
-    over: Array
+    done: Array
     full: Array
-    held: Array
+    unprepared: Array
     opens: Array
     opening: Array
     opening_size: Array
     moved: Array
 
 
+class _Reading(NamedTuple):
+    """The automata's finds in the sampled tokens: bool[R], the states aside."""
+
+    end_state: Array
+    answer_state: Array
+    closed: Array  # an answer, with this token
+    answered: Array  # in the step so far
+    done: Array
+    complete: Array  # the row's last step has ended
+    ended: Array  # a step has ended, and another follows
+
+
 def after_sampling(
     steps: Steps,
     cache: KVCache,
     layout: Layout,
-    token: Array,
-    place: Array,
-    due: Array,
-    stopped: Array,
-    running: Array,
-    passes: Array,
+    token: Int[Array, " R"],
+    index: Int[Array, " R"],
+    sampled: Bool[Array, " R"],
+    stopped: Bool[Array, " R"],
+    running: Bool[Array, " R"],
+    passes: Int[Array, ""],
 ) -> tuple[Steps, KVCache, StepOutcome]:
     """Reads the tokens just sampled, and moves the steps that they end, those of lower rows first.
 
     Args:
-      token: int32[R]; place: int32[R], where each stands in `Steps.marks`; due: bool[R], the rows
-        that sampled.
-      stopped: bool[R], rows whose token is a stop token; running: bool[R], rows that may write on.
-      passes: int32[], so far.
+      token, index: the tokens, and their places in `Steps.marks`.
+      sampled, stopped, running: the rows that sampled, that sampled a stop token, and that may
+        write on.
+      passes: the number so far.
     """
-    row = jnp.arange(due.shape[0])
+    read = _read(steps, token, sampled, stopped, running)
+    opening = steps.number + 1 - steps.base
+    unprepared = read.ended & ((opening < 0) | (opening >= steps.prepared))
+    # The rows after an unprepared one wait for it, so that steps move in the order of the rows.
+    unprepared = read.ended & (jnp.cumsum(unprepared, dtype=jnp.int32) > 0)
+    moves = read.ended & ~unprepared
+    to_target = moves & (steps.targets >= 0)
+    cache, left = _move(cache, layout, steps.targets, to_target)
+    opens = moves & ~left
+    asks = (opens | unprepared | read.complete) & steps.due
+
+    row, asking = jnp.arange(sampled.shape[0]), asks.astype(jnp.int32)
+    opening = jnp.clip(opening, 0, steps.openings.shape[1] - 1)
+    outcome = StepOutcome(
+        done=read.done,
+        full=jnp.any(left),
+        unprepared=unprepared,
+        opens=opens,
+        opening=steps.openings[row, opening, asking],
+        opening_size=steps.opening_sizes[row, opening, asking],
+        moved=to_target & ~left,
+    )
+    ends = read.complete | opens | unprepared
+    events = (Mark.STEP, ends), (Mark.ANSWER, read.closed), (Mark.ASKED, asks)
+    marks = sum(jnp.where(where, mark.value, 0) for mark, where in events)
+    # Rows that have not sampled write outside the arrays, which drop what they write.
+    index = jnp.where(sampled, index, steps.marks.shape[1])
+    steps = dataclasses.replace(
+        _with_question(_advanced(steps, read, sampled, opens), asks, sampled, running),
+        marks=steps.marks.at[row, index].set(marks, mode="drop"),
+        at=steps.at.at[row, index].set(passes, mode="drop"),
+    )
+    return steps, cache, outcome
+
+
+def _read(steps: Steps, token: Array, sampled: Array, stopped: Array, running: Array) -> _Reading:
     end_state, ended = steps.ends.step(steps.end_state, token)
     answer_state, closed = steps.answers.step(steps.answer_state, token)
-    closed &= due
+    closed &= sampled
     answered = steps.answered | closed
-    ended &= due & running
-    over = (ended | (due & stopped) | (steps.at_once & closed)) & answered
-    over |= (steps.together & jnp.any(over)) | (steps.on_stop & jnp.any(due & stopped))
-    complete, ended = ended & over, ended & ~over
+    ended &= sampled & running
+    stopped = sampled & stopped
+    done = (ended | stopped | (steps.at_once & closed)) & answered
+    done |= (steps.together & jnp.any(done)) | (steps.on_stop & jnp.any(stopped))
+    return _Reading(end_state, answer_state, closed, answered, done, ended & done, ended & ~done)
 
-    index = steps.number + 1 - steps.base
-    held = ended & ((index < 0) | (index >= steps.prepared))
-    held = ended & (jnp.cumsum(held, dtype=jnp.int32) > 0)
-    moving = ended & ~held
-    wanted = moving & (steps.targets >= 0)
-    cache, left = _move(cache, layout, steps.targets, wanted)
-    full = jnp.any(left)
-    opens = moving & ~left
 
-    since = steps.since + jnp.sum(due, dtype=jnp.int32)
-    ask = (steps.ask_every > 0) & (since >= steps.ask_every) & jnp.any(running)
-    turn = uniforms(steps.seed[None], steps.asked[None])[0] * jnp.sum(running, dtype=jnp.float32)
-    chosen = running & (jnp.cumsum(running, dtype=jnp.int32) - 1 == turn.astype(jnp.int32))
-    asks = (opens | held | complete) & steps.due
-
-    index = jnp.clip(index, 0, steps.openings.shape[1] - 1)
-    found = (Mark.STEP, complete | opens | held), (Mark.ANSWER, closed), (Mark.ASKED, asks)
-    marks = sum(jnp.where(where, mark.value, 0) for mark, where in found)
-    place = jnp.where(due, place, steps.marks.shape[1])
-    steps = dataclasses.replace(
+def _advanced(steps: Steps, read: _Reading, sampled: Array, opens: Array) -> Steps:
+    """The automata after the sampled tokens; those of rows that open a step start anew."""
+    end_state = jnp.where(sampled, read.end_state, steps.end_state)
+    answer_state = jnp.where(sampled, read.answer_state, steps.answer_state)
+    return dataclasses.replace(
         steps,
-        end_state=jnp.where(opens, steps.ends.start, jnp.where(due, end_state, steps.end_state)),
-        answer_state=jnp.where(
-            opens, steps.answers.start, jnp.where(due, answer_state, steps.answer_state)
-        ),
-        answered=answered & ~opens,
+        end_state=jnp.where(opens, steps.ends.start, end_state),
+        answer_state=jnp.where(opens, steps.answers.start, answer_state),
+        answered=read.answered & ~opens,
         number=steps.number + opens.astype(jnp.int32),
+    )
+
+
+def _with_question(steps: Steps, asks: Array, sampled: Array, running: Array) -> Steps:
+    """Counts the sampled tokens, and after `ask_every` of them makes a row due to be asked.
+
+    The row is a running one, chosen at random. Rows that have just asked are due no more.
+    """
+    since = steps.since + jnp.sum(sampled, dtype=jnp.int32)
+    ask = (steps.ask_every > 0) & (since >= steps.ask_every) & jnp.any(running)
+    uniform = uniforms(steps.seed[None], steps.asked[None])[0]
+    nth = (uniform * jnp.sum(running, dtype=jnp.float32)).astype(jnp.int32)
+    chosen = running & (jnp.cumsum(running, dtype=jnp.int32) - 1 == nth)
+    return dataclasses.replace(
+        steps,
         since=jnp.where(ask, since - steps.ask_every, since),
         asked=steps.asked + ask.astype(jnp.int32),
         due=(steps.due & ~asks) | (ask & chosen),
-        marks=steps.marks.at[row, place].set(marks, mode="drop"),
-        at=steps.at.at[row, place].set(passes, mode="drop"),
-    )
-    asking = asks.astype(jnp.int32)
-    return (
-        steps,
-        cache,
-        StepOutcome(
-            over,
-            full,
-            held,
-            opens,
-            steps.openings[row, index, asking],
-            steps.opening_sizes[row, index, asking],
-            wanted & ~left,
-        ),
     )
 
 
-def _move(cache: KVCache, layout: Layout, targets: Array, wanted: Array) -> tuple[KVCache, Array]:
-    """Moves the blocks of the `wanted` rows to their targets in the order of the rows; stops at one
-    that does not fit.
+def _move(cache: KVCache, layout: Layout, targets: Array, moves: Array) -> tuple[KVCache, Array]:
+    """Moves the blocks of bool[R] rows to their targets, in the order of the rows.
+
+    Stops at one that does not fit.
 
     Returns:
-      The cache, and bool[R]: rows that have not moved.
+      The cache, and bool[R]: the rows that have not moved.
     """
     written = jnp.maximum(layout.written, 0)
 
@@ -300,4 +337,4 @@ def _move(cache: KVCache, layout: Layout, targets: Array, wanted: Array) -> tupl
         row = jnp.argmax(left)
         return cache.move(written[row], targets[row]), left.at[row].set(False)
 
-    return jax.lax.while_loop(fits, move, (cache, wanted))
+    return jax.lax.while_loop(fits, move, (cache, moves))

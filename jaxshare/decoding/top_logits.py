@@ -1,9 +1,9 @@
-"""What is kept of a next-token distribution, so that it can be sampled again without the model.
+"""The top-K logits of a distribution and the exact mass of the rest.
 
-A full row of logits is 600 KB at a vocabulary of 150,000. Kept are its largest logits, and of
-everything else the mass, exact, in the places where an inverse of the cumulative sum needs it:
-before each kept token. Whether a draw falls on a kept token is then known, and on which; a draw
-that falls between them is one for the model. Host code that draws is in
+They are enough to resample without the model. A full row of logits is 600 KB at a vocabulary of
+150,000. Only its largest logits are kept, and the exact mass of all other tokens, at the places
+where an inverse of the cumulative sum needs it: before each kept token. That tells whether a draw
+falls on a kept token, and on which; a draw between them needs the model. Host code that draws is in
 `jaxshare.serving.logits_cache.replay`.
 """
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Float
 
 _CHUNK = 256
 
@@ -20,22 +21,21 @@ _CHUNK = 256
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TopLogits:
-    """Distributions of any leading shape, here [...]; K kept tokens each. Arrays of JAX on a
-    device, of numpy on the host.
+    """The top K logits of distributions of any leading shape, here [...].
 
-    Mass is relative to the largest logit: the mass of some tokens at temperature t is the sum of
-    exp((logit - largest) / t) over them.
+    Arrays of JAX on a device, of numpy on the host. Mass is relative to the largest logit: the mass
+    of some tokens at temperature t is the sum of exp((logit - largest) / t) over them.
 
     Attributes:
-      tokens: int32[..., K], the tokens of the K largest logits, ascending. Where logits tie with
-        the last of them, the lower tokens.
-      logits: float32[..., K], theirs, as the model gave them.
+      tokens: int32[..., K], the tokens of the K largest logits, ascending; of logits that tie with
+        the smallest of them, the lower tokens.
+      logits: float32[..., K], their logits, as the model gave them.
       below: float32[..., K], for each kept token the mass, at `kept_at`, of the tokens before it
         that are not kept.
-      rest: float32[...], the mass of all that are not kept, at `kept_at`.
+      rest: float32[...], the mass of all tokens that are not kept, at `kept_at`.
       rest_at_1: float32[...], the same at temperature 1.
-      kept_at: float32[...], the temperature that `below` and `rest` are for.
-      vocab: V, the tokens of the vocabulary (static).
+      kept_at: float32[...], the temperature of `below` and `rest`.
+      vocab: V, the number of tokens in the vocabulary (static).
     """
 
     tokens: Array | np.ndarray
@@ -48,15 +48,17 @@ class TopLogits:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], k: int, vocab: int) -> "TopLogits":
-        """Room for distributions [*shape] of `k` tokens each, or of the whole vocabulary where it
-        is smaller. All zeros."""
-        many = (*shape, min(k, vocab))
+        """Zeros for distributions [*shape] of `k` tokens each.
+
+        Of the whole vocabulary where it is smaller.
+        """
+        per_token = (*shape, min(k, vocab))
         # An array each, so that all can be donated.
         rest, rest_at_1, kept_at = (jnp.zeros(shape) for _ in range(3))
         return cls(
-            jnp.zeros(many, jnp.int32),
-            jnp.zeros(many),
-            jnp.zeros(many),
+            jnp.zeros(per_token, jnp.int32),
+            jnp.zeros(per_token),
+            jnp.zeros(per_token),
             rest,
             rest_at_1,
             kept_at,
@@ -64,13 +66,15 @@ class TopLogits:
         )
 
 
-def compress_logits(logits: Array, temperature: Array, k: int) -> TopLogits:
-    """What is kept of R distributions. Pure, for use under jit; a row with a NaN gives NaN masses.
+def compress_logits(
+    logits: Float[Array, "R V"], temperature: Float[Array, " R"], k: int
+) -> TopLogits:
+    """The top logits of R distributions. Pure, for use under jit; a row with a NaN has NaN masses.
 
     Args:
-      logits: float32[R, V].
-      temperature: float32[R], at which they will most likely be sampled again; 0 counts as 1.
-      k: how many tokens to keep, K = min(k, V). Static.
+      logits: of each row.
+      temperature: at which each row will most likely be sampled again; 0 counts as 1.
+      k: tokens to keep, K = min(k, V). Static.
 
     Raises:
       ValueError: `k` below 1.
@@ -97,8 +101,8 @@ def compress_logits(logits: Array, temperature: Array, k: int) -> TopLogits:
         mass = jnp.where(others, jnp.exp(below_largest / t[:, None]), 0.0)
         return jnp.pad(mass, ((0, 0), (0, -vocab % _CHUNK))).reshape(rows, -1, _CHUNK)
 
-    # In two levels, as a draw sums it: chunks of tokens, then those of the kept token's own chunk
-    # that come before it.
+    # Summed in two levels, as a draw does: chunks of tokens, then the tokens before the kept one in
+    # its own chunk.
     mass = chunks(kept_at)
     sums = jnp.sum(mass, axis=-1)
     cumulative = jnp.cumsum(sums, axis=-1)

@@ -1,7 +1,7 @@
-"""GPU kernels of block attention in Pallas, two files for each backend: attention over the work
-items, and the merge of what they found.
+"""GPU kernels of block attention in Pallas.
 
+Each backend has one for attention over the work items, and one that merges partial results.
 mosaic_gpu is for Hopper; triton, which JAX has deprecated, for every GPU from Ampere on. `tiles`
-says how either is cut, and `device` what it has to know of the GPU. Nothing here is imported before
-a backend is called, but for those two.
+has the sizes of their tiles, and `device` the facts about the GPU. Only those two are imported
+before a backend is called.
 """

@@ -1,62 +1,45 @@
 """Block attention for Hopper GPUs, in Pallas on Mosaic GPU.
 
-One persistent program a multiprocessor takes one work item (`jaxshare.pallas.work_items`). Of its
-three warpgroups one fetches: queries of the next segment and tiles of keys and values, in bulk
-copies, as many under way as shared memory holds. The two others compute, 64 queries each:
-
-  * a wide segment, of more than 64 queries, is split between them by queries: both use each tile
-    (Hydragen section 3.2);
-  * a narrow one, down to a single row's, is split by tiles: they take turns, and what they found is
-    merged at its end.
-
-So one shape of program serves blocks that one row sees and blocks that a thousand see. Products are
-wgmma throughout: its 64 rows are mostly padding for a private block, but then memory, not the
-matrix units, sets the pace (benchmarks/roofline.md).
-
-The queries come rotated towards their block, scaled and gathered into the order of the segments by
-one XLA fusion a layer, because bulk copies cannot gather; a block that many multiprocessors share
-is so rotated for once, not by each of them (Hogwild! section 3.4).
+The operations around the kernel, which is in `jaxshare.pallas.kernel_mosaic_gpu`. The queries are
+rotated towards their block, scaled and gathered into the order of the segments by one XLA fusion a
+layer, because bulk copies cannot gather; so the queries of a block that many multiprocessors share
+are rotated once, not by each of them (Hogwild! section 3.4).
 """
 
 import functools
 import importlib
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
-from jax.experimental import pallas as pl
+from jax import Array
+from jaxtyping import Float
 
 from jaxshare.attention.plan import Plan
 from jaxshare.pallas.device import Device, current_device
+from jaxshare.pallas.kernel_mosaic_gpu import ALIGNMENT, WARPGROUP, Barriers, attention_kernel
 from jaxshare.pallas.merge_mosaic_gpu import merge_pieces, padded_dim
-from jaxshare.pallas.tiles import HEAD_DIMS, MOST_QUERY_HEADS, MosaicTiles, choose_mosaic
-from jaxshare.pallas.work_items import ROW_ALIGNMENT, Work, make_work, partial_row
+from jaxshare.pallas.tiles import HEAD_DIMS, MAX_QUERY_HEADS, MosaicTiles, choose_mosaic
+from jaxshare.pallas.work_items import Work, make_work
 from jaxshare.rope import rotate
 
-_WARPGROUP = 64
-"""Queries of a warpgroup: the rows of a wgmma product."""
-_SPAN = 2 * _WARPGROUP
-_ALIGNMENT = 8
-"""Tokens, and queries, at which bulk copies into swizzled shared memory can begin: the rows of one
-swizzle pattern."""
-
-INTERPRETER_LACKS = {
-    "wgmma with weights in registers, added to an accumulator in registers (run_state)": "a plain "
-    "product, "
-    "added",
-}
-"""What Mosaic GPU's interpreter cannot run of this kernel, and what stands in its place when it is
-interpreted."""
+_SPAN = 2 * WARPGROUP
 
 
-def mosaic_gpu_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
-    """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R,
-    T, H, D] in q's dtype.
+def mosaic_gpu_attention(
+    q: Float[Array, "R T H D"],
+    keys: Float[Array, "K tokens D"],
+    values: Float[Array, "K tokens D"],
+    plan: Plan,
+    scale: float,
+) -> Float[Array, "R T H D"]:
+    """Attention of queries over arenas that already hold this pass's keys.
+
+    The queries are not rotated; the result has their dtype.
 
     Raises:
-      NotImplementedError: for a device, dtype or shape that it does not serve, saying why.
+      NotImplementedError: a device, dtype or shape that the kernel does not support.
     """
     device = current_device()
     rows, width, heads, dim = q.shape
@@ -73,7 +56,7 @@ def mosaic_gpu_attention(q: Array, keys: Array, values: Array, plan: Plan, scale
         span=_SPAN,
         tile=tiles.tile,
         num_items=device.multiprocessors,
-        alignment=_ALIGNMENT,
+        alignment=ALIGNMENT,
     )
     queries = segment_queries(q, plan, work, scale * math.log2(math.e), keys.dtype)
     out, lse = _pieces(queries, keys, values, work, tiles, device)
@@ -99,9 +82,9 @@ def _check(device: Device | None, keys: Array, dim: int, group: int) -> None:
         raise NotImplementedError(
             f"the head dim is {dim}, but it must be one of {', '.join(map(str, HEAD_DIMS))}"
         )
-    if group > MOST_QUERY_HEADS:
+    if group > MAX_QUERY_HEADS:
         raise NotImplementedError(
-            f"{group} query heads share a kv head, but it takes at most {MOST_QUERY_HEADS}"
+            f"{group} query heads share a kv head, but it takes at most {MAX_QUERY_HEADS}"
         )
     try:
         importlib.import_module("jax.experimental.pallas.mosaic_gpu")
@@ -111,9 +94,13 @@ def _check(device: Device | None, keys: Array, dim: int, group: int) -> None:
         ) from error
 
 
-def segment_queries(q: Array, plan: Plan, work: Work, scale: float, dtype: jnp.dtype) -> Array:
-    """[K, Q + span, D]: queries in the order of the segments, rotated towards their block and
-    scaled; padding is finite."""
+def segment_queries(
+    q: Float[Array, "R T H D"], plan: Plan, work: Work, scale: float, dtype: jnp.dtype
+) -> Float[Array, "K queries D"]:
+    """The Q + span queries in the order of the segments.
+
+    They are rotated towards their block and scaled; padding is finite.
+    """
     rows, width, heads, dim = q.shape
     slots, kv_heads = plan.blocks.shape[1], work.pieces.shape[0]
     group = heads // kv_heads
@@ -138,19 +125,21 @@ def segment_queries(q: Array, plan: Plan, work: Work, scale: float, dtype: jnp.d
 
 
 def _padded(arena: Array, tile: int) -> Array:
-    """An arena that tiles fit in. Caches are made so; only tiny ones, and odd ones made by hand,
-    are copied."""
+    """Pads an arena so that tiles fit in.
+
+    Caches are made so; only tiny ones, and ones of odd sizes made by hand, are copied.
+    """
     tokens = arena.shape[1]
-    return jnp.pad(arena, ((0, 0), (0, max(tile, tokens + -tokens % _ALIGNMENT) - tokens), (0, 0)))
+    return jnp.pad(arena, ((0, 0), (0, max(tile, tokens + -tokens % ALIGNMENT) - tokens), (0, 0)))
 
 
 def _pieces(
     queries: Array, keys: Array, values: Array, work: Work, tiles: MosaicTiles, device: Device
 ) -> tuple[Array, Array]:
-    """Partial results of all pieces: out float32[partial rows, padded dim] and lse float32[partial
-    rows], base 2.
+    """Partial results of all pieces, base 2.
 
-    Rows that belong to no query of a piece, and columns beyond D, hold anything.
+    They are out float32[partial rows, padded dim] and lse float32[partial rows]. Rows of no query,
+    and columns beyond D, are undefined.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -163,18 +152,20 @@ def _pieces(
     stages, query_stages = tiles.stages, tiles.query_stages
     rows = work.partial_rows
     kernel = plgpu.kernel(
-        functools.partial(_kernel, plgpu, work, tiles, keys.shape[1], part, device.interpret),
+        functools.partial(
+            attention_kernel, plgpu, work, tiles, keys.shape[1], part, device.interpret
+        ),
         out_type=[
             jax.ShapeDtypeStruct((rows, padded_dim(dim)), jnp.float32),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
         ],
         scratch_types=[
-            plgpu.SMEM((query_stages, 2, _WARPGROUP, dim), dtype, transforms=swizzled),
+            plgpu.SMEM((query_stages, 2, WARPGROUP, dim), dtype, transforms=swizzled),
             plgpu.SMEM((stages, tiles.tile, dim), dtype, transforms=swizzled),
             plgpu.SMEM((stages, tiles.tile, dim), dtype, transforms=swizzled),
-            plgpu.SMEM((2, _WARPGROUP, part), jnp.float32, transforms=stored),
-            plgpu.SMEM((2, 2, _WARPGROUP), jnp.float32),
-            _Barriers(
+            plgpu.SMEM((2, WARPGROUP, part), jnp.float32, transforms=stored),
+            plgpu.SMEM((2, 2, WARPGROUP), jnp.float32),
+            Barriers(
                 query_full=plgpu.Barrier(num_barriers=2 * query_stages),
                 query_free=plgpu.Barrier(num_arrivals=2, num_barriers=query_stages),
                 key_full=plgpu.Barrier(num_barriers=stages),
@@ -204,340 +195,12 @@ def _pieces(
     )
 
 
-class _Barriers(NamedTuple):
-    """Between the fetching warpgroup and the two that compute: a slot is full, a slot is free
-    again; and between those two."""
-
-    query_full: Any
-    query_free: Any
-    key_full: Any
-    value_full: Any
-    key_free: Any
-    value_free: Any
-    given: Any
-    taken: Any
-
-
-class _SegmentTiles(NamedTuple):
-    """What an item has to do of one segment: its tiles from `begin` to `end`."""
-
-    head: Array
-    query: Array
-    queries: Array
-    start: Array
-    lead: Array
-    tiles: Array
-    full: Array
-    begin: Array
-    end: Array
-
-
-def _kernel(
-    plgpu: Any,
-    work: Work,
-    tiles: MosaicTiles,
-    arena: int,
-    part: int,
-    interpret: bool,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    limit_ref: Any,
-    item_ref: Any,
-    segment_ref: Any,
-    count_ref: Any,
-    out_ref: Any,
-    lse_ref: Any,
-    q_smem: Any,
-    k_smem: Any,
-    v_smem: Any,
-    out_smem: Any,
-    stat_smem: Any,
-    barriers: _Barriers,
-) -> None:
-    """One item. plgpu is Pallas' Mosaic GPU module.
-
-    Refs in device memory: q [K, Q + span, D], k, v [K, tokens, D], limit [Q + span], item [P, 4],
-    segment [S, 8], count [2], out [partial rows, padded D], lse [partial rows]. In shared memory: q
-    [slots, 2, 64, D], k, v [slots, tile, D], out [2, 64, part], stat [2, 2, 64].
-    """
-    size, dim, dtype = tiles.tile, k_ref.shape[2], k_ref.dtype
-    wgmma = plgpu.Layout.WGMMA
-    item, warpgroup = lax.axis_index("item"), lax.axis_index("warpgroup")
-    first_tile, end_tile, first_segment, end_segment = (item_ref[item, i] for i in range(4))
-    count, total = count_ref[0], count_ref[1]
-
-    def piece(number: Array) -> _SegmentTiles:
-        head = lax.div(number, count)
-        query, queries, start, lead, tiles, full, begin = (
-            segment_ref[number - head * count, i] for i in range(7)
-        )
-        at = head * total + begin
-        return _SegmentTiles(
-            head,
-            pl.multiple_of(query, ROW_ALIGNMENT),
-            queries,
-            pl.multiple_of(start, _ALIGNMENT),
-            lead,
-            tiles,
-            full,
-            jnp.maximum(first_tile - at, 0),
-            jnp.minimum(end_tile - at, tiles),
-        )
-
-    def window(now: _SegmentTiles, i: Array) -> tuple[Array, Array]:
-        """Where in the arena the i-th tile that is read begins, and how many tokens of the segment
-        stand before that tile."""
-        i = i + (now.lead > 0).astype(jnp.int32)
-        before = jnp.where(i == now.tiles, 0, i) * size
-        return pl.multiple_of(jnp.minimum(now.start + before, arena - size), _ALIGNMENT), before
-
-    @pl.when(warpgroup == 2)
-    def _fetch() -> None:
-        plgpu.set_max_registers(24, action="decrease")
-
-        def fetch_piece(number: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
-            pieces, fetched = done
-            now = piece(number)
-            slot = lax.rem(pieces, tiles.query_stages)
-
-            @pl.when(pieces >= tiles.query_stages)
-            def _() -> None:
-                plgpu.barrier_wait(barriers.query_free.at[slot])
-
-            def fetch_half(i: int) -> None:
-                plgpu.copy_gmem_to_smem(
-                    q_ref.at[now.head, pl.ds(now.query + i * _WARPGROUP, _WARPGROUP)],
-                    q_smem.at[slot, i],
-                    barriers.query_full.at[2 * slot + i],
-                )
-
-            fetch_half(0)
-            pl.when(now.queries > _WARPGROUP)(lambda: fetch_half(1))
-
-            def fetch_tile(i: Array, fetched: Array) -> Array:
-                slot = lax.rem(fetched, tiles.stages)
-                start = window(now, i)[0]
-                for ref, smem, full, free in (
-                    (k_ref, k_smem, barriers.key_full, barriers.key_free),
-                    (v_ref, v_smem, barriers.value_full, barriers.value_free),
-                ):
-
-                    @pl.when(fetched >= tiles.stages)
-                    def _(free: Any = free) -> None:
-                        plgpu.barrier_wait(free.at[slot])
-
-                    plgpu.copy_gmem_to_smem(
-                        ref.at[now.head, pl.ds(start, size)], smem.at[slot], full.at[slot]
-                    )
-                return fetched + 1
-
-            return pieces + 1, lax.fori_loop(now.begin, now.end, fetch_tile, fetched)
-
-        pieces, fetched = lax.fori_loop(
-            first_segment, end_segment, fetch_piece, (jnp.int32(0), jnp.int32(0))
-        )
-        # Whoever waits at a barrier sees each of its turns, the last ones too.
-        for used, free in (
-            (pieces, barriers.query_free),
-            (fetched, barriers.key_free),
-            (fetched, barriers.value_free),
-        ):
-            for slot in range(free.shape[0]):
-
-                @pl.when(used > slot)
-                def _(free: Any = free.at[slot]) -> None:
-                    plgpu.barrier_wait(free)
-
-    @pl.when(warpgroup < 2)
-    def _compute() -> None:
-        plgpu.set_max_registers(240, action="increase")
-
-        def filled(value: float, *shape: int) -> Array:
-            return plgpu.layout_cast(
-                jnp.full(shape, value, jnp.float32), wgmma if len(shape) == 2 else wgmma.reduce(1)
-            )
-
-        def wide(x: Array, columns: int) -> Array:
-            return lax.broadcast_in_dim(x, (_WARPGROUP, columns), [0])
-
-        def compute_piece(number: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
-            pieces, used = done
-            now = piece(number)
-            query_slot = lax.rem(pieces, tiles.query_stages)
-            narrow = now.queries <= _WARPGROUP
-            half = jnp.where(narrow, 0, warpgroup)
-            limit = now.lead + plgpu.load(
-                limit_ref.at[pl.ds(now.query + half * _WARPGROUP, _WARPGROUP)],
-                layout=wgmma.reduce(1),
-                optimized=False,
-            )
-            plgpu.barrier_wait(barriers.query_full.at[2 * query_slot])
-            # Both wait for both halves: whoever left out a turn of a barrier would take the next
-            # for it.
-            pl.when(~narrow)(lambda: plgpu.barrier_wait(barriers.query_full.at[2 * query_slot + 1]))
-
-            def take(masked: bool, i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-                used, *softmax = state
-                slot = lax.rem(used, tiles.stages)
-                plgpu.barrier_wait(barriers.key_full.at[slot])
-
-                def compute(top: Array, total: Array, mixed: Array) -> tuple[Array, ...]:
-                    def multiply(ref: Any) -> Array:
-                        plgpu.wgmma(
-                            ref, q_smem.at[query_slot, half], k_smem.at[slot].transpose((1, 0))
-                        )
-                        return ref[...]
-
-                    scores = pl.run_scoped(multiply, plgpu.ACC((_WARPGROUP, size), jnp.float32))
-                    plgpu.barrier_arrive(barriers.key_free.at[slot])
-                    if masked:
-                        start, before = window(now, i)
-                        token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=wgmma) + (
-                            start - now.start
-                        )
-                        seen = (token >= jnp.maximum(before, now.lead)) & (
-                            token < wide(limit, size)
-                        )
-                        scores = jnp.where(seen, scores, -jnp.inf)
-                    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-                    under = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
-                    keep = jnp.exp2(top - under)
-                    weights = jnp.exp2(scores - wide(under, size))
-                    total = total * keep + jnp.sum(weights, axis=1)
-                    weights = weights.astype(dtype)
-                    plgpu.barrier_wait(barriers.value_full.at[slot])
-                    mixed = mixed * wide(keep, dim)
-
-                    def mix(ref: Any) -> None:
-                        plgpu.wgmma(ref, weights, v_smem.at[slot])
-
-                    if interpret:  # INTERPRETER_LACKS
-                        mixed = mixed + jnp.dot(
-                            weights, v_smem[slot], preferred_element_type=jnp.float32
-                        )
-                    else:
-                        mixed = pl.run_state(mix)(plgpu.ACC.init(mixed))
-                    plgpu.barrier_arrive(barriers.value_free.at[slot])
-                    return new_top, total, mixed
-
-                def skip(*softmax: Array) -> tuple[Array, ...]:
-                    plgpu.barrier_arrive(barriers.key_free.at[slot])
-                    plgpu.barrier_wait(barriers.value_full.at[slot])
-                    plgpu.barrier_arrive(barriers.value_free.at[slot])
-                    return softmax
-
-                mine = ~narrow | (lax.rem(i - now.begin, 2) == warpgroup)
-                return used + 1, *lax.cond(mine, compute, skip, *softmax)
-
-            state = (
-                used,
-                filled(-jnp.inf, _WARPGROUP),
-                filled(0.0, _WARPGROUP),
-                filled(0.0, _WARPGROUP, dim),
-            )
-            # With 256 columns two loops take more registers than there are.
-            whole = (
-                jnp.clip(now.full, now.begin, jnp.maximum(now.end, now.begin))
-                if dim < 256
-                else now.begin
-            )
-            if dim < 256:
-                state = lax.fori_loop(now.begin, whole, functools.partial(take, False), state)
-            used, top, total, mixed = lax.fori_loop(
-                whole, now.end, functools.partial(take, True), state
-            )
-            plgpu.barrier_arrive(barriers.query_free.at[query_slot])
-            # What was stored of the piece before must have left shared memory.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-            gives, takes = narrow & (warpgroup == 1), narrow & (warpgroup == 0)
-
-            @pl.when(gives)
-            def _give() -> None:
-                stat_smem[1, 0] = top
-                stat_smem[1, 1] = total
-                for i in range(0, dim, part):
-                    out_smem[1] = mixed[:, i : i + part]
-                    plgpu.barrier_arrive(barriers.given)
-                    plgpu.barrier_wait(barriers.taken)
-
-            here = jnp.where(gives, 0, jnp.clip(now.queries - half * _WARPGROUP, 0, _WARPGROUP))
-
-            @pl.when(here > 0)
-            def _store() -> None:
-                row = pl.multiple_of(
-                    partial_row(work, item, now.head, now.query + half * _WARPGROUP), ROW_ALIGNMENT
-                )
-                eights = lax.div(here + ROW_ALIGNMENT - 1, ROW_ALIGNMENT)
-
-                def merged(top: Array, total: Array) -> tuple[Array, ...]:
-                    plgpu.barrier_wait(barriers.given)
-                    their_top, their_total = (
-                        plgpu.load(stat_smem.at[1, i], layout=wgmma.reduce(1), optimized=False)
-                        for i in range(2)
-                    )
-                    highest = jnp.maximum(top, their_top)
-                    under = jnp.where(highest == -jnp.inf, 0.0, highest)
-                    mine, theirs = jnp.exp2(top - under), jnp.exp2(their_top - under)
-                    return highest, total * mine + their_total * theirs, mine, theirs
-
-                one = filled(1.0, _WARPGROUP)
-                highest, sum_, mine, theirs = lax.cond(
-                    takes, merged, lambda top, total: (top, total, one, one), top, total
-                )
-                empty = sum_ == 0.0
-                sum_ = jnp.where(empty, 1.0, sum_)
-                stat_smem[warpgroup, 0] = jnp.where(
-                    empty, -jnp.inf, highest + jnp.log(sum_) * math.log2(math.e)
-                )
-                mine, theirs = mine / sum_, theirs / sum_
-                for i in range(0, dim, part):
-                    if i:
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-                    def add(columns: Array, i: int = i) -> Array:
-                        if i:
-                            plgpu.barrier_wait(barriers.given)
-                        columns = columns + plgpu.load(out_smem.at[1], layout=wgmma) * wide(
-                            theirs, part
-                        )
-                        plgpu.barrier_arrive(barriers.taken)
-                        return columns
-
-                    out_smem[warpgroup] = lax.cond(
-                        takes,
-                        add,
-                        lambda columns: columns,
-                        mixed[:, i : i + part] * wide(mine, part),
-                    )
-                    plgpu.commit_smem()
-
-                    def store_rows(n: Array, _: None, i: int = i) -> None:
-                        n = pl.multiple_of(n * ROW_ALIGNMENT, ROW_ALIGNMENT)
-                        eight, to = pl.ds(n, ROW_ALIGNMENT), pl.ds(row + n, ROW_ALIGNMENT)
-                        plgpu.copy_smem_to_gmem(
-                            out_smem.at[warpgroup, eight], out_ref.at[to, pl.ds(i, part)]
-                        )
-                        if i == 0:
-                            plgpu.copy_smem_to_gmem(
-                                stat_smem.at[warpgroup, 0, eight], lse_ref.at[to]
-                            )
-
-                    lax.fori_loop(0, eights, store_rows, None)
-
-            return pieces + 1, used
-
-        lax.fori_loop(first_segment, end_segment, compute_piece, (jnp.int32(0), jnp.int32(0)))
-        plgpu.wait_smem_to_gmem(0)
-
-
 def _transforms(plgpu: Any, columns: int, itemsize: int) -> tuple[Any, ...]:
-    """Tiled and swizzled as wgmma and bulk copies want it."""
+    """The tiling and swizzling of shared memory that wgmma and bulk copies need."""
     swizzle = plgpu.find_swizzle(columns * itemsize * 8)
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
 def _store_columns(dim: int) -> int:
-    """Columns of a head that leave through shared memory at once."""
+    """Columns of a head that are stored through shared memory at once."""
     return 64 if dim % 64 == 0 else dim

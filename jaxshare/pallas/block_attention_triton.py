@@ -1,12 +1,12 @@
 """Block attention in a kernel that JAX lowers through Triton: for NVIDIA GPUs from Ampere on.
 
-A program works off one item of the pass (`jaxshare.pallas.work_items`): it walks the item's
+A program processes one item of the pass (`jaxshare.pallas.work_items`): it walks the item's
 segments, rotates each one's queries towards its block as it loads them (Hogwild! section 3.4), and
-takes the segment's tiles into a running softmax. What it finds of a segment is written down as
-partial results, which `jaxshare.pallas.merge_triton` merges.
+adds the segment's tiles to a running softmax. It stores partial results for each segment, which
+`jaxshare.pallas.merge_triton` merges.
 
-JAX has deprecated this way to a GPU. Nothing else depends on it, and a JAX without it is told apart
-only when this backend is called.
+JAX has deprecated this way to a GPU. Nothing else depends on it, and a JAX without it fails only
+when this backend is called.
 """
 
 import functools
@@ -16,29 +16,36 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float
 
 from jaxshare.attention.plan import Plan
 from jaxshare.pallas.device import Device, current_device
 from jaxshare.pallas.merge_triton import merge_pieces
-from jaxshare.pallas.tiles import HEAD_DIMS, MOST_QUERY_HEADS, TritonTiles, choose_triton
+from jaxshare.pallas.tiles import HEAD_DIMS, MAX_QUERY_HEADS, TritonTiles, choose_triton
 from jaxshare.pallas.work_items import Work, make_work, partial_row
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
-_LEAST_CAPABILITY = 80
+_MIN_CAPABILITY = 80
 _LOG2_E = 1.4426950408889634
 
 
-def triton_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
-    """q [R, T, H, D] not rotated, arenas [K, tokens, D] that hold this pass's keys already -> [R,
-    T, H, D] in q's dtype.
+def triton_attention(
+    q: Float[Array, "R T H D"],
+    keys: Float[Array, "K tokens D"],
+    values: Float[Array, "K tokens D"],
+    plan: Plan,
+    scale: float,
+) -> Float[Array, "R T H D"]:
+    """Attention of queries over arenas that already hold this pass's keys.
 
-    Queries are rotated in float32 and rounded to the cache's dtype; scores, weights and sums are
-    float32, weights rounded to the cache's dtype for their product with the values.
+    The queries come not rotated; the result has their dtype. They are rotated in float32 and
+    rounded to the cache's dtype; scores, weights and sums are float32, weights rounded to the
+    cache's dtype for their product with the values.
 
     Raises:
       NotImplementedError: no such GPU, head dim, group or dtype, or a JAX without Triton.
     """
-    device = _able(q, keys, values)
+    device = _supported_device(q, keys, values)
     rows, width, heads, dim = q.shape
     group = heads // keys.shape[0]
     tiles = choose_triton(device, dim, group, rows * width * group, keys.dtype)
@@ -63,14 +70,14 @@ def triton_attention(q: Array, keys: Array, values: Array, plan: Plan, scale: fl
     )
 
 
-def _able(q: Array, keys: Array, values: Array) -> Device:
+def _supported_device(q: Array, keys: Array, values: Array) -> Device:
     """The GPU to run on.
 
     Raises:
       NotImplementedError: see `triton_attention`.
     """
     device = current_device()
-    if device is None or device.capability < _LEAST_CAPABILITY:
+    if device is None or device.capability < _MIN_CAPABILITY:
         here = (
             jax.default_backend()
             if device is None
@@ -89,9 +96,9 @@ def _able(q: Array, keys: Array, values: Array) -> Device:
         raise NotImplementedError(
             f"its head dims are {', '.join(map(str, HEAD_DIMS))}; this one is {q.shape[3]}"
         )
-    if (group := q.shape[2] // keys.shape[0]) > MOST_QUERY_HEADS:
+    if (group := q.shape[2] // keys.shape[0]) > MAX_QUERY_HEADS:
         raise NotImplementedError(
-            f"it takes up to {MOST_QUERY_HEADS} query heads for each kv head; here are {group}"
+            f"it takes up to {MAX_QUERY_HEADS} query heads for each kv head; here are {group}"
         )
     try:
         importlib.import_module("jax.experimental.pallas.triton")
@@ -112,14 +119,17 @@ def _pieces(
     tiles: TritonTiles,
     interpret: bool,
 ) -> tuple[Array, Array]:
-    """Partial results of all items: attention float32[partial_rows, D] over the keys of a piece,
-    and its log-sum-exp to base 2, float32[partial_rows]. Only rows of real pieces are written."""
+    """Partial results of all items, base 2.
+
+    They are attention float32[partial_rows, D] over the keys of a piece, and its log-sum-exp
+    float32[partial_rows]. Only rows of real pieces are written.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
     rows, width, heads, dim = q.shape
     pairs = plan.query_cos.shape[-1]
-    # A kernel takes no empty arrays: without rotation it is given two that it does not look at.
+    # A kernel takes no empty arrays: without rotation it gets two that it does not read.
     tables = [
         x.reshape(-1, pairs) if pairs else jnp.zeros((1, 1))
         for x in (plan.query_cos, plan.query_sin)
@@ -176,15 +186,15 @@ def _kernel(
     pairs: int,
     scale: float,
 ) -> None:
-    """Works off one item.
+    """Processes one item.
 
     Refs: q [R * T, H, D]; cos, sin float32[R * N * T, P]; keys, values [K, tokens, D]; items
     int32[items, 4]; count, total int32[1]; segments int32[S, 8]; source, limits int32[Q + span];
-    mixed float32[partial_rows, D]; lse float32[partial_rows]. Of `work` only what is static is
+    mixed float32[partial_rows, D]; lse float32[partial_rows]. Of `work` only the static fields are
     used. `scale` is for scores to base 2.
 
-    Heads whose D is no power of two are taken in pieces that are: Triton knows no other shapes.
-    Everything is loaded through arrays of indices, whose masks keep it inside its array.
+    Heads whose D is no power of two are cut into parts that are: Triton has no other shapes. Loads
+    go through arrays of indices, whose masks keep them inside their array.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
@@ -194,15 +204,15 @@ def _kernel(
     dim = q_ref.shape[2]
     runs = _runs(dim)
     item = pl.program_id(0)
-    first_tile, behind_tile, first_segment, behind_segment = (items_ref[item, i] for i in range(4))
+    first_tile, end_tile, first_segment, end_segment = (items_ref[item, i] for i in range(4))
     count, total = count_ref[0], total_ref[0]
 
     def segment(number: Array, _: None) -> None:
         head = number // count
-        at = number - head * count
-        query, queries, start, _, tiles, full, before = (segments_ref[at, i] for i in range(7))
-        begin = head * total + before
-        first, behind = jnp.maximum(first_tile - begin, 0), jnp.minimum(behind_tile - begin, tiles)
+        index = number - head * count
+        query, queries, start, _, tiles, full, before = (segments_ref[index, i] for i in range(7))
+        before = head * total + before
+        first, end = jnp.maximum(first_tile - before, 0), jnp.minimum(end_tile - before, tiles)
 
         lane = jnp.arange(span)
         source = plt.load(source_ref.at[query + lane])
@@ -210,25 +220,25 @@ def _kernel(
         source = jnp.where(real, source, 0)
         limit = jnp.where(real, plt.load(limits_ref.at[query + lane]), 0)
         longest = jnp.max(limit)
-        token, turn = (
-            source // (listed * width * group) * width + source // group % width,
-            source // group,
-        )
+        token = source // (listed * width * group) * width + source // group % width
+        rotation = source // group
 
         def rotated(run: _ColumnRun) -> Array:
-            """Queries [span, D'], rotated towards the block: entry i < P with i + P, and that with
-            i; what is behind 2P as it is."""
+            """The queries [span, D'], rotated towards the block.
+
+            Entry i < P is rotated with i + P, and i + P with i; entries from 2P on are unchanged.
+            """
             column = run.column
             member = head * group + source[:, None] % group
             inside = real[:, None] & (column < dim)[None]
             x = plt.load(
                 q_ref.at[token[:, None], member, column[None]], mask=inside, other=0.0
             ).astype(jnp.float32)
-            if run.begin < 2 * pairs:
-                turns, is_first = column < 2 * pairs, column < pairs
+            if run.start < 2 * pairs:
+                rotates, is_first = column < 2 * pairs, column < pairs
                 partner = jnp.where(is_first, column + pairs, column - pairs)
-                angle = turn[:, None], jnp.where(is_first, column, partner)[None]
-                turned = real[:, None] & turns[None]
+                angle = rotation[:, None], jnp.where(is_first, column, partner)[None]
+                turned = real[:, None] & rotates[None]
                 cos = plt.load(cos_ref.at[angle], mask=turned, other=1.0)
                 sin = plt.load(sin_ref.at[angle], mask=turned, other=0.0)
                 y = plt.load(
@@ -240,17 +250,15 @@ def _kernel(
         turned = [rotated(run) for run in runs]
 
         def take(masked: bool, j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            """Takes one tile into the running softmax. Masked: not all of it is seen, or not by
-            all."""
+            """Adds one tile to the running softmax. `masked`: some query does not see all of it."""
             top, weight, *mixed = carry
-            place = j * tile + jnp.arange(tile)
+            index = j * tile + jnp.arange(tile)
 
             def parts(ref: Any) -> list[Array]:
                 found = []
                 for run in runs:
-                    # What lies behind the longest limit may be anything, and may lie behind the
-                    # arena.
-                    masks = [(place < longest)[:, None]] * masked + [
+                    # Entries after the longest limit are undefined, and may be outside the arena.
+                    masks = [(index < longest)[:, None]] * masked + [
                         (run.column < dim)[None]
                     ] * run.padded
                     mask = (
@@ -259,13 +267,13 @@ def _kernel(
                         else {}
                     )
                     found.append(
-                        plt.load(ref.at[head, (start + place)[:, None], run.column[None]], **mask)
+                        plt.load(ref.at[head, (start + index)[:, None], run.column[None]], **mask)
                     )
                 return found
 
             scores = functools.reduce(jnp.add, map(_scores, turned, parts(keys_ref)))
             if masked:
-                scores = jnp.where(place[None] < limit[:, None], scores, -jnp.inf)
+                scores = jnp.where(index[None] < limit[:, None], scores, -jnp.inf)
             higher = jnp.maximum(top, jnp.max(scores, axis=1))
             under = jnp.where(higher == -jnp.inf, 0.0, higher) if masked else higher
             keep = jnp.exp2(top - under)
@@ -281,9 +289,9 @@ def _kernel(
             jnp.zeros(span),
             *(jnp.zeros((span, run.column.size)) for run in runs),
         )
-        middle = jnp.clip(full, first, jnp.maximum(first, behind))
+        middle = jnp.clip(full, first, jnp.maximum(first, end))
         state = lax.fori_loop(first, middle, functools.partial(take, False), state)
-        top, weight, *mixed = lax.fori_loop(middle, behind, functools.partial(take, True), state)
+        top, weight, *mixed = lax.fori_loop(middle, end, functools.partial(take, True), state)
 
         row = partial_row(work, item, head, query + lane)
         stored = lane < queries
@@ -298,30 +306,31 @@ def _kernel(
                 mask=stored[:, None] & (run.column < dim)[None],
             )
 
-    lax.fori_loop(first_segment, behind_segment, segment, None)
+    lax.fori_loop(first_segment, end_segment, segment, None)
 
 
 class _ColumnRun(NamedTuple):
-    """Neighbouring columns of a head: the first's number, all their numbers, and whether some are
-    behind the head's last."""
+    """Neighbouring columns of a head.
 
-    begin: int
+    The first's number, all their numbers, and whether some are after the head's last.
+    """
+
+    start: int
     column: Array
     padded: bool
 
 
 def _runs(dim: int) -> list[_ColumnRun]:
-    """A head's columns in runs whose sizes are powers of two, the largest first; 80 is 64 and 32,
-    half of those padding.
+    """The columns of a head in runs whose sizes are powers of two, the largest first.
 
-    None is narrower than 32: where a product has no more columns than it has rows, Triton has all
-    warps compute all of it if rows are few.
+    80 is 64 and 32, half of those padding. None is narrower than 32: where a product has no more
+    columns than it has rows, Triton has all warps compute all of it if rows are few.
     """
-    runs, begin = [], 0
-    while begin < dim:
-        size = min(max(1 << ((dim - begin).bit_length() - 1), 32), 256)
-        runs.append(_ColumnRun(begin, begin + jnp.arange(size), begin + size > dim))
-        begin += size
+    runs, start = [], 0
+    while start < dim:
+        size = min(max(1 << ((dim - start).bit_length() - 1), 32), 256)
+        runs.append(_ColumnRun(start, start + jnp.arange(size), start + size > dim))
+        start += size
     return runs
 
 

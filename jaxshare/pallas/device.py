@@ -1,4 +1,4 @@
-"""What the GPU kernels have to know of the GPU that they will run on."""
+"""The facts about the GPU that kernels will run on."""
 
 import dataclasses
 from contextlib import AbstractContextManager
@@ -9,12 +9,13 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A GPU, or one that is imitated.
+    """A GPU, or an assumed one.
 
     Attributes:
-      kind: its name, as JAX gives it.
-      capability: of compute: 80 for Ampere, 89 for Ada, 90 for Hopper, 100 for Blackwell.
-      multiprocessors: how many it has.
+      kind: its name in JAX.
+      capability: its compute capability: 80 for Ampere, 89 for Ada, 90 for Hopper, 100 for
+        Blackwell.
+      multiprocessors: the number of them.
       interpret: kernels are interpreted on the CPU: slow, for tests.
     """
 
@@ -26,14 +27,16 @@ class Device:
 
 H200 = Device("NVIDIA H200", 90, 132)
 
-# JAX keeps traces and programs apart by the value of such a context, so that a jitted function is
-# traced anew for another device.
+# JAX caches traces and programs by the value of such a context, so that a jitted function is
+# traced again for another device.
 _assumed = jax.make_user_context(None)
 
 
 def current_device() -> Device | None:
-    """The GPU that what is being traced will run on, JAX's default device; None if that is no
-    NVIDIA GPU."""
+    """The GPU that the code being traced will run on.
+
+    It is the assumed one, or JAX's default device; None if that is no NVIDIA GPU.
+    """
     if assumed := _assumed.value:
         return assumed
     device = default_device()
@@ -47,12 +50,14 @@ def current_device() -> Device | None:
 
 
 def default_device() -> Any:
-    """The device that JAX puts arrays on where none is named."""
+    """The device that JAX puts arrays on by default."""
     device = jax.config.jax_default_device or jax.devices()[0]
     return jax.devices(device)[0] if isinstance(device, str) else device
 
 
 def assume_device(device: Device) -> AbstractContextManager[None]:
-    """Traces in here are for this GPU, whether there is one or not: to compile for another machine,
-    and to interpret kernels."""
+    """A context in which traces are for this GPU, whether there is one or not.
+
+    It serves to compile for another machine, and to interpret kernels.
+    """
     return _assumed(device)

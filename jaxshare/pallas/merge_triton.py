@@ -1,9 +1,9 @@
-"""Merging what the items of the Triton backend computed of each query: see
-`jaxshare.pallas.block_attention_triton`.
+"""Merges the partial results of each query in the Triton backend.
 
-Partial results lie in rows of `Work.partial_rows`, and only those of real pieces hold anything. So
-each query looks up, for every block that it sees, which pieces its segment has, and takes those
-rows alone into a softmax over their log-sum-exps (Hydragen section 3.1).
+They are from `jaxshare.pallas.block_attention_triton`. Of the `Work.partial_rows` rows of partial
+results only those of real pieces are written. So each query looks up, for every block that it sees,
+the pieces of its segment, and takes those rows alone into a softmax over their log-sum-exps
+(Hydragen section 3.1).
 """
 
 import functools
@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float
 
 from jaxshare.attention.merge import merge_over
 from jaxshare.pallas.work_items import Work, partial_row
@@ -23,8 +24,8 @@ _LANES = 16
 
 
 def merge_pieces(
-    mixed: Array,
-    lse: Array,
+    mixed: Float[Array, "partial D"],
+    lse: Float[Array, " partial"],
     work: Work,
     shape: tuple[int, int, int, int],
     dtype: jnp.dtype,
@@ -32,20 +33,18 @@ def merge_pieces(
     multiprocessors: int,
     interpret: bool,
     axis: str | None = None,
-) -> Array:
-    """Attention of each query over all it sees, from its pieces.
+) -> Float[Array, "R T H D"]:
+    """Attention of each query over all it sees, from its pieces; 0 for a query that sees nothing.
 
     Args:
-      mixed: float32[partial_rows, D], attention over the keys of a piece.
-      lse: float32[partial_rows], to base 2; -inf where a piece has no key that the query sees.
-      work: the pass's, by which the rows were written.
+      mixed: float32, attention over the keys of a piece, in the rows that `partial_row` gives.
+      lse: float32, to base 2; -inf where a piece has no key that the query sees.
+      work: the work items that the pieces are from.
       shape: R, T, H, D.
       dtype: of the result.
       multiprocessors: of the GPU, so that few queries are spread over all of them.
-      axis: of the mesh, over which keys are spread.
-
-    Returns:
-      [R, T, H, D]; 0 for a query that sees nothing.
+      interpret: interpret the kernel, on the CPU.
+      axis: of the mesh, over which keys are sharded.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
@@ -56,9 +55,9 @@ def merge_pieces(
     while queries < 8 and total >= 2 * queries * 8 * multiprocessors:
         queries *= 2
     kernel = functools.partial(_kernel, work, shape=shape, queries=queries, lanes=_LANES // queries)
-    # What other devices are yet to be merged with is not rounded, and needs its log-sum-exp.
+    # A result that is merged with other devices' is not rounded, and needs its log-sum-exp.
     merged = jax.ShapeDtypeStruct((total, dim), jnp.float32 if axis else dtype)
-    found = pl.pallas_call(
+    results = pl.pallas_call(
         kernel,
         out_shape=[merged, jax.ShapeDtypeStruct((total,), jnp.float32)] if axis else [merged],
         grid=(-(-total // queries),),
@@ -66,12 +65,10 @@ def merge_pieces(
         interpret=interpret,
         name="merge_pieces",
     )(mixed, lse, work.query, work.segment, work.member, work.pieces)
-    out = found[0].reshape(shape)
-    return (
-        merge_over(axis, out, found[1].reshape(shape[:3]) * math.log(2)).astype(dtype)
-        if axis
-        else out
-    )
+    out = results[0].reshape(shape)
+    if axis is None:
+        return out
+    return merge_over(axis, out, results[1].reshape(shape[:3]) * math.log(2)).astype(dtype)
 
 
 def _kernel(
@@ -91,8 +88,8 @@ def _kernel(
     """Merges M = `queries` neighbouring queries, L = `lanes` pieces of each at once.
 
     Refs: mixed float32[partial_rows, D]; lse float32[partial_rows]; query, segment, member int32[R,
-    N]; pieces int32[K, S, 2]; out [R * T * H, D]; where it is asked for, lse_out float32[R * T *
-    H], to base 2. Of `work` only what is static is used.
+    N]; pieces int32[K, S, 2]; out [R * T * H, D]; optional lse_out float32[R * T * H], to base 2.
+    Of `work` only the static fields are used.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
@@ -108,7 +105,7 @@ def _kernel(
     slots = min(pl.next_power_of_2(listed), _SLOTS_AT_ONCE)
 
     def blocks(chunk: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        """Takes in the pieces of the next few listed blocks, laid end to end, each query's own."""
+        """Adds the pieces of the next few listed blocks, concatenated, each query's own."""
         slot = (chunk * slots + jnp.arange(slots))[None]  # [1, N']
         listing = real[:, None] & (slot < listed)  # [M, N']
         query = plt.load(query_ref.at[row[:, None], slot], mask=listing, other=-1)
@@ -121,12 +118,12 @@ def _kernel(
         first = plt.load(pieces_ref.at[kv_head[:, None], segment, 0], mask=sees, other=0)
         number = plt.load(pieces_ref.at[kv_head[:, None], segment, 1], mask=sees, other=0) - first
         ends = jnp.cumsum(number, axis=1)
-        begins = ends - number
+        starts = ends - number
         count = jnp.sum(number, axis=1)  # [M]
-        # Neighbouring pieces of a segment are `span` rows apart. Where each block's row would be if
-        # its pieces began at lane 0.
-        at = (
-            partial_row(work, first, kv_head[:, None], query + member[:, None]) - begins * work.span
+        # Each block's row if its pieces started at lane 0; neighbouring pieces of a segment are
+        # `span` rows apart.
+        row_at_0 = (
+            partial_row(work, first, kv_head[:, None], query + member[:, None]) - starts * work.span
         )
 
         def pieces(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -134,8 +131,8 @@ def _kernel(
             lane = (step * lanes + jnp.arange(lanes))[None]  # [1, L]
             there = lane < count[:, None]  # [M, L]
             # [M, L, N']
-            mine = (begins[:, None] <= lane[..., None]) & (lane[..., None] < ends[:, None])
-            line = jnp.sum(jnp.where(mine, at[:, None], 0), axis=2) + lane * work.span
+            mine = (starts[:, None] <= lane[..., None]) & (lane[..., None] < ends[:, None])
+            line = jnp.sum(jnp.where(mine, row_at_0[:, None], 0), axis=2) + lane * work.span
             lse = plt.load(lse_ref.at[line], mask=there, other=-jnp.inf)
             inside = there[..., None] & (column < dim)[None, None]
             part = plt.load(

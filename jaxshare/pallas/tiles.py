@@ -1,5 +1,7 @@
-"""Tile configurations of the GPU kernels: a small table by shape, which what `jaxshare tune` has
-measured on the user's GPU overrides."""
+"""Tile configurations of the GPU kernels: a small table by shape.
+
+The measurements of `jaxshare tune` on the user's GPU override it.
+"""
 
 import dataclasses
 import functools
@@ -18,17 +20,17 @@ from jaxshare.pallas.device import Device
 from jaxshare.paths import cache_folder
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-MOST_QUERY_HEADS = 16
-"""Query heads of a kv head. Of both, what the kernels of either backend are for."""
+MAX_QUERY_HEADS = 16
+"""Query heads of a kv head. The kernels of either backend support these and the head dims above."""
 
 VERSION = 1
-"""Of the file of measured tiles. To be raised when kernels change so much that what was measured
-means nothing."""
+"""The version of the file of measured tiles. To be raised when kernels change so much that old
+measurements are void."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MosaicTiles:
-    """Of the mosaic_gpu backend.
+    """The tiles of the mosaic_gpu backend.
 
     Attributes:
       tile: tokens of a tile of keys and values, a multiple of 64.
@@ -46,13 +48,13 @@ class MosaicTiles:
 
 @dataclasses.dataclass(frozen=True)
 class TritonTiles:
-    """Of the triton backend.
+    """The tiles of the triton backend.
 
     Attributes:
       span: queries of a tile, a power of two from 16.
       tile: tokens of a tile of keys and values, a power of two from 16.
-      num_warps, num_stages: as Triton understands them.
-      items_per_multiprocessor: into how many items for each multiprocessor the work is cut.
+      num_warps, num_stages: as in Triton.
+      items_per_multiprocessor: work items for each multiprocessor.
     """
 
     span: int
@@ -76,15 +78,15 @@ KINDS: dict[str, type[MosaicTiles] | type[TritonTiles]] = {
     "mosaic_gpu": MosaicTiles,
     "triton": TritonTiles,
 }
-"""The tiles of each backend that has any, by its name in `jaxshare.attention.api.BACKENDS`."""
+"""The type of tiles of each backend, by its name in `jaxshare.attention.api.BACKENDS`."""
 
 
-def _check(tiles: KernelConfig, **right: bool) -> None:
+def _check(tiles: KernelConfig, **valid: bool) -> None:
     fields = dataclasses.asdict(tiles)
     if wrong := [
         name
         for name, value in fields.items()
-        if type(value) is not int or value < 1 or not right.get(name, True)
+        if type(value) is not int or value < 1 or not valid.get(name, True)
     ]:
         raise ValueError(
             f"{wrong[0]} of {type(tiles).__name__} cannot be {fields[wrong[0]]!r}; its "
@@ -107,15 +109,19 @@ technical specifications)."""
 
 
 def shared_memory(device: Device) -> int:
-    """Bytes of shared memory that one program on the device may have; the least of all for a device
-    that is not known."""
+    """Bytes of shared memory that one program on the device may have.
+
+    Of an unknown device the smallest number in the table.
+    """
     return _SHARED_MEMORY.get(device.capability, min(_SHARED_MEMORY.values())) * _KIB
 
 
 def mosaic_bytes(tiles: MosaicTiles, head_dim: int) -> int:
-    """Bytes of shared memory that the mosaic_gpu kernel takes, a little more than exact for its
-    barriers and statistics."""
-    # of a result, which leaves through shared memory in float32
+    """Bytes of shared memory that the mosaic_gpu kernel takes.
+
+    A little more than exact for its barriers and statistics.
+    """
+    # of a result, which is stored through shared memory in float32
     columns = 64 if head_dim % 64 == 0 else head_dim
     return (
         tiles.query_stages * _SPAN * head_dim * _ITEMSIZE
@@ -126,16 +132,21 @@ def mosaic_bytes(tiles: MosaicTiles, head_dim: int) -> int:
 
 
 def triton_bytes(tiles: TritonTiles, head_dim: int) -> int:
-    """Bytes of shared memory that the Triton kernel takes at most: keys and values of every stage,
-    and the queries."""
+    """Bytes of shared memory that the Triton kernel takes at most.
+
+    Keys and values of every stage, and the queries.
+    """
     columns = bucket(head_dim)
     return (tiles.num_stages * 2 * tiles.tile + tiles.span) * columns * _ITEMSIZE + 2 * _KIB
 
 
 def candidates_mosaic(head_dim: int) -> list[MosaicTiles]:
-    """What is worth measuring: tiles whose scores and results fit two warpgroups' registers, with
-    the most stages that fit, or fewer."""
-    found: list[MosaicTiles] = []
+    """The mosaic_gpu tiles worth measuring.
+
+    Their scores and results fit two warpgroups' registers; each has the most stages that fit, or
+    the next fewer.
+    """
+    candidates: list[MosaicTiles] = []
     for tile in (64, 128) if head_dim <= 128 else (64,):
         for query_stages in (1, 2):
             fit = [
@@ -144,19 +155,21 @@ def candidates_mosaic(head_dim: int) -> list[MosaicTiles]:
                 if mosaic_bytes(tiles := MosaicTiles(tile, stages, query_stages), head_dim)
                 <= _SHARED_MEMORY[90] * _KIB
             ]
-            found += fit[:-3:-1]
-    return found
+            candidates += fit[:-3:-1]
+    return candidates
 
 
 def candidates_triton(device: Device, head_dim: int, queries: int) -> list[TritonTiles]:
-    """What is worth measuring for a call of so many queries: spans up to all of them, in tiles that
-    fit the device's shared memory."""
+    """The Triton tiles worth measuring for a call of `queries` queries.
+
+    Spans up to all of the queries, in tiles that fit the device's shared memory.
+    """
     spans = [
         span
         for span in (16, 32, 64, 128)
         if span <= max(16, bucket(queries)) and (span < 128 or head_dim <= 128)
     ]
-    found: list[TritonTiles] = []
+    candidates: list[TritonTiles] = []
     for span in spans:
         for tile in (128, 64, 32, 16):
             for warps in {16: (4,), 32: (4,), 64: (4, 8), 128: (8,)}[span]:
@@ -165,10 +178,10 @@ def candidates_triton(device: Device, head_dim: int, queries: int) -> list[Trito
                     for stages in (2, 3)
                     if _fits(tiles := TritonTiles(span, tile, warps, stages), device, head_dim)
                 ]
-                found += [_filled(tiles, device, head_dim) for tiles in fit]
-            if tile <= 64 and any(tiles.span == span and tiles.num_stages == 3 for tiles in found):
-                break  # smaller ones are for where three stages of these do not fit
-    return found
+                candidates += [_filled(tiles, device, head_dim) for tiles in fit]
+            if tile <= 64 and any(c.span == span and c.num_stages == 3 for c in candidates):
+                break  # smaller ones are for devices where three stages of these do not fit
+    return candidates
 
 
 def _fits(tiles: KernelConfig, device: Device, head_dim: int) -> bool:
@@ -181,15 +194,17 @@ def _fits(tiles: KernelConfig, device: Device, head_dim: int) -> bool:
 
 
 def _filled(tiles: TritonTiles, device: Device, head_dim: int) -> TritonTiles:
-    """With as many items for each multiprocessor as it can hold at once: their shared memory, and
-    16 warps with 128 registers a thread."""
+    """The tiles with as many items for each multiprocessor as it can hold at once.
+
+    The limits are its shared memory, and 16 warps with 128 registers a thread.
+    """
     at_once = min(shared_memory(device) // triton_bytes(tiles, head_dim), 16 // tiles.num_warps)
     return dataclasses.replace(tiles, items_per_multiprocessor=max(1, at_once))
 
 
 MANY_QUERIES = 2048
-"""From so many queries on, products of blocks that many rows see are what takes time, and before,
-reading the cache."""
+"""From this number of queries on, the products of blocks that many rows see take most of the time;
+below, reading the cache does."""
 
 MOSAIC_TABLE = {
     64: (MosaicTiles(64, 6, 2), MosaicTiles(128, 4, 2)),
@@ -199,9 +214,9 @@ MOSAIC_TABLE = {
     192: (MosaicTiles(64, 3, 1), MosaicTiles(64, 3, 1)),
     256: (MosaicTiles(64, 2, 1), MosaicTiles(64, 2, 1)),
 }
-"""By head dim, for few queries and for many. Chosen by what compiles for an H200 without spilling
-registers, with enough bytes under way to hide its memory's latency; not measured on one yet. G and
-the dtype decide nothing here: G is in the number of queries, and both dtypes have two bytes."""
+"""By head dim, for few queries and for many. Chosen because they compile for an H200 without
+spilling registers, with enough bytes under way to hide its memory's latency; not measured on one
+yet. G and the dtype are not keys: G is in the number of queries, and both dtypes have two bytes."""
 
 TRITON_TABLE = {
     64: ((64, 3), (64, 2)),
@@ -211,11 +226,12 @@ TRITON_TABLE = {
     192: ((64, 2), (32, 3), (32, 2)),
     256: ((64, 2), (32, 3), (32, 2)),
 }
-"""By head dim, tile and stages, the first that fits the device. Not measured yet either."""
+"""By head dim, pairs of tile and stages, of which the first that fits the device is used. Not
+measured yet either."""
 
 
 def built_in_mosaic(head_dim: int, queries: int) -> MosaicTiles:
-    """What the table says.
+    """The tiles in the table.
 
     Raises:
       NotImplementedError: a head dim that is not in it.
@@ -226,10 +242,9 @@ def built_in_mosaic(head_dim: int, queries: int) -> MosaicTiles:
 
 
 def built_in_triton(device: Device, head_dim: int, queries: int) -> TritonTiles:
-    """What the table says, cut to the device's shared memory; the error is that of
-    `built_in_mosaic`."""
+    """The tiles in the table that fit the device's shared memory. Raises as `built_in_mosaic`."""
     _check_dim(head_dim, TRITON_TABLE)
-    # What is wider than a block's queries is padding, and up to 64 a kernel that waits for memory
+    # A span wider than a block's queries is padding, and up to 64 a kernel that waits for memory
     # has time for it. Registers hold the results of 128 queries for heads of at most 128.
     span = 128 if queries >= MANY_QUERIES and head_dim <= 128 else min(max(16, bucket(queries)), 64)
     # Results of 64 queries of wider heads take eight warps' registers too.
@@ -243,30 +258,32 @@ def built_in_triton(device: Device, head_dim: int, queries: int) -> TritonTiles:
 def _check_dim(head_dim: int, table: Mapping[int, Any]) -> None:
     if head_dim not in table:
         raise NotImplementedError(
-            f"the head dim is {head_dim}, but there are tiles for {', '.join(map(str, table))} "
-            "alone"
+            f"the head dim is {head_dim}, but there are tiles for {', '.join(map(str, table))} only"
         )
 
 
-# JAX keeps traces and programs apart by the value of such a context, so that a jitted function is
-# traced anew for other tiles.
+# JAX caches traces and programs by the value of such a context, so that a jitted function is
+# traced again for other tiles.
 _in_use = jax.make_user_context(None)
 
 
 def use_tiles(tiles: KernelConfig | None) -> AbstractContextManager[None]:
-    """Kernels traced in here have these tiles, if the tiles are of their backend; None are those
-    that they would have without it."""
+    """A context in which kernels of the tiles' backend are traced with them.
+
+    None changes nothing.
+    """
     return _in_use(tiles)
 
 
 def choose_mosaic(
     device: Device, head_dim: int, group: int, queries: int, dtype: jax.typing.DTypeLike
 ) -> MosaicTiles:
-    """Of the mosaic_gpu backend for a call: those of `use_tiles`, or what was measured for such
-    calls, or the table's.
+    """The mosaic_gpu backend's tiles for a call.
+
+    Those of `use_tiles`, or those measured for such calls, or the table's.
 
     Args:
-      device: that it will run on.
+      device: the GPU that the call will run on.
       head_dim: D.
       group: G, query heads of a kv head.
       queries: R * T * G.
@@ -284,8 +301,10 @@ def choose_mosaic(
 def choose_triton(
     device: Device, head_dim: int, group: int, queries: int, dtype: jax.typing.DTypeLike
 ) -> TritonTiles:
-    """Of the triton backend for a call; the arguments, the order and the error are those of
-    `choose_mosaic`."""
+    """The triton backend's tiles for a call.
+
+    Arguments, order and errors are those of `choose_mosaic`.
+    """
     tiles = _override(
         device, Key("triton", head_dim, group, bucket(queries), jnp.dtype(dtype).name)
     )
@@ -296,13 +315,13 @@ def _override(device: Device, key: "Key") -> KernelConfig | None:
     if isinstance(_in_use.value, KINDS[key.backend]):
         return _in_use.value
     measured = read_tiles(tiles_file()).get(device.kind, {})
-    found = (measured.get(near) for near in key.nearest())
-    return next((tiles for tiles in found if tiles and _fits(tiles, device, key.head_dim)), None)
+    near = (measured.get(key) for key in key.nearest())
+    return next((tiles for tiles in near if tiles and _fits(tiles, device, key.head_dim)), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """For which calls tiles were measured on a device; `queries` is a bucket."""
+    """The kind of calls that tiles were measured for; `queries` is a bucket."""
 
     backend: str
     head_dim: int
@@ -311,8 +330,10 @@ class Key:
     dtype: str
 
     def nearest(self) -> Iterator["Key"]:
-        """This key, and those of half and twice as many queries, whose tiles will do where this one
-        was not measured."""
+        """This key, and those of half and twice as many queries.
+
+        Their tiles are used where this one was not measured.
+        """
         for queries in (self.queries, self.queries // 2, self.queries * 2):
             yield dataclasses.replace(self, queries=queries)
 
@@ -322,16 +343,16 @@ Measured = dict[str, dict[Key, KernelConfig]]
 
 
 def tiles_file() -> Path:
-    """Where measured tiles are kept."""
+    """The file of measured tiles."""
     return cache_folder() / "tiles.json"
 
 
 @functools.cache
 def read_tiles(file: Path) -> Measured:
-    """What the file holds. A file is read once in a process; `read_tiles.cache_clear()` forgets it.
+    """The measured tiles in the file, none if it does not exist.
 
-    There need not be one. One that cannot be read, or is of another version, is a warning and
-    counts for nothing.
+    A file is read once in a process, until `read_tiles.cache_clear()`. A file that cannot be read,
+    or is of another version, gives a warning and is ignored.
     """
     try:
         return decode_tiles(file.read_text(encoding="utf-8"))
@@ -340,14 +361,14 @@ def read_tiles(file: Path) -> Measured:
     except (OSError, ValueError) as error:
         warnings.warn(
             f"the tiles in {file} cannot be read ({error}); built-in ones are used until `jaxshare "
-            "tune` writes it anew",
+            "tune` writes it again",
             stacklevel=2,
         )
         return {}
 
 
 def encode_tiles(measured: Measured) -> dict[str, Any]:
-    """As plain data, for `decode_tiles`."""
+    """The tiles as plain data, for `decode_tiles`."""
     return {
         "version": VERSION,
         "devices": {
@@ -361,10 +382,10 @@ def encode_tiles(measured: Measured) -> dict[str, Any]:
 
 
 def decode_tiles(text: str) -> Measured:
-    """What `encode_tiles` made the JSON from.
+    """The tiles from the JSON of `encode_tiles`.
 
     Raises:
-      ValueError: it is no such JSON, or that of another version.
+      ValueError: text that is no such JSON, or of another version.
     """
     data = json.loads(text)
     if not isinstance(data, dict) or data.get("version") != VERSION:

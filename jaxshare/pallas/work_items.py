@@ -1,13 +1,13 @@
-"""Work items of the GPU backends: what one pass reads, cut into equal pieces, made from the plan
-inside jit.
+"""Work items of the GPU backends: the reads of one pass, cut into equal pieces.
 
-The queries of all rows that see a block stand side by side, whatever rows they come from: a block's
-queries are cut into segments of at most `span`, and each segment reads the block's keys once for
-all of them (Hydragen section 3.2). A segment's keys are cut into tiles of `tile` tokens. All tiles
-of all segments of all kv heads, laid end to end, are cut into `num_items` items of equal length,
-cuts inside a block allowed, so that every multiprocessor has the same to do whatever the lengths
-are; short private blocks are so packed, many to an item. What an item computes of one segment is a
-piece; each piece leaves partial results, which are merged by log-sum-exp.
+They are made from the plan, inside jit. The queries of all rows that see a block are put next to
+each other: a block's queries are cut into segments of at most `span`, and each segment reads the
+block's keys once for all of them (Hydragen section 3.2). A segment's keys are cut into tiles of
+`tile` tokens. All tiles of all segments of all kv heads, concatenated, are cut into `num_items`
+items of equal length, cuts inside a block allowed, so that every multiprocessor has the same amount
+of work whatever the lengths are; many short private blocks share an item. The part of an item that
+belongs to one segment is a piece; each piece leaves partial results, which are merged by
+log-sum-exp.
 
 Everything is a sum over pairs of (row, listed block) or over segments, so that XLA makes a few
 small kernels of it and sorts nothing.
@@ -15,91 +15,101 @@ small kernels of it and sorts nothing.
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jaxtyping import Int
 
 from jaxshare.attention.plan import Plan
 
 ROW_ALIGNMENT = 8
-"""The queries of a block begin at a multiple of this, so that partial results can be stored in bulk
+"""The queries of a block start at a multiple of this, so that partial results can be stored in bulk
 copies of eight rows."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """int32[S] each, S segments at most; those behind `Work.count` have no tiles. A segment's tiles
-    are the same for every kv head.
+    """The segments of a pass, S at most; those from `Work.count` on have no tiles.
 
-    query: index of the first of its queries among all queries of the pass (`Work.source`).
-    queries: how many it has, at most the span.
-    start: arena index of its first tile: its block's first token, rounded down to the alignment.
-    lead: tokens of the first tile that stand before the block.
-    tiles: how many tiles it reads. Where there is a lead, the first tile is read last.
-    full: of its tiles in the order in which they are read, how many from the first on all of its
-      queries see whole; in the others each query has its limit.
-    begin: tiles of all segments before it.
+    A segment's tiles are the same for every kv head.
 
     Attributes:
-      table: int32[S, 8], these in this order, and a column of zeros: a row is one aligned read of
-        32 bytes.
+      table: int32[S, 8], the properties below in this order, and a column of zeros: a row is one
+        aligned read of 32 bytes.
     """
 
     table: Array
 
     @property
-    def query(self) -> Array:
+    def query(self) -> Int[Array | np.ndarray, " S"]:
+        """The index of the first of its queries among all queries of the pass (`Work.source`)."""
         return self.table[:, 0]
 
     @property
-    def queries(self) -> Array:
+    def queries(self) -> Int[Array | np.ndarray, " S"]:
+        """The number of its queries, at most the span."""
         return self.table[:, 1]
 
     @property
-    def start(self) -> Array:
+    def start(self) -> Int[Array | np.ndarray, " S"]:
+        """The arena index of its first tile.
+
+        That is its block's first token, rounded down to the alignment.
+        """
         return self.table[:, 2]
 
     @property
-    def lead(self) -> Array:
+    def lead(self) -> Int[Array | np.ndarray, " S"]:
+        """Tokens of the first tile that precede the block. Such a tile is read last."""
         return self.table[:, 3]
 
     @property
-    def tiles(self) -> Array:
+    def tiles(self) -> Int[Array | np.ndarray, " S"]:
+        """The number of tiles it reads."""
         return self.table[:, 4]
 
     @property
-    def full(self) -> Array:
+    def full(self) -> Int[Array | np.ndarray, " S"]:
+        """The number of its first tiles of which all of its queries see all tokens.
+
+        First in the order of reading; in the others each query has its limit.
+        """
         return self.table[:, 5]
 
     @property
-    def begin(self) -> Array:
+    def tiles_before(self) -> Int[Array | np.ndarray, " S"]:
+        """Tiles of all segments before it."""
         return self.table[:, 6]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a pass has to do. R rows, N listed blocks, T new tokens, G query heads of a kv head, Q
-    queries of a kv head, P items.
+    """The work of a pass.
+
+    R rows, N listed blocks, T new tokens, G query heads of a kv head, Q queries of a kv head, P
+    items.
 
     Attributes:
       count: int32[], segments.
       total: int32[], tiles of all segments, for one kv head.
       segments: the segments.
-      items: int32[P, 4], for each item its first tile and the one behind its last, and its first
-        segment and the one behind its last. Tiles and segments are counted over the kv heads: head
-        * total + tile, head * count + segment.
-      source: int32[Q + span], where each query comes from: ((row * N + slot) * T + token) * G +
-        group member; -1 for padding.
+      items: int32[P, 4], for each item its first tile and its end, and its first segment and its
+        end, both exclusive. Tiles and segments are counted over the kv heads: head * total + tile,
+        head * count + segment.
+      source: int32[Q + span], the origin of each query: ((row * N + slot) * T + token) * G + group
+        member; -1 for padding.
       limits: int32[Q + span], tokens of its block that each query sees.
       query: int32[R, N], index of the first query of each row towards each listed block; -1 where
-        it does not see it. T * G follow.
+        the row does not see it. T * G follow.
       segment: int32[R, N], the block's first segment.
-      member: int32[R, N], how many of the block's queries stand before those of the row.
-      pieces: int32[K, S, 2], for each kv head and segment the first item that reads it and the one
-        behind the last.
+      member: int32[R, N], queries of the block before those of the row.
+      pieces: int32[K, S, 2], for each kv head and segment the first item that reads it, and the end
+        (exclusive).
       num_queries: Q (static).
       span, tile: queries and tokens of a tile (static).
     """
@@ -120,15 +130,14 @@ class Work:
 
     @property
     def partial_rows(self) -> int:
-        """Rows of the buffer of partial results: `partial_row` of any piece and query stays
-        below."""
+        """Rows of the buffer of partial results: above `partial_row` of any piece and query."""
         return self.pieces.shape[0] * self.num_queries + self.items.shape[0] * self.span
 
 
 def partial_row(work: Work, item: Array, head: Array, query: Array) -> Array:
     """The row of partial results that `item` writes for a query of a kv head.
 
-    Along the items both the place of the segment and `item` can only grow, so no two pieces share a
+    From item to item neither the segment's place nor `item` decreases, so no two pieces share a
     row.
     """
     return head * work.num_queries + query + item * work.span
@@ -155,80 +164,28 @@ def make_work(
       plan: of the pass.
       group: G, query heads of a kv head.
       kv_heads: K.
-      span: most queries of a segment.
+      span: the most queries of a segment.
       tile: tokens of a tile.
-      num_items: P, into how many items to cut.
-      alignment: tiles begin at multiples of it in the arena, for hardware whose bulk copies do.
+      num_items: P, the number of items.
+      alignment: tiles start at multiples of it in the arena, for hardware whose bulk copies do.
     """
     rows, slots = plan.blocks.shape
-    width, num_blocks = plan.positions.shape[1], plan.lengths.shape[0]
-    per_row = width * group
-    pairs = rows * slots
-
-    block = jnp.clip(plan.blocks, 0, num_blocks - 1).reshape(-1)
-    after = plan.local_lengths[block]
-    seen = plan.seen.reshape(pairs, width)
-    count = jnp.repeat(plan.count, slots)
-    most = jnp.take_along_axis(seen, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    sees = most > 0
-
-    # Pairs against pairs: who stands before whom, by block. [pair, other].
-    same = (block[:, None] == block[None]) & sees[None]
-    earlier = (block[None] < block[:, None]) & sees[None]
-    index = jnp.arange(pairs)
-    readers = jnp.sum(same, axis=1, dtype=jnp.int32)
-    rank = jnp.sum(same & (index[None] < index[:, None]), axis=1, dtype=jnp.int32)
-    # what each of a block's queries sees at least
-    least = jnp.min(jnp.where(same, seen[None, :, 0], jnp.iinfo(jnp.int32).max), axis=1)
-    leads = earlier & (rank == 0)[None]
-    first_query = jnp.sum(jnp.where(leads, _up(readers * per_row, ROW_ALIGNMENT)[None], 0), axis=1)
-    first_segment = jnp.sum(jnp.where(leads, -(-readers * per_row // span)[None], 0), axis=1)
-    member = rank * per_row
-    query = first_query + member
-
-    segments, seg_count = _segments(
-        jnp.where(sees, first_segment, -1),
-        first_query,
-        member,
-        readers * per_row,
-        plan.offsets[block],
-        after,
-        seen,
-        least,
-        count,
-        per_row=per_row,
-        group=group,
-        span=span,
-        tile=tile,
-        alignment=alignment,
-    )
-    total = segments.begin[-1] + segments.tiles[-1]
-
-    num_queries = pairs * _up(per_row, ROW_ALIGNMENT)
-    place = jnp.where(sees, query, num_queries + span)[:, None] + jnp.arange(per_row)
-    source = (
-        jnp.full(num_queries + span, -1, jnp.int32)
-        .at[place]
-        .set(
-            jnp.arange(pairs * per_row, dtype=jnp.int32).reshape(place.shape),
-            mode="drop",
-            unique_indices=True,
-        )
-    )
-    token = source // group % width
-    pair = source // per_row
-    limits = jnp.where(source >= 0, seen[pair, token], 0)
-
+    per_row = plan.positions.shape[1] * group
+    pairs = _pairs(plan, per_row, span)
+    segments, count = _segments(plan, pairs, group=group, span=span, tile=tile, alignment=alignment)
+    total = segments.tiles_before[-1] + segments.tiles[-1]
+    num_queries = rows * slots * _round_up(per_row, ROW_ALIGNMENT)
+    source, limits = _sources(pairs, group, num_queries + span)
     return Work(
-        count=seg_count,
+        count=count,
         total=total,
         segments=segments,
-        items=_items(segments, seg_count, total, kv_heads, num_items),
+        items=_items(segments, count, total, kv_heads, num_items),
         source=source,
         limits=limits,
-        query=jnp.where(sees, query, -1).reshape(rows, slots),
-        segment=first_segment.reshape(rows, slots),
-        member=member.reshape(rows, slots),
+        query=jnp.where(pairs.sees, pairs.query, -1).reshape(rows, slots),
+        segment=pairs.segment.reshape(rows, slots),
+        member=pairs.member.reshape(rows, slots),
         pieces=_pieces(segments, total, kv_heads, num_items),
         num_queries=num_queries,
         span=span,
@@ -236,79 +193,150 @@ def make_work(
     )
 
 
-def _segments(
-    first_segment: Array,
-    first_query: Array,
-    member: Array,
-    queries: Array,
-    start: Array,
-    after: Array,
-    seen: Array,
-    least: Array,
-    count: Array,
-    *,
-    per_row: int,
-    group: int,
-    span: int,
-    tile: int,
-    alignment: int,
-) -> tuple[Segments, Array]:
-    """The segments that begin within each pair's queries, and how many there are; first_segment is
-    -1 for pairs that see nothing."""
-    chunks = -(-per_row // span)
-    number = -(-member // span)[:, None] + jnp.arange(chunks)  # which segment of its block
-    begins = number * span
-    # counted from the pair's first
-    begin, end = (
-        begins - member[:, None],
-        jnp.minimum(begins + span, queries[:, None]) - member[:, None],
-    )
-    real = (begin < per_row) & (first_segment >= 0)[:, None]
-    # A segment of one row alone need not read what its last token does not see, nor anything if it
-    # is all padding.
-    alone = end <= per_row
-    first, last = begin // group, jnp.minimum((end - 1) // group, count[:, None] - 1)
-    tokens = seen.shape[1] - 1
-    first_sees, last_sees = (
-        jnp.take_along_axis(seen, jnp.clip(token, 0, tokens), axis=1) for token in (first, last)
-    )
-    least = jnp.where(alone, first_sees, least[:, None])
-    seen = jnp.where(alone, jnp.where(first >= count[:, None], 0, last_sees), after[:, None])
-    lead = start[:, None] % alignment
-    tiles = jnp.where(seen > 0, -(-(lead + seen) // tile), 0)
-    # A first tile with a lead is not whole, and read last.
-    full = jnp.maximum((lead + jnp.minimum(least, seen)) // tile - (lead > 0).astype(jnp.int32), 0)
+class _Pairs(NamedTuple):
+    """All pairs of a row and a block that it lists, R * N, as arrays of one entry a pair.
 
-    size = real.size
-    to = jnp.where(real, first_segment[:, None] + number, size).reshape(-1)
-    fields = [
-        jnp.broadcast_to(x, real.shape).reshape(-1)
-        for x in (
-            first_query[:, None] + begins,
-            end - begin,
-            start[:, None] - lead,
-            lead,
-            tiles,
-            full,
+    Attributes:
+      block: the block; a real one where none is listed.
+      count: the row's real new tokens.
+      seen: int32[R * N, T], tokens of the block that each new token sees.
+      sees: whether any of them sees any.
+      queries: queries of the block, of all rows.
+      min_seen: the fewest tokens of the block that any row's first new token sees.
+      member: queries of the block that precede the row's.
+      first_query, query: index of the block's first query, and of the row's first.
+      segment: the block's first segment.
+    """
+
+    block: Array
+    count: Array
+    seen: Array
+    sees: Array
+    queries: Array
+    min_seen: Array
+    member: Array
+    first_query: Array
+    query: Array
+    segment: Array
+
+
+def _pairs(plan: Plan, per_row: int, span: int) -> _Pairs:
+    """The pairs, and the order of their queries: by block, and within a block by row."""
+    rows, slots = plan.blocks.shape
+    width, num_blocks = plan.positions.shape[1], plan.lengths.shape[0]
+    block = jnp.clip(plan.blocks, 0, num_blocks - 1).reshape(-1)
+    seen = plan.seen.reshape(rows * slots, width)
+    count = jnp.repeat(plan.count, slots)
+    most = jnp.take_along_axis(seen, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    sees = most > 0
+
+    # Pairs against pairs, [pair, other]: the ranks of a sort by block, without a sort.
+    same = (block[:, None] == block[None]) & sees[None]
+    earlier = (block[None] < block[:, None]) & sees[None]
+    index = jnp.arange(rows * slots)
+    readers = jnp.sum(same, axis=1, dtype=jnp.int32)
+    rank = jnp.sum(same & (index[None] < index[:, None]), axis=1, dtype=jnp.int32)
+    min_seen = jnp.min(jnp.where(same, seen[None, :, 0], jnp.iinfo(jnp.int32).max), axis=1)
+    # One pair counts for all that read its block.
+    counts = earlier & (rank == 0)[None]
+    padded = _round_up(readers * per_row, ROW_ALIGNMENT)
+    first_query = jnp.sum(jnp.where(counts, padded[None], 0), axis=1)
+    segment = jnp.sum(jnp.where(counts, -(-readers * per_row // span)[None], 0), axis=1)
+    return _Pairs(
+        block=block,
+        count=count,
+        seen=seen,
+        sees=sees,
+        queries=readers * per_row,
+        min_seen=min_seen,
+        member=rank * per_row,
+        first_query=first_query,
+        query=first_query + rank * per_row,
+        segment=segment,
+    )
+
+
+def _sources(pairs: _Pairs, group: int, size: int) -> tuple[Array, Array]:
+    """`Work.source` and `Work.limits`, int32[size] both."""
+    num_pairs, width = pairs.seen.shape
+    per_row = width * group
+    index = jnp.where(pairs.sees, pairs.query, size)[:, None] + jnp.arange(per_row)
+    source = (
+        jnp.full(size, -1, jnp.int32)
+        .at[index]
+        .set(
+            jnp.arange(num_pairs * per_row, dtype=jnp.int32).reshape(index.shape),
+            mode="drop",
+            unique_indices=True,
         )
-    ]
+    )
+    token, pair = source // group % width, source // per_row
+    return source, jnp.where(source >= 0, pairs.seen[pair, token], 0)
+
+
+def _segments(
+    plan: Plan, pairs: _Pairs, *, group: int, span: int, tile: int, alignment: int
+) -> tuple[Segments, Array]:
+    """The segments, and the number of them.
+
+    Each pair makes the segments that start within its queries, and puts them at their places.
+    """
+    per_row = pairs.seen.shape[1] * group
+    # [pair, chunk], the number of the segment within its block
+    number = -(-pairs.member // span)[:, None] + jnp.arange(-(-per_row // span))
+    # its queries, counted from the pair's first
+    begin = number * span - pairs.member[:, None]
+    end = jnp.minimum(number * span + span, pairs.queries[:, None]) - pairs.member[:, None]
+    real = (begin < per_row) & pairs.sees[:, None]
+    min_seen, seen = _visible(plan, pairs, begin, end, group)
+    start = plan.offsets[pairs.block][:, None]
+    lead = start % alignment
+    tiles = jnp.where(seen > 0, -(-(lead + seen) // tile), 0)
+    # A first tile with a lead is not full, and read last.
+    full = (lead + jnp.minimum(min_seen, seen)) // tile - (lead > 0).astype(jnp.int32)
+
+    first_query = pairs.first_query[:, None] + number * span
+    fields = (first_query, end - begin, start - lead, lead, tiles, jnp.maximum(full, 0))
+    fields = [jnp.broadcast_to(x, real.shape).reshape(-1) for x in fields]
+    size = real.size
+    to = jnp.where(real, pairs.segment[:, None] + number, size).reshape(-1)
     placed = (
         jnp.zeros((size, len(fields)), jnp.int32)
         .at[to]
         .set(jnp.stack(fields, axis=1), mode="drop", unique_indices=True)
     )
-    table = jnp.concatenate(
-        [placed, _sum_before(placed[:, 4])[:, None], jnp.zeros((size, 1), jnp.int32)], axis=1
-    )
+    tiles_before = _sum_before(placed[:, 4])[:, None]
+    table = jnp.concatenate([placed, tiles_before, jnp.zeros((size, 1), jnp.int32)], axis=1)
     return Segments(table), jnp.sum(real, dtype=jnp.int32)
 
 
+def _visible(
+    plan: Plan, pairs: _Pairs, begin: Array, end: Array, group: int
+) -> tuple[Array, Array]:
+    """The fewest and the most tokens of the block that queries `begin` to `end` of a pair see.
+
+    A segment of one row alone need not read what its last token does not see, and nothing if it is
+    all padding. One of several rows reads the whole block.
+    """
+    width, count = pairs.seen.shape[1], pairs.count[:, None]
+    alone = end <= width * group
+    first, last = begin // group, jnp.minimum((end - 1) // group, count - 1)
+    first_sees, last_sees = (
+        jnp.take_along_axis(pairs.seen, jnp.clip(token, 0, width - 1), axis=1)
+        for token in (first, last)
+    )
+    min_seen = jnp.where(alone, first_sees, pairs.min_seen[:, None])
+    last_sees = jnp.where(first >= count, 0, last_sees)
+    return min_seen, jnp.where(alone, last_sees, plan.local_lengths[pairs.block][:, None])
+
+
 def _items(segments: Segments, count: Array, total: Array, kv_heads: int, num_items: int) -> Array:
+    """`Work.items`: the cuts of all tiles into items, and the segments on both sides of each."""
     share, rest = total * kv_heads // num_items, total * kv_heads % num_items
     item = jnp.arange(num_items + 1)
     cut = item * share + jnp.minimum(item, rest)
-    real = jnp.arange(segments.begin.shape[0]) < count
-    ends = segments.begin + segments.tiles
+    real = jnp.arange(segments.tiles_before.shape[0]) < count
+    ends = segments.tiles_before + segments.tiles
 
     def segment(tile: Array) -> Array:
         """The segment, counted over the heads, that a tile belongs to."""
@@ -316,13 +344,15 @@ def _items(segments: Segments, count: Array, total: Array, kv_heads: int, num_it
         before = jnp.sum(real & (ends <= (tile - head * total)[:, None]), axis=1, dtype=jnp.int32)
         return head * count + before
 
-    first, last = cut[:-1], cut[1:]
-    behind = segment(jnp.maximum(last - 1, 0)) + 1
-    begin = segment(first)
-    return jnp.stack([first, last, begin, jnp.where(last > first, behind, begin)], axis=1)
+    first_tile, end_tile = cut[:-1], cut[1:]
+    end = segment(jnp.maximum(end_tile - 1, 0)) + 1
+    first = segment(first_tile)
+    end = jnp.where(end_tile > first_tile, end, first)
+    return jnp.stack([first_tile, end_tile, first, end], axis=1)
 
 
 def _pieces(segments: Segments, total: Array, kv_heads: int, num_items: int) -> Array:
+    """`Work.pieces`, from the sizes of the items: the first `rest` have a tile more."""
     share, rest = total * kv_heads // num_items, total * kv_heads % num_items
     long = rest * (share + 1)
 
@@ -331,9 +361,9 @@ def _pieces(segments: Segments, total: Array, kv_heads: int, num_items: int) -> 
             tile < long, tile // (share + 1), rest + (tile - long) // jnp.maximum(share, 1)
         )
 
-    first = jnp.arange(kv_heads)[:, None] * total + segments.begin
-    begin, behind = item(first), item(first + segments.tiles - 1) + 1
-    return jnp.stack([begin, jnp.where(segments.tiles > 0, behind, begin)], axis=2)
+    first_tile = jnp.arange(kv_heads)[:, None] * total + segments.tiles_before
+    first, end = item(first_tile), item(first_tile + segments.tiles - 1) + 1
+    return jnp.stack([first, jnp.where(segments.tiles > 0, end, first)], axis=2)
 
 
 def _sum_before(x: Array) -> Array:
@@ -349,6 +379,5 @@ def _sum_before(x: Array) -> Array:
     return (within + before[:, None]).reshape(-1)[: x.shape[0]]
 
 
-def _up(x, multiple: int):
-    """x, rounded up."""
+def _round_up(x: Any, multiple: int) -> Any:
     return -(-x // multiple) * multiple

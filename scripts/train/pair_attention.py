@@ -146,7 +146,12 @@ def _tiles(batch: TraceBatch) -> tuple[Array, Array, Array, Array, Array]:
     begins and ends [J, S]."""
     tokens, indices, begins, ends = (
         x[0].reshape(-1, SIDE)
-        for x in (batch.placement_tokens, batch.placement_indices, batch.placement_starts, batch.placement_ends)
+        for x in (
+            batch.placement_tokens,
+            batch.placement_indices,
+            batch.placement_starts,
+            batch.placement_ends,
+        )
     )
     return (
         tokens,

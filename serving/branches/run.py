@@ -405,7 +405,11 @@ class Branches:
                 self._live |= {row: (stream, block) for row, stream, block in admitted}
             begun = state.passes
             state = decode(
-                model.module, model.params, state, passes=_PASSES_AT_ONCE, until_any=bool(waiting)
+                model.module,
+                model.params,
+                state,
+                passes=_PASSES_AT_ONCE,
+                stop_on_finish=bool(waiting),
             )
             self._state, self._written, arena.cache = state, None, state.cache
             reasons, drawn, lengths = (

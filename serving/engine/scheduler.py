@@ -384,7 +384,7 @@ class Scheduler:
                 room=max(1024, bucket(room)),
                 bias_slots=max(8, bucket(edits)),
                 max_width=1,
-                kept=self.replies.kept,
+                num_top_logits=self.replies.kept,
             )
         if (more := bucket(room) - state.tokens.shape[1]) > 0:
 
@@ -392,7 +392,9 @@ class Scheduler:
                 return jnp.pad(array, ((0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)))
 
             state = dataclasses.replace(
-                state, tokens=widened(state.tokens), kept=jax.tree.map(widened, state.kept)
+                state,
+                tokens=widened(state.tokens),
+                top_logits=jax.tree.map(widened, state.top_logits),
             )
         if (slots := bucket(edits)) > state.samplers.bias_tokens.shape[1]:
             state = dataclasses.replace(state, samplers=self._stacked(slots))
@@ -434,7 +436,7 @@ class Scheduler:
                 cache=dataclasses.replace(state.cache, keys=arenas.keys, values=arenas.values),
             )
         state = decode(
-            self.model.module, self.model.params, state, passes=passes, until_any=until_any
+            self.model.module, self.model.params, state, passes=passes, stop_on_finish=until_any
         )
         self._state, self.memory.pool.cache = state, state.cache
         if call := next(iter(self.queue), None):
@@ -545,7 +547,9 @@ class Scheduler:
         """Takes a row out of the decode loop's; what was kept of its distributions is fetched."""
         assert self._state is not None
         if row.call.resample and row.drawn > row.first:
-            whole = jax.device_get(jax.tree.map(lambda array: array[row.index], self._state.kept))
+            whole = jax.device_get(
+                jax.tree.map(lambda array: array[row.index], self._state.top_logits)
+            )
             row.call.drawn_from.append(
                 jax.tree.map(lambda array: array[row.first : row.drawn], whole)
             )

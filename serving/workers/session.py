@@ -914,7 +914,7 @@ class Workers:
         self._make_room(passes)
         self._prepare()
         settings: dict[str, Any] = dict(
-            width=_WIDTH, until_any=self._reencodes or any(map(self._is_away, self.names))
+            width=_WIDTH, stop_on_finish=self._reencodes or any(map(self._is_away, self.names))
         )
         if not self._compiled:
             self._state = jax.block_until_ready(

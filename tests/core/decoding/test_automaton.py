@@ -1,5 +1,4 @@
-"""Automata over bytes and over tokens, against reading the text byte by byte and against what
-Python's strings say."""
+"""Automata over bytes and over tokens, against a plain reader and Python's strings."""
 
 import functools
 import re

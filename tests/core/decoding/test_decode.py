@@ -1,5 +1,7 @@
-"""The decode loop against a plain loop over whole sequences, and against itself cut up in other
-ways."""
+"""The decode loop against a plain loop over whole sequences.
+
+And against itself in other numbers of dispatches.
+"""
 
 import dataclasses
 import functools
@@ -41,7 +43,7 @@ def _causal():
 
 
 def logits_after(tokens: list[int]) -> np.ndarray:
-    """float[V] after a whole sequence, by plain causal attention."""
+    """The logits, float[V], after a whole sequence, by plain causal attention."""
     padded = np.zeros((1, 64), np.int32)
     padded[0, : len(tokens)] = tokens
     return np.asarray(_causal()(tiny_params(), jnp.asarray(padded)))[0, len(tokens) - 1]
@@ -66,7 +68,7 @@ def test_greedy_equals_a_plain_loop():
         len(set(o)) > 3 for o in done.outputs()
     )
     assert reasons(done) == [FinishReason.BUDGET] * 4
-    # What was sampled last has not been fed.
+    # The last sampled token has not been fed.
     assert np.asarray(done.cache.lengths).tolist() == [0, *(len(p) + MOST - 1 for p in PROMPTS), 0]
     done.cache.check()
 
@@ -131,7 +133,7 @@ def test_stop_tokens_end_a_row_and_are_kept():
     ]
     # the stop token is not fed
     assert int(done.cache.lengths[2]) == len(PROMPTS[1]) + len(cut[1]) - 1
-    # One of several; a stop with the last token of a budget is a stop.
+    # one of several; a stop token that is also the last of a budget is a stop
     several = run(tiny_state(PROMPTS, stops=[stop, free[0][2]]))
     assert reasons(several)[:2] == [FinishReason.STOP] * 2
     last = run(tiny_state(PROMPTS, stops=[stop], budgets=[MOST, len(cut[1]), MOST, MOST]))
@@ -170,7 +172,7 @@ def test_a_block_that_fills_ends_its_row_before_anything_is_lost():
         FinishReason.FULL,
         FinishReason.FULL,
     ]
-    # What was sampled is kept, the token that found no room included.
+    # Sampled tokens are kept, the token without room included.
     assert done.outputs() == [free[0][:5], free[1], free[2][:1], free[3][:1]]
     assert np.asarray(done.cache.lengths).tolist() == [
         0,
@@ -181,7 +183,7 @@ def test_a_block_that_fills_ends_its_row_before_anything_is_lost():
         0,
     ]
     done.cache.check()
-    # The rows' caches are whole: with more room they go on where they stopped.
+    # The rows' caches are intact: with more room they go on where they stopped.
     roomy = dataclasses.replace(done.cache, capacities=jnp.asarray(CAPACITIES, jnp.int32))
     more = run(
         tiny_state(
@@ -242,8 +244,10 @@ def test_rows_not_in_use_do_nothing():
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(1.2)], ids=["greedy", "sampled"])
 def test_a_prefix_prefilled_once_and_sampled_at_once(sampler):
-    """Rows with nothing to feed start from the prefix's logits, as if each had been given the whole
-    prompt."""
+    """Rows with nothing to feed start from the prefix's logits.
+
+    They go on as if the whole prompt had been fed to each.
+    """
     prefix = PROMPTS[1]
     tokens = np.zeros((ROWS, 16), np.int32)
     tokens[0, : len(prefix)] = prefix
@@ -296,8 +300,10 @@ def test_one_seed_for_all_gives_each_row_a_stream_of_its_own():
 
 
 def test_feeding_goes_on_where_a_row_stopped():
-    """More text for rows that ended, while others run; what was sampled stays, and what follows is
-    as if it had all been one prompt."""
+    """More text is fed to rows that ended, while others run.
+
+    Sampled tokens stay, and the rest is as if all had been one prompt.
+    """
     extra = RNG.integers(0, VOCAB, 9).tolist()
     done = run(tiny_state(PROMPTS, budgets=[3, MOST, MOST, MOST]), passes=6)
     first = done.outputs()
@@ -311,13 +317,13 @@ def test_feeding_goes_on_where_a_row_stopped():
     assert after.outputs()[1:] == [greedy(p) for p in PROMPTS[1:]]
 
 
-def test_feeding_stands_behind_what_is_pending():
+def test_fed_tokens_follow_pending_ones():
     waiting = tiny_state([PROMPTS[0], *PROMPTS[1:]]).feed(0, [7, 8]).feed(0, [9])
     assert run(waiting).outputs() == [
         greedy([*PROMPTS[0], 7, 8, 9]),
         *(greedy(p) for p in PROMPTS[1:]),
     ]
-    # In the middle of a prompt fed one token a pass, too.
+    # also in the middle of a prompt that is fed one token a pass
     part = run(tiny_state(PROMPTS), passes=4, width=1).feed(3, [7, 8])
     assert run(part).outputs()[3] == greedy([*PROMPTS[3], 7, 8])
 
@@ -346,20 +352,22 @@ def test_a_row_ended_from_outside_stops():
     assert after.outputs() == [greedy(p, 4 if r == 1 else MOST) for r, p in enumerate(PROMPTS)]
 
 
-def test_until_any_comes_back_when_a_row_ends():
-    """Rows that had ended before do not count."""
+def test_stop_on_finish_comes_back_when_a_row_ends():
+    """Rows that ended before the dispatch do not count."""
     state = tiny_state(PROMPTS, budgets=[3, 5, 5, 9])
     seen = []
     for _ in range(3):
-        state = run(state, until_any=True)
+        state = run(state, stop_on_finish=True)
         seen.append([len(o) for o in state.outputs()])
     assert seen == [[3, 3, 3, 3], [3, 5, 5, 5], [3, 5, 5, 9]]
     assert state.outputs() == [greedy(p, n) for p, n in zip(PROMPTS, (3, 5, 5, 9), strict=True)]
 
 
 def prefilled(cache: KVCache, prompts: dict[int, list[int]]) -> tuple[jnp.ndarray, KVCache]:
-    """Feeds prompts of up to 16 tokens to blocks: the logits after each, in their order, and the
-    cache."""
+    """Feeds prompts of up to 16 tokens to blocks.
+
+    The logits after each, in their order, and the cache.
+    """
     tokens, count = np.zeros((ROWS, 16), np.int32), [0] * ROWS
     for r, prompt in enumerate(prompts.values()):
         tokens[r, : len(prompt)], count[r] = prompt, len(prompt)
@@ -371,13 +379,15 @@ def prefilled(cache: KVCache, prompts: dict[int, list[int]]) -> tuple[jnp.ndarra
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(1.2, top_k=30)], ids=["greedy", "sampled"])
 def test_a_row_that_has_ended_is_given_something_new(sampler):
-    """Below a shared prefix, with a seed and a budget of its own: what it writes is what a fresh
-    state would, and so is what others do."""
+    """A row below a shared prefix, with its own seed and budget.
+
+    It and the others write what they would in a fresh state.
+    """
     first, later = PROMPTS[1], [PROMPTS[0], PROMPTS[2], PROMPTS[3], PROMPTS[1]]
     settings = {"samplers": sampler, "seeds": [3, 1, 4, 1], "budgets": [5, MOST, MOST, MOST]}
     undisturbed = run(tiny_state(later, **settings)).outputs()
     prefix, cache = prefilled(tiny_cache(), {0: first})
-    state = run(tiny_state(later, cache=cache, **settings), until_any=True)
+    state = run(tiny_state(later, cache=cache, **settings), stop_on_finish=True)
     assert (
         reasons(state) == [FinishReason.BUDGET, *[FinishReason.RUNNING] * 3]
         and state.outputs()[0] == undisturbed[0]
@@ -405,7 +415,7 @@ def test_a_row_that_has_ended_is_given_something_new(sampler):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_rows_that_were_not_in_use_are_given_something(count):
-    """Any number at once, a power of two or not; the rest stays unused."""
+    """Any number of rows at once, a power of two or not; the rest stays unused."""
     logits, cache = prefilled(tiny_cache(), {b: p for b, p in enumerate(PROMPTS[:count], 1)})
     state = tiny_state([], [], cache=cache)
     rows, blocks = [3, 0, 2, 1][:count], [[b + 1] for b in range(count)]
@@ -422,8 +432,7 @@ def test_rows_that_were_not_in_use_are_given_something(count):
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(1.2)], ids=["greedy", "sampled"])
 def test_several_rows_change_places(sampler):
-    """Three of four rows are given each other's blocks, in an order of their own, while the fourth
-    writes on."""
+    """Three of four rows get each other's blocks, in another order, while the fourth writes on."""
     settings = {"samplers": sampler, "seeds": [7, 8, 9, 10]}
     undisturbed = run(tiny_state(PROMPTS, **settings)).outputs()
     state = run(tiny_state(PROMPTS, **settings), passes=4)
@@ -458,7 +467,7 @@ def test_several_rows_change_places(sampler):
 
 
 def test_admission_ends_at_a_stop_and_can_be_repeated():
-    """The same row three times over; what it sampled before leaves no trace."""
+    """The same row three times; what it sampled before leaves no trace."""
     stop = greedy(PROMPTS[1])[3]
     expected = greedy(PROMPTS[1])[: greedy(PROMPTS[1]).index(stop) + 1]
     state = tiny_state([], [], stops=[stop])
@@ -501,8 +510,8 @@ def test_admission_ends_at_a_stop_and_can_be_repeated():
     ],
 )
 def test_admission_refuses(row, blocks, more, words):
-    """And leaves the state usable."""
-    state = run(tiny_state(PROMPTS, budgets=[1, MOST, MOST, MOST]), until_any=True)
+    """A refusal leaves the state usable."""
+    state = run(tiny_state(PROMPTS, budgets=[1, MOST, MOST, MOST]), stop_on_finish=True)
     with pytest.raises(ValueError, match=words):
         state.admit(
             [row], [blocks], jnp.zeros((1, VOCAB)), **{"seeds": [0], "budgets": [4], **more}
@@ -534,6 +543,18 @@ def test_a_row_that_is_retired_lists_nothing_and_another_may_write_its_block():
     assert run(state).outputs()[1] == greedy(PROMPTS[0], 3)
 
 
+def test_former_names_work_and_warn():
+    state = tiny_state(PROMPTS, budgets=[3, 5, 5, 9])
+    with pytest.warns(DeprecationWarning, match="until_any is now stop_on_finish"):
+        state = run(state, until_any=True)
+    assert reasons(state) == [FinishReason.BUDGET, *[FinishReason.RUNNING] * 3]
+    with pytest.warns(DeprecationWarning, match="kept is now num_top_logits"):
+        state = tiny_state(PROMPTS, kept=5)
+    with pytest.warns(DeprecationWarning, match="kept is now top_logits"):
+        kept = state.kept
+    assert kept is state.top_logits is not None and kept.tokens.shape[-1] == 5
+
+
 @pytest.mark.parametrize("more", [{"passes": -1}, {"width": 0}, {"width": WIDEST + 1}])
 def test_decode_refuses(more):
     with pytest.raises(
@@ -551,7 +572,7 @@ def test_the_state_is_frozen():
 
 
 def test_the_cache_is_given_away():
-    """Donated: what stays usable is the returned state alone."""
+    """The cache is donated: only the returned state stays usable."""
     cache = tiny_cache()
     run(tiny_state(PROMPTS, cache=cache), passes=1)
     assert all(a.is_deleted() for a in (*cache.keys, *cache.values))

@@ -1,5 +1,7 @@
-"""Samplers against plain float64 numpy: who may be drawn, exactly; how often, by statistics with
-fixed seeds."""
+"""Samplers against plain float64 numpy.
+
+The tokens that can be drawn are compared exactly, frequencies by statistics with fixed seeds.
+"""
 
 import dataclasses
 import math
@@ -30,7 +32,7 @@ def sample(samplers, logits, seeds, positions):
 
 
 def expected_probabilities(logits: np.ndarray, s: Sampler) -> np.ndarray:
-    """[V] from [V]: sort, cut, renormalise."""
+    """The oracle, [V] from [V]: sort, truncate, renormalise."""
     logits = np.asarray(logits, np.float64).copy()
     for token, value in s.bias.items():
         logits[token] += value
@@ -119,7 +121,7 @@ def compare(sampler: Sampler, logits: np.ndarray) -> None:
 
 @jax.jit
 def allowed(samplers, logits):
-    """bool[R, V]: which tokens the cuts leave in."""
+    """The tokens, bool[R, V], that truncation leaves in."""
     scaled = samplers._biased(logits) / samplers.temperature[:, None]
     return scaled >= samplers._floor(scaled)
 
@@ -133,8 +135,10 @@ def allowed(samplers, logits):
     st.sampled_from([0.3, 1.0, 1.7]),
 )
 def test_the_support_is_exact(seed, top_k, top_p, min_p, temperature):
-    """Peaked logits, as models have: tokens too rare to be seen by drawing are in or out exactly as
-    numpy says."""
+    """Peaked logits, as models have.
+
+    Tokens too rare to be seen by drawing are in or out exactly as in numpy.
+    """
     logits = (np.random.default_rng(seed).normal(size=(1, 300)) * 3).astype(np.float32)
     sampler = Sampler(temperature, top_k, top_p, min_p)
     expected = expected_probabilities(logits[0], sampler) > 0
@@ -182,8 +186,10 @@ def test_a_ban_outweighs_a_bias():
 
 
 def test_ties_are_kept_together():
-    """Three tokens tie for the second place: top_k = 2 and a top_p that ends among them keep all
-    three."""
+    """Three tokens tie for the second place.
+
+    top_k = 2 and a top_p that ends among them keep all three.
+    """
     logits = np.full(300, -5.0, np.float32)
     logits[[10, 100, 200]], logits[299] = 1.0, 1.2
     for sampler in (Sampler(1.0, top_k=2), Sampler(1.0, top_p=0.5), Sampler(1.0, min_p=0.8)):
@@ -199,8 +205,10 @@ def test_negative_and_signed_zero_logits_are_ordered():
 
 
 def test_rows_keep_their_own_settings():
-    """One batch of all settings: each row draws from its own support, and greedy rows are
-    greedy."""
+    """One batch of all settings.
+
+    Each row draws from its own support, and greedy rows are greedy.
+    """
     samplers = [*SETTINGS, Sampler(), Sampler(forbidden=(4,))]
     vocab, draws = 300, 200
     logits = np.stack([gentle(vocab, r) for r in range(len(samplers))])
@@ -271,8 +279,10 @@ def test_uniforms_differ_by_seed_and_by_position_and_are_uniform():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_tokens_of_weight_zero_are_never_drawn(seed):
-    """Uniform numbers, as they come in steps of 2**-23, right at the borders between tokens, where
-    rounding decides."""
+    """Uniform numbers exactly at the borders between tokens, where rounding decides.
+
+    They are multiples of 2**-23.
+    """
     rng, vocab = np.random.default_rng(seed), 1000
     weights = np.exp(rng.normal(size=vocab) * 3).astype(np.float32)
     weights[rng.random(vocab) < 0.5] = 0

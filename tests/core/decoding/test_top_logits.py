@@ -1,4 +1,4 @@
-"""What is kept of a distribution, against numpy's sort and sums in float64."""
+"""Top logits of distributions, against numpy's sort and sums in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def check(kept: TopLogits, logits: np.ndarray, temperature: float, k: int) -> No
             np.testing.assert_allclose(whole, mass.sum(), rtol=1e-5, atol=1e-36)
             if at == t:
                 before = np.asarray([mass[:token].sum() for token in tokens])
-                # What a replay relies on is an error that is small against the whole.
+                # A replay relies on an error that is small against the whole.
                 assert np.abs(kept.below[r] - before).max() <= 1e-5 * mass.sum() + 1e-36
 
 

@@ -1,5 +1,7 @@
-"""What the tests of the GPU backends have in common: kernels are interpreted on the CPU and held
-against float64 numpy."""
+"""The common part of the tests of the GPU backends.
+
+Kernels are interpreted on the CPU and compared with float64 numpy.
+"""
 
 import dataclasses
 
@@ -23,7 +25,7 @@ SOME_LENGTHS = st.sampled_from([0, 1, 7, 63, 64, 65, 128, 200])
 
 
 def compare(implementation: str, device: Device, shape: Shape, case: Case) -> None:
-    """Holds a backend's answer on a device against the oracle's."""
+    """Compares a backend's result on a device with the oracle's."""
     arguments, expected = place(shape, case)
     with assume_device(device):
         out, faults = attended(*arguments, implementation=implementation)
@@ -34,14 +36,16 @@ def compare(implementation: str, device: Device, shape: Shape, case: Case) -> No
 def compare_spread(
     implementation: str, device: Device, shape: Shape, case: Case, devices: int
 ) -> None:
-    """As `compare`, with the tokens of the arena spread over several devices, each of which runs
-    the kernels on its own."""
+    """Does as `compare`, with the tokens of the arena sharded over several devices.
+
+    Each of them runs the kernels on its part.
+    """
     (cache, *arguments), expected = place(shape, case)
     mesh = make_mesh(kv=devices)
     cache = dataclasses.replace(cache, mesh=mesh)
 
     def dealt(arena, spec):
-        """Every `devices`-th stripe in a device's part."""
+        """A device's part: every `devices`-th stripe."""
         stripes = arena.reshape(arena.shape[0], -1, devices, STRIPE, arena.shape[2])
         return jax.device_put(
             stripes.swapaxes(1, 2).reshape(arena.shape), NamedSharding(mesh, spec)
@@ -71,7 +75,7 @@ def compare_spread(
 
 
 def check(out: jax.Array, expected: np.ndarray, shape: Shape) -> None:
-    """Holds an answer against the oracle's, which is NaN where there is none."""
+    """Compares a result with the oracle's, which is NaN where there is none."""
     found = np.asarray(out, np.float64)
     real = ~np.isnan(expected[..., 0])
     assert found.shape == expected.shape and np.isfinite(found).all()
@@ -79,7 +83,7 @@ def check(out: jax.Array, expected: np.ndarray, shape: Shape) -> None:
 
 
 def case(rows, count, lengths, *, seed=0, gaps=None, phases=None):
-    """A case whose blocks lie in the arena in the reverse of their order."""
+    """A case whose blocks are in the arena in the reverse of their order."""
     blocks = len(lengths)
     return Case(
         rows,

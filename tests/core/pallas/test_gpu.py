@@ -1,12 +1,13 @@
-"""Every backend against the reference on a GPU: head dims, query heads of a kv head, dtypes,
-widths, and layouts of all kinds.
+"""Every backend against the reference on a GPU.
+
+Head dims, query heads of a kv head, dtypes, widths, and layouts of all kinds.
 
     python -m pytest -m gpu
 
 Without an NVIDIA GPU that JAX can use they are skipped. Inputs are random and new in every run, and
-a failure names their seed; what they leave to chance and what not is said in
-scripts/bench/parts/attention/cases.py. The reference runs on the same GPU, in float32, and shares
-no code with the backends. How fast they are is for scripts/bench/attention.py to say.
+a failure names their seed; scripts/bench/parts/attention/cases.py describes what is random in them.
+The reference runs on the same GPU, in float32, and shares no code with the backends.
+scripts/bench/attention.py measures their speed.
 """
 
 import itertools
@@ -33,11 +34,11 @@ DIMS, GROUPS, WIDTHS, DTYPES = (
     ("bfloat16", "float16"),
 )
 TOKENS, SLOTS = 2048, 4
-"""Of all mixed cases, so that those of one shape are one program."""
+"""The same for all mixed cases, so that those of one shape are one program."""
 
 
 def grid():
-    """(D, G, T, dtype): every D with every G, and every D with every T in every dtype."""
+    """The cases (D, G, T, dtype): every D with every G, and every D with every T in every dtype."""
     for (i, dim), (j, group) in itertools.product(enumerate(DIMS), enumerate(GROUPS)):
         yield (
             dim,
@@ -49,7 +50,7 @@ def grid():
 
 @pytest.fixture(autouse=True)
 def gpu():
-    """The GPU; what needs one is skipped where there is none."""
+    """The GPU; tests that need one are skipped where there is none."""
     device = current_device()
     if device is None:
         pytest.skip(
@@ -60,8 +61,10 @@ def gpu():
 
 
 def able(backend: str, device) -> bool:
-    """What docs promise: mosaic_gpu is for Hopper, triton for Ampere and later, xla for
-    everything."""
+    """Each backend runs where the docs promise.
+
+    mosaic_gpu on Hopper, triton on Ampere and later, xla everywhere.
+    """
     return {
         "mosaic_gpu": device.capability // 10 == 9,
         "triton": device.capability >= 80,
@@ -71,7 +74,7 @@ def able(backend: str, device) -> bool:
 
 @pytest.fixture
 def judge(gpu):
-    """Holds a backend's answer to a case, over inputs made anew, against the reference's."""
+    """Compares a backend's result of a case, over new inputs, with the reference's."""
 
     def judge(backend, case, **shape):
         seed = secrets.randbelow(2**31)
@@ -130,7 +133,7 @@ def test_long_blocks_and_many_heads(judge, backend, case):
 
 
 def test_the_same_answer_every_time(gpu):
-    """Pieces are merged in one order, whichever is ready first."""
+    """Pieces are merged in one order, whichever of them is ready first."""
     case = cases.shared(Heads(2, 8), 40, 3000, 30)
     inputs = cases.make(case, secrets.randbelow(2**31))
     for backend in (b for b in BACKENDS if able(b, gpu)):

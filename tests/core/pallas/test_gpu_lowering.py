@@ -1,7 +1,7 @@
-"""Every GPU backend of block attention lowers for CUDA where JAX has neither a GPU nor the packages
-for one: all shapes that are promised.
+"""Every GPU backend of block attention lowers for CUDA without a GPU.
 
-What lowers need not compile: `make gpu-compile` goes that far.
+JAX has neither a GPU nor the packages for one here. All shapes that are promised. Lowering does not
+imply compiling: `make gpu-compile` tests that.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jaxshare.pallas.device import H200, assume_device
 from scripts.gpu import programs
 
-# JAX says so wherever the backend lowers; that it will leave is known, and why its files stand
-# alone.
+# JAX warns wherever the backend lowers. That it will be removed is known, and the reason why
+# nothing else imports its files.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 )
@@ -29,9 +29,9 @@ DESCRIBED = AbstractMesh(
         device_kind=H200.kind, num_cores=H200.multiprocessors, platform="gpu"
     ),
 )
-"""JAX lowers Triton kernels only for a GPU that it is told of."""
+"""A GPU without a machine: JAX lowers Triton kernels only for a described one."""
 TARGETS = {"mosaic_gpu": "mosaic_gpu_v2", "triton": "xla.gpu.triton"}
-"""What the calls of each backend's kernels are named in StableHLO."""
+"""The name in StableHLO of the calls of each backend's kernels."""
 # Each head dim, each G, both dtypes and each kind of pass among them.
 FEW = [
     programs.Case(*shape, *one)
@@ -113,9 +113,11 @@ def test_a_decode_step_lowers_for_cuda(backend):
 
 @pytest.mark.parametrize("spread", programs.SPREADS, ids=str)
 def test_a_decode_step_on_several_devices_lowers_for_cuda(spread):
-    """Each device runs the kernels on its part; what they send is `make gpu-compile`'s to count.
-    Triton lowers only for a device that it is told of, and where that would be said there is the
-    mesh."""
+    """Each device runs the kernels on its part.
+
+    `make gpu-compile` counts what they send. Triton lowers only for a described device, and the
+    mesh takes the place of the description.
+    """
     config = dataclasses.replace(programs.MODEL, num_layers=1)
     mesh = spread.mesh(jax.devices()[: spread.tensor * spread.kv])
     decoding = programs.decoding(

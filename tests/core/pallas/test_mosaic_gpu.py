@@ -1,9 +1,8 @@
-"""The mosaic_gpu backend, interpreted on the CPU, threads and barriers included, against float64
-numpy.
+"""The mosaic_gpu backend, interpreted on the CPU, against float64 numpy.
 
-Interpreting takes seconds a call: a few shapes here, many examples among the slow tests. How work
-is cut has tests of its own (test_work), and that the kernels compile is test_gpu_lowering's and
-`make gpu-compile`'s to show.
+Threads and barriers are included. Interpreting takes seconds a call: a few shapes here, many
+examples among the slow tests. test_work_items tests how work is cut, test_gpu_lowering and `make
+gpu-compile` that the kernels compile.
 """
 
 import dataclasses
@@ -17,8 +16,8 @@ from hypothesis import given, settings
 from jaxshare import block_attention, make_plan
 from jaxshare.attention.api import preferred
 from jaxshare.pallas import merge_mosaic_gpu
-from jaxshare.pallas.block_attention_mosaic_gpu import INTERPRETER_LACKS
 from jaxshare.pallas.device import H200, Device, assume_device
+from jaxshare.pallas.kernel_mosaic_gpu import INTERPRETER_LACKS
 from jaxshare.pallas.tiles import HEAD_DIMS, MosaicTiles, use_tiles
 from jaxshare.sharding import CyclicSharding
 from tests.core.attention.test_attention import Case, Shape, cases, place
@@ -74,7 +73,7 @@ def check(shape: Shape, case: Case, device: Device = INTERPRETED) -> None:
     compare("mosaic_gpu", device, shape, case)
 
 
-def test_shared_and_private_blocks_that_begin_anywhere():
+def test_shared_and_private_blocks_that_start_anywhere():
     check(
         DECODE,
         case(
@@ -98,8 +97,10 @@ def test_pending_tokens_are_causal_in_their_own_block():
 
 
 def test_log_sum_exps_for_other_devices(monkeypatch):
-    """What merging over devices is given, where tokens are spread. One device in place of all: the
-    interpreter has one memory, which those that run at once would share."""
+    """The inputs of merging over devices, where tokens are sharded.
+
+    One device in place of all: the interpreter has one memory, which concurrent ones would share.
+    """
     shape = dataclasses.replace(DECODE, rotary=0)
     (cache, layout, count, q, k, v), out = place(
         shape, case([[0, 2, 1], [3], []], [1, 1, 0], [200, 3, 70, 0], gaps=[1, 0, 2, 0])
@@ -278,5 +279,5 @@ def test_what_is_preferred_follows_the_device():
 
 
 def test_what_the_interpreter_lacks_is_one_thing():
-    """Everything else of the kernel runs interpreted; a longer list is a weaker test."""
+    """Everything else of the kernel runs interpreted; a longer list would be a weaker test."""
     assert len(INTERPRETER_LACKS) == 1

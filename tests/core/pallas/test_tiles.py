@@ -1,5 +1,4 @@
-"""Tiles of the GPU kernels: that what the table and the tuner have fits a GPU, and what overrides
-the table."""
+"""Tiles of the GPU kernels fit a GPU, and measured ones override the table."""
 
 import dataclasses
 import itertools
@@ -32,8 +31,8 @@ DEVICES = {
     H200: 232_448,
     Device("unheard of", 125, 100): 101_376,
 }
-"""And the bytes of shared memory that a program may have there, as the programming guide has them;
-the least for what is not known."""
+"""Devices with the bytes of shared memory that a program may have there, by the programming guide;
+the smallest for an unknown one."""
 
 
 def mosaic_buffers(choice: MosaicTiles, dim: int) -> int:
@@ -53,7 +52,7 @@ def mosaic_buffers(choice: MosaicTiles, dim: int) -> int:
 
 
 def triton_buffers(choice: TritonTiles, dim: int) -> int:
-    """The same at most, heads padded to a power of two."""
+    """An upper bound of the same, heads padded to a power of two."""
     columns = next(power for power in (64, 128, 256) if power >= dim)
     stage = np.empty((2, choice.tile, columns), np.float16)
     return choice.num_stages * stage.nbytes + np.empty((choice.span, columns), np.float16).nbytes
@@ -84,7 +83,7 @@ def test_triton_tiles_fit(device):
         assert built_in in found and len(set(found)) == len(found) >= 2
         for choice in found:
             assert triton_buffers(choice, dim) <= DEVICES[device]
-            # What runs on a multiprocessor at once has its shared memory in common, which is no
+            # Programs that run on a multiprocessor at once share its shared memory, which is no
             # smaller than that of one program.
             at_once = choice.items_per_multiprocessor
             assert (
@@ -286,7 +285,10 @@ def test_a_file_that_cannot_be_read_is_one_warning(folder, text, reason):
     usual = choose_mosaic(H200, 128, 8, 8, "bfloat16")
     (folder / "tiles.json").write_text(text, encoding="utf-8")
     tiles.read_tiles.cache_clear()
-    words = r"the tiles in .*tiles\.json cannot be read .*; built-in ones are used until `jaxshare tune` writes it anew"
+    words = (
+        r"the tiles in .*tiles\.json cannot be read .*; built-in ones are used until "
+        "`jaxshare tune` writes it again"
+    )
     with pytest.warns(UserWarning, match=words) as said:
         assert choose_mosaic(H200, 128, 8, 8, "bfloat16") == usual
     assert reason in str(said[0].message)

@@ -1,7 +1,7 @@
 """The triton backend, interpreted on the CPU, against float64 numpy.
 
-How work is cut has tests of its own (test_work), and that the kernels compile is
-test_gpu_lowering's and `make gpu-compile`'s to show.
+test_work_items tests how work is cut, test_gpu_lowering and `make gpu-compile` that the kernels
+compile.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from jaxshare.pallas.tiles import HEAD_DIMS, TritonTiles, use_tiles
 from tests.core.attention.test_attention import Case, Shape, cases, place
 from tests.core.pallas.interpreted import SOME_LENGTHS, case, compare, compare_spread
 
-# JAX says so wherever the backend lowers; that it will leave is known, and why its files stand
-# alone.
+# JAX warns wherever the backend lowers. That it will be removed is known, and the reason why
+# nothing else imports its files.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 )
@@ -119,9 +119,11 @@ def test_many_rows_over_a_shared_block():
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_tokens_that_are_spread_over_devices(devices):
-    """Blocks that begin inside a stripe, of which some devices have nothing, a row that sees
-    nothing else than its own token, and an empty row: merged over the devices by the log-sum-exps
-    that the kernels give."""
+    """Blocks are merged over the devices by the log-sum-exps that the kernels give.
+
+    They start inside a stripe, and some devices have nothing of them; one row sees nothing but its
+    own token, and one is empty.
+    """
     shape = dataclasses.replace(DECODE, arena=2560)
     compare_spread(
         "triton",
@@ -283,7 +285,7 @@ def test_a_jax_without_triton_has_a_reason_and_no_error(call, monkeypatch):
 
 
 def test_it_is_imported_when_it_is_called_and_not_before():
-    """Neither our files of it nor JAX's, which warn that they will leave."""
+    """Neither our files of it are imported nor JAX's, which warn that they will be removed."""
     program = (
         "import sys, jaxshare, jaxshare.serving.cli.main; print([name for name in sys.modules if "
         "'triton' in name and name.startswith(('jax.', 'jaxshare'))])"

@@ -1,4 +1,4 @@
-"""The work plan of the GPU backends, alone: what its items say is counted out, token by token."""
+"""The work items of the GPU backends, alone, checked token by token."""
 
 import dataclasses
 
@@ -16,8 +16,10 @@ from tests.helpers import pad_rows
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is static: R rows, T tokens, N listed, B blocks, G query heads of each of K kv heads;
-    how the work is cut."""
+    """The static sizes, and how the work is cut.
+
+    R rows, T tokens, N listed, B blocks, G query heads of each of K kv heads.
+    """
 
     rows: int
     width: int
@@ -86,16 +88,16 @@ def cases(draw, shape: Shape):
 jitted_plan = jax.jit(make_plan, static_argnames="width")
 
 
-def planned(shape: Shape, case: Case, begin: int = 3):
-    """(work as numpy, offset of each block, its length after the pass)."""
+def planned(shape: Shape, case: Case, start: int = 3):
+    """The work as numpy, the offset of each block, and its length after the pass."""
     grown = list(case.lengths)
     for row, count in zip(case.rows, case.count, strict=True):
         if row:
             grown[row[-1]] += count
-    # One arena for all cases, so that one program plans them; blocks lie in it without gaps, at any
-    # offset.
+    # One arena for all cases, so that one program plans them; blocks follow each other in it
+    # without gaps, from any offset.
     cache = KVCache.create(shape, [max(256, *case.lengths) + shape.width] * shape.blocks)
-    offsets = np.cumsum([begin, *grown])[:-1]
+    offsets = np.cumsum([start, *grown])[:-1]
     cache = dataclasses.replace(
         cache,
         lengths=jnp.asarray(case.lengths, jnp.int32),
@@ -119,17 +121,19 @@ def planned(shape: Shape, case: Case, begin: int = 3):
 
 
 def segment(work, number: int):
-    """(kv head, fields of the segment) of a segment counted over the kv heads."""
+    """The kv head and the fields of a segment that is counted over the kv heads."""
     head, at = divmod(number, int(work.count))
     return head, {
         name: int(getattr(work.segments, name)[at])
-        for name in ("query", "queries", "start", "lead", "tiles", "begin", "full")
+        for name in ("query", "queries", "start", "lead", "tiles", "tiles_before", "full")
     }
 
 
 def tokens(shape: Shape, fields: dict[str, int], i: int, limit: int) -> range:
-    """Arena tokens of the i-th tile that a segment reads, for a query that sees `limit` tokens of
-    the block."""
+    """Arena tokens of the i-th tile that a segment reads.
+
+    They are for a query that sees `limit` tokens of the block.
+    """
     nth = (i + (fields["lead"] > 0)) % fields["tiles"]
     low = max(nth * shape.tile, fields["lead"])
     return range(
@@ -154,11 +158,11 @@ def test_every_token_of_every_query_is_read_once(name, data):
                     for k in range(shape.kv_heads):
                         expected[k, r, n, t, g] = list(range(offsets[block], offsets[block] + sees))
     found, counts = {}, case.count + [0] * shape.rows
-    for begin, end, first, behind in work.items:
-        for number in range(first, behind):
+    for first_tile, end_tile, first, end in work.items:
+        for number in range(first, end):
             k, fields = segment(work, number)
-            at = k * int(work.total) + fields["begin"]
-            for i in range(max(begin - at, 0), min(end - at, fields["tiles"])):
+            at = k * int(work.total) + fields["tiles_before"]
+            for i in range(max(first_tile - at, 0), min(end_tile - at, fields["tiles"])):
                 for query in range(fields["query"], fields["query"] + fields["queries"]):
                     r, n, t, g = np.unravel_index(
                         work.source[query], (shape.rows, shape.listed, shape.width, shape.group)
@@ -167,7 +171,7 @@ def test_every_token_of_every_query_is_read_once(name, data):
                         read = tokens(shape, fields, i, int(work.limits[query]))
                         assert i >= fields["full"] or len(read) == shape.tile
                         found.setdefault((k, int(r), int(n), int(t), int(g)), []).extend(read)
-    assert {who: sorted(read) for who, read in found.items() if read} == expected
+    assert {key: sorted(read) for key, read in found.items() if read} == expected
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -176,33 +180,35 @@ def test_every_token_of_every_query_is_read_once(name, data):
 def test_items_are_of_one_size_and_follow_each_other(name, data):
     shape = SHAPES[name]
     work, _, _ = planned(shape, data.draw(cases(shape)))
-    begin, end = work.items[:, 0], work.items[:, 1]
+    first, end = work.items[:, 0], work.items[:, 1]
     assert (
-        begin[0] == 0 and (begin[1:] == end[:-1]).all() and end[-1] == work.total * shape.kv_heads
+        first[0] == 0 and (first[1:] == end[:-1]).all() and end[-1] == work.total * shape.kv_heads
     )
-    assert np.ptp(end - begin) <= 1
+    assert np.ptp(end - first) <= 1
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @settings(max_examples=15)
 @given(st.data())
 def test_partial_results_are_found_where_they_were_left(name, data):
-    """No two pieces share a row of partial results, and the merge's way to a query's pieces leads
-    to all of them and no others."""
+    """No two pieces share a row of partial results.
+
+    The merge finds all pieces of a query and no others.
+    """
     shape = SHAPES[name]
     case = data.draw(cases(shape))
     work, _, _ = planned(shape, case)
     left, taken = {}, set()
-    for item, (begin, end, first, behind) in enumerate(work.items):
-        for number in range(first, behind):
+    for item, (first_tile, end_tile, first, end) in enumerate(work.items):
+        for number in range(first, end):
             k, fields = segment(work, number)
-            at = k * int(work.total) + fields["begin"]
-            reads = max(begin - at, 0) < min(end - at, fields["tiles"])
+            at = k * int(work.total) + fields["tiles_before"]
+            reads = max(first_tile - at, 0) < min(end_tile - at, fields["tiles"])
             rows = {
                 query: int(partial_row(work, item, k, query))
                 for query in range(fields["query"], fields["query"] + fields["queries"])
             }
-            # Stored in eights: what hangs over must belong to nobody either.
+            # Stored in eights: the rest of an eight must be of no other piece either.
             eights = range(min(rows.values()), min(rows.values()) + -(-fields["queries"] // 8) * 8)
             assert (
                 taken.isdisjoint(eights) and eights[-1] < work.partial_rows and eights[0] % 8 == 0
@@ -216,16 +222,16 @@ def test_partial_results_are_found_where_they_were_left(name, data):
         for nth in range(shape.width * shape.group):
             for k in range(shape.kv_heads):
                 number = work.segment[r, n] + (work.member[r, n] + nth) // shape.span
-                first, behind = work.pieces[k, number]
+                first, end = work.pieces[k, number]
                 source = int(
                     np.ravel_multi_index(
                         (r, n, 0, nth), (shape.rows, shape.listed, 1, shape.width * shape.group)
                     )
                 )
-                if behind > first:
+                if end > first:
                     followed[k, source] = {
                         int(partial_row(work, item, k, work.query[r, n] + nth))
-                        for item in range(first, behind)
+                        for item in range(first, end)
                     }
     assert followed == left
 
@@ -233,7 +239,7 @@ def test_partial_results_are_found_where_they_were_left(name, data):
 def test_a_block_that_all_rows_see_is_read_once_for_all_of_them():
     shape = Shape(32, 1, 2, 33, 4, 1, span=128, tile=64, items=132, alignment=8)
     work, _, _ = planned(
-        shape, Case([[0, r + 1] for r in range(32)], [1] * 32, [4096] + [0] * 32), begin=0
+        shape, Case([[0, r + 1] for r in range(32)], [1] * 32, [4096] + [0] * 32), start=0
     )
     # 32 rows x 4 heads fill one segment: 64 tiles, and one for each row's own token.
     assert int(work.count) == 33 and int(work.total) == 64 + 32
@@ -241,7 +247,7 @@ def test_a_block_that_all_rows_see_is_read_once_for_all_of_them():
 
 def test_a_long_block_is_shared_by_all_items():
     shape = Shape(1, 1, 1, 1, 4, 2, span=128, tile=64, items=132, alignment=8)
-    work, _, _ = planned(shape, Case([[0]], [1], [132 * 64 - 1]), begin=0)
+    work, _, _ = planned(shape, Case([[0]], [1], [132 * 64 - 1]), start=0)
     assert (work.items[:, 1] - work.items[:, 0] == 2).all()
 
 

@@ -1,0 +1,202 @@
+"""The inputs of rows on the host: checks them, and makes them arrays of one shape.
+
+`RowInputs` has what the rows of a new state start with, `Admission` what rows of a state that is
+in use are given to write next.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from jaxshare.decoding.sampling import Sampler
+from jaxshare.layout import Layout, bucket
+from jaxshare.seeds import seed_words, stream_seed
+
+
+@dataclasses.dataclass(frozen=True)
+class RowInputs:
+    """The inputs of each of the R rows of a new state.
+
+    Attributes:
+      prompts: tokens to feed before a row samples; empty for a row not in use.
+      samplers: how the row samples.
+      seeds: integers of 64 bits.
+      budgets: tokens that the row may sample.
+    """
+
+    prompts: list[list[int]]
+    samplers: list[Sampler]
+    seeds: list[int]
+    budgets: list[int]
+
+    @classmethod
+    def create(
+        cls,
+        rows: int,
+        prompts: Sequence[Sequence[int]],
+        samplers: Sampler | Sequence[Sampler],
+        seeds: int | Sequence[int],
+        budgets: int | Sequence[int],
+    ) -> Self:
+        """Gives each row its own entry; the arguments are those of `DecodeState.create`.
+
+        Raises:
+          ValueError: a number of entries other than `rows`.
+        """
+        made = cls(
+            [*map(list, prompts), *([[]] * (rows - len(prompts)))],
+            [samplers] * rows if isinstance(samplers, Sampler) else list(samplers),
+            [stream_seed(seeds, r) for r in range(rows)] if isinstance(seeds, int) else list(seeds),
+            [budgets] * rows if isinstance(budgets, int) else list(budgets),
+        )
+        for field in dataclasses.fields(made):
+            if (count := len(getattr(made, field.name))) != rows:
+                raise ValueError(
+                    f"{field.name} has {count} entries, but the layout has {rows} rows"
+                )
+        return made
+
+    def check(self, layout: Layout, vocab_size: int, has_logits: bool) -> None:
+        """Checks tokens and budgets.
+
+        Raises:
+          ValueError: a token outside the vocabulary in a prompt, a bias or a ban, a negative
+            budget, or a row in use with nothing to feed and no logits.
+        """
+        in_use = np.asarray(layout.listed) > 0
+        for r, (prompt, sampler) in enumerate(zip(self.prompts, self.samplers, strict=True)):
+            if outside := [t for t in prompt if not 0 <= t < vocab_size]:
+                raise ValueError(
+                    f"the prompt of row {r} has token {outside[0]}, outside the vocabulary of "
+                    f"{vocab_size}"
+                )
+            if in_use[r] and not prompt and not has_logits:
+                raise ValueError(
+                    f"row {r} has an empty prompt and no logits to sample from; give it at least "
+                    "one token"
+                )
+            if outside := [t for t in (*sampler.bias, *sampler.forbidden) if t >= vocab_size]:
+                raise ValueError(
+                    f"the sampler of row {r} names token {outside[0]}, outside the vocabulary of "
+                    f"{vocab_size}"
+                )
+            if self.budgets[r] < 0:
+                raise ValueError(
+                    f"the budget of row {r} is {self.budgets[r]}; it must be at least 0 tokens"
+                )
+
+    def pending(self, width: int) -> Int[np.ndarray, "R W"]:
+        """The prompts as queues of `width` tokens."""
+        return _queues(self.prompts, len(self.prompts), width)
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """The rows that `DecodeState.admit` starts, and the inputs of each of them.
+
+    Attributes:
+      rows: row numbers, each once.
+      blocks: the blocks that the row sees, in order; it writes the last.
+      seeds, budgets, drawn, pending, recorded: as for `DecodeState.admit`.
+    """
+
+    rows: Sequence[int]
+    blocks: Sequence[Sequence[int]]
+    seeds: Sequence[int]
+    budgets: Sequence[int]
+    drawn: Sequence[int]
+    pending: Sequence[Sequence[int]]
+    recorded: Sequence[bool]
+
+    def check_counts(self, num_logits: int) -> None:
+        """Raises ValueError for counts that do not agree, and for a row that is named twice."""
+        for name, count in (
+            ("blocks", len(self.blocks)),
+            ("logits", min(num_logits, len(self.rows))),
+            ("seeds", len(self.seeds)),
+            ("budgets", len(self.budgets)),
+            ("drawn", len(self.drawn)),
+            ("pending", len(self.pending)),
+            ("recorded", len(self.recorded)),
+        ):
+            if count != len(self.rows):
+                raise ValueError(
+                    f"{name} has {count} entries, but {len(self.rows)} rows are to be admitted"
+                )
+        if len(set(self.rows)) < len(self.rows):
+            raise ValueError(f"rows must name each row once; got {list(self.rows)}")
+
+    def check_rows(
+        self, running: Bool[np.ndarray, " R"], *, max_listed: int, max_budget: int, max_pending: int
+    ) -> None:
+        """Checks each row against the state.
+
+        Raises:
+          ValueError: a row that is running or does not exist, a negative block, more blocks than
+            the layout is wide, a budget that is negative or above `max_budget`, or more pending
+            tokens than the queue holds.
+        """
+        for row, seen, budget in zip(self.rows, self.blocks, self.budgets, strict=True):
+            if negative := [block for block in seen if block < 0]:
+                raise ValueError(f"row {row} lists block {negative[0]}; blocks are numbered from 0")
+            if not 0 <= row < len(running):
+                raise ValueError(
+                    f"there is no row {row}; the state has rows 0 to {len(running) - 1}"
+                )
+            if running[row]:
+                raise ValueError(f"row {row} is running; end it before it is given something new")
+            if not 1 <= len(seen) <= max_listed:
+                raise ValueError(
+                    f"row {row} would list {len(seen)} blocks, but the layout has room for 1 to "
+                    f"{max_listed}"
+                )
+            if not 0 <= budget <= max_budget:
+                raise ValueError(
+                    f"the budget of row {row} is {budget}; the state has room for 0 to "
+                    f"{max_budget} tokens a row"
+                )
+        for row, tokens in zip(self.rows, self.pending, strict=True):
+            if len(tokens) > max_pending:
+                raise ValueError(
+                    f"row {row} would have more than the {max_pending} tokens pending that its "
+                    "queue holds; create the state with a longer queue, or feed them before"
+                )
+
+    def listed(self, blocks: Int[np.ndarray, "R N"]) -> Int[np.ndarray, "R N"]:
+        """The blocks of a layout in which the admitted rows list theirs."""
+        blocks = blocks.copy()
+        for row, seen in zip(self.rows, self.blocks, strict=True):
+            blocks[row] = [*seen, *[-1] * (blocks.shape[1] - len(seen))]
+        return blocks
+
+    def arrays(self, num_rows: int, num_logits: int, queue_width: int) -> tuple[np.ndarray, ...]:
+        """The inputs as arrays of A entries, one for each row, and padding.
+
+        A is a rounded number, so that a few rows more or less share a program. Entries beyond the
+        admitted rows name row `num_rows`, which does not exist; the device drops them.
+
+        Returns:
+          row int32[A], seeds uint32[A, 2], budgets, drawn, number of pending tokens and recorded
+          int32[A], pending int32[A, queue_width].
+        """
+        size = max(bucket(len(self.rows)), num_logits)
+        unused = [0] * (size - len(self.rows))
+        return (
+            np.asarray([*self.rows, *[num_rows] * len(unused)], np.int32),
+            seed_words([*self.seeds, *unused]),
+            *(
+                np.asarray([*values, *unused], np.int32)
+                for values in (self.budgets, self.drawn, map(len, self.pending), self.recorded)
+            ),
+            _queues(self.pending, size, queue_width),
+        )
+
+
+def _queues(lists: Sequence[Sequence[int]], rows: int, width: int) -> np.ndarray:
+    queues = np.zeros((rows, width), np.int32)
+    for r, tokens in enumerate(lists):
+        queues[r, : len(tokens)] = tokens
+    return queues

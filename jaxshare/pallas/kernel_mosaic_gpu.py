@@ -1,0 +1,370 @@
+"""The kernel of block attention for Hopper GPUs, in Pallas on Mosaic GPU.
+
+One persistent program a multiprocessor takes one work item (`jaxshare.pallas.work_items`). Of its
+three warpgroups one fetches: queries of the next segment and tiles of keys and values, in bulk
+copies, as many under way as shared memory holds. The two others compute, 64 queries each:
+
+  * a wide segment, of more than 64 queries, is split between them by queries: both use each tile
+    (Hydragen section 3.2);
+  * a narrow one, down to a single row's, is split by tiles: they alternate, and their results are
+    merged at its end.
+
+So one shape of program serves blocks that one row sees and blocks that a thousand see. Products are
+wgmma throughout: its 64 rows are mostly padding for a private block, but then memory, not the
+matrix units, sets the pace (benchmarks/roofline.md).
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from jaxshare.pallas.tiles import MosaicTiles
+from jaxshare.pallas.work_items import ROW_ALIGNMENT, Work, partial_row
+
+WARPGROUP = 64
+"""Queries of a warpgroup: the rows of a wgmma product."""
+ALIGNMENT = 8
+"""Tokens, and queries, at which bulk copies into swizzled shared memory can start: the rows of one
+swizzle pattern."""
+
+INTERPRETER_LACKS = {
+    "wgmma with weights in registers, added to an accumulator in registers (run_state)": "a plain "
+    "product, "
+    "added",
+}
+"""The operations of this kernel that Mosaic GPU's interpreter lacks, and their replacements when it
+is interpreted."""
+
+
+class Barriers(NamedTuple):
+    """The barriers of the kernel.
+
+    Those named full and free are between the fetching warpgroup and the two that compute: a slot is
+    full, or free again. `given` and `taken` are between those two.
+    """
+
+    query_full: Any
+    query_free: Any
+    key_full: Any
+    value_full: Any
+    key_free: Any
+    value_free: Any
+    given: Any
+    taken: Any
+
+
+class _SegmentTiles(NamedTuple):
+    """The part of a segment that an item reads: its tiles from `first` to `end` (exclusive)."""
+
+    head: Array
+    query: Array
+    queries: Array
+    start: Array
+    lead: Array
+    tiles: Array
+    full: Array
+    first: Array
+    end: Array
+
+
+def attention_kernel(
+    plgpu: Any,
+    work: Work,
+    tiles: MosaicTiles,
+    arena: int,
+    part: int,
+    interpret: bool,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    limit_ref: Any,
+    item_ref: Any,
+    segment_ref: Any,
+    count_ref: Any,
+    out_ref: Any,
+    lse_ref: Any,
+    q_smem: Any,
+    k_smem: Any,
+    v_smem: Any,
+    out_smem: Any,
+    stat_smem: Any,
+    barriers: Barriers,
+) -> None:
+    """The kernel of one item. plgpu is Pallas' Mosaic GPU module.
+
+    Refs in device memory: q [K, Q + span, D], k, v [K, tokens, D], limit [Q + span], item [P, 4],
+    segment [S, 8], count [2], out [partial rows, padded D], lse [partial rows]. In shared memory: q
+    [slots, 2, 64, D], k, v [slots, tile, D], out [2, 64, part], stat [2, 2, 64].
+    """
+    size, dim, dtype = tiles.tile, k_ref.shape[2], k_ref.dtype
+    wgmma = plgpu.Layout.WGMMA
+    item, warpgroup = lax.axis_index("item"), lax.axis_index("warpgroup")
+    first_tile, end_tile, first_segment, end_segment = (item_ref[item, i] for i in range(4))
+    count, total = count_ref[0], count_ref[1]
+
+    def piece(number: Array) -> _SegmentTiles:
+        head = lax.div(number, count)
+        query, queries, start, lead, tiles, full, tiles_before = (
+            segment_ref[number - head * count, i] for i in range(7)
+        )
+        before = head * total + tiles_before
+        return _SegmentTiles(
+            head,
+            pl.multiple_of(query, ROW_ALIGNMENT),
+            queries,
+            pl.multiple_of(start, ALIGNMENT),
+            lead,
+            tiles,
+            full,
+            jnp.maximum(first_tile - before, 0),
+            jnp.minimum(end_tile - before, tiles),
+        )
+
+    def window(now: _SegmentTiles, i: Array) -> tuple[Array, Array]:
+        """The arena index of the i-th tile read, and the segment's tokens before it."""
+        i = i + (now.lead > 0).astype(jnp.int32)
+        before = jnp.where(i == now.tiles, 0, i) * size
+        return pl.multiple_of(jnp.minimum(now.start + before, arena - size), ALIGNMENT), before
+
+    @pl.when(warpgroup == 2)
+    def _fetch() -> None:
+        plgpu.set_max_registers(24, action="decrease")
+
+        def fetch_piece(number: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+            pieces, fetched = done
+            now = piece(number)
+            slot = lax.rem(pieces, tiles.query_stages)
+
+            @pl.when(pieces >= tiles.query_stages)
+            def _() -> None:
+                plgpu.barrier_wait(barriers.query_free.at[slot])
+
+            def fetch_half(i: int) -> None:
+                plgpu.copy_gmem_to_smem(
+                    q_ref.at[now.head, pl.ds(now.query + i * WARPGROUP, WARPGROUP)],
+                    q_smem.at[slot, i],
+                    barriers.query_full.at[2 * slot + i],
+                )
+
+            fetch_half(0)
+            pl.when(now.queries > WARPGROUP)(lambda: fetch_half(1))
+
+            def fetch_tile(i: Array, fetched: Array) -> Array:
+                slot = lax.rem(fetched, tiles.stages)
+                start = window(now, i)[0]
+                for ref, smem, full, free in (
+                    (k_ref, k_smem, barriers.key_full, barriers.key_free),
+                    (v_ref, v_smem, barriers.value_full, barriers.value_free),
+                ):
+
+                    @pl.when(fetched >= tiles.stages)
+                    def _(free: Any = free) -> None:
+                        plgpu.barrier_wait(free.at[slot])
+
+                    plgpu.copy_gmem_to_smem(
+                        ref.at[now.head, pl.ds(start, size)], smem.at[slot], full.at[slot]
+                    )
+                return fetched + 1
+
+            return pieces + 1, lax.fori_loop(now.first, now.end, fetch_tile, fetched)
+
+        pieces, fetched = lax.fori_loop(
+            first_segment, end_segment, fetch_piece, (jnp.int32(0), jnp.int32(0))
+        )
+        # A waiter must see every phase of a barrier, the last ones too.
+        for used, free in (
+            (pieces, barriers.query_free),
+            (fetched, barriers.key_free),
+            (fetched, barriers.value_free),
+        ):
+            for slot in range(free.shape[0]):
+
+                @pl.when(used > slot)
+                def _(free: Any = free.at[slot]) -> None:
+                    plgpu.barrier_wait(free)
+
+    @pl.when(warpgroup < 2)
+    def _compute() -> None:
+        plgpu.set_max_registers(240, action="increase")
+
+        def filled(value: float, *shape: int) -> Array:
+            return plgpu.layout_cast(
+                jnp.full(shape, value, jnp.float32), wgmma if len(shape) == 2 else wgmma.reduce(1)
+            )
+
+        def wide(x: Array, columns: int) -> Array:
+            return lax.broadcast_in_dim(x, (WARPGROUP, columns), [0])
+
+        def compute_piece(number: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+            pieces, used = done
+            now = piece(number)
+            query_slot = lax.rem(pieces, tiles.query_stages)
+            narrow = now.queries <= WARPGROUP
+            half = jnp.where(narrow, 0, warpgroup)
+            limit = now.lead + plgpu.load(
+                limit_ref.at[pl.ds(now.query + half * WARPGROUP, WARPGROUP)],
+                layout=wgmma.reduce(1),
+                optimized=False,
+            )
+            plgpu.barrier_wait(barriers.query_full.at[2 * query_slot])
+            # Both wait for both halves: a warpgroup that skipped a phase of a barrier would take
+            # the next one for it.
+            pl.when(~narrow)(lambda: plgpu.barrier_wait(barriers.query_full.at[2 * query_slot + 1]))
+
+            def take(masked: bool, i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+                used, *softmax = state
+                slot = lax.rem(used, tiles.stages)
+                plgpu.barrier_wait(barriers.key_full.at[slot])
+
+                def compute(top: Array, total: Array, mixed: Array) -> tuple[Array, ...]:
+                    def multiply(ref: Any) -> Array:
+                        plgpu.wgmma(
+                            ref, q_smem.at[query_slot, half], k_smem.at[slot].transpose((1, 0))
+                        )
+                        return ref[...]
+
+                    scores = pl.run_scoped(multiply, plgpu.ACC((WARPGROUP, size), jnp.float32))
+                    plgpu.barrier_arrive(barriers.key_free.at[slot])
+                    if masked:
+                        start, before = window(now, i)
+                        token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=wgmma) + (
+                            start - now.start
+                        )
+                        seen = (token >= jnp.maximum(before, now.lead)) & (
+                            token < wide(limit, size)
+                        )
+                        scores = jnp.where(seen, scores, -jnp.inf)
+                    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+                    under = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
+                    keep = jnp.exp2(top - under)
+                    weights = jnp.exp2(scores - wide(under, size))
+                    total = total * keep + jnp.sum(weights, axis=1)
+                    weights = weights.astype(dtype)
+                    plgpu.barrier_wait(barriers.value_full.at[slot])
+                    mixed = mixed * wide(keep, dim)
+
+                    def mix(ref: Any) -> None:
+                        plgpu.wgmma(ref, weights, v_smem.at[slot])
+
+                    if interpret:  # INTERPRETER_LACKS
+                        mixed = mixed + jnp.dot(
+                            weights, v_smem[slot], preferred_element_type=jnp.float32
+                        )
+                    else:
+                        mixed = pl.run_state(mix)(plgpu.ACC.init(mixed))
+                    plgpu.barrier_arrive(barriers.value_free.at[slot])
+                    return new_top, total, mixed
+
+                def skip(*softmax: Array) -> tuple[Array, ...]:
+                    plgpu.barrier_arrive(barriers.key_free.at[slot])
+                    plgpu.barrier_wait(barriers.value_full.at[slot])
+                    plgpu.barrier_arrive(barriers.value_free.at[slot])
+                    return softmax
+
+                mine = ~narrow | (lax.rem(i - now.first, 2) == warpgroup)
+                return used + 1, *lax.cond(mine, compute, skip, *softmax)
+
+            state = (
+                used,
+                filled(-jnp.inf, WARPGROUP),
+                filled(0.0, WARPGROUP),
+                filled(0.0, WARPGROUP, dim),
+            )
+            # With 256 columns two loops take more registers than there are.
+            whole = (
+                jnp.clip(now.full, now.first, jnp.maximum(now.end, now.first))
+                if dim < 256
+                else now.first
+            )
+            if dim < 256:
+                state = lax.fori_loop(now.first, whole, functools.partial(take, False), state)
+            used, top, total, mixed = lax.fori_loop(
+                whole, now.end, functools.partial(take, True), state
+            )
+            plgpu.barrier_arrive(barriers.query_free.at[query_slot])
+            # The previous piece must have left shared memory.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            gives, takes = narrow & (warpgroup == 1), narrow & (warpgroup == 0)
+
+            @pl.when(gives)
+            def _give() -> None:
+                stat_smem[1, 0] = top
+                stat_smem[1, 1] = total
+                for i in range(0, dim, part):
+                    out_smem[1] = mixed[:, i : i + part]
+                    plgpu.barrier_arrive(barriers.given)
+                    plgpu.barrier_wait(barriers.taken)
+
+            here = jnp.where(gives, 0, jnp.clip(now.queries - half * WARPGROUP, 0, WARPGROUP))
+
+            @pl.when(here > 0)
+            def _store() -> None:
+                row = pl.multiple_of(
+                    partial_row(work, item, now.head, now.query + half * WARPGROUP), ROW_ALIGNMENT
+                )
+                eights = lax.div(here + ROW_ALIGNMENT - 1, ROW_ALIGNMENT)
+
+                def merged(top: Array, total: Array) -> tuple[Array, ...]:
+                    plgpu.barrier_wait(barriers.given)
+                    their_top, their_total = (
+                        plgpu.load(stat_smem.at[1, i], layout=wgmma.reduce(1), optimized=False)
+                        for i in range(2)
+                    )
+                    highest = jnp.maximum(top, their_top)
+                    under = jnp.where(highest == -jnp.inf, 0.0, highest)
+                    mine, theirs = jnp.exp2(top - under), jnp.exp2(their_top - under)
+                    return highest, total * mine + their_total * theirs, mine, theirs
+
+                one = filled(1.0, WARPGROUP)
+                highest, sum_, mine, theirs = lax.cond(
+                    takes, merged, lambda top, total: (top, total, one, one), top, total
+                )
+                empty = sum_ == 0.0
+                sum_ = jnp.where(empty, 1.0, sum_)
+                stat_smem[warpgroup, 0] = jnp.where(
+                    empty, -jnp.inf, highest + jnp.log(sum_) * math.log2(math.e)
+                )
+                mine, theirs = mine / sum_, theirs / sum_
+                for i in range(0, dim, part):
+                    if i:
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                    def add(columns: Array, i: int = i) -> Array:
+                        if i:
+                            plgpu.barrier_wait(barriers.given)
+                        columns = columns + plgpu.load(out_smem.at[1], layout=wgmma) * wide(
+                            theirs, part
+                        )
+                        plgpu.barrier_arrive(barriers.taken)
+                        return columns
+
+                    out_smem[warpgroup] = lax.cond(
+                        takes,
+                        add,
+                        lambda columns: columns,
+                        mixed[:, i : i + part] * wide(mine, part),
+                    )
+                    plgpu.commit_smem()
+
+                    def store_rows(n: Array, _: None, i: int = i) -> None:
+                        n = pl.multiple_of(n * ROW_ALIGNMENT, ROW_ALIGNMENT)
+                        eight, to = pl.ds(n, ROW_ALIGNMENT), pl.ds(row + n, ROW_ALIGNMENT)
+                        plgpu.copy_smem_to_gmem(
+                            out_smem.at[warpgroup, eight], out_ref.at[to, pl.ds(i, part)]
+                        )
+                        if i == 0:
+                            plgpu.copy_smem_to_gmem(
+                                stat_smem.at[warpgroup, 0, eight], lse_ref.at[to]
+                            )
+
+                    lax.fori_loop(0, eights, store_rows, None)
+
+            return pieces + 1, used
+
+        lax.fori_loop(first_segment, end_segment, compute_piece, (jnp.int32(0), jnp.int32(0)))
+        plgpu.wait_smem_to_gmem(0)
