@@ -73,7 +73,7 @@ class ShardedDecoder:
         method: str | None = None,
         every: bool = False,
     ) -> Any:
-        """As `Decoder.apply`, for a pass or with method="attention_mass". Logits are cut along the
+        """As `Decoder.apply`, for a pass or with method="attention_share". Logits are cut along the
         vocabulary.
 
         Raises:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 PACKAGES = re.compile(r"jaxshare(\.(?!serving\b)\w+)*$")
 _SHAPES = re.compile(r"\b(Float|Float32|Int|Int32|Int64|UInt32|Bool|Integer|Inexact|Num|Shaped)\[")
-_DECORATOR = ast.parse("__jaxtyped(typechecker=__beartype)", mode="eval").body
+# Dunder names: others are mangled inside classes.
+_DECORATOR = ast.parse("__jaxtyped__(typechecker=__beartype__)", mode="eval").body
 _IMPORTS = ast.parse(
-    "from beartype import beartype as __beartype\nfrom jaxtyping import jaxtyped as __jaxtyped"
+    "from beartype import beartype as __beartype__\nfrom jaxtyping import jaxtyped as __jaxtyped__"
 ).body
 
 
