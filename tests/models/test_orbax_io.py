@@ -70,7 +70,7 @@ def test_every_tensor_keeps_its_own_dtype_and_large_models_are_cut(tmp_path, mon
     }
     save_file(tensors, mixed / "model.safetensors")
     orbax_io.convert(mixed, tmp_path / "orbax")
-    monkeypatch.setattr(orbax_io, "_SHARD", 500_000)
+    monkeypatch.setattr(orbax_io, "_MAX_SHARD_BYTES", 500_000)
     orbax_io.convert(tmp_path / "orbax", tmp_path / "back")
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert len({*index["weight_map"].values()}) > 2 and index["metadata"]["total_size"] == sum(
