@@ -5,7 +5,7 @@ MLP dim, V vocabulary, L layers, N traces of a batch, A selected tokens of a tra
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -349,8 +349,8 @@ class Decoder(nn.Module):
 def forward(
     config: ModelConfig,
     params: Params,
-    tokens: ArrayLike,
-    count: ArrayLike,
+    tokens: ArrayLike | Sequence[Any],
+    count: ArrayLike | Sequence[Any],
     cache: KVCache,
     layout: Layout,
     *,

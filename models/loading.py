@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,8 +166,8 @@ class LoadedModel:
 
     def forward(
         self,
-        tokens: ArrayLike,
-        count: ArrayLike,
+        tokens: ArrayLike | Sequence[Any],
+        count: ArrayLike | Sequence[Any],
         cache: KVCache,
         layout: Layout,
         *,

@@ -247,7 +247,8 @@ def on_host(array: Any) -> np.ndarray:
     if isinstance(array, jax.Array) and not (
         array.is_fully_addressable or array.is_fully_replicated
     ):
-        array = jax.device_put(array, NamedSharding(array.sharding.mesh, PartitionSpec()))  # pyright: ignore
+        mesh = array.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+        array = jax.device_put(array, NamedSharding(mesh, PartitionSpec()))
     return np.asarray(array)
 
 
