@@ -202,8 +202,8 @@ class Decoder(nn.Module):
 
     def __call__(
         self,
-        tokens: Int[Array | np.ndarray, "R T"],
-        count: Int[Array | np.ndarray, " R"],
+        tokens: Int[Array, "R T"],
+        count: Int[Array, " R"],
         cache: KVCache,
         layout: Layout,
         *,
@@ -289,8 +289,8 @@ class Decoder(nn.Module):
 
     def attention_share(
         self,
-        tokens: Int[Array | np.ndarray, "R T"],
-        count: Int[Array | np.ndarray, " R"],
+        tokens: Int[Array, "R T"],
+        count: Int[Array, " R"],
         cache: KVCache,
         layout: Layout,
     ) -> Float32[Array, "L R N"]:

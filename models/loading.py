@@ -203,7 +203,7 @@ def load(
       path: a folder, a hub id such as "Qwen/Qwen3-0.6B", or "embedded" for the small model that
         comes with the package.
       dtype: of the parameters: bfloat16, float16 or float32, by name or as a dtype. None is the
-        checkpoint's own: what config.json says, or else the dtype of its tensors.
+        checkpoint's own: that of config.json, or else of its tensors.
       revision: a branch, tag or commit on the hub.
       mesh: the devices to put the model on. From Orbax form each reads its part alone; no device
         ever holds more.

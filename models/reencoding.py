@@ -84,7 +84,7 @@ def _empty_cache(model: LoadedModel, trace: Trace, cache: KVCache | None) -> KVC
         has < trace.lengths
     ).any():
         raise ValueError(
-            f"the cache's {len(has)} blocks hold {has.tolist()} tokens, but in the end of the "
+            f"the cache's {len(has)} blocks hold {has.tolist()} tokens, but at the end of the "
             f"trace {trace.num_blocks} blocks have {trace.lengths.tolist()}; give a cache with "
             "room for them"
         )
@@ -166,8 +166,12 @@ def _reencode(
 
 
 def _encode(
-    module: Decoder | ShardedDecoder, params: Params, batch: TraceBatch, at: Array | None
+    module: Decoder | ShardedDecoder,
+    params: Params,
+    batch: TraceBatch,
+    at: Int[Array | np.ndarray, "N A"] | None,
 ) -> Any:
+    """Returns logits, keys and values as `Decoder.encode`."""
     if isinstance(module, ShardedDecoder):
         return module.encode(params, batch, at)
     return module.apply(params, batch, at, method="encode")

@@ -193,7 +193,7 @@ def _open(file: Path):
             else "it is truncated or corrupt: fetch it again"
         )
         raise CheckpointError(
-            f"{file} is not a whole safetensors file ({error}); {reason}"
+            f"{file} is not a complete safetensors file ({error}); {reason}"
         ) from error
 
 

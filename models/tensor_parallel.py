@@ -65,8 +65,8 @@ class ShardedDecoder:
     def apply(
         self,
         variables: Params,
-        tokens: Int[Array | np.ndarray, "R T"],
-        count: Int[Array | np.ndarray, " R"],
+        tokens: Int[Array, "R T"],
+        count: Int[Array, " R"],
         cache: KVCache,
         layout: Layout,
         *,
@@ -127,9 +127,10 @@ class ShardedDecoder:
         heads = (sharding.spec((None, None, "kv_heads")),) * self.config.num_layers
         out = sharding.spec((None, None, "vocab" if self.splits_vocab else None)), heads, heads
         run = functools.partial(self._local().apply, method="encode")
-        return on_each(run, self.mesh, in_specs=(self.specs(variables), none, none), out_specs=out)(
-            variables, batch, at
+        mapped: Any = on_each(
+            run, self.mesh, in_specs=(self.specs(variables), none, none), out_specs=out
         )
+        return mapped(variables, batch, at)
 
     @property
     def splits_vocab(self) -> bool:

@@ -234,7 +234,7 @@ def test_a_truncated_file_is_named(tmp_path, keep):
     file = write(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(
-        CheckpointError, match=rf"{file} is not a whole safetensors file.*truncated or corrupt"
+        CheckpointError, match=rf"{file} is not a complete safetensors file.*truncated or corrupt"
     ):
         models.load(tmp_path)
 
