@@ -72,7 +72,11 @@ def reencode(
 
 
 def _empty_cache(model: LoadedModel, trace: Trace, cache: KVCache | None) -> KVCache:
-    """Returns `cache` if it is large enough for the trace, or a new one if it is None."""
+    """Returns a cache for the trace: the given one with its phases cleared, or a new one.
+
+    Raises:
+      ValueError: the given one is too small.
+    """
     if cache is None:
         cache = KVCache.create(
             model.config,

@@ -90,7 +90,7 @@ class ShardedDecoder:
         if inside() and axis_in_use(self.mesh, TENSOR) and not self.splits_vocab:
             raise ValueError(
                 f"the vocabulary of {self.config.vocab_size} does not divide over "
-                f"{axis_size(self.mesh, TENSOR)} devices; under a shard_map of your own it must"
+                f"{axis_size(self.mesh, TENSOR)} devices; inside a shard_map of your own it must"
             )
         none = PartitionSpec()
         split = "vocab" if self.splits_vocab else None
@@ -134,8 +134,7 @@ class ShardedDecoder:
 
     @property
     def splits_vocab(self) -> bool:
-        """True where embedding and head are sharded; a vocabulary that does not divide is
-        replicated."""
+        """True if embedding and head are sharded; else each device has the whole vocabulary."""
         return self.config.vocab_size % axis_size(self.mesh, TENSOR) == 0
 
     def specs(self, variables: Params) -> Any:
@@ -145,7 +144,7 @@ class ShardedDecoder:
         )
 
     def names(self, path: ParamPath) -> LogicalAxes:
-        """Returns the `logical_axes` of a parameter, without those this mesh does not split."""
+        """Returns the `logical_axes` of a parameter; None for dimensions that are not split."""
         return tuple(
             None if name == "vocab" and not self.splits_vocab else name
             for name in logical_axes(path)

@@ -18,4 +18,4 @@ class TooLongError(ValueError):
 
 
 class NotANumberError(EngineError):
-    """The model's logits for a request are NaN, so nothing can be sampled from them."""
+    """The model's logits for a request are not finite, so nothing can be sampled from them."""
