@@ -1,4 +1,4 @@
-"""ModelConfig: everything about a model that changes its numbers, read from `config.json`."""
+"""ModelConfig: every setting that changes a model's numbers, read from `config.json`."""
 
 import dataclasses
 import os
@@ -13,7 +13,7 @@ from jaxshare.rope import Rope
 
 FAMILIES = llama.FAMILIES | qwen.FAMILIES
 
-# Settings found in real Llama and Qwen files that leave the model's numbers alone.
+# Settings found in real Llama and Qwen files that do not change the model's numbers.
 _NO_EFFECT = frozenset(
     {
         # tokens and text generation
@@ -68,8 +68,8 @@ _NO_EFFECT = frozenset(
         "unsloth_fixed",
         "unsloth_version",
         "finetuning_task",
-        # how the numbers are stored and computed, not what they are; `chunk_size_feed_forward` cuts
-        # a product into parts
+        # storage and computation of the numbers, not their values; `chunk_size_feed_forward`
+        # splits a product into parts
         "dtype",
         "torch_dtype",
         "use_bfloat16",
@@ -86,7 +86,7 @@ _NO_EFFECT = frozenset(
         "tf_legacy_loss",
         "torchscript",
         "transformers.js_config",
-        # names, outputs, labels; code of a checkpoint (auto_map) is never run
+        # names, outputs, labels; code in a checkpoint (auto_map) is never run
         "_name_or_path",
         "name_or_path",
         "_commit_hash",
@@ -110,14 +110,16 @@ _NO_EFFECT = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape and variant of a decoder. Hashable, so that it can be static under jit. No field that
-    config.json sets has a default.
+    """The shape and variant of a decoder.
+
+    Hashable, so that it can be static under jit. No field that config.json sets has a default.
 
     Attributes:
       rope: the rotation for the whole context, max_positions.
       max_positions: the longest text, in tokens.
-      short_rope: for runs of at most short_positions tokens, of models that have another rotation
-        for them (longrope); see for_context.
+      short_rope: the rotation for runs of at most short_positions tokens, in models that have
+        another one for them (longrope); see for_context.
+      short_positions: 0 where there is no short_rope.
     """
 
     architecture: str
@@ -144,11 +146,11 @@ class ModelConfig:
         """Reads a config.json as transformers 4 or 5 writes it.
 
         Args:
-          source: its contents, the file, or the folder it stands in.
+          source: its contents, the file, or its folder.
 
         Raises:
           FileNotFoundError: no such file.
-          ConfigError: a field that is missing, wrong, or not understood and able to change the
+          ConfigError: a field that is missing or wrong, or an unknown one that may change the
             model's numbers.
         """
         if isinstance(source, Mapping):
@@ -163,18 +165,18 @@ class ModelConfig:
         return _from_fields(Fields(read_json(path), str(path)))
 
     def for_context(self, positions: int) -> "ModelConfig":
-        """The configuration for runs of at most `positions` tokens, prompt and answer together.
+        """Returns the configuration for runs of at most `positions` tokens, prompt and answer.
 
-        It differs from this one only for longrope, whose rotation depends on whether a text passes
-        the original context. Cached keys are shared between rows of all lengths, so the choice is
-        made once for a whole run, not while a text grows.
+        It differs from this one only for longrope, whose rotation depends on whether a text exceeds
+        the original context. Cached keys are shared between rows of all lengths, so the rotation is
+        chosen once for a whole run, not while a text grows.
 
         Raises:
           ValueError: not between 1 and max_positions.
         """
         if not 1 <= positions <= self.max_positions:
             raise ValueError(
-                f"a context of {positions} tokens was asked for, but the model takes 1 to "
+                f"a context of {positions} tokens was requested, but the model takes 1 to "
                 f"{self.max_positions}"
             )
         if self.short_rope is None or positions > self.short_positions:
@@ -223,32 +225,32 @@ def _from_fields(fields: Fields) -> ModelConfig:
 def _architecture(fields: Fields) -> str:
     names = fields.take("architectures", list)
     if len(names) != 1 or names[0] not in FAMILIES:
-        raise fields.error("architectures", f"only {', '.join(FAMILIES)} are known")
+        raise fields.error("architectures", f"only {', '.join(FAMILIES)} are supported")
     model_type = FAMILIES[names[0]].model_type
     if fields.take("model_type", str, model_type) != model_type:
-        raise fields.error("model_type", f"{names[0]} goes with {model_type}")
+        raise fields.error("model_type", f"for {names[0]} it must be {model_type}")
     return names[0]
 
 
 def _check_fixed(fields: Fields, num_layers: int) -> None:
-    """Fields that must have one value, because the layers compute nothing else."""
+    """Checks fields that must have one value, because the layers implement nothing else."""
     if fields.take("hidden_act", str, "silu") not in ("silu", "swish"):
-        raise fields.error("hidden_act", "only silu (also called swish) is known")
+        raise fields.error("hidden_act", "only silu (also called swish) is supported")
     if not fields.take("is_causal", bool, True):
-        raise fields.error("is_causal", "only models that look back are known")
+        raise fields.error("is_causal", "only causal models are supported")
     kinds = fields.take("layer_types", list, None)
-    # "attention" is the older name of "full_attention".
+    # "attention" is the former name of "full_attention".
     if kinds is not None and (
         len(kinds) != num_layers
         or any(kind not in ("full_attention", "attention") for kind in kinds)
     ):
         raise fields.error(
             "layer_types",
-            f"it must be full_attention for each of the {num_layers} layers; no other kind is "
-            "known",
+            f"it must be full_attention for each of the {num_layers} layers; no other type is "
+            "supported",
         )
     if fields.values.get("quantization_config"):
         raise fields.error(
             "quantization_config",
-            "quantized weights are not supported: take the checkpoint in bfloat16 or float16",
+            "quantized weights are not supported: use a checkpoint in bfloat16 or float16",
         )

@@ -1,5 +1,4 @@
-"""Reading JSON settings field by field: what is taken is understood, and what is left over is an
-error that names it."""
+"""Reading JSON settings field by field; fields that were not read are an error that names them."""
 
 import dataclasses
 import json
@@ -13,7 +12,7 @@ REQUIRED: Any = object()
 
 
 class ConfigError(ValueError):
-    """A setting that is missing, wrong or not understood; the message names it."""
+    """A setting is missing, wrong or unknown; the message names it."""
 
 
 class Fields:
@@ -21,8 +20,8 @@ class Fields:
 
     Attributes:
       values: the object as it was read.
-      source: how messages name it, for example the path of the file.
-      prefix: stands before a field's name in messages, for objects inside the file.
+      source: its name in messages, for example the path of the file.
+      prefix: precedes a field's name in messages, for objects inside the file.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str, prefix: str = ""):
@@ -30,12 +29,15 @@ class Fields:
         self._taken: set[str] = set()
 
     def take(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
-        """The value of a field of type `kind` (bool, int, float, str, list or dict; an int is a
-        float, a bool is neither).
+        """Returns the value of a field, and marks the field as read.
+
+        Args:
+          name: of the field.
+          kind: bool, int, float, str, list or dict; an int is a float, a bool is neither.
+          default: of a field that is absent; without one it is required.
 
         Raises:
-          ConfigError: the field is absent and has no default, or has another type, or is not
-            finite.
+          ConfigError: the field is absent and required, has another type, or is not finite.
         """
         self._taken.add(name)
         value = self.values.get(name)
@@ -53,52 +55,50 @@ class Fields:
         return value
 
     def positive(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
-        """As `take`, for a number that must be greater than zero."""
+        """Returns a number as `take` does; it must be greater than zero."""
         value = self.take(name, kind, default)
         if value is not None and value <= 0:
             raise self.error(name, "must be greater than 0")
         return value
 
     def inside(self, name: str) -> "Fields | None":
-        """The object that a field holds, or None when it is absent or empty."""
+        """Returns the object in a field, or None when it is absent or empty."""
         value = self.take(name, dict, None)
         return Fields(value, self.source, f"{self.prefix}{name}.") if value else None
 
     def error(self, name: str, problem: str) -> ConfigError:
-        """The error that says what is wrong with a field."""
+        """Returns the error that describes a problem with a field."""
         return ConfigError(
             f"{self.source}: {self.prefix}{name} is {_short(self.values.get(name))}, but {problem}"
         )
 
     def finish(self, ignored: Collection[str] = ()) -> None:
-        """Raises ConfigError naming every field that is switched on, was not taken and is not in
-        `ignored`.
+        """Raises ConfigError with every enabled field that was not read and is not in `ignored`.
 
-        Null, false, zero and empty values are how these files say that something is switched off;
-        they pass.
+        Null, false, zero and empty values pass: in these files they switch something off.
         """
-        left = [
+        unknown = [
             f"{self.prefix}{k} = {_short(v)}"
             for k, v in self.values.items()
             if v and k not in self._taken and k not in ignored
         ]
-        if left:
+        if unknown:
             raise ConfigError(
-                f"{self.source} has settings that are not understood and may change the model's "
-                f"numbers: {', '.join(left)}; such a model would be computed wrongly, so remove a "
-                "field only if it is known to have no effect"
+                f"{self.source} has unknown settings that may change the model's numbers: "
+                f"{', '.join(unknown)}; such a model would be computed wrongly, so remove a field "
+                "only if it is known to have no effect"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What config.json means for one architecture, where families differ.
+    """The meaning of config.json for one architecture, where families differ.
 
     Attributes:
-      model_type: the `model_type` that goes with the architecture.
+      model_type: the `model_type` of the architecture.
       read: (fields, hidden_size, num_heads, num_layers) -> num_kv_heads, head_dim, qkv_bias,
         out_bias, mlp_bias, qk_norm.
-      default_theta: the rope theta of files that have none; None where every file must have one.
+      default_theta: the rope theta of files without one; None where it is required.
     """
 
     model_type: str
@@ -107,18 +107,18 @@ class Family:
 
 
 def read_head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
-    """head_dim, which is hidden_size / num_heads in files that do not give it."""
+    """Reads head_dim, which defaults to hidden_size / num_heads."""
     head_dim = fields.positive("head_dim", int, None)
     if head_dim is None and hidden_size % num_heads:
         raise fields.error(
             "head_dim",
-            f"it must be given, as {num_heads} heads do not divide hidden_size, {hidden_size}",
+            f"it must be given, because {num_heads} heads do not divide hidden_size, {hidden_size}",
         )
     return head_dim or hidden_size // num_heads
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """A JSON file that holds one object.
+    """Reads a JSON file that holds one object.
 
     Raises:
       ConfigError: the file does not hold a JSON object.
@@ -148,6 +148,6 @@ def _short(value: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, without what it adds below."""
-    said = str(error).strip()
-    return said.splitlines()[0] if said else type(error).__name__
+    """Returns the first line of an error's message, or its type if it has none."""
+    message = str(error).strip()
+    return message.splitlines()[0] if message else type(error).__name__

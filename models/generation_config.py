@@ -1,4 +1,4 @@
-"""How a checkpoint wants its answers made: stop tokens and sampling defaults."""
+"""The generation settings of a checkpoint: stop tokens and sampling defaults."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from jaxshare.models.config_fields import Fields
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """Stop tokens and sampling defaults of a checkpoint.
+    """The stop tokens and sampling defaults of a checkpoint.
 
     Attributes:
-      stop_tokens: an answer ends with any of them.
+      stop_tokens: each of them ends an answer.
       temperature: 0 is greedy.
       top_k: keep the k most likely tokens; 0 keeps all.
       top_p: keep the most likely tokens that together have this probability, in (0, 1].
@@ -32,10 +32,10 @@ class Generation:
         config: Mapping[str, Any],
         source: str = "generation_config.json",
     ) -> "Generation":
-        """Reads generation_config.json; stop tokens that it lacks are taken from config.json.
+        """Reads generation_config.json, and stop tokens missing there from config.json.
 
-        A checkpoint samples only if it says `do_sample`, with temperature 1 unless it gives one.
-        What it does not give is off.
+        A checkpoint samples only with `do_sample`, at temperature 1 unless it gives one. Other
+        settings that are absent are off.
 
         Raises:
           ConfigError: a value outside of its range.

@@ -1,11 +1,11 @@
 """The layers that all models share, as Flax linen modules.
 
 Axis letters: R rows, T new tokens of a row, H query heads, K kv heads, D head dim, M model dim, F
-mlp dim, V vocabulary.
+MLP dim, V vocabulary, L layers, N traces of a batch, A selected tokens of a trace.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
+from jaxtyping import Float, Float32, Int
 
 from jaxshare.attention.api import block_attention
 from jaxshare.attention.block_share import block_attention_share, last_tokens
@@ -29,19 +30,29 @@ from jaxshare.trace.attention import TraceBatch, trace_attention
 Params = Mapping[str, Any]
 """Flax variables: {"params": {...}}."""
 
-Attend = Callable[[int, Array, Array, Array], Array]
-"""(layer, q [R, T, H, D], k [R, T, K, D], v [R, T, K, D]) -> [R, T, H, D]; q and k are not rotated
-yet."""
+Attend = Callable[
+    [int, Float[Array, "R T H D"], Float[Array, "R T K D"], Float[Array, "R T K D"]],
+    Float[Array, "R T H D"],
+]
+"""(layer, q, k, v) -> attention output; q and k are not rotated yet."""
+
+AttendInLayer = Callable[
+    [Float[Array, "R T H D"], Float[Array, "R T K D"], Float[Array, "R T K D"]],
+    Float[Array, "R T H D"],
+]
+"""`Attend` of one layer."""
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * scale over the last axis, computed in float32, rounded before the scale as the
-    checkpoints expect."""
+    """x / rms(x) * scale over the last axis.
+
+    Computed in float32 and rounded before the scale, as the checkpoints expect.
+    """
 
     eps: float
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Float[Array, "... M"]) -> Float[Array, "... M"]:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
@@ -49,11 +60,14 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x @ kernel.T + bias; kernel [out, in], as checkpoints store it. The result has x's dtype
-    unless `dtype` asks for another.
+    """x @ kernel.T + bias; kernel [out, in], as checkpoints store it.
 
-    Where the devices of an axis of a mesh have parts of x and of the kernel's columns, `axis` names
-    it, and the result is their sum.
+    Attributes:
+      features: out.
+      bias: add one.
+      dtype: of the result; default x's.
+      axis: the mesh axis whose devices have parts of x and of the kernel's columns; the result is
+        their sum.
     """
 
     features: int
@@ -62,28 +76,28 @@ class Linear(nn.Module):
     axis: str | None = None
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
         init = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
         kernel = self.param("kernel", init, (self.features, x.shape[-1]))
-        # Added up before it is rounded, so that a split model's numbers are those of the whole one
-        # up to the order of the sum.
+        # Summed before rounding, so that a split model equals the whole one up to the order of the
+        # sum.
         y = psum(product(x, kernel), self.axis).astype(self.dtype or x.dtype)
         if self.bias:
             y += self.param("bias", nn.initializers.zeros, (self.features,)).astype(y.dtype)
         return y
 
 
-def product(x: Array, kernel: Array) -> Array:
-    """x [..., in] @ kernel [out, in].T with float32 accumulation and a float32 result.
+def product(x: Float[Array, "... in"], kernel: Float[Array, "out in"]) -> Float32[Array, "... out"]:
+    """Returns x @ kernel.T with float32 accumulation and a float32 result.
 
-    Rows of the kernel are read as they lie, which is fastest for few rows of x, and an embedding
+    The kernel is read in its stored order, which is fastest for few rows of x, and an embedding
     serves as a head unchanged.
     """
     flat = x.reshape(-1, x.shape[-1])
     # For a single row XLA on the CPU converts the whole kernel to float32; two rows take the fast
     # path.
-    lone = flat.shape[0] == 1 and x.dtype != jnp.float32
-    rows = jnp.concatenate([flat, flat]) if lone else flat
+    single = flat.shape[0] == 1 and x.dtype != jnp.float32
+    rows = jnp.concatenate([flat, flat]) if single else flat
     y = jax.lax.dot_general(
         rows, kernel.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
@@ -91,14 +105,18 @@ def product(x: Array, kernel: Array) -> Array:
 
 
 class Attention(nn.Module):
-    """Projections around `attend`, which owns positions, masks and the cache. `axis`: over which
-    heads are split."""
+    """The projections around `attend`, which owns positions, masks and the cache.
+
+    Attributes:
+      config: of the model, or of one device's part of it.
+      axis: the mesh axis over which heads are split.
+    """
 
     config: ModelConfig
     axis: str | None = None
 
     @nn.compact
-    def __call__(self, x: Array, attend: Callable[[Array, Array, Array], Array]) -> Array:
+    def __call__(self, x: Float[Array, "R T M"], attend: AttendInLayer) -> Float[Array, "R T M"]:
         c = self.config
         q = Linear(c.num_heads * c.head_dim, c.qkv_bias, name="q")(x).reshape(
             *x.shape[:-1], c.num_heads, c.head_dim
@@ -118,13 +136,18 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)). `axis`: over which it is split."""
+    """down(silu(gate(x)) * up(x)).
+
+    Attributes:
+      config: of the model, or of one device's part of it.
+      axis: the mesh axis over which the MLP is split.
+    """
 
     config: ModelConfig
     axis: str | None = None
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Float[Array, "R T M"]) -> Float[Array, "R T M"]:
         c = self.config
         gate = Linear(c.intermediate_size, c.mlp_bias, name="gate")(x)
         up = Linear(c.intermediate_size, c.mlp_bias, name="up")(x)
@@ -132,14 +155,18 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One pre-norm decoder layer. `axis`: over which heads and MLP are split; both end with a sum
-    over it."""
+    """One pre-norm decoder layer.
+
+    Attributes:
+      config: of the model, or of one device's part of it.
+      axis: the mesh axis over which heads and MLP are split; both end with a sum over it.
+    """
 
     config: ModelConfig
     axis: str | None = None
 
     @nn.compact
-    def __call__(self, x: Array, attend: Callable[[Array, Array, Array], Array]) -> Array:
+    def __call__(self, x: Float[Array, "R T M"], attend: AttendInLayer) -> Float[Array, "R T M"]:
         eps = self.config.norm_eps
         x = x + Attention(self.config, self.axis, name="attention")(
             RMSNorm(eps, name="attention_norm")(x), attend
@@ -148,14 +175,16 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer. Parameters: embed, layers_0 .. layers_{L-1}, norm, and head where
-    it is not tied.
+    """A decoder-only transformer.
+
+    Parameters: embed, layers_0 .. layers_{L-1}, norm, and head where it is not tied.
 
     Attributes:
       config: of the whole model, or of the part that each device of a mesh has
         (`jaxshare.models.tensor_parallel`).
       implementation: attention backend.
-      axis, vocab_axis: of the mesh, over which heads and MLP, and the vocabulary, are split.
+      axis: the mesh axis over which heads and MLP are split.
+      vocab_axis: the mesh axis over which the vocabulary is split.
     """
 
     config: ModelConfig
@@ -172,23 +201,28 @@ class Decoder(nn.Module):
             self.head = Linear(c.vocab_size, dtype=jnp.float32)
 
     def __call__(
-        self, tokens: Array, count: Array, cache: KVCache, layout: Layout, *, every: bool = False
-    ) -> tuple[Array, KVCache]:
-        """One forward pass over a shared cache.
+        self,
+        tokens: Int[Array, "R T"],
+        count: Int[Array, " R"],
+        cache: KVCache,
+        layout: Layout,
+        *,
+        every: bool = False,
+    ) -> tuple[Float32[Array, "R V"] | Float32[Array, "R T V"], KVCache]:
+        """Runs one forward pass over a shared cache.
 
         Args:
-          tokens: int32[R, T] new tokens of each row, padded on the right.
-          count: int32[R], how many of them are real; a row with 0 takes no part.
-          cache, layout: what is cached, and who sees what.
+          tokens: new tokens of each row, padded on the right.
+          count: the number of real tokens of each row; a row with 0 takes no part.
+          cache: the cached tokens.
+          layout: the blocks that each row sees.
           every: return the logits of every new token, not of each row's last alone.
 
         Returns:
-          logits float32[R, V] of each row's last real token (float32[R, T, V] with `every`), and
-            the cache with the new
-          tokens in it. Logits of rows with count 0, and of padding, mean nothing. Those of a row
-            are NaN where the model came to
-          something that is not finite at any of its tokens. Where the vocabulary is split they are
-            this device's part.
+          The logits of each row's last real token ([R, T, V] with `every`), and the cache with the
+          new tokens in it. Logits of rows with count 0, and of padding, are undefined. Those of a
+          row are NaN where the model's output is not finite at any of its tokens. Where the
+          vocabulary is split they are this device's part.
         """
         plan = make_plan(cache, layout, count, tokens.shape[1])
 
@@ -201,23 +235,18 @@ class Decoder(nn.Module):
 
         x = self._trunk(tokens, attend)
         if not every:
-            # What the cache keeps is always finite, so later tokens would not show it.
+            # The cache stores finite values only, so later tokens would not show an overflow.
             real = jnp.arange(x.shape[1]) < plan.count[:, None]
-            lost = jnp.any(~jnp.isfinite(x) & real[..., None], axis=(1, 2))
+            overflowed = jnp.any(~jnp.isfinite(x) & real[..., None], axis=(1, 2))
             last = jnp.maximum(plan.count - 1, 0)
             x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
-            x = jnp.where(lost[:, None], jnp.nan, x) if tokens.shape[1] > 1 else x
+            x = jnp.where(overflowed[:, None], jnp.nan, x) if tokens.shape[1] > 1 else x
         return self._logits(x), cache.advance(plan)
 
-    def causal(self, tokens: Array) -> Array:
-        """Logits of whole sequences with plain causal attention and no cache: for training and as a
-        check.
+    def causal(self, tokens: Int[Array | np.ndarray, "R T"]) -> Float32[Array, "R T V"]:
+        """Returns the logits of whole sequences with plain causal attention and no cache.
 
-        Args:
-          tokens: int32[R, T]; token t stands at position t.
-
-        Returns:
-          float32[R, T, V].
+        For training and as a check. Token t is at position t.
         """
         cos, sin = self.config.rope.cos_sin(jnp.arange(tokens.shape[1])[:, None])
 
@@ -229,18 +258,22 @@ class Decoder(nn.Module):
         return self._logits(self._trunk(tokens, attend))
 
     def encode(
-        self, batch: TraceBatch, at: Array | None = None
-    ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
-        """All that traces have fed, in one parallel pass without a cache; differentiable. See
-        `jaxshare.models.reencode`.
+        self, batch: TraceBatch, at: Int[Array | np.ndarray, "N A"] | None = None
+    ) -> tuple[
+        Float32[Array, "N A V"],
+        tuple[Float[Array, "N T K D"], ...],
+        tuple[Float[Array, "N T K D"], ...],
+    ]:
+        """Computes all that traces have fed in one parallel pass without a cache; differentiable.
+
+        See `jaxshare.models.reencode`.
 
         Args:
           batch: of the traces.
-          at: int32[N, A], numbers of the tokens whose logits are wanted; default all.
+          at: indices of the tokens to return logits of; default all, A = T.
 
         Returns:
-          logits float32[N, A, V] ([N, T, V] without `at`), and of each layer keys, not rotated, and
-            values [N, T, K, D].
+          The logits, and for each layer keys, not rotated, and values.
         """
         keys: list[Array] = []
         values: list[Array] = []
@@ -254,76 +287,84 @@ class Decoder(nn.Module):
         x = x if at is None else jnp.take_along_axis(x, at[..., None], axis=1)
         return self._logits(x), tuple(keys), tuple(values)
 
-    def attention_mass(self, tokens: Array, count: Array, cache: KVCache, layout: Layout) -> Array:
-        """How much of its attention each row's last real token gives to each block, in a pass whose
-        cache is thrown away.
+    def attention_share(
+        self,
+        tokens: Int[Array, "R T"],
+        count: Int[Array, " R"],
+        cache: KVCache,
+        layout: Layout,
+    ) -> Float32[Array, "L R N"]:
+        """Measures how each row's last real token divides its attention among the row's blocks.
 
-        Arguments as in `__call__`.
+        Arguments as in `__call__`; the cache of the pass is discarded.
 
         Returns:
-          float32[L, R, N], the mean over heads, in the order in which each row lists its blocks. It
-            sums to 1 over N, and is all 0 for
-          a row that brings no token.
+          The mean over heads for each of N blocks, in the order in which the row lists them. It
+          sums to 1 over N, and is all 0 for a row without new tokens.
         """
         plan = make_plan(cache, layout, count, tokens.shape[1])
-        masses = []
+        shares = []
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             nonlocal cache
             cache = cache.append(layer, k, v, plan)
             last, last_plan = last_tokens(q, plan)
-            mass = jnp.mean(
+            share = jnp.mean(
                 block_attention_share(
                     last, cache.keys[layer], last_plan, self.config.head_dim**-0.5
                 )[:, 0],
                 axis=1,
             )
-            masses.append(mass if self.axis is None else jax.lax.pmean(mass, self.axis))
+            shares.append(share if self.axis is None else jax.lax.pmean(share, self.axis))
             return block_attention(
                 q, cache.keys[layer], cache.values[layer], plan, implementation=self.implementation
             )
 
         self._trunk(tokens, attend)
-        return jnp.stack(masses)
+        return jnp.stack(shares)
 
-    def _trunk(self, tokens: Array, attend: Attend) -> Array:
-        x = self._embedded(tokens)
+    def _trunk(
+        self, tokens: Int[Array | np.ndarray, "R T"], attend: Attend
+    ) -> Float[Array, "R T M"]:
+        x = self._embed(tokens)
         for i, layer in enumerate(self.layers):
             x = layer(x, lambda q, k, v, i=i: attend(i, q, k, v))
         return self.norm(x)
 
-    def _embedded(self, tokens: Array) -> Array:
+    def _embed(self, tokens: Int[Array | np.ndarray, "R T"]) -> Float[Array, "R T M"]:
         table = self.embed.embedding
         if self.vocab_axis is None:
             return table[tokens]
-        place = tokens - jax.lax.axis_index(self.vocab_axis) * table.shape[0]
-        here = (place >= 0) & (place < table.shape[0])
+        index = tokens - jax.lax.axis_index(self.vocab_axis) * table.shape[0]
+        is_local = (index >= 0) & (index < table.shape[0])
         return psum(
-            jnp.where(here[..., None], table[jnp.clip(place, 0, table.shape[0] - 1)], 0),
+            jnp.where(is_local[..., None], table[jnp.clip(index, 0, table.shape[0] - 1)], 0),
             self.vocab_axis,
         )
 
-    def _logits(self, x: Array) -> Array:
+    def _logits(self, x: Float[Array, "... M"]) -> Float32[Array, "... V"]:
         return product(x, self.embed.embedding) if self.config.tie_embeddings else self.head(x)
 
 
 def forward(
     config: ModelConfig,
     params: Params,
-    tokens: ArrayLike,
-    count: ArrayLike,
+    tokens: ArrayLike | Sequence[Any],
+    count: ArrayLike | Sequence[Any],
     cache: KVCache,
     layout: Layout,
     *,
     every: bool = False,
     implementation: str | tuple[str, ...] | None = None,
     module: Any = None,
-) -> tuple[Array, KVCache]:
-    """One jitted pass with everything checked that can be known before it. The cache is donated:
-    use the returned one.
+) -> tuple[Float32[Array, "R V"] | Float32[Array, "R T V"], KVCache]:
+    """Runs one jitted pass after checking its arguments as far as their values are known.
 
-    Arguments and results as in `Decoder.__call__`. `module` is what `params` belong to; default
-    `Decoder(config, implementation)`.
+    The cache is donated: use the returned one. Other arguments and results as in
+    `Decoder.__call__`; tokens [R, T] and count [R] may be lists, too.
+
+    Args:
+      module: the module that takes `params`; default `Decoder(config, implementation)`.
 
     Raises:
       ValueError: shapes or counts that do not fit the layout, a token outside the vocabulary, an

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 to 3.3, CodeLlama, Yi: what config.json says where families differ."""
+"""Llama 2, 3, 3.1 to 3.3, CodeLlama, Yi: the fields of config.json in which families differ."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from jaxshare.models.config_fields import Family, Fields, read_head_dim
 
 def _read(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
     attention_bias = fields.take("attention_bias", bool, False)
-    # How training cut its matrix products over devices; the products are the same.
+    # The number of parts of a matrix product in training; the products are the same.
     fields.take("pretraining_tp", int, 1)
     return dict(
         num_kv_heads=fields.positive("num_key_value_heads", int, num_heads),
@@ -19,5 +19,5 @@ def _read(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> 
     )
 
 
-# Files written for Llama 1 and 2 before CodeLlama have no rope_theta: the value was fixed.
+# Files of Llama 1 and 2 from before CodeLlama have no rope_theta: the value was fixed.
 FAMILIES = {"LlamaForCausalLM": Family("llama", _read, default_theta=10_000.0)}

@@ -1,8 +1,7 @@
-"""load: a model, its tokenizer and its generation settings from a folder or from the Hugging Face
-hub.
+"""Loading a model, its tokenizer and its generation settings from a folder or the Hugging Face hub.
 
-Weights come from safetensors alone: nothing pickled is loaded, and code that a checkpoint brings is
-never run.
+Weights are read from safetensors or Orbax files: nothing pickled is loaded, and code in a
+checkpoint is never run.
 """
 
 import contextlib
@@ -12,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
+from jaxtyping import Float32
 
 from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
@@ -32,12 +32,20 @@ from jaxshare.models.generation_config import Generation
 from jaxshare.models.layers import Decoder
 from jaxshare.models.safetensors_io import (
     DTYPES,
+    expected_tensors,
     match_tensors,
     read_params,
     stored_tensors,
-    wanted_tensors,
 )
-from jaxshare.models.tensor_parallel import ShardedDecoder, fit, fit_params, part_on, place, put
+from jaxshare.models.tensor_parallel import (
+    ParamPath,
+    ShardedDecoder,
+    fit,
+    fit_params,
+    params_on,
+    shard_array,
+    shard_params,
+)
 from jaxshare.sharding import DATA, axis_size, data_groups
 
 if TYPE_CHECKING:
@@ -64,16 +72,16 @@ class LoadedModel:
 
     Attributes:
       config: its shape and variant.
-      params: {"params": ...}, what `Decoder.apply` takes.
+      params: {"params": ...}, as `Decoder.apply` takes them.
       tokenizer: with the chat template, or None if the folder has none.
       generation: stop tokens and sampling defaults.
-      workers: what the folder's workers.json says of the texts that workers need, or None if it has
-        no such file.
-      mesh: the devices that the parameters lie on, or None for one device. Caches are to be made
-        with it.
-      kv_repeats: how often `config` has each kv head of the checkpoint, because there are more
-        devices than kv heads.
-      name: the folder or hub id that it was loaded by; "" for a model that was not loaded.
+      workers: the contents of the folder's workers.json, the texts that workers need, or None if
+        it has no such file.
+      mesh: the devices that hold the parameters, or None for one device. Caches are created with
+        the same mesh.
+      kv_repeats: the number of times `config` has each kv head of the checkpoint, because there are
+        more devices than kv heads.
+      name: the folder or hub id it was loaded from; "" for a model that was not loaded.
     """
 
     config: ModelConfig
@@ -87,89 +95,96 @@ class LoadedModel:
 
     @property
     def module(self) -> Decoder | ShardedDecoder:
-        """What `params` belong to: a Flax module or, on a mesh, what runs one on each device."""
+        """The module that takes `params`: a `Decoder` or, on a mesh, a `ShardedDecoder`."""
         return Decoder(self.config) if self.mesh is None else ShardedDecoder(self.config, self.mesh)
 
     def on(self, mesh: Mesh) -> "LoadedModel":
-        """The model with its parameters cut over a mesh; everything that takes a model takes it
-        (`jaxshare.sharding.make_mesh`).
+        """Returns the model with its parameters sharded over a mesh.
+
+        Everything that takes a model takes the result. See `jaxshare.sharding.make_mesh`.
 
         Raises:
-          ValueError: heads or MLP that do not divide over the mesh, or a model that lies on one
+          ValueError: heads or MLP that do not divide over the mesh, or a model that is on one
             already.
         """
         if self.mesh is not None:
-            raise ValueError("the model lies on a mesh already; load it again to lay it on another")
+            raise ValueError("the model is on a mesh already; load it again to put it on another")
         fitted = fit(self.config, mesh)
         return dataclasses.replace(
             self,
             config=fitted,
-            params=place(self.params, self.config, mesh),
+            params=shard_params(self.params, self.config, mesh),
             mesh=mesh,
             kv_repeats=fitted.num_kv_heads // self.config.num_kv_heads,
         )
 
     def replicas(self) -> "list[LoadedModel]":
-        """The model once for each data group of its mesh, on that group's devices. Nothing is
-        copied."""
+        """Returns the model once for each data group of its mesh, on that group's devices.
+
+        Nothing is copied.
+        """
         if self.mesh is None or axis_size(self.mesh, DATA) == 1:
             return [self]
         return [
-            dataclasses.replace(self, params=part_on(self.params, mesh), mesh=mesh)
+            dataclasses.replace(self, params=params_on(self.params, mesh), mesh=mesh)
             for mesh in data_groups(self.mesh)
         ]
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """What stands for the model where something of it is kept: its shape and a sum over the
-        bits of each parameter. The same on every mesh; of parameters of another dtype it is another
-        one."""
+        """The identity of the model in saved files: a hash of its shape and its parameters' bits.
+
+        The same on every mesh; it differs between dtypes of the parameters.
+        """
         config = self._config_of_checkpoint
         sums = _bit_sums(self.params, self.config.num_kv_heads, self.kv_repeats)
-        where = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
-        found = [np.asarray(value) for value in jax.tree.leaves(jax.device_put(sums, where))]
-        of = repr(config.for_context(config.max_positions)).encode() + np.stack(found).tobytes()
-        return hashlib.blake2b(of, digest_size=16).hexdigest()
+        target = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+        on_host = [np.asarray(value) for value in jax.tree.leaves(jax.device_put(sums, target))]
+        shape = repr(config.for_context(config.max_positions)).encode()
+        return hashlib.blake2b(shape + np.stack(on_host).tobytes(), digest_size=16).hexdigest()
 
     @functools.cached_property
     def trace_fingerprint(self) -> str:
-        """What a trace remembers of the model: its shape and the tokens of its tokenizer. The same
-        on every mesh, and while its parameters are trained."""
+        """The identity of the model in traces: a hash of its shape and its tokenizer's tokens.
+
+        The same on every mesh, and while its parameters are trained.
+        """
         tokens = sorted(self.tokenizer.get_vocab().items()) if self.tokenizer else []
-        of = json.dumps([dataclasses.asdict(self._config_of_checkpoint), tokens], sort_keys=True)
-        return hashlib.blake2b(of.encode(), digest_size=16).hexdigest()
+        text = json.dumps([dataclasses.asdict(self._config_of_checkpoint), tokens], sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def _config_of_checkpoint(self) -> ModelConfig:
-        """With each kv head once."""
+        """The configuration with each kv head once."""
         return dataclasses.replace(
             self.config, num_kv_heads=self.config.num_kv_heads // self.kv_repeats
         )
 
     def for_context(self, positions: int) -> "LoadedModel":
-        """The model for runs of at most `positions` tokens; see `ModelConfig.for_context`."""
+        """Returns the model for runs of at most `positions` tokens (`ModelConfig.for_context`)."""
         return dataclasses.replace(self, config=self.config.for_context(positions))
 
     def forward(
         self,
-        tokens: ArrayLike,
-        count: ArrayLike,
+        tokens: ArrayLike | Sequence[Any],
+        count: ArrayLike | Sequence[Any],
         cache: KVCache,
         layout: Layout,
         *,
         every: bool = False,
-    ) -> tuple[Array, KVCache]:
-        """One forward pass over a shared cache, which is donated; see
-        `jaxshare.models.layers.forward`.
+    ) -> tuple[Float32[Array, "R V"] | Float32[Array, "R T V"], KVCache]:
+        """Runs one forward pass over a shared cache; see `jaxshare.models.layers.forward`.
 
         Args:
           tokens: int32[R, T], new tokens of each row, padded on the right.
-          count: int32[R], how many of them are real.
+          count: int32[R], the number of real tokens of each row.
+          cache: the cached tokens; donated.
+          layout: the blocks that each row sees.
           every: return the logits of every new token.
 
         Returns:
-          logits float32[R, V] of each row's last real token (float32[R, T, V] with `every`), and
-            the cache with the new tokens in it.
+          The logits of each row's last real token ([R, T, V] with `every`), and the cache with the
+          new tokens in it.
         """
         return layers.forward(
             self.config, self.params, tokens, count, cache, layout, every=every, module=self.module
@@ -188,45 +203,45 @@ def load(
       path: a folder, a hub id such as "Qwen/Qwen3-0.6B", or "embedded" for the small model that
         comes with the package.
       dtype: of the parameters: bfloat16, float16 or float32, by name or as a dtype. None is the
-        checkpoint's own: what config.json says, or else the dtype of its tensors.
+        checkpoint's own: that of config.json, or else of its tensors.
       revision: a branch, tag or commit on the hub.
-      mesh: the devices to lay the model on. From Orbax form each reads its part alone; no device is
-        ever given more.
+      mesh: the devices to put the model on. From Orbax form each reads its part alone; no device
+        ever holds more.
 
     Raises:
-      FileNotFoundError: no such folder, or a file that it must have is not there.
+      FileNotFoundError: no such folder, or a required file is missing.
       ConfigError: config.json describes a model that is not supported, or a settings file is not a
         JSON object.
       CheckpointError: weights that are truncated, corrupt or not those of the model.
       ValueError: an unknown dtype, a tokenizer that cannot be read, or heads or MLP that do not
         divide over the mesh.
     """
-    wanted_dtype = None if dtype is None else _dtype(dtype)
+    target_dtype = None if dtype is None else _dtype(dtype)
     folder = _folder(path, revision, _FILES)
     config = ModelConfig.from_json(folder)
     fitted = config if mesh is None else fit(config, mesh)
     settings = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
     read: Callable[[jnp.dtype], dict[str, Any]]
     if orbax_io.is_checkpoint(folder):
-        wanted = wanted_tensors(config)
-        dtypes = {*orbax_io.match_metadata(folder, wanted).values()}
-        read = functools.partial(orbax_io.restore_params, folder, config, wanted, mesh=mesh)
+        expected = expected_tensors(config)
+        dtypes = {*orbax_io.match_metadata(folder, expected).values()}
+        read = functools.partial(orbax_io.restore_params, folder, config, expected, mesh=mesh)
     else:
         stored = stored_tensors(folder)
-        wanted = match_tensors(config, stored, folder)
-        dtypes = {jnp.dtype(DTYPES[stored[name].dtype]) for name in wanted}
-        place = (
+        expected = match_tensors(config, stored, folder)
+        dtypes = {jnp.dtype(DTYPES[stored[name].dtype]) for name in expected}
+        put = (
             None
             if mesh is None
-            else functools.partial(_placed, config, ShardedDecoder(fitted, mesh))
+            else functools.partial(_put_on_mesh, config, ShardedDecoder(fitted, mesh))
         )
-        read = functools.partial(read_params, stored, wanted, place=place)
+        read = functools.partial(read_params, stored, expected, put=put)
     generation, tokenizer = _generation(folder, settings), _tokenizer(folder)
-    if wanted_dtype is None:
-        wanted_dtype = _own_dtype(settings, dtypes)
+    if target_dtype is None:
+        target_dtype = _checkpoint_dtype(settings, dtypes)
     return LoadedModel(
         fitted,
-        read(wanted_dtype),
+        read(target_dtype),
         tokenizer,
         generation,
         _workers(folder),
@@ -238,23 +253,25 @@ def load(
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _bit_sums(params: dict[str, Any], kv_heads: int, repeats: int) -> dict[str, Any]:
-    """For each parameter uint32[], the sum of its bits as numbers, which does not depend on the
-    order; repeated heads count once."""
+    """Sums the bits of each parameter as numbers, uint32[]; repeated heads count once.
 
-    def summed(keys: Any, value: Array) -> Array:
+    A sum, because it does not depend on the order, and so not on the mesh.
+    """
+
+    def bit_sum(keys: Any, value: Array) -> Array:
         if keys[-2].key in ("k", "v"):
             value = value.reshape(kv_heads, -1)[::repeats]
         bits = jax.lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
         return jnp.sum(bits, dtype=jnp.uint32)
 
-    return jax.tree.map_with_path(summed, params)
+    return jax.tree.map_with_path(bit_sum, params)
 
 
 def outline(path: str | os.PathLike, revision: str | None = None) -> LoadedModel:
-    """A model without its parameters, for a process that reads prompts while others run the model:
-    `params` is empty.
+    """Loads a model without its parameters: `params` is empty.
 
-    Arguments and errors as in `load`, but for those of weights.
+    For a process that reads prompts while others run the model. Arguments and errors as in `load`,
+    but for those of weights.
     """
     folder = _folder(path, revision, _FILES_WITHOUT_WEIGHTS)
     config = ModelConfig.from_json(folder)
@@ -269,15 +286,18 @@ def outline(path: str | os.PathLike, revision: str | None = None) -> LoadedModel
     )
 
 
-def _placed(
-    config: ModelConfig, module: ShardedDecoder, path: tuple[str, ...], value: Any
+def _put_on_mesh(
+    config: ModelConfig, module: ShardedDecoder, path: ParamPath, value: np.ndarray
 ) -> Array:
-    return put(fit_params(value, path, config, module.mesh), module.names(path), module.mesh)
+    fitted = fit_params(value, path, config, module.mesh)
+    return shard_array(fitted, module.names(path), module.mesh)
 
 
 def local_folder(name: str | os.PathLike) -> Path:
-    """The folder that a name of a model stands for on this machine, whether or not it is there:
-    "embedded" for that of the package."""
+    """Returns the local folder that a model's name refers to, which need not exist.
+
+    "embedded" is the model in the package.
+    """
     return EMBEDDED if name == "embedded" else Path(name)
 
 
@@ -300,13 +320,14 @@ def _folder(path: str | os.PathLike, revision: str | None, files: list[str]) -> 
             f"there is no model folder {name}: give a folder with config.json and "
             "model.safetensors, or a hub id such as Qwen/Qwen3-0.6B"
         )
-    import huggingface_hub  # here, because most programs never ask the hub
+    import huggingface_hub  # here, because most programs do not use the hub
 
     try:
         return Path(
             huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=files)
         )
-    except Exception as error:  # the kinds differ between versions: no network, no such repository or revision, not allowed
+    # Types differ between versions: no network, no such repository or revision, no access.
+    except Exception as error:
         at = f" at revision {revision}" if revision else ""
         raise FileNotFoundError(
             f"there is no model folder {name}, and the hub did not give a model of this name{at} "
@@ -319,10 +340,10 @@ def _dtype(value: Any) -> jnp.dtype:
     with contextlib.suppress(TypeError):
         if jnp.dtype(value) in [jnp.dtype(known) for known in DTYPES.values()]:
             return jnp.dtype(value)
-    raise ValueError(f"dtype is {value}, but parameters are kept in bfloat16, float16 or float32")
+    raise ValueError(f"dtype is {value}, but parameters must be bfloat16, float16 or float32")
 
 
-def _own_dtype(settings: Fields, stored: set[jnp.dtype]) -> jnp.dtype:
+def _checkpoint_dtype(settings: Fields, stored: set[jnp.dtype]) -> jnp.dtype:
     for name in ("dtype", "torch_dtype"):
         value = settings.take(name, str, None)
         if value is not None and value != "auto":
@@ -332,7 +353,7 @@ def _own_dtype(settings: Fields, stored: set[jnp.dtype]) -> jnp.dtype:
                 raise settings.error(
                     name, "it must be bfloat16, float16 or float32: pass dtype to load"
                 ) from error
-    # which holds both of the others
+    # float32 represents the other two exactly.
     return stored.pop() if len(stored) == 1 else jnp.dtype(jnp.float32)
 
 
@@ -351,25 +372,22 @@ def _workers(folder: Path) -> dict[str, Any] | None:
 def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    # It advises to install PyTorch when it is first imported, which is not needed here.
+    # On its first import it advises to install PyTorch, which is not needed here.
     with environment(TRANSFORMERS_NO_ADVISORY_WARNINGS="1"):
         from transformers import AutoTokenizer  # here, because it takes seconds
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # many kinds, from a malformed file to a library that is not installed
+    except Exception as error:  # many types, from a malformed file to a missing library
         raise ValueError(
-            f"the tokenizer in {folder} cannot be read ({first_line(error)}); a tokenizer.json as "
-            "the tokenizers library writes it would do, and so would a folder without tokenizer "
-            "files"
+            f"the tokenizer in {folder} cannot be read ({first_line(error)}); give a "
+            "tokenizer.json as the tokenizers library writes it, or no tokenizer files at all"
         ) from error
 
 
 @contextlib.contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """These variables have these values meanwhile. For what is set and read on one thread."""
+    """Sets environment variables for the duration of a with statement, on one thread."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -1,10 +1,9 @@
-"""Checkpoints in Orbax form: what `jaxshare convert` writes, and what is restored straight onto a
-mesh.
+"""Model checkpoints in Orbax form: written by `jaxshare convert`, restored directly onto a mesh.
 
-A folder holds what a Hugging Face folder holds beside its weights (config.json, the tokenizer), and
-`params`, an Orbax checkpoint of the parameters as `Decoder` has them. Every device reads its own
-part of each, so a model that no host could hold can be restored. A folder is written under another
-name and renamed at its end: what is there is whole.
+A folder holds the files of a Hugging Face folder except its weights (config.json, the tokenizer),
+and `params`, an Orbax checkpoint of the parameters of `Decoder`. Every device reads its own part of
+each, so a model that no host could hold can be restored. A folder is written under a temporary name
+and renamed at the end, so that it is never incomplete.
 """
 
 import asyncio
@@ -22,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jaxtyping import Float
 from safetensors.numpy import save_file
 
 from jaxshare import sharding
@@ -31,20 +31,20 @@ from jaxshare.models.safetensors_io import (
     INDEX,
     SINGLE,
     CheckpointError,
-    Wanted,
+    ExpectedTensor,
+    expected_tensors,
     match_tensors,
     nested,
     read_tensors,
     stored_tensors,
-    wanted_tensors,
 )
 from jaxshare.models.tensor_parallel import ShardedDecoder, fit, fit_params, repeats
 from jaxshare.pallas.device import default_device
 
 PARAMS = "params"
-_SHARD = 5 * 10**9
-"""Bytes of a safetensors file at most, as the Hugging Face libraries cut them."""
-_WEIGHTS = (
+_MAX_SHARD_BYTES = 5 * 10**9
+"""The largest safetensors file that is written, as in the Hugging Face libraries."""
+_WEIGHT_SUFFIXES = (
     ".safetensors",
     ".bin",
     ".pt",
@@ -58,61 +58,64 @@ _WEIGHTS = (
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder holds a model in Orbax form."""
+    """Returns True if a folder holds a model in Orbax form."""
     return (folder / PARAMS / "_METADATA").is_file()
 
 
 def convert(source: Path, target: Path) -> dict[str, Any]:
-    """Writes a model in the other form: from Hugging Face's to Orbax, or back. Every tensor keeps
-    its dtype and its bits.
+    """Converts a model from Hugging Face form to Orbax form, or back.
+
+    Every tensor keeps its dtype and its bits.
 
     Args:
       source: a folder in either form.
       target: a folder that does not exist yet.
 
     Returns:
-      What was written: "form" ("orbax" or "huggingface"), "tensors", "bytes".
+      A summary: "form" ("orbax" or "huggingface"), "tensors", "bytes".
 
     Raises:
       FileNotFoundError, CheckpointError: see `load`.
       ValueError: a target that exists, or that cannot be written.
     """
     if target.exists():
-        raise ValueError(f"{target} exists; give a folder that does not, or take it away first")
+        raise ValueError(f"{target} exists; give a folder that does not, or delete it first")
     if not (source / "config.json").is_file():
         raise FileNotFoundError(
             f"{source} has no config.json: a model folder holds config.json and model.safetensors, "
             f"or {PARAMS} as `jaxshare convert` writes it"
         )
     config = ModelConfig.from_json(source)
-    back = is_checkpoint(source)
-    tensors = _restored(source, config) if back else _stored(source, config)
+    from_orbax = is_checkpoint(source)
+    tensors = _read_orbax(source, config) if from_orbax else _read_safetensors(source, config)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        whole = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
         raise ValueError(f"{target} cannot be written ({error}); give a place that can") from error
     try:
-        whole.chmod(0o777 & ~_umask())
+        partial.chmod(0o777 & ~_umask())
         for file in source.iterdir():
-            if (
-                file.is_file()
-                and not file.name.endswith(_WEIGHTS)
-                and not file.name.startswith(".")
-            ):
-                shutil.copyfile(file, whole / file.name)
-        sizes = _write_safetensors(whole, tensors) if back else _write_orbax(whole, tensors, config)
-        os.rename(whole, target)
+            is_weights = file.name.endswith(_WEIGHT_SUFFIXES)
+            if file.is_file() and not is_weights and not file.name.startswith("."):
+                shutil.copyfile(file, partial / file.name)
+        sizes = (
+            _write_safetensors(partial, tensors)
+            if from_orbax
+            else _write_orbax(partial, tensors, config)
+        )
+        os.rename(partial, target)
     except BaseException:
-        shutil.rmtree(whole, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
-    return {"form": "huggingface" if back else "orbax", "tensors": len(sizes), "bytes": sum(sizes)}
+    form = "huggingface" if from_orbax else "orbax"
+    return {"form": form, "tensors": len(sizes), "bytes": sum(sizes)}
 
 
-def write_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
-    """Writes a safetensors file that transformers reads, for whoever may read new files:
-    safetensors itself writes for the user alone."""
+def write_tensors(tensors: dict[str, Float[np.ndarray, "..."]], file: Path) -> None:
+    """Writes a safetensors file that transformers reads, with the default permissions."""
     save_file(tensors, file, metadata={"format": "pt"})
+    # The library's own files are readable by their owner alone.
     file.chmod(0o666 & ~_umask())
 
 
@@ -122,34 +125,35 @@ def _umask() -> int:
     return mask
 
 
-def _stored(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, value) of each tensor of a folder in Hugging Face form."""
+def _read_safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """Reads (name, value) of each tensor of a folder in Hugging Face form."""
     stored = stored_tensors(folder)
     return read_tensors(stored, match_tensors(config, stored, folder))
 
 
-def _restored(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, value) of each tensor of a folder in Orbax form, one at a time.
+def _read_orbax(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (name, value) of each tensor of a folder in Orbax form, one at a time.
 
     Raises:
       CheckpointError: data that cannot be read.
     """
     import orbax.checkpoint as ocp  # here, because it takes seconds
 
-    wanted = wanted_tensors(config)
-    stored = match_metadata(folder, wanted)
+    expected = expected_tensors(config)
+    stored = match_metadata(folder, expected)
     cpu = SingleDeviceSharding(jax.devices("cpu")[0])
     with ocp.PyTreeCheckpointer() as checkpointer:
-        for name, (path, shape) in sorted((name, (w.path, w.shape)) for name, w in wanted.items()):
-            # Of a tree that has one leaf Orbax reads that alone.
-            leaf = nested({path: jax.ShapeDtypeStruct(shape, stored[path], sharding=cpu)})
+        for name, tensor in sorted(expected.items()):
+            # Given a tree with one leaf, Orbax reads that leaf alone.
+            dtype = stored[tensor.path]
+            leaf = nested({tensor.path: jax.ShapeDtypeStruct(tensor.shape, dtype, sharding=cpu)})
             arguments = jax.tree.map(
                 lambda x: ocp.ArrayRestoreArgs(sharding=cpu, global_shape=x.shape, dtype=x.dtype),
                 leaf,
             )
             try:
-                with ended_reads():
-                    found = checkpointer.restore(
+                with waiting_for_reads():
+                    restored = checkpointer.restore(
                         (folder / PARAMS).resolve(),
                         args=ocp.args.PyTreeRestore(
                             item=leaf, restore_args=arguments, partial_restore=True
@@ -160,16 +164,17 @@ def _restored(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarr
                     f"{folder / PARAMS} cannot be read ({root_cause(error)}); convert the model "
                     "again"
                 ) from error
-            yield name, np.asarray(jax.tree.leaves(found)[0])
+            yield name, np.asarray(jax.tree.leaves(restored)[0])
 
 
 def _write_orbax(
     folder: Path, tensors: Iterator[tuple[str, np.ndarray]], config: ModelConfig
 ) -> list[int]:
+    """Writes all tensors; returns the bytes of each."""
     import orbax.checkpoint as ocp
 
-    wanted = wanted_tensors(config)
-    values = {wanted[name].path: value for name, value in tensors}
+    expected = expected_tensors(config)
+    values = {expected[name].path: value for name, value in tensors}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save((folder / PARAMS).resolve(), nested(values))
         checkpointer.wait_until_finished()
@@ -177,39 +182,43 @@ def _write_orbax(
 
 
 def _write_safetensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> list[int]:
-    """In one file, or in several with an index where they are large."""
-    parts: list[dict[str, np.ndarray]] = [{}]
+    """Writes all tensors to one file, or to several with an index where they are large.
+
+    Returns:
+      The bytes of each tensor.
+    """
+    shard: dict[str, np.ndarray] = {}
     names: list[list[str]] = []
     sizes: list[int] = []
 
     def flush() -> None:
-        file = folder / f"part-{len(names)}"
-        write_tensors(parts[-1], file)
-        names.append([*parts[-1]])
-        parts[-1] = {}
+        write_tensors(shard, folder / f"part-{len(names)}")
+        names.append([*shard])
+        shard.clear()
 
     for name, value in tensors:
-        if parts[-1] and sum(v.nbytes for v in parts[-1].values()) + value.nbytes > _SHARD:
+        if shard and sum(v.nbytes for v in shard.values()) + value.nbytes > _MAX_SHARD_BYTES:
             flush()
-        parts[-1][name] = np.ascontiguousarray(value)
+        shard[name] = np.ascontiguousarray(value)
         sizes.append(value.nbytes)
     flush()
     if len(names) == 1:
         (folder / "part-0").rename(folder / SINGLE)
         return sizes
-    places = {}
-    for i, own in enumerate(names):
+    weight_map = {}
+    for i, in_shard in enumerate(names):
         file = f"model-{i + 1:05}-of-{len(names):05}.safetensors"
         (folder / f"part-{i}").rename(folder / file)
-        places |= dict.fromkeys(own, file)
-    (folder / INDEX).write_text(
-        json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": places}, indent=2) + "\n"
-    )
+        weight_map |= dict.fromkeys(in_shard, file)
+    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return sizes
 
 
-def match_metadata(folder: Path, wanted: Mapping[str, Wanted]) -> dict[tuple[str, ...], jnp.dtype]:
-    """The dtype of every parameter of a checkpoint, by path, from its metadata alone.
+def match_metadata(
+    folder: Path, expected: Mapping[str, ExpectedTensor]
+) -> dict[tuple[str, ...], jnp.dtype]:
+    """Checks a checkpoint's metadata against the model, and returns each parameter's dtype by path.
 
     Raises:
       CheckpointError: it cannot be read, or its parameters are not those of the model; lists all
@@ -226,20 +235,20 @@ def match_metadata(folder: Path, wanted: Mapping[str, Wanted]) -> dict[tuple[str
                 for keys, leaf in jax.tree.leaves_with_path(getattr(tree, "tree", tree))
             }
             shapes = {path: (tuple(leaf.shape), leaf.dtype) for path, leaf in stored.items()}
-    except (
-        Exception
-    ) as error:  # of many kinds, from a missing file to a format that this Orbax does not know
+    except Exception as error:  # many types, from a missing file to a format this Orbax rejects
         raise CheckpointError(
-            f"{folder / PARAMS} is not a whole Orbax checkpoint ({root_cause(error)}); convert the "
-            "model again"
+            f"{folder / PARAMS} is not a complete Orbax checkpoint ({root_cause(error)}); convert "
+            "the model again"
         ) from error
-    expected = {w.path: w.shape for w in wanted.values()}
-    problems = [f"{'/'.join(path)} is missing" for path in expected.keys() - shapes.keys()]
-    problems += [f"{'/'.join(path)} is unexpected" for path in shapes.keys() - expected.keys()]
+    expected_shapes = {tensor.path: tensor.shape for tensor in expected.values()}
+    problems = [f"{'/'.join(path)} is missing" for path in expected_shapes.keys() - shapes.keys()]
     problems += [
-        f"{'/'.join(path)} has shape {shapes[path][0]}, not {expected[path]}"
-        for path in expected.keys() & shapes.keys()
-        if shapes[path][0] != expected[path]
+        f"{'/'.join(path)} is unexpected_shapes" for path in shapes.keys() - expected_shapes.keys()
+    ]
+    problems += [
+        f"{'/'.join(path)} has shape {shapes[path][0]}, not {expected_shapes[path]}"
+        for path in expected_shapes.keys() & shapes.keys()
+        if shapes[path][0] != expected_shapes[path]
     ]
     if problems:
         raise CheckpointError(
@@ -253,18 +262,18 @@ def match_metadata(folder: Path, wanted: Mapping[str, Wanted]) -> dict[tuple[str
 def restore_params(
     folder: Path,
     config: ModelConfig,
-    wanted: Mapping[str, Wanted],
+    expected: Mapping[str, ExpectedTensor],
     dtype: jnp.dtype,
     mesh: Mesh | None,
 ) -> dict[str, Any]:
-    """The parameters of a checkpoint, each part on the device that it is for.
+    """Restores the parameters of a checkpoint, each part directly on its device.
 
     Args:
       folder: in Orbax form.
       config: of the whole model.
-      wanted: its parameters; `match_metadata` has found that they are there.
-      dtype: what all are converted to.
-      mesh: to lay them on; None for the default device.
+      expected: its parameters, checked by `match_metadata`.
+      dtype: of the result.
+      mesh: the devices; None for the default device.
 
     Raises:
       CheckpointError: data that cannot be read.
@@ -273,24 +282,23 @@ def restore_params(
 
     module = None if mesh is None else ShardedDecoder(fit(config, mesh), mesh)
 
-    def where(path: tuple[str, ...]) -> Sharding:
+    def initial_sharding(path: tuple[str, ...]) -> Sharding:
         if module is None:
             return SingleDeviceSharding(default_device())
-        whole = repeats(path, config, module.mesh) > 1  # until its heads are repeated
-        return (
-            NamedSharding(module.mesh, PartitionSpec())
-            if whole
-            else sharding.sharding(module.mesh, module.names(path))
-        )
+        if repeats(path, config, module.mesh) > 1:  # replicated until its heads are repeated
+            return NamedSharding(module.mesh, PartitionSpec())
+        return sharding.sharding(module.mesh, module.names(path))
 
     target = nested(
         {
-            w.path: jax.ShapeDtypeStruct(w.shape, dtype, sharding=where(w.path))
-            for w in wanted.values()
+            tensor.path: jax.ShapeDtypeStruct(
+                tensor.shape, dtype, sharding=initial_sharding(tensor.path)
+            )
+            for tensor in expected.values()
         }
     )
     try:
-        with ocp.StandardCheckpointer() as checkpointer, ended_reads():
+        with ocp.StandardCheckpointer() as checkpointer, waiting_for_reads():
             params = checkpointer.restore((folder / PARAMS).resolve(), target)
     except Exception as error:
         raise CheckpointError(
@@ -299,57 +307,58 @@ def restore_params(
     if module is None:
         return {"params": params}
 
-    def fitted(keys: Any, value: jax.Array) -> jax.Array:
+    def repeat_heads(keys: Any, value: jax.Array) -> jax.Array:
         path = tuple(key.key for key in keys)
         if repeats(path, config, module.mesh) == 1:
             return value
-        where = sharding.sharding(module.mesh, module.names(path))
-        return jax.jit(lambda v: fit_params(v, path, config, module.mesh), out_shardings=where)(
+        target = sharding.sharding(module.mesh, module.names(path))
+        return jax.jit(lambda v: fit_params(v, path, config, module.mesh), out_shardings=target)(
             value
         )
 
-    return {"params": jax.tree.map_with_path(fitted, params)}
+    return {"params": jax.tree.map_with_path(repeat_heads, params)}
 
 
-_PATIENCE = 60.0
-"""Seconds that reads under way are waited for."""
+_READ_TIMEOUT = 60.0
+"""Seconds to wait for pending reads when an event loop closes."""
+
+_patching = threading.RLock()
+"""Held while `asyncio.new_event_loop` is patched, so that each thread restores what it found."""
 
 
-_one_at_a_time = threading.RLock()
-
-
-class _PatientEventLoop(asyncio.SelectorEventLoop):
-    """An event loop that does not close before its tasks have ended."""
+class _DrainingEventLoop(asyncio.SelectorEventLoop):
+    """An event loop that waits for its pending tasks before it closes."""
 
     def close(self) -> None:
         tasks = set() if self.is_closed() else asyncio.all_tasks(self)
         if tasks:
-            self.run_until_complete(asyncio.wait(tasks, timeout=_PATIENCE))
+            self.run_until_complete(asyncio.wait(tasks, timeout=_READ_TIMEOUT))
         super().close()
 
 
 @contextlib.contextmanager
-def ended_reads() -> Iterator[None]:
-    """Where Orbax is to restore something: a read that fails leaves no others under way.
+def waiting_for_reads() -> Iterator[None]:
+    """Makes Orbax wait for its pending reads when one of them fails.
 
-    Orbax closes its event loop at the first error while other reads still run, and each of those
-    then complains by itself, after the error that says what is wrong, at whatever moment it ends or
-    is collected.
+    Orbax closes its event loop at the first error while other reads still run. Each of those would
+    later report an error of its own, when it ends or is garbage-collected.
     """
-    with _one_at_a_time:  # so that each thread puts back what it has found
-        here, others = threading.get_ident(), asyncio.new_event_loop
+    with _patching:
+        thread, original = threading.get_ident(), asyncio.new_event_loop
         asyncio.new_event_loop = lambda: (
-            _PatientEventLoop() if threading.get_ident() == here else others()
+            _DrainingEventLoop() if threading.get_ident() == thread else original()
         )
         try:
             yield
         finally:
-            asyncio.new_event_loop = others
+            asyncio.new_event_loop = original
 
 
 def root_cause(error: BaseException) -> str:
-    """What was wrong at first: Orbax wraps what TensorStore says in errors that name the index of
-    an array alone."""
+    """Returns the message of the first error in a chain.
+
+    Orbax wraps TensorStore's errors in errors that name no more than the index of an array.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5, QwQ and dense Qwen3: what config.json says where families differ."""
+"""Qwen2, Qwen2.5, QwQ and dense Qwen3: the fields of config.json in which families differ."""
 
 from typing import Any
 
@@ -31,8 +31,11 @@ def _qwen3(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) ->
 
 
 def _refuse_sliding_windows(fields: Fields, num_layers: int) -> None:
-    """Layers from max_window_layers on have a window if use_sliding_window is set, unless
-    layer_types says otherwise."""
+    """Raises ConfigError for a model with sliding windows.
+
+    Layers from max_window_layers on have one if use_sliding_window is set, unless layer_types says
+    otherwise.
+    """
     on = fields.take("use_sliding_window", bool, False)
     fields.take("sliding_window", int, None)
     first = fields.take("max_window_layers", int, 0)

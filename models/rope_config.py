@@ -1,9 +1,9 @@
-"""The rotary embedding as config.json describes it, in the form of transformers 4 (`rope_theta`,
-`rope_scaling`) or 5 (`rope_parameters`).
+"""Reading the rotary embedding from config.json.
 
-Frequencies and attention factors follow transformers 5; its source is `modeling_rope_utils.py`. One
-thing differs: the rotary classes of its Llama and Qwen models cannot rotate a part of a head, here
-`partial_rotary_factor` is applied wherever it is given.
+Both forms are read: that of transformers 4 (`rope_theta`, `rope_scaling`) and that of version 5
+(`rope_parameters`). Frequencies and attention factors follow `modeling_rope_utils.py` of version 5,
+with one difference: the rotary classes of its Llama and Qwen models cannot rotate a part of a head;
+here `partial_rotary_factor` is applied wherever it is given.
 """
 
 import math
@@ -19,13 +19,13 @@ _Read = Callable[[Fields, int, float, int, int], Rope | tuple[Rope, Rope]]
 def read_rope(
     fields: Fields, head_dim: int, max_positions: int, default_theta: float | None
 ) -> dict[str, Any]:
-    """The fields of ModelConfig that describe the rotation.
+    """Reads the fields of ModelConfig that describe the rotation.
 
     Args:
-      fields: those of config.json; the ones about rotation are taken.
-      head_dim: entries of one head.
+      fields: of config.json.
+      head_dim: the size of one head.
       max_positions: the model's context, in tokens.
-      default_theta: for files without rope_theta; None if they must have one.
+      default_theta: for files without rope_theta; None if it is required.
 
     Returns:
       rope, short_rope, short_positions.
@@ -34,7 +34,7 @@ def read_rope(
       ConfigError: a missing or unknown field, an unknown rope type, or one whose frequencies depend
         on the current length.
     """
-    inner = _one_object(fields)
+    inner = _merge_forms(fields)
     theta = inner.positive("rope_theta", float, default_theta)
     if theta is None:
         raise ConfigError(
@@ -46,9 +46,8 @@ def read_rope(
     if kind == "dynamic":
         raise inner.error(
             "rope_type",
-            "its frequencies depend on the current length, so cached keys could not be shared "
-            "between rows of different lengths: choose a fixed scaling such as yarn, linear or "
-            "longrope",
+            "its frequencies depend on the current length, so rows of different lengths could not "
+            "share cached keys: choose a fixed scaling such as yarn, linear or longrope",
         )
     if kind not in _KINDS:
         raise inner.error("rope_type", f"must be one of {', '.join(_KINDS)}")
@@ -74,8 +73,8 @@ def read_rope(
     )
 
 
-def _one_object(fields: Fields) -> Fields:
-    """Both forms, and what stands outside of them at the top level, as one object."""
+def _merge_forms(fields: Fields) -> Fields:
+    """Merges both forms, and rotation fields at the top level, into one object."""
     scaling, parameters = fields.inside("rope_scaling"), fields.inside("rope_parameters")
     outside = {
         name: fields.values[name]
@@ -89,15 +88,15 @@ def _one_object(fields: Fields) -> Fields:
         scaling.values if scaling else {},
     ):
         for key, value in values.items():
-            name = "rope_type" if key == "type" else key  # its older name
+            name = "rope_type" if key == "type" else key  # its former name
             if None not in (value, merged.get(name)) and value != merged[name]:
                 raise ConfigError(
                     f"{fields.source} gives {name} twice, as {merged[name]} and as {value}: keep "
                     "the right one"
                 )
             merged[name] = value if value is not None else merged.get(name)
-    place = parameters or scaling
-    return Fields(merged, fields.source, place.prefix if place else "")
+    inner = parameters or scaling
+    return Fields(merged, fields.source, inner.prefix if inner else "")
 
 
 def _default(fields: Fields, dim: int, theta: float, original: int, max_positions: int) -> Rope:
@@ -119,7 +118,7 @@ def _llama3(fields: Fields, dim: int, theta: float, original: int, max_positions
 
 
 def _yarn(fields: Fields, dim: int, theta: float, original: int, max_positions: int) -> Rope:
-    # A null factor is the ratio of the contexts; no factor at all is a file that lacks it.
+    # A null factor means the ratio of the contexts; an absent one is an error.
     ratio = max_positions / original if "factor" in fields.values else REQUIRED
     return Rope.yarn(
         dim,
@@ -139,9 +138,11 @@ def _yarn(fields: Fields, dim: int, theta: float, original: int, max_positions: 
 def _longrope(
     fields: Fields, dim: int, theta: float, original: int, max_positions: int
 ) -> tuple[Rope, Rope]:
-    """The rotations for contexts up to `original` and beyond. transformers changes between them as
-    a text grows past `original`; keys in a shared cache cannot follow, so ModelConfig.for_context
-    chooses once."""
+    """Reads the rotations for contexts up to `original` and beyond.
+
+    transformers switches between them when a text exceeds `original`; keys in a shared cache cannot
+    change, so ModelConfig.for_context chooses once.
+    """
     factor = fields.positive("factor", float, max_positions / original)
     scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     scale = fields.positive("attention_factor", float, scale)
@@ -152,7 +153,7 @@ def _longrope(
     return Rope.longrope(dim, theta, short, scale), Rope.longrope(dim, theta, long, scale)
 
 
-# name: (how it is read, fields that have no effect)
+# rope_type: (its reader, fields that have no effect)
 _KINDS: dict[str, tuple[_Read, tuple[str, ...]]] = {
     "default": (_default, ()),
     "linear": (_linear, ()),

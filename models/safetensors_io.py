@@ -1,9 +1,8 @@
-"""Weights in Hugging Face form: safetensors files, single or sharded, to the parameters of a
-`Decoder`.
+"""Weights in Hugging Face form: safetensors files, single or sharded, to `Decoder` parameters.
 
-Every tensor is accounted for before the first is read, and then read one at a time, the largest
-first: what is held besides the parameters, one tensor and its converted copy, is small by the time
-the parameters are many. Files are opened anew for every tensor, since the pages of an open mapping
+Every tensor is checked before the first is read. They are read one at a time, the largest first:
+the memory beyond the parameters, one tensor and its converted copy, is small by the time the
+parameters fill memory. Files are reopened for every tensor, since the pages of an open mapping
 count as memory.
 """
 
@@ -20,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -30,17 +30,17 @@ from jaxshare.models.layers import Decoder
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-_LARGE = 2**30  # bytes from which reading takes long enough for a progress bar
+_PROGRESS_BYTES = 2**30
+"""Reading this much takes long enough for a progress bar."""
 
 
 class CheckpointError(ValueError):
-    """A weights file that cannot be read, or tensors that are not those of the model; the message
-    lists them all."""
+    """A weights file cannot be read, or its tensors do not fit the model; the message lists all."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
-    """A tensor as a file holds it: shape and dtype as safetensors names them."""
+class StoredTensor:
+    """A tensor in a file, with its shape and dtype as safetensors names them."""
 
     file: Path
     shape: tuple[int, ...]
@@ -52,29 +52,32 @@ class Stored:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """A parameter: its path under "params", and its shape."""
+class ExpectedTensor:
+    """A parameter of the model: its path under "params", and its shape."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
 
 
-def wanted_tensors(config: ModelConfig) -> dict[str, Wanted]:
-    """The tensors that a checkpoint of this configuration holds, by name."""
+def expected_tensors(config: ModelConfig) -> dict[str, ExpectedTensor]:
+    """Returns the tensors that a checkpoint of this configuration must hold, by name."""
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     tree = jax.eval_shape(
         lambda t: Decoder(config).init(jax.random.key(0), t, method=Decoder.causal), tokens
     )
-    wanted = {}
+    expected = {}
     for keys, leaf in jax.tree.leaves_with_path(tree["params"]):
         path = tuple(key.key for key in keys)
-        wanted[tensor_name(path)] = Wanted(path, leaf.shape)
-    return wanted
+        expected[tensor_name(path)] = ExpectedTensor(path, leaf.shape)
+    return expected
 
 
 def tensor_name(path: tuple[str, ...]) -> str:
-    """The name in a checkpoint of the parameter at `path`, for example ("layers_0", "attention",
-    "q", "kernel")."""
+    """Returns the name in a checkpoint of a parameter.
+
+    Args:
+      path: under "params", for example ("layers_0", "attention", "q", "kernel").
+    """
     if path[0].startswith("layers_"):
         module = f"model.layers.{path[0].removeprefix('layers_')}.{_MODULES[path[1:-1]]}"
     else:
@@ -94,18 +97,18 @@ _MODULES = {
 }
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """The tensors of a checkpoint folder, by name, from the headers of its files alone.
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of a checkpoint folder, by name, from the headers of its files alone.
 
     Raises:
-      FileNotFoundError: no safetensors in the folder, or a shard of the index is not there.
-      CheckpointError: a file that is truncated or corrupt, or an index that does not tell what its
-        shards hold.
+      FileNotFoundError: no safetensors in the folder, or a shard of the index is missing.
+      CheckpointError: a file that is truncated or corrupt, or an index that does not match its
+        shards.
     """
     if (folder / SINGLE).is_file():
-        return _header(folder / SINGLE)
+        return _read_header(folder / SINGLE)
     if (folder / INDEX).is_file():
-        return _sharded(folder)
+        return _read_index(folder)
     others = sorted(
         p.name
         for p in folder.iterdir()
@@ -123,59 +126,61 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     )
 
 
-def _sharded(folder: Path) -> dict[str, Stored]:
+def _read_index(folder: Path) -> dict[str, StoredTensor]:
     index = folder / INDEX
-    places = read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if (
-        not isinstance(places, dict)
-        or not places
-        or not all(isinstance(file, str) for file in places.values())
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
     ):
         raise CheckpointError(
             f"{index} must have a weight_map from the names of tensors to the files that hold "
             "them; fetch it again"
         )
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     problems = []
-    for name in sorted(set(places.values())):
+    for name in sorted(set(weight_map.values())):
         if Path(name).name != name:
             raise CheckpointError(
-                f"{index} names the file {name!r}, but shards stand in the same folder"
+                f"{index} names the file {name!r}, but shards must be in the same folder"
             )
         if not (folder / name).is_file():
             raise FileNotFoundError(
                 f"{folder} has no {name}, which {INDEX} lists: fetch the missing shard"
             )
-        for tensor, stored in _header(folder / name).items():
-            if places.get(tensor) == name:
+        for tensor, stored in _read_header(folder / name).items():
+            if weight_map.get(tensor) == name:
                 tensors[tensor] = stored
             else:
                 problems.append(
                     f"{tensor} is in {name} and listed "
-                    f"{f'in {places[tensor]}' if tensor in places else 'nowhere'}"
+                    f"{f'in {weight_map[tensor]}' if tensor in weight_map else 'nowhere'}"
                 )
     problems += [
-        f"{tensor} is listed in {places[tensor]} and not there"
-        for tensor in places.keys() - tensors.keys()
+        f"{tensor} is listed in {weight_map[tensor]} and not there"
+        for tensor in weight_map.keys() - tensors.keys()
     ]
     if problems:
         raise CheckpointError(
-            f"{index} does not tell what its shards hold: {'; '.join(sorted(problems))}; fetch the "
+            f"{index} does not match its shards: {'; '.join(sorted(problems))}; fetch the "
             "checkpoint again"
         )
     return tensors
 
 
-def _header(file: Path) -> dict[str, Stored]:
-    with _opened(file) as tensors:
-        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118, it is no dict
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    with _open(file) as tensors:
+        names = tensors.keys()  # `tensors` is no dict and cannot be iterated
+        slices = {name: tensors.get_slice(name) for name in names}
         return {
-            name: Stored(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()
+            name: StoredTensor(file, tuple(s.get_shape()), s.get_dtype())
+            for name, s in slices.items()
         }
 
 
 @contextlib.contextmanager
-def _opened(file: Path):
+def _open(file: Path):
     try:
         with safe_open(file, framework="numpy") as tensors:
             yield tensors
@@ -188,29 +193,29 @@ def _opened(file: Path):
             else "it is truncated or corrupt: fetch it again"
         )
         raise CheckpointError(
-            f"{file} is not a whole safetensors file ({error}); {reason}"
+            f"{file} is not a complete safetensors file ({error}); {reason}"
         ) from error
 
 
 def match_tensors(
-    config: ModelConfig, stored: dict[str, Stored], source: Path
-) -> dict[str, Wanted]:
-    """Accounts for every tensor; the result says what each one that is needed becomes.
+    config: ModelConfig, stored: dict[str, StoredTensor], source: Path
+) -> dict[str, ExpectedTensor]:
+    """Checks every stored tensor against the model, and returns the expected ones.
 
     Raises:
       CheckpointError: lists all that are missing, unexpected, of a wrong shape or of a dtype that
         is not a plain float.
     """
-    wanted = wanted_tensors(config)
-    problems = [f"{name} is missing" for name in wanted.keys() - stored.keys()]
+    expected = expected_tensors(config)
+    problems = [f"{name} is missing" for name in expected.keys() - stored.keys()]
     problems += [
         f"{name} is unexpected"
-        for name in stored.keys() - wanted.keys()
+        for name in stored.keys() - expected.keys()
         if not _ignored(name, config)
     ]
-    for name in wanted.keys() & stored.keys():
-        if stored[name].shape != wanted[name].shape:
-            problems.append(f"{name} has shape {stored[name].shape}, not {wanted[name].shape}")
+    for name in expected.keys() & stored.keys():
+        if stored[name].shape != expected[name].shape:
+            problems.append(f"{name} has shape {stored[name].shape}, not {expected[name].shape}")
         if stored[name].dtype not in DTYPES:
             problems.append(
                 f"{name} has dtype {stored[name].dtype}, not one of {', '.join(DTYPES)}"
@@ -226,46 +231,43 @@ def match_tensors(
             f"the tensors in {source} are not those that its config.json describes: "
             f"{'; '.join(numbered)}; fetch the checkpoint again, or correct its config.json"
         )
-    return wanted
+    return expected
 
 
 def _ignored(name: str, config: ModelConfig) -> bool:
-    """Old checkpoints hold the rope frequencies, which config.json gives; a tied head is the
-    embedding."""
+    """Returns True for rope frequencies, which config.json gives, and for a tied head."""
     return name.endswith(".rotary_emb.inv_freq") or (
         name == "lm_head.weight" and config.tie_embeddings
     )
 
 
 def read_params(
-    stored: dict[str, Stored],
-    wanted: dict[str, Wanted],
+    stored: dict[str, StoredTensor],
+    expected: dict[str, ExpectedTensor],
     dtype: jnp.dtype,
-    place: Callable[[tuple[str, ...], np.ndarray], Array] | None = None,
+    put: Callable[[tuple[str, ...], np.ndarray], Array] | None = None,
 ) -> dict[str, Any]:
     """Reads the tensors into a tree of arrays for `Decoder.apply`.
 
     Args:
-      stored, wanted: from `stored_tensors` and `match_tensors`.
-      dtype: what every parameter is converted to.
-      place: puts a parameter, given its path and its value on the host, to where it is to be;
-        default the default device.
+      stored: from `stored_tensors`.
+      expected: from `match_tensors`.
+      dtype: of the parameters.
+      put: (path, value on the host) -> value on its devices; default the default device.
 
     Raises:
       CheckpointError: a file that became unreadable.
     """
     params: dict[tuple[str, ...], Array] = {}
-    for name, value in read_tensors(stored, wanted):
-        path = wanted[name].path
-        params[path] = (
-            place(path, value.astype(dtype)) if place else jnp.asarray(value).astype(dtype)
-        )
+    for name, value in read_tensors(stored, expected):
+        path = expected[name].path
+        params[path] = put(path, value.astype(dtype)) if put else jnp.asarray(value).astype(dtype)
         params[path].block_until_ready()
     return {"params": nested(params)}
 
 
 def nested(values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    """{("a", "b"): x} -> {"a": {"b": x}}."""
+    """Turns {("a", "b"): x} into {"a": {"b": x}}."""
     tree: dict[str, Any] = {}
     for path, value in values.items():
         node = tree
@@ -276,23 +278,22 @@ def nested(values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
 
 
 def read_tensors(
-    stored: dict[str, Stored], wanted: dict[str, Wanted]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, value) of the wanted tensors, the largest first, one at a time, as the files have
-    them.
+    stored: dict[str, StoredTensor], expected: dict[str, ExpectedTensor]
+) -> Iterator[tuple[str, Float[np.ndarray, "..."]]]:
+    """Yields (name, value) of the expected tensors in their stored dtype, the largest first.
 
     Raises:
       CheckpointError: a file that became unreadable.
     """
     total = sum(
-        stored[name].size * np.dtype(DTYPES[stored[name].dtype]).itemsize for name in wanted
+        stored[name].size * np.dtype(DTYPES[stored[name].dtype]).itemsize for name in expected
     )
-    quiet = total < _LARGE and not sys.stderr.isatty()
+    quiet = total < _PROGRESS_BYTES and not sys.stderr.isatty()
     with tqdm(
         total=total, desc="reading weights", unit="B", unit_scale=True, disable=quiet, leave=False
     ) as bar:
-        for name in sorted(wanted, key=lambda name: -stored[name].size):
-            with _opened(stored[name].file) as tensors:
+        for name in sorted(expected, key=lambda name: -stored[name].size):
+            with _open(stored[name].file) as tensors:
                 value = tensors.get_tensor(name)
             yield name, value
             bar.update(value.nbytes)

@@ -1,9 +1,8 @@
-"""A model over a mesh of devices: heads, MLP and vocabulary split along `tensor`, the same on all
-devices along `kv` and `data`.
+"""Tensor parallelism: heads, MLP and vocabulary split along the mesh axis `tensor`.
 
-The layers are those of one device, of a smaller model: each device runs `Decoder` on its heads, its
-part of the MLP and of the vocabulary, and two sums a layer make of them what the whole model
-computes (Hogwild! appendix B, "Distributed Inference").
+Parameters are the same on all devices along `kv` and `data`. Each device runs `Decoder` on its
+heads, its part of the MLP and of the vocabulary; two sums a layer give the result of the whole
+model (Hogwild! appendix B, "Distributed Inference").
 """
 
 import dataclasses
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Float, Float32, Int
 
 from jaxshare import sharding
 from jaxshare.cache import KVCache
@@ -25,7 +25,8 @@ from jaxshare.models.layers import Decoder, Params
 from jaxshare.sharding import TENSOR, LogicalAxes, axis_in_use, axis_size, inside, on_each
 from jaxshare.trace.attention import TraceBatch
 
-Path = tuple[str, ...]
+ParamPath = tuple[str, ...]
+"""The keys under "params", for example ("layers_0", "attention", "q", "kernel")."""
 
 _KERNELS: Mapping[str, LogicalAxes] = {
     "q": ("heads", None),
@@ -40,9 +41,8 @@ _KERNELS: Mapping[str, LogicalAxes] = {
 }
 
 
-def logical_axes(path: Path) -> LogicalAxes:
-    """What the dimensions of a parameter are called, for example those of ("layers_0", "attention",
-    "q", "kernel")."""
+def logical_axes(path: ParamPath) -> LogicalAxes:
+    """Returns the logical names of a parameter's dimensions."""
     module, leaf = path[-2:]
     names = _KERNELS.get(module, (None, None))
     return names if leaf in ("kernel", "embedding") else names[:1]
@@ -50,10 +50,10 @@ def logical_axes(path: Path) -> LogicalAxes:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedDecoder:
-    """A `Decoder` over a mesh: called like one, with global arrays, by code that need not know.
+    """A `Decoder` over a mesh, with the interface of one: global arrays in, global arrays out.
 
     Attributes:
-      config: of the whole model as it lies on the mesh (`fit`).
+      config: of the whole model as `fit` gives it for the mesh.
       mesh: with the axes `data`, `tensor` and `kv`.
       implementation: attention backend, which runs on each device unchanged.
     """
@@ -65,29 +65,32 @@ class ShardedDecoder:
     def apply(
         self,
         variables: Params,
-        tokens: Array,
-        count: Array,
+        tokens: Int[Array, "R T"],
+        count: Int[Array, " R"],
         cache: KVCache,
         layout: Layout,
         *,
         method: str | None = None,
         every: bool = False,
     ) -> Any:
-        """As `Decoder.apply`, for a pass or with method="attention_mass". Logits are cut along the
-        vocabulary.
+        """Runs `Decoder.apply` on every device, for a pass or with method="attention_share".
+
+        Returns:
+          As `Decoder.__call__`, with logits sharded along the vocabulary, or as
+          `Decoder.attention_share`.
 
         Raises:
-          ValueError: a cache that lies otherwise, or a vocabulary that does not divide within
-            somebody else's shard_map.
+          ValueError: a cache on another mesh, or a vocabulary that does not divide over the devices
+            inside a shard_map of the caller.
         """
         if cache.mesh != self.mesh:
             raise ValueError(
-                "the cache lies on another mesh than the model; make it with mesh=model.mesh"
+                "the cache is on another mesh than the model; create it with mesh=model.mesh"
             )
         if inside() and axis_in_use(self.mesh, TENSOR) and not self.splits_vocab:
             raise ValueError(
                 f"the vocabulary of {self.config.vocab_size} does not divide over "
-                f"{axis_size(self.mesh, TENSOR)} devices; under a shard_map of your own it must"
+                f"{axis_size(self.mesh, TENSOR)} devices; inside a shard_map of your own it must"
             )
         none = PartitionSpec()
         split = "vocab" if self.splits_vocab else None
@@ -106,38 +109,49 @@ class ShardedDecoder:
             out_specs=out,
         )(variables, tokens, count, cache, layout)
 
-    def encode(self, variables: Params, batch: TraceBatch, at: Array | None = None) -> Any:
-        """As `Decoder.encode`. Logits are cut along the vocabulary, keys and values along their
-        heads."""
+    def encode(
+        self,
+        variables: Params,
+        batch: TraceBatch,
+        at: Int[Array | np.ndarray, "N A"] | None = None,
+    ) -> tuple[
+        Float32[Array, "N A V"],
+        tuple[Float[Array, "N T K D"], ...],
+        tuple[Float[Array, "N T K D"], ...],
+    ]:
+        """Runs `Decoder.encode` on every device.
+
+        Logits are sharded along the vocabulary, keys and values along their heads.
+        """
         none = PartitionSpec()
         heads = (sharding.spec((None, None, "kv_heads")),) * self.config.num_layers
         out = sharding.spec((None, None, "vocab" if self.splits_vocab else None)), heads, heads
         run = functools.partial(self._local().apply, method="encode")
-        return on_each(run, self.mesh, in_specs=(self.specs(variables), none, none), out_specs=out)(
-            variables, batch, at
+        mapped: Any = on_each(
+            run, self.mesh, in_specs=(self.specs(variables), none, none), out_specs=out
         )
+        return mapped(variables, batch, at)
 
     @property
     def splits_vocab(self) -> bool:
-        """Whether embedding and head are cut. A vocabulary that does not divide is whole on every
-        device."""
+        """True if embedding and head are sharded; else each device has the whole vocabulary."""
         return self.config.vocab_size % axis_size(self.mesh, TENSOR) == 0
 
     def specs(self, variables: Params) -> Any:
-        """How the parameters are cut, in the form of `variables`."""
+        """Returns the partition spec of each parameter, in the structure of `variables`."""
         return jax.tree.map_with_path(
             lambda path, _: sharding.spec(self.names(tuple(key.key for key in path))), variables
         )
 
-    def names(self, path: Path) -> LogicalAxes:
-        """`logical_axes` of a parameter as it lies on this mesh."""
+    def names(self, path: ParamPath) -> LogicalAxes:
+        """Returns the `logical_axes` of a parameter; None for dimensions that are not split."""
         return tuple(
             None if name == "vocab" and not self.splits_vocab else name
             for name in logical_axes(path)
         )
 
     def _local(self) -> Decoder:
-        """The model that one device runs."""
+        """Returns the model that one device runs."""
         c, n = self.config, axis_size(self.mesh, TENSOR)
         local = dataclasses.replace(
             c,
@@ -151,8 +165,10 @@ class ShardedDecoder:
 
 
 def fit(config: ModelConfig, mesh: Mesh) -> ModelConfig:
-    """The configuration of a model as it lies on a mesh: with fewer kv heads than devices, each is
-    repeated, so that every device has the one that its query heads read.
+    """Returns the configuration of a model on a mesh.
+
+    With fewer kv heads than devices each is repeated, so that every device has the one that its
+    query heads read.
 
     Raises:
       ValueError: heads or MLP that do not divide over the devices.
@@ -179,14 +195,18 @@ def fit(config: ModelConfig, mesh: Mesh) -> ModelConfig:
     return dataclasses.replace(config, num_kv_heads=max(config.num_kv_heads, n))
 
 
-def repeats(path: Path, config: ModelConfig, mesh: Mesh) -> int:
-    """How often a parameter of `config` has each of its heads on a mesh."""
+def repeats(path: ParamPath, config: ModelConfig, mesh: Mesh) -> int:
+    """Returns how many copies of each head a parameter of `config` has on a mesh."""
     return fit(config, mesh).num_kv_heads // config.num_kv_heads if path[-2] in ("k", "v") else 1
 
 
-def fit_params(value: Any, path: Path, config: ModelConfig, mesh: Mesh) -> Any:
-    """A parameter of `config` as `fit(config, mesh)` has it, a JAX or numpy array: kv heads
-    repeated."""
+def fit_params(
+    value: Float[Array | np.ndarray, " _ *rest"], path: ParamPath, config: ModelConfig, mesh: Mesh
+) -> Float[Array | np.ndarray, " _ *rest"]:
+    """Returns a parameter of `config` as `fit(config, mesh)` has it: kv heads repeated.
+
+    A numpy array stays one.
+    """
     times = repeats(path, config, mesh)
     if times == 1:
         return value
@@ -195,35 +215,39 @@ def fit_params(value: Any, path: Path, config: ModelConfig, mesh: Mesh) -> Any:
     return numpy.repeat(heads, times, axis=0).reshape(-1, *value.shape[1:])
 
 
-def place(params: Params, config: ModelConfig, mesh: Mesh) -> dict[str, Any]:
-    """Parameters of `config`, cut over a mesh."""
+def shard_params(params: Params, config: ModelConfig, mesh: Mesh) -> dict[str, Any]:
+    """Distributes the parameters of `config` over a mesh."""
     module = ShardedDecoder(fit(config, mesh), mesh)
 
-    def placed(keys: Any, value: Any) -> Array:
+    def shard(keys: Any, value: Any) -> Array:
         path = tuple(key.key for key in keys)
-        return put(fit_params(value, path, config, mesh), module.names(path), mesh)
+        return shard_array(fit_params(value, path, config, mesh), module.names(path), mesh)
 
-    return jax.tree.map_with_path(placed, dict(params))
+    return jax.tree.map_with_path(shard, dict(params))
 
 
-def part_on(params: Params, mesh: Mesh) -> dict[str, Any]:
-    """Parameters as they lie on some of their devices, which have all of them. Nothing is
-    copied."""
+def params_on(params: Params, mesh: Mesh) -> dict[str, Any]:
+    """Restricts parameters to some of their devices, which together hold all of them.
+
+    Nothing is copied.
+    """
     devices = {*mesh.devices.flat}
 
-    def part(value: Array) -> Array:
+    def restrict(value: Array) -> Array:
         spec = value.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
-        there = [shard.data for shard in value.addressable_shards if shard.device in devices]
+        shards = [shard.data for shard in value.addressable_shards if shard.device in devices]
         return jax.make_array_from_single_device_arrays(
-            value.shape, NamedSharding(mesh, spec), there
+            value.shape, NamedSharding(mesh, spec), shards
         )
 
-    return jax.tree.map(part, dict(params))
+    return jax.tree.map(restrict, dict(params))
 
 
-def put(value: Any, names: LogicalAxes, mesh: Mesh) -> Array:
-    """An array cut over a mesh; of one that is on the host each device is given its part alone."""
-    where = sharding.sharding(mesh, names)
+def shard_array(
+    value: Float[Array | np.ndarray, "*shape"], names: LogicalAxes, mesh: Mesh
+) -> Float[Array, "*shape"]:
+    """Distributes an array over a mesh; from the host each device is sent its part alone."""
+    target = sharding.sharding(mesh, names)
     if isinstance(value, np.ndarray):
-        return jax.make_array_from_callback(value.shape, where, lambda part: value[part])
-    return jax.device_put(value, where)
+        return jax.make_array_from_callback(value.shape, target, lambda index: value[index])
+    return jax.device_put(value, target)

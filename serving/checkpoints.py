@@ -1,9 +1,8 @@
-"""Saves: what a program would go on from after a kill, written in the background and there as a
-whole or not at all.
+"""Checkpoints: the state that a program continues from after a kill.
 
-A folder holds numbered saves, each of arrays and of facts (what JSON can say), written by Orbax: an
-array that lies on several devices or hosts is written by all of them, each its part, and read so,
-onto whatever devices the reader has.
+Written in the background; a checkpoint is complete or does not exist. A folder holds numbered ones,
+each of arrays and of metadata (JSON values), written by Orbax: every device or host writes its part
+of a distributed array, and it is read back in parts, onto any devices.
 """
 
 import contextlib
@@ -18,22 +17,21 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshare.models.config_fields import first_line
-from jaxshare.models.orbax_io import ended_reads, root_cause
+from jaxshare.models.orbax_io import root_cause, waiting_for_reads
 
-_KEPT = 2
-"""Saves of a folder that are kept: the newest, and the one before it."""
+_MAX_KEPT = 2
+"""Checkpoints that a folder keeps: the newest, and the one before it."""
 
 
 class SaveError(ValueError):
-    """A save that is not there, not whole, or of something else."""
+    """A checkpoint cannot be written, is missing or incomplete, or belongs to something else."""
 
 
 class CheckpointStore:
-    """The saves of one folder, to write to."""
+    """Writes the checkpoints of one folder."""
 
     def __init__(self, folder: str | os.PathLike):
-        """Makes the folder if it is not there; what a killed process left half written in it is
-        taken away.
+        """Creates the folder if needed, and deletes incomplete checkpoints of a killed process.
 
         Raises:
           SaveError: a folder that cannot be written.
@@ -46,39 +44,40 @@ class CheckpointStore:
             self._manager = ocp.CheckpointManager(
                 self.folder.resolve(),
                 options=ocp.CheckpointManagerOptions(
-                    max_to_keep=_KEPT, cleanup_tmp_directories=True
+                    max_to_keep=_MAX_KEPT, cleanup_tmp_directories=True
                 ),
             )
         except OSError as error:
             raise SaveError(
-                f"{folder} cannot be written ({error}); give another folder for the saves"
+                f"{folder} cannot be written ({error}); give another folder for the checkpoints"
             ) from error
-        self._end = weakref.finalize(self, self._manager.close)
+        self._finalize = weakref.finalize(self, self._manager.close)
 
     @classmethod
-    def of(cls, folder: str | os.PathLike, before: "CheckpointStore | None") -> "CheckpointStore":
-        """Those of a folder: the ones that were written to before, if they are, which else are
-        closed.
+    def of(cls, folder: str | os.PathLike, current: "CheckpointStore | None") -> "CheckpointStore":
+        """Returns the current store if it is of this folder; else closes it and opens a new one.
 
         Raises:
-          SaveError: a folder that cannot be written, or the last save of another one could not be.
+          SaveError: a folder that cannot be written, or the last checkpoint of the current store
+            could not be.
         """
-        if before and before.folder == Path(folder):
-            return before
-        if before:
-            before.close()
+        if current and current.folder == Path(folder):
+            return current
+        if current:
+            current.close()
         return cls(folder)
 
     def save(
-        self, arrays: Mapping[str, Any], facts: Mapping[str, Any], *, wait: bool = False
+        self, arrays: Mapping[str, Any], metadata: Mapping[str, Any], *, wait: bool = False
     ) -> int:
-        """Begins a save and comes back as soon as the arrays may change; one that is under way is
-        waited for.
+        """Starts to write a checkpoint, and returns as soon as the arrays may change.
+
+        Waits for the checkpoint before it, if that is still being written.
 
         Args:
           arrays: by name.
-          facts: what JSON can say.
-          wait: come back when it is whole.
+          metadata: JSON values.
+          wait: return when it is complete.
 
         Returns:
           Its number.
@@ -88,23 +87,23 @@ class CheckpointStore:
         """
         import orbax.checkpoint as ocp
 
-        with self._failing():
+        with self._save_errors():
             number = 1 + max(self._manager.all_steps(), default=0)
-            # Orbax takes no arrays without elements.
-            there = {name: array for name, array in arrays.items() if array.size}
+            # Orbax refuses arrays without elements.
+            nonempty = {name: array for name, array in arrays.items() if array.size}
             empty = {
                 name: [array.shape, str(array.dtype)]
                 for name, array in arrays.items()
                 if not array.size
             }
-            items: dict[str, Any] = {"arrays": ocp.args.StandardSave(there)} if there else {}
+            items: dict[str, Any] = {"arrays": ocp.args.StandardSave(nonempty)} if nonempty else {}
             self._manager.save(
                 number,
                 force=True,
                 args=ocp.args.Composite(
                     **items,
                     facts=ocp.args.JsonSave(
-                        {"facts": {**facts}, "empty": empty, "arrays": len(there)}
+                        {"facts": {**metadata}, "empty": empty, "arrays": len(nonempty)}
                     ),
                 ),
             )
@@ -113,16 +112,16 @@ class CheckpointStore:
         return number
 
     def wait(self) -> None:
-        """Until the last save is whole.
+        """Waits until the last checkpoint is complete.
 
         Raises:
           SaveError: it could not be written.
         """
-        with self._failing():
+        with self._save_errors():
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits for the last save, and ends.
+        """Waits for the last checkpoint, and closes the store.
 
         Raises:
           SaveError: it could not be written.
@@ -130,34 +129,33 @@ class CheckpointStore:
         try:
             self.wait()
         finally:
-            self._end()
+            self._finalize()
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _save_errors(self) -> Iterator[None]:
         try:
             yield
-        except (
-            Exception
-        ) as error:  # of many kinds, from a full disk to a folder that was taken away
+        except Exception as error:  # many types, from a full disk to a deleted folder
             raise SaveError(
-                f"nothing could be saved in {self.folder} ({first_line(error)}); what was saved "
-                "before can still be restored"
+                f"no checkpoint could be written to {self.folder} ({first_line(error)}); earlier "
+                "ones can still be restored"
             ) from error
 
 
 class SavedCheckpoint:
-    """One save, to read from.
+    """Reads one checkpoint.
 
     Attributes:
-      folder, number: which.
-      facts: as they were given.
+      folder: of the checkpoints.
+      number: of this one.
+      metadata: as it was saved.
     """
 
     def __init__(self, folder: str | os.PathLike, number: int | None = None):
-        """Finds a save; only whole ones count.
+        """Opens a checkpoint; only complete ones are found.
 
         Args:
-          folder: of the saves.
+          folder: of the checkpoints.
           number: of one of them; default the newest.
 
         Raises:
@@ -168,7 +166,7 @@ class SavedCheckpoint:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise SaveError(
-                f"there is no folder {folder} to restore from; give one that something was saved to"
+                f"there is no folder {folder} to restore from; give one that has checkpoints"
             )
         self._manager = ocp.CheckpointManager(
             self.folder.resolve(), options=ocp.CheckpointManagerOptions(create=False)
@@ -176,56 +174,58 @@ class SavedCheckpoint:
         self.close = weakref.finalize(self, self._manager.close)
         numbers = sorted(self._manager.all_steps())
         if not numbers or number not in (None, *numbers):
-            known = f"the saves {', '.join(map(str, numbers))}" if numbers else "no whole save"
+            listed = ", ".join(map(str, numbers))
+            existing = f"the checkpoints {listed}" if numbers else "no complete checkpoint"
             raise SaveError(
-                f"{folder} has {known}{'' if number is None else f', not {number}'}; give a folder "
-                "that something was saved to"
+                f"{folder} has {existing}{'' if number is None else f', not {number}'}; give a "
+                "folder that has checkpoints"
             )
         self.number = numbers[-1] if number is None else number
-        self._said: dict[str, Any] = self._restore(facts=ocp.args.JsonRestore()).facts
-        self.facts: dict[str, Any] = self._said["facts"]
+        self._description: dict[str, Any] = self._restore(facts=ocp.args.JsonRestore()).facts
+        self.metadata: dict[str, Any] = self._description["facts"]
 
     def arrays(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The arrays.
+        """Reads the arrays.
 
         Args:
-          like: for each what it is to be: `jax.ShapeDtypeStruct` with a sharding, or a numpy array;
-            default all as they were saved.
+          like: the form of each: `jax.ShapeDtypeStruct` with a sharding, or a numpy array; default
+            all as they were saved.
 
         Raises:
-          SaveError: they cannot be read, or are others than these.
+          SaveError: they cannot be read, or have other shapes or dtypes.
         """
         import orbax.checkpoint as ocp
 
-        found = {
-            name: np.zeros(shape, dtype) for name, (shape, dtype) in self._said["empty"].items()
+        arrays = {
+            name: np.zeros(shape, dtype)
+            for name, (shape, dtype) in self._description["empty"].items()
         }
-        wanted = (
+        nonempty = (
             None
             if like is None
-            else {name: array for name, array in like.items() if name not in found}
+            else {name: array for name, array in like.items() if name not in arrays}
         )
-        if self._said["arrays"]:
-            found |= self._restore(arrays=ocp.args.StandardRestore(wanted)).arrays
+        if self._description["arrays"]:
+            arrays |= self._restore(arrays=ocp.args.StandardRestore(nonempty)).arrays
         for name, array in (like or {}).items():
-            if found[name].shape != array.shape or found[name].dtype != array.dtype:
+            if arrays[name].shape != array.shape or arrays[name].dtype != array.dtype:
                 raise SaveError(
-                    f"{name} in save {self.number} of {self.folder} is "
-                    f"{found[name].dtype}{[*found[name].shape]}, not "
-                    f"{array.dtype}{[*array.shape]}; it is of something else"
+                    f"{name} in checkpoint {self.number} of {self.folder} is "
+                    f"{arrays[name].dtype}{[*arrays[name].shape]}, not "
+                    f"{array.dtype}{[*array.shape]}; it belongs to something else"
                 )
-        return found
+        return arrays
 
     def _restore(self, **args: Any) -> Any:
         import orbax.checkpoint as ocp
 
         try:
-            with ended_reads():
+            with waiting_for_reads():
                 return self._manager.restore(self.number, args=ocp.args.Composite(**args))
-        except Exception as error:  # of many kinds, from a missing file to one that was cut short
+        except Exception as error:  # many types, from a missing file to a truncated one
             raise SaveError(
-                f"save {self.number} of {self.folder} cannot be read ({root_cause(error)}); give "
-                "number= for the one before it"
+                f"checkpoint {self.number} of {self.folder} cannot be read ({root_cause(error)}); "
+                "give number= for the one before it"
             ) from error
 
     def __enter__(self) -> Self:
@@ -236,23 +236,24 @@ class SavedCheckpoint:
 
 
 def has_checkpoints(folder: str | os.PathLike) -> bool:
-    """Whether something whole was saved to a folder."""
+    """Returns True if a folder has a complete checkpoint."""
     return Path(folder).is_dir() and any(
         path.name.isdigit() and path.is_dir() for path in Path(folder).iterdir()
     )
 
 
 def on_host(array: Any) -> np.ndarray:
-    """An array of which every process has all, or can be given all."""
+    """Copies an array to the host; first gathers it where no process has all of it."""
     if isinstance(array, jax.Array) and not (
         array.is_fully_addressable or array.is_fully_replicated
     ):
-        array = jax.device_put(array, NamedSharding(array.sharding.mesh, PartitionSpec()))  # pyright: ignore
+        mesh = array.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+        array = jax.device_put(array, NamedSharding(mesh, PartitionSpec()))
     return np.asarray(array)
 
 
 def leaves(tree: Any) -> dict[str, Any]:
-    """The arrays of a pytree by their places in it."""
+    """Returns the arrays of a pytree by their paths in it."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree.leaves_with_path(tree)

@@ -1,21 +1,21 @@
-"""Errors of what is served."""
+"""The errors of the engine."""
 
 
 class EngineError(RuntimeError):
-    """The engine cannot take a call, or could not end it."""
+    """The engine cannot accept or finish a request."""
 
 
 class QueueFullError(EngineError):
-    """As many calls wait as the engine lets wait; try again later."""
+    """The queue of waiting requests is full; try again later."""
 
 
 class ClosedError(EngineError):
-    """The engine takes no calls any more."""
+    """The engine is shut down."""
 
 
 class TooLongError(ValueError):
-    """A call that would never fit into the memory or the model's context."""
+    """A request is too long for the memory or for the model's context."""
 
 
 class NotANumberError(EngineError):
-    """The model's logits for a call were not numbers, so nothing can be sampled from them."""
+    """The model's logits for a request are not finite, so nothing can be sampled from them."""

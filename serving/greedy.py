@@ -1,11 +1,11 @@
-"""The warning where a checkpoint is decoded greedily that must not be.
+"""A warning about greedy decoding of a checkpoint whose authors advise against it.
 
 The rule: the sampler takes the likeliest token (temperature 0), the checkpoint's
-generation_config.json asks for sampling (`do_sample`), and either config.json says that it is a
-Qwen3, whose model card warns against greedy decoding, or the prompts were chosen by the name of a
-family whose makers advise against it. What to use instead is what generation_config.json says,
-which for these families is what the cards recommend. A checkpoint without that file, or with
-`do_sample` false, as base models and the embedded model have it, is never warned of.
+generation_config.json sets `do_sample`, and either config.json names Qwen3, whose model card warns
+against greedy decoding, or the prompts were chosen by the name of a family whose authors advise
+against it. The settings in generation_config.json are those that the model cards of these families
+recommend. There is no warning for a checkpoint without that file, or with `do_sample` false, such
+as base models and the embedded model.
 """
 
 import logging
@@ -14,7 +14,7 @@ import threading
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 
-_WARNS = ("Qwen3ForCausalLM",)
+_DISCOURAGED = ("Qwen3ForCausalLM",)
 """Architectures whose model cards warn against greedy decoding."""
 _log = logging.getLogger("jaxshare")
 _warned: set[str] = set()
@@ -22,19 +22,20 @@ _lock = threading.Lock()
 
 
 def warn_of_greedy(model: LoadedModel, sampler: Sampler, *, discouraged: bool = False) -> None:
-    """Logs one warning in the life of this process for each checkpoint that the rule above names;
-    without a handler it goes to stderr.
+    """Logs a warning for a checkpoint to which the rule above applies, once per process.
+
+    Without a log handler it goes to stderr.
 
     Args:
-      model: that is to be sampled from.
-      sampler: what it is to be sampled with.
-      discouraged: whether the prompts were chosen by the name of a family whose makers advise
-        against greedy decoding.
+      model: the model to sample from.
+      sampler: the sampler of the run.
+      discouraged: the prompts were chosen by the name of a family whose authors advise against
+        greedy decoding.
     """
     own = model.generation
     if sampler.temperature > 0 or own.temperature == 0:
         return
-    if model.config.architecture not in _WARNS and not discouraged:
+    if model.config.architecture not in _DISCOURAGED and not discouraged:
         return
     with _lock:
         if model.name in _warned:

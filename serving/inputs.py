@@ -1,5 +1,4 @@
-"""What every way of running a model asks first: the prompt's tokens, whether they fit, and the
-checkpoint's own settings."""
+"""Inputs of every kind of run: the prompt's tokens, context checks, the checkpoint's settings."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,13 +14,12 @@ _log = logging.getLogger("jaxshare.generate")
 
 
 def encode(model: LoadedModel, prompt: str | Sequence[int], *, first: bool = True) -> list[int]:
-    """The prompt's tokens.
+    """Encodes a prompt.
 
     Args:
-      model: whose tokenizer it is.
-      prompt: text, or tokens as they are.
-      first: whether the text stands at the very beginning, where some tokenizers put a special
-        token.
+      model: the model with the tokenizer.
+      prompt: text, or tokens, which are returned unchanged.
+      first: the text is at the start of a context, where some tokenizers add a special token.
 
     Raises:
       ValueError: an empty prompt, or text for a model without a tokenizer.
@@ -35,23 +33,21 @@ def encode(model: LoadedModel, prompt: str | Sequence[int], *, first: bool = Tru
             "the model folder has no tokenizer, so a prompt must be given as tokens; add the "
             "tokenizer's files to the folder"
         )
-    # `check_context` says it if the prompt is too long
+    # not verbose, because `check_context` reports a prompt that is too long
     return model.tokenizer.encode(prompt, add_special_tokens=first, verbose=False)
 
 
 def encode_messages(model: LoadedModel, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """The tokens of a dialogue in the model's chat template, up to where its answer begins.
+    """Encodes a dialogue in the model's chat template, up to the start of the model's answer.
 
     Raises:
-      ValueError: a model without a template, or messages that it refuses.
+      ValueError: a model without a template, or messages that the template refuses.
     """
     tokenizer = model.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
-        raise ValueError(
-            "the model has no chat template, so messages cannot be put to it; give a text"
-        )
+        raise ValueError("the model has no chat template, so it cannot take messages; give a text")
     try:
-        # As tokens, because the template has the special tokens in it already.
+        # Tokenized here, because the template already contains the special tokens.
         return tokenizer.apply_chat_template(
             [*map(dict, messages)],
             tokenize=True,
@@ -59,7 +55,7 @@ def encode_messages(model: LoadedModel, messages: Sequence[Mapping[str, str]]) -
             return_dict=False,
             tokenizer_kwargs={"verbose": False},
         )
-    except Exception as error:  # of a language of its own: whatever the template raises
+    except Exception as error:  # a template is a program and may raise anything
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise ValueError(
             f"the model's chat template refuses the messages ({error}); their roles are {roles}"
@@ -69,7 +65,7 @@ def encode_messages(model: LoadedModel, messages: Sequence[Mapping[str, str]]) -
 def check_context(
     model: LoadedModel, prompt_tokens: int, max_new_tokens: int, what: str = "the prompt"
 ) -> None:
-    """Raises ValueError if the prompt and what may follow it do not fit the model's context."""
+    """Raises ValueError if a prompt and its new tokens may exceed the model's context."""
     if prompt_tokens + max_new_tokens > model.config.max_positions:
         raise ValueError(
             f"{what} has {prompt_tokens} tokens and {max_new_tokens} more may follow, but the "
@@ -79,14 +75,13 @@ def check_context(
 
 
 def default_sampler(model: LoadedModel) -> Sampler:
-    """The checkpoint's own sampling settings."""
+    """Returns the checkpoint's own sampling settings."""
     g = model.generation
     return Sampler(temperature=g.temperature, top_k=g.top_k, top_p=g.top_p, min_p=g.min_p)
 
 
 def warn_of_equal_texts(sampler: Sampler, n: int) -> None:
-    """Logs a warning where n completions of a prompt are to be sampled at temperature 0, which come
-    out equal."""
+    """Logs a warning if n > 1 completions of a prompt would be equal, at temperature 0."""
     if n > 1 and sampler.temperature == 0:
         _log.warning(
             "all %d completions of a prompt will be equal, because temperature 0 takes the "
@@ -97,17 +92,19 @@ def warn_of_equal_texts(sampler: Sampler, n: int) -> None:
 
 
 def cache_dtype(model: LoadedModel) -> jnp.dtype:
-    """Keys and values are cached in the dtype of the parameters."""
+    """Returns the dtype of cached keys and values, which is that of the parameters."""
     return jax.tree.leaves(model.params)[0].dtype
 
 
 def token_bytes(model: LoadedModel) -> int:
-    """Bytes that one cached token takes: keys and values of all layers, on all devices of a mesh
-    that one data group has."""
+    """Returns the bytes of one cached token.
+
+    Keys and values of all layers, on all devices of one data group of the mesh.
+    """
     c = model.config
     return 2 * c.num_layers * c.num_kv_heads * c.head_dim * cache_dtype(model).itemsize
 
 
 def cache_devices(model: LoadedModel) -> int:
-    """Over how many devices a cache of the model is spread."""
+    """Returns the number of devices over which a cache of the model is distributed."""
     return axis_size(model.mesh, TENSOR) * axis_size(model.mesh, KV)

@@ -1,5 +1,4 @@
-"""Files of results: JSON lines that are appended as results come, by one process alone, and files
-that are written whole or not at all."""
+"""Result files: JSON lines appended by one process alone, and files that are written atomically."""
 
 import fcntl
 import hashlib
@@ -13,22 +12,22 @@ from jaxshare.paths import whole_file
 
 
 def line(value: Any) -> bytes:
-    """A value as a line of JSON."""
+    """Encodes a value as a line of JSON."""
     return json.dumps(value, ensure_ascii=False).encode() + b"\n"
 
 
 def sha256(data: bytes) -> str:
-    """What tells one input from another."""
+    """Returns the hash that identifies an input."""
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
-def open_alone(path: Path, mode: str, do: str) -> BinaryIO:
-    """Opens a file to write to it, for this process alone: two that go on with one job would do
-    everything twice.
+def open_alone(path: Path, mode: str, advice: str) -> BinaryIO:
+    """Opens a file for writing by this process alone; two processes would do every job twice.
 
     Args:
-      path, mode: as `open` takes them.
-      do: what to advise where that cannot be.
+      path: of the file.
+      mode: as `open` takes it.
+      advice: the end of the error message.
 
     Raises:
       ValueError: a file that cannot be written, or that another process is writing.
@@ -36,84 +35,89 @@ def open_alone(path: Path, mode: str, do: str) -> BinaryIO:
     try:
         file: Any = open(path, mode)  # noqa: SIM115, the caller closes it
     except OSError as error:
-        raise ValueError(f"the output {path} cannot be written ({error}); {do}") from error
+        raise ValueError(f"the output {path} cannot be written ({error}); {advice}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
         raise ValueError(
-            f"the output {path} is being written by another process; wait for it, or {do}"
+            f"the output {path} is being written by another process; wait for it, or {advice}"
         ) from error
     except OSError:  # some file systems have no locks
         pass
     return file
 
 
-def append(file: BinaryIO, value: Any, do: str) -> None:
-    """Writes a line behind the others, at once.
+def append(file: BinaryIO, value: Any, advice: str) -> None:
+    """Appends a line and flushes it.
 
     Raises:
-      ValueError: no room; `do` is what to advise.
+      ValueError: it cannot be written; the message ends with `advice`.
     """
     try:
         file.write(line(value))
         file.flush()
     except OSError as error:
         raise ValueError(
-            f"the output {file.name} cannot be written ({error}); make room, and {do}"
+            f"the output {file.name} cannot be written ({error}); make room, and {advice}"
         ) from error
 
 
 def lines_of(file: BinaryIO) -> list[bytes]:
-    """The lines that are there already. A last one that was being written when its writer was
-    killed is cut off."""
-    *lines, rest = file.read().split(b"\n")
-    file.truncate(file.seek(-len(rest), os.SEEK_END))
+    """Reads the complete lines of a file; an incomplete last one is cut off.
+
+    A killed process may have left it.
+    """
+    *lines, incomplete = file.read().split(b"\n")
+    file.truncate(file.seek(-len(incomplete), os.SEEK_END))
     return lines
 
 
-def write(path: Path, lines: Iterable[bytes], do: str) -> None:
-    """Writes a file whole or not at all.
+def write(path: Path, lines: Iterable[bytes], advice: str) -> None:
+    """Writes a file atomically.
 
     Raises:
-      ValueError: it cannot be written; `do` is what to advise.
+      ValueError: it cannot be written; the message ends with `advice`.
     """
     try:
         with whole_file(path, "wb") as file:
             file.writelines(lines)
     except OSError as error:
-        raise ValueError(f"{path} cannot be written ({error}); make room, and {do}") from error
+        raise ValueError(f"{path} cannot be written ({error}); make room, and {advice}") from error
 
 
 def read_settings(path: Path, format: str) -> dict[str, Any]:
-    """The settings that a file {"format": ..., "settings": {...}} keeps.
+    """Reads the settings of a file {"format": ..., "settings": {...}}.
 
     Raises:
-      ValueError: there is none, it is damaged, or it has another format.
+      ValueError: the file is missing or damaged, or has another format.
     """
     try:
-        known = json.loads(path.read_bytes())
-        if known["format"] != format:
+        content = json.loads(path.read_bytes())
+        if content["format"] != format:
             raise ValueError(f"its format is not {format!r}")
-        return {**known["settings"]}
+        return {**content["settings"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def check_settings(began: str, then: Mapping[str, Any], now: Mapping[str, Any], do: str) -> None:
-    """Finds what has changed since work began.
+def check_settings(
+    start: str, saved: Mapping[str, Any], given: Mapping[str, Any], advice: str
+) -> None:
+    """Checks that settings have not changed since a job started.
 
     Args:
-      began: what did: "the job of out.jsonl began".
-      then, now: settings.
-      do: what to advise beside giving them as they were.
+      start: the start of the error message, such as "the job of out.jsonl began".
+      saved: the settings at that time.
+      given: the settings now.
+      advice: the end of the error message.
 
     Raises:
-      ValueError: a setting is another one.
+      ValueError: a setting has changed.
     """
-    for name in {**then, **now}:
-        if then.get(name) != now.get(name):
+    for name in {**saved, **given}:
+        if saved.get(name) != given.get(name):
             raise ValueError(
-                f"{began} with {name} {json.dumps(then.get(name))}, not "
-                f"{json.dumps(now.get(name))}; give it as it was, or {do}"
+                f"{start} with {name} {json.dumps(saved.get(name))}, not "
+                f"{json.dumps(given.get(name))}; give it as it was, or {advice}"
             )

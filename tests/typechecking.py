@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 PACKAGES = re.compile(r"jaxshare(\.(?!serving\b)\w+)*$")
 _SHAPES = re.compile(r"\b(Float|Float32|Int|Int32|Int64|UInt32|Bool|Integer|Inexact|Num|Shaped)\[")
+# Dunder names: others are mangled inside classes.
 _DECORATOR = ast.parse("__jaxtyped__(typechecker=__beartype__)", mode="eval").body
 _IMPORTS = ast.parse(
     "from beartype import beartype as __beartype__\nfrom jaxtyping import jaxtyped as __jaxtyped__"

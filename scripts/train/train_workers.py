@@ -291,7 +291,7 @@ class Run:
           SaveError: it cannot be read.
         """
         with SavedCheckpoint(folder) as saved:
-            facts = saved.facts
+            facts = saved.metadata
             if other := [name for name in settings if settings[name] != facts["settings"][name]]:
                 raise ValueError(
                     f"the run in {folder} was made with {other[0]}={facts['settings'][other[0]]}, "

@@ -438,7 +438,10 @@ class Engine:
           ClosedError: it was shut down.
         """
         with SavedCheckpoint(folder, number) as save, self._guests.turn():
-            if save.facts.get("format") != _SAVED or save.facts["model"] != self.model.fingerprint:
+            if (
+                save.metadata.get("format") != _SAVED
+                or save.metadata["model"] != self.model.fingerprint
+            ):
                 raise SaveError(
                     f"save {save.number} of {folder} is of another model, or of no engine; restore "
                     "it with the model that it was saved with"
@@ -452,12 +455,12 @@ class Engine:
                         "just made"
                     )
                 self._asked.update(
-                    (bytes.fromhex(key), count) for key, count in save.facts["asked"]
+                    (bytes.fromhex(key), count) for key, count in save.metadata["asked"]
                 )
             arrays = save.arrays()
-            if self.logits_cache and save.facts["logits"]:
-                self.logits_cache.learn(arrays, save.facts["logits"])
-            return checkpoint.learn(self._loop.memory, self.model, arrays, save.facts)
+            if self.logits_cache and save.metadata["logits"]:
+                self.logits_cache.learn(arrays, save.metadata["logits"])
+            return checkpoint.learn(self._loop.memory, self.model, arrays, save.metadata)
 
     # Its life.
 

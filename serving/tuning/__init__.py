@@ -1,2 +1,4 @@
-"""Measuring on this device: tile sizes of the kernels (`kernels`) and what attention costs
-(`calibration`), each kept in the cache folder of the user."""
+"""Measurements on this device, saved in the user's cache folder.
+
+`kernels` measures tile sizes of the GPU kernels, `calibration` the costs of attention.
+"""

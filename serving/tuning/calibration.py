@@ -1,5 +1,7 @@
-"""Calibration: what attention costs on this device, measured, kept in the user's cache folder, and
-used when runs decide what to share."""
+"""Calibration: measures the costs of attention on this device.
+
+They are saved in the user's cache folder and decide what runs share.
+"""
 
 import dataclasses
 import itertools
@@ -26,8 +28,15 @@ _ROUNDS, _CALLS = 7, 3
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """One measurement: `rows` rows over a prefix of so many tokens, kept once or in copies, with a
-    suffix each; and its microseconds."""
+    """One measurement of attention: rows that read a common prefix and a suffix of their own.
+
+    Attributes:
+      rows: number of rows.
+      prefix: tokens of the prefix.
+      suffix: tokens of each row's suffix block.
+      shared: the prefix is stored once, not copied for each row.
+      time: in microseconds.
+    """
 
     rows: int
     prefix: int
@@ -42,24 +51,24 @@ def calibrate(
     prefixes: Sequence[int] = PREFIXES,
     progress: Callable[[Iterable], Iterable] = tqdm,
 ) -> tuple[Costs, list[Timing]]:
-    """Measures one attention layer of the model's shape over shared prefixes and over copies of
-    them, and fits the cost model.
+    """Measures one attention layer over shared and copied prefixes, and fits the cost model.
 
-    Both sides of a point are measured in turn. About a minute on two cores.
+    The layer has the model's shape. Shared and copied runs of a point alternate. Takes about a
+    minute on two cores.
 
     Returns:
-      The costs, and what they were fitted to.
+      The costs, and the measurements they were fitted to.
     """
     points = []
     for count, prefix in progress([*itertools.product(rows, prefixes)]):
-        sides = {shared: _attention(model, count, prefix, shared) for shared in (True, False)}
+        runs = {shared: _attention(model, count, prefix, shared) for shared in (True, False)}
         times: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(_ROUNDS):
-            for shared, call in sides.items():
-                begin = time.perf_counter()
+            for shared, run in runs.items():
+                start = time.perf_counter()
                 for _ in range(_CALLS):
-                    call()
-                times[shared].append((time.perf_counter() - begin) / _CALLS)
+                    run()
+                times[shared].append((time.perf_counter() - start) / _CALLS)
         points += [
             Timing(count, prefix, SUFFIX, shared, statistics.median(t) * 1e6)
             for shared, t in times.items()
@@ -68,19 +77,18 @@ def calibrate(
 
 
 def fit(points: Sequence[Timing]) -> Costs:
-    """The costs, none negative, that come closest to what was measured, every point's error counted
-    relative to its time."""
+    """Fits non-negative costs to measurements by least squares of the relative errors."""
 
     def features(point: Timing) -> list[float]:
-        own = point.suffix if point.shared else point.prefix + point.suffix
+        private = point.suffix if point.shared else point.prefix + point.suffix
         tiles = -(-point.prefix // SHARED_TILE) if point.shared else 0
-        # In the order of the fields of Costs; the last is what every call costs, whatever it reads.
+        # In the order of the fields of Costs; the last is the fixed cost of a call.
         return [
             float(point.shared),
             tiles,
             tiles * SHARED_TILE * point.rows,
             point.rows,
-            point.rows * -(-own // PRIVATE_TILE),
+            point.rows * -(-private // PRIVATE_TILE),
             1.0,
         ]
 
@@ -89,22 +97,22 @@ def fit(points: Sequence[Timing]) -> Costs:
     )
     scale = np.linalg.norm(matrix, axis=0)
     used = [*np.flatnonzero(scale)]
-    found = np.zeros(matrix.shape[1])
+    costs = np.zeros(matrix.shape[1])
+    # Drops the most negative cost until none is negative.
     while used:
         solved = (
             np.linalg.lstsq(matrix[:, used] / scale[used], np.ones(len(points)), rcond=None)[0]
             / scale[used]
         )
         if (solved >= 0).all():
-            found[used] = solved
+            costs[used] = solved
             break
         used.pop(int(np.argmin(solved * scale[used])))
-    return Costs(*map(float, found[:-1]))
+    return Costs(*map(float, costs[:-1]))
 
 
 def _attention(model: LoadedModel, rows: int, prefix: int, shared: bool) -> Callable[[], Array]:
-    """One layer's attention of a decode pass in which every row has filled half of its suffix's
-    room."""
+    """Compiles one layer's attention of a decode pass over half-filled suffixes."""
     config, dtype = dataclasses.replace(model.config, num_layers=1), cache_dtype(model)
     blocks = (prefix, *[SUFFIX] * rows) if shared else [prefix + SUFFIX] * rows
     lengths = (prefix, *[SUFFIX // 2] * rows) if shared else [prefix + SUFFIX // 2] * rows

@@ -1,5 +1,7 @@
-"""Tuning: which tiles of the GPU kernels are fastest on this GPU for a model's shape, measured, and
-kept in the user's cache folder, where the kernels look them up (`jaxshare.pallas.tiles`)."""
+"""Tuning: measures which tiles of the GPU kernels are fastest on this GPU for a model's shape.
+
+They are saved in the user's cache folder, where the kernels look them up (`jaxshare.pallas.tiles`).
+"""
 
 import dataclasses
 import functools
@@ -24,25 +26,25 @@ from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, KernelConfig, Key, use_ti
 from jaxshare.paths import write_json
 
 ROWS = (1, 8, 64, 512)
-"""What is measured for one of them is used for half and for twice as many too, so that these are
-enough for up to 1024."""
+"""A measurement is also used for half and for twice as many rows, so these cover up to 1024."""
 QUICK_ROWS = (1, 64)
 DTYPES = ("bfloat16", "float16")
 PREFIX = 16_384
-_LONGEST, _SHORTEST = 32_768, 64
-"""Tokens of a row's own block: as many as memory allows within these where rows share nothing, and
-the fewest where they share a prefix."""
+_MIN_SUFFIX, _MAX_SUFFIX = 64, 32_768
+"""Tokens of a row's own block: as many as fit the memory between these where rows share nothing,
+and the minimum where they share a prefix."""
 _LAYERS = 2
-"""Calls in a turn of the measured loop. They share one set of work items, as a model's layers do;
-more of them take longer to compile."""
-_MOST_TURNS = 64
+"""Calls in an iteration of the measured loop. They share one set of work items, as a model's layers
+do; more of them take longer to compile."""
+_MAX_ITERATIONS = 64
 _TOLERANCE = 0.05
-"""Of a head's answer against XLA's, relative: both round weights and results to 8 bits or more."""
+"""Maximum relative distance of a head's output from XLA's: both round weights and results to 8 bits
+or more."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelShape:
-    """Of a model's attention.
+    """The shape of a model's attention.
 
     Raises:
       ValueError: heads that kv heads do not divide, or a head dim or dtype that no kernel is
@@ -68,34 +70,39 @@ class KernelShape:
         if self.dtype not in DTYPES:
             raise ValueError(
                 f"the dtype is {self.dtype}, but the GPU kernels are for {' and '.join(DTYPES)}; "
-                "say which with --dtype"
+                "choose one with --dtype"
             )
 
     @property
     def group(self) -> int:
-        """G."""
+        """The query heads per kv head, G."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def num_layers(self) -> int:
-        """Of the cache that is measured."""
+        """The number of layers of the measured cache."""
         return 1
 
     @property
     def rope(self) -> Rope:
-        """Some rotation; its frequencies do not matter here."""
+        """A rotation; its frequencies do not affect times."""
         return Rope.default(self.head_dim, 10_000.0)
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's keys and values in one layer."""
+        """The bytes of a token's keys and values in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How much is spent: rounds of measurements, seconds of each on a GPU of 1 TB/s and 100
-    TFLOP/s, and about how many bytes of cache."""
+    """The effort of a measurement.
+
+    Attributes:
+      rounds: measurements of each candidate.
+      seconds: of each measurement on a GPU of 1 TB/s and 100 TFLOP/s.
+      cache_bytes: the approximate size of the cache.
+    """
 
     rounds: int = 7
     seconds: float = 0.05
@@ -107,8 +114,10 @@ QUICK = Effort(rounds=3, seconds=0.01, cache_bytes=2**28)
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """What is measured: every row brings one token, and sees a block of its own; with `shared`, a
-    prefix of all rows before it."""
+    """A measured pass: every row has one new token, in a block of its own.
+
+    With `shared`, a prefix that all rows share precedes it.
+    """
 
     shape: KernelShape
     rows: int
@@ -117,112 +126,116 @@ class Pass:
 
     @property
     def queries(self) -> int:
-        """R * T * G."""
+        """The number of queries per kv head, R * T * G."""
         return self.rows * self.shape.group
 
     @property
     def prefix(self) -> int:
-        """Tokens that all rows see."""
-        return (
-            min(PREFIX, max(_SHORTEST, self.effort.cache_bytes // self.shape.token_bytes))
-            if self.shared
-            else 0
-        )
+        """The tokens that all rows share."""
+        if not self.shared:
+            return 0
+        return min(PREFIX, max(_MIN_SUFFIX, self.effort.cache_bytes // self.shape.token_bytes))
 
     @property
-    def own(self) -> int:
-        """Tokens of a row's own block, the new one among them."""
-        room = self.effort.cache_bytes // self.shape.token_bytes // self.rows
-        return _SHORTEST if self.shared else min(max(room, _SHORTEST), _LONGEST)
+    def suffix(self) -> int:
+        """The tokens of a row's own block, including the new one."""
+        if self.shared:
+            return _MIN_SUFFIX
+        max_tokens = self.effort.cache_bytes // self.shape.token_bytes // self.rows
+        return min(max(max_tokens, _MIN_SUFFIX), _MAX_SUFFIX)
 
     @property
-    def turns(self) -> int:
-        """Of the measured loop. Their number is part of the program, so that the GPU never asks the
-        host whether to go on."""
-        read = (self.prefix + self.rows * self.own) * self.shape.token_bytes / 1e12
-        computed = (
-            4
-            * self.rows
-            * self.shape.num_heads
-            * self.shape.head_dim
-            * (self.prefix + self.own)
-            / 1e14
-        )
-        return min(
-            max(1, math.ceil(self.effort.seconds / (_LAYERS * max(read, computed)))), _MOST_TURNS
-        )
+    def iterations(self) -> int:
+        """The iterations of the measured loop.
+
+        Their number is part of the program, so that the GPU never waits for the host.
+        """
+        read = (self.prefix + self.rows * self.suffix) * self.shape.token_bytes
+        products = self.rows * self.shape.num_heads * self.shape.head_dim
+        flops = 4 * products * (self.prefix + self.suffix)
+        seconds = _LAYERS * max(read / 1e12, flops / 1e14)
+        return min(max(1, math.ceil(self.effort.seconds / seconds)), _MAX_ITERATIONS)
 
 
 Run = Callable[[], float]
-"""Measures once; seconds of one layer's attention."""
+"""Measures once, and returns the seconds of one layer's attention."""
 Prepare = Callable[[Pass, str, KernelConfig], Run]
-"""Compiles a backend with tiles for a pass. What it raises says why that cannot be measured."""
+"""Compiles a backend with tiles for a pass, or raises the reason why it cannot be measured."""
 
 
 def prepare(job: Pass, backend: str, tiles: KernelConfig) -> Run:
-    """Compiles a loop of the pass's attention, and holds its answer against that of XLA's backend.
+    """Compiles a loop of the pass's attention, and checks its output against XLA's backend.
 
-    Nothing but the GPU's own work is measured: one program makes all calls, each with the answer
-    before it in its queries, so that none can be left out or run beside another. Nothing is
-    subtracted: the times hold what making the work items takes, a part of it each.
+    Only the GPU's own work is measured: one program makes all calls, each with the output of the
+    last in its queries, so that none can be removed or run concurrently. Nothing is subtracted: the
+    times include a share of making the work items.
 
     Raises:
-      NotImplementedError: the backend does not serve this pass or this GPU.
-      ValueError: the answer is wrong.
+      NotImplementedError: the backend does not support this pass or this GPU.
+      ValueError: the output is wrong.
     """
-    arrays, right = _inputs(job)
+    arrays, expected = _inputs(job)
     with use_tiles(tiles):
-        program = _layers.lower(backend, job.turns, *arrays).compile()
-    found = np.asarray(program(*arrays).astype(jnp.float32))
-    distance = np.linalg.norm(found - right, axis=-1) / np.linalg.norm(right, axis=-1)
-    if not np.max(distance) <= _TOLERANCE:  # nor is NaN
+        program = _layers.lower(backend, job.iterations, *arrays).compile()
+    output = np.asarray(program(*arrays).astype(jnp.float32))
+    distance = np.linalg.norm(output - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+    if not np.max(distance) <= _TOLERANCE:  # also true for NaN
         raise ValueError(
-            f"its answer differs from XLA's by {np.max(distance):.2g}, relative; it is not used"
+            f"its output differs from XLA's by {np.max(distance):.2g}, relative; it is not used"
         )
 
     def run() -> float:
-        begin = time.perf_counter()
+        start = time.perf_counter()
         jax.block_until_ready(program(*arrays))
-        return (time.perf_counter() - begin) / (job.turns * _LAYERS)
+        return (time.perf_counter() - start) / (job.iterations * _LAYERS)
 
     return run
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _layers(backend: str, turns: int, q: Array, keys: Array, values: Array, plan: Plan) -> Array:
-    def turn(_: Any, out: Array) -> Array:
+def _layers(
+    backend: str, iterations: int, q: Array, keys: Array, values: Array, plan: Plan
+) -> Array:
+    def iterate(_: Any, out: Array) -> Array:
         for _ in range(_LAYERS):
             out = block_attention(q + out, keys, values, plan, implementation=backend)
         return out
 
-    return lax.fori_loop(0, turns, turn, jnp.zeros_like(q))
+    return lax.fori_loop(0, iterations, iterate, jnp.zeros_like(q))
 
 
 @functools.lru_cache(maxsize=1)
 def _inputs(job: Pass) -> tuple[tuple[Array, Array, Array, Plan], np.ndarray]:
-    """Random queries and keys, and what XLA's backend answers. The last pass's are kept for its
-    other candidates."""
+    """Makes random queries and keys, and the output of XLA's backend.
+
+    Those of the last pass are cached for its other candidates.
+    """
     shape, prefix = job.shape, [job.prefix] if job.shared else []
-    cache = KVCache.create(shape, (*prefix, *[job.own] * job.rows), shape.dtype)
+    cache = KVCache.create(shape, (*prefix, *[job.suffix] * job.rows), shape.dtype)
     random = jax.jit(jax.random.normal, static_argnums=(1, 2))
     key = jax.random.split(jax.random.key(0), 3)
     keys, values = (random(k, cache.keys[0].shape, shape.dtype) for k in key[:2])
     q = random(key[2], (job.rows, 1, shape.num_heads, shape.head_dim), shape.dtype)
     cache = dataclasses.replace(
-        cache, lengths=jnp.asarray((*prefix, *[job.own - 1] * job.rows), jnp.int32)
+        cache, lengths=jnp.asarray((*prefix, *[job.suffix - 1] * job.rows), jnp.int32)
     )
     layout = Layout.from_blocks([[0, 1 + r] if job.shared else [r] for r in range(job.rows)])
     plan = jax.jit(
         lambda cache, layout: make_plan(cache, layout, jnp.ones(job.rows, jnp.int32), 1)
     )(cache, layout)
     arrays = q, keys, values, plan
-    return arrays, np.asarray(_layers("xla", job.turns, *arrays).astype(jnp.float32))
+    return arrays, np.asarray(_layers("xla", job.iterations, *arrays).astype(jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Of one candidate in one pass: microseconds of one layer's attention, the median of the
-    rounds; or why there are none."""
+    """The result for one candidate in one pass.
+
+    Attributes:
+      backend, rows, shared, tiles: the pass and the candidate.
+      microseconds: of one layer's attention, the median of the rounds; None if it failed.
+      reason: the error, if it failed.
+    """
 
     backend: str
     rows: int
@@ -234,8 +247,14 @@ class Measurement:
 
 @dataclasses.dataclass(frozen=True)
 class TuningOutcome:
-    """What was found for the calls of a key: the best tiles, None where nothing could be measured,
-    and those that the table has."""
+    """The result for the calls of a key.
+
+    Attributes:
+      key: the backend, shape and bucket of queries.
+      best: the fastest tiles; None if nothing could be measured.
+      built_in: the tiles of the built-in table.
+      measurements: of all candidates.
+    """
 
     key: Key
     best: KernelConfig | None
@@ -252,22 +271,20 @@ def tune(
     prepare: Prepare = prepare,
     advance: Callable[[], object] = lambda: None,
 ) -> Iterator[TuningOutcome]:
-    """Measures every candidate, and yields what is best for each backend and bucket of queries, one
-    after the other.
+    """Measures every candidate, and yields the best for each backend and bucket of queries.
 
-    The best has the least geometric mean of its times over the passes of the bucket, so that each
-    pass counts the same however long it takes. The candidates of a pass are measured in turn, round
-    by round.
+    The best has the lowest geometric mean of its times over the passes of the bucket, so that each
+    pass counts the same however long it takes. The candidates of a pass are measured alternately,
+    round by round.
 
     Args:
       shape: of the model.
-      device: that this runs on.
-      rows: for how many rows; those that have a bucket of queries in common are measured for one
-        choice.
-      backends: which.
-      effort: how much to spend.
-      prepare: makes a candidate ready to be measured.
-      advance: called after each candidate of each pass.
+      device: this device.
+      rows: numbers of rows; those in a common bucket of queries are measured for one choice.
+      backends: the backends to measure.
+      effort: of each measurement.
+      prepare: compiles a candidate.
+      advance: called after each candidate of each pass, for a progress bar.
     """
     for queries, counts in _buckets(shape, rows):
         measured: dict[str, list[Measurement]] = {backend: [] for backend in backends}
@@ -276,19 +293,19 @@ def tune(
                 job, backend, candidates(backend, device, shape, queries), prepare, advance
             )
         _inputs.cache_clear()
-        for backend, found in measured.items():
+        for backend, measurements in measured.items():
             yield TuningOutcome(
                 Key(backend, shape.head_dim, shape.group, queries, shape.dtype),
-                _best(found),
+                _best(measurements),
                 _built_in(backend, device, shape, queries),
-                tuple(found),
+                tuple(measurements),
             )
 
 
 def num_measurements(
     shape: KernelShape, device: Device, rows: Sequence[int], backends: Sequence[str]
 ) -> int:
-    """How often `tune` calls `advance`."""
+    """Returns the number of calls of `advance` by `tune`."""
     return sum(
         len(_passes(shape, counts, Effort()))
         * sum(len(candidates(b, device, shape, queries)) for b in backends)
@@ -299,13 +316,13 @@ def num_measurements(
 def candidates(
     backend: str, device: Device, shape: KernelShape, queries: int
 ) -> list[KernelConfig]:
-    """What is measured for calls of so many queries, what the table has first."""
-    found = (
+    """Returns the tiles to measure for a bucket of queries, the built-in ones first."""
+    others = (
         tables.candidates_mosaic(shape.head_dim)
         if backend == "mosaic_gpu"
         else tables.candidates_triton(device, shape.head_dim, queries)
     )
-    return [*dict.fromkeys([_built_in(backend, device, shape, queries), *found])]
+    return [*dict.fromkeys([_built_in(backend, device, shape, queries), *others])]
 
 
 def _built_in(backend: str, device: Device, shape: KernelShape, queries: int) -> KernelConfig:
@@ -317,13 +334,13 @@ def _built_in(backend: str, device: Device, shape: KernelShape, queries: int) ->
 
 
 def _buckets(shape: KernelShape, rows: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Buckets of queries, and the numbers of rows that fall in them."""
+    """Returns buckets of queries, and the numbers of rows in each."""
     grouped = itertools.groupby(sorted(set(rows)), lambda count: bucket(count * shape.group))
     return [(queries, [*counts]) for queries, counts in grouped]
 
 
 def _passes(shape: KernelShape, rows: Sequence[int], effort: Effort) -> list[Pass]:
-    """One row shares nothing."""
+    """Returns the passes of a bucket, shared and private; a single row shares nothing."""
     return [
         Pass(shape, count, shared, effort)
         for count in rows
@@ -343,9 +360,8 @@ def _measure(
     for candidate in tiles:
         try:
             ready[candidate] = prepare(job, backend, candidate)
-        except (
-            Exception
-        ) as error:  # a compiler's errors are of many kinds, and the other candidates may compile
+        # A compiler's errors have many types, and the other candidates may compile.
+        except Exception as error:
             reasons[candidate] = _sentence(error)
         advance()
     times: dict[KernelConfig, list[float]] = {candidate: [] for candidate in ready}
@@ -366,7 +382,7 @@ def _measure(
 
 
 def _sentence(error: Exception) -> str:
-    """The first line of what it says."""
+    """Returns the first line of an error's message, with its type where that is informative."""
     first = next(iter(str(error).strip().splitlines()), "")[:300]
     return (
         first
@@ -381,14 +397,15 @@ def _best(measurements: Sequence[Measurement]) -> KernelConfig | None:
     for m in measurements:
         if m.microseconds is not None:
             times.setdefault(m.tiles, []).append(m.microseconds)
-    everywhere = [tiles for tiles, found in times.items() if len(found) == len(passes)]
-    return min(everywhere, key=lambda tiles: statistics.geometric_mean(times[tiles]), default=None)
+    # Only tiles that could be measured in every pass.
+    complete = [tiles for tiles, measured in times.items() if len(measured) == len(passes)]
+    return min(complete, key=lambda tiles: statistics.geometric_mean(times[tiles]), default=None)
 
 
 def save(device: Device, best: Mapping[Key, KernelConfig], file: Path | None = None) -> Path:
-    """Keeps what is best beside what the file holds for other shapes and devices; returns where.
+    """Adds the best tiles to those in the file for other shapes and devices; returns the file.
 
-    What the file holds that cannot be read is lost.
+    A file that cannot be read is overwritten.
 
     Raises:
       OSError: the file cannot be written.

@@ -172,12 +172,12 @@ class SavedSession:
           SaveError: it is of something else.
         """
         self._saved, self._name = saved, f"save {saved.number} of {saved.folder}"
-        if (found := saved.facts.get("format")) != _FORMAT:
+        if (found := saved.metadata.get("format")) != _FORMAT:
             raise SaveError(
                 f"{self._name} is no session of workers ({found!r}, not {_FORMAT!r}); give a "
                 "folder that one was saved to"
             )
-        self.facts = SessionFacts.from_json(saved.facts)
+        self.facts = SessionFacts.from_json(saved.metadata)
 
     def settings(
         self, model: LoadedModel, layout: WorkersLayout | MakeLayout | None, kind: AnswerRule | None
@@ -250,7 +250,11 @@ class SavedSession:
         like: dict[str, Any] = {
             name: np.zeros(array.shape, array.dtype) for name, array in leaves(small).items()
         }
-        names, tokens, size = [*like], self._saved.facts["tokens"], self._saved.facts["trace_bytes"]
+        names, tokens, size = (
+            [*like],
+            self._saved.metadata["tokens"],
+            self._saved.metadata["trace_bytes"],
+        )
         if tokens is not None:
             arena = fresh.cache.keys[0]
             shape = (

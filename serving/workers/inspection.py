@@ -296,7 +296,7 @@ def _masses(
     module: Decoder, params: Any, tokens: Array, count: Array, cache: KVCache, layout: Layout
 ) -> Array:
     """float32[R, N]."""
-    masses: Any = module.apply(params, tokens, count, cache, layout, method="attention_mass")
+    masses: Any = module.apply(params, tokens, count, cache, layout, method="attention_share")
     return jnp.mean(masses, axis=0)
 
 

@@ -253,12 +253,12 @@ def test_a_cache_of_another_mesh_is_refused():
     model = model_of(SPLITS).on(make_mesh(tensor=2))
     with pytest.raises(
         ValueError,
-        match=r"the cache lies on another mesh than the model; make it with mesh=model\.mesh",
+        match=r"the cache is on another mesh than the model; create it with mesh=model\.mesh",
     ):
         model.forward(
             [[1]], [1], KVCache.create(model.config, (8,), jnp.float32), Layout.from_blocks([[0]])
         )
-    with pytest.raises(ValueError, match="lies on a mesh already"):
+    with pytest.raises(ValueError, match="is on a mesh already"):
         model.on(make_mesh(tensor=2))
 
 

@@ -1,5 +1,4 @@
-"""ModelConfig from config.json: what real files say, both forms of the rotation, and errors that
-name the field."""
+"""ModelConfig from config.json: real files, both forms of the rotation, errors that name fields."""
 
 import dataclasses
 import json
@@ -124,7 +123,7 @@ def without(config: dict, *names: str) -> dict:
 
 
 def scaling(**values) -> dict:
-    """Llama 2 with a rope_scaling."""
+    """Returns Llama 2 with a rope_scaling."""
     return LLAMA_2 | dict(max_position_embeddings=16384, rope_scaling=values)
 
 

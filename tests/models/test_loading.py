@@ -1,4 +1,4 @@
-"""load: hand-made checkpoints in Hugging Face form, whole and broken."""
+"""load: hand-made checkpoints in Hugging Face form, complete and broken."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def random_tensors(dtype=np.float32) -> dict[str, np.ndarray]:
 
 
 def write(folder, tensors=None, config=None, **files):
-    """A checkpoint folder: QWEN unless told otherwise, and other JSON files by name."""
+    """Writes a checkpoint folder, of QWEN by default, and other JSON files by name."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(QWEN if config is None else config))
     save_file(random_tensors() if tensors is None else tensors, folder / "model.safetensors")
@@ -93,7 +93,7 @@ def write(folder, tensors=None, config=None, **files):
 
 
 def shard(folder, tensors, parts=3):
-    """The same as shards with an index; the index is returned."""
+    """Writes the same as shards with an index; returns the index."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(QWEN))
     names = sorted(tensors)
@@ -120,7 +120,7 @@ def bits(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_every_tensor_arrives_bit_for_bit(tmp_path, dtype):
     tensors = random_tensors(dtype)
-    # The smallest subnormal, the largest finite number, infinity and minus zero as well.
+    # Includes the smallest subnormal, the largest finite number, infinity and minus zero.
     finfo = ml_dtypes.finfo(dtype)
     tensors["model.norm.weight"][:4] = [finfo.smallest_subnormal, finfo.max, np.inf, -0.0]
     arrived = flat(models.load(write(tmp_path, tensors)).params)
@@ -234,7 +234,7 @@ def test_a_truncated_file_is_named(tmp_path, keep):
     file = write(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(
-        CheckpointError, match=rf"{file} is not a whole safetensors file.*truncated or corrupt"
+        CheckpointError, match=rf"{file} is not a complete safetensors file.*truncated or corrupt"
     ):
         models.load(tmp_path)
 
@@ -365,7 +365,10 @@ def test_pickled_weights_are_never_loaded(tmp_path):
 
 
 def test_code_of_a_checkpoint_is_never_run(tmp_path):
-    code = f"import pathlib\npathlib.Path({str(tmp_path / 'it ran')!r}).touch()\nclass Model: pass\nclass Tokenizer: pass\n"
+    code = (
+        f"import pathlib\npathlib.Path({str(tmp_path / 'it ran')!r}).touch()\n"
+        "class Model: pass\nclass Tokenizer: pass\n"
+    )
     (
         write(tmp_path, config=QWEN | dict(auto_map={"AutoModelForCausalLM": "code.Model"}))
         / "code.py"
@@ -486,14 +489,14 @@ def test_generation_settings_out_of_range_are_named(tmp_path, wrong):
 MEASURED = """
 import sys
 from jaxshare import models
-from jaxshare.models import hf
+from jaxshare.models import safetensors_io
 import jax, jax.numpy as jnp
 
 def memory(kind):
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith(kind)) * 1024
 
-jax.block_until_ready(jnp.ones((256, 256)) @ jnp.ones((256, 256)))  # what the libraries take once
+jax.block_until_ready(jnp.ones((256, 256)) @ jnp.ones((256, 256)))  # the libraries' own memory
 before = memory("VmRSS")
 model = models.load(sys.argv[1])
 size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))

@@ -1,4 +1,4 @@
-"""Checkpoints in Orbax form against the Hugging Face folders that they are made from."""
+"""Checkpoints in Orbax form against the Hugging Face folders that they were converted from."""
 
 import gc
 import json
@@ -70,7 +70,7 @@ def test_every_tensor_keeps_its_own_dtype_and_large_models_are_cut(tmp_path, mon
     }
     save_file(tensors, mixed / "model.safetensors")
     orbax_io.convert(mixed, tmp_path / "orbax")
-    monkeypatch.setattr(orbax_io, "_SHARD", 500_000)
+    monkeypatch.setattr(orbax_io, "_MAX_SHARD_BYTES", 500_000)
     orbax_io.convert(tmp_path / "orbax", tmp_path / "back")
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert len({*index["weight_map"].values()}) > 2 and index["metadata"]["total_size"] == sum(
@@ -102,8 +102,8 @@ def test_it_loads_as_the_folder_it_was_made_from(folder):
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 4, "kv": 2}, {"data": 8}])
 def test_it_is_restored_straight_onto_a_mesh(folder, sizes):
-    """Also with more devices than kv heads (2), which are repeated, and a vocabulary (402) that
-    does not divide."""
+    """Includes more devices than kv heads (2), which are repeated, and a vocabulary (402) that does
+    not divide."""
     mesh = make_mesh(**sizes)
     ours, theirs = load(folder, mesh=mesh), load(EMBEDDED, mesh=mesh)
     equal(ours.params, theirs.params)
@@ -162,11 +162,11 @@ def test_a_damaged_checkpoint_is_refused(folder, tmp_path, sizes):
         r"again",
     ):
         load(broken, mesh=make_mesh(**sizes) if sizes else None)
-    gc.collect()  # what a read that was given up would have to say is said here
+    gc.collect()  # an abandoned read would report its error here
 
 
 def test_a_damaged_checkpoint_gets_one_sentence(folder, tmp_path):
-    """Of a whole process: reads that go on behind an error complain at its end."""
+    """Runs a whole process: reads still running after an error would report theirs at its end."""
     broken = damaged(folder, tmp_path / "broken")
     for arguments in (
         ["generate", str(broken), "--prompt", "x"],
@@ -207,8 +207,7 @@ orbax_io.convert(Path(sys.argv[1]), Path(sys.argv[2]))
 
 
 def test_what_is_half_written_is_not_there(tmp_path):
-    """Killed when all tensors are on disk and the folder is not renamed yet, which is the last
-    moment."""
+    """Kills the process at the last moment: all tensors on disk, the folder not renamed yet."""
     with subprocess.Popen(
         [sys.executable, "-P", "-c", KILLED, str(EMBEDDED), str(tmp_path / "target")],
         stdout=subprocess.PIPE,

@@ -1,7 +1,6 @@
-"""Models against transformers: logits and greedy answers that it computed from small random
-checkpoints.
+"""Models against the logits and greedy answers of transformers, for small random checkpoints.
 
-The checkpoints and its numbers are in fixtures/parity, written by scripts/fixtures/make_parity.py.
+The checkpoints and results are in fixtures/parity, written by scripts/fixtures/make_parity.py.
 JAXSHARE_PARITY_FIXTURES names another folder of the same form, for example one that was just made
 with the installed transformers.
 """
@@ -72,11 +71,10 @@ def test_logits_at_every_position(case):
     ("case", "step"), [(case, WIDTH) for case in CASES] + [(case, 1) for case in CASES[::12]]
 )
 def test_cached_logits_and_greedy_answer(case, step):
-    """Row 0 reads the text, in ragged chunks and then token by token; row 1 reads the prompt and
-    answers, in the same passes.
+    """Runs two rows in the same passes: one reads a text, the other reads the prompt and answers.
 
-    Single tokens come padded to the chunks' width, which spares a compilation, and in some cases in
-    passes of width 1.
+    The text comes in ragged chunks and then token by token. Single tokens are padded to the chunks'
+    width, which saves a compilation; some cases have passes of width 1.
     """
     model, expected = load(case)
     tokens, prompt, answer = expected["tokens"], expected["prompt"], expected["greedy"]

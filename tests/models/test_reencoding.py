@@ -1,5 +1,7 @@
-"""Re-encoding traces: against sessions of workers as they ran, a host loop over one cache, and
-attention that gathers each query's keys."""
+"""Re-encoding traces, against sessions of workers, a host loop over one cache and naive attention.
+
+The naive attention gathers each query's keys.
+"""
 
 import dataclasses
 import functools
@@ -35,7 +37,7 @@ def tiny() -> LoadedModel:
 
 
 def contents(cache: KVCache) -> Iterator[np.ndarray]:
-    """Keys and values of each block and layer."""
+    """Yields keys and values of each block and layer."""
     for arena in (*cache.keys, *cache.values):
         for at, count in zip(np.asarray(cache.offsets), np.asarray(cache.lengths), strict=True):
             yield np.asarray(arena, np.float32)[:, at : at + count]
@@ -52,16 +54,17 @@ def assert_same_cache(got: KVCache, expected: KVCache, **close) -> None:
 
 
 def copied(cache: KVCache) -> KVCache:
-    """For what takes a cache over."""
+    """Copies a cache for a function that donates it."""
     return jax.tree.map(jnp.copy, cache)
 
 
 @functools.cache
 def scripted(seed: int, passes: int = 24) -> tuple[Trace, Lists, np.ndarray, np.ndarray, KVCache]:
-    """The same in a recorder, as lists, pass by pass in a cache, and in float64 numpy.
+    """Runs one script in a recorder, as lists, pass by pass in a cache, and in float64 numpy.
 
     Returns:
-      The trace, who sees whom, the logits of both, and the cache in the end.
+      The trace, the tokens that each token sees, the logits of cache and numpy, and the cache at
+      the end.
     """
     rng = random.Random(seed)
     recorder, lists, dense = (
@@ -198,8 +201,10 @@ Acts = dict[int, Callable[[Workers], object]]
 
 
 def follow(session: Workers, looks: list[int], acts: Acts | None = None) -> Trace:
-    """Runs a session, and takes at each look the logits of its rows; then compares these, and the
-    cache, with the trace re-encoded."""
+    """Runs a session, and compares its logits and cache with those of the re-encoded trace.
+
+    The logits are those of its rows at each look.
+    """
     numbers, logits = [], []
     for look in looks:
         for _ in session.stream(look):
@@ -266,7 +271,7 @@ def subsequence(short: list[int], long: list[int]) -> bool:
     ids=str,
 )
 def test_sessions(options, moves):
-    """All layouts, steps that are encoded anew, and steps that move in pieces."""
+    """Covers all layouts, steps that are re-encoded, and steps that move in pieces."""
     session = start(**{"names": NAMES[:2], "ask_every": 25, "record": True, **options})
     trace = follow(session, LOOKS)
     assert (
@@ -311,7 +316,7 @@ def test_a_session_keeps_no_trace_unless_asked():
 
 
 def gathered(sees: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """For each token the tokens that it sees in the order of its row, int[T, M], and how many."""
+    """Returns the tokens that each token sees in its row's order, int[T, M], and their number."""
     table = np.zeros((len(sees), max(map(len, sees))), np.int64)
     for token, row in enumerate(sees):
         table[token, : len(row)] = row
@@ -319,7 +324,7 @@ def gathered(sees: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def turned(x, positions, rope):
-    """x [..., heads, D] at positions [...], by complex numbers."""
+    """Rotates x [..., heads, D] to positions [...], by complex numbers."""
     pairs = len(rope.frequencies)
     angle = positions[..., None, None].astype(jnp.float32) * jnp.asarray(
         rope.frequencies, jnp.float32
@@ -330,8 +335,10 @@ def turned(x, positions, rope):
 
 
 def naive_attention(q, k, v, sees, count, rope):
-    """q [T, H, D], k, v [T, K, D]: one query after the other, over its own keys, rotated to their
-    places in its order."""
+    """Attends with one query after the other, over its own keys rotated to their places.
+
+    q [T, H, D], k, v [T, K, D].
+    """
     group, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5
 
     def one(q, sees, count):
@@ -353,7 +360,7 @@ def naive_attention(q, k, v, sees, count, rope):
     "kv_heads", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))]
 )
 def test_gradients_of_attention_with_shared_and_with_own_kv_heads(kv_heads):
-    """Over several chunks and tiles, and with padding behind the last token."""
+    """Covers several chunks and tiles, and padding after the last token."""
     recorder, lists = random_session(5, passes=150)
     trace = recorder.trace()
     assert trace.num_tokens > 2 * CHUNK and len(trace.placement_tokens) > 4 * TILE
@@ -395,7 +402,7 @@ def test_what_is_not_finite_reaches_nobody_who_does_not_see_it():
 
 
 def naive_logits(params, trace: Trace, lists: Lists):
-    """The transformer once more, all tokens of a trace at once."""
+    """Computes the transformer naively, all tokens of a trace at once."""
     p, c, (sees, count) = params["params"], TINY, gathered(lists.sees)
 
     def norm(x, scale):
@@ -419,8 +426,10 @@ def naive_logits(params, trace: Trace, lists: Lists):
 
 
 def test_gradients_of_a_loss_over_two_traces_of_different_lengths():
-    """Of all parameters, for the mean log-probability that rows give to what they feed next: what a
-    training script would ask for."""
+    """Compares gradients of all parameters for a training loss.
+
+    The loss is the mean log-probability of the tokens that rows feed next.
+    """
     recorder, lists = random_session(2, passes=6)
     traces, sees = [scripted(0)[0], recorder.trace()], [scripted(0)[1], lists]
     batch = TraceBatch.of(traces)
@@ -455,11 +464,11 @@ def test_gradients_of_a_loss_over_two_traces_of_different_lengths():
         )
 
 
-# What it costs
+# Cost
 
 
 def arrays_of(jaxpr) -> Iterator[tuple[int, ...]]:
-    """The shapes of all that a program computes, loops and branches included."""
+    """Yields the shapes of all arrays that a program computes, including loops and branches."""
     for equation in jaxpr.eqns:
         yield from (variable.aval.shape for variable in equation.outvars)
         for inner in jax.tree.leaves(
@@ -470,7 +479,7 @@ def arrays_of(jaxpr) -> Iterator[tuple[int, ...]]:
 
 
 def shaped(tokens: int) -> TraceBatch:
-    """A batch of one trace whose tokens all move once, without its numbers."""
+    """Returns the shapes of a batch of one trace whose tokens all move once."""
     tiles = 2 * tokens // TILE
     shapes = [(tokens,), (tokens,), (tokens, 8), (tokens, 8), (tiles,), *[(tiles, TILE)] * 4]
     return TraceBatch(*(jax.ShapeDtypeStruct((1, *shape), jnp.int32) for shape in shapes))
@@ -494,8 +503,7 @@ def test_no_array_grows_faster_than_the_trace(backward):
         ]
         largest.append(max(map(np.prod, shapes)))
         assert not any(sum(n >= tokens for n in shape) > 1 for shape in shapes)
-    # The queries' accumulators of one chunk after each tile are the most: a constant for each
-    # token.
+    # The queries' accumulators of one chunk after each tile are the largest: a constant per token.
     assert largest[1] == 2 * largest[0] < 8192 * 2 * TINY.num_heads * TINY.head_dim * 2
 
 

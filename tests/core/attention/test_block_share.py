@@ -175,7 +175,7 @@ def test_a_model_gives_the_masses_of_all_layers():
         jnp.asarray(pad(count, 4, 0)),
         cache,
         pad_rows(rows, 4, 4),
-        method="attention_mass",
+        method="attention_share",
     )
     assert shares.shape == (TINY.num_layers, 4, 4) and np.asarray(cache.lengths).tolist() == lengths
     for layer, shelf in enumerate(dense.shelves):

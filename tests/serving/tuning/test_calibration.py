@@ -1,5 +1,4 @@
-"""Calibration: fits against timings made from known costs, the file, and what `calibrate`
-prints."""
+"""Calibration: fits to timings made from known costs, the file, and the output of `calibrate`."""
 
 import dataclasses
 import itertools
@@ -23,7 +22,7 @@ KNOWN = Costs(
 
 
 def timed(costs: dict, always: float, noise: float = 0.0) -> list[Timing]:
-    """What a device with these costs would measure, written out tile by tile."""
+    """Computes the timings of a device with these costs, tile by tile."""
     rng = np.random.default_rng(0)
     points = []
     for rows, prefix, shared in itertools.product((2, 8, 64), (64, 256, 1024, 4096), (True, False)):
@@ -48,7 +47,7 @@ def test_fit_finds_the_costs_that_made_the_times():
 
 def test_fit_is_never_negative_and_close_in_noise():
     costs = {**KNOWN.as_json(), "shared_start": 0.0, "private_row": 0.0}
-    # Costs itself refuses what is negative
+    # Costs itself refuses negative values
     found = calibration.fit(timed(costs, always=0.0, noise=0.05))
     assert found.private_tile == pytest.approx(
         7.0, rel=0.15
@@ -94,7 +93,7 @@ def test_a_file_that_cannot_be_read_is_a_warning(text, tmp_path, monkeypatch):
     assert sharing_cost.load_costs(model()) == KNOWN
 
 
-# What is predicted of a device that nothing has calibrated.
+# The costs predicted for a device that was not calibrated.
 
 LLAMA = sharing_cost.AttentionShape(heads=32, kv_heads=8, head_dim=128, itemsize=2)
 KINDS = {  # bytes/s and bfloat16 FLOP/s of data sheets
@@ -116,8 +115,10 @@ KINDS = {  # bytes/s and bfloat16 FLOP/s of data sheets
 def bound(
     rows: int, prefix: int, suffix: int, memory: float, products: float, shared: bool
 ) -> float:
-    """Seconds that one layer of LLAMA takes at least at full rates: bytes of keys and values read,
-    or FLOPs, whatever takes longer."""
+    """Returns the minimum seconds of one layer of LLAMA at full rates.
+
+    It is limited by the bytes of keys and values read, or by FLOPs.
+    """
     read = (prefix if shared else rows * prefix) + rows * suffix
     return max(read * 2 * 8 * 128 * 2 / memory, rows * (prefix + suffix) * 4 * 32 * 128 / products)
 
@@ -132,8 +133,10 @@ def predicted(costs: Costs, rows: int, prefix: int, suffix: int, shared: bool) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_predicted_costs_follow_the_roofline(kind):
-    """Above what the data sheet allows and within four times of it where lengths fill tiles and
-    rows fill the device."""
+    """Costs are above the data sheet's limit and within four times of it.
+
+    For lengths that fill tiles, and rows that fill the device.
+    """
     memory, products = KINDS[kind]
     costs, entry = sharing_cost.predicted(kind, LLAMA)
     assert kind.startswith(entry)
@@ -158,12 +161,12 @@ def test_long_prefixes_of_many_rows_are_shared_and_short_ones_of_few_are_not(kin
     prefixes, rows = (8, 64, 256, 512, 1024, 4096, 16384), (2, 4, 16, 64, 256, 1024)
     found = np.asarray([[shares(prefix, count) for count in rows] for prefix in prefixes])
     assert found[-3:, 2:].all() and not found[0].any() and not found[:2, 0].any()
-    # Where a prefix pays, it pays for more rows and for a longer prefix, too.
+    # Where sharing pays, it also pays for more rows and for a longer prefix.
     assert (found[:, 1:] >= found[:, :-1]).all() and (found[1:] >= found[:-1]).all()
 
 
 def test_a_gpu_shares_where_two_cpu_cores_would_copy_no_less():
-    """The default of a CPU was what every GPU had: its fixed costs are those of loops on a CPU."""
+    """GPUs once had the CPU's default, whose fixed costs are those of loops on a CPU."""
     gpu, entry = sharing_cost.predicted("NVIDIA H200", LLAMA)
     assert entry == "NVIDIA H200" and sharing_cost.predicted("cpu", LLAMA) == (
         sharing_cost.DEFAULT,
@@ -266,7 +269,7 @@ def test_the_command_measures_keeps_and_prints(tmp_path, monkeypatch, capsys):
 
 
 def calibration_model():
-    """As the command loads it."""
+    """Loads the model as the command does."""
     from jaxshare import models
 
     return models.load(models.EMBEDDED)

@@ -1,4 +1,4 @@
-"""Tuning: the whole command over made-up times, and the measuring itself on XLA's backend."""
+"""Tuning: the whole command over made-up times, and the measurement itself on XLA's backend."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ SLOW, FAST = MosaicTiles(128, 2, 1), MosaicTiles(64, 5, 1)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """The cache folder, empty."""
+    """Sets and yields an empty cache folder."""
     monkeypatch.setenv("JAXSHARE_CACHE", str(tmp_path / "cache"))
     tiles.read_tiles.cache_clear()
     yield tmp_path / "cache"
@@ -29,11 +29,11 @@ def folder(tmp_path, monkeypatch):
 
 
 class Clock:
-    """Stands in for `tuning.prepare`: makes times up, and knows what it was asked for.
+    """A replacement of `kernels.prepare` that makes up times and records its calls.
 
-    With 64 rows FAST takes half the usual time over private blocks, and over shared ones, which
-    take ten times as long, 1.2 times it: the least if both count the same, though not in sum. SLOW
-    does not compile. The triton backend is fastest with a span of 32 and 3 stages.
+    With 64 rows FAST takes half the usual time over private blocks, and 1.2 times the usual time
+    over shared ones, which take ten times as long: the lowest if both count the same, but not in
+    sum. SLOW does not compile. The triton backend is fastest with a span of 32 and 3 stages.
     """
 
     def __init__(self):
@@ -86,7 +86,7 @@ def test_the_best_of_every_bucket_is_kept_and_used(capsys, clock, folder):
     }
     assert found["mosaic_gpu", 512] == dataclasses.asdict(FAST)
     assert (found["triton", 512]["span"], found["triton", 512]["num_stages"]) == (32, 3)
-    # What the table has is taken where nothing is faster.
+    # The built-in tiles are taken where nothing is faster.
     assert (
         found["mosaic_gpu", 8]
         == dataclasses.asdict(tiles.built_in_mosaic(128, 8))
@@ -285,7 +285,7 @@ def test_the_shape_of_a_model(capsys, clock, tmp_path):
             }
         )
     )
-    # there are no weights there
+    # the folder has no weights
     code, out, _ = run(capsys, "--model", str(file.parent), "--rows", "1", "--json")
     assert code == 0 and json.loads(out)["shape"] == {
         "num_heads": 12,
@@ -352,9 +352,10 @@ def test_passes_are_as_large_as_they_may_be():
                 job = Pass(shape, rows, shared)
                 token = 2 * shape.num_kv_heads * shape.head_dim * 2
                 if rows == 64 and shape.num_kv_heads > 1:
-                    # more than any cache, and what most GPUs hold
-                    assert 2**26 < (job.prefix + rows * job.own) * token <= 2**30
-                assert job.own >= 64 and 1 <= job.turns <= 64 and (job.prefix > 0) == shared
+                    # more than any cache of a GPU, and less than most GPUs' memory
+                    assert 2**26 < (job.prefix + rows * job.suffix) * token <= 2**30
+                assert job.suffix >= 64 and 1 <= job.iterations <= 64
+                assert (job.prefix > 0) == shared
 
 
 SMALL = Pass(
@@ -364,7 +365,7 @@ SMALL = Pass(
 
 @pytest.fixture(scope="module")
 def one_layer():
-    """In a turn of the measured loop, to compile less."""
+    """Reduces an iteration of the measured loop to one layer, to compile less."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_LAYERS", 1)
         yield
@@ -400,9 +401,9 @@ def test_wrong_answers_are_not_measured(monkeypatch, one_layer, how):
         lambda *arguments: WRONG[how](api.reference_attention(*arguments)),
     )
     with pytest.raises(
-        ValueError, match=r"its answer differs from XLA's by \S+, relative; it is not used"
+        ValueError, match=r"its output differs from XLA's by \S+, relative; it is not used"
     ):
-        # Warps that no other test asks for: what is traced for them is this test's own.
+        # Warps that no other test uses, so that nothing traced for them is reused.
         kernels.prepare(SMALL, "triton", TritonTiles(16, 64, 2 ** (4 + [*WRONG].index(how)), 2))
 
 

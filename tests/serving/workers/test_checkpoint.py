@@ -76,9 +76,9 @@ def test_a_save_changes_nothing_and_later_ones_stand_beside_it(tmp_path, whole):
     assert run(session) == whole["written"]
     session.close()
     with SavedCheckpoint(tmp_path) as newest, SavedCheckpoint(tmp_path, 3) as before:
-        assert (newest.number, newest.facts["passes"], before.facts["passes"]) == (4, 50, AT)
+        assert (newest.number, newest.metadata["passes"], before.metadata["passes"]) == (4, 50, AT)
     assert run(Workers.restore(model(), tmp_path, number=3)) == whole["written"]
-    with pytest.raises(SaveError, match="has the saves 3, 4, not 1"):
+    with pytest.raises(SaveError, match="has the checkpoints 3, 4, not 1"):
         Workers.restore(model(), tmp_path, number=1)
 
 
@@ -290,7 +290,7 @@ def test_a_session_that_keeps_no_trace_is_saved_with_keys_and_values(tmp_path):
 def rewritten(folder, arrays: dict, **facts) -> None:
     """The newest save once more, with something changed."""
     with SavedCheckpoint(folder) as saved:
-        facts, arrays = {**saved.facts, **facts}, {**saved.arrays(), **arrays}
+        facts, arrays = {**saved.metadata, **facts}, {**saved.arrays(), **arrays}
     saves = CheckpointStore(folder)
     saves.save(arrays, facts, wait=True)
     saves.close()
@@ -434,8 +434,8 @@ def test_what_a_cache_holds_can_be_read_and_written_wherever_it_lies(mesh):
 KILLED = """
     import os, signal, sys
     import numpy as np
-    from jaxshare.serving.checkpoints import Saves
-    saves = Saves(sys.argv[1])
+    from jaxshare.serving.checkpoints import CheckpointStore
+    saves = CheckpointStore(sys.argv[1])
     rng = np.random.default_rng(0)
     saves.save({"a": rng.normal(size=1000)}, {"which": "first"}, wait=True)
     saves.save({"a": rng.normal(size=30_000_000)}, {"which": "second"})
@@ -454,7 +454,7 @@ def test_killed_in_the_midst_of_a_save_the_one_before_it_is_restored(tmp_path):
     # something of the second one is there
     assert "1" in left and "2" not in left and len(left) == 2, left
     with SavedCheckpoint(tmp_path) as saved:
-        assert saved.number == 1 and saved.facts == {"which": "first"}
+        assert saved.number == 1 and saved.metadata == {"which": "first"}
         np.testing.assert_array_equal(
             saved.arrays()["a"], np.random.default_rng(0).normal(size=1000)
         )
@@ -463,14 +463,14 @@ def test_killed_in_the_midst_of_a_save_the_one_before_it_is_restored(tmp_path):
     saves.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
     with SavedCheckpoint(tmp_path) as saved:
-        assert saved.facts == {"which": "third"}
+        assert saved.metadata == {"which": "third"}
 
 
 def test_what_cannot_be_restored_is_said(tmp_path):
     with pytest.raises(SaveError, match=r"there is no folder .*nowhere to restore from"):
         Workers.restore(model(), tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SaveError, match="has no whole save; give a folder"):
+    with pytest.raises(SaveError, match="has no complete checkpoint; give a folder"):
         Workers.restore(model(), tmp_path / "empty")
     folder = tmp_path / "session"
     saved_at(folder, 2)
@@ -483,11 +483,11 @@ def test_what_cannot_be_restored_is_said(tmp_path):
         Workers.restore(model(), tmp_path / "other")
     with (
         SavedCheckpoint(tmp_path / "other") as saved,
-        pytest.raises(SaveError, match=r"a in save 1 .* is float64\[3\], not float64\[4\]"),
+        pytest.raises(SaveError, match=r"a in checkpoint 1 .* is float64\[3\], not float64\[4\]"),
     ):
         saved.arrays({"a": np.zeros(4)})
     shutil.rmtree(folder / "1" / "arrays")
-    with pytest.raises(SaveError, match=r"save 1 of .*session cannot be read"):
+    with pytest.raises(SaveError, match=r"checkpoint 1 of .*session cannot be read"):
         Workers.restore(model(), folder)
     (tmp_path / "file").write_text("")
     with pytest.raises(SaveError, match="cannot be written"):
