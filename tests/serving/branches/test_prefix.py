@@ -244,8 +244,7 @@ def test_one_call_at_a_time(store):
     for use in (again, lambda: store.add(FIRST), lambda: book.extend(FIRST), book.drop):
         with pytest.raises(
             ValueError,
-            match="another call is at work with this store of prefixes; let it end, or close its "
-            "stream",
+            match="another call uses this store of prefixes; let it end, or close its stream",
         ):
             use()
     stream.close()

@@ -56,7 +56,7 @@ def test_rows_follow_from_memory(monkeypatch):
     def needed(rows: int) -> int:
         return 14 * size + rows * (NEW * size + row) + rows * (1 + rows) * 16
 
-    for free, rows in ((needed(10), 10), (needed(10) - 1, 9), (10**12, row_budget.MOST_ROWS)):
+    for free, rows in ((needed(10), 10), (needed(10) - 1, 9), (10**12, row_budget.MAX_ROWS)):
         monkeypatch.setattr(row_budget, "free_bytes", lambda model, free=free: free)
         assert branches(5000).rows == rows
     monkeypatch.setattr(row_budget, "free_bytes", lambda model: needed(50))
@@ -214,7 +214,7 @@ def test_a_store_gets_more_slots_than_it_was_made_with(monkeypatch):
 @pytest.mark.slow
 def test_few_rows_that_are_left_go_on_with_a_smaller_state(monkeypatch):
     """The texts are those of a run that keeps all rows; the last passes are over fewer."""
-    monkeypatch.setattr("jaxshare.serving.branches.run._NARROW_FROM", 8)
+    monkeypatch.setattr("jaxshare.serving.branches.narrow._NARROW_ABOVE", 8)
     stops = dataclasses.replace(
         model(),
         generation=dataclasses.replace(model().generation, stop_tokens=tuple(range(0, 402, 9))),
@@ -230,7 +230,7 @@ def test_few_rows_that_are_left_go_on_with_a_smaller_state(monkeypatch):
     assert (
         shapes[0] == run.rows == 64 and shapes[-1] <= 16 and shapes == sorted(shapes, reverse=True)
     )
-    monkeypatch.setattr("jaxshare.serving.branches.run._NARROW_FROM", 10**6)
+    monkeypatch.setattr("jaxshare.serving.branches.narrow._NARROW_ABOVE", 10**6)
     whole = generate(stops, [PROMPT, TOKENS[20:29]], **options).completions
     assert [(c.tokens, c.reason) for c in found] == [(c.tokens, c.reason) for c in whole]
     np.testing.assert_allclose(
