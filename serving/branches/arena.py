@@ -1,5 +1,7 @@
-"""Arena: one cache whose blocks come and go. The host hands out extents; the cache itself stays
-where it is."""
+"""Arena: one cache whose blocks are taken and given back.
+
+The host hands out extents; keys and values stay where they are.
+"""
 
 import dataclasses
 import heapq

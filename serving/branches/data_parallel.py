@@ -1,5 +1,7 @@
-"""Data parallelism: branches over the data groups of a mesh. Each group has the model, a cache and
-completions of its own."""
+"""Data parallelism: branches over the data groups of a mesh.
+
+Each group has the model, a cache and completions of its own.
+"""
 
 import queue
 import threading

@@ -68,8 +68,8 @@ def generate(
     of one prompt at temperature 0 are all equal: a warning is logged (`jaxshare.generate`).
 
     Args:
-      model, prompts, n, max_new_tokens, sampler, seed, share, prefix, max_rows, max_kv_bytes, costs:
-        see `Branches`.
+      model, prompts, n, max_new_tokens, sampler, seed, share, prefix: see `Branches`.
+      max_rows, max_kv_bytes, costs: see `Branches`.
       warm_up: compile everything before the clock starts.
       on_tokens: called between dispatches with the run so far.
 

@@ -1,5 +1,7 @@
-"""Prefixes: text that is prefilled once and used in many calls (preserve, extend and wipe in
-Hydragen's code)."""
+"""Prefixes: text that is prefilled once and used in many calls.
+
+Hydragen's code calls this preserve, extend and wipe.
+"""
 
 import contextlib
 from collections.abc import Iterator, Sequence

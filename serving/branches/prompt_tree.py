@@ -55,8 +55,8 @@ class Prompt:
 
 
 Prompts = str | Branch | Sequence[int] | Sequence[str | Branch | Sequence[int]] | Sequence[Prompt]
-"""One prompt as text or tokens, one tree of prompts, or a list of these; or some of the prompts that
-`read_prompts` returned."""
+"""One prompt as text or tokens, one tree of prompts, or a list of these; or some of the results of
+`read_prompts`."""
 
 
 def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:

@@ -1,5 +1,7 @@
-"""Branches: completions of trees of prompts. Every node is stored once, and each pass reads it once
-for all rows below it (Hydragen section 3)."""
+"""Branches: completions of trees of prompts.
+
+Every node is stored once, and each pass reads it once for all rows below it (Hydragen section 3).
+"""
 
 import collections
 import dataclasses
@@ -158,8 +160,10 @@ class Branches:
 
     @property
     def notes(self) -> list[str]:
-        """What was chosen for this run and why, a sentence each: rows at a time, and costs where
-        they decide what is shared."""
+        """The choices made for this run and their reasons, a sentence each.
+
+        They are the rows at a time, and the costs where these decide what is shared.
+        """
         notes = []
         if len(self._samples) > 1:
             rows = f"{self.rows} row{'s' * (self.rows > 1)}"
@@ -362,7 +366,7 @@ class Branches:
         self.compile_seconds += compiled
 
     def _completion(self, row: int, reason: str) -> Completion:
-        """What a live row has sampled so far."""
+        """The tokens that a live row has sampled so far, as a completion."""
         assert self._state is not None
         if self._sampled is None:
             self._sampled = tuple(

@@ -1,5 +1,7 @@
-"""The plan of a run of branches, made before anything is computed: which prefixes are shared, how
-many rows run at a time, and how much memory they take."""
+"""Planning a run of branches, before anything is computed.
+
+A plan says which prefixes are shared, how many rows run at a time, and how much memory they take.
+"""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -27,7 +29,7 @@ from jaxshare.serving.kvcache.sharing_cost import Chosen, Costs
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """What a run samples, and where it is stored.
+    """The samples of a run, and the blocks that store their tokens.
 
     Attributes:
       sharing: which common prefixes are blocks, and what is in each row's own block.

@@ -30,8 +30,9 @@ def by_prompt(completions: "Iterable[Completion]") -> "dict[int, list[Completion
 def majority_vote(
     completions: "Iterable[Completion]", answer: Callable[[str], str | None] = answers.boxed
 ) -> str | None:
-    r"""The most frequent answer: self-consistency (Wang et al. 2023, "Self-Consistency Improves
-    Chain of Thought").
+    r"""The most frequent answer.
+
+    This is self-consistency (Wang et al. 2023, "Self-Consistency Improves Chain of Thought").
 
     Args:
       completions: of one prompt.
@@ -102,7 +103,9 @@ def pass_at_k(correct: int, n: int, k: int) -> float:
 def pass_at(
     completions: "Iterable[Completion]", is_right: "Callable[[Completion], bool]", k: int
 ) -> float:
-    """The pass@k of a set of prompts: the mean over prompts, whatever number of completions each has.
+    """The pass@k of a set of prompts: the mean over prompts.
+
+    Each prompt counts once, whatever its number of completions.
 
     Args:
       completions: of any number of prompts, at least k of each.

@@ -1,5 +1,7 @@
-"""Sharing plan: the tree of the prompts' common prefixes, and which of its nodes become blocks that
-rows share (Hydragen section 3.3)."""
+"""Sharing plans: the blocks that rows share (Hydragen section 3.3).
+
+They are some nodes of the prefix tree, the tree of the prompts' common prefixes.
+"""
 
 import dataclasses
 import math

@@ -1,10 +1,10 @@
-"""Waves: the blocks of a tree that are in memory while its rows come and go, and the number of rows
-that there can be at a time."""
+"""Waves: the rows that run at a time, and the blocks of the tree that are in memory for them."""
 
 import collections
 import dataclasses
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -155,9 +155,9 @@ class Residents:
         self, samples: Sequence[Sample], blocks: Sequence[int], fed: dict[int, Array]
     ) -> Array:
         """float32[A, V]: the logits from which each sample draws its first token."""
-        prefix = self._prefix
-        found = [
-            fed[own] if s.suffix else self._logits[s.block] if s.block >= 0 else prefix.logits  # pyright: ignore[reportOptionalMemberAccess]
+        after_prefix = self._prefix and self._prefix.logits
+        found: list[Any] = [
+            fed[own] if s.suffix else self._logits[s.block] if s.block >= 0 else after_prefix
             for s, own in zip(samples, blocks, strict=True)
         ]
         different = list({id(x): x for x in found}.values())
@@ -176,8 +176,7 @@ class Residents:
         )
 
     def _release(self) -> None:
-        """Gives back the blocks of rows that have ended, and those of the tree that no row below
-        needs any more."""
+        """Gives back the blocks of ended rows, and blocks of the tree without rows to come."""
         for sample, own in self._done:
             self._own.discard(own)
             self._arena.give_back(own)
@@ -256,8 +255,10 @@ def widest_wave(
 
 
 def group_sizes(fan_ins: Sequence[int], num_rows: int) -> tuple[int, ...]:
-    """Sizes of groups for these fan-ins: one that holds the largest that is well below all rows,
-    and one for those far below that."""
+    """The sizes of groups for these fan-ins.
+
+    One holds the largest that is well below all rows, and one those far below that.
+    """
     few = [fan_in for fan_in in fan_ins if 1 < fan_in <= num_rows // 2]
     if not few:
         return ()

@@ -1,5 +1,7 @@
-"""Models on the nodes of a cluster: loaded by each replica, and outlined without parameters for the
-program that only distributes work."""
+"""Models on the nodes of a cluster.
+
+Each replica loads its own; the program that distributes work has an outline without parameters.
+"""
 
 import argparse
 import dataclasses

@@ -1,5 +1,4 @@
-"""Meshes of commands: the devices over which the model, the caches and the rows are spread, and the
-other processes that take part."""
+"""Meshes of devices, of one process or of several, from the options of a command."""
 
 import argparse
 import contextlib

@@ -1,5 +1,6 @@
-"""RayPool: independent tasks on replicas of a model, each an actor on a Ray cluster. Losing a node
-loses no results.
+"""RayPool: independent tasks on replicas of a model, each an actor on a Ray cluster.
+
+Losing a node loses no results.
 
     with RayPool("local", replicas=2) as pool:
         pool.start(make, max_replicas=len(tasks))
@@ -92,8 +93,13 @@ class JobResult(NamedTuple):
 
 @dataclasses.dataclass
 class _Job:
-    """A task to do, the keys that have arrived, and the replicas that have died over it since the
-    last key."""
+    """A task and its progress.
+
+    Attributes:
+      task: as given.
+      arrived: the keys that have arrived.
+      deaths: replicas that have died over it since the last key arrived.
+    """
 
     task: Any
     arrived: set[Hashable] = dataclasses.field(default_factory=set)

@@ -1,5 +1,7 @@
-"""Shards: branches over the replicas of a pool. A run is cut into runs of neighbouring completions,
-several for each replica."""
+"""Shards: branches over the replicas of a pool.
+
+A run is cut into runs of neighbouring completions, several for each replica.
+"""
 
 import collections
 import dataclasses
@@ -46,8 +48,10 @@ class Shard:
         return f"the shard of prompt{'s' * (len(numbers) > 1)} {shown} (counted from 0)"
 
     def skipped(self, arrived: Collection[Hashable] = ()) -> set[tuple[int, int]]:
-        """(prompt, index) of the completions of its prompts not to sample: those of other shards,
-        and those that have arrived."""
+        """The completions of its prompts not to sample, as (prompt, index).
+
+        They are those of other shards, and those that have arrived.
+        """
         needed = {*self.sample_ids}.difference(arrived)
         return {
             (prompt.number, index) for prompt in self.prompts for index in range(prompt.n)

@@ -1,4 +1,4 @@
-"""Trees of prompts against brute force: sets of prefixes, and every way of sharing a small tree."""
+"""Trees of prompts against brute force: all prefixes, and every sharing plan of a small tree."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ FREE = Costs(0, 0, 0, 0, 0)
 
 
 def encode(text: str, first: bool) -> list[int]:
-    """A token for each character, but one for "ab": it can straddle two nodes."""
+    """Makes a token of each character, except one of "ab": it can straddle two nodes."""
     return [BOS] * first + [ord(c) for c in text.replace("ab", "\x01")]
 
 
@@ -33,7 +33,7 @@ def make_prompts(*tokens: tuple[int, ...], n: int = 1) -> list[Prompt]:
 
 
 def paths(root: PrefixNode) -> list[tuple[PrefixNode, tuple[int, ...]]]:
-    """Each node with all tokens from the root to its end."""
+    """The nodes, each with all tokens from the root to its end."""
     found, todo = [], [(root, root.tokens)]
     while todo:
         node, path = todo.pop(0)
@@ -42,7 +42,7 @@ def paths(root: PrefixNode) -> list[tuple[PrefixNode, tuple[int, ...]]]:
     return found
 
 
-# Few tokens and short sequences: prefixes, branchings and equal prompts are frequent.
+# Few tokens and short sequences, so that prefixes, branchings and equal prompts are frequent.
 few_prompts = st.lists(
     st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 3)),
     min_size=1,
@@ -73,7 +73,7 @@ some_costs = st.builds(
 )
 
 
-# ---- what prompts are written as
+# ---- forms of prompts
 
 
 def test_one_prompt_a_list_and_a_tree():
@@ -213,7 +213,7 @@ def test_the_prefix_tree_keeps_each_prefix_once(prompts):
         assert node.ends == [prompt for prompt in below if prompt.tokens == path]
         assert node.rows == sum(prompt.n for prompt in below)
         assert node is nodes[0][0] or node.ends or len(node.children) > 1, (
-            "a node that nothing parts from"
+            "a node where no prompt ends and no two part"
         )
 
 
@@ -239,11 +239,11 @@ def test_many_prompts_with_a_long_common_prefix():
     assert unique_tokens(root) == 2000 + 50 + 3000
 
 
-# ---- what is shared
+# ---- sharing
 
 
 def cost(tree: SharingPlan, costs: Costs, grow: int) -> float:
-    """The model of costs.py, written out."""
+    """The cost of a plan by the linear model of `sharing_cost`, written out."""
     together = sum(
         math.ceil(len(block.tokens) / 512)
         * (costs.shared_tile + 512 * block.rows * costs.shared_token_row)
@@ -257,8 +257,10 @@ def cost(tree: SharingPlan, costs: Costs, grow: int) -> float:
 
 
 def least_cost(root: PrefixNode, costs: Costs, grow: int) -> float:
-    """The least over all sets of nodes that are shared: each of their blocks begins where the last
-    one above it ends."""
+    """The least cost over all sets of shared nodes.
+
+    The block of each starts where the last one above it ends.
+    """
     nodes = paths(root)
     able = [i for i, (node, path) in enumerate(nodes) if node.rows > 1 and path]
     ends = [(prompt, path) for node, path in nodes for prompt in node.ends]
@@ -294,7 +296,7 @@ def least_cost(root: PrefixNode, costs: Costs, grow: int) -> float:
 
 
 def check(tree: SharingPlan, prompts: list[Prompt]) -> None:
-    """What holds for every arrangement of these prompts."""
+    """Asserts what is true of every sharing plan of these prompts."""
     for sample in tree.samples:
         path = [token for block in tree.path(sample.block) for token in tree.blocks[block].tokens]
         assert (*path, *sample.suffix) == prompts[sample.prompt].tokens
@@ -325,15 +327,15 @@ def test_all_and_nothing_shared(prompts):
     )
     assert all(not sample.suffix for sample in everything.samples if prompts[sample.prompt].n > 1)
     assert plan_sharing(root, FREE, None) == everything, (
-        "of equal costs the one that shares is taken"
+        "of equal costs, the plan that shares is taken"
     )
 
 
 @settings(max_examples=300)
 @given(st.one_of(few_prompts, long_prompts), some_costs, st.sampled_from([0, 32, 200]))
-# a copy fills one tile, and with what is sampled two
+# a copy fills one tile, and two with the sampled tokens
 @example([Prompt(0, (1,) * 120, 2)], Costs(0, 3, 0, 0, 2.5), 32)
-def test_the_least_cost_of_all_arrangements(prompts, costs, grow):
+def test_the_least_cost_of_all_plans(prompts, costs, grow):
     root = build_prefix_tree(prompts)
     tree = plan_sharing(root, costs, grow=grow)
     check(tree, prompts)

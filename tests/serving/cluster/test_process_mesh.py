@@ -1,5 +1,7 @@
-"""Several processes that run one model together over loopback, against one process alone; and their
-end when one is lost."""
+"""Several processes that run one model together over loopback, against one process alone.
+
+One of them is lost in some tests.
+"""
 
 import json
 import os
@@ -138,7 +140,10 @@ def test_a_process_that_is_lost_ends_the_other_within_a_minute(lost):
 def test_a_coordinator_that_does_not_answer_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(process_mesh, "_JOIN_SECONDS", 1)
     port = free_port()
-    silent = rf"the coordinator's address, 127.0.0.1:{port}, does not answer \(.*refused\); start all 2 processes within 1 seconds"
+    silent = (
+        rf"the coordinator's address, 127.0.0.1:{port}, does not answer \(.*refused\); start all 2 "
+        "processes within 1 seconds"
+    )
     for address, message in (
         (f"127.0.0.1:{port}", silent),
         ("here", "--coordinator is 'here'; it must be the host of process 0"),

@@ -1,5 +1,4 @@
-"""Pools on a local Ray cluster: tasks whose replica dies, nodes that are lost, and batch jobs with
-the output of one process."""
+"""Pools on a local Ray cluster: replicas and nodes that die, and batch jobs like one process's."""
 
 import contextlib
 import functools
@@ -27,8 +26,8 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need 
 CLUSTER = """
 import ray, sys, tempfile
 with tempfile.TemporaryDirectory(prefix="jaxshare-", dir="/tmp") as folder:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
-             object_store_memory=100 * 2**20, _temp_dir=folder)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
+             logging_level="ERROR", object_store_memory=100 * 2**20, _temp_dir=folder)
     print(ray.get_runtime_context().gcs_address, flush=True)
     sys.stdin.read()
     ray.shutdown()
@@ -37,8 +36,10 @@ with tempfile.TemporaryDirectory(prefix="jaxshare-", dir="/tmp") as folder:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A cluster of two CPUs in processes of its own with one compilation cache: (address, process
-    id)."""
+    """A cluster of two CPUs in processes of its own: (address, process id).
+
+    They share a compilation cache.
+    """
     process = subprocess.Popen(
         [sys.executable, "-c", CLUSTER],
         stdin=subprocess.PIPE,
@@ -145,8 +146,10 @@ def no_encoding(text: str, first: bool):
 
 
 def making(folder: str, deadly: str = ""):
-    """Makes the work function for tasks (name, number of keys). The task called `deadly` ends its
-    process after its first key is taken."""
+    """Makes the work function for tasks (name, number of keys).
+
+    The task called `deadly` ends its process after its first key is taken.
+    """
 
     def work(task, arrived):
         name, keys = task
@@ -249,7 +252,10 @@ def test_a_replica_has_the_devices_that_were_asked_for(cluster):
 
 
 def test_more_replicas_than_there_is_room_for(cluster):
-    words = "3 replicas of 1 CPU each are asked for, but the Ray cluster, of 1 node, has room for 2; lower --replicas"
+    words = (
+        "3 replicas of 1 CPU each are asked for, but the Ray cluster, of 1 node, has room for 2; "
+        "lower --replicas"
+    )
     with pytest.raises(ValueError, match=words), RayPool(cluster[0], replicas=3):
         pass
     with (
@@ -306,8 +312,10 @@ def lines(file: Path) -> int:
 
 
 def equal(found: Path, expected: Path) -> None:
-    """Asserts equality byte for byte, except for the rounding of the log-probabilities, which depends
-    on the number of rows that run together."""
+    """Asserts equality byte for byte, except for the rounding of log-probabilities.
+
+    It depends on the number of rows that run together.
+    """
     logprob = re.compile(rb'"logprob": (-?[\d.e-]+)')
     a, b = found.read_bytes(), expected.read_bytes()
     assert logprob.sub(b"", a) == logprob.sub(b"", b)
@@ -353,7 +361,8 @@ import sys, tempfile
 from ray.cluster_utils import Cluster
 with tempfile.TemporaryDirectory(prefix="jaxshare-", dir="/tmp") as folder:
     more = dict(num_cpus=1, object_store_memory=100 * 2**20)
-    cluster = Cluster(initialize_head=True, head_node_args={**more, "include_dashboard": False, "temp_dir": folder})
+    head = {**more, "include_dashboard": False, "temp_dir": folder}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     second = cluster.add_node(**more)
     print(cluster.address, flush=True)
     sys.stdin.readline()
@@ -477,7 +486,10 @@ def test_ray_that_is_not_installed_is_named(monkeypatch, capsys, tmp_path):
 
 
 def test_ray_is_imported_only_where_it_is_asked_for():
-    program = "import sys, jaxshare.serving.cli.main, jaxshare.serving.cluster.shards; print('ray' in sys.modules)"
+    program = (
+        "import sys, jaxshare.serving.cli.main, jaxshare.serving.cluster.shards; "
+        "print('ray' in sys.modules)"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=True
