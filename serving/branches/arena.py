@@ -27,7 +27,7 @@ class Arena:
     """Blocks of one cache, taken and given back on the host.
 
     Attributes:
-      cache: the cache; after a pass the new one is to be put here. `settle` first: it carries out
+      cache: the cache; assign the new one after each pass. Call `settle` before a pass: it applies
         what was taken and given back.
       tokens: the size of the arena.
       slots: the maximum number of blocks at a time; `grow` raises it.

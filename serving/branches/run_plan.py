@@ -34,7 +34,7 @@ class RunPlan:
     Attributes:
       sharing: which common prefixes are blocks, and what is in each row's own block.
       samples: the completions to sample, in order.
-      wave: the rows, blocks and tokens that are there at a time, at most.
+      wave: the maximum of rows, blocks and tokens at a time.
       rows_because: why this many rows, in words.
       costs: the costs by which sharing was decided; None where there was nothing to decide.
       unique_tokens: tokens of all prompts when every common prefix counts once.
@@ -155,7 +155,7 @@ def plan_run(
         return sharing, samples, widest_wave(sharing, samples, max_new_tokens, row_limit, budget)
 
     sharing, samples, wave = planned(share)
-    # Where memory bounds the rows, saving memory comes before what the costs say.
+    # Where memory bounds the number of rows, share everything, whatever the costs.
     if share is None and wave.rows < min(row_limit, len(samples)):
         sharing, samples, wave = planned(True)
     if wave.max_sample_tokens > budget.tokens:
@@ -196,19 +196,19 @@ def _why_rows(
 
     Args:
       wave, num_samples, budget: of the run.
-      max_rows: as given.
+      max_rows: as given to the run.
       kv_bounded: keys and values have a bound of their own, given or the store's.
     """
     if wave.rows >= num_samples:
         return "all completions"
     if wave.rows == max_rows:
-        return "as many as were asked for"
+        return "the number that was given"
     if max_rows is None and wave.rows == MAX_ROWS:
-        return "the most unless a number is asked for"
+        return "the maximum unless a number is given"
     # One row more, of the average size of these, would exceed the bound on keys and values.
     if kv_bounded and wave.tokens * (wave.rows + 1) > budget.tokens * wave.rows:
-        return f"as many as have room in {budget.tokens:,} tokens of keys and values"
-    return f"as many as have room in {budget.free / 1e9:,.1f} GB of memory"
+        return f"as many as fit in {budget.tokens:,} tokens of keys and values"
+    return f"as many as fit in {budget.free / 1e9:,.1f} GB of memory"
 
 
 def _arena_tokens(needed: int, bound: int) -> int:

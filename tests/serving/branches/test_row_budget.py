@@ -73,9 +73,9 @@ def test_rows_follow_from_memory(monkeypatch):
     ("n", "more", "free", "note"),
     [
         (7, {}, 10**12, "7 rows at a time: all completions"),
-        (70, {"max_rows": 12}, 10**12, "12 rows at a time: as many as were asked for"),
-        (5000, {}, 10**12, "4096 rows at a time: the most unless a number is asked for"),
-        (5000, {}, 10**6, "rows at a time: as many as have room in 0.0 GB of memory"),
+        (70, {"max_rows": 12}, 10**12, "12 rows at a time: the number that was given"),
+        (5000, {}, 10**12, "4096 rows at a time: the maximum unless a number is given"),
+        (5000, {}, 10**6, "rows at a time: as many as fit in 0.0 GB of memory"),
     ],
 )
 def test_notes_say_what_was_chosen_and_why(monkeypatch, n, more, free, note):
@@ -97,14 +97,13 @@ def test_one_completion_has_no_notes():
 
 def test_keys_and_values_that_bound_the_rows_are_named():
     [said] = branches(5000, max_kv_bytes=(14 + 20 * NEW) * token_bytes(model())).notes
-    assert said == "20 rows at a time: as many as have room in 174 tokens of keys and values"
+    assert said == "20 rows at a time: as many as fit in 174 tokens of keys and values"
     with Prefixes(model(), max_tokens=512).add(PROMPT) as prefix:
         run = branches(5000, prefix=prefix)
         assert (
             run.notes
             == [
-                f"{run.rows} rows at a time: as many as have room in {512 - 14} tokens of keys and "
-                "values"
+                f"{run.rows} rows at a time: as many as fit in {512 - 14} tokens of keys and values"
             ]
             and run.rows > 40
         )
