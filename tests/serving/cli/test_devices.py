@@ -127,7 +127,7 @@ def test_a_run_over_data_groups_that_fails_or_is_left_ends_all_of_them():
     with pytest.raises(RuntimeError, match="that is enough"):
         list(branches(model, "Compute 1 + 1.", n=6, max_new_tokens=4).stream(fail))
     with pytest.raises(
-        ValueError, match="a prefix lies in the memory of one data group; run it with data=1"
+        ValueError, match="a prefix is in the memory of one data group; run it with data=1"
     ):
         branches(model, None, prefix=Prefixes(model, max_tokens=64).add("Compute"), n=2)
 
