@@ -15,7 +15,7 @@ from jaxshare.cache import KVCache
 from jaxshare.models.layers import Decoder, Params
 from jaxshare.models.loading import LoadedModel
 from jaxshare.models.tensor_parallel import ShardedDecoder
-from jaxshare.trace.attention import TraceBatch, fill
+from jaxshare.trace.attention import TraceBatch, fill, final_placements
 from jaxshare.trace.trace import Trace
 
 

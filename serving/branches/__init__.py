@@ -1,4 +1,4 @@
-"""Branches: completions of trees of prompts over shared prefixes (Hydragen)."""
+"""Completions of trees of prompts over shared prefixes (Hydragen)."""
 
 from jaxshare.serving.branches.generate import Completions, generate
 from jaxshare.serving.branches.prefix import Prefix, Prefixes

@@ -1,4 +1,4 @@
-"""The input of batch jobs: JSON lines, read into prompts; lines that cannot be read are named."""
+"""The input of batch jobs: JSON lines, read into prompts; bad lines are reported."""
 
 import argparse
 import codecs
@@ -17,15 +17,15 @@ from jaxshare.serving.inputs import check_context, encode
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One thing to complete. The engine knows it by its place in the list.
+    """A prompt to complete. The engine refers to it by its index in the list.
 
     Attributes:
-      line: of the input, from 1.
-      id: that the line gives, or else its number.
-      branch: the numbers of the children that lead to it from the root of the line's tree; () where
-        the line is no tree.
+      line: its line of the input, from 1.
+      id: the id that the line gives, or else the line's number.
+      branch: the child indices that lead to it from the root of the line's tree; () where the line
+        is no tree.
       tokens: of the whole prompt.
-      n: completions.
+      n: the number of completions.
     """
 
     line: int
@@ -38,8 +38,11 @@ class Item:
 def read_input(
     data: bytes, model: LoadedModel, options: argparse.Namespace
 ) -> tuple[list[Item], list[dict[str, Any]]]:
-    """What is to be completed, in the order of the input, and the lines that are bad: [{"line":
-    number, "error": what is wrong}]."""
+    """Reads the prompts, in the order of the input.
+
+    Returns:
+      the prompts, and the bad lines: [{"line": number, "error": message}].
+    """
     items: list[Item] = []
     bad_lines: list[dict[str, Any]] = []
     lines: dict[str | float, int] = {}
@@ -68,11 +71,11 @@ def _read_line(
 ) -> list[Item]:
     try:
         value = json.loads(raw.decode())
-        # half of a surrogate pair can be escaped in JSON, and is no text
+        # fails on half a surrogate pair, which JSON can escape but which is no text
         json.dumps(value, ensure_ascii=False).encode()
     except ValueError as error:
         raise ValueError(
-            f"is not JSON in UTF-8 ({error}); it would be an object or a string"
+            f"is not JSON in UTF-8 ({error}); it must be an object or a string"
         ) from error
     if isinstance(value, str):
         value = {"text" if options.tree else "prompt": value}
@@ -92,18 +95,18 @@ def _read_line(
         for path, prompt in zip(_paths(tree, ()), prompts, strict=True)
     ]
     for item in items:
-        if odd := [token for token in item.tokens if not 0 <= token < model.config.vocab_size]:
+        if outside := [t for t in item.tokens if not 0 <= t < model.config.vocab_size]:
             raise ValueError(
-                f"has the token {odd[0]}; tokens of this model lie between 0 and "
+                f"has the token {outside[0]}; tokens of this model are between 0 and "
                 f"{model.config.vocab_size - 1}"
             )
-        what = f"the prompt of {_place(item.branch)}" if options.tree else "the prompt"
+        what = f"the prompt of {_branch_name(item.branch)}" if options.tree else "the prompt"
         check_context(model, len(item.tokens), options.max_new_tokens, what)
     return items
 
 
 def _prompt(value: dict[str, Any], model: LoadedModel, chat: bool) -> str | list[int]:
-    """The prompt of a line that is no tree: text, or tokens."""
+    """Reads the prompt of a line that is no tree: text, or tokens."""
     kinds = {"prompt", "messages", "tokens"}
     _check_fields(
         value,
@@ -121,12 +124,12 @@ def _prompt(value: dict[str, Any], model: LoadedModel, chat: bool) -> str | list
 
 
 def _node(value: Any, path: tuple[int, ...]) -> Branch:
-    """A node of a line's tree, with all below it."""
-    where = _place(path)
+    """Reads a node of a line's tree, with all its descendants."""
+    name = _branch_name(path)
     value = {"text": value} if isinstance(value, str) else value
     if not isinstance(value, dict):
         raise ValueError(
-            f'{where} is {json.dumps(value)[:40]}; it must be an object such as {{"text": "...", '
+            f'{name} is {json.dumps(value)[:40]}; it must be an object such as {{"text": "...", '
             '"children": [...]}'
         )
     try:
@@ -140,16 +143,16 @@ def _node(value: Any, path: tuple[int, ...]) -> Branch:
         if not isinstance(children := value.get("children", []), list):
             raise ValueError('has "children" that are no list; give a list of nodes')
     except ValueError as error:
-        raise ValueError(f"{where} {error}") from error
+        raise ValueError(f"{name} {error}") from error
     return Branch(text, tuple(_node(child, (*path, i)) for i, child in enumerate(children)), n)
 
 
-def _place(path: tuple[int, ...]) -> str:
+def _branch_name(path: tuple[int, ...]) -> str:
     return f"branch {'.'.join(map(str, path))}" if path else "the root"
 
 
 def _paths(tree: Branch, path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Of the nodes that are sampled from, depth first, as `read_prompts` counts them."""
+    """The paths of the nodes to sample from, in the order of `read_prompts`: depth first."""
     if tree.n is not None or not tree.children:
         yield path
     for i, child in enumerate(tree.children):
@@ -196,7 +199,8 @@ def _apply_template(messages: Any, model: LoadedModel) -> list[int]:
     tokenizer: Any = model.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         raise ValueError(
-            "needs a chat template, and the model has none; write the prompt as the model wants it"
+            "needs a chat template, and the model has none; write the prompt in the model's own "
+            "format"
         )
     if (
         not isinstance(messages, list)
@@ -213,7 +217,7 @@ def _apply_template(messages: Any, model: LoadedModel) -> list[int]:
             "one"
         )
     try:
-        # As tokens, because the template has the special tokens in it already.
+        # Encoded here, because the template has the special tokens in it already.
         return tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=True,
@@ -221,11 +225,7 @@ def _apply_template(messages: Any, model: LoadedModel) -> list[int]:
             return_dict=False,
             tokenizer_kwargs={"verbose": False},
         )
-    except (
-        jinja2.TemplateError,
-        TypeError,
-        ValueError,
-    ) as error:  # templates refuse what they cannot put into words
+    except (jinja2.TemplateError, TypeError, ValueError) as error:  # raised by the template
         raise ValueError(
             f"has messages that the chat template refuses ({error}); give others"
         ) from error

@@ -1,5 +1,7 @@
-"""Replicas: branches over the data groups of a mesh. Each group has the model, a cache and
-completions of its own (data parallel)."""
+"""Data parallelism: branches over the data groups of a mesh.
+
+Each group has the model, a cache and completions of its own.
+"""
 
 import queue
 import threading
@@ -15,8 +17,7 @@ from jaxshare.sharding import DATA, axis_size
 
 
 def branches(model: LoadedModel, prompts: Prompts | None, **settings: Any) -> "Branches | Replicas":
-    """A run over a tree of prompts, on all data groups of the model's mesh. Arguments and errors as
-    in `Branches`."""
+    """A run over a tree of prompts, on all data groups of the model's mesh; see `Branches`."""
     return (
         Replicas(model, prompts, **settings)
         if axis_size(model.mesh, DATA) > 1
@@ -25,12 +26,11 @@ def branches(model: LoadedModel, prompts: Prompts | None, **settings: Any) -> "B
 
 
 class Replicas:
-    """A run of branches that the data groups of a mesh share: `stream` yields the completions of
-    all of them as they end.
+    """A run of branches, split over the data groups of a mesh.
 
-    Every group takes neighbouring completions of the tree, so that what they have in common is fed
-    on few groups. A completion depends on its prompt and seed alone, so it is the same on whichever
-    group it runs.
+    `stream` yields the completions of all groups as they end. Every group takes neighbouring
+    completions of the tree, so that a common prefix is fed on few groups. A completion depends on
+    its prompt and seed alone, so it is the same on every group.
 
     Attributes:
       runs: one of each group.
@@ -44,23 +44,26 @@ class Replicas:
         skip: Collection[tuple[int, int]] = (),
         **settings: Any,
     ):
-        """Arguments and errors as in `Branches`; bounds on rows and memory are each group's.
+        """Plans the run of each group, whose bounds on rows and memory these are.
+
+        Args:
+          model, prompts, skip, settings: see `Branches`.
 
         Raises:
-          ValueError: also a prefix, which lies in the memory of one group.
+          ValueError: see `Branches`; or a prefix, which is in the memory of one group.
         """
         if settings.get("prefix") is not None:
             raise ValueError(
-                "a prefix lies in the memory of one data group; run it with data=1, or give the "
+                "a prefix is in the memory of one data group; run it with data=1, or give the "
                 "whole prompts"
             )
         models = model.replicas()
         self._whole = Branches(models[0], prompts, skip=skip, **settings)
-        places = self._whole.places
-        share = max(1, -(-len(places) // len(models)))
-        parts = [places[first : first + share] for first in range(0, len(places), share)]
+        ids = self._whole.sample_ids
+        share = max(1, -(-len(ids) // len(models)))
+        parts = [ids[start : start + share] for start in range(0, len(ids), share)]
         self.runs = [
-            Branches(replica, prompts, skip={*places, *skip}.difference(part), **settings)
+            Branches(replica, prompts, skip={*ids, *skip}.difference(part), **settings)
             for replica, part in zip(models, parts, strict=False)
         ]
 
@@ -69,12 +72,12 @@ class Replicas:
         return self._whole.sampler
 
     @property
-    def most_of_a_prompt(self) -> int:
-        return self._whole.most_of_a_prompt
+    def max_samples_per_prompt(self) -> int:
+        return self._whole.max_samples_per_prompt
 
     @property
     def rows(self) -> int:
-        """Completions that run at a time, of all groups together."""
+        """The number of completions that run at a time, on all groups together."""
         return sum(run.rows for run in self.runs)
 
     @property
@@ -83,7 +86,7 @@ class Replicas:
 
     @property
     def notes(self) -> list[str]:
-        """As of `Branches`: rows are those of the group that has most."""
+        """The notes of the group with the most rows; see `Branches.notes`."""
         widest = max(self.runs, key=lambda run: run.rows, default=None)
         return (
             [f"in each of {len(self.runs)} data groups: {note}" for note in widest.notes]
@@ -97,28 +100,28 @@ class Replicas:
 
     @property
     def passes(self) -> int:
-        """Of all groups together."""
+        """The number of passes of all groups together."""
         return sum(run.passes for run in self.runs)
 
     @property
     def seconds(self) -> float:
-        """The seconds of the group that took longest, without compilation."""
-        return self._longest[0]
+        """The seconds of the slowest group, without compilation."""
+        return self._slowest[0]
 
     @property
     def compile_seconds(self) -> float:
-        """The seconds that the group that took longest has compiled."""
-        return self._longest[1]
+        """The seconds that the slowest group has compiled."""
+        return self._slowest[1]
 
     @property
-    def _longest(self) -> tuple[float, float]:
+    def _slowest(self) -> tuple[float, float]:
         return max(
             ((run.seconds, run.compile_seconds) for run in self.runs), key=sum, default=(0.0, 0.0)
         )
 
     @property
     def kv_bytes(self) -> int:
-        """On all groups together, each at its peak."""
+        """The sum of the peaks of all groups."""
         return sum(run.kv_bytes for run in self.runs)
 
     @property
@@ -138,23 +141,23 @@ class Replicas:
           on_pass: called between dispatches of any group, in the caller's thread, with this run.
           warm_up: compile everything before the clock starts.
         """
-        found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         stop = threading.Event()
 
         def passed(_: Branches) -> None:
             if stop.is_set():
                 raise _Stopped
-            found.put(None)
+            results.put(None)
 
         def work(run: Branches) -> None:
             try:
                 for completion in run.stream(passed, warm_up=warm_up):
-                    found.put(completion)
-                found.put(_Done())
+                    results.put(completion)
+                results.put(_Done())
             except _Stopped:
-                found.put(_Done())
-            except BaseException as error:  # it is the caller's to see, whatever it is
-                found.put(error)
+                results.put(_Done())
+            except BaseException as error:  # any: raised in the caller's thread
+                results.put(error)
 
         threads = [
             threading.Thread(target=work, args=(run,), name=f"jaxshare-data-{i}")
@@ -165,7 +168,7 @@ class Replicas:
         left = len(threads)
         try:
             while left:
-                result = found.get()
+                result = results.get()
                 if isinstance(result, BaseException):
                     raise result
                 if isinstance(result, _Done):
@@ -174,15 +177,15 @@ class Replicas:
                     yield result
                 elif on_pass:
                     on_pass(self)
-        finally:  # also where the caller wants no more
+        finally:  # also where the caller closes the stream
             stop.set()
             for thread in threads:
                 thread.join()
 
 
 class _Done:
-    """A group has no more to give."""
+    """Marks the end of a group's results."""
 
 
 class _Stopped(Exception):
-    """Nobody wants what comes next."""
+    """Ends a group's run because the caller has closed the stream."""

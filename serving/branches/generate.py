@@ -1,4 +1,4 @@
-"""The completions of prompts in one call."""
+"""Samples completions of prompts in one call."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,25 +10,23 @@ from jaxshare.serving.branches.data_parallel import branches
 from jaxshare.serving.branches.prefix import Prefix
 from jaxshare.serving.branches.prompt_tree import Prompts
 from jaxshare.serving.branches.run import Completion
-from jaxshare.serving.inputs import (
-    warn_of_equal_texts,
-)
+from jaxshare.serving.inputs import warn_of_equal_texts
 from jaxshare.serving.kvcache.sharing_cost import Chosen, Costs
 
 
 @dataclasses.dataclass(frozen=True)
 class Completions:
-    """What `generate` returns: the completions, and what they cost.
+    """The completions that `generate` returns, and what they cost.
 
     Attributes:
       completions: in the order of the prompts, n of each.
       prompt_tokens: tokens of all prompts together.
-      unique_tokens: of these, what is left when every common prefix counts once.
+      unique_tokens: the same with every common prefix counted once.
       passes: forward passes, those over the prompts included.
       seconds: of wall time in them, without compilation.
-      kv_bytes: the most keys and values that were cached at a time, over all layers.
-      rows: completions that ran at a time, at most.
-      costs: what decided which prefixes to share, where the rule had to.
+      kv_bytes: the peak of cached keys and values, over all layers.
+      rows: the maximum number of completions that ran at a time.
+      costs: the costs by which sharing was decided; None where there was nothing to decide.
       compile_seconds: of wall time in compilation.
     """
 
@@ -44,7 +42,7 @@ class Completions:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens sampled, all completions together, a second; compilation is not counted."""
+        """Tokens sampled per second, all completions together, without compilation."""
         return sum(len(c.tokens) for c in self.completions) / self.seconds
 
 
@@ -64,17 +62,19 @@ def generate(
     warm_up: bool = False,
     on_tokens: Callable[[Any], None] | None = None,
 ) -> Completions:
-    """Samples n completions of each prompt, and shares what the prompts have in common. A model on
-    a mesh runs some of the completions on each of its data groups.
+    """Samples n completions of each prompt, and shares the prompts' common prefixes.
 
-    Arguments and errors as in `Branches`, and:
+    A model on a mesh runs some of the completions on each of its data groups. Several completions
+    of one prompt at temperature 0 are all equal: a warning is logged (`jaxshare.generate`).
 
     Args:
+      model, prompts, n, max_new_tokens, sampler, seed, share, prefix: see `Branches`.
+      max_rows, max_kv_bytes, costs: see `Branches`.
       warm_up: compile everything before the clock starts.
       on_tokens: called between dispatches with the run so far.
 
-    Several completions of one prompt at temperature 0 are all equal: a warning is logged
-    (`jaxshare.generate`).
+    Raises:
+      ValueError: see `Branches`.
     """
     run = branches(
         model,
@@ -89,10 +89,10 @@ def generate(
         max_kv_bytes=max_kv_bytes,
         costs=costs,
     )
-    warn_of_equal_texts(run.sampler, run.most_of_a_prompt)
-    found = sorted(run.stream(on_tokens, warm_up=warm_up), key=lambda c: (c.prompt, c.index))
+    warn_of_equal_texts(run.sampler, run.max_samples_per_prompt)
+    completions = sorted(run.stream(on_tokens, warm_up=warm_up), key=lambda c: (c.prompt, c.index))
     return Completions(
-        found,
+        completions,
         run.prompt_tokens,
         run.unique_tokens,
         run.passes,

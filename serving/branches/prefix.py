@@ -1,5 +1,7 @@
-"""Prefix handles: text that is prefilled once and used in many calls (what Hydragen's authors call
-preserve, extend and wipe)."""
+"""Prefixes: text that is prefilled once and used in many calls.
+
+Hydragen's code calls this preserve, extend and wipe.
+"""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -14,36 +16,36 @@ from jaxshare.serving.inputs import check_context, encode, token_bytes
 from jaxshare.serving.kvcache.pool import whole_tiles
 
 _SLOTS = 1024
-"""Blocks that a store can have at first. Calls with more rows than that make it have more."""
+"""The initial maximum number of blocks in a store. A call with more rows raises it."""
 
 
 class Prefixes:
-    """A store of prefixes in one cache, which calls of `generate` with such a prefix use too.
+    """A store of prefixes in one cache, shared with the calls of `generate` that use them.
 
         store = Prefixes(model, max_tokens=16384)
         book = store.add(document)
-        answers = generate(model, questions, prefix=book)      # nothing of the document is read in again
-        chapter = book.extend(more)                            # sees the book, and is kept beside it
+        answers = generate(model, questions, prefix=book)  # the document is not prefilled again
+        chapter = book.extend(more)  # sees the book, and is stored beside it
         chapter.drop()
 
     Attributes:
       model: as loaded.
-      arena: what the prefixes are kept in, and the rows of calls that use them.
+      arena: holds the prefixes, and the rows of calls that use them.
     """
 
     def __init__(
         self, model: LoadedModel, *, max_tokens: int | None = None, max_kv_bytes: int | None = None
     ):
-        """An empty store.
+        """Makes an empty store.
 
         Args:
           model: as loaded.
-          max_tokens: room for all prefixes and for what rows below them write; default twice the
-            model's context.
+          max_tokens: capacity for all prefixes and the rows below them; default twice the model's
+            context.
           max_kv_bytes: the same in bytes of keys and values.
 
         Raises:
-          ValueError: both, or room for less than one token.
+          ValueError: both are given, or there is room for less than one token.
         """
         if max_tokens is not None and max_kv_bytes is not None:
             raise ValueError("max_tokens and max_kv_bytes are both given; give one of them")
@@ -54,28 +56,27 @@ class Prefixes:
                 f"the store would hold {tokens} tokens of {token_bytes(model)} bytes each; give it "
                 "room for at least 1"
             )
-        room = arena_size(tokens) if max_kv_bytes is None else whole_tiles(tokens)
-        self.model, self.arena = (
-            model.for_context(model.config.max_positions),
-            Arena(model, room, _SLOTS),
-        )
+        capacity = arena_size(tokens) if max_kv_bytes is None else whole_tiles(tokens)
+        self.model = model.for_context(model.config.max_positions)
+        self.arena = Arena(model, capacity, _SLOTS)
 
     def add(self, text: str | Sequence[int]) -> "Prefix":
-        """Prefills a prefix that begins a prompt.
+        """Prefills a prefix that starts a prompt.
 
         Raises:
           ValueError: an empty text, one that does not fit the model's context or the store, or a
-            store that is at work.
+            store that another call uses.
         """
         return self._add(None, encode(self.model, text))
 
     def check(self) -> None:
-        """Raises ValueError if another call is at work with the store, or if its cache is lost."""
-        check_free(self.arena)
+        """Raises ValueError if another call uses the store, or if its cache is lost."""
+        _check_available(self.arena)
 
     def _add(self, parent: "Prefix | None", tokens: Sequence[int]) -> "Prefix":
-        check_context(self.model, (parent.tokens if parent else 0) + len(tokens), 1, "the prefix")
-        with at_work(self.arena):
+        total = (parent.tokens if parent else 0) + len(tokens)
+        check_context(self.model, total, 1, "the prefix")
+        with exclusive(self.arena):
             block = self.arena.take(len(tokens))
             if block is None:
                 raise ValueError(
@@ -88,18 +89,16 @@ class Prefixes:
                 self.model, self.arena.settle(), [Feed(block, path, tokens)], len(path) + 1
             )
             self.arena.cache = cache
-        return Prefix(
-            self, parent, block, (parent.tokens if parent else 0) + len(tokens), logits[block]
-        )
+        return Prefix(self, parent, block, total, logits[block])
 
 
 class Prefix:
-    """A prefix that is kept; see `Prefixes`. Used as a context manager, it is dropped at the end.
+    """A stored prefix; see `Prefixes`. As a context manager, it is dropped on exit.
 
     Attributes:
-      store: where it is kept.
-      tokens: how many it has, those of what it extends included.
-      path: its blocks in the store's cache, from the first on.
+      store: the store that holds it.
+      tokens: its number of tokens, those of the prefix that it extends included.
+      path: its blocks in the store's cache, from the root on.
       logits: float32[V] after its last token.
     """
 
@@ -113,10 +112,12 @@ class Prefix:
             parent._extensions += 1
 
     def extend(self, text: str | Sequence[int]) -> "Prefix":
-        """A further prefix behind this one, which stays as it is. Nothing is copied.
+        """Prefills a further prefix that continues this one, which stays as it is.
+
+        Nothing is copied.
 
         Raises:
-          ValueError: as `Prefixes.add`, or this prefix has been dropped.
+          ValueError: see `Prefixes.add`, or this prefix has been dropped.
         """
         self.check()
         return self.store._add(self, encode(self.store.model, text, first=False))
@@ -125,7 +126,7 @@ class Prefix:
         """Frees its memory. Dropping it again does nothing.
 
         Raises:
-          ValueError: another prefix extends it, or the store is at work.
+          ValueError: another prefix extends it, or another call uses the store.
         """
         if self._dropped:
             return
@@ -133,7 +134,7 @@ class Prefix:
             raise ValueError(
                 f"this prefix is extended by {self._extensions} more; drop those first"
             )
-        with at_work(self.store.arena):
+        with exclusive(self.store.arena):
             self.store.arena.give_back(self.path[-1])
         self._dropped = True
         if self._parent:
@@ -152,10 +153,13 @@ class Prefix:
 
 
 @contextlib.contextmanager
-def at_work(arena: Arena) -> Iterator[None]:
-    """While this lasts nobody else may use the arena, because passes take its cache and give back
-    another."""
-    check_free(arena)
+def exclusive(arena: Arena) -> Iterator[None]:
+    """Refuses all other use of the arena meanwhile: passes donate its cache and return another.
+
+    Raises:
+      ValueError: another call uses the arena, or its cache is lost.
+    """
+    _check_available(arena)
     arena.busy = True
     try:
         yield
@@ -163,12 +167,11 @@ def at_work(arena: Arena) -> Iterator[None]:
         arena.busy = False
 
 
-def check_free(arena: Arena) -> None:
-    """Raises ValueError if somebody is at work with the arena, or if its cache is lost."""
+def _check_available(arena: Arena) -> None:
+    """Raises ValueError if a call uses the arena, or if its cache is lost."""
     if arena.busy:
         raise ValueError(
-            "another call is at work with this store of prefixes; let it end, or close its stream, "
-            "first"
+            "another call uses this store of prefixes; let it end, or close its stream, first"
         )
     if arena.cache.keys[0].is_deleted():
         raise ValueError(

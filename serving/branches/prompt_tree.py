@@ -1,11 +1,11 @@
-"""Trees of prompts: what they are written as, and the token sequences that they stand for (Hydragen
-section 3.3).
+"""Prompts: text, tokens and trees of them, and their full token sequences (Hydragen section 3.3).
 
-    prompts = read_prompts(Branch(few_shot, [Branch(problem, n=128) for problem in problems]), 1, encode)
-    arrangement = arrange(fold(prompts), grow=max_new_tokens // 2)
+    tree = Branch(few_shot, [Branch(problem, n=128) for problem in problems])
+    prompts = read_prompts(tree, 1, encode)
+    sharing = plan_sharing(build_prefix_tree(prompts), grow=max_new_tokens // 2)
 
-A list of prompts and a tree of them come to the same: both are read into full token sequences, and
-folded by these.
+A list of prompts and a tree of them are equivalent: both are read into full token sequences, from
+which the prefix tree is built.
 """
 
 import dataclasses
@@ -16,21 +16,20 @@ from typing import Any
 import numpy as np
 
 Encode = Callable[[str, bool], list[int]]
-"""The tokens of a text, and whether it opens a prompt: only then may special tokens (BOS) stand
-before it."""
+"""(text, first) -> tokens. `first`: the text starts a prompt; only then may special tokens (BOS) be
+put before it."""
 
-_TOKENS = 2**31
+_TOKEN_LIMIT = 2**31
 """Token numbers are below this: they are int32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """A node of a tree of prompts. The prompt of a node is the text on the way from the root to its
-    end.
+    """A node of a tree of prompts. The prompt of a node is the text from the root to its end.
 
     Attributes:
       text: of this node, or its tokens; never empty.
-      children: what may follow; each sees this node's text before its own.
+      children: continuations; each sees this node's text before its own.
       n: completions sampled where this node ends. None means the call's n for a node without
         children, and no completions for others.
     """
@@ -42,8 +41,13 @@ class Branch:
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One thing to complete: its number in the order in which prompts are written (depth-first in a
-    tree), its tokens, and how often."""
+    """A prompt to complete.
+
+    Attributes:
+      number: its index in the order in which prompts are given, depth-first in a tree.
+      tokens: all of them.
+      n: the number of completions.
+    """
 
     number: int
     tokens: tuple[int, ...]
@@ -51,27 +55,27 @@ class Prompt:
 
 
 Prompts = str | Branch | Sequence[int] | Sequence[str | Branch | Sequence[int]] | Sequence[Prompt]
-"""One prompt as text or tokens, one tree of prompts, or a list of such; or some of the prompts that
-`read_prompts` has read."""
+"""One prompt as text or tokens, one tree of prompts, or a list of these; or some of the results of
+`read_prompts`."""
 
 
 def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
-    """All prompts as tokens.
+    """Reads all prompts as tokens.
 
-    The whole text of a prompt is encoded in one go, so its tokens are those of the full prompt
-    given as one string, even where a token straddles two nodes of a tree. Only where a node is
-    given as tokens is the text before it and behind it encoded by itself.
+    The whole text of a prompt is encoded at once, so its tokens are those of the full prompt given
+    as one string, even where a token straddles two nodes of a tree. Only where a node is given as
+    tokens, the texts before it and after it are encoded separately.
 
     Args:
       prompts: text, tokens, a tree, or a list of these, which need have nothing in common. A list
         of `Prompt` stays as it is, so that a part of a longer list keeps its numbers.
-      n: completions of each prompt, unless its `Branch` says otherwise.
-      encode: of a text, and whether it opens a prompt; called once for each different text.
+      n: completions of each prompt, unless its `Branch` has a number of its own.
+      encode: the tokenizer; called once for each different text.
 
     Raises:
-      ValueError: no prompt, one without text, an n below 1, or something that is no prompt, token
-        or Branch. The place is named: `prompt 3` is entry 3 of the list, counted from 0, and
-        `branch 3.2.1` there is the root's child 2's child 1.
+      ValueError: no prompt, one without text, an n below 1, or a value that is no prompt, token or
+        Branch. The message names it: `prompt 3` is entry 3 of the list, counted from 0, and
+        `branch 3.2.1` there is child 1 of the root's child 2.
     """
     encode = functools.cache(encode)
     _check_n(n, "")
@@ -91,8 +95,8 @@ def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
 
     for number, entry in enumerate(entries):
         root = entry if isinstance(entry, Branch) else Branch(entry)
-        # With each node what stands before it: tokens up to the last node that is given as tokens,
-        # then text that is not encoded yet.
+        # With each node comes what precedes it: the tokens up to the last node that is given as
+        # tokens, then text that is not encoded yet.
         stack = [(root, f"branch {number}" if root is entry else f"prompt {number}", (), "")]
         while stack:
             branch, place, head, text = stack.pop()
@@ -101,15 +105,15 @@ def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
                 text += branch.text
             else:
                 head, text = (*tokens(head, text), *map(int, branch.text)), ""
-            wanted = branch.n if branch.children else branch.n or n
-            if wanted:
+            count = branch.n if branch.children else branch.n or n
+            if count:
                 whole = tokens(head, text)
                 if not whole:
                     raise ValueError(
                         f"{place} has text that the tokenizer makes no token of; give at least one "
                         "token of text"
                     )
-                found.append(Prompt(len(found), whole, int(wanted)))
+                found.append(Prompt(len(found), whole, int(count)))
             stack += [
                 (child, f"{place}.{i}", head, text)
                 for i, child in reversed([*enumerate(branch.children)])
@@ -130,7 +134,7 @@ def _check_branch(branch: object, place: str) -> None:
                 "tokens"
             )
         if wrong := [
-            token for token in branch.text if not _is_token(token) or not 0 <= token < _TOKENS
+            token for token in branch.text if not _is_token(token) or not 0 <= token < _TOKEN_LIMIT
         ]:
             raise ValueError(
                 f"{place} has the token {wrong[0]!r}; tokens are whole numbers of 0 or more, below "

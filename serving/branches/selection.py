@@ -1,4 +1,4 @@
-"""Choosing among completions, and scoring them: a majority vote, the best of n, pass@k.
+"""Selection and scores of completions: majority vote, best of n, pass@k.
 
 done = by_prompt(completions)
 majority_vote(done[0])  # the most frequent boxed answer to the first prompt
@@ -17,34 +17,39 @@ if TYPE_CHECKING:
 
 
 def by_prompt(completions: "Iterable[Completion]") -> "dict[int, list[Completion]]":
-    """Completions under the number of their prompt, prompts and the completions of each in
-    ascending order."""
-    found: dict[int, list[Completion]] = {}
+    """Groups completions by the number of their prompt.
+
+    Prompts, and the completions of each, are in ascending order.
+    """
+    groups: dict[int, list[Completion]] = {}
     for completion in sorted(completions, key=lambda c: (c.prompt, c.index)):
-        found.setdefault(completion.prompt, []).append(completion)
-    return found
+        groups.setdefault(completion.prompt, []).append(completion)
+    return groups
 
 
 def majority_vote(
     completions: "Iterable[Completion]", answer: Callable[[str], str | None] = answers.boxed
 ) -> str | None:
-    r"""The most frequent answer, which is what self-consistency gives (Wang et al. 2023,
-    "Self-Consistency Improves Chain of Thought").
+    r"""The most frequent answer.
+
+    This is self-consistency (Wang et al. 2023, "Self-Consistency Improves Chain of Thought").
 
     Args:
       completions: of one prompt.
-      answer: finds the answer in a text, or None, which has no vote; default what stands in the
+      answer: finds the answer in a text, or None, which has no vote; default the content of the
         last `\boxed{...}`.
 
     Returns:
-      the first of equally frequent ones; None if there is no answer at all.
+      the first of equally frequent answers; None if there is no answer at all.
     """
     return answers.vote([answer(completion.text) for completion in completions])
 
 
 def mean_logprob(completion: "Completion") -> float:
-    """A token's, the stop token among them: long completions compare with short ones. One without
-    tokens comes last."""
+    """The mean log-probability per token, the stop token included; -inf without tokens.
+
+    This compares long completions with short ones.
+    """
     return completion.logprob / len(completion.tokens) if completion.tokens else -math.inf
 
 
@@ -63,33 +68,32 @@ def best_of_n(
     if not completions:
         raise ValueError("there are no completions to choose from; give at least 1")
     scores = [(score or mean_logprob)(completion) for completion in completions]
-    for place, value in enumerate(scores):
-        if math.isnan(value):  # which compares with nothing, and so would hide the best one
+    for i, value in enumerate(scores):
+        if math.isnan(value):  # compares with nothing, and so would hide the best one
             raise ValueError(
-                f"the score of completions[{place}] is not a number; score must give one for every "
+                f"the score of completions[{i}] is not a number; score must give one for every "
                 "completion"
             )
     return completions[scores.index(max(scores))]
 
 
 def pass_at_k(correct: int, n: int, k: int) -> float:
-    """The chance that k of n completions, drawn without putting back, have a correct one among
-    them.
+    """The probability that k of n completions, drawn without replacement, include a correct one.
 
-    This is the unbiased estimate of the chance that k fresh completions would (Chen et al. 2021,
-    "Evaluating Large Language Models Trained on Code", section 2.1): 1 - C(n - correct, k) / C(n,
-    k). Counted in whole numbers and divided once, so it is exact to the last bit for any n.
+    This is the unbiased estimate for k fresh completions (Chen et al. 2021, "Evaluating Large
+    Language Models Trained on Code", section 2.1): 1 - C(n - correct, k) / C(n, k). It is computed
+    in integers and divided once, so it is exact to the last bit for any n.
 
     Raises:
       ValueError: k outside of 1 to n, or correct outside of 0 to n.
     """
     if not 1 <= k <= n:
         raise ValueError(
-            f"k is {k} with {n} completions; it must lie between 1 and the number of completions"
+            f"k is {k} with {n} completions; it must be between 1 and the number of completions"
         )
     if not 0 <= correct <= n:
         raise ValueError(
-            f"correct is {correct} with {n} completions; it must lie between 0 and the number of "
+            f"correct is {correct} with {n} completions; it must be between 0 and the number of "
             "completions"
         )
     draws = math.comb(n, k)
@@ -99,12 +103,14 @@ def pass_at_k(correct: int, n: int, k: int) -> float:
 def pass_at(
     completions: "Iterable[Completion]", is_right: "Callable[[Completion], bool]", k: int
 ) -> float:
-    """pass@k of a set of prompts: the mean of each prompt's own, however many completions it has.
+    """The pass@k of a set of prompts: the mean over prompts.
+
+    Each prompt counts once, whatever its number of completions.
 
     Args:
       completions: of any number of prompts, at least k of each.
-      is_right: whether a completion solves its prompt; `completion.prompt` says which.
-      k: completions that one may try.
+      is_right: True for a completion that solves its prompt, number `completion.prompt`.
+      k: the number of completions drawn.
 
     Raises:
       ValueError: no completions, k below 1, or a prompt with fewer than k completions.

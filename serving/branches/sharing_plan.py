@@ -1,5 +1,7 @@
-"""Folding: the tree of what prompts begin with in common, and which of its nodes become blocks that
-rows share (Hydragen section 3.3)."""
+"""Sharing plans: the blocks that rows share (Hydragen section 3.3).
+
+They are some nodes of the prefix tree, the tree of the prompts' common prefixes.
+"""
 
 import dataclasses
 import math
@@ -14,14 +16,14 @@ from jaxshare.serving.kvcache.sharing_cost import DEFAULT, Costs
 
 @dataclasses.dataclass(eq=False)
 class PrefixNode:
-    """A node of the tree of common prefixes.
+    """A node of the prefix tree.
 
     Attributes:
-      tokens: that all prompts below have here. Only the root may have none.
-      children: no two begin with the same token; in the order of their first prompts.
+      tokens: the tokens that all prompts below have here. Only the root may have none.
+      children: no two start with the same token; in the order of their first prompts.
       ends: the prompts that end here, in order.
       rows: completions of all prompts that end here or below.
-      first: place in the folded list of the first of these prompts.
+      first: index of the first of these prompts in the list that the tree was built from.
     """
 
     tokens: tuple[int, ...]
@@ -37,9 +39,9 @@ class SharedPrefix:
     """A block that several rows read together.
 
     Attributes:
-      parent: the block that stands before it, -1 for none.
-      tokens: that it holds.
-      rows: its fan-in, two or more: rows that list it, directly or below.
+      parent: the block before it, -1 for none.
+      tokens: its tokens.
+      rows: its fan-in, two or more: the rows that list it.
     """
 
     parent: int
@@ -53,48 +55,48 @@ class Sample:
 
     Attributes:
       prompt: number of its prompt.
-      index: which of the prompt's n completions it is.
+      index: its number among the prompt's n completions.
       block: the last shared block that it sees, -1 for none.
-      own: tokens of the prompt that stand in the row's own block, before those it samples. Empty if
-        the prompt ends where the shared block does: then the row samples from the logits at that
-        block's end.
+      suffix: the prompt's tokens after that block; they are in the row's own block, before those it
+        samples. Empty if the prompt ends where the shared block does: then the row samples from the
+        logits at that block's end.
     """
 
     prompt: int
     index: int
     block: int
-    own: tuple[int, ...]
+    suffix: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class SharingPlan:
-    """Where every token of every prompt is kept.
+    """The block in which each token of each prompt is stored.
 
     Attributes:
       blocks: in depth-first order, parents before children.
-      streams: in depth-first order, so that rows below one block are neighbours.
+      samples: in depth-first order, so that rows below one block are neighbours.
     """
 
     blocks: tuple[SharedPrefix, ...]
-    streams: tuple[Sample, ...]
+    samples: tuple[Sample, ...]
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens kept before anything is sampled."""
+        """The number of tokens stored before anything is sampled."""
         return sum(len(block.tokens) for block in self.blocks) + sum(
-            len(stream.own) for stream in self.streams
+            len(sample.suffix) for sample in self.samples
         )
 
     @property
     def depth(self) -> int:
-        """Blocks of the longest chain from a root."""
+        """The number of blocks of the longest path from a root."""
         depths: list[int] = []
         for block in self.blocks:
             depths.append(1 + (depths[block.parent] if block.parent >= 0 else 0))
         return max(depths, default=0)
 
     def path(self, block: int) -> list[int]:
-        """The blocks from the root to this one, both included; none for -1."""
+        """The blocks from the root to this one, inclusive; none for -1."""
         path: list[int] = []
         while block >= 0:
             path.append(block)
@@ -102,27 +104,25 @@ class SharingPlan:
         return path[::-1]
 
 
-def fold(prompts: Sequence[Prompt]) -> PrefixNode:
-    """The tree of the prompts' common prefixes, as a radix tree over tokens: each different prefix
-    is held once.
+def build_prefix_tree(prompts: Sequence[Prompt]) -> PrefixNode:
+    """The radix tree of the prompts' tokens: each different prefix is stored once.
 
-    Sorted prompts that share a prefix stand next to each other, so one pass over neighbours finds
-    every node.
+    Sorted prompts that share a prefix are adjacent, so one pass over neighbours finds every node.
     """
-    # sort fast; how tokens are ordered is all one
+    # Any total order will do; that of the bytes sorts fastest.
     keys = [np.asarray(prompt.tokens, np.int32).tobytes() for prompt in prompts]
     root = PrefixNode(())
-    # the nodes of the prompt before, and how many tokens stand up to the end of each
-    path, ends, before = [root], [0], b""
+    # the nodes of the previous prompt, and the number of tokens up to the end of each
+    path, ends, previous = [root], [0], b""
     for i in sorted(range(len(prompts)), key=keys.__getitem__):
-        prompt, common, last = prompts[i], _common(before, keys[i]), root
+        prompt, common, last = prompts[i], _common_length(previous, keys[i]), root
         while ends[-1] > common:
             last, _ = path.pop(), ends.pop()
-        if (kept := common - ends[-1]) > 0:  # they part in the middle of `last`
+        if (head := common - ends[-1]) > 0:  # the two prompts part within `last`: split it
             path[-1].children[-1] = middle = PrefixNode(
-                last.tokens[:kept], [last], first=last.first
+                last.tokens[:head], [last], first=last.first
             )
-            last.tokens = last.tokens[kept:]
+            last.tokens = last.tokens[head:]
             path.append(middle)
             ends.append(common)
         if len(prompt.tokens) > common:
@@ -131,8 +131,8 @@ def fold(prompts: Sequence[Prompt]) -> PrefixNode:
             path.append(leaf)
             ends.append(len(prompt.tokens))
         path[-1].ends.append(prompt)  # equal prompts keep their order: the sort is stable
-        before = keys[i]
-    for visit in reversed(_visits(root)):
+        previous = keys[i]
+    for visit in reversed(_depth_first(root)):
         node = visit.node
         node.children.sort(key=lambda child: child.first)
         node.rows = sum(prompt.n for prompt in node.ends) + sum(
@@ -143,39 +143,39 @@ def fold(prompts: Sequence[Prompt]) -> PrefixNode:
 
 
 def unique_tokens(root: PrefixNode) -> int:
-    """Tokens of the tree: what has to be kept if nothing is kept twice."""
-    return sum(len(visit.node.tokens) for visit in _visits(root))
+    """The number of tokens in the tree: those to store if nothing is stored twice."""
+    return sum(len(visit.node.tokens) for visit in _depth_first(root))
 
 
 def can_share(root: PrefixNode) -> bool:
-    """Whether two rows begin alike, so that there is something to decide."""
-    return any(visit.node.rows > 1 and visit.node.tokens for visit in _visits(root))
+    """True if two rows share a prefix, so that there is something to decide."""
+    return any(visit.node.rows > 1 and visit.node.tokens for visit in _depth_first(root))
 
 
 def plan_sharing(
     root: PrefixNode, costs: Costs | None = None, share: bool | None = None, *, grow: int = 0
 ) -> SharingPlan:
-    """Decides which nodes become blocks that rows share. The tokens of the others are pushed down
-    to the blocks and rows below them.
+    """Decides which nodes become blocks that rows share.
+
+    The tokens of the others are pushed down to the blocks and rows below them.
 
     Args:
-      root: from `fold`.
-      costs: of a pass on the device; default `costs.DEFAULT`.
-      share: True shares every node with two rows or more below, which keeps no token twice; False
-        shares none, and each row has a copy of its prompt; None takes the arrangement that costs
-        least.
-      grow: tokens by which a row's own block is longer on average than what the prompt leaves to
-        it: about half of those it will sample.
+      root: from `build_prefix_tree`.
+      costs: of a pass on the device; default `sharing_cost.DEFAULT`.
+      share: True shares every node with two rows or more, which stores no token twice; False shares
+        none, and each row has a copy of its prompt; None takes the cheapest plan.
+      grow: the average number of sampled tokens in a row's own block: about half of those it will
+        sample.
     """
-    visits = _visits(root)
+    visits = _depth_first(root)
     if share is None:
-        shared = _cheapest(visits, costs or DEFAULT, grow)
+        shared = _cheapest_sharing(visits, costs or DEFAULT, grow)
     else:
         shared = [share and visit.node.rows > 1 and len(visit.node.tokens) > 0 for visit in visits]
     blocks: list[SharedPrefix] = []
-    streams: list[Sample] = []
+    samples: list[Sample] = []
     path: list[int] = []
-    # for each node the last block down to it, and how many tokens stand up to the end of that
+    # for each node the last block on its path, and the number of tokens up to that block's end
     above: list[tuple[int, int]] = []
     for visit, is_shared in zip(visits, shared, strict=True):
         node, (block, end) = visit.node, above[visit.parent] if above else (-1, 0)
@@ -185,14 +185,20 @@ def plan_sharing(
             block, end = len(blocks) - 1, len(path)
         above.append((block, end))
         for prompt in node.ends:
-            own = prompt.tokens[end:]
-            streams += [Sample(prompt.number, index, block, own) for index in range(prompt.n)]
-    return SharingPlan(tuple(blocks), tuple(streams))
+            suffix = prompt.tokens[end:]
+            samples += [Sample(prompt.number, index, block, suffix) for index in range(prompt.n)]
+    return SharingPlan(tuple(blocks), tuple(samples))
 
 
 class _Visit(NamedTuple):
-    """A node in depth-first order, the place of its parent there (-1: none), nodes above it, and
-    tokens above it."""
+    """A node in depth-first order.
+
+    Attributes:
+      node: the node.
+      parent: index of its parent in that order, -1 for none.
+      level: the number of nodes above it.
+      start: the number of tokens above it.
+    """
 
     node: PrefixNode
     parent: int
@@ -200,7 +206,7 @@ class _Visit(NamedTuple):
     start: int
 
 
-def _visits(root: PrefixNode) -> list[_Visit]:
+def _depth_first(root: PrefixNode) -> list[_Visit]:
     """The nodes in depth-first order, parents before children."""
     visits: list[_Visit] = []
     stack = [_Visit(root, -1, 0, 0)]
@@ -211,21 +217,20 @@ def _visits(root: PrefixNode) -> list[_Visit]:
     return visits
 
 
-def _cheapest(visits: list[_Visit], costs: Costs, grow: int) -> list[bool]:
-    """For each node whether it is shared in the arrangement that costs least; of equals the one
-    that shares, which keeps less.
+def _cheapest_sharing(visits: list[_Visit], costs: Costs, grow: int) -> list[bool]:
+    """For each node, True if the cheapest plan shares it. Ties share, which stores less.
 
-    What a node costs depends on what was pushed down to it, that is, on where the last block above
-    ends: where the node itself begins, or where one of those above it does. So a node at level l
-    has l + 1 cases, and all of them are worked out at once. Fewer steps than the prompts have
-    tokens, and exact.
+    The cost of a node depends on the tokens that were pushed down to it, that is, on where the last
+    block above it ends: at the start of the node itself or of one of its ancestors. So a node at
+    level l has l + 1 cases, all computed at once. This is exact, and takes fewer steps than the
+    prompts have tokens.
     """
     children: list[list[int]] = [[] for _ in visits]
     for i, visit in enumerate(visits[1:], start=1):
         children[visit.parent].append(i)
-    # tokens above each node on the path to the current one
+    # the number of tokens above each node on the path to the current one
     starts = np.zeros(max(visit.level for visit in visits) + 1, np.int64)
-    # float64[l + 2]: the children's costs by level of where the last block ends
+    # float64[l + 2]: the children's costs, by the level at whose start the last block ends
     below: list[np.ndarray | float] = [0.0] * len(visits)
     choices: list[np.ndarray] = [starts] * len(visits)  # bool[l + 1]
     best = math.inf
@@ -251,7 +256,7 @@ def _cheapest(visits: list[_Visit], costs: Costs, grow: int) -> list[bool]:
         else:
             best = float(cost[0])
     shared: list[bool] = []
-    # for each node the level of the node at whose beginning the last block above ends
+    # for each node the level of the node at whose start the last block above it ends
     ends: list[int] = []
     for i, visit in enumerate(visits):
         ends.append(0 if i == 0 else visit.level if shared[visit.parent] else ends[visit.parent])
@@ -264,8 +269,8 @@ def _cheapest(visits: list[_Visit], costs: Costs, grow: int) -> list[bool]:
     return shared if best + costs.shared_start <= unshared else [False] * len(visits)
 
 
-def _common(a: bytes, b: bytes) -> int:
-    """How many int32 tokens two sequences have in common from the beginning."""
+def _common_length(a: bytes, b: bytes) -> int:
+    """The number of leading int32 tokens that two sequences have in common."""
     length = min(len(a), len(b)) // 4
     differ = np.frombuffer(a, np.int32, length) != np.frombuffer(b, np.int32, length)
     return int(differ.argmax()) if differ.any() else length

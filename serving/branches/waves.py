@@ -1,10 +1,10 @@
-"""Waves: which blocks of a tree are in memory while its rows come and go, and how many rows there
-can be at a time."""
+"""Waves: the rows that run at a time, and the blocks of the tree that are in memory for them."""
 
 import collections
 import dataclasses
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,87 +23,99 @@ from jaxshare.serving.engine.prefill import Feed
 
 
 class Residents:
-    """Which blocks of the tree are in the arena, and who still needs them."""
+    """The blocks of the tree that are in the arena, and the number of samples that need each."""
 
     def __init__(
         self,
         arena: Arena,
         *,
         model: LoadedModel,
-        arrangement: SharingPlan,
-        streams: Sequence[Sample],
+        sharing: SharingPlan,
+        samples: Sequence[Sample],
         prefix: Prefix | None,
         width: int,
         max_new_tokens: int,
     ):
-        """Nothing is there yet.
+        """Starts with no blocks.
 
         Args:
           arena: where blocks are taken from.
-          model: what feeds them.
-          arrangement: the tree, of which `streams` are to run.
-          prefix: what stands before it.
-          width: most blocks that a row lists.
-          max_new_tokens: room of each row behind its prompt.
+          model: prefills them.
+          sharing: the tree.
+          samples: those of it that are to run.
+          prefix: comes before the tree.
+          width: the maximum number of blocks that a row lists.
+          max_new_tokens: capacity of each row after its prompt.
         """
         self.sampled = 0
-        self._arena, self._model, self._arrangement, self._prefix = (
-            arena,
-            model,
-            arrangement,
-            prefix,
-        )
+        self._arena, self._model, self._sharing, self._prefix = arena, model, sharing, prefix
         self._width, self._max_new_tokens = width, max_new_tokens
         self._block: dict[int, int] = {}  # of the tree -> of the arena
         self._own: set[int] = set()
         self._logits: dict[int, Array] = {}  # of the tree's blocks at whose end rows sample
         self._feeds: list[Feed] = []
-        self._users = collections.Counter(b for s in streams for b in arrangement.path(s.block))
-        self._ends = {s.block for s in streams if not s.own}
-        # rows that have ended, and whose blocks stay until the room is wanted
+        self._ref_counts = collections.Counter(b for s in samples for b in sharing.path(s.block))
+        self._ends = {s.block for s in samples if not s.suffix}
+        # rows that have ended, and whose blocks stay until their memory is needed
         self._done: list[tuple[Sample, int]] = []
-        self._before = prefix.path if prefix else ()
+        self._prefix_path = prefix.path if prefix else ()
 
-    def path(self, stream: Sample, own: int) -> list[int]:
+    def path(self, sample: Sample, own: int) -> list[int]:
         """The arena's blocks that a row lists."""
-        return [*self._before, *(self._block[b] for b in self._arrangement.path(stream.block)), own]
+        return [
+            *self._prefix_path,
+            *(self._block[b] for b in self._sharing.path(sample.block)),
+            own,
+        ]
 
     def admit(
-        self, waiting: "collections.deque[Sample]", rows: Sequence[int], idle: bool
+        self, queue: "collections.deque[Sample]", rows: Sequence[int], idle: bool
     ) -> list[tuple[int, Sample, int]]:
-        """Takes streams from the queue as long as there are rows and room: (row, stream, its own
-        block). `idle`: no row runs."""
+        """Takes samples from the queue as long as there are rows and memory.
+
+        Args:
+          queue: samples to come, in order.
+          rows: the free ones.
+          idle: no row runs.
+
+        Returns:
+          (row, sample, its own block) of each.
+        """
         admitted = []
-        if waiting and rows:
+        if queue and rows:
             self._release()
         for row in rows:
-            if not waiting:
+            if not queue:
                 break
-            own = self._take(waiting[0])
+            own = self._take(queue[0])
             if own is None and not admitted and idle:
-                for block in [*self._block]:  # what is kept lies in the way: it is fed again
-                    self._forget(block)
-                own = self._take(waiting[0])
+                # Blocks that are kept fragment the memory: they are dropped, and fed again.
+                for block in [*self._block]:
+                    self._evict(block)
+                own = self._take(queue[0])
                 if own is None:
                     raise ValueError(
                         f"the memory has {self._arena.free} tokens free, but not in pieces that "
-                        f"hold prompt {waiting[0].prompt} and a completion; make more room"
+                        f"hold prompt {queue[0].prompt} and a completion; make more room"
                     )
             if own is None:
                 break
-            admitted.append((row, waiting.popleft(), own))
+            admitted.append((row, queue.popleft(), own))
         return admitted
 
-    def _take(self, stream: Sample) -> int | None:
-        """Room for a stream's own block and for what it sees that is not there; the own block, or
-        None and nothing taken."""
-        own = self._arena.take(len(stream.own) + self._max_new_tokens, high=True)
+    def _take(self, sample: Sample) -> int | None:
+        """Takes a sample's own block, and the blocks that it sees and that are not resident.
+
+        Returns:
+          its own block, or None with nothing taken where memory is short.
+        """
+        own = self._arena.take(len(sample.suffix) + self._max_new_tokens, high=True)
         if own is None:
             return None
-        taken, feeds, path = [own], [], [*self._before]
-        for b in self._arrangement.path(stream.block):
+        taken, feeds, path = [own], [], [*self._prefix_path]
+        for b in self._sharing.path(sample.block):
             if b not in self._block:
-                block = self._arena.take(len(self._arrangement.blocks[b].tokens))
+                block = self._arena.take(len(self._sharing.blocks[b].tokens))
                 if block is None:
                     for t in taken:
                         self._arena.give_back(t)
@@ -111,18 +123,21 @@ class Residents:
                         del self._block[feed[0]]
                     return None
                 taken.append(block)
-                feeds.append((b, Feed(block, tuple(path), self._arrangement.blocks[b].tokens)))
+                feeds.append((b, Feed(block, tuple(path), self._sharing.blocks[b].tokens)))
                 self._block[b] = block
             path.append(self._block[b])
         self._feeds += [feed for _, feed in feeds]
-        if stream.own:
-            self._feeds.append(Feed(own, tuple(path), stream.own))
+        if sample.suffix:
+            self._feeds.append(Feed(own, tuple(path), sample.suffix))
         self._own.add(own)
         return own
 
     def feed(self) -> tuple[KVCache, dict[int, Array], int]:
-        """Prefills what was taken: the cache, the logits at the end of each block that was fed, and
-        the number of passes."""
+        """Prefills the blocks that were taken.
+
+        Returns:
+          the cache, the logits at the end of each block that was fed, and the number of passes.
+        """
         cache = self._arena.settle()
         if not self._feeds:
             return cache, {}, 0
@@ -137,42 +152,41 @@ class Residents:
         return cache, logits, passes
 
     def logits(
-        self, streams: Sequence[Sample], blocks: Sequence[int], fed: dict[int, Array]
+        self, samples: Sequence[Sample], blocks: Sequence[int], fed: dict[int, Array]
     ) -> Array:
-        """float32[A, V]: what each stream samples its first token from."""
-        prefix = self._prefix
-        found = [
-            fed[own] if s.own else self._logits[s.block] if s.block >= 0 else prefix.logits  # pyright: ignore[reportOptionalMemberAccess]
-            for s, own in zip(streams, blocks, strict=True)
+        """float32[A, V]: the logits from which each sample draws its first token."""
+        after_prefix = self._prefix and self._prefix.logits
+        found: list[Any] = [
+            fed[own] if s.suffix else self._logits[s.block] if s.block >= 0 else after_prefix
+            for s, own in zip(samples, blocks, strict=True)
         ]
         different = list({id(x): x for x in found}.values())
-        place = {id(x): i for i, x in enumerate(different)}
-        return jnp.stack(different)[np.asarray([place[id(x)] for x in found])]
+        index = {id(x): i for i, x in enumerate(different)}
+        return jnp.stack(different)[np.asarray([index[id(x)] for x in found])]
 
-    def end(self, stream: Sample, own: int, sampled: int) -> None:
-        """A stream has ended."""
+    def end(self, sample: Sample, own: int, sampled: int) -> None:
+        """Notes that a sample has ended, with this many tokens."""
         self.sampled += sampled
-        self._done.append((stream, own))
+        self._done.append((sample, own))
 
     def cached(self, lengths: np.ndarray) -> int:
-        """Tokens of the prefix, and of the blocks of this run."""
+        """The number of tokens of the prefix, and of the blocks of this run."""
         return int(
-            sum(lengths[block] for block in (*self._before, *self._block.values(), *self._own))
+            sum(lengths[block] for block in (*self._prefix_path, *self._block.values(), *self._own))
         )
 
     def _release(self) -> None:
-        """Gives back the blocks of rows that have ended, and those of the tree that no row below
-        needs any more."""
-        for stream, own in self._done:
+        """Gives back the blocks of ended rows, and blocks of the tree without rows to come."""
+        for sample, own in self._done:
             self._own.discard(own)
             self._arena.give_back(own)
-            for b in self._arrangement.path(stream.block):
-                self._users[b] -= 1
-                if not self._users[b]:
-                    self._forget(b)
+            for b in self._sharing.path(sample.block):
+                self._ref_counts[b] -= 1
+                if not self._ref_counts[b]:
+                    self._evict(b)
         self._done.clear()
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         self._arena.give_back(self._block.pop(block))
         self._logits.pop(block, None)
 
@@ -184,58 +198,68 @@ class Residents:
 
 @dataclasses.dataclass(frozen=True)
 class Wave:
-    """What runs at a time: rows, blocks of the tree, and tokens of all blocks; and the most that
-    one stream needs, and whose that is."""
+    """The maximum of what runs at a time.
+
+    Attributes:
+      rows: the number of rows.
+      blocks: the number of blocks of the tree.
+      tokens: capacity of all blocks, those of the rows included.
+      max_sample_tokens: capacity that the largest sample needs alone.
+      largest_prompt: the number of its prompt.
+    """
 
     rows: int
     blocks: int
     tokens: int
-    most: int
-    worst: int
+    max_sample_tokens: int
+    largest_prompt: int
 
 
 def widest_wave(
-    arrangement: SharingPlan,
-    streams: Sequence[Sample],
+    sharing: SharingPlan,
+    samples: Sequence[Sample],
     max_new_tokens: int,
     max_rows: int,
-    room: RowBudget,
+    budget: RowBudget,
 ) -> Wave:
-    """The most that neighbouring streams need together, as many of them as the rows and the memory
-    allow."""
-    shared = footprints([len(block.tokens) for block in arrangement.blocks])
-    users: collections.Counter[int] = collections.Counter()
+    """The maximum that neighbouring samples need together, within the rows and the memory."""
+    shared = footprints([len(block.tokens) for block in sharing.blocks])
+    ref_counts: collections.Counter[int] = collections.Counter()
     rows = tokens = first = 0
     wave = Wave(1, 0, 0, 0, 0)
-    owns = footprints([len(s.own) + max_new_tokens for s in streams])
-    for last, stream in enumerate(streams):
-        path = arrangement.path(stream.block)
-        if (alone := owns[last] + sum(shared[b] for b in path)) > wave.most:
-            wave = dataclasses.replace(wave, most=alone, worst=stream.prompt)
-        rows, tokens = rows + 1, tokens + owns[last] + sum(shared[b] for b in path if not users[b])
-        users.update(path)
-        while rows > 1 and (rows > max_rows or not room.fits(rows, tokens, rows + len(users))):
-            gone = arrangement.path(streams[first].block)
-            users.subtract(gone)
-            rows, tokens = (
-                rows - 1,
-                tokens - owns[first] - sum(shared[b] for b in gone if not users[b]),
-            )
-            users -= collections.Counter()  # drops what is at 0
+    own = footprints([len(s.suffix) + max_new_tokens for s in samples])
+    # A window of neighbours slides over the samples, as wide as it fits.
+    for last, sample in enumerate(samples):
+        path = sharing.path(sample.block)
+        if (alone := own[last] + sum(shared[b] for b in path)) > wave.max_sample_tokens:
+            wave = dataclasses.replace(wave, max_sample_tokens=alone, largest_prompt=sample.prompt)
+        rows += 1
+        tokens += own[last] + sum(shared[b] for b in path if not ref_counts[b])
+        ref_counts.update(path)
+        while rows > 1 and (
+            rows > max_rows or not budget.fits(rows, tokens, rows + len(ref_counts))
+        ):
+            left = sharing.path(samples[first].block)
+            ref_counts.subtract(left)
+            rows -= 1
+            tokens -= own[first] + sum(shared[b] for b in left if not ref_counts[b])
+            ref_counts -= collections.Counter()  # drops entries of 0
             first += 1
         wave = dataclasses.replace(
             wave,
             rows=max(wave.rows, rows),
-            blocks=max(wave.blocks, len(users)),
+            blocks=max(wave.blocks, len(ref_counts)),
             tokens=max(wave.tokens, tokens),
         )
     return wave
 
 
-def groups(fan_ins: Sequence[int], rows: int) -> tuple[int, ...]:
-    """Sizes of groups for these fan-ins: one that holds the largest that is well below all rows,
-    and one for those far below that."""
-    few = [fan_in for fan_in in fan_ins if 1 < fan_in <= rows // 2]
+def group_sizes(fan_ins: Sequence[int], num_rows: int) -> tuple[int, ...]:
+    """The sizes of groups for these fan-ins.
+
+    One holds the largest that is well below all rows, and one those far below that.
+    """
+    few = [fan_in for fan_in in fan_ins if 1 < fan_in <= num_rows // 2]
     if not few:
         return ()
     largest = bucket(max(few))

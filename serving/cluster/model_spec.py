@@ -1,5 +1,7 @@
-"""Models on the nodes of a cluster: how a replica loads one, and what a program that only hands out
-work needs of it."""
+"""Models on the nodes of a cluster.
+
+Each replica loads its own; the program that distributes work has an outline without parameters.
+"""
 
 import argparse
 import dataclasses
@@ -13,12 +15,12 @@ from jaxshare.serving.cluster import process_mesh
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """A model that every node loads itself. Plain data, which can be sent there.
+    """The model that every node loads itself, as plain data that can be sent there.
 
     Attributes:
-      path: a folder that all nodes have, a hub id, or "embedded", of which every node has a folder
-        of its own.
-      dtype, tensor, kv: as commands ask for them.
+      path: a folder that all nodes have, a hub id, or "embedded", which is part of every node's
+        installation.
+      dtype, tensor, kv: the options of a command.
     """
 
     path: str
@@ -28,17 +30,17 @@ class ModelSpec:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "ModelSpec":
-        """The one that a command was asked for."""
-        here = options.model != "embedded" and Path(options.model).is_dir()
+        """The model of a command's options."""
+        is_folder = options.model != "embedded" and Path(options.model).is_dir()
         return cls(
-            str(Path(options.model).resolve()) if here else options.model,
+            str(Path(options.model).resolve()) if is_folder else options.model,
             options.dtype,
             options.tensor,
             options.kv,
         )
 
     def outline(self) -> LoadedModel:
-        """The model without its parameters; on the machine that hands out work.
+        """Reads the model without its parameters, on the machine that distributes work.
 
         Raises:
           FileNotFoundError, ConfigError, ValueError: see `jaxshare.models.load`.
@@ -46,7 +48,7 @@ class ModelSpec:
         return models.outline(self.path)
 
     def load(self) -> LoadedModel:
-        """The model; on the node where this is called.
+        """Loads the model on this node.
 
         Raises:
           FileNotFoundError: this node has no such folder.

@@ -1,5 +1,4 @@
-"""What commands ask about devices: over how many of them to spread the model, the caches and the
-rows, and with which other processes."""
+"""Meshes of devices, of one process or of several, from the options of a command."""
 
 import argparse
 import contextlib
@@ -14,15 +13,15 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 _JOIN_SECONDS = 60
-"""How long a process waits for the coordinator and for the others, at most."""
+"""The timeout for the coordinator and for the other processes."""
 _LOST_SECONDS = 30
-"""A process that has said nothing for so long is lost, and the others end."""
+"""A process without a heartbeat for this long is lost, and the others end."""
 
 
 def add_arguments(
     parser: argparse.ArgumentParser, *, groups: str = "groups of completions"
 ) -> None:
-    """--tensor, --kv and --data; `groups` are what runs side by side."""
+    """Adds --tensor, --kv and --data; `groups`: what runs side by side, for the help text."""
     parser.add_argument(
         "--tensor",
         type=int,
@@ -47,19 +46,19 @@ def add_arguments(
 
 
 def add_process_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of commands that several processes, on one machine or on many, can run together."""
+    """Adds the arguments of commands that several processes can run together."""
     parser.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
         help="run together with other processes, which all give the same command and "
         "the address at which process 0 listens",
     )
-    parser.add_argument("--processes", type=int, metavar="N", help="how many there are")
+    parser.add_argument("--processes", type=int, metavar="N", help="the number of processes")
     parser.add_argument(
         "--process",
         type=int,
         metavar="I",
-        help="which one this is, from 0; process 0 alone prints and writes files",
+        help="the index of this one, from 0; process 0 alone prints and writes files",
     )
     parser.add_argument(
         "--distributed",
@@ -69,7 +68,7 @@ def add_process_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def mesh_of(options: argparse.Namespace) -> "Mesh | None":
-    """The mesh that was asked for, or None for one device.
+    """The mesh of a command's options, or None for one device.
 
     Raises:
       ValueError: sizes below 1, more devices than there are, fewer than all processes have, or data
@@ -79,19 +78,19 @@ def mesh_of(options: argparse.Namespace) -> "Mesh | None":
     together = is_together(options)
     if together and sizes["data"] > 1:
         raise ValueError(
-            f"--data is {sizes['data']}, but data groups of several processes have nothing to say "
-            "to each other; run a command for each"
+            f"--data is {sizes['data']}, but data groups of several processes do not "
+            "communicate; run a command for each"
         )
     if not together and all(size == 1 for size in sizes.values()):
         return None
-    # here, so that --help and wrong arguments answer at once
+    # imported here, so that --help and argument errors are fast
     from jaxshare.sharding import make_mesh
 
     return make_mesh(data=sizes["data"], tensor=sizes["tensor"], kv=sizes["kv"])
 
 
 def sizes_of(options: argparse.Namespace) -> dict[str, int]:
-    """How many devices were asked for along each axis of the mesh.
+    """The number of devices along each axis of the mesh, from a command's options.
 
     Raises:
       ValueError: sizes below 1.
@@ -104,44 +103,48 @@ def sizes_of(options: argparse.Namespace) -> dict[str, int]:
 
 
 def is_together(options: argparse.Namespace) -> bool:
-    """Whether other processes were asked for.
+    """True if the options name other processes.
 
     Raises:
-      ValueError: arguments that do not go together.
+      ValueError: options that contradict each other.
     """
-    given = {name: getattr(options, name, None) for name in ("coordinator", "processes", "process")}
-    there = [name for name, value in given.items() if value is not None]
+    values = {
+        name: getattr(options, name, None) for name in ("coordinator", "processes", "process")
+    }
+    given = [name for name, value in values.items() if value is not None]
     if getattr(options, "distributed", False):
-        if there:
+        if given:
             raise ValueError(
-                f"--distributed and --{there[0]} are both given; a SLURM or Open MPI job says by "
-                "itself who takes part"
+                f"--distributed and --{given[0]} are both given; a SLURM or Open MPI job defines "
+                "its processes itself"
             )
         return True
-    if there and len(there) < len(given):
-        missing = next(name for name in given if name not in there)
+    if given and len(given) < len(values):
+        missing = next(name for name in values if name not in given)
         raise ValueError(
-            f"--{there[0]} is given, but --{missing} is not; several processes need --coordinator, "
+            f"--{given[0]} is given, but --{missing} is not; several processes need --coordinator, "
             "--processes and --process"
         )
-    if there and not 0 <= options.process < options.processes:
+    if given and not 0 <= options.process < options.processes:
         raise ValueError(
             f"--process is {options.process} and --processes {options.processes}; processes are "
             "numbered from 0"
         )
-    return bool(there)
+    return bool(given)
 
 
 def speaks() -> bool:
-    """Whether this process prints and writes files for all that run together."""
+    """True in process 0, which prints and writes files for all that run together."""
     import jax
 
     return jax.process_index() == 0
 
 
 def together(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """A command that several processes can run together: each computes its devices' part, and
-    process 0 says what came out."""
+    """Lets several processes run a command together.
+
+    Each computes its devices' part, and process 0 prints the output.
+    """
 
     @functools.wraps(command)
     def run(options: argparse.Namespace) -> int:
@@ -155,11 +158,13 @@ def together(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse
 
 
 def join(options: argparse.Namespace) -> None:
-    """Joins the other processes, before anything else is done with JAX. From here on all end within
-    a minute of one that is lost.
+    """Joins the other processes; must come before any other use of JAX.
+
+    Once joined, all processes end within a minute after one is lost.
 
     Raises:
-      ValueError: no coordinator that answers, others that do not come, or no job to ask.
+      ValueError: no answer of the coordinator, other processes that do not join in time, or no
+        SLURM or Open MPI job.
     """
     if not options.distributed and options.process:
         _wait_for(options.coordinator, options.processes)
@@ -167,7 +172,7 @@ def join(options: argparse.Namespace) -> None:
 
     from jaxshare.models.config_fields import first_line
 
-    known = (
+    settings = (
         {}
         if options.distributed
         else {
@@ -178,12 +183,12 @@ def join(options: argparse.Namespace) -> None:
     )
     try:
         jax.distributed.initialize(
-            **known, initialization_timeout=_JOIN_SECONDS, heartbeat_timeout_seconds=_LOST_SECONDS
+            **settings,
+            initialization_timeout=_JOIN_SECONDS,
+            heartbeat_timeout_seconds=_LOST_SECONDS,
         )
-    except (
-        Exception
-    ) as error:  # of many kinds, from an address that is none to a coordinator that does not answer
-        do = (
+    except Exception as error:  # of many kinds: an invalid address, a silent coordinator
+        advice = (
             "start this in a SLURM or Open MPI job, or give --coordinator, --processes and "
             "--process"
             if options.distributed
@@ -193,30 +198,32 @@ def join(options: argparse.Namespace) -> None:
         raise ValueError(
             "the other processes cannot be "
             f"joined{'' if options.distributed else f' at {options.coordinator}'} "
-            f"({first_line(error)}); {do}"
+            f"({first_line(error)}); {advice}"
         ) from error
 
 
 def _wait_for(address: str, processes: int) -> None:
-    """Until process 0 listens. JAX, which waits too, would end this process without a word that
-    helps."""
+    """Waits until process 0 listens.
+
+    JAX waits too, but then ends the process without a helpful message.
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(
             f"--coordinator is {address!r}; it must be the host of process 0 and a free port "
             "there, such as 10.0.0.1:8476"
         )
-    until = time.monotonic() + _JOIN_SECONDS
+    deadline = time.monotonic() + _JOIN_SECONDS
     while True:
         try:
             socket.create_connection(
-                (host, int(port)), timeout=max(0.1, until - time.monotonic())
+                (host, int(port)), timeout=max(0.1, deadline - time.monotonic())
             ).close()
             return
         except OSError as error:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise ValueError(
-                    f"nobody answers at the coordinator's address, {address} ({error}); start all "
+                    f"the coordinator's address, {address}, does not answer ({error}); start all "
                     f"{processes} processes within {_JOIN_SECONDS} seconds, with the address of "
                     "process 0"
                 ) from error
@@ -225,9 +232,9 @@ def _wait_for(address: str, processes: int) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing is printed but by process 0; errors and logs are."""
+    """Discards the standard output of all processes but 0; errors and logs stay."""
     if speaks():
         yield
         return
-    with open(os.devnull, "w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
+    with open(os.devnull, "w", encoding="utf-8") as sink, contextlib.redirect_stdout(sink):
         yield

@@ -1,15 +1,16 @@
-"""Fleets: independent pieces of work on replicas of a model, each an actor on a Ray cluster. Losing
-a node loses nothing.
+"""RayPool: independent tasks on replicas of a model, each an actor on a Ray cluster.
 
-    with RayPool("local", replicas=2) as fleet:
-        fleet.start(make, most=len(pieces))
-        for result in fleet.run(pieces):
+Losing a node loses no results.
+
+    with RayPool("local", replicas=2) as pool:
+        pool.start(make, max_replicas=len(tasks))
+        for result in pool.run(tasks):
             ...
 
-`make` runs once in the process of every replica and gives what does a piece: a generator of keys
-and values. These come to the caller as they are made. A piece whose replica died is done again on
-another one, which is told what has arrived; nothing arrives twice. So the work decides what a key
-is, and the fleet neither knows models nor what is done with them.
+`make` runs once in the process of every replica and returns the work function: it takes a task and
+yields keys and values. These come to the caller as they are made. A task whose replica died is done
+again on another one, which gets the keys that have arrived; nothing arrives twice. So the work
+function decides what a key is, and the pool is independent of models and of what is done with them.
 """
 
 import argparse
@@ -18,41 +19,24 @@ import contextlib
 import dataclasses
 import logging
 import os
-import queue
 import re
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from jaxshare.models.config_fields import first_line
-from jaxshare.models.loading import environment
 from jaxshare.serving.cluster.process_mesh import sizes_of
+from jaxshare.serving.cluster.ray_cluster import connect, import_ray
+from jaxshare.serving.cluster.ray_replica import ReplicaActor, Work
 
-Work = Callable[[Any, Collection[Hashable]], Iterator[tuple[Hashable, Any]]]
-"""Does a piece: yields keys and values. Its second argument are keys that have arrived already,
-which need not be made again."""
-
-_DEATHS = 3
-"""Replicas that may die over one piece, or in a row while they start, before that is an error."""
-_PROBE_SECONDS, _CONNECT_SECONDS, _ROOM_SECONDS = 5, 20, 120
-"""How long an address may take to answer, how long the cluster behind it, and how long nodes may be
-too busy for any replica."""
-_STORE_BYTES = 128 * 2**20
-"""Of the object store of a cluster that is started here: pieces and results are small."""
-_SOCKET_FOLDER = 40
-"""Characters of a folder in which the paths of Ray's sockets, 64 longer, stay below the 107 that
-the system allows."""
+_MAX_DEATHS = 3
+"""Replicas that may die over one task, or in a row while they start, before that is an error."""
+_PLACEMENT_SECONDS = 120
+"""How long nodes may be too busy for any replica."""
 _log = logging.getLogger("jaxshare.fleet")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """--ray and --replicas."""
+    """Adds --ray and --replicas."""
     parser.add_argument(
         "--ray",
         nargs="?",
@@ -65,17 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replicas",
         type=int,
         metavar="N",
-        help="with --ray, how many replicas, each on --tensor x --kv devices "
-        "(default: as many as the cluster's GPUs or, where it has none, CPUs give)",
+        help="with --ray, the number of replicas, each on --tensor x --kv devices "
+        "(default: as many as the cluster's GPUs or, where it has none, CPUs allow)",
     )
 
 
 def of_options(options: argparse.Namespace) -> "RayPool | None":
-    """The fleet that was asked for, not yet connected, or None.
+    """The pool of a command's options, not yet connected, or None.
 
     Raises:
-      ValueError: arguments that do not go together, an address that is none, or Ray is not
-        installed.
+      ValueError: options that contradict each other, an invalid address, or Ray is not installed.
     """
     if options.ray is None:
         if options.replicas is not None:
@@ -94,11 +77,11 @@ def of_options(options: argparse.Namespace) -> "RayPool | None":
 
 
 class JobResult(NamedTuple):
-    """What came of a piece: one of the values that the work yields.
+    """A result of a task: one of the pairs that the work function yields.
 
     Attributes:
-      piece: which one, as it was given.
-      key, value: that the work has yielded.
+      piece: the task, as given.
+      key, value: the pair.
       replica: number of the replica that made it.
     """
 
@@ -108,27 +91,64 @@ class JobResult(NamedTuple):
     replica: int
 
 
-class RayPool:
-    """Replicas on a Ray cluster, as a context: entering connects, leaving ends the replicas and all
-    that was started here.
+@dataclasses.dataclass
+class _Job:
+    """A task and its progress.
 
     Attributes:
-      replicas: how many there are to be; known once connected.
+      task: as given.
+      arrived: the keys that have arrived.
+      deaths: replicas that have died over it since the last key arrived.
+    """
+
+    task: Any
+    arrived: set[Hashable] = dataclasses.field(default_factory=set)
+    deaths: int = 0
+
+
+@dataclasses.dataclass
+class _ReplicaHandle:
+    """The driver's view of a replica.
+
+    Attributes:
+      number: its own, never used again.
+      actor: its Ray actor.
+      reply: the pending answer of the actor, or None while it waits for a task.
+      stage: what it is doing.
+      node: the name of its node, once known.
+      job: the job in progress.
+    """
+
+    number: int
+    actor: Any
+    reply: Any
+    stage: Literal["placing", "loading", "ready", "working"] = "placing"
+    node: str = ""
+    job: _Job | None = None
+
+
+class RayPool:
+    """Replicas on a Ray cluster, as a context manager.
+
+    Entering connects; leaving ends the replicas, and the cluster if it was started here.
+
+    Attributes:
+      replicas: the number of replicas; known once connected.
     """
 
     def __init__(self, address: str = "local", *, replicas: int | None = None, devices: int = 1):
-        """Checks what can be checked without the cluster.
+        """Checks the arguments as far as that is possible without the cluster.
 
         Args:
           address: "local" starts a cluster on this machine, "auto" is the one that this machine is
             part of; else HOST:PORT of the head node or ray://HOST:PORT. A program that has called
             `ray.init` already stays connected as it is.
-          replicas: how many; default as many as the nodes have room for.
+          replicas: their number; default as many as the nodes have room for.
           devices: of one replica: GPUs where the cluster has any and JAX_PLATFORMS is not cpu, or
             else CPUs.
 
         Raises:
-          ValueError: a number below 1, an address that is none, or Ray is not installed.
+          ValueError: a number below 1, an invalid address, or Ray is not installed.
         """
         for name, value in (("replicas", replicas), ("devices", devices)):
             if value is not None and value < 1:
@@ -140,12 +160,12 @@ class RayPool:
                 f"the Ray address is {address!r}; it must be auto, HOST:PORT or ray://HOST:PORT, "
                 "or local for a cluster here"
             )
-        _import_ray()
-        self._address, self._wanted, self._devices = address, replicas, devices
-        self._leaving = contextlib.ExitStack()
-        self._held: dict[int, _ReplicaHandle] = {}
-        self._hired = self._failed_starts = 0
-        self._waiting: collections.deque[_Job] = collections.deque()
+        import_ray()
+        self._address, self._requested, self._devices = address, replicas, devices
+        self._on_exit = contextlib.ExitStack()
+        self._handles: dict[int, _ReplicaHandle] = {}
+        self._spawned = self._failed_starts = 0
+        self._queue: collections.deque[_Job] = collections.deque()
         self._make: Callable[[], Work] | None = None
         self._idle_since = 0.0
         self._gpus = False
@@ -155,422 +175,200 @@ class RayPool:
         """Connects.
 
         Raises:
-          ValueError: nothing answers at the address, it is no Ray cluster or one of another
-            version, or its nodes have no room for so many replicas.
+          ValueError: no answer at the address, a server that is no Ray cluster or one of another
+            version, or nodes without room for the replicas.
         """
-        with contextlib.ExitStack() as leaving:
-            ray = _import_ray()
+        with contextlib.ExitStack() as on_exit:
+            ray = import_ray()
             if not ray.is_initialized():
-                _connect(self._address, leaving)
+                connect(self._address, on_exit)
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             self._gpus = os.environ.get("JAX_PLATFORMS") != "cpu" and any(
                 node.get("GPU") for node in nodes
             )
-            self.replicas = self._placed_on(nodes)
-            self._leaving = leaving.pop_all()
+            self.replicas = self._num_replicas(nodes)
+            self._on_exit = on_exit.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in [*self._held]:
-            self._end(number)
-        self._leaving.close()
+        for number in [*self._handles]:
+            self._kill(number)
+        self._on_exit.close()
 
-    def start(self, make: Callable[[], Work], *, most: int | None = None) -> None:
-        """Puts replicas on nodes, and waits until the first one is ready for work. Others may be
-        later; what they have to say of their nodes is then said by `run`.
+    def start(self, make: Callable[[], Work], *, max_replicas: int | None = None) -> None:
+        """Places replicas on nodes, and waits until the first one is ready for work.
+
+        Others may be later; `run` then raises the errors of their nodes.
 
         Args:
-          make: gives what does a piece; called once in each replica, whose devices JAX then shows.
-            It is pickled, so a function of a module that all nodes have, with `functools.partial`
-            for its arguments.
-          most: replicas that are of use.
+          make: returns the work function; called once in each replica, where JAX has the replica's
+            devices alone. It is pickled, so a function of a module that all nodes have, with
+            `functools.partial` for its arguments.
+          max_replicas: the number of replicas that are of use; default all.
 
         Raises:
           ValueError: what `make` has raised, with the name of the node; or replicas that die as
             they start, or find no room.
         """
         self._make = make
-        for _ in range(min(self.replicas, most or self.replicas)):
-            self._hire()
-        while not any(held.stage == "ready" for held in self._held.values()):
-            self._turn()
+        for _ in range(min(self.replicas, max_replicas or self.replicas)):
+            self._spawn()
+        while not any(handle.stage == "ready" for handle in self._handles.values()):
+            self._poll()
 
-    def run(self, pieces: Sequence[Any]) -> Iterator[JobResult]:
-        """Does the pieces, and yields what comes of them as it comes; those given first are begun
-        first.
+    def run(self, tasks: Sequence[Any]) -> Iterator[JobResult]:
+        """Does the tasks, started in this order, and yields their results as they come.
 
         Raises:
-          ValueError: a piece that has ended several replicas, which is named by its `str`; and what
-            `start` raises, of later replicas.
-          Exception: whatever the work itself raised.
+          ValueError: a task that has ended several replicas, named by its `str`; or an error of
+            `start`, from later replicas.
+          Exception: any error of the work function itself.
         """
-        self._waiting = collections.deque(_Job(piece) for piece in pieces)
-        while self._waiting or any(held.job for held in self._held.values()):
-            for held in self._held.values():
-                if held.stage == "ready" and self._waiting:
-                    job = self._waiting.popleft()
-                    held.stage, held.job = "working", job
-                    held.reply = held.actor.begin.remote(job.piece, frozenset(job.arrived))
-            yield from self._turn()
+        self._queue = collections.deque(_Job(task) for task in tasks)
+        while self._queue or any(handle.job for handle in self._handles.values()):
+            for handle in self._handles.values():
+                if handle.stage == "ready" and self._queue:
+                    job = self._queue.popleft()
+                    handle.stage, handle.job = "working", job
+                    handle.reply = handle.actor.start.remote(job.task, frozenset(job.arrived))
+            yield from self._poll()
 
-    def _placed_on(self, nodes: Sequence[Mapping[str, float]]) -> int:
-        """How many replicas there will be, if the nodes have room for them when nothing else runs
-        there."""
-        needs = self._needs()
-        room = sum(
-            int(min(node.get(name, 0) // need for name, need in needs.items())) for node in nodes
+    def _num_replicas(self, nodes: Sequence[Mapping[str, float]]) -> int:
+        """The number of replicas, given the resources of the nodes.
+
+        Raises:
+          ValueError: the nodes have no room for the requested number, even when idle.
+        """
+        resources = self._replica_resources()
+        capacity = sum(
+            int(min(node.get(name, 0) // count for name, count in resources.items()))
+            for node in nodes
         )
-        wanted = 1 if self._wanted is None else self._wanted
-        if wanted > room:
-            each = " and ".join(f"{need} {name}{'s' * (need > 1)}" for name, need in needs.items())
+        needed = 1 if self._requested is None else self._requested
+        if needed > capacity:
+            each = " and ".join(
+                f"{count} {name}{'s' * (count > 1)}" for name, count in resources.items()
+            )
             what = (
-                f"{wanted} replicas of {each} each are" if wanted > 1 else f"1 replica of {each} is"
+                f"{needed} replicas of {each} each are" if needed > 1 else f"1 replica of {each} is"
             )
             raise ValueError(
                 f"{what} asked for, but the Ray cluster, of {len(nodes)} "
-                f"node{'s' * (len(nodes) != 1)}, has room for {room}; lower --replicas, --tensor "
-                "or --kv, or add nodes"
+                f"node{'s' * (len(nodes) != 1)}, has room for {capacity}; lower --replicas, "
+                "--tensor or --kv, or add nodes"
             )
-        return room if self._wanted is None else self._wanted
+        return capacity if self._requested is None else self._requested
 
-    def _needs(self) -> dict[str, int]:
-        """What Ray is to keep for a replica."""
+    def _replica_resources(self) -> dict[str, int]:
+        """The resources that Ray reserves for a replica."""
         return {"GPU": self._devices, "CPU": 1} if self._gpus else {"CPU": self._devices}
 
-    def _hire(self) -> None:
-        """Asks for one more replica, wherever there is room."""
-        needs = self._needs()
-        # Not restarted by Ray: a replica elsewhere does as well, and the count of deaths is kept
-        # here.
+    def _spawn(self) -> None:
+        """Requests one more replica, on any node with room."""
+        resources = self._replica_resources()
+        # Ray must not restart it: a replica on another node will do, and deaths are counted here.
         actor = (
-            _import_ray()
-            .remote(_Replica)
+            import_ray()
+            .remote(ReplicaActor)
             .options(
-                num_cpus=needs["CPU"],
-                num_gpus=needs.get("GPU", 0),
+                num_cpus=resources["CPU"],
+                num_gpus=resources.get("GPU", 0),
                 max_restarts=0,
                 max_task_retries=0,
             )
             .remote()
         )
-        self._held[self._hired] = _ReplicaHandle(self._hired, actor, actor.node.remote())
-        self._hired += 1
+        number = self._spawned
+        self._handles[number] = _ReplicaHandle(number, actor, actor.node.remote())
+        self._spawned += 1
 
-    def _turn(self) -> list[JobResult]:
-        """Waits a moment for replicas to say something, and answers them."""
-        ray = _import_ray()
-        replies = {held.reply: held for held in self._held.values() if held.reply is not None}
-        if not ray.wait([*replies], timeout=1.0)[0]:
-            self._check_room()
+    def _poll(self) -> list[JobResult]:
+        """Waits up to a second for replies of replicas, and handles them."""
+        ray = import_ray()
+        pending = {h.reply: h for h in self._handles.values() if h.reply is not None}
+        if not ray.wait([*pending], timeout=1.0)[0]:
+            self._check_placement()
             return []
-        found: list[JobResult] = []
-        for reply in ray.wait([*replies], num_returns=len(replies), timeout=0)[0]:
-            held = replies[reply]
+        results: list[JobResult] = []
+        for reply in ray.wait([*pending], num_returns=len(pending), timeout=0)[0]:
+            handle = pending[reply]
             try:
-                found += self._heard(held, ray.get(reply))
+                results += self._handle_reply(handle, ray.get(reply))
             except ray.exceptions.RayTaskError as error:
-                # which holds what the replica's process has to say of it
+                # Its cause is the error that the replica's process raised.
                 raise error.cause from error
             except ray.exceptions.RayError as error:
-                self._lost(held, error)
-        return found
+                self._replica_died(handle, error)
+        return results
 
-    def _heard(self, held: "_ReplicaHandle", said: Any) -> list[JobResult]:
-        """Takes what a replica has said, and asks it for what comes next."""
-        if held.stage == "placing":
-            held.stage, held.node = "loading", said
-            held.reply = held.actor.load.remote(self._make, self._devices, self._gpus)
+    def _handle_reply(self, handle: _ReplicaHandle, reply: Any) -> list[JobResult]:
+        """Takes a replica's reply, and requests the next one."""
+        if handle.stage == "placing":
+            handle.stage, handle.node = "loading", reply
+            handle.reply = handle.actor.load.remote(self._make, self._devices, self._gpus)
             return []
-        if held.stage == "loading":
-            held.stage, held.reply, self._failed_starts = "ready", None, 0
+        if handle.stage == "loading":
+            handle.stage, handle.reply, self._failed_starts = "ready", None, 0
             return []
-        pairs, ended = said
-        job = held.job
+        pairs, done = reply
+        job = handle.job
         assert job is not None
         new = {key: value for key, value in pairs if key not in job.arrived}
         job.arrived.update(new)
         if new:
             job.deaths = 0
-        if ended:
-            held.stage, held.reply, held.job = "ready", None, None
+        if done:
+            handle.stage, handle.reply, handle.job = "ready", None, None
         else:
-            held.reply = held.actor.more.remote()
-        return [JobResult(job.piece, key, value, held.number) for key, value in new.items()]
+            handle.reply = handle.actor.next_results.remote()
+        return [JobResult(job.task, key, value, handle.number) for key, value in new.items()]
 
-    def _lost(self, held: "_ReplicaHandle", error: Exception) -> None:
-        """Puts another replica in the place of one that has died, and its piece in front of those
-        that wait."""
-        reason, where = _reason(error), f" on {held.node}" if held.node else ""
-        self._end(held.number)
-        if held.job:
-            held.job.deaths += 1
-            if held.job.deaths == _DEATHS:
+    def _replica_died(self, handle: _ReplicaHandle, error: Exception) -> None:
+        """Spawns another replica for one that has died, and puts its job back at the front."""
+        reason, where = _death_reason(error), f" on {handle.node}" if handle.node else ""
+        self._kill(handle.number)
+        if handle.job:
+            handle.job.deaths += 1
+            if handle.job.deaths == _MAX_DEATHS:
                 raise ValueError(
-                    f"{held.job.piece} ended {_DEATHS} replicas one after the other, the "
+                    f"{handle.job.task} ended {_MAX_DEATHS} replicas one after the other, the "
                     f"last{where} ({reason}); take it out of the input, or give a replica more "
                     "memory"
                 ) from error
-            self._waiting.appendleft(held.job)
+            self._queue.appendleft(handle.job)
         else:
             self._failed_starts += 1
-            if self._failed_starts == _DEATHS:
+            if self._failed_starts == _MAX_DEATHS:
                 raise ValueError(
-                    f"{_DEATHS} replicas one after the other died as they started, the last{where} "
-                    f"({reason}); look whether the nodes have the memory for the model, and the "
-                    "same jaxshare installed"
+                    f"{_MAX_DEATHS} replicas one after the other died as they started, the "
+                    f"last{where} ({reason}); check that the nodes have the memory for the model, "
+                    "and the same jaxshare installed"
                 ) from error
         _log.warning(
-            "replica %d%s is lost (%s); another takes its place", held.number, where, reason
+            "replica %d%s is lost (%s); another takes its place", handle.number, where, reason
         )
-        self._hire()
+        self._spawn()
 
-    def _end(self, number: int) -> None:
-        """Ends a replica, if it is still there."""
-        held = self._held.pop(number)
+    def _kill(self, number: int) -> None:
+        """Ends a replica, if it still runs."""
+        handle = self._handles.pop(number)
         with contextlib.suppress(Exception):  # of many kinds, where the cluster itself is gone
-            _import_ray().kill(held.actor, no_restart=True)
+            import_ray().kill(handle.actor, no_restart=True)
 
-    def _check_room(self) -> None:
-        """Finds it out when nothing runs because the nodes have no room."""
-        if any(held.stage != "placing" for held in self._held.values()):
+    def _check_placement(self) -> None:
+        """Raises ValueError if for a while no node has had room for any replica."""
+        if any(handle.stage != "placing" for handle in self._handles.values()):
             self._idle_since = 0.0
             return
         self._idle_since = self._idle_since or time.monotonic()
-        if time.monotonic() - self._idle_since > _ROOM_SECONDS:
+        if time.monotonic() - self._idle_since > _PLACEMENT_SECONDS:
             raise ValueError(
-                f"no node of the Ray cluster has had room for a replica for {_ROOM_SECONDS} "
-                "seconds; wait for what else runs there, or add nodes"
+                "no node of the Ray cluster has had room for a replica for "
+                f"{_PLACEMENT_SECONDS} seconds; wait for what else runs there, or add nodes"
             )
 
 
-@dataclasses.dataclass
-class _Job:
-    """A piece that is to be done, what has arrived of it, and the replicas that died over it since
-    something last did."""
-
-    piece: Any
-    arrived: set[Hashable] = dataclasses.field(default_factory=set)
-    deaths: int = 0
-
-
-@dataclasses.dataclass
-class _ReplicaHandle:
-    """What the driver knows of a replica; `reply` is what it has been asked for, or None while it
-    waits for a piece."""
-
-    number: int
-    actor: Any
-    reply: Any
-    stage: Literal["placing", "loading", "ready", "working"] = "placing"
-    node: str = ""
-    job: _Job | None = None
-
-
-class _Replica:
-    """What runs in a process of its own on some node. The work goes on while what it has made is on
-    its way."""
-
-    def __init__(self):
-        self._work: Work | None = None
-        self._made: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def node(self) -> str:
-        """Where this is: answers as soon as there is room."""
-        return f"node {socket.gethostname()} ({_import_ray().util.get_node_ip_address()})"
-
-    def load(self, make: Callable[[], Work], devices: int, gpus: bool) -> None:
-        """Makes what does the work, on devices that JAX is told of before it looks for any."""
-        try:
-            _claim(devices, gpus)
-            self._work = make()
-        except (ValueError, OSError, NotImplementedError, ImportError) as error:
-            raise ValueError(f"{self.node()} cannot make its replica: {error}") from error
-
-    def begin(
-        self, piece: Any, arrived: Collection[Hashable]
-    ) -> tuple[list[tuple[Hashable, Any]], bool]:
-        """Begins a piece, and goes on as `more` does."""
-        assert self._work is not None
-        self._made = queue.SimpleQueue()
-        threading.Thread(
-            target=_do,
-            args=(self._work, piece, arrived, self._made),
-            name="jaxshare-piece",
-            daemon=True,
-        ).start()
-        return self.more()
-
-    def more(self) -> tuple[list[tuple[Hashable, Any]], bool]:
-        """Waits until something is made: all that has been since, and whether the piece is done."""
-        pairs = []
-        made = self._made.get()
-        while True:
-            if isinstance(made, BaseException):
-                raise made
-            if made is None:
-                return pairs, True
-            pairs.append(made)
-            try:
-                made = self._made.get_nowait()
-            except queue.Empty:
-                return pairs, False
-
-
-def _do(
-    work: Work, piece: Any, arrived: Collection[Hashable], made: "queue.SimpleQueue[Any]"
-) -> None:
-    """Does a piece; ends with None or with what went wrong."""
-    try:
-        for pair in work(piece, arrived):
-            made.put(pair)
-        made.put(None)
-    except BaseException as error:  # it is the driver's to see, whatever it is
-        made.put(error)
-
-
-def _claim(devices: int, gpus: bool) -> None:
-    """Tells JAX which devices are this replica's.
-
-    Raises:
-      ValueError: Ray has given GPUs that JAX cannot use.
-    """
-    if not gpus:
-        # threads of XLA, which would otherwise take every core of the node
-        os.environ["PJRT_NPROC"] = str(devices)
-    import jax
-
-    if not gpus:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", devices)
-    elif jax.default_backend() == "cpu" or jax.local_device_count() < devices:
-        raise ValueError(
-            f"Ray has {devices} GPUs for it, but JAX has {jax.local_device_count()} devices of "
-            f"kind {jax.default_backend()}; pip install 'jaxshare[cuda13]' there"
-        )
-
-
-def _import_ray() -> Any:
-    try:
-        import ray
-        import ray.exceptions
-        import ray.util
-    except ImportError as error:
-        raise ValueError(
-            "replicas on several machines run on Ray, which is not installed: pip install "
-            "'jaxshare[ray]'"
-        ) from error
-    return ray
-
-
-def _connect(address: str, leaving: contextlib.ExitStack) -> None:
-    """Connects to a cluster, or starts one; `leaving` undoes it."""
-    ray = _import_ray()
-    settings: dict[str, Any] = {
-        "address": address,
-        "log_to_driver": False,
-        "logging_level": "ERROR",
-    }
-    if address == "local":
-        short = (
-            tempfile.gettempdir()
-            if len(tempfile.gettempdir()) < _SOCKET_FOLDER - len("/jaxshare-12345678")
-            else "/tmp"
-        )
-        folder = tempfile.mkdtemp(prefix="jaxshare-", dir=short)
-        leaving.callback(shutil.rmtree, folder, ignore_errors=True)
-        settings |= {
-            "include_dashboard": False,
-            "object_store_memory": _STORE_BYTES,
-            "_temp_dir": folder,
-        }
-    else:
-        _probe(address)
-    leaving.callback(ray.shutdown)
-    leaving.enter_context(contextlib.redirect_stdout(_Aside(sys.stdout)))
-    with _unreported():
-        try:
-            ray.init(**settings)
-        except Exception as error:  # of many kinds
-            what = (
-                "a Ray cluster cannot be started on this machine"
-                if address == "local"
-                else f"the Ray cluster at {address} is not there"
-            )
-            raise ValueError(f"{what} ({first_line(error)}); {_start(address)}") from error
-
-
-def _probe(address: str) -> None:
-    """Finds out whether a cluster answers. Ray itself waits for minutes at an address that is down,
-    and then ends the process."""
-    if address != "auto":
-        host, _, port = address.removeprefix("ray://").rpartition(":")
-        try:
-            socket.create_connection((host, int(port)), timeout=_PROBE_SECONDS).close()
-        except (OSError, OverflowError) as error:
-            raise ValueError(
-                f"nobody answers at the Ray address {address} ({error}); {_start(address)}"
-            ) from error
-    program = (
-        "import sys, ray\ntry:\n    ray.init(sys.argv[1], log_to_driver=False, "
-        "logging_level='CRITICAL')\nexcept Exception as error:\n    print(' "
-        "'.join(str(error).split()))\n    sys.exit(1)\n"
-    )
-    with _unreported():
-        try:
-            tried = subprocess.run(
-                [sys.executable, "-c", program, address],
-                capture_output=True,
-                text=True,
-                timeout=_CONNECT_SECONDS,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise ValueError(
-                f"what is at the Ray address {address} has not answered as a Ray cluster in "
-                f"{_CONNECT_SECONDS} seconds; look at the address and, if the cluster asks for a "
-                "token, give it by RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
-            ) from error
-    if tried.returncode:
-        said = (
-            tried.stdout.strip() or (tried.stderr.strip().splitlines() or ["no reason given"])[-1]
-        )
-        raise ValueError(
-            f"the Ray cluster at {address} cannot be used ({said[:300]}); {_start(address)}"
-        )
-
-
-def _start(address: str) -> str:
-    """What would do where a cluster is not there."""
-    if address == "local":
-        return "look whether this machine has memory and room for sockets and shared memory"
-    return "start one with `ray start --head`, and run this where `ray start --address=HOST:PORT` has been run, or leave the address out"
-
-
-def _unreported() -> contextlib.AbstractContextManager[None]:
-    """Ray counts its users unless told otherwise when it starts."""
-    return environment(RAY_USAGE_STATS_ENABLED="0")
-
-
-class _Aside:
-    """Standard output, but for what Ray's threads print of nodes and processes: stdout is for
-    results, so that goes to stderr."""
-
-    def __init__(self, stdout: Any):
-        self._stdout = stdout
-
-    def write(self, text: str) -> int:
-        return self._target().write(text)
-
-    def flush(self) -> None:
-        self._target().flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stdout, name)
-
-    def _target(self) -> Any:
-        return sys.stderr if threading.current_thread().name.startswith("ray_") else self._stdout
-
-
-def _reason(error: Exception) -> str:
-    """Why a replica died, of the paragraph that Ray writes about it."""
-    said = " ".join(str(error).split())
-    return (said.rpartition("The actor is dead because ")[2] or type(error).__name__)[:300]
+def _death_reason(error: Exception) -> str:
+    """The reason of a replica's death, from the paragraph that Ray writes about it."""
+    text = " ".join(str(error).split())
+    return (text.rpartition("The actor is dead because ")[2] or type(error).__name__)[:300]

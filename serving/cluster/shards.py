@@ -1,5 +1,7 @@
-"""Shards: branches over the replicas of a fleet. A run is cut into runs of neighbouring
-completions, several for each replica."""
+"""Shards: branches over the replicas of a pool.
+
+A run is cut into runs of neighbouring completions, several for each replica.
+"""
 
 import collections
 import dataclasses
@@ -14,29 +16,29 @@ import numpy as np
 from jaxshare.models import LoadedModel
 from jaxshare.serving.branches.prompt_tree import Prompt, Prompts, read_prompts
 from jaxshare.serving.branches.run import Branches, Completion
-from jaxshare.serving.branches.sharing_plan import fold, unique_tokens
+from jaxshare.serving.branches.sharing_plan import build_prefix_tree, unique_tokens
 from jaxshare.serving.cluster.ray_pool import RayPool, Work
 from jaxshare.serving.inputs import encode
 
-_SHARDS_OF_A_REPLICA = 4
-"""So that a slow node does not hold all up at the end."""
-_MOST_COMPLETIONS = 4096
-"""Of a shard: sixteen waves of as many rows as run at once, so that little is lost at its end."""
+_SHARDS_PER_REPLICA = 4
+"""More than one, so that a slow node does not delay the end of the run much."""
+_MAX_COMPLETIONS = 4096
+"""The maximum size of a shard: sixteen waves of 256 rows, so that few rows idle at its end."""
 _COST = "cost"
-"""The key of what a shard took; those of completions are pairs of numbers."""
+"""The key of a shard's `Cost`; those of completions are pairs of numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Neighbours in the tree of all prompts.
+    """A part of a run: completions that are neighbours in the tree of all prompts.
 
     Attributes:
       prompts: with their numbers in the whole run.
-      places: (prompt, index) of the completions to sample.
+      sample_ids: (prompt, index) of the completions to sample.
     """
 
     prompts: tuple[Prompt, ...]
-    places: tuple[tuple[int, int], ...]
+    sample_ids: tuple[tuple[int, int], ...]
 
     def __str__(self) -> str:
         numbers = sorted(prompt.number for prompt in self.prompts)
@@ -46,17 +48,19 @@ class Shard:
         return f"the shard of prompt{'s' * (len(numbers) > 1)} {shown} (counted from 0)"
 
     def skipped(self, arrived: Collection[Hashable] = ()) -> set[tuple[int, int]]:
-        """(prompt, index) of completions of its prompts that are another shard's, or have
-        arrived."""
-        wanted = {*self.places}.difference(arrived)
+        """The completions of its prompts not to sample, as (prompt, index).
+
+        They are those of other shards, and those that have arrived.
+        """
+        needed = {*self.sample_ids}.difference(arrived)
         return {
             (prompt.number, index) for prompt in self.prompts for index in range(prompt.n)
-        } - wanted
+        } - needed
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a shard took on its replica: see `Completions`. `rows` ran at a time."""
+    """The cost of a shard on its replica; see `Completions`."""
 
     passes: int
     kv_bytes: int
@@ -65,27 +69,28 @@ class Cost:
 
 
 def cut(prompts: Sequence[Prompt], skip: Collection[tuple[int, int]], shards: int) -> list[Shard]:
-    """Cuts a run into so many shards of nearly equal size, or more where these would be large.
+    """Cuts a run into shards of nearly equal size.
 
     Args:
       prompts: of the whole run, in any order; in the shards they are in the order of their tokens,
-        so that what begins alike is together.
-      skip: (prompt, index) of completions that are not wanted.
-      shards: at least 1; fewer are made of fewer completions.
+        so that common prefixes are together.
+      skip: (prompt, index) of completions to leave out.
+      shards: their number, at least 1; it becomes larger where shards would be too large, and
+        smaller where there are fewer completions.
     """
     skip = {*skip}
     ordered = sorted(prompts, key=lambda prompt: np.asarray(prompt.tokens, np.int32).tobytes())
-    wanted = [
+    samples = [
         (prompt, index)
         for prompt in ordered
         for index in range(prompt.n)
         if (prompt.number, index) not in skip
     ]
-    count = max(min(shards, len(wanted)), -(-len(wanted) // _MOST_COMPLETIONS))
-    ends = [len(wanted) * i // count for i in range(count + 1)] if count else [0]
+    count = max(min(shards, len(samples)), -(-len(samples) // _MAX_COMPLETIONS))
+    bounds = [len(samples) * i // count for i in range(count + 1)] if count else [0]
     found = []
-    for first, end in itertools.pairwise(ends):
-        part = wanted[first:end]
+    for start, end in itertools.pairwise(bounds):
+        part = samples[start:end]
         found.append(
             Shard(
                 tuple({prompt.number: prompt for prompt, _ in part}.values()),
@@ -96,25 +101,24 @@ def cut(prompts: Sequence[Prompt], skip: Collection[tuple[int, int]], shards: in
 
 
 class Shards:
-    """A run of branches on the replicas of a fleet: `stream` yields the completions of all of them
-    as they end.
+    """A run of branches on the replicas of a pool.
 
-    A completion depends on its prompt's number, its own number and the seed alone, so it is the
-    same on whichever replica it runs, and what a lost replica has not finished is sampled again
-    elsewhere with the same texts.
+    `stream` yields the completions of all replicas as they end. A completion depends on its
+    prompt's number, its own number and the seed alone, so it is the same on every replica, and
+    what a lost replica has not finished is sampled again elsewhere with the same texts.
 
     Attributes:
       prompt_tokens, unique_tokens: see `Completions`.
-      sampled_tokens: of the completions that have come, so far.
-      passes, kv_bytes: of all replicas together, of shards that have ended: what a lost replica did
-        is not known.
-      compile_seconds: of the replica that has compiled longest; of shards that have ended.
-      seconds: of wall time since the run began, so far, without these.
+      sampled_tokens: of the completions that have arrived so far.
+      passes, kv_bytes: of all replicas together, in shards that have ended: the costs of a lost
+        replica are not known.
+      compile_seconds: of the replica that has compiled longest, in shards that have ended.
+      seconds: of wall time since the run started, so far, without these.
     """
 
     def __init__(
         self,
-        fleet: RayPool,
+        pool: RayPool,
         load: Callable[[], LoadedModel],
         model: LoadedModel,
         prompts: Prompts,
@@ -123,44 +127,44 @@ class Shards:
         skip: Collection[tuple[int, int]] = (),
         **settings: Any,
     ):
-        """Cuts the run, and waits until the first replica has loaded its model and found that the
-        longest prompt fits.
+        """Cuts the run, and waits until one replica has a model and checked the longest prompt.
 
         Args:
-          fleet: connected.
-          load: gives a replica its model; pickled, and called in its process.
-          model: whose tokenizer reads the prompts; without parameters will do
+          pool: connected.
+          load: returns a replica's model; pickled, and called in its process.
+          model: its tokenizer reads the prompts; parameters are not needed
             (`jaxshare.models.outline`).
-          prompts, n, skip: as in `Branches`.
-          settings: others of `Branches`, but for `prefix`; bounds on rows and memory are each
-            replica's.
+          prompts, n, skip: see `Branches`.
+          settings: other arguments of `Branches`, except `prefix`; bounds on rows and memory are
+            each replica's.
 
         Raises:
-          ValueError: as in `Branches` and `RayPool.start`.
+          ValueError: see `Branches` and `RayPool.start`.
         """
         read = read_prompts(prompts, n, lambda text, first: encode(model, text, first=first))
-        self.prompt_tokens, self.unique_tokens = (
-            sum(len(prompt.tokens) for prompt in read),
-            unique_tokens(fold(read)),
-        )
+        self.prompt_tokens = sum(len(prompt.tokens) for prompt in read)
+        self.unique_tokens = unique_tokens(build_prefix_tree(read))
         self.sampled_tokens = self.passes = 0
         self._seconds = 0.0
-        self._fleet, self._peaks, self._compiled = fleet, {}, collections.Counter[int]()
+        self._pool = pool
+        self._peaks: dict[int, int] = {}  # kv_bytes of each replica
+        self._compiled = collections.Counter[int]()  # seconds of each replica
         self._rows: int | None = None
-        self._shards = cut(read, skip, _SHARDS_OF_A_REPLICA * fleet.replicas)
+        self._shards = cut(read, skip, _SHARDS_PER_REPLICA * pool.replicas)
         longest = max(read, key=lambda prompt: len(prompt.tokens))
-        fleet.start(
-            functools.partial(_sampler, load, longest, settings), most=max(1, len(self._shards))
+        pool.start(
+            functools.partial(_make_work, load, longest, settings),
+            max_replicas=max(1, len(self._shards)),
         )
 
     @property
     def rows(self) -> int | None:
-        """Completions that run at a time on one replica; None before a shard has ended."""
+        """The number of completions at a time on one replica; None before a shard has ended."""
         return self._rows
 
     @property
     def notes(self) -> list[str]:
-        """None: what is chosen is each replica's matter, whose device this process does not see."""
+        """Empty: the choices are each replica's, and this process does not see its device."""
         return []
 
     @property
@@ -179,14 +183,14 @@ class Shards:
         """Runs, and yields every completion as it ends. To be called once.
 
         Args:
-          on_pass: called with this run whenever a completion has come.
+          on_pass: called with this run after each completion.
 
         Raises:
-          ValueError: as in `RayPool.run`.
+          ValueError: see `RayPool.run`.
         """
-        began = time.perf_counter()
-        for result in self._fleet.run(self._shards):
-            self._seconds = time.perf_counter() - began
+        start = time.perf_counter()
+        for result in self._pool.run(self._shards):
+            self._seconds = time.perf_counter() - start
             if result.key == _COST:
                 self.passes += result.value.passes
                 self._compiled[result.replica] += result.value.compile_seconds
@@ -201,8 +205,8 @@ class Shards:
             yield result.value
 
 
-def _sampler(load: Callable[[], LoadedModel], longest: Prompt, settings: dict[str, Any]) -> Work:
-    """What does shards on one replica. Refuses at once what cannot fit there."""
+def _make_work(load: Callable[[], LoadedModel], longest: Prompt, settings: dict[str, Any]) -> Work:
+    """The work function of one replica; a ValueError at once if the longest prompt cannot fit."""
     model = load()
     Branches(model, [longest], **settings)
     return functools.partial(_sample, model, settings)

@@ -253,7 +253,7 @@ def execute_on(fleet: RayPool, load: Callable[[], LoadedModel]) -> Execute:
     def run(
         wanted: Sequence[RunSpec], on_pass: Callable[[int], None]
     ) -> Iterator[tuple[RunSpec, Run | ValueError]]:
-        fleet.start(functools.partial(_solver, load), most=len(wanted))
+        fleet.start(functools.partial(_solver, load), max_replicas=len(wanted))
         for result in fleet.run(wanted):
             yield result.piece, result.value
 

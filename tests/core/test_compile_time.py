@@ -146,7 +146,7 @@ def test_shards_report_the_replica_that_compiled_longest():
     class Fleet:
         replicas = 2
 
-        def start(self, make, most):
+        def start(self, make, max_replicas):
             pass
 
         def run(self, shards):

@@ -1,4 +1,4 @@
-"""The arena against a map of who owns which of its tokens, one by one."""
+"""The arena against a map of the owners of its tokens, one by one."""
 
 import dataclasses
 
@@ -20,22 +20,24 @@ SIZES = (1, 5, 100, 127, 128, 129, 200, 256, 300, 512)
 
 
 class Map:
-    """Every token of the arena with its block, or -1."""
+    """The block of each token of the arena, or -1."""
 
     def __init__(self, tokens: int, slots: int):
         self.owners, self.slots = np.full(tokens, -1), slots
 
-    def places(self, capacity: int) -> list[int]:
-        """Where a block could begin: its tokens are free, and it begins on a tile if it is as large
-        as one."""
+    def offsets(self, capacity: int) -> list[int]:
+        """The possible offsets of a block.
+
+        Its tokens are free, and it starts on a tile if it is as large as one.
+        """
         return [
-            at
-            for at in range(0, len(self.owners) - capacity + 1, TILE if capacity >= TILE else 1)
-            if (self.owners[at : at + capacity] == -1).all()
+            offset
+            for offset in range(0, len(self.owners) - capacity + 1, TILE if capacity >= TILE else 1)
+            if (self.owners[offset : offset + capacity] == -1).all()
         ]
 
     def extents(self) -> list[tuple[int, int]]:
-        """(offset, capacity) of every slot."""
+        """The (offset, capacity) of every slot."""
         found = [np.flatnonzero(self.owners == block) for block in range(self.slots)]
         assert all((np.diff(tokens) == 1).all() for tokens in found)
         return [(int(tokens[0]), len(tokens)) if len(tokens) else (0, 0) for tokens in found]
@@ -46,8 +48,8 @@ def settled(arena: Arena) -> list[tuple[int, int]]:
     extents = [
         *zip(np.asarray(cache.offsets).tolist(), np.asarray(cache.capacities).tolist(), strict=True)
     ]
-    # where a free slot lies means nothing
-    return [(at, size) if size else (0, 0) for at, size in extents]
+    # the offset of a free slot means nothing
+    return [(offset, size) if size else (0, 0) for offset, size in extents]
 
 
 TAKE = st.tuples(st.just("take"), st.sampled_from(SIZES), st.booleans())
@@ -68,8 +70,10 @@ SETTLE = st.tuples(st.just("settle"), st.none(), st.none())
     ]
 )
 def test_what_is_taken_and_given_back_is_what_the_cache_has(actions):
-    """Low blocks lie as low as they can and high ones as high, so a hole that did not merge or was
-    forgotten shows."""
+    """Low blocks are as low as possible and high ones as high.
+
+    So a free run that was not merged, or was lost, shows.
+    """
     arena, expected = Arena(MODEL, TOKENS, SLOTS), Map(TOKENS, SLOTS)
     held: list[int] = []
     written = np.zeros(SLOTS, int)  # tokens in each block, as passes would leave them
@@ -77,7 +81,7 @@ def test_what_is_taken_and_given_back_is_what_the_cache_has(actions):
     def check():
         nonlocal written
         arena.cache = arena.settle()
-        # what was there stays, what is new is empty
+        # old blocks stay, new ones are empty
         np.testing.assert_array_equal(arena.cache.lengths, written)
         assert settled(arena) == expected.extents()
         written = np.asarray(arena.cache.capacities)
@@ -85,13 +89,13 @@ def test_what_is_taken_and_given_back_is_what_the_cache_has(actions):
 
     for action, value, high in actions:
         if action == "take":
-            block, places = arena.take(value, high=high), expected.places(value)
-            if not places or len(held) == SLOTS:
+            block, offsets = arena.take(value, high=high), expected.offsets(value)
+            if not offsets or len(held) == SLOTS:
                 assert block is None
             else:
                 assert block is not None and 0 <= block < SLOTS and block not in held
-                at = max(places) if high else min(places)
-                expected.owners[at : at + value] = block
+                offset = max(offsets) if high else min(offsets)
+                expected.owners[offset : offset + value] = block
                 held.append(block)
                 written = np.where(np.arange(SLOTS) == block, 0, written)
         elif action == "give" and held:
@@ -109,8 +113,10 @@ def test_what_is_taken_and_given_back_is_what_the_cache_has(actions):
 
 
 def test_low_and_high_blocks_are_kept_apart():
-    """Prompts below, rows above: what rows leave behind is one piece again, whatever the order in
-    which they end."""
+    """Prompts are below, rows above.
+
+    The tokens of ended rows are one free run again, whatever the order in which rows end.
+    """
     arena = Arena(MODEL, TOKENS, 16)
     prompts = [arena.take(size) for size in (130, 60, 256)]
     rows = [arena.take(50, high=True) for _ in range(6)]
@@ -129,11 +135,11 @@ def test_nothing_changes_until_it_is_settled():
     assert arena.cache is before and not np.asarray(before.capacities).any()
     assert settled(arena)[block] == (0, 100)
     cache = arena.cache
-    assert arena.settle() is cache  # and nothing is done where nothing is new
+    assert arena.settle() is cache  # without changes it does nothing
 
 
 def test_a_block_given_back_and_taken_again_is_empty():
-    """Between two settlements, in the same slot and at the same place."""
+    """It is so even between two calls of `settle`, in the same slot and at the same offset."""
     arena = Arena(MODEL, TOKENS, 4)
     kept, block = arena.take(200), arena.take(100)
     arena.cache = dataclasses.replace(
@@ -156,11 +162,11 @@ def test_an_arena_is_as_large_as_asked():
 
 
 @pytest.mark.parametrize(
-    ("most", "tokens"),
+    ("limit", "tokens"),
     [(1, 1), (127, 127), (128, 128), (255, 128), (2047, 1920), (2048, 2048), (2559, 2048)],
 )
-def test_whole_tiles(most, tokens):
-    assert whole_tiles(most) == tokens
+def test_whole_tiles(limit, tokens):
+    assert whole_tiles(limit) == tokens
 
 
 @settings(max_examples=60)
@@ -169,7 +175,7 @@ def test_whole_tiles(most, tokens):
     st.lists(st.sampled_from(SIZES), min_size=1, max_size=5),
 )
 def test_blocks_low_and_rows_high_fit_in_their_footprints(blocks, rows):
-    """What is given room by its footprint finds it, in whatever order small and large ones come."""
+    """An arena of the footprints' size has room for the blocks, in any order of their sizes."""
     arena = Arena(MODEL, sum(footprints(blocks)) + sum(footprints(rows)), len(blocks) + len(rows))
     assert all(arena.take(size, high=True) is not None for size in rows)
     assert all(arena.take(size) is not None for size in blocks)
@@ -197,5 +203,5 @@ def test_slots_that_are_added_are_taken_after_the_others_and_leave_blocks_where_
     arena.give_back(0)
     assert [arena.take(10) for _ in range(4)] == [0, 2, 3, 4] and arena.take(1) is None
     extents = settled(arena)
-    assert extents[1] == before[1] and len({at for at, _ in extents}) == 5
+    assert extents[1] == before[1] and len({offset for offset, _ in extents}) == 5
     assert arena.cache.num_blocks == 5 and np.asarray(arena.cache.lengths).tolist() == [0] * 5

@@ -1,5 +1,7 @@
-"""Completions of prompts and of trees of prompts, against a plain loop over each whole prompt
-alone; what they cost; what is refused."""
+"""Completions of prompts and of trees of prompts, their costs, and bad input.
+
+They are compared with a plain loop over each whole prompt alone.
+"""
 
 import dataclasses
 import functools
@@ -31,10 +33,10 @@ HOT = Sampler(
     temperature=3,
     forbidden=tuple(json.loads((EMBEDDED / "generation_config.json").read_text())["eos_token_id"]),
 )
-"""So that nothing ends before it has all its tokens, unless other tokens are to stop it."""
+"""Without stop tokens, so that no row ends before it has all its tokens, unless others stop it."""
 
-# Most tests run a tree of this shape, or one with the same numbers of blocks and rows, so that they
-# share their programs.
+# Most tests run a tree of this shape, or one with the same numbers of blocks and rows, to share
+# programs.
 TOKENS = np.random.default_rng(0).integers(3, 402, 64).tolist()
 BOOK, QUESTION, CHAPTER, SECTION, OTHER = (
     TOKENS[:14],
@@ -68,8 +70,10 @@ def problem(seed: int = 0) -> arithmetic.SumsProblem:
 
 
 def plain_greedy(tokens: Sequence[int], count: int) -> tuple[list[int], float]:
-    """A loop over whole sequences with plain causal attention, and the log-probability of what it
-    chose."""
+    """The greedy tokens of a plain loop, and their log-probability.
+
+    The loop runs whole sequences with plain causal attention.
+    """
     made, total = _plain_greedy(tuple(tokens), count)
     return list(made), total
 
@@ -87,7 +91,7 @@ def _plain_greedy(prompt: tuple[int, ...], count: int) -> tuple[tuple[int, ...],
 
 
 def plain_logits(tokens: Sequence[int]) -> np.ndarray:
-    """float64[T, V] after each token of one whole sequence."""
+    """The logits, float64[T, V], after each token of one whole sequence."""
     padded = np.zeros((1, next(size for size in (64, 256, 512) if len(tokens) <= size)), np.int32)
     padded[0, : len(tokens)] = tokens
     return np.asarray(_causal()(model().params, padded), np.float64)[0, : len(tokens)]
@@ -99,19 +103,19 @@ def _causal():
 
 
 def token_bytes() -> int:
-    """Keys and values of one token, in float32."""
+    """Bytes of the keys and values of one token, in float32."""
     return 2 * model().config.num_layers * model().config.num_kv_heads * model().config.head_dim * 4
 
 
 def texts(done: Completions) -> dict[tuple[int, int], list[int]]:
-    """The tokens of each completion by (prompt, index), which no two have in common."""
+    """The tokens of each completion by (prompt, index), which are unique."""
     found = {(c.prompt, c.index): c.tokens for c in done.completions}
     assert len(found) == len(done.completions)
     return found
 
 
 def with_stops() -> LoadedModel:
-    """The model with the digits for stop tokens, so that rows end at different times."""
+    """The model with the digits as stop tokens, so that rows end at different times."""
     return dataclasses.replace(
         model(), generation=dataclasses.replace(model().generation, stop_tokens=DIGITS)
     )
@@ -119,7 +123,7 @@ def with_stops() -> LoadedModel:
 
 @functools.cache
 def at_once(sampler: Sampler, stops: bool = False, seed: int = 5) -> Completions:
-    """All rows of the forest at once."""
+    """Runs all rows of the forest at once."""
     return generate(
         with_stops() if stops else model(),
         FOREST,
@@ -192,11 +196,11 @@ def test_budgets_and_stops():
 
 @st.composite
 def forests(draw) -> tuple[list[Branch], list[tuple[list[int], int]]]:
-    """Random trees, and their prompts with n in depth-first order.
+    """Draws trees, and their prompts with n in depth-first order.
 
     All have 7 completions below 4 blocks on 3 levels, and lengths that fill an arena of the same
-    size, so they run the same programs. Which node a completion ends at, the order of everything
-    and all tokens are drawn.
+    size, so they run the same programs. The node where a completion ends, all orders and all tokens
+    are drawn.
     """
     short = st.integers(1, 8)
 
@@ -207,7 +211,7 @@ def forests(draw) -> tuple[list[Branch], list[tuple[list[int], int]]]:
         ]
 
     def node(tokens: list[int], rows: int, *below: Branch) -> Branch:
-        """A node where so many completions end, or right below it."""
+        """A node where `rows` completions end, or right below it."""
         ends = draw(st.integers(0, rows))
         firsts = draw(
             st.lists(st.integers(3, 99), min_size=rows - ends, max_size=rows - ends, unique=True)
@@ -226,8 +230,8 @@ def forests(draw) -> tuple[list[Branch], list[tuple[list[int], int]]]:
 
     def walk(branch: Branch, above: list[int]) -> None:
         whole = above + list(branch.text)
-        if wanted := branch.n or (0 if branch.children else 1):
-            ends.append((whole, wanted))
+        if count := branch.n or (0 if branch.children else 1):
+            ends.append((whole, count))
         for child in branch.children:
             walk(child, whole)
 
@@ -271,8 +275,8 @@ def test_every_completion_of_a_tree_is_that_of_its_whole_prompt_alone(forest, sh
 
 @settings(max_examples=8)
 @given(forests(), st.randoms(use_true_random=False))
-def test_a_flat_list_is_folded_whatever_its_order(forest, rng):
-    """Prompts come in any order, and those of several completions several times."""
+def test_a_flat_list_shares_its_prefixes_whatever_its_order(forest, rng):
+    """Prompts are in any order, and those of several completions occur several times."""
     flat = [tokens for tokens, n in forest[1] for _ in range(n)]
     rng.shuffle(flat)
     check_forest(flat, [(tokens, 1) for tokens in flat], True)
@@ -284,8 +288,8 @@ def test_a_tree_keeps_its_32_different_tokens_once():
     assert (done.prompt_tokens, done.unique_tokens) == (65, 32)
     assert [len(tokens) for tokens in texts(done).values()] == [8] * 7
     assert done.kv_bytes == (32 + 7 * 7) * token_bytes()
-    # 7 passes feed what was sampled; the books come first, what stands below them after, and the
-    # section last.
+    # 7 passes feed sampled tokens; before, the books are fed first, then the nodes below them, and
+    # the section last.
     assert done.passes == 7 + 3
     unshared = generate(model(), FOREST, max_new_tokens=NEW, sampler=HOT, seed=5, share=False)
     assert texts(unshared) == texts(done)
@@ -294,8 +298,10 @@ def test_a_tree_keeps_its_32_different_tokens_once():
 
 @pytest.mark.parametrize("share", [True, False])
 def test_a_pass_reads_every_cached_token_once(share):
-    """The cache and layout are those that a run has at its end, when every row's block has room for
-    one token more."""
+    """The cache and layout are those at the end of a run.
+
+    Then every row's block has room for one token more.
+    """
     found: list[int] = []
 
     def read(run: Branches) -> None:
@@ -308,13 +314,15 @@ def test_a_pass_reads_every_cached_token_once(share):
 
     generate(model(), FOREST, max_new_tokens=NEW, sampler=HOT, seed=5, share=share, on_tokens=read)
     cached = (32 if share else 117) + 7 * 7
-    assert found == [cached + 7]  # each row brings one
+    assert found == [cached + 7]  # each row feeds one
 
 
 @pytest.mark.slow
 def test_what_pays_is_shared_and_the_rest_copied():
-    """A tile costs 1, shared or a row's own: to share a long document among three rows pays, a
-    short question among two does not."""
+    """A tile costs 1, shared or a row's own.
+
+    Sharing a long document among three rows pays, a short question among two does not.
+    """
     rng = np.random.default_rng(1)
     document, first, second = (rng.integers(3, 402, size).tolist() for size in (200, 5, 7))
     costs = Costs(shared_start=0, shared_tile=1, shared_token_row=0, private_row=0, private_tile=1)
@@ -337,10 +345,10 @@ def test_what_pays_is_shared_and_the_rest_copied():
 @pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("max_rows", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_waves_give_what_all_rows_at_once_give(max_rows, stops):
-    """Rows that end are replaced at once: while completions wait, every row is at work."""
+    """Rows that end are replaced at once: while completions wait, every row runs."""
     expected, done = at_once(HOT, stops), []
 
-    def every_row_is_at_work(run: Branches) -> None:
+    def every_row_runs(run: Branches) -> None:
         assert len(run.running()) == min(max_rows, 7 - len(done))
 
     run = Branches(
@@ -352,7 +360,7 @@ def test_waves_give_what_all_rows_at_once_give(max_rows, stops):
         share=True,
         max_rows=max_rows,
     )
-    for completion in run.stream(every_row_is_at_work):
+    for completion in run.stream(every_row_runs):
         done.append(completion)
     done.sort(key=lambda c: (c.prompt, c.index))
     assert [(c.prompt, c.index, c.tokens) for c in done] == [
@@ -368,10 +376,10 @@ def test_waves_give_what_all_rows_at_once_give(max_rows, stops):
     rows = [0] * max_rows
     for taken in passes:
         rows[int(np.argmin(rows))] += taken
-    # the rest feeds the prompts: a section, what stands above, and above that; 5 nodes in all
+    # the rest feeds the prompts: the section, its parent, and its grandparent; 5 nodes in all
     assert 3 <= run.passes - max(rows) <= 5
     if stops:
-        # what waves that wait for their last row take
+        # the passes of waves that wait for their last row
         assert max(rows) < sum(max(passes[i : i + max_rows]) for i in range(0, 7, max_rows))
 
 
@@ -382,8 +390,7 @@ def test_greedy_waves_equal_the_plain_loop():
 
 @pytest.mark.parametrize("tokens", [31, pytest.param(47, marks=pytest.mark.slow)])
 def test_a_bound_on_memory_is_kept_and_changes_no_text(tokens):
-    """31 tokens hold one completion of the longest prompt, 14 + 5 + 4 + 8, and nothing beside
-    it."""
+    """31 tokens hold one completion of the longest prompt, 14 + 5 + 4 + 8, and no more."""
     done = generate(
         with_stops(),
         FOREST,
@@ -396,7 +403,7 @@ def test_a_bound_on_memory_is_kept_and_changes_no_text(tokens):
     assert 23 * token_bytes() < done.kv_bytes <= tokens * token_bytes()
 
 
-def test_a_bound_one_token_too_low_says_what_is_needed_and_what_there_is():
+def test_a_bound_one_token_too_low_names_what_is_needed_and_what_there_is():
     need, room = f"{31 * token_bytes():,}", f"{30 * token_bytes():,}"
     with pytest.raises(
         ValueError,
@@ -406,9 +413,11 @@ def test_a_bound_one_token_too_low_says_what_is_needed_and_what_there_is():
         generate(model(), FOREST, max_new_tokens=NEW, max_kv_bytes=31 * token_bytes() - 1)
 
 
-def test_a_prefix_that_lies_in_the_way_is_fed_again():
-    """The first prompt's one token lies below the book. When it is gone there is room enough for
-    the section, but in two pieces."""
+def test_a_prefix_that_fragments_memory_is_fed_again():
+    """The first prompt's one token is below the book.
+
+    Once it is freed there is room enough for the section, but in two pieces.
+    """
     tree = [
         Branch(TOKENS[40:41], n=2),
         Branch(BOOK, [Branch(CHAPTER, [Branch(SECTION, n=3)], n=1)], n=1),
@@ -425,7 +434,7 @@ def test_a_prefix_that_lies_in_the_way_is_fed_again():
             max_kv_bytes=bound,
         )
 
-    # One of the first two is to run beside the book.
+    # One of the first two must run beside the book.
     seed, loose = next(
         (seed, done)
         for seed in range(20)
@@ -439,7 +448,7 @@ def test_a_prefix_that_lies_in_the_way_is_fed_again():
 def test_a_text_depends_on_its_prompt_and_its_numbers_alone():
     options = {"max_new_tokens": NEW, "sampler": HOT, "seed": 5, "share": True, "max_rows": 3}
     expected = texts(at_once(HOT))
-    # only the question leaves n to the call
+    # only the question takes its n from the call
     more = texts(generate(model(), FOREST, n=2, **options))
     assert list(more) == [(0, 0), (0, 1), *NUMBERS[1:]]
     assert {number: more[number] for number in NUMBERS} == expected
@@ -486,7 +495,7 @@ def test_everything_skipped_runs_nothing():
 
 
 def test_completions_come_as_they_end():
-    # The second of the first three rows is to end before the first.
+    # The second of the first three rows must end before the first.
     seed = next(
         seed
         for seed in range(40)
@@ -516,8 +525,7 @@ def test_completions_come_as_they_end():
 
 
 def test_the_prompts_text_and_tokens_are_the_same():
-    """Nodes of text are encoded as one text, even where a token of the whole straddles two of
-    them."""
+    """Nodes of text are encoded as one text, even where a token straddles two of them."""
     parts = PROMPT[:7], PROMPT[7:31], PROMPT[31:]
     done = generate(
         model(),

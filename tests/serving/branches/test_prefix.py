@@ -1,5 +1,4 @@
-"""Prefixes that are kept: calls with them against calls with the whole prompts, and the store as it
-fills, empties and is in use."""
+"""Stored prefixes: calls with them against calls with the whole prompts, and a store's life."""
 
 import dataclasses
 import functools
@@ -34,28 +33,28 @@ NEW = 8
 
 @functools.cache
 def the_store() -> Prefixes:
-    """One for all tests, so that they share their programs."""
+    """A store for all tests, so that they share programs."""
     return Prefixes(model(), max_tokens=512)
 
 
 @pytest.fixture
 def store() -> Iterator[Prefixes]:
-    """Every test hands it back as it found it: empty."""
+    """An empty store, which every test must leave empty."""
     arena = the_store().arena
     yield the_store()
     if arena.busy or arena.free != 512:
-        the_store.cache_clear()  # so that one test that fails fails alone
+        the_store.cache_clear()  # a failing test must not fail the others
     assert not arena.busy
     assert arena.free == 512
 
 
 def greedy(prompts: list[list[int]]) -> list[list[int]]:
-    """Two completions of each."""
+    """Two greedy completions of each prompt."""
     return [plain_greedy(tokens, NEW)[0] for tokens in prompts for _ in range(2)]
 
 
 def test_completions_below_a_prefix_are_those_of_whole_prompts(store):
-    """The document is longer than one pass of prefill takes."""
+    """The document is longer than one pass of prefill."""
     with store.add(DOCUMENT) as document:
         assert document.tokens == 300
         np.testing.assert_allclose(document.logits, plain_logits(DOCUMENT)[-1], atol=1e-3)
@@ -73,7 +72,7 @@ def test_completions_below_a_prefix_are_those_of_whole_prompts(store):
         )
         assert (done.prompt_tokens, done.unique_tokens) == (304 + 307, 300 + 4 + 7)
         # One pass for both questions, and then one for each token that is fed: the document is not
-        # read in again.
+        # prefilled again.
         assert done.passes == 1 + max(len(c.tokens) for c in done.completions) - 1
         assert (
             done.kv_bytes
@@ -96,17 +95,16 @@ def test_samples_below_a_prefix_are_those_of_whole_prompts(store):
         whole.unique_tokens,
         whole.prompt_tokens,
     )
-    assert (again.passes, whole.passes) == (1 + 7, 2 + 7)  # the book is read in once, before
+    assert (again.passes, whole.passes) == (1 + 7, 2 + 7)  # the book is prefilled once, before
 
 
-def test_extensions_see_what_stands_before_them(store):
-    """A book with two chapters beside each other, and the same chapter behind the book in one
-    piece."""
+def test_extensions_see_what_precedes_them(store):
+    """A book with two chapters side by side, and the book with the first chapter in one piece."""
     book = store.add(BOOK)
     chapter, other = book.extend(CHAPTER), book.extend(SECOND)
     piece = store.add(BOOK + CHAPTER)
     assert (book.tokens, chapter.tokens, piece.tokens) == (12, 17, 17)
-    assert store.arena.free == 512 - 12 - 5 - 7 - 17  # the book is kept once for both chapters
+    assert store.arena.free == 512 - 12 - 5 - 7 - 17  # the book is stored once for both chapters
     for prefix, tokens in (
         (book, BOOK),
         (chapter, BOOK + CHAPTER),
@@ -155,7 +153,7 @@ def test_without_prompts_the_prefix_itself_is_continued(store):
             [c.logprob for c in done.completions], plain_greedy(BOOK, NEW)[1], atol=1e-3
         )
         assert (done.prompt_tokens, done.unique_tokens) == (12, 12)
-        assert done.passes == 7  # nothing but what was sampled is fed
+        assert done.passes == 7  # only sampled tokens are fed
         sampled = generate(model(), None, n=4, max_new_tokens=NEW, sampler=HOT, prefix=book)
         assert len({tuple(c.tokens) for c in sampled.completions}) == 4
         with pytest.raises(ValueError, match="n is 0; ask for at least 1 completion"):
@@ -163,7 +161,7 @@ def test_without_prompts_the_prefix_itself_is_continued(store):
 
 
 def test_prefixes_are_text_too(store):
-    """The text behind a prefix begins no prompt, so nothing is put before it."""
+    """The text after a prefix does not start a prompt, so no special token is put before it."""
     tokenizer = model().tokenizer
     with store.add("Solve: 47 + 38") as problem, problem.extend("=") as sign:
         tokens = tokenizer.encode("Solve: 47 + 38") + tokenizer.encode(
@@ -179,8 +177,10 @@ def test_prefixes_are_text_too(store):
 
 
 def test_waves_below_a_prefix():
-    """Four rows for six completions, in a store where other prefixes leave just the room for them:
-    two questions and what is sampled."""
+    """Four rows run six completions, in a store with just enough room.
+
+    Other prefixes leave room for two questions and the sampled tokens.
+    """
     store = Prefixes(with_stops(), max_tokens=512)
     book = store.add(BOOK)
     tree = [Branch(tokens, n=2) for tokens in (FIRST, SECOND, CHAPTER)]
@@ -212,7 +212,7 @@ def test_dropping_makes_room(store):
     ):
         generate(model(), FIRST, max_new_tokens=62, prefix=second)
     first.drop()
-    first.drop()  # once is enough, and the second time nothing is freed
+    first.drop()  # the second time frees nothing
     third = store.add(big)
     np.testing.assert_allclose(third.logits, plain_logits(big)[-1], atol=1e-3)
     second.drop()
@@ -234,7 +234,7 @@ def test_a_dropped_prefix_is_of_no_use_and_one_with_extensions_stays(store):
 
 
 def test_one_call_at_a_time(store):
-    """A stream that is closed, or whose caller fails, gives back what it took."""
+    """A stream that is closed, or whose caller fails, gives back its blocks."""
     options = {"n": 2, "max_new_tokens": NEW, "sampler": Sampler(), "share": True}
     book = store.add(BOOK)
     expected = greedy([BOOK + question for question in QUESTIONS])
@@ -244,8 +244,7 @@ def test_one_call_at_a_time(store):
     for use in (again, lambda: store.add(FIRST), lambda: book.extend(FIRST), book.drop):
         with pytest.raises(
             ValueError,
-            match="another call is at work with this store of prefixes; let it end, or close its "
-            "stream",
+            match="another call uses this store of prefixes; let it end, or close its stream",
         ):
             use()
     stream.close()

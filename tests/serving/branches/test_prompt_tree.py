@@ -1,4 +1,4 @@
-"""Trees of prompts against brute force: sets of prefixes, and every way of sharing a small tree."""
+"""Trees of prompts against brute force: all prefixes, and every sharing plan of a small tree."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from jaxshare.serving.branches.prompt_tree import Branch, Prompt, read_prompts
 from jaxshare.serving.branches.sharing_plan import (
     PrefixNode,
     SharingPlan,
-    fold,
+    build_prefix_tree,
     plan_sharing,
     unique_tokens,
 )
@@ -24,7 +24,7 @@ FREE = Costs(0, 0, 0, 0, 0)
 
 
 def encode(text: str, first: bool) -> list[int]:
-    """A token for each character, but one for "ab": it can straddle two nodes."""
+    """Makes a token of each character, except one of "ab": it can straddle two nodes."""
     return [BOS] * first + [ord(c) for c in text.replace("ab", "\x01")]
 
 
@@ -33,7 +33,7 @@ def make_prompts(*tokens: tuple[int, ...], n: int = 1) -> list[Prompt]:
 
 
 def paths(root: PrefixNode) -> list[tuple[PrefixNode, tuple[int, ...]]]:
-    """Each node with all tokens from the root to its end."""
+    """The nodes, each with all tokens from the root to its end."""
     found, todo = [], [(root, root.tokens)]
     while todo:
         node, path = todo.pop(0)
@@ -42,7 +42,7 @@ def paths(root: PrefixNode) -> list[tuple[PrefixNode, tuple[int, ...]]]:
     return found
 
 
-# Few tokens and short sequences: prefixes, branchings and equal prompts are frequent.
+# Few tokens and short sequences, so that prefixes, branchings and equal prompts are frequent.
 few_prompts = st.lists(
     st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 3)),
     min_size=1,
@@ -73,7 +73,7 @@ some_costs = st.builds(
 )
 
 
-# ---- what prompts are written as
+# ---- forms of prompts
 
 
 def test_one_prompt_a_list_and_a_tree():
@@ -193,8 +193,8 @@ def test_bad_n(n):
 @example(make_prompts((1, 2), (1,)))
 @example(make_prompts((1,), (0,), (1,)))
 @example([Prompt(0, (), 1), Prompt(1, (1,), 1), Prompt(2, (), 2)])
-def test_fold_keeps_each_prefix_once(prompts):
-    nodes = paths(fold(prompts))
+def test_the_prefix_tree_keeps_each_prefix_once(prompts):
+    nodes = paths(build_prefix_tree(prompts))
     held = [(prompt, path) for node, path in nodes for prompt in node.ends]
     assert all(prompt.tokens == path for prompt, path in held)
     assert sorted(prompt.number for prompt, _ in held) == [prompt.number for prompt in prompts]
@@ -213,12 +213,12 @@ def test_fold_keeps_each_prefix_once(prompts):
         assert node.ends == [prompt for prompt in below if prompt.tokens == path]
         assert node.rows == sum(prompt.n for prompt in below)
         assert node is nodes[0][0] or node.ends or len(node.children) > 1, (
-            "a node that nothing parts from"
+            "a node where no prompt ends and no two part"
         )
 
 
-def test_fold_of_no_prompts():
-    root = fold([])
+def test_the_prefix_tree_of_no_prompts():
+    root = build_prefix_tree([])
     assert (root.tokens, root.children, root.ends, root.rows, unique_tokens(root)) == (
         (),
         [],
@@ -233,32 +233,34 @@ def test_fold_of_no_prompts():
 def test_many_prompts_with_a_long_common_prefix():
     document = tuple(range(2000))
     prompts = make_prompts(*((*document, 5000 + i % 50, i) for i in range(3000)))
-    root = fold(prompts)
+    root = build_prefix_tree(prompts)
     assert [child.tokens for child in root.children] == [document]
     assert [child.tokens for child in root.children[0].children] == [(5000 + i,) for i in range(50)]
     assert unique_tokens(root) == 2000 + 50 + 3000
 
 
-# ---- what is shared
+# ---- sharing
 
 
 def cost(tree: SharingPlan, costs: Costs, grow: int) -> float:
-    """The model of costs.py, written out."""
+    """The cost of a plan by the linear model of `sharing_cost`, written out."""
     together = sum(
         math.ceil(len(block.tokens) / 512)
         * (costs.shared_tile + 512 * block.rows * costs.shared_token_row)
         for block in tree.blocks
     )
     alone = sum(
-        costs.private_row + math.ceil((len(stream.own) + grow) / 128) * costs.private_tile
-        for stream in tree.streams
+        costs.private_row + math.ceil((len(sample.suffix) + grow) / 128) * costs.private_tile
+        for sample in tree.samples
     )
     return together + alone + (costs.shared_start if tree.blocks else 0)
 
 
 def least_cost(root: PrefixNode, costs: Costs, grow: int) -> float:
-    """The least over all sets of nodes that are shared: each of their blocks begins where the last
-    one above it ends."""
+    """The least cost over all sets of shared nodes.
+
+    The block of each starts where the last one above it ends.
+    """
     nodes = paths(root)
     able = [i for i, (node, path) in enumerate(nodes) if node.rows > 1 and path]
     ends = [(prompt, path) for node, path in nodes for prompt in node.ends]
@@ -294,28 +296,28 @@ def least_cost(root: PrefixNode, costs: Costs, grow: int) -> float:
 
 
 def check(tree: SharingPlan, prompts: list[Prompt]) -> None:
-    """What holds for every arrangement of these prompts."""
-    for stream in tree.streams:
-        path = [token for block in tree.path(stream.block) for token in tree.blocks[block].tokens]
-        assert (*path, *stream.own) == prompts[stream.prompt].tokens
-    assert sorted((s.prompt, s.index) for s in tree.streams) == [
+    """Asserts what is true of every sharing plan of these prompts."""
+    for sample in tree.samples:
+        path = [token for block in tree.path(sample.block) for token in tree.blocks[block].tokens]
+        assert (*path, *sample.suffix) == prompts[sample.prompt].tokens
+    assert sorted((s.prompt, s.index) for s in tree.samples) == [
         (p.number, i) for p in prompts for i in range(p.n)
     ]
     for b, block in enumerate(tree.blocks):
-        readers = [r for r, stream in enumerate(tree.streams) if b in tree.path(stream.block)]
+        readers = [r for r, sample in enumerate(tree.samples) if b in tree.path(sample.block)]
         assert block.parent < b and block.tokens and len(readers) == block.rows > 1
         assert readers == [*range(readers[0], readers[0] + len(readers))], (
             "rows below a block are neighbours"
         )
     assert tree.depth == max((len(tree.path(b)) for b in range(len(tree.blocks))), default=0)
     assert tree.cached_tokens == sum(
-        len(x) for x in ([b.tokens for b in tree.blocks] + [s.own for s in tree.streams])
+        len(x) for x in ([b.tokens for b in tree.blocks] + [s.suffix for s in tree.samples])
     )
 
 
 @given(few_prompts)
 def test_all_and_nothing_shared(prompts):
-    root = fold(prompts)
+    root = build_prefix_tree(prompts)
     everything, nothing = plan_sharing(root, share=True), plan_sharing(root, share=False)
     check(everything, prompts)
     check(nothing, prompts)
@@ -323,18 +325,18 @@ def test_all_and_nothing_shared(prompts):
     assert nothing.blocks == () and nothing.cached_tokens == sum(
         len(prompt.tokens) * prompt.n for prompt in prompts
     )
-    assert all(not stream.own for stream in everything.streams if prompts[stream.prompt].n > 1)
+    assert all(not sample.suffix for sample in everything.samples if prompts[sample.prompt].n > 1)
     assert plan_sharing(root, FREE, None) == everything, (
-        "of equal costs the one that shares is taken"
+        "of equal costs, the plan that shares is taken"
     )
 
 
 @settings(max_examples=300)
 @given(st.one_of(few_prompts, long_prompts), some_costs, st.sampled_from([0, 32, 200]))
-# a copy fills one tile, and with what is sampled two
+# a copy fills one tile, and two with the sampled tokens
 @example([Prompt(0, (1,) * 120, 2)], Costs(0, 3, 0, 0, 2.5), 32)
-def test_the_least_cost_of_all_arrangements(prompts, costs, grow):
-    root = fold(prompts)
+def test_the_least_cost_of_all_plans(prompts, costs, grow):
+    root = build_prefix_tree(prompts)
     tree = plan_sharing(root, costs, grow=grow)
     check(tree, prompts)
     assert cost(tree, costs, grow) == pytest.approx(least_cost(root, costs, grow))
@@ -342,15 +344,15 @@ def test_the_least_cost_of_all_arrangements(prompts, costs, grow):
 
 def test_long_prefixes_with_many_rows_are_shared_by_default_and_short_ones_are_not():
     document, short = tuple(range(4096)), tuple(range(8))
-    assert [block.tokens for block in plan_sharing(fold([Prompt(0, document, 64)])).blocks] == [
-        document
-    ]
-    assert plan_sharing(fold([Prompt(0, short, 4)]), grow=32).blocks == ()
+    assert [
+        block.tokens for block in plan_sharing(build_prefix_tree([Prompt(0, document, 64)])).blocks
+    ] == [document]
+    assert plan_sharing(build_prefix_tree([Prompt(0, short, 4)]), grow=32).blocks == ()
     # The questions are too short to be blocks of their own below the document.
     prompts = make_prompts(*((*document, 5000 + i, 1, 2) for i in range(32)), n=2)
-    tree = plan_sharing(fold(prompts), DEFAULT, grow=32)
-    assert tree.blocks[0].tokens == document and tree.depth == 1 and len(tree.streams) == 64
-    assert tree.streams[3].own == (5001, 1, 2) and tree.streams[3].index == 1
+    tree = plan_sharing(build_prefix_tree(prompts), DEFAULT, grow=32)
+    assert tree.blocks[0].tokens == document and tree.depth == 1 and len(tree.samples) == 64
+    assert tree.samples[3].suffix == (5001, 1, 2) and tree.samples[3].index == 1
 
 
 def test_a_tree_of_three_thousand_levels():
@@ -362,7 +364,7 @@ def test_a_tree_of_three_thousand_levels():
     assert deep.tokens == (BOS, *b"y" * (depth - 1), *b"z")
     # A prompt ends at each level: every prefix of the deep one is a prompt too.
     prompts = make_prompts(*(deep.tokens[:i] for i in range(1, depth + 1)))
-    root = fold(prompts)
+    root = build_prefix_tree(prompts)
     assert unique_tokens(root) == depth and root.rows == depth
     everything = plan_sharing(root, share=True)
     assert everything.depth == depth - 1 and everything.cached_tokens == depth
@@ -372,9 +374,9 @@ def test_a_tree_of_three_thousand_levels():
     assert cost(fewest, DEFAULT, 32) < min(
         cost(everything, DEFAULT, 32), cost(plan_sharing(root, share=False), DEFAULT, 32)
     )
-    for stream in (fewest.streams[0], fewest.streams[depth // 2], fewest.streams[-1]):
-        held = sum(len(fewest.blocks[block].tokens) for block in fewest.path(stream.block))
-        assert held + len(stream.own) == len(prompts[stream.prompt].tokens)
+    for sample in (fewest.samples[0], fewest.samples[depth // 2], fewest.samples[-1]):
+        held = sum(len(fewest.blocks[block].tokens) for block in fewest.path(sample.block))
+        assert held + len(sample.suffix) == len(prompts[sample.prompt].tokens)
 
 
 # ---- costs

@@ -1,5 +1,4 @@
-"""Rows at a time: as many as memory has room for, a number that was given, and what a run says of
-it."""
+"""Rows at a time: as many as memory has room for, a given number, and the notes about them."""
 
 import dataclasses
 import logging
@@ -30,7 +29,7 @@ def branches(n: int, **more) -> Branches:
     )
 
 
-# The choice. Nothing is computed.
+# The choice; no model runs.
 
 
 def test_a_number_that_is_given_is_kept_with_a_prefix_or_without():
@@ -49,19 +48,21 @@ def test_a_number_that_is_given_is_kept_with_a_prefix_or_without():
 
 
 def test_rows_follow_from_memory(monkeypatch):
-    """By hand: a row of 8 tokens beside one block of 14, with a device that has so many bytes
-    free."""
+    """Computed by hand, for a given number of free bytes.
+
+    A row has 8 tokens beside one block of 14.
+    """
     size, row = token_bytes(model()), row_bytes(model(), NEW)
 
     def needed(rows: int) -> int:
         return 14 * size + rows * (NEW * size + row) + rows * (1 + rows) * 16
 
-    for free, rows in ((needed(10), 10), (needed(10) - 1, 9), (10**12, row_budget.MOST_ROWS)):
+    for free, rows in ((needed(10), 10), (needed(10) - 1, 9), (10**12, row_budget.MAX_ROWS)):
         monkeypatch.setattr(row_budget, "free_bytes", lambda model, free=free: free)
         assert branches(5000).rows == rows
     monkeypatch.setattr(row_budget, "free_bytes", lambda model: needed(50))
-    assert branches(5000, max_rows=100).rows == 50, "memory bounds what was asked for, too"
-    # Keys and values have their own bound; what else a row takes has to fit all the same.
+    assert branches(5000, max_rows=100).rows == 50, "memory bounds a given number, too"
+    # Keys and values have their own bound; the other memory of a row must fit all the same.
     monkeypatch.setattr(row_budget, "free_bytes", lambda model: 10**12)
     assert branches(5000, max_kv_bytes=(14 + 20 * NEW) * size).rows == 20
     monkeypatch.setattr(row_budget, "free_bytes", lambda model: needed(6))
@@ -72,18 +73,18 @@ def test_rows_follow_from_memory(monkeypatch):
     ("n", "more", "free", "note"),
     [
         (7, {}, 10**12, "7 rows at a time: all completions"),
-        (70, {"max_rows": 12}, 10**12, "12 rows at a time: as many as were asked for"),
-        (5000, {}, 10**12, "4096 rows at a time: the most unless a number is asked for"),
-        (5000, {}, 10**6, "rows at a time: as many as have room in 0.0 GB of memory"),
+        (70, {"max_rows": 12}, 10**12, "12 rows at a time: the number that was given"),
+        (5000, {}, 10**12, "4096 rows at a time: the maximum unless a number is given"),
+        (5000, {}, 10**6, "rows at a time: as many as fit in 0.0 GB of memory"),
     ],
 )
-def test_it_says_what_was_chosen_and_why(monkeypatch, n, more, free, note):
+def test_notes_say_what_was_chosen_and_why(monkeypatch, n, more, free, note):
     monkeypatch.setattr(row_budget, "free_bytes", lambda model: free)
     [said] = branches(n, **more).notes
     assert said.endswith(note)
 
 
-def test_one_completion_has_nothing_to_say():
+def test_one_completion_has_no_notes():
     assert branches(1).notes == [] and branches(1, share=None).notes == []
     [rows, costs] = branches(3, share=None).notes
     assert rows == "3 rows at a time: all completions"
@@ -96,24 +97,25 @@ def test_one_completion_has_nothing_to_say():
 
 def test_keys_and_values_that_bound_the_rows_are_named():
     [said] = branches(5000, max_kv_bytes=(14 + 20 * NEW) * token_bytes(model())).notes
-    assert said == "20 rows at a time: as many as have room in 174 tokens of keys and values"
+    assert said == "20 rows at a time: as many as fit in 174 tokens of keys and values"
     with Prefixes(model(), max_tokens=512).add(PROMPT) as prefix:
         run = branches(5000, prefix=prefix)
         assert (
             run.notes
             == [
-                f"{run.rows} rows at a time: as many as have room in {512 - 14} tokens of keys and "
-                "values"
+                f"{run.rows} rows at a time: as many as fit in {512 - 14} tokens of keys and values"
             ]
             and run.rows > 40
         )
 
 
 def test_what_a_row_takes_is_what_the_compiled_loop_holds():
-    """Logits are nearly all of it where the vocabulary is large. Compiled for shapes; nothing
-    runs."""
+    """Logits are nearly all of it where the vocabulary is large.
+
+    The loop is compiled for shapes, and does not run.
+    """
     config = dataclasses.replace(TINY, vocab_size=50_000, num_layers=1)
-    module, held = Decoder(config), {}
+    module, total = Decoder(config), {}
     params = jax.eval_shape(
         lambda: module.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32), method="causal")
     )
@@ -135,8 +137,8 @@ def test_what_a_row_takes_is_what_the_compiled_loop_holds():
             .compile()
         )
         analysis = compiled.memory_analysis()
-        held[rows] = analysis.temp_size_in_bytes + state.logits.nbytes
-    measured = (held[64] - held[32]) / 32
+        total[rows] = analysis.temp_size_in_bytes + state.logits.nbytes
+    measured = (total[64] - total[32]) / 32
     expected = row_bytes(dataclasses.replace(model(), config=config), 8)
     assert measured <= expected < 1.2 * measured
 
@@ -151,7 +153,7 @@ def test_more_rows_never_fit_where_fewer_do_not(rows, tokens, free):
     )
 
 
-# What is free.
+# Free memory.
 
 
 def proc(tmp_path, available: int, **group: str):
@@ -191,8 +193,7 @@ def test_memory_of_the_host_is_what_is_available_within_the_limit_of_the_group(t
 
 @pytest.mark.slow
 def test_a_store_gets_more_slots_than_it_was_made_with(monkeypatch):
-    """Rows beyond what the store had slots for write what they write without it, and prefixes that
-    lie in it stay."""
+    """Rows beyond its first slots write the same texts as without it, and its prefixes stay."""
     monkeypatch.setattr("jaxshare.serving.branches.prefix._SLOTS", 4)
     store = Prefixes(model(), max_tokens=1024)
     book, other = store.add(PROMPT), store.add(TOKENS[20:30])
@@ -213,8 +214,8 @@ def test_a_store_gets_more_slots_than_it_was_made_with(monkeypatch):
 
 @pytest.mark.slow
 def test_few_rows_that_are_left_go_on_with_a_smaller_state(monkeypatch):
-    """The texts are those of a run that keeps all rows; the last passes are over fewer."""
-    monkeypatch.setattr("jaxshare.serving.branches.run._NARROW_FROM", 8)
+    """The texts are those of a run that keeps all rows; the last passes have fewer."""
+    monkeypatch.setattr("jaxshare.serving.branches.narrow._NARROW_ABOVE", 8)
     stops = dataclasses.replace(
         model(),
         generation=dataclasses.replace(model().generation, stop_tokens=tuple(range(0, 402, 9))),
@@ -230,7 +231,7 @@ def test_few_rows_that_are_left_go_on_with_a_smaller_state(monkeypatch):
     assert (
         shapes[0] == run.rows == 64 and shapes[-1] <= 16 and shapes == sorted(shapes, reverse=True)
     )
-    monkeypatch.setattr("jaxshare.serving.branches.run._NARROW_FROM", 10**6)
+    monkeypatch.setattr("jaxshare.serving.branches.narrow._NARROW_ABOVE", 10**6)
     whole = generate(stops, [PROMPT, TOKENS[20:29]], **options).completions
     assert [(c.tokens, c.reason) for c in found] == [(c.tokens, c.reason) for c in whole]
     np.testing.assert_allclose(
@@ -240,7 +241,7 @@ def test_few_rows_that_are_left_go_on_with_a_smaller_state(monkeypatch):
 
 @pytest.mark.slow
 def test_2048_rows_of_one_prompt_with_and_without_a_prefix():
-    """All at once; the first and the last write what they write in a run of few rows."""
+    """All run at once; the first and the last texts are those of a run of few rows."""
     store = Prefixes(model(), max_tokens=2048 * NEW + 512)
     options = dict(max_new_tokens=NEW, sampler=HOT, seed=9, share=True)
     few = Branches(model(), [TOKENS[:20]], n=2048, skip=[(0, i) for i in range(3, 2045)], **options)
@@ -261,7 +262,7 @@ def test_2048_rows_of_one_prompt_with_and_without_a_prefix():
 # Equal texts.
 
 
-def test_equal_texts_are_announced_once_with_the_reason_and_what_would_do(caplog):
+def test_equal_texts_are_announced_once_with_the_reason_and_a_remedy(caplog):
     with caplog.at_level(logging.WARNING):
         done = generate(model(), [PROMPT], n=3, max_new_tokens=2, sampler=Sampler(), share=True)
     assert len({tuple(c.tokens) for c in done.completions}) == 1

@@ -1,4 +1,4 @@
-"""Choosing among completions: against every subset written out, and by hand."""
+"""Selection of completions, against every subset written out, and by hand."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ from jaxshare.serving.branches.selection import (
 def made(
     text: str = "", *, tokens: int = 1, logprob: float = -1.0, prompt: int = 0, index: int = 0
 ):
-    """A completion, with the fields that selection reads."""
+    """A completion with the fields that selection reads."""
     return types.SimpleNamespace(
         text=text, tokens=[7] * tokens, reason="stop", logprob=logprob, prompt=prompt, index=index
     )
@@ -36,7 +36,7 @@ def test_by_prompt_is_in_order_of_prompt_and_index():
     assert by_prompt([]) == {}
 
 
-def test_the_majority_wins_and_what_has_no_answer_has_no_vote():
+def test_the_majority_wins_and_texts_without_an_answer_have_no_vote():
     texts = [
         "none",
         r"\boxed{4}",
@@ -97,7 +97,7 @@ def test_pass_at_k_counts_the_subsets_with_a_right_one(n):
     ],
 )
 def test_pass_at_k_of_thousands(correct, n, k):
-    # The same draws one after the other: the first is wrong, and the second, and so on.
+    # The same draws one after another: the first is wrong, and the second, and so on.
     wrong = math.prod(Fraction(n - correct - i, n - i) for i in range(k))
     assert pass_at_k(correct, n, k) == float(1 - wrong)
 

@@ -344,7 +344,7 @@ BAD = [
     ('{"tokens": [1, "2"]}', "no list of whole numbers"),
     ('{"tokens": 7}', "no list of whole numbers"),
     ('{"tokens": [-1]}', "no list of whole numbers"),
-    ('{"tokens": [4, 300]}', "has the token 300; tokens of this model lie between 0 and"),
+    ('{"tokens": [4, 300]}', "has the token 300; tokens of this model are between 0 and"),
     (
         '{"prompt": "' + "9" * 90 + '"}',
         "the prompt has 91 tokens and 10 more may follow, but the model's context holds 100",

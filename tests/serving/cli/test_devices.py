@@ -115,7 +115,7 @@ def test_a_run_over_data_groups_that_fails_or_is_left_ends_all_of_them():
 
     model = model_on((2, 1, 1))
     run = branches(model, "Compute 1 + 1.", n=6, max_new_tokens=40, sampler=SAMPLER)
-    assert len(run.runs) == 2 and [len(r.places) for r in run.runs] == [3, 3]
+    assert len(run.runs) == 2 and [len(r.sample_ids) for r in run.runs] == [3, 3]
     stream = run.stream()
     first = next(stream)
     stream.close()
@@ -127,7 +127,7 @@ def test_a_run_over_data_groups_that_fails_or_is_left_ends_all_of_them():
     with pytest.raises(RuntimeError, match="that is enough"):
         list(branches(model, "Compute 1 + 1.", n=6, max_new_tokens=4).stream(fail))
     with pytest.raises(
-        ValueError, match="a prefix lies in the memory of one data group; run it with data=1"
+        ValueError, match="a prefix is in the memory of one data group; run it with data=1"
     ):
         branches(model, None, prefix=Prefixes(model, max_tokens=64).add("Compute"), n=2)
 

@@ -1,5 +1,7 @@
-"""Several processes that run one model together over loopback, against one process alone; and what
-becomes of them when one is lost."""
+"""Several processes that run one model together over loopback, against one process alone.
+
+One of them is lost in some tests.
+"""
 
 import json
 import os
@@ -61,7 +63,7 @@ def begin(arguments, **environment):
 
 
 def slurm(process, job):
-    """What `srun -n 2` tells each process of a job (https://slurm.schedmd.com/srun.html)."""
+    """The environment of each process under `srun -n 2` (https://slurm.schedmd.com/srun.html)."""
     return {
         "SLURM_JOB_ID": str(job),
         "SLURM_STEP_NODELIST": "localhost",
@@ -73,7 +75,7 @@ def slurm(process, job):
 
 
 def open_mpi(process, job):
-    """What `mpirun -n 2` of Open MPI 4 tells each process of a job."""
+    """The environment of each process under `mpirun -n 2` of Open MPI 4."""
     return {
         "OMPI_MCA_orte_hnp_uri": f"{job}.0;tcp://127.0.0.1:34911",
         "OMPI_COMM_WORLD_SIZE": "2",
@@ -84,11 +86,11 @@ def open_mpi(process, job):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [slurm, open_mpi])
-def test_a_job_of_a_launcher_is_found_without_being_told(launcher, capsys):
+def test_a_job_of_a_launcher_is_found_without_options(launcher, capsys):
     command = [*COMMAND, "12", "--json"]
     assert main.main(command) == 0
     alone = tokens(capsys.readouterr().out)
-    job = secrets.randbelow(10**6)  # which decides the port
+    job = secrets.randbelow(10**6)  # the launcher derives the port from it
     both = [begin([*command, *SPLIT, "--distributed"], **launcher(i, job)) for i in range(2)]
     said = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
@@ -96,7 +98,7 @@ def test_a_job_of_a_launcher_is_found_without_being_told(launcher, capsys):
 
 
 def tokens(out):
-    # Gloo, which sends between processes of a CPU, writes to stdout by itself.
+    # Gloo, which connects processes on CPUs, writes to stdout by itself.
     return [
         [c["tokens"] for c in json.loads(line)["completions"]]
         for line in out.splitlines()
@@ -105,7 +107,7 @@ def tokens(out):
 
 
 @pytest.mark.slow
-def test_two_processes_write_what_one_writes_and_the_first_says_it(capsys):
+def test_two_processes_write_what_one_writes_and_the_first_prints_it(capsys):
     assert main.main([*COMMAND, "12", "--json"]) == 0
     alone, port = tokens(capsys.readouterr().out), free_port()
     both = [start([*COMMAND, "12", "--json", *SPLIT], i, port) for i in range(2)]
@@ -117,7 +119,7 @@ def test_two_processes_write_what_one_writes_and_the_first_says_it(capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_process_that_is_lost_ends_the_other_within_a_minute(lost):
-    """Killed in the midst of the decode loop."""
+    """It is killed during the decode loop."""
     port = free_port()
     both = [start([*COMMAND, "1900", *SPLIT], i, port) for i in range(2)]
     time.sleep(45)
@@ -128,19 +130,22 @@ def test_a_process_that_is_lost_ends_the_other_within_a_minute(lost):
     clock = time.monotonic()
     _, said = both[1 - lost].communicate(timeout=90)
     assert time.monotonic() - clock < 60 and both[1 - lost].returncode not in (0, None)
-    # JAX ends the process by itself; process 0 is the one that the others report to.
+    # JAX ends the process by itself; the others report to process 0.
     assert (
         "leader task" if lost == 0 else "tasks are unhealthy (stopped sending heartbeats):\n1\n"
     ) in said, said[-3000:]
     both[lost].communicate()
 
 
-def test_a_coordinator_that_nobody_answers_is_an_error(monkeypatch, capsys):
+def test_a_coordinator_that_does_not_answer_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(process_mesh, "_JOIN_SECONDS", 1)
     port = free_port()
-    nobody = rf"nobody answers at the coordinator's address, 127.0.0.1:{port} \(.*refused\); start all 2 processes within 1 seconds"
+    silent = (
+        rf"the coordinator's address, 127.0.0.1:{port}, does not answer \(.*refused\); start all 2 "
+        "processes within 1 seconds"
+    )
     for address, message in (
-        (f"127.0.0.1:{port}", nobody),
+        (f"127.0.0.1:{port}", silent),
         ("here", "--coordinator is 'here'; it must be the host of process 0"),
     ):
         assert (
@@ -174,7 +179,7 @@ def test_processes_that_make_no_sense_are_refused(more, message, capsys):
 
 @pytest.mark.slow
 def test_a_session_that_two_processes_save_goes_on_in_one(tmp_path, capsys):
-    """Each device writes its part; killed, both of them, after a save."""
+    """Each device writes its part; both processes are killed after a save."""
     command = [
         "workers",
         "embedded",
@@ -191,9 +196,9 @@ def test_a_session_that_two_processes_save_goes_on_in_one(tmp_path, capsys):
     saving = [*command, "--checkpoint", str(tmp_path / "saves"), "--checkpoint-every", "16"]
     port = free_port()
     both = [start([*saving, *SPLIT], i, port) for i in range(2)]
-    until = time.monotonic() + 300
+    deadline = time.monotonic() + 300
     while not any(path.name.isdigit() and int(path.name) > 1 for path in tmp_path.glob("saves/*")):
-        assert all(p.poll() is None for p in both) and time.monotonic() < until, [
+        assert all(p.poll() is None for p in both) and time.monotonic() < deadline, [
             p.communicate() for p in both if p.poll() is not None
         ]
         time.sleep(0.01)

@@ -1,5 +1,4 @@
-"""Fleets on a local Ray cluster: work that dies, nodes that are lost, and batch jobs that come out
-as one process writes them."""
+"""Pools on a local Ray cluster: replicas and nodes that die, and batch jobs like one process's."""
 
 import contextlib
 import functools
@@ -27,8 +26,8 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need 
 CLUSTER = """
 import ray, sys, tempfile
 with tempfile.TemporaryDirectory(prefix="jaxshare-", dir="/tmp") as folder:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
-             object_store_memory=100 * 2**20, _temp_dir=folder)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
+             logging_level="ERROR", object_store_memory=100 * 2**20, _temp_dir=folder)
     print(ray.get_runtime_context().gcs_address, flush=True)
     sys.stdin.read()
     ray.shutdown()
@@ -37,8 +36,10 @@ with tempfile.TemporaryDirectory(prefix="jaxshare-", dir="/tmp") as folder:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A cluster of two CPUs in processes of its own, which share what they compile: (address,
-    process id)."""
+    """A cluster of two CPUs in processes of its own: (address, process id).
+
+    They share a compilation cache.
+    """
     process = subprocess.Popen(
         [sys.executable, "-c", CLUSTER],
         stdin=subprocess.PIPE,
@@ -59,7 +60,7 @@ def cluster(tmp_path_factory):
 
 
 def below(pid: int) -> dict[int, str]:
-    """The processes that one has started, directly or not, and what they are called."""
+    """The processes that one has started, directly or not, and their command lines."""
     found = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -72,11 +73,11 @@ def below(pid: int) -> dict[int, str]:
     return names
 
 
-def wait_for(what, seconds: float = 120):
-    """What it returns once that is something."""
+def wait_for(condition, seconds: float = 120):
+    """Waits until the condition returns a true value, and returns it."""
     deadline = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < deadline, "this has not come about"
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "the condition has not become true"
         time.sleep(0.01)
     return found
 
@@ -96,30 +97,30 @@ def test_a_run_is_cut_into_neighbours(shards, sizes):
         Prompt(9, (7, 1, 300, 4), 2),
     ]
     found = cut(prompts, {(0, 1), (4, 0)}, shards)
-    places = [place for shard in found for place in shard.places]
-    assert sorted(map(len, (shard.places for shard in found))) == sorted(sizes)
-    assert sorted(places) == sorted(
+    ids = [sample for shard in found for sample in shard.sample_ids]
+    assert sorted(map(len, (shard.sample_ids for shard in found))) == sorted(sizes)
+    assert sorted(ids) == sorted(
         {(p.number, i) for p in prompts for i in range(p.n)} - {(0, 1), (4, 0)}
     )
-    # what begins alike is together
-    assert [number for number in dict.fromkeys(p for p, _ in places)] in (
+    # common prefixes are together
+    assert [number for number in dict.fromkeys(p for p, _ in ids)] in (
         [4, 3, 2, 0, 9],
         [2, 0, 9, 4, 3],
     )
     for shard in found:
-        assert {p.number for p in shard.prompts} == {number for number, _ in shard.places} and {
+        assert {p.number for p in shard.prompts} == {number for number, _ in shard.sample_ids} and {
             *shard.prompts
         } <= {*prompts}
-        assert shard.skipped() | {*shard.places} == {
+        assert shard.skipped() | {*shard.sample_ids} == {
             (p.number, i) for p in shard.prompts for i in range(p.n)
         }
-        assert shard.skipped().isdisjoint(shard.places) and shard.places[0] in shard.skipped(
-            ["cost", shard.places[0]]
-        )
+        assert shard.skipped().isdisjoint(shard.sample_ids) and shard.sample_ids[
+            0
+        ] in shard.skipped(["cost", shard.sample_ids[0]])
 
 
 def test_shards_are_bounded_and_none_are_made_of_nothing():
-    assert [len(shard.places) for shard in cut([Prompt(0, (1,), 10_000)], (), 1)] == [
+    assert [len(shard.sample_ids) for shard in cut([Prompt(0, (1,), 10_000)], (), 1)] == [
         3333,
         3333,
         3334,
@@ -132,7 +133,7 @@ def test_shards_are_bounded_and_none_are_made_of_nothing():
 
 
 def test_a_part_of_a_list_keeps_its_numbers():
-    """Of which seeds are made: that the texts are the whole's is seen below, on real jobs."""
+    """Seeds depend on them: real jobs below show that the texts are those of the whole list."""
     part = [Prompt(2, (5, 6), 2), Prompt(1, (5,), 1)]
     assert read_prompts(part, 7, no_encoding) == part
 
@@ -145,11 +146,13 @@ def no_encoding(text: str, first: bool):
 
 
 def making(folder: str, deadly: str = ""):
-    """Makes work on pieces (name, number of keys). A piece called `deadly` ends its process after
-    the first key that is taken."""
+    """Makes the work function for tasks (name, number of keys).
 
-    def work(piece, arrived):
-        name, keys = piece
+    The task called `deadly` ends its process after its first key is taken.
+    """
+
+    def work(task, arrived):
+        name, keys = task
         for key in range(keys):
             if key in arrived:
                 continue
@@ -168,30 +171,30 @@ def making(folder: str, deadly: str = ""):
     return work
 
 
-def test_pieces_are_done_on_several_replicas_and_a_lost_one_goes_on_elsewhere(
+def test_tasks_are_done_on_several_replicas_and_a_lost_one_goes_on_elsewhere(
     cluster, tmp_path, caplog
 ):
-    pieces = [("a", 3), ("deadly", 4), ("b", 1), ("empty", 0), ("c", 2)]
+    tasks = [("a", 3), ("deadly", 4), ("b", 1), ("empty", 0), ("c", 2)]
     found = []
-    with RayPool(cluster[0]) as fleet:
-        assert fleet.replicas == 2
-        fleet.start(functools.partial(making, str(tmp_path), "deadly"))
-        for result in fleet.run(pieces):
+    with RayPool(cluster[0]) as pool:
+        assert pool.replicas == 2
+        pool.start(functools.partial(making, str(tmp_path), "deadly"))
+        for result in pool.run(tasks):
             found.append(result)
             if result.piece[0] == "deadly":
                 (tmp_path / "taken").touch()
         assert sorted((r.piece, r.key) for r in found) == sorted(
-            (piece, key) for piece in pieces for key in range(piece[1])
+            (task, key) for task in tasks for key in range(task[1])
         )
         assert all(r.value[:2] == (r.piece[0], r.key) for r in found)
         assert len({r.value[2] for r in found if r.piece[0] == "deadly"}) == 2  # processes
         assert "is lost" in caplog.text and "another takes its place" in caplog.text
-        assert [r.key for r in fleet.run([("again", 2)])] == [0, 1]
+        assert [r.key for r in pool.run([("again", 2)])] == [0, 1]
     assert not ray.is_initialized()
 
 
 @pytest.mark.parametrize(
-    ("piece", "kind", "words"),
+    ("task", "kind", "words"),
     [
         (
             ("always", 0),
@@ -202,11 +205,11 @@ def test_pieces_are_done_on_several_replicas_and_a_lost_one_goes_on_elsewhere(
         (("wrong", 1), LookupError, "nothing of this kind"),
     ],
 )
-def test_a_piece_that_cannot_be_done_is_an_error(cluster, tmp_path, piece, kind, words):
-    with RayPool(cluster[0], replicas=1) as fleet:
-        fleet.start(functools.partial(making, str(tmp_path)))
+def test_a_task_that_cannot_be_done_is_an_error(cluster, tmp_path, task, kind, words):
+    with RayPool(cluster[0], replicas=1) as pool:
+        pool.start(functools.partial(making, str(tmp_path)))
         with pytest.raises(kind, match=words):
-            [*fleet.run([("good", 1), piece])]
+            [*pool.run([("good", 1), task])]
 
 
 def failing():
@@ -229,27 +232,30 @@ def dying():
     ],
 )
 def test_a_replica_that_cannot_start_is_an_error(cluster, make, words):
-    with RayPool(cluster[0], replicas=1) as fleet, pytest.raises(ValueError, match=words):
-        fleet.start(make)
+    with RayPool(cluster[0], replicas=1) as pool, pytest.raises(ValueError, match=words):
+        pool.start(make)
 
 
 def shown():
     import jax
 
-    return lambda piece, arrived: iter(
+    return lambda task, arrived: iter(
         [("cpus", len(jax.devices())), ("threads", os.environ["PJRT_NPROC"])]
     )
 
 
 def test_a_replica_has_the_devices_that_were_asked_for(cluster):
-    with RayPool(cluster[0], devices=2) as fleet:
-        assert fleet.replicas == 1
-        fleet.start(shown)
-        assert {r.key: r.value for r in fleet.run([0])} == {"cpus": 2, "threads": "2"}
+    with RayPool(cluster[0], devices=2) as pool:
+        assert pool.replicas == 1
+        pool.start(shown)
+        assert {r.key: r.value for r in pool.run([0])} == {"cpus": 2, "threads": "2"}
 
 
 def test_more_replicas_than_there_is_room_for(cluster):
-    words = "3 replicas of 1 CPU each are asked for, but the Ray cluster, of 1 node, has room for 2; lower --replicas"
+    words = (
+        "3 replicas of 1 CPU each are asked for, but the Ray cluster, of 1 node, has room for 2; "
+        "lower --replicas"
+    )
     with pytest.raises(ValueError, match=words), RayPool(cluster[0], replicas=3):
         pass
     with (
@@ -284,7 +290,7 @@ def job(folder: Path) -> list[str]:
     return ["batch", "embedded", "--input", str(folder / "in.jsonl"), *ARGUMENTS]
 
 
-def begin(folder: Path, name: str, *more: str) -> subprocess.Popen:
+def start(folder: Path, name: str, *more: str) -> subprocess.Popen:
     return subprocess.Popen(
         [
             sys.executable,
@@ -306,8 +312,10 @@ def lines(file: Path) -> int:
 
 
 def equal(found: Path, expected: Path) -> None:
-    """Byte for byte, but for how the log-probabilities are rounded, which depends on how many rows
-    run together."""
+    """Asserts equality byte for byte, except for the rounding of log-probabilities.
+
+    It depends on the number of rows that run together.
+    """
     logprob = re.compile(rb'"logprob": (-?[\d.e-]+)')
     a, b = found.read_bytes(), expected.read_bytes()
     assert logprob.sub(b"", a) == logprob.sub(b"", b)
@@ -318,34 +326,34 @@ def equal(found: Path, expected: Path) -> None:
 
 def test_a_job_that_loses_a_replica_writes_what_an_unbroken_one_does(cluster, tmp_path):
     address, pid = cluster
-    process = begin(tmp_path, "fleet", "--ray", address, "--json")
-    wait_for(lambda: lines(tmp_path / "fleet") >= 2 or process.poll() is not None)
-    replicas = [p for p, name in below(pid).items() if "_Replica" in name]
-    before = lines(tmp_path / "fleet")
+    process = start(tmp_path, "pool", "--ray", address, "--json")
+    wait_for(lambda: lines(tmp_path / "pool") >= 2 or process.poll() is not None)
+    replicas = [p for p, name in below(pid).items() if "ReplicaActor" in name]
+    before = lines(tmp_path / "pool")
     os.kill(replicas[0], signal.SIGKILL)
     assert main.main([*job(tmp_path), "--output", str(tmp_path / "alone")]) == 0
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0 and len(replicas) == 2 and before < 32, err
     assert "is lost" in err and json.loads(out)["completions"] == 32
-    equal(tmp_path / "fleet", tmp_path / "alone")
+    equal(tmp_path / "pool", tmp_path / "alone")
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_cluster_that_was_started_and_resume_goes_on(tmp_path):
     assert main.main([*job(tmp_path), "--output", str(tmp_path / "alone")]) == 0
-    process = begin(tmp_path, "fleet", "--ray")
-    wait_for(lambda: lines(tmp_path / "fleet") >= 2 or process.poll() is not None)
+    process = start(tmp_path, "pool", "--ray")
+    wait_for(lambda: lines(tmp_path / "pool") >= 2 or process.poll() is not None)
     started = below(process.pid)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "--resume goes on with the job" in err and out == ""
     assert any("raylet" in name for name in started.values())
     wait_for(lambda: not [p for p in started if os.path.exists(f"/proc/{p}")], 30)
-    assert 0 < lines(tmp_path / "fleet") < 32
-    process = begin(tmp_path, "fleet", "--ray", "--resume", "--kv", "2")
+    assert 0 < lines(tmp_path / "pool") < 32
+    process = start(tmp_path, "pool", "--ray", "--resume", "--kv", "2")
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    equal(tmp_path / "fleet", tmp_path / "alone")
+    equal(tmp_path / "pool", tmp_path / "alone")
 
 
 NODES = """
@@ -353,7 +361,8 @@ import sys, tempfile
 from ray.cluster_utils import Cluster
 with tempfile.TemporaryDirectory(prefix="jaxshare-", dir="/tmp") as folder:
     more = dict(num_cpus=1, object_store_memory=100 * 2**20)
-    cluster = Cluster(initialize_head=True, head_node_args={**more, "include_dashboard": False, "temp_dir": folder})
+    head = {**more, "include_dashboard": False, "temp_dir": folder}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     second = cluster.add_node(**more)
     print(cluster.address, flush=True)
     sys.stdin.readline()
@@ -376,14 +385,14 @@ def test_a_job_that_loses_a_node_goes_on_with_the_others(tmp_path):
         address = wait_for(
             lambda: re.search(r"^[\d.]+:\d+$", nodes.stdout.readline().strip())
         ).group()
-        process = begin(tmp_path, "fleet", "--ray", address)
-        wait_for(lambda: lines(tmp_path / "fleet") >= 2 or process.poll() is not None)
+        process = start(tmp_path, "pool", "--ray", address)
+        wait_for(lambda: lines(tmp_path / "pool") >= 2 or process.poll() is not None)
         nodes.stdin.write("\n")
         nodes.stdin.flush()
         assert main.main([*job(tmp_path), "--output", str(tmp_path / "alone")]) == 0
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0 and "is lost" in err, err
-        equal(tmp_path / "fleet", tmp_path / "alone")
+        equal(tmp_path / "pool", tmp_path / "alone")
     finally:
         nodes.communicate("", timeout=60)
 
@@ -407,7 +416,7 @@ def test_an_evaluation_on_replicas_comes_to_what_it_comes_to_here(cluster, tmp_p
         "--json",
     ]
     found = []
-    for name, more in (("fleet", ["--ray", address]), ("here", [])):
+    for name, more in (("pool", ["--ray", address]), ("here", [])):
         assert main.main([*command, "--out", str(tmp_path / name), *more]) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert found[0]["points"] == found[1]["points"] and len(found[0]["points"]) == 4
@@ -419,7 +428,7 @@ def test_an_evaluation_on_replicas_comes_to_what_it_comes_to_here(cluster, tmp_p
             for run in runs
         }
 
-    assert texts("fleet") == texts("here")
+    assert texts("pool") == texts("here")
 
 
 def test_a_model_that_a_node_does_not_have():
@@ -440,16 +449,16 @@ def free_port() -> int:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--ray", "127.0.0.1:{port}"], "nobody answers at the Ray address 127.0.0.1:{port} ("),
+        (["--ray", "127.0.0.1:{port}"], "the Ray address 127.0.0.1:{port} does not answer ("),
         (
             ["--ray", "ray://127.0.0.1:{port}"],
-            "nobody answers at the Ray address ray://127.0.0.1:{port} (",
+            "the Ray address ray://127.0.0.1:{port} does not answer (",
         ),
         (
             ["--ray", "head"],
             "the Ray address is 'head'; it must be auto, HOST:PORT or ray://HOST:PORT",
         ),
-        (["--ray", "127.0.0.1:99999"], "nobody answers at the Ray address 127.0.0.1:99999"),
+        (["--ray", "127.0.0.1:99999"], "the Ray address 127.0.0.1:99999 does not answer"),
         (
             ["--ray", "--data", "2"],
             "--data is 2, but with --ray each replica is one group; give --replicas",
@@ -459,7 +468,7 @@ def free_port() -> int:
         (["--ray", "--tensor", "0"], "--tensor is 0; it must be at least 1 device"),
     ],
 )
-def test_what_cannot_be_is_said_at_once_and_leaves_nothing_behind(
+def test_impossible_options_are_refused_at_once_and_leave_no_file(
     arguments, words, capsys, tmp_path
 ):
     port, clock = str(free_port()), time.monotonic()
@@ -477,7 +486,10 @@ def test_ray_that_is_not_installed_is_named(monkeypatch, capsys, tmp_path):
 
 
 def test_ray_is_imported_only_where_it_is_asked_for():
-    program = "import sys, jaxshare.serving.cli.main, jaxshare.serving.cluster.shards; print('ray' in sys.modules)"
+    program = (
+        "import sys, jaxshare.serving.cli.main, jaxshare.serving.cluster.shards; "
+        "print('ray' in sys.modules)"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=True

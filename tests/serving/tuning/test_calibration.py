@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxshare.serving.branches.prompt_tree import Prompt
-from jaxshare.serving.branches.sharing_plan import fold, plan_sharing
+from jaxshare.serving.branches.sharing_plan import build_prefix_tree, plan_sharing
 from jaxshare.serving.cli import main
 from jaxshare.serving.kvcache import sharing_cost
 from jaxshare.serving.kvcache.sharing_cost import Costs
@@ -155,7 +155,9 @@ def test_long_prefixes_of_many_rows_are_shared_and_short_ones_of_few_are_not(kin
 
     def shares(prefix: int, rows: int) -> bool:
         return bool(
-            plan_sharing(fold([Prompt(0, tuple(range(prefix)), rows)]), costs, grow=64).blocks
+            plan_sharing(
+                build_prefix_tree([Prompt(0, tuple(range(prefix)), rows)]), costs, grow=64
+            ).blocks
         )
 
     prefixes, rows = (8, 64, 256, 512, 1024, 4096, 16384), (2, 4, 16, 64, 256, 1024)

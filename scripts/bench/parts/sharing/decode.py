@@ -295,7 +295,7 @@ def chooses_sharing(model: LoadedModel, rows: int, prefix: int, costs: Costs) ->
     return bool(
         Branches(
             model, [prompt], n=rows, max_new_tokens=RULE_NEW_TOKENS, costs=costs
-        ).arrangement.blocks
+        ).sharing_plan.blocks
     )
 
 

@@ -1,0 +1,56 @@
+"""Narrowing: when most rows of a decode state have ended, the rest goes on in a smaller state.
+
+A pass costs what its rows cost, live or not. For small states the program for fewer rows takes
+longer to compile than it saves.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from jaxshare import DecodeState
+from jaxshare.layout import bucket
+
+_NARROW_ABOVE = 256
+"""States with at most this many rows keep them."""
+_MIN_RATIO = 4
+"""Rows of a state to live rows, at least, before it is narrowed."""
+_MIN_PASSES = 64
+"""Passes that must be left for a program of its own to pay."""
+_ROW_FIELDS = (
+    "samplers",
+    "logits",
+    "ready",
+    "pending",
+    "waiting",
+    "head",
+    "seeds",
+    "drawn",
+    "budgets",
+    "reasons",
+    "tokens",
+    "logprobs",
+    "recorded",
+)
+"""The fields of a decode state whose arrays have one entry per row."""
+
+
+def narrowed_size(num_rows: int, num_live: int, passes_left: int) -> int:
+    """The number of rows to go on with, or 0 where narrowing does not pay.
+
+    Args:
+      num_rows: rows of the state.
+      num_live: rows that still sample; no others are to come.
+      passes_left: the largest number of passes that one of them may still take.
+    """
+    if num_rows <= _NARROW_ABOVE or not num_live or _MIN_RATIO * num_live > num_rows:
+        return 0
+    return bucket(num_live) if passes_left >= _MIN_PASSES else 0
+
+
+def pick_rows(state: DecodeState, rows: np.ndarray) -> DecodeState:
+    """A state of these rows alone, in this order, over the same cache."""
+    values = {name: getattr(state, name) for name in _ROW_FIELDS}
+    layout = dataclasses.replace(state.layout, blocks=state.layout.blocks[rows])
+    return dataclasses.replace(state, layout=layout, **jax.tree.map(lambda x: x[rows], values))

@@ -1,0 +1,228 @@
+"""Planning a run of branches, before anything is computed.
+
+A plan says which prefixes are shared, how many rows run at a time, and how much memory they take.
+"""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from jaxshare.arena import ALIGNMENT, arena_size
+from jaxshare.layout import bucket
+from jaxshare.models import LoadedModel
+from jaxshare.serving.branches.prefix import Prefix
+from jaxshare.serving.branches.prompt_tree import Prompt, Prompts, read_prompts
+from jaxshare.serving.branches.row_budget import MAX_ROWS, RowBudget
+from jaxshare.serving.branches.sharing_plan import (
+    Sample,
+    SharingPlan,
+    build_prefix_tree,
+    can_share,
+    plan_sharing,
+    unique_tokens,
+)
+from jaxshare.serving.branches.waves import Wave, widest_wave
+from jaxshare.serving.inputs import check_context, encode, token_bytes
+from jaxshare.serving.kvcache import sharing_cost
+from jaxshare.serving.kvcache.pool import whole_tiles
+from jaxshare.serving.kvcache.sharing_cost import Chosen, Costs
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPlan:
+    """The samples of a run, and the blocks that store their tokens.
+
+    Attributes:
+      sharing: which common prefixes are blocks, and what is in each row's own block.
+      samples: the completions to sample, in order.
+      wave: the maximum of rows, blocks and tokens at a time.
+      rows_because: why this many rows, in words.
+      costs: the costs by which sharing was decided; None where there was nothing to decide.
+      unique_tokens: tokens of all prompts when every common prefix counts once.
+      arena_tokens: tokens of the arena to make for the run; 0 where it uses that of a prefix.
+    """
+
+    sharing: SharingPlan
+    samples: tuple[Sample, ...]
+    wave: Wave
+    rows_because: str
+    costs: Chosen | None
+    unique_tokens: int
+    arena_tokens: int
+
+
+def check_settings(
+    model: LoadedModel,
+    prompts: Prompts | None,
+    prefix: Prefix | None,
+    *,
+    max_new_tokens: int,
+    max_rows: int | None,
+    max_kv_bytes: int | None,
+) -> None:
+    """Raises ValueError for limits below 1, an unusable prefix, or neither prompts nor a prefix."""
+    for name, value in (
+        ("max_new_tokens", max_new_tokens),
+        ("max_rows", max_rows),
+        ("max_kv_bytes", max_kv_bytes),
+    ):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    if prefix is not None:
+        prefix.check()
+        if max_kv_bytes is not None:
+            raise ValueError(
+                "max_kv_bytes and prefix are both given; with a prefix its store's size is the "
+                "bound"
+            )
+        prefix.store.check()
+        if prefix.store.model.params is not model.params:
+            raise ValueError(
+                "the prefix was prefilled by another model; give the model that its store was "
+                "made with"
+            )
+    elif prompts is None:
+        raise ValueError(
+            "there are no prompts; give at least one, or a prefix to sample from the end of"
+        )
+
+
+def read_and_check_prompts(
+    model: LoadedModel,
+    prompts: Prompts | None,
+    n: int,
+    *,
+    prefix: Prefix | None,
+    max_new_tokens: int,
+) -> list[Prompt]:
+    """The prompts as tokens; without prompts, an empty one that continues the prefix.
+
+    Raises:
+      ValueError: see `read_prompts`, or a prompt that leaves too little of the model's context.
+    """
+    if prompts is None:
+        if n < 1:
+            raise ValueError(f"n is {n}; ask for at least 1 completion")
+        found = [Prompt(0, (), n)]
+    else:
+        found = read_prompts(
+            prompts, n, lambda text, first: encode(model, text, first=first and prefix is None)
+        )
+    prefix_tokens = prefix.tokens if prefix else 0
+    for prompt in found:
+        check_context(
+            model,
+            prefix_tokens + len(prompt.tokens),
+            max_new_tokens,
+            f"prompt {prompt.number}" if len(found) > 1 else "the prompt",
+        )
+    return found
+
+
+def plan_run(
+    model: LoadedModel,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    share: bool | None,
+    prefix: Prefix | None,
+    max_rows: int | None,
+    max_kv_bytes: int | None,
+    costs: Costs | None,
+    skip: Collection[tuple[int, int]],
+) -> RunPlan:
+    """Plans a run; for the arguments see `Branches`.
+
+    Raises:
+      ValueError: a completion that does not fit the memory even alone.
+    """
+    tree = build_prefix_tree(prompts)
+    budget = RowBudget.of(
+        model,
+        max_new_tokens,
+        max_kv_bytes=max_kv_bytes,
+        arena_tokens=prefix.store.arena.free if prefix else None,
+    )
+    chosen: Chosen | None = None
+    if share is None and can_share(tree):
+        chosen = sharing_cost.choose(model) if costs is None else Chosen(costs, "as given")
+    row_limit, skipped = MAX_ROWS if max_rows is None else max_rows, {*skip}
+
+    def planned(share: bool | None) -> tuple[SharingPlan, tuple[Sample, ...], Wave]:
+        sharing = plan_sharing(
+            tree, chosen.costs if chosen else None, share, grow=max_new_tokens // 2
+        )
+        samples = tuple(s for s in sharing.samples if (s.prompt, s.index) not in skipped)
+        return sharing, samples, widest_wave(sharing, samples, max_new_tokens, row_limit, budget)
+
+    sharing, samples, wave = planned(share)
+    # Where memory bounds the number of rows, share everything, whatever the costs.
+    if share is None and wave.rows < min(row_limit, len(samples)):
+        sharing, samples, wave = planned(True)
+    if wave.max_sample_tokens > budget.tokens:
+        raise _too_large(model, wave, budget, len(prompts) > 1, prefix is not None)
+    return RunPlan(
+        sharing,
+        samples,
+        wave,
+        _why_rows(wave, len(samples), budget, max_rows, prefix is not None or bool(max_kv_bytes)),
+        chosen,
+        unique_tokens(tree),
+        _arena_tokens(wave.tokens, budget.tokens) if prefix is None else 0,
+    )
+
+
+def _too_large(
+    model: LoadedModel, wave: Wave, budget: RowBudget, several: bool, has_prefix: bool
+) -> ValueError:
+    """The error that the largest completion does not fit."""
+    worst = f" for prompt {wave.largest_prompt}" if several else ""
+    needed = wave.max_sample_tokens
+    return ValueError(
+        f"one completion and its prompt need room for {needed} tokens{worst}, "
+        f"{needed * token_bytes(model):,} bytes of keys and values, but there is room for "
+        f"{budget.tokens} tokens, {budget.tokens * token_bytes(model):,} bytes; "
+        + (
+            "drop a prefix or give the store more room"
+            if has_prefix
+            else "raise max_kv_bytes, shorten the prompts or lower max_new_tokens"
+        )
+    )
+
+
+def _why_rows(
+    wave: Wave, num_samples: int, budget: RowBudget, max_rows: int | None, kv_bounded: bool
+) -> str:
+    """The reason for the number of rows.
+
+    Args:
+      wave, num_samples, budget: of the run.
+      max_rows: as given to the run.
+      kv_bounded: keys and values have a bound of their own, given or the store's.
+    """
+    if wave.rows >= num_samples:
+        return "all completions"
+    if wave.rows == max_rows:
+        return "the number that was given"
+    if max_rows is None and wave.rows == MAX_ROWS:
+        return "the maximum unless a number is given"
+    # One row more, of the average size of these, would exceed the bound on keys and values.
+    if kv_bounded and wave.tokens * (wave.rows + 1) > budget.tokens * wave.rows:
+        return f"as many as fit in {budget.tokens:,} tokens of keys and values"
+    return f"as many as fit in {budget.free / 1e9:,.1f} GB of memory"
+
+
+def _arena_tokens(needed: int, bound: int) -> int:
+    """The size of an arena for `needed` tokens, within the bound.
+
+    A little larger than needed, so that runs of nearly the same size share programs.
+    """
+    step = max(ALIGNMENT, bucket(needed) // 16)
+    rounded = arena_size(needed + -needed % step)
+    return next(
+        (
+            size
+            for size in (rounded, arena_size(needed), whole_tiles(bound))
+            if needed <= size <= bound
+        ),
+        bound,
+    )
