@@ -19,10 +19,10 @@ from jaxshare.serving.cli import judge as judge_command
 from jaxshare.serving.cli import tune as tune_command
 from jaxshare.serving.cluster import process_mesh
 from jaxshare.serving.workers import inspection
-from jaxshare.serving.workers.endings import STOP_ON
 from jaxshare.serving.workers.layouts import MOVES, worker_names
 from jaxshare.serving.workers.prompts import presets, preview
 from jaxshare.serving.workers.results import Result, check_finish_at
+from jaxshare.serving.workers.step_automata import STOP_ON
 from jaxshare.trace.trace import Trace
 
 _ANSWER_TOKENS = {"box": 16, "code": 1024}

@@ -294,7 +294,7 @@ def test_events_are_the_text():
     step = next(s for s in session.steps if s.number == 2 and s.ended is not None)
     assert step.text == f"{step.worker} 2:" + model().tokenizer.decode(step.tokens)
     assert step.ended - step.began + 1 >= len(step.tokens) > 0
-    assert session.waits <= -(-session.passes // 16)
+    assert session.host_syncs <= -(-session.passes // 16)
 
 
 def test_the_question_is_asked_once_in_so_many_tokens():
@@ -352,7 +352,7 @@ def test_steps_longer_than_what_is_set_aside_change_nothing(layout, move):
     assert run(roomy) == run(tight) and asked(roomy) == asked(tight)
     assert filled(roomy) == filled(tight)
     longest = max(len(step.tokens) for step in tight.steps)
-    assert longest > tight._growth.capacities[tight._party.block("Alice")], (
+    assert longest > tight._session.growth.capacities[tight._session.roster.block("Alice")], (
         "no step was long: the test shows nothing"
     )
 

@@ -77,20 +77,20 @@ def force(workers: Workers, **texts: str) -> None:
         name: model().tokenizer.encode(text, add_special_tokens=False)
         for name, text in texts.items()
     }
-    usual = workers._state.samplers
+    usual = workers._session.state.samplers
     while any(queues.values()) and workers.ended is None:
         before = workers.drawn
-        samplers = [workers._sampler] * workers.rows.num_rows
+        samplers = [workers._session.sampler] * workers.rows.num_rows
         for name, queue in queues.items():
             if queue:
                 samplers[workers.row(name)] = Sampler(bias={queue[0]: 1e6})
-        workers._state = dataclasses.replace(
-            workers._state, samplers=Samplers.stack(samplers, bias_slots=8)
+        workers._session.state = dataclasses.replace(
+            workers._session.state, samplers=Samplers.stack(samplers, bias_slots=8)
         )
         go(workers, 1)
         for name, queue in queues.items():
             del queue[: workers.drawn[name] - before[name]]
-    workers._state = dataclasses.replace(workers._state, samplers=usual)
+    workers._session.state = dataclasses.replace(workers._session.state, samplers=usual)
 
 
 def texts(workers: Workers) -> list[tuple[str, int, str]]:
@@ -127,11 +127,11 @@ def test_a_step_of_5000_tokens_is_one_step_wherever_it_is_written():
     assert (
         tight.cache.capacities[tight.blocks.index("Bob")]
         >= 5000
-        > tight._growth.capacities[tight.blocks.index("Bob")]
+        > tight._session.growth.capacities[tight.blocks.index("Bob")]
     )
     assert (
         tight.cache.capacities[tight.blocks.index("Alice")]
-        == tight._growth.capacities[tight.blocks.index("Alice")]
+        == tight._session.growth.capacities[tight.blocks.index("Alice")]
     )
 
 
@@ -160,7 +160,7 @@ def test_a_step_may_use_all_the_room_that_there_is_for_what_moves():
     )
     workers = Workers(small, PROBLEM, **options)
     workers.run()
-    room = int(workers._growth.capacities[0])
+    room = int(workers._session.growth.capacities[0])
     assert workers.ended == "full" and room > 1500
     assert (
         room - 20
@@ -281,15 +281,18 @@ def test_the_early_stop_takes_what_there_is_from_an_unfinished_program():
 def test_what_ends_a_session_can_be_chosen():
     stop = model().generation.stop_tokens[0]
     workers = session(stop_on="eos")
-    assert not {*model().generation.stop_tokens} & {*workers._sampler.forbidden}
-    workers._sampler = dataclasses.replace(
-        workers._sampler, bias=dict.fromkeys(model().generation.stop_tokens, -1e6)
+    assert not {*model().generation.stop_tokens} & {*workers._session.sampler.forbidden}
+    workers._session.sampler = dataclasses.replace(
+        workers._session.sampler, bias=dict.fromkeys(model().generation.stop_tokens, -1e6)
     )
     force(workers, Alice=" It is \\boxed{85}.\n\n")
     assert workers.ended is None, "an answer is not what ends this one"
-    samplers = [Sampler(bias={stop: 1e6}), *[workers._sampler] * (workers.rows.num_rows - 1)]
-    workers._state = dataclasses.replace(
-        workers._state, samplers=Samplers.stack(samplers, bias_slots=8)
+    samplers = [
+        Sampler(bias={stop: 1e6}),
+        *[workers._session.sampler] * (workers.rows.num_rows - 1),
+    ]
+    workers._session.state = dataclasses.replace(
+        workers._session.state, samplers=Samplers.stack(samplers, bias_slots=8)
     )
     go(workers, 50)
     assert workers.ended == "stopped" == workers.result().ended and workers.passes < 50

@@ -17,12 +17,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jaxshare.decoding.automaton import ByteAutomaton, TokenAutomaton
 from jaxshare.models import EMBEDDED
+from jaxshare.serving.workers.codec import check_separator, token_bytes
 from jaxshare.serving.workers.step_automata import (
     box_automaton,
-    check_separator,
     code_automaton,
     step_automaton,
-    token_bytes,
 )
 
 steps = functools.cache(step_automaton)
