@@ -15,6 +15,7 @@ from jaxshare.serving.checkpoints import has_checkpoints
 from jaxshare.serving.cli import agents as agents_command
 from jaxshare.serving.cli import batch
 from jaxshare.serving.cli import evaluate as evaluate_command
+from jaxshare.serving.cli import inspect as inspect_command
 from jaxshare.serving.cli import judge as judge_command
 from jaxshare.serving.cli import tune as tune_command
 from jaxshare.serving.cluster import process_mesh
@@ -300,8 +301,8 @@ def _parser() -> argparse.ArgumentParser:
         "inspect",
         help="tables and pictures of what a session of workers had cached and attended to",
     )
-    inspection.add_arguments(inspect)
-    inspect.set_defaults(run=inspection.run)
+    inspect_command.add_arguments(inspect)
+    inspect.set_defaults(run=inspect_command.run)
     return parser
 
 
