@@ -42,40 +42,35 @@ def block_sizes(
     Raises:
       ValueError: the prompt leaves too little of the context, or `history_tokens` does not hold it.
     """
+    # Texts and steps that move are small; the rest of the context is for the other blocks.
     roles, budget = _Roles.of(layout, reserved), rounded_budget(budget)
-    # Texts and steps that move are small. The rest of the context is for blocks that stay, and for
-    # those that others move to. A step that starts on the device must have room until the host can
-    # give it more.
+    # A step that starts on the device must have room until the host can give it more.
     step = min(max(step_tokens, opening + passes_at_once + 2), budget + opening)
     sizes = {**texts, **dict.fromkeys(roles.moving, step)}
     unseen = sum(size for block, size in texts.items() if block not in layout.blocks)
-    seen = max(sum(sizes.get(b, 0) for b in row - roles.growing) for row in roles.rows)
-    free = context - prompt - unseen - seen
-    wanted = 2 * roles.workers * budget if roles.moving else _ROUND
+    small = max(sum(sizes.get(b, 0) for b in row - roles.growing) for row in roles.rows)
+    free = context - prompt - unseen - small
+    max_history = 2 * roles.workers * budget if roles.moving else _ROUND
     # so that problems of similar length share programs, and blocks are on large tiles
-    wanted += -(prompt + wanted) % _ROUND
+    max_history += -(prompt + max_history) % _ROUND
     stays = 0
     if roles.staying:
         questions = roles.workers * budget // ask_every if ask_every else 0
-        rows = max(len(row & roles.staying) for row in roles.rows)
-        left = free - min(wanted, free // 2)
-        stays = min(budget + (2 + questions) * opening, left // max(rows, 1))
-        free -= stays * rows
-    more = (
-        _history(prompt, wanted, free // max(len(row & roles.growing) for row in roles.rows))
-        if history_tokens is None
-        else history_tokens - prompt
-    )
-    if more < 1 and history_tokens is not None:
+        seen = max(len(row & roles.staying) for row in roles.rows)
+        left = free - min(max_history, free // 2)
+        stays = min(budget + (2 + questions) * opening, left // max(seen, 1))
+        free -= stays * seen
+    available = free // max(len(row & roles.growing) for row in roles.rows)
+    more = _history(prompt, max_history, available)
+    if history_tokens is not None and (more := history_tokens - prompt) < 1:
         raise ValueError(
             f"history_tokens is {history_tokens}, but the prompt alone has {prompt}; give the "
             "history more room"
         )
-    if more > free or min(more, stays if roles.staying else more) < opening:
+    if more > free or (min(more, stays) if roles.staying else more) < opening:
         raise _no_room(prompt, problem, max(opening, more) + sum(sizes.values()), context)
-    fixed = dict.fromkeys(roles.staying, stays)
-    grows = dict.fromkeys(roles.growing, more)
-    return sizes | fixed | grows | {layout.prompt: prompt + more}
+    sizes |= dict.fromkeys(roles.staying, stays) | dict.fromkeys(roles.growing, more)
+    return sizes | {layout.prompt: prompt + more}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +105,13 @@ class _Roles:
         )
 
 
-def _history(prompt: int, wanted: int, available: int) -> int:
-    """The tokens after the prompt in its block: those wanted, or else what is available, rounded
-    down to a multiple where it is much."""
-    if wanted <= available:
-        return wanted
+def _history(prompt: int, max_tokens: int, available: int) -> int:
+    """The tokens after the prompt in its block: at most `max_tokens`, else those available.
+
+    Where many of those are available they are rounded down, so that sessions share programs.
+    """
+    if max_tokens <= available:
+        return max_tokens
     return available - (prompt + available) % _ROUND if available > 2 * _ROUND else available
 
 

@@ -95,8 +95,10 @@ class SessionMetadata:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data, which JSON can hold: copies, because it is written while the session goes
-        on."""
+        """Plain data, which JSON can hold.
+
+        All of it is copied, because it is written while the session goes on.
+        """
         plain = {
             _KEYS.get(field.name, field.name): getattr(self, field.name)
             for field in dataclasses.fields(self)

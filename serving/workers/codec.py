@@ -108,8 +108,10 @@ def check_separator(
 
 
 def _byte_level() -> dict[str, int]:
-    """The alphabet of byte-level tokenizers (as in GPT-2): a character for each byte, the byte's
-    own where it is printable."""
+    """The alphabet of byte-level tokenizers (as in GPT-2): a character for each byte.
+
+    A printable byte has its own character.
+    """
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {
@@ -130,7 +132,7 @@ def _piece_bytes(piece: str, stages: Sequence[dict[str, Any]]) -> bytes:
                 piece = piece.replace(stage["replacement"], " ")
             case "ByteFallback" if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
                 return bytes.fromhex(piece[3:5])
-            # an added token may have other characters, and stands for itself
+            # an added token may have other characters, which are its text
             case "ByteLevel" if all(c in _BYTE_LEVEL for c in piece):
                 return bytes(_BYTE_LEVEL[c] for c in piece)
     return piece.encode()

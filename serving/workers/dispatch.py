@@ -14,7 +14,7 @@ from jaxshare.serving.workers.session_state import FEED_WIDTH, SessionState
 
 
 def can_run(session: SessionState, last: int) -> bool:
-    """Whether a session can run before it has `last` passes."""
+    """Returns whether a session can run before it has `last` passes."""
     return (
         session.ended is None
         and session.passes < last
@@ -50,8 +50,10 @@ def run_passes(session: SessionState, passes: int) -> None:
 
 
 def _decode(session: SessionState, passes: int) -> None:
-    """Dispatches the decode loop. The first time it is compiled before, by a dispatch of no passes,
-    so that its seconds are those of compilation alone."""
+    """Dispatches the decode loop.
+
+    The first time a dispatch of no passes compiles it, whose wall time counts as compilation.
+    """
     settings: dict[str, Any] = dict(
         width=FEED_WIDTH,
         until_any=session.reencodes or any(map(session.has_grown, session.roster.names)),

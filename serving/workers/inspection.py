@@ -1,4 +1,4 @@
-"""Snapshots of a session of workers: its blocks, and the shares of each worker's attention over time.
+"""Snapshots of a session of workers: its blocks, and each worker's attention over time.
 
 A `Snapshot` has no keys and values: it is a few kilobytes that are saved and looked at elsewhere.
 
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 _FORMAT = "jaxshare snapshot 1"
 _WIDTH = 16
-"""Tokens of a row in the measuring pass are a multiple of this, so that a single token and an opening
-of a step share a program."""
+"""The measuring pass is a multiple of this wide: one token and an opening share a program."""
 _KEYS = {"attention": "masses"}
 """The keys in files of fields that have other names here."""
 
@@ -65,8 +64,7 @@ class Listed:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShare:
-    """The shares of its attention that a worker's newest token gave to each block, after `passes`
-    forward passes."""
+    """The shares of attention of a worker's newest token to the blocks, after `passes` passes."""
 
     passes: int
     worker: str
@@ -79,9 +77,9 @@ class Snapshot:
 
     Attributes:
       passes: forward passes so far.
-      blocks: of the cache, in the order of their numbers; without those that have no room and that
-        nobody sees.
-      rows: for each worker the blocks that it sees, in its order; it writes to the last one.
+      blocks: of the cache, in the order of their numbers; without those of no capacity that no
+        worker sees.
+      rows: for each worker the blocks that it sees, in its order; it writes the last one.
       attention: shares measured so far, in the order of passes.
     """
 

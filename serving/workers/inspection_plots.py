@@ -135,13 +135,13 @@ def _lines(bar: Sequence[tuple[str, int, int, int]], end: int) -> dict[int, int]
 
     No number overlaps another, or the mark that leads to it.
     """
-    found: dict[int, int] = {}
+    lines: dict[int, int] = {}
     for start in sorted({start for _, start, _, _ in bar}, reverse=True):
         width = 0.0085 * end * (1 + len(str(start)))
-        found[start] = 1 + max(
-            (line for right, line in found.items() if right < start + width), default=-1
+        lines[start] = 1 + max(
+            (line for right, line in lines.items() if right < start + width), default=-1
         )
-    return found
+    return lines
 
 
 def _height(bars: _Bars) -> float:

@@ -1,4 +1,4 @@
-"""Changes of who takes part in a session: workers join and leave, and people speak."""
+"""Membership of a session: workers join and leave, and people speak."""
 
 import dataclasses
 

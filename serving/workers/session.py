@@ -1,5 +1,4 @@
-"""Workers: a few streams that write at once over one shared cache and read each other's tokens as
-they appear.
+"""Workers: a few streams that write at once over one shared cache and read each other's tokens.
 
     session = Workers(model, "Solve: ...", names=("Alice", "Bob"))
     for event in session.stream():
@@ -220,12 +219,11 @@ class Workers(SessionView):
         return self.result({budget: answers[budget] for budget in budgets})
 
     def finish(self, *, sees: Sequence[str] | None = None) -> Answer:
-        r"""The answer that the workers have given, or else their best guess now (section 4.1,
-        appendix C).
+        """The answer that the workers have given, or else their best guess now.
 
-        For a guess the early-stop prompt is fed to a block of its own, after all that any worker
-        has written, unfinished steps included, and a bounded number of tokens is sampled greedily.
-        The session goes on afterwards as if there had been no guess.
+        For a guess (section 4.1, appendix C) the early-stop prompt is fed to a block of its own,
+        after all that any worker has written, unfinished steps included, and a bounded number of
+        tokens is sampled greedily. The session goes on afterwards as if there had been no guess.
 
         Args:
           sees: the blocks to guess from, in order; default `WorkersLayout.overview`. With it, no
@@ -238,8 +236,9 @@ class Workers(SessionView):
             return finisher.finish(self._session, sees)
 
     def say(self, text: str, name: str = PERSON) -> None:
-        """Adds a person's words after the history, as a step that all workers read from the next
-        pass on.
+        """Adds a person's words after the history, as a step of its own.
+
+        All workers read it from the next pass on.
 
         Raises:
           ValueError: no text, more than the history has room for, or the name of a worker.
@@ -273,8 +272,9 @@ class Workers(SessionView):
             membership.add_worker(self._session, name, layout)
 
     def remove(self, name: str) -> None:
-        """Removes a worker. The tokens in its block move to the end of the history (of the prompt,
-        where there is none).
+        """Removes a worker.
+
+        The tokens in its block move to the end of the history (of the prompt, where there is none).
 
         Raises:
           ValueError: no such worker, the last one, or no room for what it has written.
@@ -322,12 +322,12 @@ class Workers(SessionView):
         implementation: str | None = None,
         engine: "Engine | None" = None,
     ) -> "Workers":
-        """Restores a saved session, on any number of devices. One that kept a trace goes on with
-        it.
+        """Restores a saved session, on any number of devices.
 
-        It goes on exactly as the saved one would have. Where keys and values were left out of the
-        save, that holds in float32: computed again they are the same to rounding, which in bfloat16
-        and float16 may be enough for another token.
+        One that kept a trace goes on with it. The session goes on exactly as the saved one would
+        have. Where keys and values were left out of the save, that holds in float32: computed again
+        they are the same to rounding, which in bfloat16 and float16 may be enough for another
+        token.
 
         Args:
           model: the same, on any mesh or none.

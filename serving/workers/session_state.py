@@ -95,7 +95,7 @@ class SessionState:
 
     @property
     def reencodes(self) -> bool:
-        """Whether finished steps are encoded anew instead of rotated."""
+        """Returns whether finished steps are encoded anew instead of rotated."""
         return self.settings["move"] == "reencode"
 
     @property
@@ -147,7 +147,7 @@ class SessionState:
         return self.texts.opening(self.roster, name, number, ask)
 
     def has_grown(self, name: str) -> bool:
-        """Whether a worker's step has outgrown its block and has another extent."""
+        """Returns whether a worker's step has outgrown its block and has another extent."""
         return name in self.roster.layout.moves and not self.growth.at_home(
             self.roster.block(name), self.capacities
         )
@@ -215,7 +215,7 @@ def feed_text(
 
 
 class SessionView:
-    """The part of a session that there is to look at.
+    """The read-only part of a session.
 
     Attributes:
       model: prepared for the session's context.
@@ -323,8 +323,10 @@ class SessionView:
         return self._session.roster.row(name)
 
     def pending(self) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens int32[R, T] that the next pass will feed, padded on the right, and their
-        number int32[R]."""
+        """The tokens int32[R, T] of the next pass and their number int32[R].
+
+        Rows are padded on the right.
+        """
         state = self._session.state
         queues, heads, num_pending, running = (
             np.asarray(a) for a in (state.pending, state.head, state.waiting, state.running)

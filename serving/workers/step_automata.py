@@ -1,5 +1,4 @@
-"""Automata over bytes that find where a step, an answer or a program ends, and their tables over
-the tokens of a tokenizer.
+"""Automata over bytes that find the ends of steps, answers and programs, lifted to tokens.
 
 A step is text that ends with a complete sentence and then the separator, outside of code (Hogwild!
 Inference, appendices A and C). The automata are exact for any tokenizer once lifted to the bytes of
@@ -43,10 +42,10 @@ _PROSE, _SPAN, _MATH = "prose", "span", "math"
 
 
 def step_automaton(separator: str = "\n\n") -> ByteAutomaton:
-    r"""Marks the byte that ends a step: it completes the separator, after the end of a sentence, in
-    no code block and no formula.
+    r"""Marks the byte that ends a step.
 
-    A sentence ends with one of `SENTENCE_ENDS`; whitespace and `PASSED_OVER` may follow. The text's
+    It completes the separator, after the end of a sentence, in no code block and no formula. A
+    sentence ends with one of `SENTENCE_ENDS`; whitespace and `PASSED_OVER` may follow. The text's
     start is the start of a line.
 
     A code block is the text between two fences. It opens with a line whose first non-blank
@@ -60,7 +59,7 @@ def step_automaton(separator: str = "\n\n") -> ByteAutomaton:
 
     A block or a formula that is never closed lasts until the text ends, and so does the step.
 
-    After a mark the automaton reads on; a new step begins at the start state again.
+    After a mark the automaton reads on; a new step starts at the start state again.
 
     Raises:
       ValueError: a separator that is empty or is not ASCII whitespace.
@@ -146,10 +145,9 @@ class _StepRule:
 
 @functools.cache
 def code_automaton() -> ByteAutomaton:
-    r"""Marks the third backtick or tilde of the line that closes a fenced code block; see
-    `step_automaton` for what that is.
+    r"""Marks the third backtick or tilde of the line that closes a code block (`step_automaton`).
 
-    For text that goes on inside a block, begin at the state after its fence:
+    For text that goes on inside a block, start at the state after its fence:
     `automaton.read(b"```python\n")[0]`.
     """
     return ByteAutomaton.build((b"", _START), _read_line)
@@ -187,37 +185,39 @@ def box_automaton() -> ByteAutomaton:
 
 
 def _read_line(state: Any, byte: int) -> tuple[tuple[bytes, bytes | str], bool]:
-    """Reads a byte: ((fence of the open code block, or b""; position in the line), byte) -> (the
-    same after the byte, whether the byte closes the block).
+    """Reads a byte of a line, for fences: (state, byte) -> (next state, whether a block closes).
 
-    Positions: the first one, two or three characters of a fence after blanks alone, or none yet;
-    _INFO after backticks that open a block; or _TEXT.
+    A state is the fence of the open code block, or b"", and the position in the line: the first
+    one, two or three characters of a fence after blanks alone, or none yet; _INFO after backticks
+    that open a block; or _TEXT.
     """
-    fence, place = state
+    fence, position = state
     if byte == _NEWLINE:
         return (fence, _START), False
-    if place == _START and byte in _SPACES:
+    if position == _START and byte in _SPACES:
         return (fence, _START), False
-    if isinstance(place, bytes) and len(place) < 3:
-        run = place + bytes([byte])
+    if isinstance(position, bytes) and len(position) < 3:
+        run = position + bytes([byte])
         if not any(whole.startswith(run) for whole in ([fence] if fence else _FENCES)):
             return (fence, _TEXT), False
         if len(run) < 3:
             return (fence, run), False
         return (b"" if fence else run, run), bool(fence)
-    if place in _FENCES and byte == place[0]:
-        return (fence, place), False
-    if fence == _TICKS and place in (_TICKS, _INFO):
+    if position in _FENCES and byte == position[0]:
+        return (fence, position), False
+    if fence == _TICKS and position in (_TICKS, _INFO):
         # Backticks after the opening ones: code within the line, no fence.
         return ((b"", _TEXT) if byte == _TICK else (fence, _INFO)), False
     return (fence, _TEXT), False
 
 
-def _match(wanted: bytes, matched: int, byte: int) -> int:
-    """The number of first bytes of `wanted` that end the text after one more byte, if the first
-    `matched` of them ended it before."""
-    text = wanted[:matched] + bytes([byte])
-    return max(n for n in range(min(len(text), len(wanted)) + 1) if text.endswith(wanted[:n]))
+def _match(pattern: bytes, matched: int, byte: int) -> int:
+    """The number of first bytes of `pattern` that end the text after one more byte.
+
+    The first `matched` of them ended it before.
+    """
+    text = pattern[:matched] + bytes([byte])
+    return max(n for n in range(min(len(text), len(pattern)) + 1) if text.endswith(pattern[:n]))
 
 
 def never() -> ByteAutomaton:

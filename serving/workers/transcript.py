@@ -153,9 +153,9 @@ class Transcript:
         Returns:
           The new text, in the order of the passes.
         """
-        found, before = [], len(self.finished)
+        events, before = [], len(self.finished)
         for name, cursor in self.cursors.items():
-            found += self._read(
+            events += self._read(
                 name,
                 cursor,
                 int(outputs["passes"]),
@@ -166,7 +166,7 @@ class Transcript:
         self.finished[before:] = sorted(
             self.finished[before:], key=lambda step: (step.ended, self.cursors[step.worker].row)
         )
-        return sorted(found, key=lambda event: (event.passes, self.cursors[event.worker].row))
+        return sorted(events, key=lambda event: (event.passes, self.cursors[event.worker].row))
 
     def _read(
         self,
@@ -179,7 +179,7 @@ class Transcript:
         marks: np.ndarray,
         sampled_at: np.ndarray,
     ) -> list[Event]:
-        found = []
+        events = []
         for i in range(cursor.read, num_sampled):
             token, mark, last = int(tokens[i]), Mark(int(marks[i])), i + 1 == num_sampled
             if token not in self._stops:
@@ -190,18 +190,17 @@ class Transcript:
                 continue
             cursor.step.ended = int(sampled_at[i])
             self.finished.append(cursor.step)
-            found += self._new_text(cursor, int(sampled_at[i]))
+            events += self._new_text(cursor, int(sampled_at[i]))
             # the worker has ended, or the host opens its next step
             if not (last and reason in (FinishReason.STOP, FinishReason.ANSWER, FinishReason.STEP)):
                 self.next_step(name, int(sampled_at[i]), asked=Mark.ASKED in mark)
         cursor.read = num_sampled
         if cursor.step.ended is not None:
-            return found
-        return [*found, *self._new_text(cursor, passes)]
+            return events
+        return [*events, *self._new_text(cursor, passes)]
 
     def next_step(self, name: str, passes: int, *, asked: bool) -> list[int]:
-        """Starts a worker's next step; returns the tokens to feed after the one that ended the last
-        step."""
+        """Starts a worker's next step; returns the tokens that open it."""
         cursor = self.cursors[name]
         number = cursor.step.number + 1
         tokens = self._opening(name, number, asked)
