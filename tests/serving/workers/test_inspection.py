@@ -1,5 +1,4 @@
-"""Looking inside sessions: numbers against a transformer in numpy and by hand, pictures by what is
-drawn in them, `jaxshare inspect`."""
+"""Snapshots of sessions, against numpy and by hand; their pictures; `jaxshare inspect`."""
 
 import argparse
 import dataclasses
@@ -44,8 +43,11 @@ LENGTHS = {"history": 25, "Bob": 4, "notes": 3, "Alice": 0, "spare 1": 0, "unuse
 
 @functools.cache
 def session():
-    """Two workers of the tiny model, one row free between them, and beside it the same in numpy:
-    (session, dense model, what they feed)."""
+    """Two workers of the tiny model, one row free between them, and the same in numpy.
+
+    Returns:
+      The session, the dense model, and the tokens that they feed.
+    """
     rng = np.random.default_rng(5)
     texts = {block: rng.integers(0, VOCAB, n).tolist() for block, n in LENGTHS.items() if n}
     dense = DenseModel(TINY, tiny_params(), len(BLOCKS))

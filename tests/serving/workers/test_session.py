@@ -1,5 +1,7 @@
-"""Workers over one cache, against a plain host loop that feeds, detects steps by a regular
-expression and moves them outside jit."""
+"""Workers over one cache, against a plain host loop.
+
+The loop feeds tokens, detects steps by a regular expression and moves them outside jit.
+"""
 
 import dataclasses
 import re
@@ -43,8 +45,7 @@ BUDGET = 70
 
 
 def start(names=NAMES[:2], **options) -> Workers:
-    """A session, of the same shapes wherever a test does not need others, so that they share
-    programs."""
+    """A session, of the same shapes where a test needs no others, so that tests share programs."""
     return Workers(
         model(),
         options.pop("text", problem().prompt()),
@@ -54,7 +55,7 @@ def start(names=NAMES[:2], **options) -> Workers:
 
 
 def endless() -> Sampler:
-    """With which nobody stops or closes a box before the budget."""
+    """A sampler with which no worker stops or closes a box before the budget."""
     closing = [token for text, token in model().tokenizer.get_vocab().items() if "}" in text]
     return dataclasses.replace(WARM, forbidden=(*model().generation.stop_tokens, *closing))
 
@@ -87,8 +88,10 @@ def plain_run(
     *,
     reencode=False,
 ):
-    """The same session, one pass at a time on the host; `asked` says which steps open with the
-    question.
+    """The same session, one pass at a time on the host.
+
+    Args:
+      asked: for each worker the steps that open with the question; the others as in `Workers`.
 
     Returns:
       For each worker (number of the step, its sampled tokens), and the tokens in each block in the
@@ -587,7 +590,7 @@ def test_what_a_person_says_is_read_like_a_part_of_the_prompt():
                     {"Alice": ("prompt", "Zoe", "Alice"), "Bob": ("prompt", "Bob")}
                 )
             },
-            "reads the block 'Zoe', which nobody",
+            "reads the block 'Zoe', which is never",
         ),
         (
             {"text": "1 + " * 9000},

@@ -1,5 +1,4 @@
-"""Steps of any length, and what ends a session, on a tiny random model whose workers are made to
-sample given texts."""
+"""Steps of any length, and ends of sessions, on a tiny random model that samples given texts."""
 
 import dataclasses
 import functools
@@ -32,15 +31,13 @@ PROBLEM = "Solve these problems and return comma-separated answers \\boxed{answe
 
 @functools.cache
 def model() -> LoadedModel:
-    """The embedded model's tokenizer over a random model of two small layers, with room for 16,384
-    tokens."""
+    """The embedded model's tokenizer over a random model of two small layers and 16,384 tokens."""
     config = dataclasses.replace(TINY, vocab_size=402, max_positions=16384)
     return dataclasses.replace(embedded(), config=config, params=init(config), workers=None)
 
 
 def quiet() -> Sampler:
-    """The sampler with which nothing ends by itself: no line break, no brace, no backtick, no stop
-    token."""
+    """A sampler that ends nothing: no line break, no brace, no backtick, no stop token."""
     vocabulary = model().tokenizer.get_vocab()
     breaks = [
         token for text, token in vocabulary.items() if "Ċ" in text or "}" in text or "`" in text
@@ -71,8 +68,10 @@ def go(workers: Workers, passes: int) -> None:
 
 
 def force(workers: Workers, **texts: str) -> None:
-    """Has workers sample these texts token by token, from the next pass in which each samples; the
-    others draw quietly."""
+    """Makes workers sample these texts token by token, from the next pass in which each samples.
+
+    The others draw quietly.
+    """
     queues = {
         name: model().tokenizer.encode(text, add_special_tokens=False)
         for name, text in texts.items()
@@ -100,8 +99,8 @@ def texts(workers: Workers) -> list[tuple[str, int, str]]:
 def history(workers: Workers) -> np.ndarray:
     """Keys of the first layer in the block that steps move to."""
     block = workers.blocks.index(workers.layout.prompt)
-    begin, length = int(workers.cache.offsets[block]), int(workers.cache.lengths[block])
-    return np.asarray(workers.cache.keys[0])[:, begin : begin + length]
+    start, length = int(workers.cache.offsets[block]), int(workers.cache.lengths[block])
+    return np.asarray(workers.cache.keys[0])[:, start : start + length]
 
 
 # Steps of any length.
@@ -150,8 +149,7 @@ def test_a_code_block_of_2000_tokens_moves_whole():
 
 
 def test_a_step_may_use_all_the_room_that_there_is_for_what_moves():
-    """Alone, a worker is stopped when it has filled what is there for the history; a shorter step
-    finds room there when it ends."""
+    """Alone, a worker stops when it has filled the history's capacity; a shorter step fits there."""
     small = dataclasses.replace(
         model(), config=dataclasses.replace(model().config, max_positions=2200)
     )
@@ -202,9 +200,9 @@ def test_the_trace_of_long_steps_is_computed_again():
     go(workers, 10)
     _, cache = reencode(model(), workers.trace, at=[])
     block = workers.blocks.index(workers.layout.prompt)
-    begin, length = int(cache.offsets[block]), int(cache.lengths[block])
+    start, length = int(cache.offsets[block]), int(cache.lengths[block])
     np.testing.assert_allclose(
-        np.asarray(cache.keys[0])[:, begin : begin + length], history(workers), rtol=0, atol=1e-4
+        np.asarray(cache.keys[0])[:, start : start + length], history(workers), rtol=0, atol=1e-4
     )
 
 
@@ -306,8 +304,7 @@ def test_what_ends_a_session_can_be_chosen():
 
 
 def test_answers_are_taken_from_single_steps():
-    """A fence that one worker has left open is not closed by another's, and one that opens a step
-    is found."""
+    """A worker's open fence is not closed by another's, and one that opens a step is found."""
     workers = session(kind="code")
     force(workers, Alice=" So:\n```python\nx = (\n", Bob="```python\nprint(1)\n```\n\n")
     assert (workers.ended, workers.finish().value) == ("answer", "print(1)")
@@ -357,8 +354,7 @@ def test_the_finisher_sees_every_block_that_a_worker_writes_once(layout, sees):
 
 
 def test_an_answer_in_an_unfinished_step_is_known_to_the_finisher_where_steps_are_private():
-    """With the embedded model: what Alice has worked out but not finished is in the box that is
-    asked for."""
+    """The embedded model puts Alice's unfinished result in the box of the early stop."""
     workers = Workers(
         embedded(),
         f"{instruction(2)}\n1. 47 + 38\n2. 12 * 7",
