@@ -13,6 +13,7 @@ from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler
 from jaxshare.compile_time import compile_seconds
 from jaxshare.models import LoadedModel
 from jaxshare.models.layers import Decoder
+from jaxshare.models.tensor_parallel import ShardedDecoder
 from jaxshare.serving.engine.prefill import prefill
 from jaxshare.serving.kvcache.lease import KVLease
 from jaxshare.serving.workers.answers import AnswerRule
@@ -61,7 +62,7 @@ class SessionState:
     settings: dict[str, Any]
     loaded: LoadedModel
     model: LoadedModel
-    module: Decoder
+    module: Decoder | ShardedDecoder
     context: int
     format: Format
     rule: AnswerRule

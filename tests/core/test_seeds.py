@@ -226,7 +226,7 @@ def test_baselines_of_several_streams(monkeypatch):
     found, rows = [], baselines._rows
 
     def noted(*args, **settings):
-        found.extend(keys_of(rows(*args, **settings)._state))
+        found.extend(keys_of(rows(*args, **settings)._session.state))
         raise Enough
 
     monkeypatch.setattr(baselines, "_rows", noted)
