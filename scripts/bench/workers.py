@@ -115,7 +115,7 @@ def host_waits(budget: int) -> dict[str, int]:
         budget=budget,
     )
     collections.deque(session.stream(), maxlen=0)
-    return {"passes": session.passes, "waits": session.waits}
+    return {"passes": session.passes, "waits": session.host_syncs}
 
 
 @dataclasses.dataclass(frozen=True)

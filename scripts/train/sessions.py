@@ -17,7 +17,7 @@ from jaxshare.decoding.sampling import uniforms
 from jaxshare.seeds import seed_words, stream_seed
 from jaxshare.serving.evaluation.arithmetic import SumsProblem, few_shot_messages
 from jaxshare.serving.workers.layouts import LAYOUTS, WorkersLayout
-from jaxshare.serving.workers.session import FINISHER
+from jaxshare.serving.workers.session_state import FINISHER
 from jaxshare.trace.recorder import Recorder
 from jaxshare.trace.trace import Trace
 from scripts.train.teacher import Lapses, Paragraph, Pupil, Script, Sight, box, worked

@@ -37,10 +37,10 @@ from jaxshare.serving.evaluation.scoring import Point, Score, Scorer
 from jaxshare.serving.evaluation.tasks import Task
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler
-from jaxshare.serving.workers.endings import STOP_ON
 from jaxshare.serving.workers.layouts import LAYOUTS, MOVES
 from jaxshare.serving.workers.prompts import presets
 from jaxshare.serving.workers.prompts.format import Format
+from jaxshare.serving.workers.step_automata import STOP_ON
 
 FORMAT = "jaxshare evaluation 2"
 SETTINGS, RUNS, SCORES, RESULT, TABLE, PICTURE = (

@@ -15,14 +15,15 @@ from jaxshare.serving.checkpoints import has_checkpoints
 from jaxshare.serving.cli import agents as agents_command
 from jaxshare.serving.cli import batch
 from jaxshare.serving.cli import evaluate as evaluate_command
+from jaxshare.serving.cli import inspect as inspect_command
 from jaxshare.serving.cli import judge as judge_command
 from jaxshare.serving.cli import tune as tune_command
 from jaxshare.serving.cluster import process_mesh
 from jaxshare.serving.workers import inspection
-from jaxshare.serving.workers.endings import STOP_ON
 from jaxshare.serving.workers.layouts import MOVES, worker_names
 from jaxshare.serving.workers.prompts import presets, preview
 from jaxshare.serving.workers.results import Result, check_finish_at
+from jaxshare.serving.workers.step_automata import STOP_ON
 from jaxshare.trace.trace import Trace
 
 _ANSWER_TOKENS = {"box": 16, "code": 1024}
@@ -300,8 +301,8 @@ def _parser() -> argparse.ArgumentParser:
         "inspect",
         help="tables and pictures of what a session of workers had cached and attended to",
     )
-    inspection.add_arguments(inspect)
-    inspect.set_defaults(run=inspection.run)
+    inspect_command.add_arguments(inspect)
+    inspect.set_defaults(run=inspect_command.run)
     return parser
 
 

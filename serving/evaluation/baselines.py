@@ -21,12 +21,14 @@ from jaxshare.seeds import stream_seed
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.workers import answers
 from jaxshare.serving.workers.answers import AnswerRule, answer_rule
+from jaxshare.serving.workers.codec import codec_of
 from jaxshare.serving.workers.layouts import PROMPT, WorkersLayout, worker_names
 from jaxshare.serving.workers.prompts.format import PLAIN, Format
 from jaxshare.serving.workers.prompts.presets import advises_sampling, format_named
 from jaxshare.serving.workers.results import Answer, Result, check_finish_at
-from jaxshare.serving.workers.session import FINISHER, Workers
-from jaxshare.serving.workers.transcript import Event, Step, codec_of
+from jaxshare.serving.workers.session import Workers
+from jaxshare.serving.workers.session_state import FINISHER
+from jaxshare.serving.workers.transcript import Event, Step
 
 (_ALONE,) = worker_names(1)
 _OUTLINE, _MAIN = "outline", "main"

@@ -1,8 +1,8 @@
-r"""Finding the answer in what was written: the last valid `\boxed{...}`, the last valid program,
-and a vote among several answers.
+r"""Answers in texts: the last valid `\boxed{...}` or program, and a vote among several answers.
 
-    rule = box_answers(lambda answer: answer.count(",") == 4)      # five answers in one box, or it is none
-    session = Workers(model, problem, kind=rule)
+# five answers in one box, or it is none
+rule = box_answers(lambda answer: answer.count(",") == 4)
+session = Workers(model, problem, kind=rule)
 """
 
 import ast
@@ -15,9 +15,9 @@ from jaxshare.decoding.automaton import ByteAutomaton
 from jaxshare.serving.workers.step_automata import box_automaton, code_automaton
 
 Valid = Callable[[str], bool]
-"""Whether the text of an answer is one."""
+"""A function: the text of an answer -> whether it is valid."""
 
-# An escape is a backslash and what follows, unless that begins a box.
+# An escape is a backslash and the next character, unless they start a box.
 _BRACES = re.compile(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", re.DOTALL)
 _SPACING = re.compile(r"\\(?:[ ,;:!]|q?quad\b)|[~$\s{}]|\\(?:text|mathrm|mathbf|displaystyle)\b")
 _PLACEHOLDER = re.compile(
@@ -30,16 +30,15 @@ _PYTHON = ("", "python", "python3", "py", "py3")
 
 @dataclasses.dataclass(frozen=True)
 class AnswerRule:
-    """How answers are written, and which of them count. What ends a session of workers is a valid
-    one.
+    """The form of answers, and which of them are valid. A valid one ends a session of workers.
 
     Attributes:
       find: text -> every answer in it that is closed, in order.
       valid: which of them are answers; see `is_answer` and `is_program`.
-      guess: text -> the best that an early stop can take from it, valid or not, or None.
-      automaton: makes what marks the bytes at which an answer closes. There alone the decode loop
-        looks for one.
-      code: whether the early stop asks for a program, and not for a box.
+      guess: text -> the best answer for an early stop, valid or not, or None.
+      automaton: makes the automaton that marks the bytes at which an answer closes. The decode loop
+        looks for answers there alone.
+      code: whether the early-stop prompt asks for a program, and not for a box.
       name: of the kind, where it is one of `KINDS`.
     """
 
@@ -54,9 +53,9 @@ class AnswerRule:
         """The last valid answer, or None.
 
         Args:
-          text: what was written, and the finisher's prompt before it.
-          told: the prompt, in which answers are shown: what only repeats one of those with letters
-            or dots in it, such as `\\boxed{answer1, ..., answer5}`, is not an answer.
+          text: written by workers, or after the finisher's prompt, which it then starts with.
+          told: the prompt, in which answers are shown: text that only repeats one of those
+            with letters or dots in it, such as `\\boxed{answer1, ..., answer5}`, is not an answer.
         """
         shown = (
             {
@@ -74,18 +73,18 @@ class AnswerRule:
 
 
 def box_answers(valid: Valid | None = None) -> AnswerRule:
-    """Answers in `\\boxed{...}`; default those of `is_answer`."""
+    """The rule for answers in `\\boxed{...}`, by default those of `is_answer`."""
     return AnswerRule(
         _boxes, valid or is_answer, boxed, box_automaton, name=None if valid else "box"
     )
 
 
 def code_answers(language: str = "python", valid: Valid | None = None) -> AnswerRule:
-    """Programs in fenced code blocks.
+    """The rule for programs in fenced code blocks.
 
     Args:
-      language: of the task. Blocks that name another one are not programs; blocks that name none
-        may be.
+      language: of the task. Blocks with the name of another one are not programs; blocks without a
+        name may be.
       valid: which blocks are programs; default, for Python, those of `is_program`, and else all
         that are not blank.
     """
@@ -110,14 +109,16 @@ def code_answers(language: str = "python", valid: Valid | None = None) -> Answer
 
 
 def is_answer(text: str) -> bool:
-    r"""Whether a box holds an answer: something besides spaces, and not only placeholders such as
-    `answer1, ...`, `?` or `\ldots`."""
+    r"""Returns whether a box holds an answer.
+
+    It must have text, and not only placeholders such as `answer1, ...`, `?` or `\ldots`.
+    """
     entries = [_SPACING.sub("", entry) for entry in text.split(",")]
     return not all(_PLACEHOLDER.fullmatch(entry) for entry in entries)
 
 
 def is_program(text: str) -> bool:
-    """Whether a text is a program in Python: it parses, and is not blank."""
+    """Returns whether a text is a program in Python: it parses, and is not blank."""
     try:
         return bool(ast.parse(text).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -125,15 +126,18 @@ def is_program(text: str) -> bool:
 
 
 def has_entries(count: int) -> Valid:
-    """The rule for boxes that answer so many questions: they have at least as many entries with
-    commas between (a comma may also stand within a number), and one of these is an answer. Boxes of
-    single answers, on the way to the last one, do not end a session then."""
+    """The `Valid` of boxes that answer `count` questions.
+
+    They have at least as many entries with commas between (a comma may also be within a number),
+    and one of these is an answer. Boxes of single answers, before the last one, do not end a
+    session then.
+    """
     return _Entries(count)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entries:
-    """As an object, because evaluations send it to other processes."""
+    """An object, not a closure, because evaluations send it to other processes."""
 
     count: int
 
@@ -142,24 +146,21 @@ class _Entries:
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` that is closed and holds more than whitespace, or
-    None.
+    r"""The text in the last closed `\boxed{...}` that is not blank, or None.
 
     Braces nest; after a backslash they are ordinary characters. A box that is never closed does not
-    hide those before it. The last box inside another one is the one that counts. Give it only what
-    was written, and the finisher before it: instructions name boxes too.
+    hide those before it. The last box inside another one is the one that counts. Give it only text
+    that was written, and the finisher before it: instructions have boxes too.
     """
     return next(reversed(_boxes(text)), None)
 
 
 def code(text: str) -> str | None:
-    """The last fenced code block that is closed; or one that the text ends in, if none is closed;
-    or None.
+    """The last closed code block; or the one that the text ends in, if none is closed; or None.
 
-    A fence is a line that begins with three backticks or tildes, blanks before them aside; the one
-    that closes a block is of the same characters. Behind those that open a block there may be the
-    name of a language. Lines lose the blanks that stand before the opening fence. Blocks of nothing
-    but whitespace do not count.
+    A fence is a line that starts with three backticks or tildes, blanks before them aside; the one
+    that closes a block is of the same characters. After those that open a block there may be the
+    name of a language. Lines lose the blanks before the opening fence. Blank blocks do not count.
     """
     return next(
         reversed(
@@ -171,48 +172,52 @@ def code(text: str) -> str | None:
 
 
 def vote(answers: Sequence[str | None]) -> str | None:
-    """The most frequent answer (self-consistency), whitespace around it aside; the first of equals.
-    None has no vote."""
+    """The most frequent answer (self-consistency), whitespace around it aside.
+
+    It is the first of equals. None has no vote.
+    """
     counts = collections.Counter(answer.strip() for answer in answers if answer is not None)
     return max(counts, key=lambda answer: counts[answer], default=None)
 
 
 def _boxes(text: str) -> list[str]:
-    """All boxes that are closed and hold more than whitespace, in the order in which they close."""
-    found, start, depth = [], 0, 0
+    """All closed boxes that are not blank, in the order in which they close."""
+    boxes, start, depth = [], 0, 0
     for brace in _BRACES.finditer(text):
         if brace[0] == "\\boxed{":
             start, depth = brace.end(), 1
         elif depth and brace[0] in "{}":
             depth += 1 if brace[0] == "{" else -1
             if not depth and (answer := text[start : brace.start()].strip()):
-                found.append(answer)
-    return found
+                boxes.append(answer)
+    return boxes
 
 
 def _blocks(text: str, *, open: bool = False) -> list[tuple[str, str]]:
-    """The fenced blocks that are closed, or with `open` the one that the text ends in: (name of the
-    language, program), none blank."""
-    found: list[tuple[str, str]] = []
+    """The closed blocks, or with `open` the one that the text ends in, none blank.
+
+    Each is (name of the language, program).
+    """
+    programs: list[tuple[str, str]] = []
     block: list[str] | None = None
     name = indent = opening = ""
 
     def keep() -> None:
         if block is not None and (program := "\n".join(block)).strip():
-            found.append((name, program))
+            programs.append((name, program))
 
     for line in text.split("\n"):
         inner = line.lstrip()
         fence = inner[:3] if inner.startswith(("```", "~~~")) else ""
         if block is None:
-            told = inner.lstrip(fence[:1] or None)
+            info = inner.lstrip(fence[:1] or None)
             # more backticks in the line: code within it
-            if fence == "~~~" or (fence and "`" not in told):
+            if fence == "~~~" or (fence and "`" not in info):
                 block, indent, opening, name = (
                     [],
                     line[: -len(inner)],
                     fence,
-                    next(iter(told.split()), ""),
+                    next(iter(info.split()), ""),
                 )
         elif fence == opening:
             if not open:
@@ -222,12 +227,11 @@ def _blocks(text: str, *, open: bool = False) -> list[tuple[str, str]]:
             block.append(line.removeprefix(indent))
     if open:
         keep()
-    return found
+    return programs
 
 
 def _is_data(program: str) -> bool:
-    """Whether a block is input or output that is quoted: values alone, and nothing that is done
-    with them."""
+    """Returns whether a block is quoted input or output: values alone, no statements or calls."""
     try:
         statements = ast.parse(program).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -241,7 +245,7 @@ def _is_data(program: str) -> bool:
 
 
 def _entries(text: str) -> list[str]:
-    """What stands between commas that no bracket encloses."""
+    """The texts between commas that no bracket encloses."""
     depth, entries = 0, [""]
     for character in text:
         depth += (character in "([{") - (character in ")]}")

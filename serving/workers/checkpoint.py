@@ -1,9 +1,10 @@
-"""Saved sessions of workers: what a session knows, and how its state is written and read.
+"""Checkpoints of sessions of workers: how their state is written and read.
 
 A session is saved whole, with keys and values, or small, with the trace that they are computed
 again from (`jaxshare.models.reencode`).
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
@@ -22,45 +23,45 @@ from jaxshare.serving.checkpoints import (
     on_host,
 )
 from jaxshare.serving.workers.answers import AnswerRule
+from jaxshare.serving.workers.block_moves import new_extents
 from jaxshare.serving.workers.layouts import MakeLayout, WorkersLayout
 from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.results import Answer
 from jaxshare.serving.workers.roster import Roster
+from jaxshare.serving.workers.session_state import SessionState
 from jaxshare.serving.workers.transcript import Event
+from jaxshare.trace.recorder import Recorder
 from jaxshare.trace.trace import Trace
 
 _FORMAT = "jaxshare session 3"
 _TRACE = "trace"
 """The array that has the bytes of the trace."""
+_KEYS = {"roster": "party", "host_syncs": "waits"}
+"""The keys in files of fields that have other names here."""
 
 
 @dataclasses.dataclass(frozen=True)
-class SessionFacts:
-    """What a session of workers knows beside its state on the device.
+class SessionMetadata:
+    """The state of a session of workers that is not on the device.
 
     Attributes:
       model, tokenizer: fingerprints of both.
       context: the longest text, in tokens, that the model was prepared for
         (`ModelConfig.for_context`).
-      settings: what it was made with, by the names of `Workers`' arguments; a layout function is
-        None.
-      party: who takes part.
-      passes, waits, ended, seconds, prefill_seconds: see `Workers`.
-      reasons: why each worker is not running.
-      prepared: for each worker the first of its steps that the device has no opening for.
-      people: that have spoken.
-      transcript: `Transcript.facts`.
-      events: that nobody has been given yet.
-      answers: by budget.
+      settings: the arguments of `Workers` by name; a layout function is None.
+      roster: the workers, their rows and blocks.
+      passes, host_syncs, ended, seconds, prefill_seconds: see `Workers`.
+      reasons, prepared, people, events, answers: see `SessionState`.
+      transcript: `Transcript.snapshot`.
     """
 
     model: str
     tokenizer: str
     context: int
     settings: Mapping[str, Any]
-    party: Roster
+    roster: Roster
     passes: int
-    waits: int
+    host_syncs: int
     ended: str | None
     seconds: float
     prefill_seconds: float
@@ -71,14 +72,42 @@ class SessionFacts:
     events: Sequence[Event]
     answers: Mapping[int, Answer]
 
+    @classmethod
+    def of(cls, session: SessionState) -> Self:
+        """The metadata of a session, as it is now."""
+        return cls(
+            model=session.loaded.fingerprint,
+            tokenizer=session.texts.codec.fingerprint,
+            context=session.context,
+            settings=session.settings,
+            roster=session.roster,
+            passes=session.passes,
+            host_syncs=session.host_syncs,
+            ended=session.ended,
+            seconds=session.seconds,
+            prefill_seconds=session.prefill_seconds,
+            reasons=session.reasons,
+            prepared=session.prepared,
+            people=session.people,
+            transcript=session.transcript.snapshot(),
+            events=session.events,
+            answers=session.answers,
+        )
+
     def as_json(self) -> dict[str, Any]:
-        """All of it, as JSON can say it."""
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {  # of copies, because what is saved is written while the session goes on
+        """Plain data, which JSON can hold.
+
+        All of it is copied, because it is written while the session goes on.
+        """
+        plain = {
+            _KEYS.get(field.name, field.name): getattr(self, field.name)
+            for field in dataclasses.fields(self)
+        }
+        return {
             **plain,
             "prepared": {**self.prepared},
             "settings": _settings_as_json(self.settings),
-            "party": self.party.as_json(),
+            "party": self.roster.as_json(),
             "reasons": {name: int(reason) for name, reason in self.reasons.items()},
             "people": sorted(self.people),
             "events": [dataclasses.asdict(event) for event in self.events],
@@ -89,13 +118,16 @@ class SessionFacts:
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Self:
-        """What `as_json` gave, among other things."""
-        plain = {field.name: given[field.name] for field in dataclasses.fields(cls)}
+        """The metadata that `as_json` has written; other keys are left out."""
+        plain = {
+            field.name: given[_KEYS.get(field.name, field.name)]
+            for field in dataclasses.fields(cls)
+        }
         return cls(
             **{
                 **plain,
                 "settings": _settings_from_json(given["settings"]),
-                "party": Roster.from_json(given["party"]),
+                "roster": Roster.from_json(given["party"]),
                 "reasons": {
                     name: FinishReason(reason) for name, reason in given["reasons"].items()
                 },
@@ -105,25 +137,31 @@ class SessionFacts:
         )
 
 
-def write(
-    saves: CheckpointStore,
-    facts: SessionFacts,
-    state: DecodeState,
+def check_can_save(session: SessionState, cache: bool) -> None:
+    """Raises ValueError if a save must have keys and values but `cache` is False."""
+    if not cache and session.recorder is None:
+        raise ValueError(
+            "the session keeps no trace, so keys and values cannot be left out of a save; create "
+            "it with record=True"
+        )
+
+
+def save(
+    session: SessionState,
+    store: CheckpointStore,
     trace: Trace | None,
     *,
     cache: bool,
-    kv_repeats: int,
     wait: bool,
 ) -> int:
-    """Saves a session as it stands.
+    """Saves a session; `session.device` is held.
 
     Args:
-      saves: where to.
-      facts, state: of it.
-      trace: what it has fed so far, if it is recorded.
+      session: between two passes.
+      store: the folder to save to.
+      trace: of what the session has fed so far, if it keeps one.
       cache: with keys and values; they can be left out where there is a trace.
-      kv_repeats: how often the cache has each kv head.
-      wait: come back when it is written.
+      wait: return when it is written.
 
     Returns:
       The number of the save.
@@ -131,45 +169,37 @@ def write(
     Raises:
       SaveError: see `CheckpointStore.save`.
     """
+    state = session.state
     arrays: dict[str, Any] = {name: on_host(array) for name, array in leaves(_small(state)).items()}
-    told: dict[str, Any] = {
-        **facts.as_json(),
+    metadata: dict[str, Any] = {
+        **SessionMetadata.of(session).as_json(),
         "format": _FORMAT,
         "tokens": None,
         "trace_bytes": None,
     }
     if trace is not None:
         arrays[_TRACE] = np.frombuffer(trace.to_bytes(), np.uint8)
-        told["trace_bytes"] = arrays[_TRACE].size
+        metadata["trace_bytes"] = arrays[_TRACE].size
     if cache:
-        held = state.cache
-        index = cache_io.token_indices(
-            [
-                *zip(
-                    np.asarray(held.offsets).tolist(),
-                    np.asarray(held.lengths).tolist(),
-                    strict=True,
-                )
-            ]
-        )
-        for name, arena in _arenas(held).items():
-            arrays[name] = cache_io.read(arena, index, held.mesh, kv_repeats)
-        told["tokens"] = int(np.sum(index >= 0))
-    return saves.save(arrays, told, wait=wait)
+        index = _token_indices(state.cache, np.asarray(state.cache.lengths))
+        for name, arena in _arenas(state.cache).items():
+            arrays[name] = cache_io.read(arena, index, state.cache.mesh, session.model.kv_repeats)
+        metadata["tokens"] = int(np.sum(index >= 0))
+    return store.save(arrays, metadata, wait=wait)
 
 
 class SavedSession:
     """A save of a session of workers, to read from.
 
     Attributes:
-      facts: of the session.
+      metadata: of the session.
     """
 
     def __init__(self, saved: SavedCheckpoint):
-        """Of one save.
+        """Reads the metadata of a save.
 
         Raises:
-          SaveError: it is of something else.
+          SaveError: it is not of a session of workers.
         """
         self._saved, self._name = saved, f"save {saved.number} of {saved.folder}"
         if (found := saved.metadata.get("format")) != _FORMAT:
@@ -177,54 +207,63 @@ class SavedSession:
                 f"{self._name} is no session of workers ({found!r}, not {_FORMAT!r}); give a "
                 "folder that one was saved to"
             )
-        self.facts = SessionFacts.from_json(saved.metadata)
+        self.metadata = SessionMetadata.from_json(saved.metadata)
 
     def settings(
         self, model: LoadedModel, layout: WorkersLayout | MakeLayout | None, kind: AnswerRule | None
     ) -> dict[str, Any]:
-        """What the session was made with, by the names of `Workers`' arguments.
+        """The arguments of `Workers` by name, for a session that is to go on from this save.
 
         Args:
-          model: that is to go on with it.
-          layout, kind: what the session was made with, if it was made with one of its own.
+          model: of that session.
+          layout, kind: of the saved session, if it had one of its own.
 
         Raises:
           SaveError: a session of another model.
           ValueError: a layout or a kind that is needed and not given.
         """
-        if self.facts.model != model.fingerprint:
+        if self.metadata.model != model.fingerprint:
             raise SaveError(
                 f"{self._name} is of a session of another model, or of the same one with "
                 "parameters of another dtype; restore it with the model that it was saved with"
             )
-        known = self.facts.settings["layout"]
-        if known is None and layout is None:
+        saved_layout = self.metadata.settings["layout"]
+        if saved_layout is None and layout is None:
             raise ValueError(
                 f"the session that was saved in {self._saved.folder} was made with a layout "
                 "function, which cannot be saved; give it as layout="
             )
-        rule = self.facts.settings["kind"]
-        if rule is None and kind is None:
+        saved_kind = self.metadata.settings["kind"]
+        if saved_kind is None and kind is None:
             raise ValueError(
                 f"the session that was saved in {self._saved.folder} was made with an AnswerRule "
                 "of its own, which cannot be saved; give it as kind="
             )
-        return {**self.facts.settings, "layout": known or layout, "kind": rule or kind}
+        return {
+            **self.metadata.settings,
+            "layout": saved_layout or layout,
+            "kind": saved_kind or kind,
+        }
 
     def check(self, model: LoadedModel, tokenizer: str, context: int) -> None:
-        """Raises SaveError where a session of this tokenizer, prepared for texts of `context`
-        tokens, cannot go on with what was saved."""
-        if self.facts.tokenizer != tokenizer:
+        """Raises SaveError if a session cannot go on from this save.
+
+        Args:
+          model: of that session.
+          tokenizer: fingerprint of its tokenizer.
+          context: the longest text, in tokens, that it is prepared for.
+        """
+        if self.metadata.tokenizer != tokenizer:
             raise SaveError(
                 f"{self._name} is of a session with another tokenizer; restore it with the one "
                 "that it was saved with"
             )
         if (
-            model.for_context(self.facts.context).config.rope
+            model.for_context(self.metadata.context).config.rope
             != model.for_context(context).config.rope
         ):
             raise SaveError(
-                f"{self._name} has keys that are rotated as for texts of {self.facts.context} "
+                f"{self._name} has keys that are rotated as for texts of {self.metadata.context} "
                 f"tokens, but here they would be as for {context}; restore it in an engine if it "
                 "was saved in one, and else without"
             )
@@ -233,7 +272,7 @@ class SavedSession:
         self,
         fresh: DecodeState,
         model: LoadedModel,
-        room_for: Callable[[KVCache, np.ndarray], KVCache],
+        resized: Callable[[KVCache, np.ndarray], KVCache],
     ) -> tuple[DecodeState, Trace | None]:
         """The session's state and, if it was recorded, its trace.
 
@@ -241,20 +280,43 @@ class SavedSession:
           fresh: of a session that has just been made with the same settings; its cache is donated
             when all else has been read.
           model: as it was loaded.
-          room_for: gives the blocks of a cache room for int[B] tokens.
+          resized: (cache, int[B] tokens) -> the cache with capacity for them in its blocks.
 
         Raises:
-          SaveError: what cannot be read, or does not belong together.
+          SaveError: parts that cannot be read, or do not belong together.
         """
-        small = _small(fresh)
-        like: dict[str, Any] = {
-            name: np.zeros(array.shape, array.dtype) for name, array in leaves(small).items()
-        }
-        names, tokens, size = (
-            [*like],
-            self._saved.metadata["tokens"],
-            self._saved.metadata["trace_bytes"],
+        small, arrays = _small(fresh), self._arrays(fresh, model)
+        lengths = np.asarray(arrays["cache.lengths"])
+        trace = (
+            self._trace(np.asarray(arrays[_TRACE]), lengths, model) if _TRACE in arrays else None
         )
+        cache = resized(fresh.cache, lengths)
+        cache = (
+            self._reencoded(cache, trace, model)
+            if self._saved.metadata["tokens"] is None
+            else _refilled(cache, arrays, model.kv_repeats)
+        )
+        state = jax.tree.unflatten(
+            jax.tree.structure(small), [jnp.asarray(arrays[name]) for name in leaves(small)]
+        )
+        assert state.steps is not None and fresh.steps is not None
+        steps = dataclasses.replace(state.steps, ends=fresh.steps.ends, answers=fresh.steps.answers)
+        cache = dataclasses.replace(
+            state.cache,
+            keys=cache.keys,
+            values=cache.values,
+            offsets=cache.offsets,
+            capacities=cache.capacities,
+        )
+        return dataclasses.replace(state, cache=cache, steps=steps, record=fresh.record), trace
+
+    def _arrays(self, fresh: DecodeState, model: LoadedModel) -> dict[str, Any]:
+        """The arrays of the save, with the shapes and shardings of a fresh session's."""
+        like: dict[str, Any] = {
+            name: np.zeros(array.shape, array.dtype)
+            for name, array in leaves(_small(fresh)).items()
+        }
+        tokens, size = self._saved.metadata["tokens"], self._saved.metadata["trace_bytes"]
         if tokens is not None:
             arena = fresh.cache.keys[0]
             shape = (
@@ -267,31 +329,7 @@ class SavedSession:
             )
         if size is not None:
             like[_TRACE] = np.zeros(size, np.uint8)
-        found = self._saved.arrays(like)
-        trace = (
-            None
-            if size is None
-            else self._trace(np.asarray(found[_TRACE]), np.asarray(found["cache.lengths"]), model)
-        )
-        cache = room_for(fresh.cache, np.asarray(found["cache.lengths"]))
-        cache = (
-            _refilled(cache, found, model.kv_repeats)
-            if tokens is not None
-            else self._reencoded(cache, trace, model)
-        )
-        state = jax.tree.unflatten(
-            jax.tree.structure(small), [jnp.asarray(found[name]) for name in names]
-        )
-        assert state.steps is not None and fresh.steps is not None
-        steps = dataclasses.replace(state.steps, ends=fresh.steps.ends, answers=fresh.steps.answers)
-        cache = dataclasses.replace(
-            state.cache,
-            keys=cache.keys,
-            values=cache.values,
-            offsets=cache.offsets,
-            capacities=cache.capacities,
-        )
-        return dataclasses.replace(state, cache=cache, steps=steps, record=fresh.record), trace
+        return self._saved.arrays(like)
 
     def _trace(self, content: np.ndarray, lengths: np.ndarray, model: LoadedModel) -> Trace:
         try:
@@ -316,9 +354,40 @@ class SavedSession:
         return reencode(model, trace, at=[], into=cache)[1]
 
 
+def restore(session: SessionState, saved: SavedSession) -> None:
+    """Turns a session that has just been made, with the same settings, into a saved one.
+
+    Raises:
+      SaveError: a session that cannot go on from this save, or parts of it that cannot be read.
+    """
+    saved.check(session.loaded, session.texts.codec.fingerprint, session.context)
+
+    def resized(cache: KVCache, lengths: np.ndarray) -> KVCache:
+        extents = new_extents(session, cache, lengths, {})
+        return (
+            cache.relocate([*extents], *zip(*extents.values(), strict=True)) if extents else cache
+        )
+
+    with session.device():
+        metadata = saved.metadata
+        session.roster = metadata.roster
+        session.state, trace = saved.state(session.state, session.loaded, resized)
+        session.rows = session.state.layout
+        session.recorder = Recorder.of(trace, trace.capacities.tolist()) if trace else None
+        session.passes, session.host_syncs = metadata.passes, metadata.host_syncs
+        session.ended, session.seconds = metadata.ended, metadata.seconds
+        session.prefill_seconds = metadata.prefill_seconds
+        session.reasons, session.prepared = {**metadata.reasons}, {**metadata.prepared}
+        session.people, session.answers = {*metadata.people}, {**metadata.answers}
+        session.events = collections.deque(metadata.events)
+        session.transcript.restore(metadata.transcript)
+
+
 def _small(state: DecodeState) -> Any:
-    """What of a state is small and of its own: no keys and values, no tables that the tokenizer
-    gives, no record of the last dispatch."""
+    """The small part of a state that must be saved.
+
+    It has no keys and values, no tables (the tokenizer gives them), no record of the last dispatch.
+    """
     steps = dataclasses.replace(state.steps, ends=None, answers=None)  # pyright: ignore
     return dataclasses.replace(
         state, cache=dataclasses.replace(state.cache, keys=(), values=()), steps=steps, record=None
@@ -326,7 +395,7 @@ def _small(state: DecodeState) -> Any:
 
 
 def _arenas(cache: KVCache) -> dict[str, Any]:
-    """By the names that they are saved under."""
+    """The arenas by their names in files."""
     return {
         f"{name}.{i}": arena
         for name in ("keys", "values")
@@ -334,11 +403,16 @@ def _arenas(cache: KVCache) -> dict[str, Any]:
     }
 
 
-def _refilled(cache: KVCache, found: Mapping[str, Any], kv_repeats: int) -> KVCache:
-    index = cache_io.token_indices(
-        [*zip(np.asarray(cache.offsets).tolist(), found["cache.lengths"].tolist(), strict=True)]
-    )
-    new, layers = [found[name] for name in _arenas(cache)], len(cache.keys)
+def _token_indices(cache: KVCache, lengths: np.ndarray) -> np.ndarray:
+    """The indices in the arena of the first tokens of each block, int[B] many."""
+    offsets = np.asarray(cache.offsets).tolist()
+    return cache_io.token_indices([*zip(offsets, lengths.tolist(), strict=True)])
+
+
+def _refilled(cache: KVCache, arrays: Mapping[str, Any], kv_repeats: int) -> KVCache:
+    """The cache with the keys and values of a save."""
+    index = _token_indices(cache, arrays["cache.lengths"])
+    new, layers = [arrays[name] for name in _arenas(cache)], len(cache.keys)
     return cache_io.with_tokens(cache, index, new[:layers], new[layers:], kv_repeats)
 
 

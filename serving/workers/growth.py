@@ -1,8 +1,8 @@
-"""Growth: room for steps that outgrow their blocks, at the end of the block that they will move to.
+"""Growth: extents for steps that outgrow their blocks, at the end of the block they will move to.
 
-That block has room for all that will be moved behind it, and the growing step is a part of that: so
-a step can go on up to the end of the context in the memory that the session has anyway. Its block
-is given a larger extent there, from the end downwards, and comes back to its own place when the
+That block has the capacity for all that will be moved to its end, and the growing step is a part of
+that: so a step can go on up to the end of the context in memory that the session has anyway. Its
+block is given a larger extent there, from the end downwards, and returns to its own place when the
 step has moved.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from jaxshare.arena import ALIGNMENT
 
 Extent = tuple[int, int]
-"""Offset and capacity."""
+"""The offset and the capacity of a block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,19 +23,19 @@ class Writer:
 
     Attributes:
       block: its number; target: the block to whose end its steps move.
-      needs: tokens that may be written to it before the host looks in again.
-      most: tokens that it may ever have, because a row sees it that does not see its target.
+      needs: tokens that may be written to it before the next host sync.
+      max_tokens: the most that it may ever have, because a row sees it without its target.
     """
 
     block: int
     target: int
     needs: int
-    most: int
+    max_tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-    """Where the blocks of a session lie as long as no step is longer than expected.
+    """The extents of a session's blocks as long as no step has outgrown its own.
 
     Attributes:
       offsets, capacities: int[B].
@@ -45,7 +45,7 @@ class Growth:
     capacities: np.ndarray
 
     def at_home(self, block: int, capacities: np.ndarray) -> bool:
-        """Whether a block has the room that it began with, among int[B] capacities."""
+        """Returns whether a block has its first capacity, given int[B] capacities."""
         return bool(capacities[block] == self.capacities[block])
 
     def extents(
@@ -57,18 +57,19 @@ class Growth:
         *,
         reserve: int = 0,
     ) -> dict[int, Extent]:
-        """The blocks that must lie elsewhere, so that every writer has the room that it needs as
-        far as there is any.
+        """The new extents of blocks that must be relocated.
+
+        With them every writer has the capacity that it needs, as far as there is any.
 
         Args:
-          writers: the blocks in which steps are written, those of workers that rest included.
-          offsets, capacities, lengths: int[B], of the blocks now. All may lie further on in the
+          writers: the blocks in which steps are written, those of paused workers included.
+          offsets, capacities, lengths: int[B], of the blocks now. All may be further on in the
             arena than at first, by the same distance.
-          reserve: tokens that targets are to have room for besides.
+          reserve: tokens to keep free in targets besides.
         """
-        found: dict[int, Extent] = {}
+        extents: dict[int, Extent] = {}
         for target in dict.fromkeys(writer.target for writer in writers):
-            found |= self._region(
+            extents |= self._region(
                 target,
                 [w for w in writers if w.target == target],
                 offsets,
@@ -78,7 +79,7 @@ class Growth:
             )
         return {
             block: extent
-            for block, extent in found.items()
+            for block, extent in extents.items()
             if extent != (offsets[block], capacities[block])
         }
 
@@ -91,12 +92,13 @@ class Growth:
         lengths: np.ndarray,
         reserve: int,
     ) -> Mapping[int, Extent]:
+        """The extents of a target and of the blocks whose steps move to it; see `extents`."""
         start, end = int(offsets[target]), int(offsets[target] + self.capacities[target])
         shift, free = (
             start - int(self.offsets[target]),
             int(self.capacities[target] - lengths[target]),
         )
-        least = {w.block: int(min(lengths[w.block] + w.needs, w.most)) for w in writers}
+        min_tokens = {w.block: int(min(lengths[w.block] + w.needs, w.max_tokens)) for w in writers}
         at_home = {
             w.block: (int(self.offsets[w.block]) + shift, int(self.capacities[w.block]))
             for w in writers
@@ -108,30 +110,32 @@ class Growth:
         large = [block for block in away if lengths[block]]
         large += [
             block
-            for block, tokens in least.items()
+            for block, tokens in min_tokens.items()
             if block not in away and tokens > self.capacities[block]
         ]
-        # A step that begins to grow where there is no room for it stays where it is, and is full
-        # there.
-        while large and large[-1] not in away and sum(least[block] for block in large) > free:
+        # A step that starts to grow where nothing is free stays where it is, and is full there.
+        while large and large[-1] not in away and sum(min_tokens[block] for block in large) > free:
             large.pop()
-        waiting = reserve + sum(tokens for block, tokens in least.items() if block not in large)
-        fits = large == away and all(least[block] <= capacities[block] for block in large)
+        waiting = reserve + sum(
+            tokens for block, tokens in min_tokens.items() if block not in large
+        )
+        fits = large == away and all(min_tokens[block] <= capacities[block] for block in large)
         if fits and (not large or capacities[target] - lengths[target] >= waiting):
             return {}
-        over = sum(least[block] for block in large) - free
-        if over > 0:  # the context is used up: what is left is shared out
+        over = sum(min_tokens[block] for block in large) - free
+        if over > 0:  # the context is used up: the rest is divided
             share = (free - int(sum(lengths[block] for block in large))) // len(large)
-            least |= {block: min(least[block], int(lengths[block]) + share) for block in large}
-        spare = max(0, free - sum(least[block] for block in large) - waiting)
-        found, at = dict(at_home), end
+            min_tokens |= {
+                block: min(min_tokens[block], int(lengths[block]) + share) for block in large
+            }
+        left = max(0, free - sum(min_tokens[block] for block in large) - waiting)
+        # Half of what is left stays with the others, however often steps grow.
+        bonus = left // (2 * len(large)) if large else 0
+        extents, above = dict(at_home), end
         for block in large:
-            # Half of what is left stays with the others, however often steps grow.
-            room = least[block] + min(
-                max(int(lengths[block]), ALIGNMENT), spare // (2 * len(large))
-            )
-            offset = at - room
-            if offset % ALIGNMENT <= spare // (2 * len(large)):
+            capacity = min_tokens[block] + min(max(int(lengths[block]), ALIGNMENT), bonus)
+            offset = above - capacity
+            if offset % ALIGNMENT <= bonus:
                 offset -= offset % ALIGNMENT
-            found[block], at = (offset, at - offset), offset
-        return {**found, target: (start, at - start)}
+            extents[block], above = (offset, above - offset), offset
+        return {**extents, target: (start, above - start)}

@@ -1,11 +1,16 @@
-"""Layouts of workers: which blocks each of them sees, in which order, and where finished steps move
-(Hogwild! appendix A).
+"""Layouts of workers: the blocks that each of them sees, in order, and where finished steps move.
 
-A layout is a value. The three of the paper are made for any names; one of your own is written from
-names of blocks:
+A layout is a value. The three of the paper (Hogwild! Inference, appendix A) are made for any names;
+one of your own is written from names of blocks:
 
-    WorkersLayout(sees={"Alice": ("prompt", "notes of Alice", "Bob", "Alice"), "Bob": ("prompt", "Alice", "Bob")},
-                  texts={"notes of Alice": "Only Alice can read this."}, prompt="prompt")
+    WorkersLayout(
+        sees={
+            "Alice": ("prompt", "notes of Alice", "Bob", "Alice"),
+            "Bob": ("prompt", "Alice", "Bob"),
+        },
+        texts={"notes of Alice": "Only Alice can read this."},
+        prompt="prompt",
+    )
 """
 
 import dataclasses
@@ -22,14 +27,15 @@ _OWN = "own header"
 
 @dataclasses.dataclass(frozen=True)
 class WorkersLayout:
-    """Blocks by name.
+    """The blocks of workers, by name.
 
     Attributes:
       sees: for each worker the blocks that it sees, in order. It writes to the last one.
-      moves: for each worker the block to whose end its finished steps move. One that is not in here
-        keeps its steps where it wrote them.
-      texts: what blocks hold from the beginning. Each is encoded by itself, seeing no other block.
-      prompt: the block that the prompt is written to, and what a person says.
+      moves: for each worker the block to whose end its finished steps move. A worker that is not
+        in here keeps its steps where it wrote them.
+      texts: the contents of blocks from the start. Each is encoded by itself, seeing no other
+        block.
+      prompt: the block of the prompt, and of what people say.
     """
 
     sees: Mapping[str, tuple[str, ...]]
@@ -39,7 +45,7 @@ class WorkersLayout:
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Self:
-        """What `dataclasses.asdict` gave, after JSON."""
+        """The layout that `dataclasses.asdict` has turned into JSON."""
         return cls(
             **{**given, "sees": {name: tuple(blocks) for name, blocks in given["sees"].items()}}
         )
@@ -58,9 +64,11 @@ class WorkersLayout:
         return self.sees[name][-1]
 
     def overview(self, last: str) -> tuple[str, ...]:
-        """Every block that a worker writes or moves its steps to, once, in the order of the worker
-        `last`: what the early finisher sees (Hogwild! Inference, section 4.1 and appendix C).
-        Blocks that `last` does not see stand before the one that it writes."""
+        """The blocks that the early finisher sees (Hogwild! Inference, section 4.1, appendix C).
+
+        They are all blocks that workers write or move their steps to, in the order of the worker
+        `last`. Blocks that `last` does not see come before the one that it writes.
+        """
         *before, own = self.sees[last]
         filled = [
             block
@@ -71,13 +79,15 @@ class WorkersLayout:
         return tuple(dict.fromkeys([*before, *(block for block in filled if block != own), own]))
 
     def views(self, last: str) -> list[tuple[str, ...]]:
-        """Every list of blocks that must fit in the context: what the workers see and, where steps
-        move, what the early finisher does. Streams that do not move steps and do not see each other
-        may fill the context each."""
+        """The lists of blocks that must fit in the context.
+
+        They are those that workers see and, where steps move, that of the early finisher. Streams
+        that do not move steps and do not see each other may fill the context each.
+        """
         return [*self.sees.values(), *([self.overview(last)] if self.moves else [])]
 
     def without(self, name: str) -> "WorkersLayout":
-        """The layout after a worker has left: the others do not see its block any more."""
+        """The layout without a worker, whose block the others do not see any more."""
         own = self.written(name)
         sees = {n: tuple(b for b in row if b != own) for n, row in self.sees.items() if n != name}
         return dataclasses.replace(
@@ -85,8 +95,11 @@ class WorkersLayout:
         )
 
     def check(self, names: Sequence[str]) -> None:
-        """Raises ValueError for workers without blocks, blocks that two workers write, and blocks
-        that nobody writes or nobody reads."""
+        """Raises ValueError for a layout that these workers cannot have.
+
+        Each needs blocks, and a last one that no other writes. Every block must be written, and
+        must be read.
+        """
         if unknown := [
             *(n for n in names if not self.sees.get(n)),
             *(n for n in (*self.sees, *self.moves) if n not in names),
@@ -118,8 +131,8 @@ class WorkersLayout:
         read = {b for row in self.sees.values() for b in row}
         if empty := [b for b in self.blocks if b not in filled]:
             raise ValueError(
-                f"the layout reads the block {empty[0]!r}, which nobody writes; give it a text, or "
-                "let a worker write it or move its steps there"
+                f"the layout reads the block {empty[0]!r}, which is never written; give it a text, "
+                "or let a worker write it or move its steps there"
             )
         if lost := [b for b in filled if b not in read]:
             raise ValueError(
@@ -129,7 +142,7 @@ class WorkersLayout:
 
 
 def contiguous(names: Sequence[str], format: Format = COLLABORATIVE) -> WorkersLayout:
-    """Everybody writes on in a block of its own, and sees those of the others before it."""
+    """Workers keep their steps in blocks of their own, after those of the others."""
     headers = _headers(names, format)
     return WorkersLayout(
         {name: (PROMPT, *_current(names, name, headers)) for name in names}, texts=headers
@@ -137,14 +150,14 @@ def contiguous(names: Sequence[str], format: Format = COLLABORATIVE) -> WorkersL
 
 
 def interleaved(names: Sequence[str], format: Format = COLLABORATIVE) -> WorkersLayout:
-    """Steps are written in private and move to a history that all see."""
+    """Steps are written in private, and move to a history that all see."""
     return WorkersLayout(
         {name: (HISTORY, name) for name in names}, dict.fromkeys(names, HISTORY), prompt=HISTORY
     )
 
 
 def combined(names: Sequence[str], format: Format = COLLABORATIVE) -> WorkersLayout:
-    """Steps move to a history that all see, and are seen by all while they are written."""
+    """All workers see steps while they are written, and then in a history that they move to."""
     headers = _headers(names, format)
     return WorkersLayout(
         {name: (HISTORY, *_current(names, name, headers)) for name in names},
@@ -155,13 +168,13 @@ def combined(names: Sequence[str], format: Format = COLLABORATIVE) -> WorkersLay
 
 
 MakeLayout = Callable[[Sequence[str], Format], WorkersLayout]
-"""Of names and a format."""
+"""A function of names and a format."""
 
 _NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
 
 
 def worker_names(count: int) -> tuple[str, ...]:
-    """Names for workers that nobody has named."""
+    """Default names of workers."""
     return (*_NAMES, *(f"Worker {i}" for i in range(len(_NAMES) + 1, count + 1)))[:count]
 
 
@@ -173,12 +186,11 @@ LAYOUTS: Mapping[str, MakeLayout] = {
 
 
 MOVES = ("rotate", "reencode")
-"""How a finished step gets to the history: as it is, or encoded anew behind it."""
+"""The ways of a finished step to the history: as it is, or encoded anew after it."""
 
 
 def layout_maker(layout: str | WorkersLayout | MakeLayout) -> MakeLayout:
-    """What makes layouts: one of `LAYOUTS` by its name, a function as it is, or always the layout
-    that is given.
+    """The function that makes layouts: one of `LAYOUTS`, a given one, or that of a fixed layout.
 
     Raises:
       ValueError: an unknown name.
@@ -196,8 +208,7 @@ def layout_maker(layout: str | WorkersLayout | MakeLayout) -> MakeLayout:
 
 
 def _current(names: Sequence[str], own: str, headers: Mapping[str, str]) -> list[str]:
-    """What the others are writing, in ascending order, and one's own, each under its header where
-    the format has one."""
+    """The blocks of the others, in order, and a worker's own, each under its header if any."""
     others = [name for name in names if name != own]
     return [b for b in (_OTHERS, *others, _OWN, own) if b in headers or b in names]
 

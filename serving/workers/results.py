@@ -1,4 +1,4 @@
-"""What a session of workers, or one of the baselines, comes to."""
+"""The results of a session of workers, or of one of the baselines."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from jaxshare.serving.workers.transcript import Step
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What the early finisher found.
+    """An answer of a session: given by the workers or found by the early finisher.
 
     Attributes:
       value: the answer, or None if there is none.
-      text: what it was found in: the workers' own words, or the early-stop prompt and what was
+      text: the text it was found in: the workers' own words, or the early-stop prompt and what was
         written after it.
       passes: forward passes of the workers before it.
       extra_passes: those of the finisher; 0 where the workers had answered.
@@ -27,12 +27,12 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
       names: of the workers.
       steps: all steps in the order in which they were finished, unfinished ones last.
-      answers: by budget of forward passes, for each that was asked for.
+      answers: by budget of forward passes, for each requested.
       passes: forward passes of the workers; those over the prompt and the finisher's are not
         counted.
       ended: why the run is over: "answer", "stopped" (all workers have), "full" (the cache is) or
@@ -40,7 +40,7 @@ class Result:
       seconds: of wall time in the workers' passes; prefill_seconds: in those over the prompt.
         Compilation is not counted.
       kv_bytes: keys and values cached at the end, over all layers.
-      compile_seconds: of wall time in compilation, by the process that has made the result.
+      compile_seconds: of wall time in compilation, in the process that made the result.
     """
 
     names: tuple[str, ...]
@@ -60,7 +60,7 @@ class Result:
 
     @property
     def texts(self) -> dict[str, str]:
-        """Each worker's own words, its steps one after the other."""
+        """Each worker's own words, its steps joined."""
         return {
             name: "".join(step.text for step in self.steps if step.worker == name)
             for name in self.names
@@ -89,9 +89,8 @@ class Result:
 
 
 def check_finish_at(finish_at: Sequence[int], budget: int) -> None:
-    """Raises ValueError for a number of forward passes to answer after that is below 1 or beyond
-    the budget."""
-    if odd := [at for at in finish_at if not 1 <= at <= budget]:
+    """Raises ValueError for a pass to answer at that is below 1 or beyond the budget."""
+    if odd := [passes for passes in finish_at if not 1 <= passes <= budget]:
         raise ValueError(
             f"finish_at has {odd[0]}; it must lie between 1 and the budget of {budget} forward "
             "passes"

@@ -1,5 +1,4 @@
-"""Who takes part in a session of workers: in which rows, over which blocks. By name for people, by
-number for the device."""
+"""Roster: the workers of a session, their rows and their blocks, by name and by number."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -8,14 +7,24 @@ from typing import Any, Self
 from jaxshare import Layout
 from jaxshare.serving.workers.layouts import WorkersLayout
 
-_SPARE = "spare "
+_RESERVED = "spare "  # written to files
 _BLOCKS = 8
-"""The cache has a multiple of so many blocks."""
+"""The number of blocks of a cache is a multiple of this."""
 
 
-def spare_blocks(count: int) -> list[str]:
-    """Names of blocks that are kept for workers who join later."""
-    return [f"{_SPARE}{i + 1}" for i in range(count)]
+def reserved_blocks(count: int) -> list[str]:
+    """Names of blocks reserved for workers that join later."""
+    return [f"{_RESERVED}{i + 1}" for i in range(count)]
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises ValueError for no workers, and for empty or repeated names."""
+    if (
+        not names
+        or not all(isinstance(name, str) and name.strip() for name in names)
+        or len(set(names)) < len(names)
+    ):
+        raise ValueError(f"workers need names, each its own; got {list(names)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +33,9 @@ class Roster:
 
     Attributes:
       names: of the workers that take part.
-      rows: of each row the worker in it, or None; R of them.
+      rows: for each row its worker, or None; R of them.
       blocks: names of the cache's blocks; the index is the block's number. B of them.
-      layout: which blocks each worker sees.
+      layout: the blocks that each worker sees.
     """
 
     names: tuple[str, ...]
@@ -36,29 +45,34 @@ class Roster:
 
     @classmethod
     def create(
-        cls, names: Sequence[str], layout: WorkersLayout, *, room: int, small: Collection[str]
+        cls,
+        names: Sequence[str],
+        layout: WorkersLayout,
+        *,
+        max_rows: int,
+        small: Collection[str],
     ) -> Self:
         """The first workers of a session.
 
         Args:
           names: of the workers.
           layout: of them.
-          room: R; blocks are kept for those that join later.
-          small: blocks that are not written on and on, whether the layout has them or not.
+          max_rows: R; blocks are reserved for workers that join later.
+          small: blocks that are written once, whether the layout has them or not.
         """
-        spare = spare_blocks(room - len(names))
-        # Large blocks come first, so that they lie on large tiles. Sessions of a few blocks more or
-        # less share programs.
+        reserved = reserved_blocks(max_rows - len(names))
+        # Large blocks come first, so that they are on large tiles. Sessions with a few blocks more
+        # or less share programs.
         blocks = sorted(
-            dict.fromkeys((*layout.blocks, *spare, *small)), key=lambda block: block in small
+            dict.fromkeys((*layout.blocks, *reserved, *small)), key=lambda block: block in small
         )
         unused = [f"unused {i + 1}" for i in range(-len(blocks) % _BLOCKS)]
-        return cls(tuple(names), (*names, *[None] * len(spare)), (*blocks, *unused), layout)
+        return cls(tuple(names), (*names, *[None] * len(reserved)), (*blocks, *unused), layout)
 
     @property
-    def spare(self) -> list[str]:
+    def reserved(self) -> list[str]:
         """Blocks for workers that join."""
-        return [block for block in self.blocks if block.startswith(_SPARE)]
+        return [block for block in self.blocks if block.startswith(_RESERVED)]
 
     def row(self, name: str) -> int:
         """The row of a worker.
@@ -77,8 +91,9 @@ class Roster:
         return self.blocks.index(self.layout.written(name))
 
     def joined(self, name: str, layout: WorkersLayout) -> Self:
-        """With one worker more, in the first row that is free. The one block that may be new in the
-        layout is that which it writes.
+        """The roster with one more worker, in the first free row.
+
+        The only block that may be new in the layout is the one that the worker writes.
 
         Raises:
           ValueError: a layout that does not fit.
@@ -86,7 +101,7 @@ class Roster:
         names = (*self.names, name)
         layout.check(names)
         blocks = tuple(
-            layout.written(name) if block == self.spare[0] else block for block in self.blocks
+            layout.written(name) if block == self.reserved[0] else block for block in self.blocks
         )
         if new := [block for block in layout.blocks if block not in blocks]:
             raise ValueError(
@@ -102,14 +117,14 @@ class Roster:
         )
 
     def left(self, name: str) -> Self:
-        """With one worker less; its block is one for another to join with."""
+        """The roster without a worker, whose block is reserved for another."""
         own = self.layout.written(name)
-        spare = next(block for block in spare_blocks(len(self.blocks)) if block not in self.blocks)
+        reserved = next(b for b in reserved_blocks(len(self.blocks)) if b not in self.blocks)
         return dataclasses.replace(
             self,
             names=tuple(n for n in self.names if n != name),
             rows=self._with(self.row(name), None),
-            blocks=tuple(spare if block == own else block for block in self.blocks),
+            blocks=tuple(reserved if block == own else block for block in self.blocks),
             layout=self.layout.without(name),
         )
 
@@ -125,7 +140,7 @@ class Roster:
 
     @property
     def writes(self) -> list[int]:
-        """The block of each row; the first for a row without a worker."""
+        """The block that each row writes; the first for a row without a worker."""
         return [self.block(name) if name else 0 for name in self.rows]
 
     @property
@@ -136,14 +151,14 @@ class Roster:
 
     @property
     def device_layout(self) -> Layout:
-        """The layout as the device has it."""
+        """The layout on the device."""
         return Layout.from_blocks(self.listed, width=len(self.blocks))
 
     def numbers(self, blocks: Sequence[str]) -> list[int]:
-        """Numbers of blocks.
+        """The numbers of blocks.
 
         Raises:
-          ValueError: a block that there is not.
+          ValueError: an unknown block.
         """
         if unknown := [block for block in blocks if block not in self.blocks]:
             raise ValueError(
@@ -154,12 +169,12 @@ class Roster:
     # As JSON.
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, as JSON can say it."""
+        """Plain data, which JSON can hold."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Self:
-        """What `as_json` gave."""
+        """The roster that `as_json` has written."""
         return cls(
             tuple(given["names"]),
             tuple(given["rows"]),

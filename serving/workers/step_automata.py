@@ -1,21 +1,21 @@
-"""Where a step, an answer or a program ends, as automata over bytes, and what bytes a tokenizer's
-tokens stand for.
+"""Automata over bytes that find the ends of steps, answers and programs, lifted to tokens.
 
 A step is text that ends with a complete sentence and then the separator, outside of code (Hogwild!
-Inference, appendices A and C). The automata are exact for any tokenizer once lifted:
-`step_automaton().lift(token_bytes(tokenizer, vocab_size))`.
+Inference, appendices A and C). The automata are exact for any tokenizer once lifted to the bytes of
+its tokens: `step_automaton().lift(token_bytes(tokenizer, vocab_size))`.
 """
 
+import dataclasses
 import functools
-import json
-import re
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Hashable, Set
+from typing import Any, Self
 
-from jaxshare.decoding.automaton import ByteAutomaton
+from jaxshare.decoding.automaton import ByteAutomaton, TokenAutomaton
+from jaxshare.serving.workers.codec import Codec, check_separator
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+STOP_ON = ("answer", "eos", "never")
+"""The events that end a session before its budget: a valid answer, a stop token of one worker, or
+none."""
 
 SENTENCE_ENDS = ".?!…‽¶❧" + "。！？" + "۔؟" + "।॥" + "։჻።།။។᠃"
 """Characters that end a sentence: of the Latin, Chinese and Japanese, Arabic, Indic, and other
@@ -27,13 +27,12 @@ PASSED_OVER = (
     + "\u00a0\u3000\u202f\u205f\u2028\u2029"
     + "".join(map(chr, range(0x2000, 0x200B)))
 )
-"""What may stand between the end of a sentence and the separator, besides ASCII whitespace: marks
-that close, and other spaces."""
+"""Characters allowed between the end of a sentence and the separator, besides ASCII whitespace:
+closing marks and other spaces."""
 
 BOX = rb"\boxed{"
 MAX_NESTING = 16
-"""Braces of a box, its own included, are counted up to here; a box nested deeper is not
-recognised."""
+"""The deepest nesting of braces in a box, its own included; a deeper box is not recognised."""
 
 _SPACES = b" \t\n\r\v\f"
 _NEWLINE, _TICK, _BACKSLASH, _OPEN, _CLOSE = b"\n`\\{}"
@@ -41,29 +40,12 @@ _FENCES = _TICKS, _TILDES = b"```", b"~~~"
 _START, _INFO, _TEXT = b"", "info", "text"
 _PROSE, _SPAN, _MATH = "prose", "span", "math"
 
-_DECODERS = {"ByteLevel", "ByteFallback", "Metaspace", "Replace", "Fuse", "Strip"}
-"""Decoders that work on one piece at a time; Fuse and Strip touch only where a whole text begins or
-ends."""
-
-
-def _byte_level() -> dict[str, int]:
-    """The alphabet of byte-level tokenizers: a character for each byte, itself where that can be
-    seen (as in GPT-2)."""
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {
-        chr(256 + n): byte for n, byte in enumerate(hidden)
-    }
-
-
-_BYTE_LEVEL = _byte_level()
-
 
 def step_automaton(separator: str = "\n\n") -> ByteAutomaton:
-    r"""Marks the byte that ends a step: it completes the separator, after the end of a sentence, in
-    no code block and no formula.
+    r"""Marks the byte that ends a step.
 
-    A sentence ends with one of `SENTENCE_ENDS`; whitespace and `PASSED_OVER` may follow. The text's
+    It completes the separator, after the end of a sentence, in no code block and no formula. A
+    sentence ends with one of `SENTENCE_ENDS`; whitespace and `PASSED_OVER` may follow. The text's
     start is the start of a line.
 
     A code block is the text between two fences. It opens with a line whose first non-blank
@@ -77,40 +59,62 @@ def step_automaton(separator: str = "\n\n") -> ByteAutomaton:
 
     A block or a formula that is never closed lasts until the text ends, and so does the step.
 
-    After a mark the automaton reads on; a new step begins at the start state again.
+    After a mark the automaton reads on; a new step starts at the start state again.
 
     Raises:
       ValueError: a separator that is empty or is not ASCII whitespace.
     """
-    wanted = separator.encode()
-    if not wanted or wanted.strip(_SPACES):
+    if not separator or separator.encode().strip(_SPACES):
         raise ValueError(
             f"the separator is {separator!r}; it must be whitespace, such as two newlines"
         )
     ends, over = ({c.encode() for c in characters} for characters in (SENTENCE_ENDS, PASSED_OVER))
-    known = ends | over
-    beginnings = {c[:n] for c in known for n in range(1, len(c))}
+    return ByteAutomaton.build(
+        ((b"", _START), _PROSE, False, b"", 0), _StepRule.of(separator, ends, over)
+    )
 
-    def step(state: Any, byte: int) -> tuple[Hashable, bool]:
+
+@dataclasses.dataclass(frozen=True)
+class _StepRule:
+    """The transitions of `step_automaton`.
+
+    A state is (line, within, ended, partial, matched): the state of `_read_line`; prose, code in a
+    line or a formula; whether a sentence has just ended; the bytes so far of a mark or an escape;
+    the bytes of the separator matched.
+
+    Attributes:
+      separator: ends a step.
+      ends: characters that end a sentence; over: those that may follow.
+      prefixes: proper prefixes of both.
+    """
+
+    separator: bytes
+    ends: Collection[bytes]
+    over: Collection[bytes]
+    prefixes: Collection[bytes]
+
+    @classmethod
+    def of(cls, separator: str, ends: Set[bytes], over: Set[bytes]) -> Self:
+        prefixes = {c[:n] for c in ends | over for n in range(1, len(c))}
+        return cls(separator.encode(), ends, over, prefixes)
+
+    def __call__(self, state: Any, byte: int) -> tuple[Hashable, bool]:
+        """(state, byte) -> (the next state, whether the byte ends a step)."""
         (fence, _), within, ended, partial, matched = state
         line, closes = _read_line(state[0], byte)
         if within == _SPAN and (byte == _NEWLINE or line[0]):
             within = _PROSE
         # in a code block, until it closes; or backticks show that none has opened
         if line[0] or fence:
-            return (
-                line,
-                within,
-                closes and within != _MATH,
-                b"" if line[0] or closes else b"`",
-                0,
-            ), False
+            partial = b"" if line[0] or closes else b"`"
+            return (line, within, closes and within != _MATH, partial, 0), False
         if line[1] in _FENCES:  # more characters than three close the block
             return (line, within, within != _MATH, b"", 0), False
         if byte in _SPACES:
             ended = ended and not partial
-            matched = _match(wanted, matched, byte) if ended else 0
-            return (line, within, ended, b"", matched), ended and matched == len(wanted)
+            matched = _match(self.separator, matched, byte) if ended else 0
+            done = ended and matched == len(self.separator)
+            return (line, within, ended, b"", matched), done
         if partial == b"\\" and byte in b"\\$`":
             return (line, within, False, b"", 0), False
         if byte == _TICK and within != _MATH:
@@ -123,24 +127,27 @@ def step_automaton(separator: str = "\n\n") -> ByteAutomaton:
             return (line, within, False, bytes([byte]), 0), False
         if within == _MATH:
             return (line, within, False, b"", 0), False
-        # The mark may be of several bytes. No byte inside one begins another, so that a mark which
-        # goes wrong is dropped as a whole.
-        seen = partial + bytes([byte])
-        if seen not in known and seen not in beginnings:
-            ended, seen = False, bytes([byte])
-        if seen in beginnings:
-            return (line, within, ended and any(c.startswith(seen) for c in over), seen, 0), False
-        return (line, within, seen in ends or (seen in over and ended), b"", 0), False
+        return (line, within, *self._read_mark(ended, partial, byte), 0), False
 
-    return ByteAutomaton.build(((b"", _START), _PROSE, False, b"", 0), step)
+    def _read_mark(self, ended: bool, partial: bytes, byte: int) -> tuple[bool, bytes]:
+        """(ended, partial) after a byte of prose.
+
+        A mark may have several bytes. No byte inside one starts another, so a mark that does not
+        complete is dropped as a whole.
+        """
+        seen = partial + bytes([byte])
+        if not (seen in self.ends or seen in self.over or seen in self.prefixes):
+            ended, seen = False, bytes([byte])
+        if seen in self.prefixes:
+            return ended and any(c.startswith(seen) for c in self.over), seen
+        return seen in self.ends or (seen in self.over and ended), b""
 
 
 @functools.cache
 def code_automaton() -> ByteAutomaton:
-    r"""Marks the third backtick or tilde of the line that closes a fenced code block; see
-    `step_automaton` for what that is.
+    r"""Marks the third backtick or tilde of the line that closes a code block (`step_automaton`).
 
-    For text that goes on inside a block, begin at the state after its fence:
+    For text that goes on inside a block, start at the state after its fence:
     `automaton.read(b"```python\n")[0]`.
     """
     return ByteAutomaton.build((b"", _START), _read_line)
@@ -151,8 +158,8 @@ def box_automaton() -> ByteAutomaton:
     r"""Marks the brace that closes a `\boxed{...}` with something in it.
 
     Braces nest, up to `MAX_NESTING` deep; inside the box a backslash escapes the next byte. A box
-    of nothing but whitespace does not count. A `\boxed{` inside a box that is still open begins
-    anew, so that one which is never closed does not hide those that follow.
+    of nothing but whitespace does not count. A `\boxed{` inside a box that is still open starts a
+    new one, so that a box that is never closed does not hide those that follow.
     """
 
     def step(state: Any, byte: int) -> tuple[Hashable, bool]:
@@ -178,103 +185,78 @@ def box_automaton() -> ByteAutomaton:
 
 
 def _read_line(state: Any, byte: int) -> tuple[tuple[bytes, bytes | str], bool]:
-    """((fence of the code block that is open, or nothing; place in the line), byte) -> (the same
-    after it, whether it closes the block).
+    """Reads a byte of a line, for fences: (state, byte) -> (next state, whether a block closes).
 
-    Places: the first one, two or three characters of a fence after blanks alone, or none yet; _INFO
-    after backticks that open; or _TEXT.
+    A state is the fence of the open code block, or b"", and the position in the line: the first
+    one, two or three characters of a fence after blanks alone, or none yet; _INFO after backticks
+    that open a block; or _TEXT.
     """
-    fence, place = state
+    fence, position = state
     if byte == _NEWLINE:
         return (fence, _START), False
-    if place == _START and byte in _SPACES:
+    if position == _START and byte in _SPACES:
         return (fence, _START), False
-    if isinstance(place, bytes) and len(place) < 3:
-        run = place + bytes([byte])
+    if isinstance(position, bytes) and len(position) < 3:
+        run = position + bytes([byte])
         if not any(whole.startswith(run) for whole in ([fence] if fence else _FENCES)):
             return (fence, _TEXT), False
         if len(run) < 3:
             return (fence, run), False
         return (b"" if fence else run, run), bool(fence)
-    if place in _FENCES and byte == place[0]:
-        return (fence, place), False
-    if fence == _TICKS and place in (_TICKS, _INFO):
+    if position in _FENCES and byte == position[0]:
+        return (fence, position), False
+    if fence == _TICKS and position in (_TICKS, _INFO):
         # Backticks after the opening ones: code within the line, no fence.
         return ((b"", _TEXT) if byte == _TICK else (fence, _INFO)), False
     return (fence, _TEXT), False
 
 
-def _match(wanted: bytes, matched: int, byte: int) -> int:
-    """How many bytes of `wanted` the text ends with after one more byte, if it ended with `matched`
-    of them before."""
-    text = wanted[:matched] + bytes([byte])
-    return max(n for n in range(min(len(text), len(wanted)) + 1) if text.endswith(wanted[:n]))
+def _match(pattern: bytes, matched: int, byte: int) -> int:
+    """The number of first bytes of `pattern` that end the text after one more byte.
+
+    The first `matched` of them ended it before.
+    """
+    text = pattern[:matched] + bytes([byte])
+    return max(n for n in range(min(len(text), len(pattern)) + 1) if text.endswith(pattern[:n]))
 
 
-def token_bytes(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> list[bytes]:
-    """The bytes that each token adds to a text that has begun.
+def never() -> ByteAutomaton:
+    """The automaton that marks nothing."""
+    return ByteAutomaton.build(0, lambda state, byte: (0, False))
+
+
+@functools.lru_cache(maxsize=8)
+def step_tables(
+    codec: Codec, separator: str, answer: Callable[[], ByteAutomaton]
+) -> tuple[TokenAutomaton, TokenAutomaton]:
+    """The token automata that find the ends of steps and of answers, built once for a tokenizer.
 
     Args:
-      tokenizer: of Hugging Face, and of its tokenizers library: byte-level, SentencePiece-style, or
-        any other that can decode.
-      vocab_size: V, of the model. Tokens that the tokenizer does not know add no bytes, nor do
-        special tokens.
+      codec: of the model.
+      separator: of steps.
+      answer: makes the automaton that marks where an answer may close.
 
     Raises:
-      ValueError: a tokenizer that is not of the tokenizers library.
+      ValueError: a tokenizer that cannot write the separator.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError(
-            f"the tokenizer is a {type(tokenizer).__name__}, whose tokens cannot be turned into "
-            "bytes; use one with a tokenizer.json, as the tokenizers library writes it"
-        )
-    special = {
-        number for number, token in backend.get_added_tokens_decoder().items() if token.special
-    }
-    pieces = [
-        None if number in special else backend.id_to_token(number) for number in range(vocab_size)
-    ]
-    decoder: dict[str, Any] = json.loads(backend.to_str())["decoder"] or {"type": "none"}
-    steps: list[dict[str, Any]] = decoder.get("decoders", [decoder])
-    if all(step["type"] in _DECODERS and "Regex" not in step.get("pattern", {}) for step in steps):
-        return [b"" if piece is None else _piece_bytes(piece, steps) for piece in pieces]
-    # What a token adds is then seen behind another one: some decoders put a space between words,
-    # and none before the first.
-    first = next(([number] for number, piece in enumerate(pieces) if piece and piece.isalpha()), [])
-    before = backend.decode(first)
-    texts = backend.decode_batch(
-        [[*first, number] if piece else first for number, piece in enumerate(pieces)]
+    automaton = step_automaton(separator)
+    check_separator(separator, codec.tokenizer, codec.vocabulary)
+    return automaton.lift(codec.vocabulary), answer().lift(codec.vocabulary)
+
+
+@functools.lru_cache(maxsize=8)
+def finisher_tables(
+    codec: Codec, prompt: str, automaton: Callable[[], ByteAutomaton]
+) -> tuple[TokenAutomaton, TokenAutomaton, int]:
+    """The token automata of the early finisher, built once for a tokenizer.
+
+    Returns:
+      One that never ends a step, one that finds the end of the answer, and the state of that one
+        after the prompt.
+    """
+    closes = automaton()
+    return (
+        never().lift(codec.vocabulary),
+        closes.lift(codec.vocabulary),
+        closes.read(prompt.encode())[0],
     )
-    return [text.removeprefix(before).encode() for text in texts]
-
-
-def _piece_bytes(piece: str, steps: Sequence[dict[str, Any]]) -> bytes:
-    """What the decoders make of one piece of a vocabulary that stands within a text."""
-    for step in steps:
-        match step["type"]:
-            case "Replace":
-                piece = piece.replace(step["pattern"]["String"], step["content"])
-            case "Metaspace":
-                piece = piece.replace(step["replacement"], " ")
-            case "ByteFallback" if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
-                return bytes.fromhex(piece[3:5])
-            # an added token may have other characters, and stands for itself
-            case "ByteLevel" if all(c in _BYTE_LEVEL for c in piece):
-                return bytes(_BYTE_LEVEL[c] for c in piece)
-    return piece.encode()
-
-
-def check_separator(
-    separator: str, tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[bytes]
-) -> None:
-    """Raises ValueError if text with this separator in it loses the separator as tokens. `tokens`
-    are those of `token_bytes`."""
-    encoded: Any = tokenizer.encode(f"a.{separator}b", add_special_tokens=False)
-    if separator.encode() not in b"".join(
-        tokens[token] for token in encoded if token < len(tokens)
-    ):
-        raise ValueError(
-            f"the tokenizer cannot represent the separator {separator!r}, so no step would ever "
-            "end; choose a separator that its tokens can spell, or another tokenizer"
-        )

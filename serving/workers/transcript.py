@@ -1,53 +1,13 @@
-"""What workers have written, as the host sees it: steps made of the tokens that the device has
-sampled."""
+"""The transcript of a session: steps made of the tokens that the device has sampled."""
 
 import dataclasses
-import functools
-import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jaxshare import FinishReason
 from jaxshare.decoding.steps import Mark
-from jaxshare.serving.workers.step_automata import token_bytes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-class Codec:
-    """Text to tokens and back, for texts that stand within another one."""
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", vocab_size: int):
-        self.tokenizer = tokenizer
-        self.vocabulary = token_bytes(tokenizer, vocab_size)
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """What stands for the tokenizer where its tokens are kept: a sum over what each of them
-        says."""
-        return hashlib.blake2b(repr(self.vocabulary).encode(), digest_size=16).hexdigest()
-
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a text. Some tokenizers put a space before it, which is taken off."""
-        tokens = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        return (
-            tokens[1:]
-            if tokens and self.vocabulary[tokens[0]] == b" " and not text.startswith(" ")
-            else tokens
-        )
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """What tokens say; special tokens say nothing."""
-        return b"".join(self.vocabulary[token] for token in tokens).decode(errors="replace")
-
-
-@functools.lru_cache(maxsize=8)
-def codec_of(tokenizer: Any, vocab_size: int) -> Codec:
-    """The codec of a tokenizer, made once: it looks at every token."""
-    return Codec(tokenizer, vocab_size)
 
 
 @dataclasses.dataclass
@@ -55,9 +15,9 @@ class Step:
     """A step, finished or not.
 
     Attributes:
-      worker: who wrote it.
+      worker: the worker, or the person, that wrote it.
       number: of this worker's steps, from 1.
-      text: with its header; what ended it included.
+      text: with its header and the separator that ended it.
       began, ended: forward passes at its first token and at its last; `ended` is None while it is
         being written.
       tokens: sampled for it.
@@ -80,8 +40,8 @@ class Event:
     """New text of a step.
 
     Attributes:
-      worker, step: whose, and which of its steps.
-      text: what is new; the first event of a step has its header in it.
+      worker, step: the worker, and the number of its step.
+      text: the new text; the first event of a step has its header in it.
       passes: forward passes when the last of it was sampled.
       ends: whether the step ends with it.
     """
@@ -95,15 +55,15 @@ class Event:
 
 @dataclasses.dataclass
 class WorkerCursor:
-    """A worker on its way.
+    """A worker's place in the transcript. Its fields are written to files.
 
     Attributes:
       row: of the device.
       step: the one it is writing; the last one, when it has ended.
       opening: text that opens the step.
-      block: tokens behind the prompt and the history, in the block that it writes, the last one
+      block: tokens after the prompt and the history, in the block that it writes, the last one
         sampled included.
-      read: how many of its sampled tokens are in here.
+      read: the number of its sampled tokens that have been read.
       shown: characters of the step's text that events have carried.
     """
 
@@ -120,7 +80,7 @@ class Transcript:
 
     Attributes:
       finished: steps in the order in which they were finished.
-      voices: of the workers that take part.
+      cursors: of the workers that take part.
     """
 
     def __init__(
@@ -129,15 +89,15 @@ class Transcript:
         stops: Collection[int],
         opening: Callable[[str, int, bool], list[int]],
     ):
-        """An empty one.
+        """Makes an empty transcript.
 
         Args:
-          decode: tokens -> what they say.
+          decode: tokens -> their text.
           stops: tokens that end a worker.
           opening: (name, number, whether it asks) -> tokens that open a step.
         """
         self.finished: list[Step] = []
-        self.voices: dict[str, WorkerCursor] = {}
+        self.cursors: dict[str, WorkerCursor] = {}
         self._decode, self._stops, self._opening = decode, stops, opening
 
     @property
@@ -145,123 +105,119 @@ class Transcript:
         """All steps, finished ones first."""
         return [
             *self.finished,
-            *(voice.step for voice in self.voices.values() if voice.step.ended is None),
+            *(cursor.step for cursor in self.cursors.values() if cursor.step.ended is None),
         ]
 
-    def join(self, name: str, row: int, passes: int, lead: list[int]) -> None:
-        """A worker begins its first step, opened by the tokens `lead`."""
-        opening = self._decode(lead).lstrip()
-        self.voices[name] = WorkerCursor(row, Step(name, 1, opening, passes), opening, list(lead))
+    def join(self, name: str, row: int, passes: int, first_opening: list[int]) -> None:
+        """Starts a worker's first step, opened by the tokens `first_opening`."""
+        opening = self._decode(first_opening).lstrip()
+        step = Step(name, 1, opening, passes)
+        self.cursors[name] = WorkerCursor(row, step, opening, list(first_opening))
 
     def leave(self, name: str, passes: int) -> None:
-        """A worker's unfinished step becomes its last one."""
-        step = self.voices.pop(name).step
+        """Ends a worker's unfinished step, its last one."""
+        step = self.cursors.pop(name).step
         if step.ended is None:
             step.ended = passes
             self.finished.append(step)
 
-    def facts(self) -> dict[str, Any]:
-        """All that is here, as JSON can say it."""
+    def snapshot(self) -> dict[str, Any]:
+        """All of the transcript as plain data, which JSON can hold; see `restore`."""
         finished = [dataclasses.asdict(step) for step in self.finished]
-        # A voice that has ended has its last step among the finished ones, and that is where its
-        # step stays.
+        # The last step of a worker that has ended is one of the finished steps, and must be the
+        # same object again.
         places = {id(step): i for i, step in enumerate(self.finished)}
         voices = {
-            name: {**dataclasses.asdict(voice), "finished": places.get(id(voice.step))}
-            for name, voice in self.voices.items()
+            name: {**dataclasses.asdict(cursor), "finished": places.get(id(cursor.step))}
+            for name, cursor in self.cursors.items()
         }
         return {"finished": finished, "voices": voices}
 
-    def take_over(self, facts: Mapping[str, Any]) -> None:
-        """Becomes the transcript that these facts are of."""
-        self.finished = [Step(**step) for step in facts["finished"]]
-        self.voices = {}
-        for name, voice in facts["voices"].items():
-            step = (
-                Step(**voice["step"])
-                if voice["finished"] is None
-                else self.finished[voice["finished"]]
-            )
-            self.voices[name] = WorkerCursor(
-                **{
-                    field: value
-                    for field, value in voice.items()
-                    if field not in ("step", "finished")
-                },
-                step=step,
-            )
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Replaces the transcript by that of a snapshot."""
+        self.finished = [Step(**step) for step in snapshot["finished"]]
+        self.cursors = {}
+        for name, voice in snapshot["voices"].items():
+            index = voice["finished"]
+            step = Step(**voice["step"]) if index is None else self.finished[index]
+            fields = {key: voice[key] for key in voice if key not in ("step", "finished")}
+            self.cursors[name] = WorkerCursor(**fields, step=step)
 
-    def read(self, seen: Mapping[str, np.ndarray]) -> list[Event]:
-        """Takes over what has been sampled since the last time.
+    def read(self, outputs: Mapping[str, np.ndarray]) -> list[Event]:
+        """Reads the tokens that have been sampled since the last call.
 
         Args:
-          seen: passes [], and by row drawn [R], reasons [R], tokens [R, X], marks [R, X], at [R,
-            X].
+          outputs: of a dispatch: passes [], and by row num_sampled [R], reasons [R], tokens [R, X],
+            marks [R, X], sampled_at [R, X].
 
         Returns:
-          What is new, in the order of the passes.
+          The new text, in the order of the passes.
         """
-        found, before = [], len(self.finished)
-        for name, voice in self.voices.items():
-            found += self._read(
+        events, before = [], len(self.finished)
+        for name, cursor in self.cursors.items():
+            events += self._read(
                 name,
-                voice,
-                int(seen["passes"]),
-                int(seen["drawn"][voice.row]),
-                FinishReason(int(seen["reasons"][voice.row])),
-                *(seen[key][voice.row] for key in ("tokens", "marks", "at")),
+                cursor,
+                int(outputs["passes"]),
+                int(outputs["num_sampled"][cursor.row]),
+                FinishReason(int(outputs["reasons"][cursor.row])),
+                *(outputs[key][cursor.row] for key in ("tokens", "marks", "sampled_at")),
             )
         self.finished[before:] = sorted(
-            self.finished[before:], key=lambda step: (step.ended, self.voices[step.worker].row)
+            self.finished[before:], key=lambda step: (step.ended, self.cursors[step.worker].row)
         )
-        return sorted(found, key=lambda event: (event.passes, self.voices[event.worker].row))
+        return sorted(events, key=lambda event: (event.passes, self.cursors[event.worker].row))
 
     def _read(
         self,
         name: str,
-        voice: WorkerCursor,
+        cursor: WorkerCursor,
         passes: int,
-        drawn: int,
+        num_sampled: int,
         reason: FinishReason,
         tokens: np.ndarray,
         marks: np.ndarray,
-        at: np.ndarray,
+        sampled_at: np.ndarray,
     ) -> list[Event]:
-        found = []
-        for i in range(voice.read, drawn):
-            token, mark, last = int(tokens[i]), Mark(int(marks[i])), i + 1 == drawn
+        events = []
+        for i in range(cursor.read, num_sampled):
+            token, mark, last = int(tokens[i]), Mark(int(marks[i])), i + 1 == num_sampled
             if token not in self._stops:
-                voice.step.tokens.append(token)
-                voice.block.append(token)
-            voice.step.answer |= Mark.ANSWER in mark
+                cursor.step.tokens.append(token)
+                cursor.block.append(token)
+            cursor.step.answer |= Mark.ANSWER in mark
             if not (Mark.STEP in mark or token in self._stops):
                 continue
-            voice.step.ended = int(at[i])
-            self.finished.append(voice.step)
-            found += self._news(voice, int(at[i]))
-            # nothing comes after it, or the host opens it
+            cursor.step.ended = int(sampled_at[i])
+            self.finished.append(cursor.step)
+            events += self._new_text(cursor, int(sampled_at[i]))
+            # the worker has ended, or the host opens its next step
             if not (last and reason in (FinishReason.STOP, FinishReason.ANSWER, FinishReason.STEP)):
-                self.turn(name, int(at[i]), asked=Mark.ASKED in mark)
-        voice.read = drawn
-        return found if voice.step.ended is not None else [*found, *self._news(voice, passes)]
+                self.next_step(name, int(sampled_at[i]), asked=Mark.ASKED in mark)
+        cursor.read = num_sampled
+        if cursor.step.ended is not None:
+            return events
+        return [*events, *self._new_text(cursor, passes)]
 
-    def turn(self, name: str, passes: int, *, asked: bool) -> list[int]:
-        """A worker turns to its next step; the tokens that open it behind the one that ended the
-        last."""
-        voice = self.voices[name]
-        tokens = self._opening(name, voice.step.number + 1, asked)
-        opening = self._decode(tokens)
-        voice.block, voice.opening, voice.shown = [*voice.step.tokens[-1:], *tokens], opening, 0
-        voice.step = Step(name, voice.step.number + 1, opening, passes, asked=asked)
+    def next_step(self, name: str, passes: int, *, asked: bool) -> list[int]:
+        """Starts a worker's next step; returns the tokens that open it."""
+        cursor = self.cursors[name]
+        number = cursor.step.number + 1
+        tokens = self._opening(name, number, asked)
+        cursor.block, cursor.shown = [*cursor.step.tokens[-1:], *tokens], 0
+        cursor.opening = self._decode(tokens)
+        cursor.step = Step(name, number, cursor.opening, passes, asked=asked)
         return tokens
 
-    def _news(self, voice: WorkerCursor, passes: int) -> list[Event]:
-        """The event with what is new in the step, if anything is. A character of which bytes are
-        still to come waits for them."""
-        step = voice.step
-        text = voice.opening + self._decode(step.tokens)
+    def _new_text(self, cursor: WorkerCursor, passes: int) -> list[Event]:
+        """The event with the new text of a step; none if there is none and the step goes on.
+
+        A character waits for the rest of its bytes.
+        """
+        step = cursor.step
+        text = cursor.opening + self._decode(step.tokens)
         step.text = text if step.ended is not None else text.rstrip("\ufffd")
-        new, voice.shown = step.text[voice.shown :], max(voice.shown, len(step.text))
+        new, cursor.shown = step.text[cursor.shown :], max(cursor.shown, len(step.text))
         return (
             [Event(step.worker, step.number, new, passes, step.ended is not None)]
             if new or step.ended is not None

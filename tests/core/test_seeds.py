@@ -193,11 +193,11 @@ def test_a_completion_is_that_of_its_key_alone():
 
 def test_workers_and_who_is_asked():
     sessions = [start(worker_names(EACH), max_workers=EACH, seed=seed, budget=8) for seed in SEEDS]
-    keys = [key for session in sessions for key in keys_of(session._state)]
+    keys = [key for session in sessions for key in keys_of(session._session.state)]
     check(keys)
     asked = [
         (int(high) << 32) + int(low)
-        for high, low in (np.asarray(session._state.steps.seed) for session in sessions)
+        for high, low in (np.asarray(session._session.state.steps.seed) for session in sessions)
     ]
     assert len({*keys, *asked}) == len(keys) + len(SEEDS)
 
@@ -207,12 +207,12 @@ def test_a_worker_that_joins_does_not_draw_what_the_one_before_in_its_row_drew()
     session = start(sampler=Sampler(temperature=1.5), budget=40)
     for _ in session.stream(10):
         pass
-    before = keys_of(session._state)
-    row = session._party.row("Bob")
+    before = keys_of(session._session.state)
+    row = session._session.roster.row("Bob")
     session.remove("Bob")
     session.add("Carol")
-    after = keys_of(session._state)
-    assert session._party.row("Carol") == row and after[row] not in before
+    after = keys_of(session._session.state)
+    assert session._session.roster.row("Carol") == row and after[row] not in before
     assert [key for r, key in enumerate(after) if r != row] == [
         key for r, key in enumerate(before) if r != row
     ]
@@ -226,7 +226,7 @@ def test_baselines_of_several_streams(monkeypatch):
     found, rows = [], baselines._rows
 
     def noted(*args, **settings):
-        found.extend(keys_of(rows(*args, **settings)._state))
+        found.extend(keys_of(rows(*args, **settings)._session.state))
         raise Enough
 
     monkeypatch.setattr(baselines, "_rows", noted)
@@ -247,7 +247,7 @@ def test_parts_of_a_skeleton_of_thought_have_seeds_of_their_own(monkeypatch):
     def noted(*args, **settings):
         session = rows(*args, **settings)
         if settings.get("seed") is not None:
-            given.extend(keys_of(session._state))
+            given.extend(keys_of(session._session.state))
         return session
 
     monkeypatch.setattr(baselines, "_rows", noted)

@@ -1,5 +1,4 @@
-"""Prompts of workers: what a `format` says, presets for families of models, and how a session's
-prompt is put together."""
+"""Prompts of workers: formats, presets for families of models, and the tokens of a session."""
 
 from jaxshare.serving.workers.prompts.format import COLLABORATIVE, PLAIN, Format, collaborative
 

@@ -1,5 +1,4 @@
-"""The texts of a session of workers: what they are told, the headers in their cache, the question,
-and what ends a run early.
+"""The texts of a session of workers: instructions, headers, the question, early-stop prompts.
 
 The rules, suggestions and worked examples follow the plan of Hogwild! Inference (section 3.3 and
 appendix C), in words of our own and for any number of workers.
@@ -20,44 +19,45 @@ _THINK = ("auto", "always", "never")
 _JSON_TYPES = {"in_system_role": bool, "forbidden": list, "chat_template_kwargs": dict}
 """The types of the fields that are not strings."""
 _OURS = ("conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message")
-"""Arguments of `apply_chat_template` that are not for a format to say."""
+"""Arguments of `apply_chat_template` that a format must not set."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    r"""All texts of a session. A model folder can carry its own as workers.json: one object with
-    these fields, lists for tuples.
+    r"""All texts of a session.
+
+    A model folder can have its own in workers.json: one object with these fields, lists for tuples.
 
     `system` and `system_alone` are templates. `{names}` is "Alice, Bob and Carol", `{count}` is 3,
-    `{first}` and `{second}` are the first two names. What stands between `{#further}` and
+    `{first}` and `{second}` are the first two names. The text between `{#further}` and
     `{/further}` is written once for each worker after the second, with its `{further}` name and its
     `{number}` from 3; it vanishes where there are two. Other braces, as in `\boxed{answer}`, stay.
 
     Attributes:
-      system: what two or more workers are told before the problem.
-      system_alone: what a single worker is told.
-      in_system_role: as a system message; False puts it in front of the user's message. That is
-        also where it goes if the chat template refuses or drops system messages.
+      system: the instructions of two or more workers, before the problem.
+      system_alone: the instructions of a single worker.
+      in_system_role: instructions are a system message; False puts them before the user's message,
+        where they also go if the chat template refuses or drops system messages.
       separator: ends a step and opens the next.
       history_header: ends the prompt; every step brings the separator with it.
-      others_header: stands between the history and the others' unfinished steps; "" for none.
-      own_header: stands between those and the own step. It begins with a mark that shows that the
-        others are in mid-sentence.
+      others_header: between the history and the others' unfinished steps; "" for none.
+      own_header: between those and the own step. It starts with a mark that shows that the others
+        are in mid-sentence.
       step_header: opens a step; `{name}` is its author, `{step}` counts the author's steps from 1.
-      greeting_first: how the first worker's first step goes on, where there are others; `{name}` is
-        the worker.
+      greeting_first: the start of the first worker's first step, after its header, where there are
+        others; `{name}` is the worker.
       greeting_later: the same for every other worker.
-      question: asked from time to time at the beginning of a step; "" for never.
-      finisher: asks for the answer at once. It begins with the separator and leaves a box open.
-      code_finisher: asks for the program at once. It begins with the separator and leaves a code
+      question: asked from time to time at the start of a step; "" for never.
+      finisher: prompts for the answer at once. It starts with the separator and leaves a box open.
+      code_finisher: prompts for the program at once. It starts with the separator and leaves a code
         block open.
       forbidden: texts that workers must not sample where they are single tokens; `{bos}` and
         `{eos}` are the tokenizer's own.
-      think: whether a think block is opened behind the chat where the chat template has neither
+      think: whether a think block is opened after the chat where the chat template has neither
         opened nor closed one: "auto" opens it if the tokenizer has a token `<think>`, "always" in
         any case, "never" leaves the chat as the template writes it.
       chat_template_kwargs: further variables of the chat template, such as {"enable_thinking":
-        true}. A template that does not ask for them ignores them.
+        true}. A template that does not use them ignores them.
     """
 
     system: str
@@ -94,8 +94,9 @@ class Format:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], source: str = "workers.json") -> "Format":
-        """From the fields of a JSON object; `dataclasses.asdict` gives such an object. What is left
-        out has its default.
+        """The format with the fields of a JSON object, as `dataclasses.asdict` gives it.
+
+        Fields that are left out have their defaults.
 
         Raises:
           ConfigError: a field is missing, unknown or of the wrong type.
@@ -124,7 +125,7 @@ class Format:
         return cls(**read)
 
     def instructions(self, names: Sequence[str]) -> str:
-        """What these workers are told before the problem.
+        """The instructions of these workers, before the problem.
 
         Raises:
           ValueError: no names.
@@ -152,8 +153,9 @@ class Format:
         return "".join(parts)
 
     def prompt(self, tokenizer: Any, problem: str, names: Sequence[str]) -> str:
-        """What all workers read first: the instructions and the problem as a chat, an open think
-        block, the history's header.
+        """The text that all workers read first.
+
+        It is the instructions and the problem as a chat, an open think block, the history's header.
 
         A think block is opened as `think` says, unless the chat template has opened or closed one
         there itself (appendix C), so that there is never a second one. A tokenizer without a chat
@@ -168,10 +170,10 @@ class Format:
         Raises:
           ValueError: no names, or messages that the chat template refuses.
         """
-        told = self.instructions(names)
+        instructions = self.instructions(names)
         if not tokenizer.chat_template:
-            return "\n\n".join([*filter(None, [told, problem]), self.history_header])
-        text = self._chat(tokenizer, told, problem)
+            return "\n\n".join([*filter(None, [instructions, problem]), self.history_header])
+        text = self._chat(tokenizer, instructions, problem)
         opens = self.think == "always" or (
             self.think == "auto" and "<think>" in tokenizer.get_vocab()
         )
@@ -181,23 +183,20 @@ class Format:
             text += "<think>\n"
         return text + self.history_header
 
-    def _chat(self, tokenizer: Any, told: str, problem: str) -> str:
-        """The chat up to where the assistant's words start."""
-        if told and self.in_system_role:
+    def _chat(self, tokenizer: Any, instructions: str, problem: str) -> str:
+        """The chat up to the start of the assistant's words."""
+        user = {"role": "user", "content": problem}
+        if instructions and self.in_system_role:
             try:
-                text = self._render(
-                    tokenizer,
-                    [{"role": "system", "content": told}, {"role": "user", "content": problem}],
-                )
-            except TemplateError:  # how templates refuse a role
+                text = self._render(tokenizer, [{"role": "system", "content": instructions}, user])
+            except TemplateError:  # so templates refuse a role
                 text = ""
-            if told.strip() in text:  # some drop it without a word
+            if instructions.strip() in text:  # some drop it without an error
                 return text
+        if instructions:
+            user["content"] = f"{instructions}\n\n{problem}"
         try:
-            return self._render(
-                tokenizer,
-                [{"role": "user", "content": f"{told}\n\n{problem}" if told else problem}],
-            )
+            return self._render(tokenizer, [user])
         except TemplateError as error:
             raise ValueError(
                 f"the model's chat template refuses the prompt ({error}); a format with other "
@@ -210,8 +209,9 @@ class Format:
         )
 
     def opening(self, name: str, step: int, *, names: Sequence[str] = (), ask: bool = False) -> str:
-        """What opens a step, behind the separator: its header and, with `ask`, the question, or
-        else a greeting if it is the first.
+        """The text that opens a step, after the separator.
+
+        It is the step's header, and the question with `ask`, or else a greeting if it is the first.
 
         Args:
           name: of the worker.
@@ -229,7 +229,7 @@ class Format:
         return header
 
     def forbidden_tokens(self, tokenizer: Any) -> tuple[int, ...]:
-        """The tokens that stand for one of the `forbidden` texts alone, in ascending order."""
+        """The tokens that are exactly one of the `forbidden` texts, in ascending order."""
         special = {"{bos}": tokenizer.bos_token, "{eos}": tokenizer.eos_token}
         texts = [special.get(text, text) for text in self.forbidden]
         vocabulary = tokenizer.get_vocab()
@@ -276,7 +276,7 @@ def collaborative(
 
 
 COLLABORATIVE = collaborative()
-"""What a session uses where the model brings no texts of its own."""
+"""The texts of a session where the model has none of its own."""
 
 PLAIN = Format(
     system="",
@@ -288,4 +288,4 @@ PLAIN = Format(
     question="",
     forbidden=(),
 )
-"""The problem alone, for decoding without workers; only what ends a run early is the same."""
+"""The problem alone, for decoding without workers; only the early-stop prompts are the same."""

@@ -1,13 +1,13 @@
-"""Formats by name: presets for families of models, and files of one's own.
+"""Formats by name: presets for families of models, and files of your own.
 
-    format_named("qwen3")                       # for Qwen3, with worked examples, in the system message
-    format_named("qwen3+user+no-examples")      # the same instructions in the user's message, without the examples
-    format_named("own.json")                    # a JSON object with the fields of `Format`
+    format_named("qwen3")  # for Qwen3, with worked examples, in the system message
+    format_named("qwen3+user+no-examples")  # in the user's message, without the examples
+    format_named("own.json")  # a JSON object with the fields of `Format`
 
-Which family a checkpoint belongs to is not guessed: its config.json does not say it (QwQ-32B,
-Qwen2.5 and a distillation of DeepSeek-R1 all are `qwen2`), and its folder may have any name. A
-preset says nothing of what `load` can load: of Phi-4-reasoning that is a conversion to Llama's
-form, of DeepSeek-R1 the distillations.
+The family of a checkpoint is not guessed: its config.json does not have it (QwQ-32B, Qwen2.5 and a
+distillation of DeepSeek-R1 all are `qwen2`), and its folder may have any name. A preset does not
+imply that `load` can load the family: of Phi-4-reasoning it loads a conversion to Llama's form, of
+DeepSeek-R1 the distillations.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from jaxshare.serving.workers.prompts.format import COLLABORATIVE, PLAIN, Format
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """What is the same for all models of a family; the instructions are those of `collaborative`.
+    """The settings of a family of models; the instructions are those of `collaborative`.
 
     Attributes:
       summary: one line for lists of presets.
@@ -40,19 +40,21 @@ class Preset:
 
 
 def _ends(*more: str) -> tuple[str, ...]:
-    """The texts that no worker may sample, and a family's further tokens that end a turn, which
-    only an answer may do."""
+    """The texts that no worker may sample: the usual ones, and those that end a family's turns.
+
+    Only an answer may end a turn.
+    """
     return (*COLLABORATIVE.forbidden, *more)
 
 
 FORMATS: Mapping[str, Preset] = MappingProxyType(
     {
-        # What the texts around the instructions are, the tokenizer's own chat template decides. A
-        # preset says what a template does not.
+        # The tokenizer's own chat template has the texts around the instructions. A preset has what
+        # a template has not.
         "collaborative": Preset(
             "any chat model: a think block is opened where the tokenizer has a token for it"
         ),
-        # The template opens the think block behind its generation prompt. The card asks for that,
+        # The template opens the think block after its generation prompt. The card asks for that,
         # and for sampling, against repetition.
         "qwq": Preset(
             "QwQ-32B: the chat template opens the think block",
@@ -94,7 +96,7 @@ FORMATS: Mapping[str, Preset] = MappingProxyType(
         ),
         # The template writes a system message of its own and drops others. It opens no think block:
         # the model does, by training. Where a conversion of the tokenizer lacks the token <think>,
-        # the same text stands there in ordinary tokens.
+        # the same text is there in ordinary tokens.
         "phi-4-reasoning": Preset(
             "Phi-4-reasoning and -plus: the template has its own system message, the session opens "
             "the think block",
@@ -128,21 +130,21 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "user": "instructions at the beginning of the user's message",
     }
 )
-"""What may stand behind the name of a preset, each after a plus sign."""
+"""The options after the name of a preset, each after a plus sign."""
 
 
 def format_named(name: str, *, plain: bool = False) -> Format:
-    """The format of a name.
+    """The format with a name.
 
     Args:
-      name: a preset, options behind it ("qwen3+user+no-examples"), or a JSON file with the fields
-        of `Format`, as workers.json.
+      name: a preset with options after it ("qwen3+user+no-examples"), or a JSON file with the
+        fields of `Format`, as workers.json.
       plain: for one stream: a preset's chat without instructions and headers. A file's texts are
         its own.
 
     Raises:
-      ValueError: neither a preset nor a file, an option that there is not or that the family does
-        not have, or a file that does not describe a format.
+      ValueError: neither a preset nor a file, an option that is unknown or that the family does not
+        have, or a file that does not describe a format.
     """
     family, *options = name.split("+")
     if family not in FORMATS:
@@ -195,8 +197,7 @@ def _from_file(name: str) -> Format:
 
 
 def format_of(model: LoadedModel, format: Format | str | None) -> Format:
-    """The format to use: one as it is, one by its name (`format_named`), or the model's own
-    (`Format.of`).
+    """The format to use: a given one, one by its name, or the model's own.
 
     Raises:
       ValueError: see `format_named` and `Format.of`.
@@ -211,7 +212,7 @@ def format_of(model: LoadedModel, format: Format | str | None) -> Format:
 
 
 def advises_sampling(format: Format | str | None) -> bool:
-    """Whether this is the name of a preset whose family is not to be decoded greedily."""
+    """Returns whether this is a preset whose makers advise against greedy decoding."""
     return (
         isinstance(format, str)
         and (family := format.split("+")[0]) in FORMATS
@@ -223,11 +224,11 @@ def advises_sampling(format: Format | str | None) -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """--format and --list-formats."""
+    """Adds --format and --list-formats."""
     parser.add_argument(
         "--format",
         metavar="NAME|FILE",
-        help="what workers are told, and how: a preset such as qwen3 or qwen3+user+no-examples, or "
+        help="the instructions of workers: a preset such as qwen3 or qwen3+user+no-examples, or "
         "a JSON file with the fields of workers.json (default: the model's own workers.json, "
         "or collaborative)",
     )
@@ -244,5 +245,5 @@ class _List(argparse.Action):
         width = max(map(len, (*FORMATS, *OPTIONS))) + 3
         presets = [f"  {name:{width}}{preset.summary}" for name, preset in FORMATS.items()]
         options = [f"  {'+' + name:{width}}{meaning}" for name, meaning in OPTIONS.items()]
-        print("\n".join(["presets:", *presets, "options, behind a preset:", *options]))
+        print("\n".join(["presets:", *presets, "options, after a preset:", *options]))
         parser.exit()

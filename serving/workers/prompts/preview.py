@@ -1,10 +1,8 @@
-"""The option `jaxshare workers --show-prompt`: what a session feeds before anything is sampled, as
-text and as tokens.
+"""Prompt previews: the tokens that a session feeds before it samples, without its parameters.
 
     jaxshare workers Qwen/Qwen3-8B --problem "What is 12 * 7?" --format qwen3+user --show-prompt
 
-The model's parameters are not read. What is shown is encoded as `Workers` encodes it, from the same
-`SessionTexts`.
+They are encoded as `Workers` encodes them, by the same `SessionTexts`.
 """
 
 import argparse
@@ -17,24 +15,24 @@ from typing import Any
 from jaxshare import models
 from jaxshare.models import LoadedModel
 from jaxshare.serving.cluster import process_mesh
+from jaxshare.serving.workers.codec import Codec, codec_of
 from jaxshare.serving.workers.layouts import MakeLayout, WorkersLayout, layout_maker
 from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.prompts.session_prompt import SessionTexts
-from jaxshare.serving.workers.roster import Roster
-from jaxshare.serving.workers.session import check_names
-from jaxshare.serving.workers.transcript import Codec, codec_of
+from jaxshare.serving.workers.roster import Roster, check_names
+from jaxshare.serving.workers.setup import check_problem
 
 _COLUMNS = 120
 
 
 @dataclasses.dataclass(frozen=True)
 class Fed:
-    """Tokens that are fed, and what they say.
+    """Tokens that are fed, and their text.
 
     Attributes:
       text: special tokens included, as the tokenizer writes them.
-      tokens: their ids; pieces: what each of them says. Bytes that are no whole character are
-        written as in `\\xf0`.
+      tokens: their ids; pieces: the text of each. Bytes that are no whole character are written as
+        in `\\xf0`.
     """
 
     text: str
@@ -43,9 +41,9 @@ class Fed:
 
     @classmethod
     def of(cls, codec: Codec, tokens: Sequence[int]) -> "Fed":
-        """Of some tokens."""
+        """The tokens with their text."""
         tokenizer: Any = codec.tokenizer
-        # Special tokens say nothing in a text of workers, and have a name in the tokenizer.
+        # Special tokens have no text among workers, but a name in the tokenizer.
         said = [
             codec.vocabulary[token] or tokenizer.convert_ids_to_tokens(token).encode()
             for token in tokens
@@ -56,13 +54,13 @@ class Fed:
 
 @dataclasses.dataclass(frozen=True)
 class PromptView:
-    """What a session starts with.
+    """The tokens that a session starts with.
 
     Attributes:
-      blocks: by name, what they hold before any worker has written; that of the prompt comes first.
-      workers: by name, what each of them is fed first, in the block that it writes.
-      sees: by name, the blocks that each of them sees, in order.
-      forbidden: tokens that no worker samples, and what they say.
+      blocks: by name, their contents before any worker has written; the prompt's comes first.
+      workers: by name, the first tokens of each, in the block that it writes.
+      sees: by name, the blocks that each worker sees, in order.
+      forbidden: tokens that no worker samples.
     """
 
     blocks: dict[str, Fed]
@@ -79,32 +77,27 @@ def prompt_view(
     layout: str | WorkersLayout | MakeLayout = "combined",
     format: Format | None = None,
 ) -> PromptView:
-    """What `Workers` with these arguments would feed before it samples. The model may be an
-    outline.
+    """The tokens that `Workers` with these arguments feeds before it samples.
+
+    The model may be an outline.
 
     Raises:
-      ValueError: a model without a tokenizer, an empty problem, or what is wrong with the names or
-        the layout.
+      ValueError: a model without a tokenizer, an empty problem, or invalid names or layout.
     """
-    if model.tokenizer is None:
-        raise ValueError(
-            "workers need a model with a tokenizer; add the tokenizer's files to the model's folder"
-        )
-    if not problem.strip():
-        raise ValueError("the problem is empty; give at least one word")
+    check_problem(model, problem)
     check_names(names)
     format, codec = format or Format.of(model), codec_of(model.tokenizer, model.config.vocab_size)
     made = layout_maker(layout)(tuple(names), format)
     made.check(names)
-    party = Roster.create(names, made, room=len(names), small=[*made.texts])
-    texts = SessionTexts.of(codec, format, problem, party)
-    held = {
+    roster = Roster.create(names, made, max_rows=len(names), small=[*made.texts])
+    texts = SessionTexts.of(codec, format, problem, roster)
+    contents = {
         made.prompt: texts.prompt,
         **{block: codec.encode(text) for block, text in made.texts.items()},
     }
     return PromptView(
-        {block: Fed.of(codec, tokens) for block, tokens in held.items()},
-        {name: Fed.of(codec, texts.lead(party, name)) for name in names},
+        {block: Fed.of(codec, tokens) for block, tokens in contents.items()},
+        {name: Fed.of(codec, texts.first_opening(roster, name)) for name in names},
         dict(made.sees),
         Fed.of(codec, format.forbidden_tokens(model.tokenizer)),
     )
@@ -113,7 +106,7 @@ def prompt_view(
 def run(
     options: argparse.Namespace, problem: str, names: Sequence[str], format: Format | None
 ) -> int:
-    """Prints what the options of `jaxshare workers` come to.
+    """Prints the preview for the options of `jaxshare workers`.
 
     Raises:
       FileNotFoundError, ConfigError, ValueError: see `jaxshare.models.outline` and `prompt_view`.
@@ -155,12 +148,12 @@ def _section(title: str, fed: Fed) -> str:
 
 
 def _tokens(fed: Fed) -> str:
-    """Pairs of an id and what it says in quotes."""
+    """Pairs of an id and its text in quotes."""
     pairs = [
         f"{token} {json.dumps(piece, ensure_ascii=False)}"
         for token, piece in zip(fed.tokens, fed.pieces, strict=True)
     ]
-    # Spaces inside a pair are no places to break a line at.
+    # Lines must not break at spaces inside a pair.
     lines = textwrap.wrap(
         "  ".join(pair.replace(" ", "\0") for pair in pairs),
         _COLUMNS,

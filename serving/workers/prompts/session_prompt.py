@@ -3,22 +3,22 @@
 import dataclasses
 from typing import Any, Self
 
+from jaxshare.serving.workers.codec import Codec
 from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.roster import Roster
-from jaxshare.serving.workers.transcript import Codec
 
 
 @dataclasses.dataclass(frozen=True)
 class SessionTexts:
-    """What a session feeds of itself.
+    """The texts that a session feeds besides what workers sample.
 
     Attributes:
       codec: text to tokens and back.
       format: prompts and headers.
-      prompt: tokens that the prompt's block begins with.
+      prompt: tokens that the prompt's block starts with.
       separator: tokens between two steps.
-      bare: what a worker begins with where steps have no header: the prompt's last token, which is
-        then not in `prompt`.
+      bare: the first opening of a worker where steps have no header: the prompt's last token, which
+        is then not in `prompt`.
     """
 
     codec: Codec
@@ -28,40 +28,44 @@ class SessionTexts:
     bare: list[int]
 
     @classmethod
-    def of(cls, codec: Codec, format: Format, problem: str, party: Roster) -> Self:
-        """Of a session's first workers."""
+    def of(cls, codec: Codec, format: Format, problem: str, roster: Roster) -> Self:
+        """The texts of a session with these first workers."""
         tokenizer: Any = codec.tokenizer
-        told = format if party.layout.moves else dataclasses.replace(format, history_header="")
-        text = told.prompt(tokenizer, problem, party.names)
+        used = format if roster.layout.moves else dataclasses.replace(format, history_header="")
+        text = used.prompt(tokenizer, problem, roster.names)
         prompt = tokenizer.encode(
             text, add_special_tokens=not tokenizer.chat_template, verbose=False
         )
         texts = cls(codec, format, prompt, codec.encode(format.separator), [])
-        if texts.opening(party, party.names[0], 1):
+        if texts.opening(roster, roster.names[0], 1):
             return texts
         return dataclasses.replace(texts, prompt=prompt[:-1], bare=prompt[-1:])
 
-    def opening(self, party: Roster, name: str, number: int, ask: bool = False) -> list[int]:
-        """Tokens that open a step, behind the separator. Where steps stay in their block there is
-        one header, at its begin."""
-        if number > 1 and name not in party.layout.moves:
+    def opening(self, roster: Roster, name: str, number: int, ask: bool = False) -> list[int]:
+        """The tokens that open a step, after the separator.
+
+        Where steps stay in their block there is one header, at its start.
+        """
+        if number > 1 and name not in roster.layout.moves:
             text = self.format.question if ask else ""
         else:
-            text = self.format.opening(name, number, names=party.names, ask=ask)
+            text = self.format.opening(name, number, names=roster.names, ask=ask)
         return self.codec.encode(text.rstrip(" "))  # a space belongs to the token that comes next
 
-    def lead(self, party: Roster, name: str) -> list[int]:
-        """Tokens that open a worker's first step."""
-        return self.bare or [*self.separator, *self.opening(party, name, 1)]
+    def first_opening(self, roster: Roster, name: str) -> list[int]:
+        """The tokens that open a worker's first step."""
+        return self.bare or [*self.separator, *self.opening(roster, name, 1)]
 
-    def longest(self, party: Roster) -> int:
-        """Most tokens of an opening, in a multiple, so that sessions share programs."""
+    def max_opening(self, roster: Roster) -> int:
+        """The most tokens of an opening, rounded up so that sessions share programs."""
         openings = [
-            self.opening(party, name, number, True) for name in party.names for number in (1, 10**6)
+            self.opening(roster, name, number, True)
+            for name in roster.names
+            for number in (1, 10**6)
         ]
         longest = max(map(len, openings))
         return longest + -longest % 32
 
     def said(self, text: str) -> list[int]:
-        """Tokens of a step that a person says, with the separator before it."""
+        """The tokens of a step that a person says, with the separator before it."""
         return [*self.separator, *self.codec.encode(text)]

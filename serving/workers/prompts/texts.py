@@ -1,8 +1,8 @@
-"""What workers are told (Hogwild! Inference, section 3.3 and appendix C, in words of our own):
-templates of `prompts.Format.system`.
+"""The instructions of workers: templates of `prompts.Format.system`.
 
-RULES, SUGGESTIONS, TASK and ALONE speak of the reader as "I" or as "you". The examples show the
-headers of the default Format.
+They follow Hogwild! Inference, section 3.3 and appendix C, in words of our own. RULES, SUGGESTIONS,
+TASK and ALONE speak of the reader as "I" or as "you". The examples show the headers of the default
+Format.
 """
 # ruff: noqa: E501 - a line break inside a paragraph would reach the model.
 

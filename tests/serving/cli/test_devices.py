@@ -13,7 +13,7 @@ from jaxshare.serving import Branch, Prefixes, Workers, generate
 from jaxshare.serving.cli import main
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.inputs import token_bytes
-from jaxshare.serving.workers.inspection import attention_mass
+from jaxshare.serving.workers.inspection import attention_shares
 from jaxshare.sharding import make_mesh
 
 SAMPLER = Sampler(temperature=1.2, top_p=0.95)
@@ -54,7 +54,7 @@ def session_alone():
     session = session_of(model_on())
     return (
         [(s.worker, s.text) for s in session.steps],
-        attention_mass(session),
+        attention_shares(session),
         session.finish().value,
     )
 
@@ -65,7 +65,7 @@ def test_workers_write_on_a_mesh_what_they_write_on_one_device(shape):
     steps, masses, value = session_alone()
     session = session_of(model_on(shape))
     assert [(s.worker, s.text) for s in session.steps] == steps and len(steps) > 2
-    found = attention_mass(session)
+    found = attention_shares(session)
     assert found.keys() == masses.keys() and len(masses) == 2
     for worker, shares in masses.items():
         assert found[worker].keys() == shares.keys()

@@ -74,13 +74,13 @@ def test_blocks_may_be_moved_between_passes(alone):
         stream.wait()
         engine.drain()
         here, memory, moved = session(engine), engine._loop.memory, 0
-        offset = here._guest._extent.offset
+        offset = here._session.lease._extent.offset
         for n, _ in enumerate(here.stream()):
             if n == 2:
                 with engine._guests.turn():
                     memory.tree.make_room(memory.pool.tokens, False)
                     moved += memory._pack(memory.pool.free)
-        assert moved and here._guest._extent.offset < offset
+        assert moved and here._session.lease._extent.offset < offset
         assert written(here) == alone["session"] and here.finish() == alone["answer"]
 
 

@@ -1,5 +1,4 @@
-"""Boxes, programs and votes: hand-made cases, and scanners that go through the text character by
-character."""
+"""Boxes, programs and votes, against hand-made cases and scanners of single characters."""
 
 import collections
 import functools
@@ -15,8 +14,10 @@ box, program = functools.cache(box_automaton), functools.cache(code_automaton)
 
 
 def scan_boxes(text: str) -> str | None:
-    """Tries every opening, the last one first, and reads on from it until its brace closes; another
-    opening ends the attempt."""
+    """Tries every opening, the last one first, and reads on until its brace closes.
+
+    Another opening ends the attempt.
+    """
     for start in range(len(text), 6, -1):
         if not text[:start].endswith("\\boxed{"):
             continue

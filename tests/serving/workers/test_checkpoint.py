@@ -1,5 +1,7 @@
-"""Saved sessions: restored ones go on as the unbroken one does, on whatever devices; what is half
-written is never restored."""
+"""Saved sessions: restored ones go on as the unbroken one, on any devices.
+
+A save that is half written is never restored.
+"""
 
 import dataclasses
 import json
@@ -46,7 +48,7 @@ def saved_at(folder, passes: int = AT, **options) -> Workers:
 
 
 def raw(folder) -> dict[str, np.ndarray]:
-    """Every array of the newest save, as it stands there."""
+    """Every array of the newest save."""
     with SavedCheckpoint(folder) as saved:
         return {name: np.asarray(array) for name, array in saved.arrays().items()}
 
@@ -84,7 +86,7 @@ def test_a_save_changes_nothing_and_later_ones_stand_beside_it(tmp_path, whole):
 
 @pytest.mark.parametrize("cache", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_workers_that_came_and_went_and_people_that_spoke_are_restored(tmp_path, cache):
-    def begin() -> Workers:
+    def first() -> Workers:
         session = start(record=not cache)
         for _ in session.stream(20):
             pass
@@ -103,7 +105,7 @@ def test_workers_that_came_and_went_and_people_that_spoke_are_restored(tmp_path,
         session.add("Dan")
         return [run(session), session.steps]
 
-    session = begin()
+    session = first()
     session.save(tmp_path, cache=cache, wait=True)
     restored = Workers.restore(model(), tmp_path)
     assert (restored.names, restored.blocks, restored.layout) == (
@@ -112,7 +114,7 @@ def test_workers_that_came_and_went_and_people_that_spoke_are_restored(tmp_path,
         session.layout,
     )
     np.testing.assert_array_equal(restored.rows.blocks, session.rows.blocks)
-    assert end(restored) == end(begin())
+    assert end(restored) == end(first())
 
 
 def test_a_session_moves_between_an_engine_and_memory_of_its_own(tmp_path, whole):
@@ -127,7 +129,7 @@ def test_a_session_moves_between_an_engine_and_memory_of_its_own(tmp_path, whole
         first, second = raw(tmp_path / "engine"), raw(tmp_path / "alone")
         for name in first.keys() - {"cache.offsets"}:
             np.testing.assert_array_equal(first[name], second[name], err_msg=name)
-        # so that it lies elsewhere
+        # so that its blocks are elsewhere
         other = Workers(engine.model, engine=engine, **{**start().settings, "problem": "1 + 1"})
         back = Workers.restore(model(), tmp_path / "alone", engine=engine)
         assert run(back) == whole["written"]
@@ -146,8 +148,7 @@ def same_trace(a: Trace, b: Trace) -> bool:
 
 
 def assert_goes_on(session: Workers, unbroken: Workers) -> None:
-    """From here to the end a restored session does what the unbroken one does, which stands at the
-    same pass."""
+    """A restored session goes on to the end as the unbroken one, which is at the same pass."""
     assert session.passes == unbroken.passes and written(session) == written(unbroken)
     assert_same_cache(session.cache, unbroken.cache, atol=1e-4)
     assert same_trace(session.trace, unbroken.trace)
@@ -184,7 +185,7 @@ def test_a_save_without_keys_and_values_goes_on_as_the_unbroken_session(tmp_path
     ids=str,
 )
 def test_keys_and_values_can_be_left_out_at_any_pass(tmp_path, passes, options):
-    """All layouts, steps that are encoded anew, and steps that move in pieces."""
+    """All layouts, steps that are reencoded, and steps that move in pieces."""
     restored_small(tmp_path, passes, ask_every=20, **options)
 
 
@@ -235,7 +236,7 @@ def test_small_saves_move_between_an_engine_and_memory_of_its_own(tmp_path, whol
             session.save(tmp_path / "engine", cache=False, wait=True)
         alone = Workers.restore(model(), tmp_path / "engine")
         alone.save(tmp_path / "alone", cache=False, wait=True)
-        # so that it lies elsewhere, and has something to lose
+        # so that its blocks are elsewhere, and has something to lose
         other = Workers(engine.model, engine=engine, **{**start().settings, "problem": "1 + 1"})
         call = engine.submit("1 + 1", max_new_tokens=4)
         back = Workers.restore(model(), tmp_path / "alone", engine=engine)
@@ -336,8 +337,7 @@ def test_a_trace_that_is_damaged_or_of_something_else_is_refused(tmp_path, whole
 
 @pytest.mark.slow
 def test_a_session_in_a_short_context_is_restored_where_keys_are_rotated_alike(tmp_path):
-    """longrope: a session alone is prepared for what it needs, one in an engine for the whole
-    context."""
+    """With longrope, a session alone is prepared for its own blocks, one in an engine for all."""
     config = model().config
     short = dataclasses.replace(
         config.rope, frequencies=tuple(f / 2 for f in config.rope.frequencies)
@@ -364,7 +364,7 @@ def test_a_session_in_a_short_context_is_restored_where_keys_are_rotated_alike(t
 
 @pytest.mark.slow
 def test_from_eight_devices_to_two_and_back_bit_for_bit(tmp_path, whole):
-    """With kv heads that are repeated on eight devices, and are not on two."""
+    """The kv heads are repeated on eight devices, and are not on two."""
     eight, two = ({"tensor": 4, "kv": 2}, {"kv": 2})
     session = start_on(eight)
     for _ in session.stream(AT):

@@ -1,5 +1,4 @@
-"""Room for long steps: extents that a plain search finds to be apart and large enough, and caches
-whose blocks lie elsewhere."""
+"""Growth of blocks: extents checked by a plain search, and caches with relocated blocks."""
 
 import dataclasses
 import itertools
@@ -30,7 +29,7 @@ def filled(capacities: list[int], lengths: list[int], seed: int = 0) -> KVCache:
 
 
 def held(cache: KVCache) -> list[np.ndarray]:
-    """What each block holds, read place by place: [2K, tokens, D]."""
+    """The contents [2K, tokens, D] of each block, read one by one."""
     both = np.concatenate([np.asarray(cache.keys[0]), np.asarray(cache.values[0])])
     return [
         both[:, offset : offset + length]
@@ -82,8 +81,10 @@ def test_blocks_that_make_way_for_each_other():
 
 
 def plain_check(growth: Growth, offsets, capacities, lengths, writers: list[Writer]) -> None:
-    """Extents are apart, tokens are within them, and all blocks but those of the writers and of the
-    history are where they were."""
+    """Extents are apart and hold their tokens.
+
+    All blocks but those of the writers and of the history are where they were.
+    """
     runs = sorted((int(o), int(o + c)) for o, c in zip(offsets, capacities, strict=True) if c)
     assert all(low[1] <= high[0] for low, high in itertools.pairwise(runs))
     assert (lengths <= capacities).all() and (capacities >= 0).all()
@@ -98,8 +99,10 @@ def plain_check(growth: Growth, offsets, capacities, lengths, writers: list[Writ
 
 @given(st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([0, 1000]))
 def test_steps_of_any_length_have_room_until_the_history_is_used_up(seed, workers, shift):
-    """A simulation: steps grow by up to 16 tokens a look, end now and then, and move; what is left
-    is worked out by addition."""
+    """A simulation: steps grow by up to 16 tokens at a time, end now and then, and move.
+
+    The expected free capacity is computed by addition.
+    """
     rng = random.Random(seed)
     history, home = rng.choice([700, 2048, 5000]), rng.choice([24, 100, 512])
     sizes = np.asarray([history, 64, *[home] * workers])

@@ -1,5 +1,4 @@
-"""Where steps end and what the answer is, against the formatting rules of the authors'
-implementation of Hogwild! Inference.
+"""Ends of steps and answers, against the formatting rules of Hogwild! Inference's authors.
 
 fixtures/hogwild/formatting_VERSION.json holds what two versions of those rules say after every
 token of some texts, written by scripts/fixtures/make_hogwild.py: "main",
@@ -155,7 +154,7 @@ whitespace around them aside}}}."""
 
 
 def is_number(text: str) -> bool:
-    """Whether Python reads a number from it, which is the authors' own test."""
+    """Returns whether Python reads a number from it, which is the authors' own test."""
     try:
         float(text)
     except ValueError:
@@ -168,7 +167,7 @@ KINDS = {
     "number": answers.box_answers(is_number),
     "code": answers.KINDS["code"],
 }
-"""What stands here for each kind of their answers."""
+"""The rule here for each kind of their answers."""
 
 
 @functools.cache

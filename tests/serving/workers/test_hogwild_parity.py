@@ -5,7 +5,7 @@ github.com/eqimp/hogwild_llm, with PyTorch 2.13 and transformers 4.50.3 in float
 computed with them over its own shared caches: the code of commit 1a87a99, and, in the folders
 inference_lib, the library of that name at commit a72df34. They were written by
 scripts/fixtures/make_hogwild.py. Every run is a script that was drawn at random: prompts, tokens
-that a worker is fed behind the greedy one, passes in which one is paused, steps that move to the
+that a worker is fed after the greedy one, passes in which one is paused, steps that move to the
 history. JAXSHARE_HOGWILD_FIXTURES names another folder of the same form, for example one that was
 just made from a checkout.
 

@@ -1,5 +1,4 @@
-"""Looking inside sessions: numbers against a transformer in numpy and by hand, pictures by what is
-drawn in them, `jaxshare inspect`."""
+"""Snapshots of sessions, against numpy and by hand; their pictures; `jaxshare inspect`."""
 
 import argparse
 import dataclasses
@@ -19,6 +18,7 @@ from matplotlib.colors import to_hex
 from jaxshare import KVCache
 from jaxshare.serving import Workers, WorkersLayout, combined
 from jaxshare.serving.cli import demo
+from jaxshare.serving.cli import inspect as inspect_command
 from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.workers import inspection
 from jaxshare.serving.workers.inspection import (
@@ -27,10 +27,9 @@ from jaxshare.serving.workers.inspection import (
     BlockExtent,
     Listed,
     Snapshot,
-    attention_mass,
-    cache_picture,
-    mass_picture,
+    attention_shares,
 )
+from jaxshare.serving.workers.inspection_plots import attention_picture, cache_picture
 from tests.core.attention.test_block_share import Watched
 from tests.helpers import MODEL, TINY, VOCAB, DenseModel, pad_rows, tiny_params
 
@@ -44,8 +43,11 @@ LENGTHS = {"history": 25, "Bob": 4, "notes": 3, "Alice": 0, "spare 1": 0, "unuse
 
 @functools.cache
 def session():
-    """Two workers of the tiny model, one row free between them, and beside it the same in numpy:
-    (session, dense model, what they feed)."""
+    """Two workers of the tiny model, one row free between them, and the same in numpy.
+
+    Returns:
+      The session, the dense model, and the tokens that they feed.
+    """
     rng = np.random.default_rng(5)
     texts = {block: rng.integers(0, VOCAB, n).tolist() for block, n in LENGTHS.items() if n}
     dense = DenseModel(TINY, tiny_params(), len(BLOCKS))
@@ -88,7 +90,7 @@ def test_a_snapshot_has_what_the_session_has():
     stand_in, _, _ = session()
     snapshot = Snapshot.of(stand_in)
     per_token = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
-    assert snapshot.passes == 17 and snapshot.names == ("Alice", "Bob") and snapshot.masses == ()
+    assert snapshot.passes == 17 and snapshot.names == ("Alice", "Bob") and snapshot.attention == ()
     assert [(b.name, b.length, b.capacity, b.bytes) for b in snapshot.blocks] == [
         (name, LENGTHS[name], capacity, LENGTHS[name] * per_token)
         for name, capacity in zip(BLOCKS, CAPACITIES, strict=True)
@@ -127,7 +129,7 @@ def test_a_layout_on_paper():
 def test_masses_are_those_of_a_transformer_in_numpy_and_change_nothing():
     stand_in, dense, fed = session()
     before = jax.tree.map(np.asarray, stand_in.cache)
-    found = attention_mass(stand_in)
+    found = attention_shares(stand_in)
     dense.forward(
         [fed[name] for name in SEES], [[BLOCKS.index(b) for b in row] for row in SEES.values()]
     )
@@ -149,7 +151,7 @@ def test_a_worker_that_feeds_nothing_is_left_out():
     resting = types.SimpleNamespace(
         **{**vars(stand_in), "pending": lambda: (tokens, np.asarray([1, 0, 0], np.int32))}
     )
-    assert list(attention_mass(resting)) == ["Bob"]
+    assert list(attention_shares(resting)) == ["Bob"]
 
 
 def test_recording_changes_nothing_of_what_workers_write():
@@ -175,9 +177,9 @@ def test_recording_changes_nothing_of_what_workers_write():
         event.text for event in alone.stream()
     ] and watched.result().texts == alone.result().texts
     for worker in ("Alice", "Bob"):
-        passes = [m.passes for m in recorder.masses if m.worker == worker]
+        passes = [m.passes for m in recorder.attention if m.worker == worker]
         assert passes == [4, 16, 28, 40]
-    for mass in recorder.masses:
+    for mass in recorder.attention:
         assert list(mass.shares) == [
             "history",
             "Bob" if mass.worker == "Alice" else "Alice",
@@ -219,7 +221,7 @@ def made_up(workers: int, history: int, steps: int, measurements: int) -> Snapsh
         BlockExtent(b.name, b.offset + 20 * i, b.length, b.length + 20, b.length * 64)
         for i, b in enumerate(snapshot.blocks)
     )
-    return dataclasses.replace(snapshot, passes=123, blocks=blocks, masses=masses)
+    return dataclasses.replace(snapshot, passes=123, blocks=blocks, attention=masses)
 
 
 SNAPSHOTS = {
@@ -341,10 +343,10 @@ def test_the_cache_picture_shows_every_start_and_none_runs_into_another(snapshot
 
 @some_snapshot
 def test_the_mass_picture_stacks_the_shares(snapshot):
-    figure = mass_picture(snapshot)
+    figure = attention_picture(snapshot)
     FigureCanvasAgg(figure).draw()
     for ax, name in zip(figure.axes, snapshot.names, strict=True):
-        own = [m for m in snapshot.masses if m.worker == name]
+        own = [m for m in snapshot.attention if m.worker == name]
         assert name in ax.get_title(loc="left") and len(ax.collections) == len(own[0].shares)
         for i, area in enumerate(ax.collections):
             outline = area.get_paths()[0].vertices
@@ -360,13 +362,13 @@ def test_the_mass_picture_stacks_the_shares(snapshot):
 def test_masses_of_a_worker_that_has_left_are_drawn():
     snapshot = dataclasses.replace(
         SNAPSHOTS["two"],
-        masses=(
-            *SNAPSHOTS["two"].masses,
+        attention=(
+            *SNAPSHOTS["two"].attention,
             AttentionShare(40, "Carol", {"history": 0.25, "Carol": 0.75}),
         ),
     )
     assert [
-        ax.get_title(loc="left").split(" attends")[0] for ax in mass_picture(snapshot).axes
+        ax.get_title(loc="left").split(" attends")[0] for ax in attention_picture(snapshot).axes
     ] == ["What Worker 0", "What Worker 1", "What Carol"]
 
 
@@ -375,7 +377,7 @@ def test_a_worker_stays_on_top_of_one_that_joins_later():
         AttentionShare(0, "Worker 0", {"history": 0.5, "Worker 0": 0.5}),
         AttentionShare(4, "Worker 0", {"history": 0.5, "Carol": 0.2, "Worker 0": 0.3}),
     )
-    (ax,) = mass_picture(dataclasses.replace(SNAPSHOTS["two"], masses=masses)).axes
+    (ax,) = attention_picture(dataclasses.replace(SNAPSHOTS["two"], attention=masses)).axes
     top = ax.collections[-1].get_paths()[0].vertices
     assert [top[top[:, 0] == passes, 1].min() for passes in (0, 4)] == pytest.approx([50, 70])
 
@@ -384,17 +386,19 @@ def test_shares_from_before_another_layout_are_not_shown_beside_it():
     snapshot = SNAPSHOTS["two"]
     masses = [
         AttentionShare(90, "Worker 0", {"history": 0.25, "Carol": 0.25, "Worker 0": 0.5}),
-        AttentionShare(90, "Worker 1", snapshot.masses[-1].shares),
+        AttentionShare(90, "Worker 1", snapshot.attention[-1].shares),
     ]
-    table = inspection.row_table(dataclasses.replace(snapshot, masses=(*snapshot.masses, *masses)))
+    table = inspection.row_table(
+        dataclasses.replace(snapshot, attention=(*snapshot.attention, *masses))
+    )
     shares = list(table.columns[-1].cells)
     assert not any(shares[:5]) and all(shares[5:]) and len(shares) == 10
 
 
 def inspect(*arguments: object) -> int:
     parser = argparse.ArgumentParser()
-    inspection.add_arguments(parser)
-    return inspection.run(parser.parse_args([str(a) for a in arguments]))
+    inspect_command.add_arguments(parser)
+    return inspect_command.run(parser.parse_args([str(a) for a in arguments]))
 
 
 def test_inspect_prints_tables_and_writes_pictures(tmp_path, capsys, monkeypatch):
@@ -405,14 +409,14 @@ def test_inspect_prints_tables_and_writes_pictures(tmp_path, capsys, monkeypatch
     lines = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
     assert ["history", "0", "613", "633", "38.3"] in lines
     assert ["all", "673", "773", "42.1"] in lines
-    share = snapshot.masses[-1].shares["Worker 1"]
+    share = snapshot.attention[-1].shares["Worker 1"]
     assert ["Worker", "1", "633", "40", f"{share:.1%}"] in lines
     for name in ("cache.png", "mass.png"):
         assert (tmp_path / "new" / "folder" / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_inspect_json_is_one_object(tmp_path, capsys):
-    snapshot = dataclasses.replace(SNAPSHOTS["two"], masses=())
+    snapshot = dataclasses.replace(SNAPSHOTS["two"], attention=())
     snapshot.save(tmp_path / "run.json")
     assert inspect(tmp_path / "run.json", "--out", tmp_path, "--json") == 0
     printed = json.loads(capsys.readouterr().out)
@@ -430,7 +434,7 @@ def test_inspect_says_what_is_wrong(tmp_path, monkeypatch):
     ):
         inspect(tmp_path / "run.json", "--out", tmp_path / "run.json")
     with pytest.raises(ValueError, match="no attention masses to draw"):
-        mass_picture(dataclasses.replace(SNAPSHOTS["two"], masses=()))
+        attention_picture(dataclasses.replace(SNAPSHOTS["two"], attention=()))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'jaxshare\[plot\]'"):
         cache_picture(SNAPSHOTS["two"])

@@ -90,7 +90,7 @@ def test_a_worker_that_has_left_is_not_seen():
         ),
         (
             WorkersLayout({"A": ("prompt", "notes", "A"), "B": ("prompt", "B")}),
-            "reads the block 'notes', which nobody writes",
+            "reads the block 'notes', which is never written",
         ),
         (
             WorkersLayout({"A": ("prompt", "A"), "B": ("prompt", "B")}, texts={"notes": "x"}),

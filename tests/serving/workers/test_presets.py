@@ -1,5 +1,7 @@
-"""Presets against chat templates that behave as those of each family do: whole prompts are written
-out by hand; files, names, and what a session feeds against what --show-prompt shows."""
+"""Presets with chat templates like those of each family, against prompts written by hand.
+
+Also files, names, and the tokens that a session feeds against those of --show-prompt.
+"""
 # ruff: noqa: RUF001 - DeepSeek writes its special tokens with a bar of full width.
 
 import dataclasses
@@ -26,7 +28,7 @@ from jaxshare.serving.workers.session import Workers
 NAMES = ("Alice", "Bob", "Carol")
 PROBLEM = "What is 12 * 7?"
 
-# What each family's template does, as far as a problem and instructions get to see it.
+# The template of each family, as far as it concerns instructions and a problem.
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant{{ '\n' }}"
 QWEN3 = (
     CHATML
@@ -125,7 +127,7 @@ LLAMA_USER = (
     + LLAMA_TAIL
 )
 
-CASES = [  # name, tokenizer, what stands before the history's header, texts that no worker samples
+CASES = [  # name, tokenizer, text before the history's header, texts that no worker samples
     ("qwq", QWEN(CHATML + "<think>\n"), IN_SYSTEM + "<think>\n", QWEN_ENDS),
     ("qwq+user", QWEN(CHATML + "<think>\n"), IN_USER + "<think>\n", QWEN_ENDS),
     ("qwen3", QWEN(QWEN3), IN_SYSTEM + "<think>\n", QWEN_ENDS),
@@ -372,7 +374,7 @@ def test_a_baseline_is_told_the_problem_alone_in_the_chat_of_the_family(monkeypa
     assert made[0].prompt(QWEN(QWEN3), PROBLEM, NAMES[:1]) == (
         f"<|im_start|>user\n{PROBLEM}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
-    assert made[1].prompt(R1(DEEPSEEK), PROBLEM, NAMES[:1]) == (  # a Format is told as it says
+    assert made[1].prompt(R1(DEEPSEEK), PROBLEM, NAMES[:1]) == (  # a Format is used as it is
         R1_USER.format(told=COLLABORATIVE.instructions(("Alice",)), problem=PROBLEM) + "<think>\n"
     )
     assert (

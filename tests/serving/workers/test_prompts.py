@@ -1,5 +1,4 @@
-"""The texts of a session: prompts through chat templates of several kinds, the examples against the
-cache they show, and JSON."""
+"""The texts of a session: prompts in several chat templates, examples, and JSON."""
 
 import dataclasses
 import functools

@@ -1,5 +1,7 @@
-"""Workers over one cache, against a plain host loop that feeds, detects steps by a regular
-expression and moves them outside jit."""
+"""Workers over one cache, against a plain host loop.
+
+The loop feeds tokens, detects steps by a regular expression and moves them outside jit.
+"""
 
 import dataclasses
 import re
@@ -43,8 +45,7 @@ BUDGET = 70
 
 
 def start(names=NAMES[:2], **options) -> Workers:
-    """A session, of the same shapes wherever a test does not need others, so that they share
-    programs."""
+    """A session, of the same shapes where a test needs no others, so that tests share programs."""
     return Workers(
         model(),
         options.pop("text", problem().prompt()),
@@ -54,7 +55,7 @@ def start(names=NAMES[:2], **options) -> Workers:
 
 
 def endless() -> Sampler:
-    """With which nobody stops or closes a box before the budget."""
+    """A sampler with which no worker stops or closes a box before the budget."""
     closing = [token for text, token in model().tokenizer.get_vocab().items() if "}" in text]
     return dataclasses.replace(WARM, forbidden=(*model().generation.stop_tokens, *closing))
 
@@ -87,8 +88,10 @@ def plain_run(
     *,
     reencode=False,
 ):
-    """The same session, one pass at a time on the host; `asked` says which steps open with the
-    question.
+    """The same session, one pass at a time on the host.
+
+    Args:
+      asked: for each worker the steps that open with the question; the others as in `Workers`.
 
     Returns:
       For each worker (number of the step, its sampled tokens), and the tokens in each block in the
@@ -294,7 +297,7 @@ def test_events_are_the_text():
     step = next(s for s in session.steps if s.number == 2 and s.ended is not None)
     assert step.text == f"{step.worker} 2:" + model().tokenizer.decode(step.tokens)
     assert step.ended - step.began + 1 >= len(step.tokens) > 0
-    assert session.waits <= -(-session.passes // 16)
+    assert session.host_syncs <= -(-session.passes // 16)
 
 
 def test_the_question_is_asked_once_in_so_many_tokens():
@@ -352,7 +355,7 @@ def test_steps_longer_than_what_is_set_aside_change_nothing(layout, move):
     assert run(roomy) == run(tight) and asked(roomy) == asked(tight)
     assert filled(roomy) == filled(tight)
     longest = max(len(step.tokens) for step in tight.steps)
-    assert longest > tight._growth.capacities[tight._party.block("Alice")], (
+    assert longest > tight._session.growth.capacities[tight._session.roster.block("Alice")], (
         "no step was long: the test shows nothing"
     )
 
@@ -587,7 +590,7 @@ def test_what_a_person_says_is_read_like_a_part_of_the_prompt():
                     {"Alice": ("prompt", "Zoe", "Alice"), "Bob": ("prompt", "Bob")}
                 )
             },
-            "reads the block 'Zoe', which nobody",
+            "reads the block 'Zoe', which is never",
         ),
         (
             {"text": "1 + " * 9000},

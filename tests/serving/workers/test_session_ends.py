@@ -1,5 +1,4 @@
-"""Steps of any length, and what ends a session, on a tiny random model whose workers are made to
-sample given texts."""
+"""Steps of any length, and ends of sessions, on a tiny random model that samples given texts."""
 
 import dataclasses
 import functools
@@ -32,15 +31,13 @@ PROBLEM = "Solve these problems and return comma-separated answers \\boxed{answe
 
 @functools.cache
 def model() -> LoadedModel:
-    """The embedded model's tokenizer over a random model of two small layers, with room for 16,384
-    tokens."""
+    """The embedded model's tokenizer over a random model of two small layers and 16,384 tokens."""
     config = dataclasses.replace(TINY, vocab_size=402, max_positions=16384)
     return dataclasses.replace(embedded(), config=config, params=init(config), workers=None)
 
 
 def quiet() -> Sampler:
-    """The sampler with which nothing ends by itself: no line break, no brace, no backtick, no stop
-    token."""
+    """A sampler that ends nothing: no line break, no brace, no backtick, no stop token."""
     vocabulary = model().tokenizer.get_vocab()
     breaks = [
         token for text, token in vocabulary.items() if "Ċ" in text or "}" in text or "`" in text
@@ -71,26 +68,28 @@ def go(workers: Workers, passes: int) -> None:
 
 
 def force(workers: Workers, **texts: str) -> None:
-    """Has workers sample these texts token by token, from the next pass in which each samples; the
-    others draw quietly."""
+    """Makes workers sample these texts token by token, from the next pass in which each samples.
+
+    The others draw quietly.
+    """
     queues = {
         name: model().tokenizer.encode(text, add_special_tokens=False)
         for name, text in texts.items()
     }
-    usual = workers._state.samplers
+    usual = workers._session.state.samplers
     while any(queues.values()) and workers.ended is None:
         before = workers.drawn
-        samplers = [workers._sampler] * workers.rows.num_rows
+        samplers = [workers._session.sampler] * workers.rows.num_rows
         for name, queue in queues.items():
             if queue:
                 samplers[workers.row(name)] = Sampler(bias={queue[0]: 1e6})
-        workers._state = dataclasses.replace(
-            workers._state, samplers=Samplers.stack(samplers, bias_slots=8)
+        workers._session.state = dataclasses.replace(
+            workers._session.state, samplers=Samplers.stack(samplers, bias_slots=8)
         )
         go(workers, 1)
         for name, queue in queues.items():
             del queue[: workers.drawn[name] - before[name]]
-    workers._state = dataclasses.replace(workers._state, samplers=usual)
+    workers._session.state = dataclasses.replace(workers._session.state, samplers=usual)
 
 
 def texts(workers: Workers) -> list[tuple[str, int, str]]:
@@ -100,8 +99,8 @@ def texts(workers: Workers) -> list[tuple[str, int, str]]:
 def history(workers: Workers) -> np.ndarray:
     """Keys of the first layer in the block that steps move to."""
     block = workers.blocks.index(workers.layout.prompt)
-    begin, length = int(workers.cache.offsets[block]), int(workers.cache.lengths[block])
-    return np.asarray(workers.cache.keys[0])[:, begin : begin + length]
+    start, length = int(workers.cache.offsets[block]), int(workers.cache.lengths[block])
+    return np.asarray(workers.cache.keys[0])[:, start : start + length]
 
 
 # Steps of any length.
@@ -127,11 +126,11 @@ def test_a_step_of_5000_tokens_is_one_step_wherever_it_is_written():
     assert (
         tight.cache.capacities[tight.blocks.index("Bob")]
         >= 5000
-        > tight._growth.capacities[tight.blocks.index("Bob")]
+        > tight._session.growth.capacities[tight.blocks.index("Bob")]
     )
     assert (
         tight.cache.capacities[tight.blocks.index("Alice")]
-        == tight._growth.capacities[tight.blocks.index("Alice")]
+        == tight._session.growth.capacities[tight.blocks.index("Alice")]
     )
 
 
@@ -150,8 +149,8 @@ def test_a_code_block_of_2000_tokens_moves_whole():
 
 
 def test_a_step_may_use_all_the_room_that_there_is_for_what_moves():
-    """Alone, a worker is stopped when it has filled what is there for the history; a shorter step
-    finds room there when it ends."""
+    """Alone, a worker stops when it has filled the history's capacity; a shorter step fits
+    there."""
     small = dataclasses.replace(
         model(), config=dataclasses.replace(model().config, max_positions=2200)
     )
@@ -160,7 +159,7 @@ def test_a_step_may_use_all_the_room_that_there_is_for_what_moves():
     )
     workers = Workers(small, PROBLEM, **options)
     workers.run()
-    room = int(workers._growth.capacities[0])
+    room = int(workers._session.growth.capacities[0])
     assert workers.ended == "full" and room > 1500
     assert (
         room - 20
@@ -202,9 +201,9 @@ def test_the_trace_of_long_steps_is_computed_again():
     go(workers, 10)
     _, cache = reencode(model(), workers.trace, at=[])
     block = workers.blocks.index(workers.layout.prompt)
-    begin, length = int(cache.offsets[block]), int(cache.lengths[block])
+    start, length = int(cache.offsets[block]), int(cache.lengths[block])
     np.testing.assert_allclose(
-        np.asarray(cache.keys[0])[:, begin : begin + length], history(workers), rtol=0, atol=1e-4
+        np.asarray(cache.keys[0])[:, start : start + length], history(workers), rtol=0, atol=1e-4
     )
 
 
@@ -281,15 +280,18 @@ def test_the_early_stop_takes_what_there_is_from_an_unfinished_program():
 def test_what_ends_a_session_can_be_chosen():
     stop = model().generation.stop_tokens[0]
     workers = session(stop_on="eos")
-    assert not {*model().generation.stop_tokens} & {*workers._sampler.forbidden}
-    workers._sampler = dataclasses.replace(
-        workers._sampler, bias=dict.fromkeys(model().generation.stop_tokens, -1e6)
+    assert not {*model().generation.stop_tokens} & {*workers._session.sampler.forbidden}
+    workers._session.sampler = dataclasses.replace(
+        workers._session.sampler, bias=dict.fromkeys(model().generation.stop_tokens, -1e6)
     )
     force(workers, Alice=" It is \\boxed{85}.\n\n")
     assert workers.ended is None, "an answer is not what ends this one"
-    samplers = [Sampler(bias={stop: 1e6}), *[workers._sampler] * (workers.rows.num_rows - 1)]
-    workers._state = dataclasses.replace(
-        workers._state, samplers=Samplers.stack(samplers, bias_slots=8)
+    samplers = [
+        Sampler(bias={stop: 1e6}),
+        *[workers._session.sampler] * (workers.rows.num_rows - 1),
+    ]
+    workers._session.state = dataclasses.replace(
+        workers._session.state, samplers=Samplers.stack(samplers, bias_slots=8)
     )
     go(workers, 50)
     assert workers.ended == "stopped" == workers.result().ended and workers.passes < 50
@@ -303,8 +305,7 @@ def test_what_ends_a_session_can_be_chosen():
 
 
 def test_answers_are_taken_from_single_steps():
-    """A fence that one worker has left open is not closed by another's, and one that opens a step
-    is found."""
+    """A worker's open fence is not closed by another's, and one that opens a step is found."""
     workers = session(kind="code")
     force(workers, Alice=" So:\n```python\nx = (\n", Bob="```python\nprint(1)\n```\n\n")
     assert (workers.ended, workers.finish().value) == ("answer", "print(1)")
@@ -354,8 +355,7 @@ def test_the_finisher_sees_every_block_that_a_worker_writes_once(layout, sees):
 
 
 def test_an_answer_in_an_unfinished_step_is_known_to_the_finisher_where_steps_are_private():
-    """With the embedded model: what Alice has worked out but not finished is in the box that is
-    asked for."""
+    """The embedded model puts Alice's unfinished result in the box of the early stop."""
     workers = Workers(
         embedded(),
         f"{instruction(2)}\n1. 47 + 38\n2. 12 * 7",

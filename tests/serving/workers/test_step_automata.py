@@ -1,5 +1,5 @@
-"""Where steps, boxes and code blocks end: on the device, over three tokenizers, against plain
-string code."""
+"""Ends of steps, boxes and code blocks on the device, over three tokenizers, against string
+code."""
 
 import functools
 import random
@@ -17,12 +17,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jaxshare.decoding.automaton import ByteAutomaton, TokenAutomaton
 from jaxshare.models import EMBEDDED
+from jaxshare.serving.workers.codec import check_separator, token_bytes
 from jaxshare.serving.workers.step_automata import (
     box_automaton,
-    check_separator,
     code_automaton,
     step_automaton,
-    token_bytes,
 )
 
 steps = functools.cache(step_automaton)
@@ -44,8 +43,11 @@ SPAN_ESCAPE_FORMULA = re.compile(rb"(?s)`+[^`\n]*`*|\\[\\$`]|(\$\$)(?:\\[\\$`]|(
 
 
 def without_code(text: bytes) -> tuple[bytes, bytes, int]:
-    """(text outside of code blocks, with a full stop for each block; the fence of the one that is
-    open, if any; how many closed)."""
+    """The text outside of code blocks, with a full stop for each block.
+
+    Returns:
+      It, the fence of the block that is open, if any, and the number of closed blocks.
+    """
     outside, fence, closed = [], b"", 0
     for line in text.split(b"\n"):
         if fence and line.lstrip().startswith(fence):
@@ -89,7 +91,7 @@ def closes_box(text: bytes) -> bool:
 
 
 # Three tokenizers
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 LINES = [
     "We add them: 2 + 3 = 5.\n\nSo the answer is \\boxed{5}.\n\n",
@@ -128,8 +130,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 @functools.cache
 def sentence_piece() -> PreTrainedTokenizerFast:
-    """Unigram pieces with ▁ for a space, and bytes for what they cannot spell, newlines and Chinese
-    included."""
+    """Unigram pieces with ▁ for a space, and bytes for newlines, Chinese and all else."""
     pieces = [
         "▁",
         "▁a",
@@ -245,8 +246,10 @@ def random_tokens(
     length: int,
     always: tuple[str, ...],
 ) -> np.ndarray:
-    """int32[count, length]: half of them what texts encode to, half tokens drawn one by one; each
-    from a few fragments or tokens only."""
+    """Tokens int32[count, length], half of encoded texts, half drawn one by one.
+
+    Each row is made from a few fragments or tokens only.
+    """
     draw = random.Random(0)
     likely = [
         number
@@ -322,7 +325,7 @@ def test_other_separators(separator):
 
 
 # Cases written out
-# -------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -431,7 +434,7 @@ def test_ends_of_steps_in_any_text(text):
 
 
 def ends_with_mark(automaton: ByteAutomaton, text: str) -> bool:
-    """Whether the last byte marks."""
+    """Returns whether the last byte marks."""
     state, _ = automaton.read(text.encode()[:-1])
     return automaton.read(text.encode()[-1:], state)[1]
 
@@ -440,7 +443,7 @@ def test_a_step_ends_at_the_byte_that_completes_the_separator():
     automaton = step_automaton()
     state, marked = automaton.read(b"It is.\n")
     assert not marked and automaton.read(b"\n", state)[1]
-    assert not automaton.read(b"\n")[1]  # a new step begins at the start state
+    assert not automaton.read(b"\n")[1]  # a new step starts at the start state
 
 
 @pytest.mark.parametrize(
@@ -501,7 +504,7 @@ def test_code_that_goes_on_inside_a_block():
 
 
 # Bytes of tokens
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

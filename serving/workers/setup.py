@@ -1,0 +1,333 @@
+"""The setup of a session of workers: its arguments are checked, and its state is made."""
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import jax
+import numpy as np
+
+from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler
+from jaxshare.compile_time import Stopwatch
+from jaxshare.decoding.automaton import TokenAutomaton
+from jaxshare.decoding.steps import Steps
+from jaxshare.models import LoadedModel
+from jaxshare.serving.engine.prefill import prefill
+from jaxshare.serving.greedy import warn_of_greedy
+from jaxshare.serving.inputs import cache_dtype, default_sampler
+from jaxshare.serving.kvcache.lease import KVLease
+from jaxshare.serving.workers.answers import AnswerRule, answer_rule
+from jaxshare.serving.workers.block_sizes import block_sizes, rounded_budget
+from jaxshare.serving.workers.codec import codec_of
+from jaxshare.serving.workers.growth import Growth
+from jaxshare.serving.workers.layouts import MOVES, MakeLayout, layout_maker
+from jaxshare.serving.workers.prompts.format import Format
+from jaxshare.serving.workers.prompts.presets import advises_sampling, format_of
+from jaxshare.serving.workers.prompts.session_prompt import SessionTexts
+from jaxshare.serving.workers.roster import Roster, check_names, reserved_blocks
+from jaxshare.serving.workers.session_state import (
+    FEED_WIDTH,
+    FINISHER,
+    SessionState,
+    feed_text,
+)
+from jaxshare.serving.workers.step_automata import STOP_ON, never, step_tables
+from jaxshare.trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from jaxshare.serving.engine import Engine
+
+_MIN_OPENINGS = 64
+"""The openings of steps that the device has places for, at least, for each worker."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The parts of a session that need no device.
+
+    Attributes:
+      make_layout, rule: of layouts and answers.
+      tables: the automata that find the ends of steps and of answers.
+      roster: the workers and their blocks.
+      texts: the prompt and the openings of steps.
+      contents: for each block with a text of its own its tokens at the start.
+      sizes: for each block the tokens that fit in it.
+      needed: the most tokens that any row may see, the finisher's included.
+    """
+
+    make_layout: MakeLayout
+    rule: AnswerRule
+    tables: tuple[TokenAutomaton, TokenAutomaton]
+    roster: Roster
+    texts: SessionTexts
+    contents: Mapping[str, list[int]]
+    sizes: Mapping[str, int]
+    needed: int
+
+    @classmethod
+    def create(cls, model: LoadedModel, settings: Mapping[str, Any]) -> Self:
+        """The plan of a session with these settings, which `_checked` has returned."""
+        names, format, rule = settings["names"], settings["format"], answer_rule(settings["kind"])
+        make_layout = layout_maker(settings["layout"])
+        layout = make_layout(names, format)
+        layout.check(names)
+        codec = codec_of(model.tokenizer, model.config.vocab_size)
+        tables = step_tables(
+            codec, format.separator, rule.automaton if settings["stop_on"] == "answer" else never
+        )
+        max_workers = _max_workers(settings)
+        reserved = reserved_blocks(max_workers - len(names))
+        # Workers that join may bring headers that a single worker does without.
+        later = make_layout((*names, *reserved), format).texts if reserved else {}
+        headers = {b: codec.encode(text) for b, text in {**later, **layout.texts}.items()}
+        roster = Roster.create(names, layout, max_rows=max_workers, small=(*headers, FINISHER))
+        texts = SessionTexts.of(codec, format, settings["problem"], roster)
+        sizes = _sizes(model, settings, roster, texts, headers)
+        views = layout.views(names[-1])
+        return cls(
+            make_layout=make_layout,
+            rule=rule,
+            tables=tables,
+            roster=roster,
+            texts=texts,
+            contents={layout.prompt: texts.prompt, **headers},
+            sizes=sizes,
+            needed=max(sum(sizes[b] for b in (*row, FINISHER)) for row in views),
+        )
+
+
+def create_session(
+    model: LoadedModel,
+    settings: Mapping[str, Any],
+    *,
+    implementation: str | None = None,
+    engine: "Engine | None" = None,
+) -> SessionState:
+    """The state of a new session: its prompt is encoded, and nothing is written yet.
+
+    Args:
+      model: with a tokenizer.
+      settings: the arguments of `Workers` by name, as given.
+      implementation, engine: see `Workers`.
+
+    Raises:
+      ValueError, TooLongError, EngineError, ClosedError: see `Workers`.
+    """
+    watch = Stopwatch.start()
+    settings = _checked(model, settings, engine)
+    names, format = settings["names"], settings["format"]
+    plan = _Plan.create(model, settings)
+    # An engine's memory holds keys that are rotated as for the whole context.
+    context = model.config.max_positions if engine else plan.needed
+    loaded, model = model, model.for_context(context)
+    capacities = [plan.sizes.get(block, 0) for block in plan.roster.blocks]
+    recorder = Recorder(len(capacities), capacities) if settings["record"] else None
+    lease = engine.invite(capacities) if engine else None
+    cache, growth, prefill_seconds = _fill_cache(model, plan, capacities, recorder, lease)
+    sampler = _with_forbidden(settings["sampler"], model, format, settings["stop_on"])
+    rows = plan.roster.device_layout
+    session = SessionState(
+        settings=settings,
+        loaded=loaded,
+        model=model,
+        module=dataclasses.replace(model.module, implementation=implementation),
+        context=context,
+        format=format,
+        rule=plan.rule,
+        make_layout=plan.make_layout,
+        sampler=sampler,
+        texts=plan.texts,
+        instructions=format.instructions(names) + settings["problem"],
+        growth=growth,
+        lease=lease,
+        roster=plan.roster,
+        rows=rows,
+        state=_decode_state(model, settings, plan, rows, cache, sampler),
+        recorder=recorder,
+        reasons=dict.fromkeys(names, FinishReason.RUNNING),
+        prepared=dict.fromkeys(names, 0),
+        prefill_seconds=prefill_seconds,
+    )
+    for row, name in enumerate(names):
+        session.transcript.join(name, row, 0, plan.texts.first_opening(plan.roster, name))
+    session.prepare_openings()
+    session.compile_seconds = watch.split()[1]
+    return session
+
+
+def check_min(minimum: int, **numbers: int) -> None:
+    """Raises ValueError for the first of some named numbers below a minimum."""
+    if low := [name for name, value in numbers.items() if value < minimum]:
+        raise ValueError(f"{low[0]} is {numbers[low[0]]}; it must be at least {minimum}")
+
+
+def _checked(
+    model: LoadedModel, settings: Mapping[str, Any], engine: "Engine | None"
+) -> dict[str, Any]:
+    """The settings with their format and sampler resolved.
+
+    Raises:
+      ValueError: see `Workers`.
+    """
+    settings = {**settings, "names": tuple(settings["names"])}
+    _check_settings(settings)
+    if engine and model.params is not engine.model.params:
+        raise ValueError("the engine is of another model; give the session engine.model")
+    check_problem(model, settings["problem"])
+    given, sampler = settings["format"], settings["sampler"]
+    settings["format"] = format_of(model, given)
+    settings["sampler"] = sampler = sampler or default_sampler(model)
+    warn_of_greedy(model, sampler, discouraged=advises_sampling(given))
+    return settings
+
+
+def check_problem(model: LoadedModel, problem: str) -> None:
+    """Raises ValueError for a model without a tokenizer, and for an empty problem."""
+    if model.tokenizer is None:
+        raise ValueError(
+            "workers need a model with a tokenizer; add the tokenizer's files to the model's folder"
+        )
+    if not problem.strip():
+        raise ValueError("the problem is empty; give at least one word")
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    """Raises ValueError for names, numbers and choices that no session can have."""
+    names, ask_every, move = settings["names"], settings["ask_every"], settings["move"]
+    check_names(names)
+    max_workers, stop_on = _max_workers(settings), settings["stop_on"]
+    positive = ("budget", "finisher_tokens", "passes_at_once")
+    check_min(1, **{name: settings[name] for name in positive})
+    check_min(FEED_WIDTH, step_tokens=settings["step_tokens"])
+    if ask_every < 0:
+        raise ValueError(
+            f"ask_every is {ask_every}; it must be at least 1 token, or 0 for no questions"
+        )
+    if max_workers < len(names):
+        raise ValueError(f"max_workers is {max_workers}, but there are {len(names)} workers")
+    if move not in MOVES:
+        raise ValueError(f"move is {move!r}; it must be {' or '.join(map(repr, MOVES))}")
+    if stop_on not in STOP_ON:
+        raise ValueError(f"stop_on is {stop_on!r}; it must be one of {', '.join(STOP_ON)}")
+    answer_rule(settings["kind"])
+
+
+def _max_workers(settings: Mapping[str, Any]) -> int:
+    """The number of rows, those for workers that join later included."""
+    given = settings["max_workers"]
+    return len(settings["names"]) if given is None else given
+
+
+def _sizes(
+    model: LoadedModel,
+    settings: Mapping[str, Any],
+    roster: Roster,
+    texts: SessionTexts,
+    headers: Mapping[str, Sequence[int]],
+) -> dict[str, int]:
+    """The tokens that fit in each block; see `block_sizes`."""
+    codec, format = texts.codec, settings["format"]
+    prompts = (format.finisher, format.code_finisher)
+    finisher = max(len(codec.encode(text)) for text in prompts) + settings["finisher_tokens"]
+    return block_sizes(
+        roster.layout,
+        roster.reserved,
+        context=model.config.max_positions,
+        prompt=len(texts.prompt),
+        problem=len(codec.encode(settings["problem"])),
+        texts={block: len(tokens) for block, tokens in headers.items()} | {FINISHER: finisher},
+        opening=texts.max_opening(roster),
+        budget=settings["budget"],
+        ask_every=settings["ask_every"],
+        step_tokens=settings["step_tokens"],
+        passes_at_once=settings["passes_at_once"],
+        history_tokens=settings["history_tokens"],
+    )
+
+
+def _fill_cache(
+    model: LoadedModel,
+    plan: _Plan,
+    capacities: Sequence[int],
+    recorder: Recorder | None,
+    lease: KVLease | None,
+) -> tuple[KVCache, Growth, float]:
+    """Creates the cache, or attaches it on an engine, and feeds what blocks hold at the start.
+
+    Returns:
+      The cache, the extents of its blocks, and the seconds of the passes without compilation.
+    """
+    with lease.turn() if lease else contextlib.nullcontext():
+        cache = (
+            lease.attach()
+            if lease
+            else KVCache.create(model.config, capacities, cache_dtype(model), mesh=model.mesh)
+        )
+        growth = Growth(np.asarray(cache.offsets), np.asarray(cache.capacities))
+        _, cache = prefill(model, [], cache, block=0)  # compiles
+        watch = Stopwatch.start()
+        for block, tokens in plan.contents.items():
+            if tokens:
+                number = plan.roster.blocks.index(block)
+                cache = feed_text(model, recorder, tokens, cache, number)
+        jax.block_until_ready(cache.keys)
+        seconds, _ = watch.split()
+        if lease:
+            lease.detach(cache)
+    return cache, growth, seconds
+
+
+def _with_forbidden(sampler: Sampler, model: LoadedModel, format: Format, stop_on: str) -> Sampler:
+    """The sampler without the tokens that workers must not sample.
+
+    Stop tokens are allowed with "eos", which they end, and forbidden with "never".
+    """
+    stops = {*model.generation.stop_tokens}
+    tokens = {*sampler.forbidden, *format.forbidden_tokens(model.tokenizer)}
+    if stop_on == "eos":
+        tokens -= stops
+    elif stop_on == "never":
+        tokens |= stops
+    return dataclasses.replace(sampler, forbidden=tuple(sorted(tokens)))
+
+
+def _decode_state(
+    model: LoadedModel,
+    settings: Mapping[str, Any],
+    plan: _Plan,
+    rows: Layout,
+    cache: KVCache,
+    sampler: Sampler,
+) -> DecodeState:
+    """The state on the device of workers that are about to open their first steps."""
+    roster, texts, passes_at_once = plan.roster, plan.texts, settings["passes_at_once"]
+    max_opening = texts.max_opening(roster)
+    max_tokens = rounded_budget(settings["budget"]) + 1  # that a row samples
+    ends, closes = plan.tables
+    steps = Steps.create(
+        ends,
+        closes,
+        roster.targets,
+        room=max_tokens,
+        openings=max(_MIN_OPENINGS, 2 * passes_at_once),
+        longest=max_opening,
+        together=settings["together"],
+        on_stop=settings["stop_on"] == "eos",
+        ask_every=settings["ask_every"] if settings["format"].question else 0,
+        seed=settings["seed"],
+    )
+    return DecodeState.create(
+        cache,
+        rows,
+        [texts.first_opening(roster, name) if name else [] for name in roster.rows],
+        vocab_size=model.config.vocab_size,
+        samplers=sampler,
+        seeds=settings["seed"],
+        budgets=max_tokens,
+        stops=model.generation.stop_tokens,
+        max_width=FEED_WIDTH,
+        steps=steps,
+        queue=len(texts.separator) + max_opening,
+        record=passes_at_once if settings["record"] else 0,
+    )
