@@ -19,7 +19,7 @@ import pytest
 
 from jaxshare import Sampler
 from jaxshare.models import Generation
-from jaxshare.serving.cli import batch
+from jaxshare.serving.cli import arguments, batch
 
 BOS, USER, REPLY = 256, 257, 258
 CONTEXT, VOCAB = 100, 300
@@ -470,7 +470,7 @@ def test_mistakes_are_found_before_the_model_is_loaded(job, arguments, words):
     ],
 )
 def test_bytes(given, size):
-    assert batch.parse_bytes(given) == size
+    assert arguments.parse_bytes(given) == size
 
 
 @pytest.mark.parametrize(
@@ -478,7 +478,7 @@ def test_bytes(given, size):
 )
 def test_no_bytes(given):
     with pytest.raises(ValueError, match="it must be a number of bytes such as 2e9, 2GB or 512MiB"):
-        batch.parse_bytes(given)
+        arguments.parse_bytes(given)
 
 
 def test_an_output_that_exists_is_left_alone(job):
@@ -696,7 +696,7 @@ def test_the_json_object(job):
 
 
 def test_a_disk_that_is_full_at_the_end_costs_no_result(job, monkeypatch, capsys):
-    write = batch.records.write
+    write = batch.jsonl.write
 
     def failing(path, lines, do):
         if path == job.output:
@@ -705,7 +705,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_result(job, monkeypatch, capsys
             )
         write(path, lines, do)
 
-    monkeypatch.setattr(batch.records, "write", failing)
+    monkeypatch.setattr(batch.jsonl, "write", failing)
     with pytest.raises(ValueError, match="No space left on device"):
         job(LINES, "--json")
     done = json.loads(capsys.readouterr().out)

@@ -185,7 +185,7 @@ class Session:
 def test_a_session_goes_on_where_its_saves_cannot_be_written(
     capsys, tmp_path, monkeypatch, saves, said
 ):
-    monkeypatch.setattr("jaxshare.serving.Workers", Session)
+    monkeypatch.setattr("jaxshare.serving.cli.workers.Workers", Session)
     monkeypatch.setattr(
         models,
         "load",

@@ -18,7 +18,7 @@ import pytest
 from jaxshare import Sampler
 from jaxshare.models import EMBEDDED, Generation, load
 from jaxshare.serving import COLLABORATIVE, PLAIN, Format
-from jaxshare.serving.cli import evaluate, main
+from jaxshare.serving.cli import evaluate, evaluate_plan, main
 from jaxshare.serving.evaluation import (
     Mathematician,
     Point,
@@ -415,7 +415,8 @@ class Letters:
 @pytest.fixture
 def evaluation(tmp_path, capsys, monkeypatch):
     """Runs an evaluation: evaluation(options...) -> (exit code, stdout, stderr)."""
-    monkeypatch.setattr(evaluate, "Mathematician", Letters)
+    for module in (evaluate, evaluate_plan):
+        monkeypatch.setattr(module, "Mathematician", Letters)
     rows = [
         {"problem": f"Twice {a}, twice {b}", "answer": [str(2 * a), str(2 * b)], "id": name}
         for name, (a, b) in PROBLEMS.items()
@@ -516,7 +517,7 @@ def test_an_evaluation_by_hand(evaluation):
 
 @pytest.mark.parametrize("full", ["scores.jsonl", "result.json", "table.txt"])
 def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch, capsys, full):
-    write = evaluate.records.write
+    write = evaluate.jsonl.write
 
     def failing(path, lines, do):
         if path.name == full:
@@ -525,7 +526,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch,
             )
         write(path, lines, do)
 
-    monkeypatch.setattr(evaluate.records, "write", failing)
+    monkeypatch.setattr(evaluate.jsonl, "write", failing)
     with pytest.raises(ValueError, match=rf"{full} cannot be written .*--resume goes on"):
         evaluation("--json")
     found = json.loads(capsys.readouterr().out)
@@ -536,7 +537,8 @@ def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch,
         and found["seconds"] > 0
     )
     monkeypatch.undo()
-    monkeypatch.setattr(evaluate, "Mathematician", Letters)
+    for module in (evaluate, evaluate_plan):
+        monkeypatch.setattr(module, "Mathematician", Letters)
     code, out, _ = evaluation("--json", "--resume")
     again = json.loads(out)
     assert code == 0 and again["points"] == found["points"] and again["resumed"] == 6
@@ -544,7 +546,8 @@ def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch,
 
 def test_answers_are_compared_as_mathematics_by_math_verify(evaluation, monkeypatch):
     pytest.importorskip("math_verify")
-    monkeypatch.setattr(evaluate, "Mathematician", Mathematician)
+    for module in (evaluate, evaluate_plan):
+        monkeypatch.setattr(module, "Mathematician", Mathematician)
     rows = [{"problem": "x", "answer": "0.5"}, {"problem": "y", "answer": ["1/2", "70000"]}]
     (evaluation.folder / "own.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
@@ -901,7 +904,7 @@ def test_damage_in_the_middle_is_named(evaluation, damage, words):
     ("arguments", "more", "words"),
     [
         ((), {"budgets": ()}, "--budgets is empty"),
-        ((), {"budgets": (64, 0)}, "--budgets has 0; the numbers begin at 1"),
+        ((), {"budgets": (64, 0)}, "--budgets has 0; the numbers start at 1"),
         ((), {"workers": (2, -1)}, "--workers has -1"),
         (("--seeds", "0"), {}, "--seeds is 0; it must be at least 1"),
         (
@@ -910,7 +913,7 @@ def test_damage_in_the_middle_is_named(evaluation, damage, words):
             "--questions is 'five'; give a number such as 5, or two such as 5-10",
         ),
         (("--answer-tokens", "0"), {}, "--answer-tokens is 0"),
-        (("--method", "sequential"), {}, "sequential does not ask how many there are"),
+        (("--method", "sequential"), {}, "sequential does not depend on their number"),
         (
             ("--method", "vote", "--layout", "combined"),
             {},

@@ -337,9 +337,9 @@ def test_another_judge_does_not_get_in_between(command, server, folder):
         (("--prefix-tokens", "9"), "with prefix_tokens 4096, not 9"),
     ):
         code, _, err = command(*arguments)
-        assert code == 1 and words in err and "away to begin anew" in err
+        assert code == 1 and words in err and "away to start anew" in err
     (folder / "judge.json").unlink()
-    assert "nothing says who has graded" in command()[2]
+    assert "nothing says which judge has graded" in command()[2]
 
 
 @pytest.mark.parametrize(
