@@ -97,7 +97,7 @@ def test_whatever_samples_says_so(warnings, monkeypatch):
     with Engine(model) as engine, pytest.raises(ValueError, match="context"):
         engine.submit("Solve:", GREEDY, max_new_tokens=10**6)
     assert once()
-    monkeypatch.setattr("jaxshare.serving.evaluation.baselines.Workers", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("jaxshare.serving.evaluation.streams.Workers", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         sequential(qwen3("Qwen2ForCausalLM"), "1. 47 + 38", budget=8, sampler=GREEDY, format="qwq")
     assert once()
