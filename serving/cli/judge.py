@@ -184,7 +184,8 @@ def _open(
         jsonl.check_settings(f"{folder} was graded", then, settings, advice)
     elif os.path.lexists(path):
         raise ValueError(
-            f"{folder} has {GRADINGS} but no {SETTINGS}, so nothing says which judge has graded; {advice}"
+            f"{folder} has {GRADINGS} but no {SETTINGS}, so nothing says which judge has graded; "
+            f"{advice}"
         )
     else:
         jsonl.write(

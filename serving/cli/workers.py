@@ -243,7 +243,7 @@ def _settings(
     problem: str,
     names: Sequence[str],
 ) -> dict[str, Any]:
-    """The arguments of `Workers`, which also are what a resumed session must have been made with."""
+    """The arguments of `Workers`; a resumed session must have been made with the same."""
     return {
         "problem": problem,
         "names": names,

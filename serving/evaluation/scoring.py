@@ -1,5 +1,4 @@
-"""Scores: marks of answers, accuracy by budget with its uncertainty, and the passes that an accuracy
-takes."""
+"""Scores: marks of answers, accuracy by budget with its uncertainty, and passes to an accuracy."""
 
 import collections
 import dataclasses

@@ -338,7 +338,7 @@ def test_problems_of_other_sizes():
             make_problem(random.Random(0), questions, dependent=dependent)
     with pytest.raises(
         ValueError,
-        match="question 1 goes on from the answer of 1, which is no question that stands by itself",
+        match="question 1 depends on the answer of 1, which is no independent question",
     ):
         arithmetic.SumsProblem((arithmetic.Dependent(1, 1, 1),))
 
@@ -347,7 +347,7 @@ def test_problems_of_other_sizes():
 def test_typed_problems_ask_what_they_answer_in_every_form(seed, count):
     """Read back from the message by the signs between numbers alone."""
     rng = random.Random(seed)
-    for form in (*arithmetic_forms.FORMS.values(), arithmetic_forms.draw_form(rng)):
+    for form in (*arithmetic_forms.FORMS.values(), arithmetic_forms.sample_form(rng)):
         problem = arithmetic.typed_problem(rng, count, form)
         text = problem.prompt().replace(
             "\\boxed{" + problem.prompt().partition("\\boxed{")[2].partition("}")[0] + "}", ""

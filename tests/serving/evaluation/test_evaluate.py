@@ -196,15 +196,19 @@ def test_a_bad_line_is_named(tmp_path, line, words):
         (
             "aime",
             {"data": "nowhere"},
-            r"needs a folder with aime2024.jsonl .* but nowhere is not there",
+            r"needs a folder with aime2024.jsonl .* but nowhere does not exist",
         ),
         ("aime", {"data": "."}, r"but \. has no aime2024.jsonl"),
         ("sum", {}, "--task is 'sum'; it must be one of sums, sums-typed, sums-dependent, gsm"),
         ("nowhere.jsonl", {}, "the task file nowhere.jsonl cannot be read"),
         ("sums", {"samples": 0}, "--samples is 0"),
-        ("sums", {"questions": (11, 11)}, "--questions is 11; sums asks 1 to 10 at once"),
-        ("sums-dependent", {"questions": (1, 1)}, "--questions is 1; sums-dependent asks 2 to 10"),
-        ("sums", {"questions": (5, 11)}, "--questions is 5-11; sums asks 1 to 10"),
+        ("sums", {"questions": (11, 11)}, "--questions is 11; a problem of sums has 1 to 10"),
+        (
+            "sums-dependent",
+            {"questions": (1, 1)},
+            "--questions is 1; a problem of sums-dependent has 2 to 10",
+        ),
+        ("sums", {"questions": (5, 11)}, "--questions is 5-11; a problem of sums has 1 to 10"),
         ("sums", {"questions": (7, 5)}, "--questions is 7-5; sums"),
     ],
 )

@@ -166,13 +166,13 @@ def test_what_may_pass_is_tried_again_after_longer_and_longer_pauses(server):
     ("reply", "words"),
     [
         ((500, b"out of order", {}), "HTTP 500 Internal Server Error: out of order"),
-        ((200, b"nonsense", {}), "what came back is no chat completion"),
+        ((200, b"nonsense", {}), "the reply is no chat completion"),
         (
             "I think so.",
             "the reply has no line with a level from 1 to 6 but ends with 'I think so.'",
         ),
-        (completion(["x"]), r"what came back is no chat completion \(TypeError: the content is"),
-        ((200, b"[]", {}), "what came back is no"),
+        (completion(["x"]), r"the reply is no chat completion \(TypeError: the content is"),
+        ((200, b"[]", {}), "the reply is no"),
     ],
 )
 def test_after_all_attempts_the_error_says_what_came_back(server, reply, words):
