@@ -179,14 +179,14 @@ def _load(file: str) -> types.ModuleType:
             "examples/pipeline.py"
         )
     name = "jaxshare_agents_run_" + re.sub(r"\W", "_", path.stem)
-    found = importlib.util.spec_from_file_location(name, path)
-    if found is None or found.loader is None:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
         raise ValueError(f"{file} is not a Python file; give one that ends in .py")
-    module = importlib.util.module_from_spec(found)
+    module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickles of the file's own classes look for their module by its name.
     sys.modules[name] = module
     try:
-        found.loader.exec_module(module)
+        spec.loader.exec_module(module)
     except Exception as error:  # whatever the file's own code raises
         raise ValueError(
             _one_line(f"{file} cannot be loaded: {_describe(error, _place(error, module, file))}")

@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="completions of each prompt that names no other number (default 1)",
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, default=64, help="most tokens of a completion (default 64)"
+        "--max-new-tokens", type=int, default=64, help="maximum tokens of a completion (default 64)"
     )
     parser.add_argument(
         "--max-rows",
@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     process_mesh.add_arguments(parser)
     ray_pool.add_arguments(parser)
     parser.add_argument(
-        "--resume", action="store_true", help="go on with the job that has begun the output"
+        "--resume", action="store_true", help="go on with the job that started the output"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout at the end")
     arguments.add_sampling(parser)
@@ -149,7 +149,7 @@ def run_job(
     Args:
       options: those of `add_arguments`.
       sampling: fields of `Sampler` that were given; the others are the checkpoint's own.
-      load: gives the model. What can be wrong without it is found before.
+      load: gives the model. Errors that do not depend on it are raised before.
       make_engine: makes what samples, as `Branches` does.
 
     Returns:

@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--answer-tokens",
         type=int,
         metavar="N",
-        help="most tokens of an answer that is requested early, which do not "
+        help="maximum tokens of an answer that is requested early, which do not "
         "count as passes (default: by task)",
     )
     parser.add_argument(
@@ -146,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder for all texts, scores, the table and the plot",
     )
     parser.add_argument(
-        "--resume", action="store_true", help="go on with the evaluation that has begun the folder"
+        "--resume", action="store_true", help="go on with the evaluation that started the folder"
     )
     process_mesh.add_arguments(parser, groups="runs")
     ray_pool.add_arguments(parser)
@@ -189,7 +189,7 @@ def run_evaluation(
       options: those of `add_arguments`.
       sampling: fields of `Sampler` that were given; the others are the checkpoint's own.
       workers, budgets: numbers that were given.
-      load: gives the model. What can be wrong without it is found before.
+      load: gives the model. Errors that do not depend on it are raised before.
       make_execute: gives what makes the runs.
 
     Returns:

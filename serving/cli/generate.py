@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--n", type=int, default=1, help="number of completions (default 1)")
     parser.add_argument(
-        "--max-new-tokens", type=int, default=64, help="most tokens of a completion (default 64)"
+        "--max-new-tokens", type=int, default=64, help="maximum tokens of a completion (default 64)"
     )
     arguments.add_sampling(parser)
     process_mesh.add_arguments(parser)
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
       ValueError: wrong settings, no prompt, or a model without the chat template that --chat needs.
       FileNotFoundError: no such model.
     """
-    # What can be wrong without the model is found before it is loaded.
+    # Errors that do not depend on the model are raised before it is loaded.
     sampling = arguments.sampling_of(options)
     if options.n < 1:
         raise ValueError(f"--n is {options.n}; ask for at least 1 completion")
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     if options.chat and (model.tokenizer is None or not model.tokenizer.chat_template):
         raise ValueError(
             f"{options.model} has no chat template; leave out --chat and write the prompt as the "
-            "model wants it"
+            "model expects it"
         )
     if options.chat:
         _chat(options, model, sampling, text)

@@ -100,7 +100,7 @@ def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--answer-tokens",
         type=int,
-        help="most tokens of an answer that is requested early (default 16, and 1024 for a "
+        help="maximum tokens of an answer that is requested early (default 16, and 1024 for a "
         "program)",
     )
     parser.add_argument(
@@ -152,7 +152,7 @@ def run(options: argparse.Namespace) -> int:
         be written; the result is printed all the same.
       FileNotFoundError: no such model.
     """
-    # What can be wrong without the model is found before it is loaded.
+    # Errors that do not depend on the model are raised before it is loaded.
     sampling = arguments.sampling_of(options)
     names = _names(options)
     finish_at = arguments.parse_numbers("--finish-at", options.finish_at)

@@ -336,8 +336,8 @@ def results(text: str) -> dict[int, int]:
 def boxed(text: str) -> list[str] | None:
     """The comma-separated entries of the last closed `\\boxed{...}` in `text`, stripped; None
     without one."""
-    found = _BOX.findall(text)
-    return [entry.strip() for entry in found[-1].split(",")] if found else None
+    boxes = _BOX.findall(text)
+    return [entry.strip() for entry in boxes[-1].split(",")] if boxes else None
 
 
 def check(text: str, problem: SumsProblem) -> list[bool]:

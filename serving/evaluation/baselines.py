@@ -54,7 +54,7 @@ def sequential(
       format: the instructions and the texts of an early answer; headers and the question are left
         out. Default the model's own instructions for a single worker, or else nothing but the
         problem. The name of a preset means its family's chat with nothing but the problem in it.
-      finisher_tokens: most tokens of an answer that is requested early.
+      finisher_tokens: maximum tokens of an answer that is requested early.
       on_event: called with the text as it appears.
 
     Raises:
@@ -200,8 +200,8 @@ METHODS: Mapping[str, Method] = {
 """All methods by name: baselines and workers."""
 
 
-def _result(session: Workers, found: Mapping[int, Answer]) -> Result:
-    return dataclasses.replace(session.result(found), ended=session.ended or "budget")
+def _result(session: Workers, by_budget: Mapping[int, Answer]) -> Result:
+    return dataclasses.replace(session.result(by_budget), ended=session.ended or "budget")
 
 
 def _check_concatenated(session: Workers, budget: int, context: int) -> None:

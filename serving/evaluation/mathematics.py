@@ -1,4 +1,4 @@
-"""Comparison of mathematical answers by math-verify, in a process that may hang or die harmlessly."""
+"""Comparison of mathematical answers by math-verify, in a process that may hang or die."""
 
 import importlib.util
 import json

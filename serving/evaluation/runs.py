@@ -48,7 +48,7 @@ class RunSpec:
       workers: their number.
       number: of the seed, from 0; seed: the seed itself.
       budgets: forward passes after which answers are taken, in ascending order.
-      answer_tokens: most tokens of an answer that is requested early.
+      answer_tokens: maximum tokens of an answer that is requested early.
       sampler: for all of them.
       more: further arguments of the method: the format, and settings of `Workers` for the method
         "workers".
@@ -295,21 +295,21 @@ def read_runs(file: BinaryIO, path: Path, known: Container[Key]) -> list[Run]:
     Raises:
       ValueError: a line that is damaged, repeated, or of no run of this evaluation.
     """
-    found: dict[Key, Run] = {}
+    runs: dict[Key, Run] = {}
     for number, line in enumerate(jsonl.lines_of(file), 1):
         try:
             run = Run.read(line)
             if run.key not in known:
                 raise ValueError("it is of no run of this evaluation")
-            if run.key in found:
+            if run.key in runs:
                 raise ValueError("it repeats a run before")
         except ValueError as error:
             raise ValueError(
                 f"line {number} of {path} is damaged ({error}); take that line out, and --resume "
                 "makes the run again"
             ) from error
-        found[run.key] = run
-    return [*found.values()]
+        runs[run.key] = run
+    return [*runs.values()]
 
 
 def write_run(file: BinaryIO, run: Run) -> None:

@@ -67,11 +67,11 @@ def namespaces() -> tuple[str, ...]:
     command = shutil.which("unshare")
     if command is None:
         return ()
-    found = (command, *_NAMESPACES)
-    tried = subprocess.run(
-        [*found, "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False
+    prefix = (command, *_NAMESPACES)
+    probe = subprocess.run(
+        [*prefix, "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False
     )
-    return found if tried.returncode == 0 else ()
+    return prefix if probe.returncode == 0 else ()
 
 
 def run_tests(
@@ -146,12 +146,12 @@ def _run_process(
 def _verdict(report: int, mark: str) -> Verdict:
     """Reads the report of the process."""
     try:
-        found = json.loads(os.read(report, _REPORT_BYTES))
-        if found["mark"] != mark:
+        result = json.loads(os.read(report, _REPORT_BYTES))
+        if result["mark"] != mark:
             raise ValueError("another mark")
     except (BlockingIOError, ValueError, KeyError, TypeError):
         return Verdict(
             False,
             "ended before its tests did: it ends itself, or takes more time or memory than it may",
         )
-    return Verdict(found["error"] is None, found["error"])
+    return Verdict(result["error"] is None, result["error"])

@@ -1,7 +1,8 @@
 """The process that runs a program and then its tests, under limits.
 
-Started by `sandbox.run_tests`; uses the standard library alone. Reads one JSON object from stdin, and writes one to a file descriptor at the end, with the given
-mark: so a program that ends the process early has not passed.
+Started by `sandbox.run_tests`; uses the standard library alone. Reads one JSON object from stdin,
+and writes one to a file descriptor at the end, with the given mark: so a program that ends the
+process early has not passed.
 """
 
 import functools

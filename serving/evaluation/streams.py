@@ -94,16 +94,16 @@ def run_to_budgets(
 ) -> dict[int, Answer]:
     """Runs a session to the budget, of which other sessions had `before` passes; the answers by
     budget."""
-    found = {}
+    answers: dict[int, Answer] = {}
     for passes in dict.fromkeys([*finish_at, budget]):
         for event in session.stream(passes - before):
             if on_event:
                 on_event(dataclasses.replace(event, passes=before + event.passes))
         if passes in finish_at:
-            found[passes] = answer()
+            answers[passes] = answer()
     return {
         passes: dataclasses.replace(given, passes=before + given.passes)
-        for passes, given in found.items()
+        for passes, given in answers.items()
     }
 
 

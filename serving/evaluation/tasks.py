@@ -62,7 +62,7 @@ class Task:
     Attributes:
       name: of the task, or its file.
       problems: in order.
-      answer_tokens: most tokens of an answer that is requested early.
+      answer_tokens: maximum tokens of an answer that is requested early.
       bad_lines: of the file: [{"line": number, "error": reason}].
     """
 
@@ -164,7 +164,7 @@ _SETS = {
     ),
     "aime": ("aime2024.jsonl", "AIME 2024", ("problem", "answer"), 16),
 }
-"""The file, its source, its fields, and the most tokens of an early answer (appendix C)."""
+"""The file, its source, its fields, and the maximum tokens of an early answer (appendix C)."""
 TASKS = (SUMS, TYPED, DEPENDENT, "gsm8k5", *_SETS)
 
 

@@ -171,6 +171,16 @@ def test_unknown_commands_and_options_exit_2():
         assert stop.value.code == 2
 
 
+def test_the_package_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxshare.serving.cli", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("jaxshare ")
+
+
 @pytest.mark.slow
 def test_demo_json(tmp_path):
     done = subprocess.run(
