@@ -12,7 +12,10 @@ import pytest
 from jaxshare import models
 from jaxshare.serving.cli import main
 
-QUESTION = "Solve these problems and return comma-separated answers \\boxed{answer1, ..., answer5}:\n1. 47 + 38"
+QUESTION = (
+    "Solve these problems and return comma-separated answers \\boxed{answer1, ..., answer5}:\n"
+    "1. 47 + 38"
+)
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:

@@ -1,4 +1,4 @@
-"""What commands write: a place that cannot be written is named before any work, and a full disk
+"""The files of commands: a place that cannot be written is named before any work, and a full disk
 costs no result."""
 
 import json

@@ -72,14 +72,14 @@ def test_samples_are_the_first_ones_and_tasks_differ():
     assert [p.text.count("the answer of") for p in dependent.problems] == [2, 2, 2] and len(
         dependent.problems[0].answers
     ) == 6
-    drawn = load_task("sums", samples=60, questions=(5, 10))
-    assert {len(p.answers) for p in drawn.problems} == {*range(5, 11)} and all(
-        p.text.count("\n") == len(p.answers) for p in drawn.problems
+    ranged = load_task("sums", samples=60, questions=(5, 10))
+    assert {len(p.answers) for p in ranged.problems} == {*range(5, 11)} and all(
+        p.text.count("\n") == len(p.answers) for p in ranged.problems
     )
-    assert {p.text for p in drawn.problems if len(p.answers) == 5} <= {
+    assert {p.text for p in ranged.problems if len(p.answers) == 5} <= {
         p.text for p in load_task("sums", samples=60).problems
     }
-    assert drawn.answer_tokens == load_task("sums", questions=(10, 10)).answer_tokens
+    assert ranged.answer_tokens == load_task("sums", questions=(10, 10)).answer_tokens
 
 
 def gsm8k(folder: Path, count: int) -> None:
@@ -332,7 +332,7 @@ def test_the_table():
 
 
 PROBLEMS = {"1": (3, 4), "b": (5, 6), "3": (7, 8)}
-"""Two sums are asked; what the stand-in answers is in `answer`."""
+"""Problems of two sums; the answers of the stand-in are in `answer`."""
 
 
 def answer(problem: str, workers: int, budget: int) -> str | None:
@@ -346,21 +346,21 @@ def answer(problem: str, workers: int, budget: int) -> str | None:
     return f"{first}, {second}" if workers == 2 or budget >= 128 else f"{first}, 0"
 
 
-def result(piece: runs.RunSpec) -> dict:
+def result(spec: runs.RunSpec) -> dict:
     found = {
         str(budget): {
-            "value": answer(piece.problem, piece.workers, budget),
+            "value": answer(spec.problem, spec.workers, budget),
             "text": "ü\u2028",
             "passes": budget,
             "extra_passes": 0 if budget >= 128 else 5,
         }
-        for budget in piece.budgets
+        for budget in spec.budgets
     }
-    words = [{"text": f"{piece.seed}", "tokens": [1]}]
+    words = [{"text": f"{spec.seed}", "tokens": [1]}]
     return {
         "answers": found,
-        "workers": {name: words for name in ("Alice", "Bob")[: piece.workers]},
-        "passes": piece.budgets[-1],
+        "workers": {name: words for name in ("Alice", "Bob")[: spec.workers]},
+        "passes": spec.budgets[-1],
     }
 
 
@@ -377,26 +377,26 @@ class Stand:
         self.made: list[runs.RunSpec] = []
 
     def __call__(self, model):
-        def execute(wanted, on_pass):
-            wanted = [*wanted]
-            random.Random(len(wanted)).shuffle(wanted)
-            for piece in wanted:
+        def execute(specs, on_pass):
+            specs = [*specs]
+            random.Random(len(specs)).shuffle(specs)
+            for spec in specs:
                 if self.lives == len(self.made):
                     raise self.error
                 on_pass(1)
-                if piece.problem == self.refuses:
-                    yield piece, ValueError("the problem is the longer part")
+                if spec.problem == self.refuses:
+                    yield spec, ValueError("the problem is the longer part")
                     continue
-                self.made.append(piece)
+                self.made.append(spec)
                 yield (
-                    piece,
+                    spec,
                     Run(
-                        piece.workers,
-                        piece.problem,
-                        piece.number,
-                        piece.seed,
-                        piece.text,
-                        result(piece),
+                        spec.workers,
+                        spec.problem,
+                        spec.number,
+                        spec.seed,
+                        spec.text,
+                        result(spec),
                     ),
                 )
 
@@ -558,7 +558,7 @@ def test_answers_are_compared_as_mathematics_by_math_verify(evaluation, monkeypa
     )
 
     def execute(model):
-        return lambda wanted, on_pass: (
+        return lambda specs, on_pass: (
             (
                 p,
                 Run(
@@ -581,7 +581,7 @@ def test_answers_are_compared_as_mathematics_by_math_verify(evaluation, monkeypa
                     },
                 ),
             )
-            for p in wanted
+            for p in specs
         )
 
     _, out, _ = evaluation("--json", stand=execute, workers=(1,), budgets=(64,))
@@ -589,7 +589,7 @@ def test_answers_are_compared_as_mathematics_by_math_verify(evaluation, monkeypa
 
 
 def test_runs_are_made_here(evaluation):
-    """A model that writes a box behind an empty line, which is where the problem ends."""
+    """A model that writes a box after an empty line, which ends the problem."""
     rows = [
         {"problem": "Solve it.", "answer": "7"},
         {"problem": "Solve it, too.", "answer": "8"},
@@ -693,7 +693,7 @@ def test_what_reaches_the_method(evaluation):
     )
     made = evaluation.stand.made
     # all numbers of workers draw from the same
-    assert len(made) == 12 and len({piece.seed for piece in made}) == 6
+    assert len(made) == 12 and len({spec.seed for spec in made}) == 6
     assert {(p.budgets, p.answer_tokens, p.method, p.kind, p.sampler) for p in made} == {
         ((32, 64, 128, 256), 9, "workers", "box", Sampler(temperature=0.5))
     }
@@ -712,9 +712,7 @@ def test_what_reaches_the_method(evaluation):
 
 def test_the_format_reaches_the_method_and_is_one_of_the_settings(evaluation):
     evaluation("--format", "qwen3+user")
-    assert {piece.more["format"].system for piece in evaluation.stand.made} == {
-        COLLABORATIVE.system
-    }
+    assert {spec.more["format"].system for spec in evaluation.stand.made} == {COLLABORATIVE.system}
     assert not evaluation.stand.made[0].more["format"].in_system_role
     kept = json.loads((evaluation.out / "settings.json").read_bytes())["settings"]["format"]
     assert kept["name"] == "qwen3+user" and kept["texts"].startswith("sha256:")
@@ -726,7 +724,7 @@ def test_the_format_reaches_the_method_and_is_one_of_the_settings(evaluation):
     # a baseline has no headers
     evaluation("--method", "sequential", "--format", "qwen3-no-think", workers=(), out="alone")
     (form,) = {
-        id(piece.more["format"]): piece.more["format"] for piece in evaluation.stand.made
+        id(spec.more["format"]): spec.more["format"] for spec in evaluation.stand.made
     }.values()
     assert form == dataclasses.replace(
         PLAIN, think="never", chat_template_kwargs={"enable_thinking": False}
@@ -985,7 +983,7 @@ def test_programs_are_marked_by_their_tests(tmp_path):
 @pytest.mark.slow
 def test_the_embedded_model_solves_sums_in_one_run_for_all_budgets():
     task, model = load_task("sums", samples=1), load(EMBEDDED)
-    [piece] = run_specs(
+    [spec] = run_specs(
         task.problems,
         method="workers",
         workers=[2],
@@ -997,7 +995,7 @@ def test_the_embedded_model_solves_sums_in_one_run_for_all_budgets():
         more={"layout": "combined", "ask_every": 0},
     )
     seen = []
-    run = solve(model, piece, seen.append)
+    run = solve(model, spec, seen.append)
     early, late = scoring.Scorer(task.problems, None).score(
         Run.read(json.dumps(vars(run)).encode())
     )
