@@ -320,8 +320,10 @@ def _place(
 
 
 def _waiting_place(error: BaseException, runs: Sequence[AgentRun]) -> Place | None:
-    """The place where an agent waited when an error of the runtime itself reached it, such as a
-    variable that cannot be copied."""
+    """The place where an agent waited when an error of the runtime itself reached it.
+
+    Such as a variable that cannot be copied.
+    """
     for run in runs:
         for state in run.states:
             if state.error is error and (

@@ -1,5 +1,6 @@
-"""The command `jaxshare batch`: completions of a file of prompts, written as they finish, and
-continued after a kill with nothing lost or sampled twice.
+"""The command `jaxshare batch`: completions of a file of prompts.
+
+They are written as they finish, and continued after a kill with nothing lost or sampled twice.
 
     jaxshare batch MODEL --input prompts.jsonl --output out.jsonl --n 16
 

@@ -1,5 +1,7 @@
-"""The command `jaxshare demo`: one model as one, two and four workers and as sixteen branches over
-one shared cache, live on the terminal."""
+"""The command `jaxshare demo`: one model as workers and as branches over one shared cache.
+
+It runs one, two and four workers and sixteen branches, live on the terminal.
+"""
 
 import argparse
 import collections

@@ -242,8 +242,11 @@ def _execute(
     total: int,
     folder: Path,
 ) -> dict[str, str]:
-    """Makes runs, adds them to `made` and writes them as they finish; the problems that were
-    refused, and why."""
+    """Makes runs, adds them to `made` and writes them as they finish.
+
+    Returns:
+      The problems that were refused, and why.
+    """
     refused: dict[str, str] = {}
     passes = 0
     with tqdm(

@@ -168,8 +168,7 @@ def _settings(
 
 
 def _digest(format: Format) -> str:
-    """A sum over the texts of a format: those of a file may change, and those of a preset may from
-    one version to the next.
+    """A sum over the texts of a format, which may change with its file or with the version.
 
     Fields that have their defaults are left out, so that a field which is added later changes
     nothing.

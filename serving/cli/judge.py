@@ -1,5 +1,6 @@
-"""The command `jaxshare judge`: grades how well workers collaborated, from the texts that `jaxshare
-evaluate` has written.
+"""The command `jaxshare judge`: grades the collaboration of workers.
+
+It reads the texts that `jaxshare evaluate` has written:
 
     jaxshare judge DIR --endpoint http://localhost:8000/v1 --model NAME
 

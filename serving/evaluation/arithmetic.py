@@ -1,5 +1,4 @@
-"""The problems of the embedded model: arithmetic questions, their worked solutions, and how two
-workers share them.
+"""The problems of the embedded model: arithmetic questions, their solutions, and their division.
 
 The form is the sanity check of Hogwild! Inference (section 4.1): five independent questions in one
 prompt, answered in one `\\boxed{...}`. There may be fewer or more of them, and some may depend on
@@ -114,8 +113,10 @@ class Dependent:
         return self.times * answer + self.added
 
     def working(self, answer: int) -> str:
-        """The expression with the answer of the other question put in, and its steps; see
-        `Question.working`: `84+84+7. 4+4=8, 8+8+0=16. 8+7=15, 6+0+1=7, 1+0+0=1.`"""
+        """The expression with the answer of the other question put in, and its steps.
+
+        See `Question.working`: `84+84+7. 4+4=8, 8+8+0=16. 8+7=15, 6+0+1=7, 1+0+0=1.`
+        """
         sums = [(answer, answer)] * (self.times - 1) + [(self.times * answer, self.added)]
         expression = "+".join([str(answer)] * self.times)
         steps = " ".join(f"{_long_addition(*pair)}." for pair in sums)
@@ -189,8 +190,10 @@ class SumsProblem:
         return f" Question {move}: {working} Answer {move}: {self._answer(question)}."
 
     def solution(self) -> str:
-        """The text of a lone Alice, from the first separator to the closed box, without an end
-        token."""
+        """The text of a lone Alice, from the first separator to the closed box.
+
+        The end token comes after it.
+        """
         text, step, move = "", 0, WAIT
         while move != BOX:
             step, move = step + 1, next_move(NAMES[0], text, self)
@@ -232,8 +235,9 @@ def instruction(questions: int) -> str:
 def make_problem(
     rng: random.Random, questions: int = QUESTIONS, *, dependent: bool = False
 ) -> SumsProblem:
-    """Samples a problem: sums and differences of two-digit numbers, products of a two-digit number
-    and a digit.
+    """Samples a problem of sums, differences and products.
+
+    Sums and differences are of two-digit numbers, products of a two-digit number and a digit.
 
     Args:
       rng: the source of randomness.
@@ -261,8 +265,9 @@ def make_problem(
 
 
 def typed_problem(rng: random.Random, questions: int, form: Form) -> SumsProblem:
-    """Samples a problem as a person would type it: `make_problem` with some one-digit numbers, on
-    either side.
+    """Samples a problem as people type it: `make_problem` with some one-digit numbers.
+
+    These may be on either side.
 
     Args:
       rng: the source of randomness.
@@ -306,10 +311,10 @@ def wait_body(other: str) -> str:
 
 
 def next_move(name: str, seen: str, problem: SumsProblem | None = None) -> int:
-    """The next move of `name`, given all text visible to it after the prompt: finished paragraphs
-    and the other worker's unfinished one.
+    """The next move of `name`, given all text visible to it after the prompt.
 
     Args:
+      seen: finished paragraphs and the other worker's unfinished one.
       problem: default one of five independent questions.
 
     Returns:
@@ -334,8 +339,10 @@ def results(text: str) -> dict[int, int]:
 
 
 def boxed(text: str) -> list[str] | None:
-    """The comma-separated entries of the last closed `\\boxed{...}` in `text`, stripped; None
-    without one."""
+    """The comma-separated entries of the last closed `\\boxed{...}` in `text`, stripped.
+
+    None without one.
+    """
     boxes = _BOX.findall(text)
     return [entry.strip() for entry in boxes[-1].split(",")] if boxes else None
 
@@ -395,8 +402,10 @@ def _typed_question(rng: random.Random, form: Form) -> Question:
 
 
 def _long_addition(left: int, right: int) -> str:
-    """The steps of an addition, digit by digit from the ones up, with every carry: `8+7=15,
-    6+0+1=7`."""
+    """The steps of an addition, digit by digit from the ones up, such as `8+7=15, 6+0+1=7`.
+
+    Every carry is written, also where it is 0.
+    """
     steps, carry = [], 0
     for place in range(max(len(str(left)), len(str(right)))):
         digits = [left // 10**place % 10, right // 10**place % 10]

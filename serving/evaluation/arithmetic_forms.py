@@ -1,5 +1,7 @@
-"""The forms in which people type sums: with or without a sentence, numbered or not, on lines or in
-one, in signs or in words."""
+"""The forms in which people type sums.
+
+With or without a sentence, numbered or not, on lines or in one, in signs or in words.
+"""
 
 import dataclasses
 import random
@@ -115,8 +117,10 @@ _JOINTS = ("\n", "\n", "\n", ", ", "; ", " ")
 
 
 def sample_form(rng: random.Random) -> Form:
-    """Samples a form to learn from: one of `FORMS`, those without numbers more often, or a new
-    combination of parts."""
+    """Samples a form to learn from: one of `FORMS`, or a new combination of parts.
+
+    Of `FORMS`, those without numbers are more frequent.
+    """
     if rng.random() < 0.6:
         return rng.choices(
             [*FORMS.values()], [1 if "{}" in form.marker else 3 for form in FORMS.values()]

@@ -1,6 +1,6 @@
-"""The methods that workers are compared with: one stream, several that vote, and an outline whose
-points are worked out side by side.
+"""The methods that workers are compared with.
 
+One stream, several that vote, and an outline whose points are worked out side by side:
 Hogwild! Inference, sections 4.1 and D.2. All run on the engine of `Workers` and count alike: a
 budget is a number of consecutive forward passes, without those over prompts and those of the early
 finisher.

@@ -175,10 +175,10 @@ def level_of(reply: str) -> int:
 
 
 def trace_of(run: Run, tokens: int = PREFIX_TOKENS) -> dict[str, str]:
-    """The text of each worker, its steps in order (the contiguous layout of appendix A), cut to its
-    first `tokens`.
+    """The text of each worker, its steps in order, cut to its first `tokens`.
 
-    A step that is cut keeps as large a part of its characters as of its tokens.
+    This is the contiguous layout of appendix A. A step that is cut keeps as large a part of its
+    characters as of its tokens.
     """
     trace = {}
     for name, steps in run.result["workers"].items():
@@ -238,8 +238,10 @@ def grade(
 
 
 def average_levels(gradings: Sequence[Grading]) -> list[dict[str, Any]]:
-    """Averages gradings: for each number of workers the mean over runs of each run's mean grading,
-    and its standard error over runs."""
+    """Averages the levels of gradings for each number of workers.
+
+    The level is the mean over runs of each run's mean grading, with its standard error over runs.
+    """
     runs: dict[int, dict[tuple[str, int], list[int]]] = {}
     for g in gradings:
         runs.setdefault(g.workers, {}).setdefault((g.problem, g.number), []).append(g.level)

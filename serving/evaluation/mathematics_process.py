@@ -1,8 +1,8 @@
-"""The process that compares answers with math-verify, because an answer such as 10^{10^{10}} takes
-all time and all memory.
+"""The process that compares answers with math-verify.
 
-Run by `mathematics.Mathematician`. Reads JSON lines [reference, answer], and answers each with true
-or false.
+It is separate because an answer such as 10^{10^{10}} takes all time and all memory. Run by
+`mathematics.Mathematician`. Reads JSON lines [reference, answer], and answers each with true or
+false.
 """
 
 import json
@@ -32,8 +32,10 @@ def main() -> None:
 
 
 def _boxed(text: str) -> str:
-    r"""An answer in the form that math-verify parses first, without dollars, which mean nothing in
-    a box, as marks of LaTeX or as a currency."""
+    r"""An answer in the form that math-verify parses first, without dollars.
+
+    These mean nothing in a box, as marks of LaTeX or as a currency.
+    """
     inner = text.replace("\\$", "").replace("$", "").strip().rstrip(".")
     return f"$\\boxed{{{inner}}}$"
 

@@ -1,5 +1,6 @@
-"""The sandbox runs a model's programs against tests: in a process of its own, with limits on time
-and memory, without a network.
+"""The sandbox runs a model's programs against tests, in a process of its own.
+
+It limits time and memory, and has no network.
 
 This guards against mistakes: endless loops, memory that grows, an answer looked up on the network,
 a program that ends before its tests. It is NOT a jail. A program runs as you do: it can read the

@@ -61,8 +61,11 @@ def _late(seconds: int, *_: object) -> None:
 
 
 def _run(source: str, what: str) -> str | None:
-    """Runs code in the module `solution`, so that `__name__ == "__main__"` is false; its error, or
-    None."""
+    """Runs code in the module `solution`, so that `__name__ == "__main__"` is false.
+
+    Returns:
+      Its error, or None.
+    """
     module = sys.modules.setdefault("solution", types.ModuleType("solution"))
     try:
         exec(compile(source, what, "exec"), module.__dict__)

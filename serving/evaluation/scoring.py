@@ -233,8 +233,10 @@ def _first(line: Sequence[Point], accuracy: float) -> float | None:
 
 
 def table(points: Sequence[Point]) -> str:
-    """A table of accuracy in percent with its interval: a row per budget, a column per number of
-    workers."""
+    """A table of accuracy in percent with its interval.
+
+    It has a row per budget and a column per number of workers.
+    """
     workers, budgets = (
         sorted({getattr(point, name) for point in points}) for name in ("workers", "budget")
     )

@@ -1,5 +1,6 @@
-"""Skeleton-of-Thought: an outline, its points worked out side by side in threads, then one stream
-that reads them all (Hogwild! Inference, sections 4.1 and D.2).
+"""Skeleton-of-Thought: an outline, a thread for each of its points, then one stream that reads all.
+
+Hogwild! Inference, sections 4.1 and D.2.
 
 Threads do not see each other, so only the count of passes depends on how many of them advance in
 one pass: they are always decoded side by side, and counted as though `workers` of them got a token
@@ -338,10 +339,12 @@ def _decode_threads(
     budget: int,
     seed: int,
 ) -> _Threads | None:
-    """Decodes a thread for each point of an outline, for at least `budget` passes or to their end;
-    None if there is nothing to decode.
+    """Decodes a thread for each point of an outline, for at least `budget` passes or to their end.
 
     A thread ends with the result of its part, whatever the answer to the whole problem has to be.
+
+    Returns:
+      None if there is nothing to decode.
     """
     code = answer_rule(kind).code
     names = [f"{i}. {point}" for i, point in enumerate(_points(outline), 1)]

@@ -39,8 +39,10 @@ def check_workers(workers: int) -> None:
 
 
 def lone_format(model: LoadedModel, format: Format | str | None, sampler: Sampler | None) -> Format:
-    """The plain format, with the instructions of another format for a single worker and its texts
-    for an early answer."""
+    """The plain format with the instructions of another format for a single worker.
+
+    The texts of an early answer are those of the other format too.
+    """
     if sampler:
         warn_of_greedy(model, sampler, discouraged=advises_sampling(format))
     if isinstance(format, str):
@@ -92,8 +94,10 @@ def run_to_budgets(
     on_event: Callable[[Event], None] | None,
     before: int = 0,
 ) -> dict[int, Answer]:
-    """Runs a session to the budget, of which other sessions had `before` passes; the answers by
-    budget."""
+    """Runs a session to the budget; the answers by budget.
+
+    `before` passes of the budget belong to the sessions before this one.
+    """
     answers: dict[int, Answer] = {}
     for passes in dict.fromkeys([*finish_at, budget]):
         for event in session.stream(passes - before):
