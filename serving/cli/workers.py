@@ -364,7 +364,7 @@ def _print_summary(result: Result, console: Console) -> None:
             highlight=False,
         )
     reason = {
-        "answer": "there is a valid answer",
+        "answer": "answer found",
         "stopped": "all workers have stopped",
         "budget": "the budget is used up",
         "full": "the cache is full; everything written so far is above: give a smaller budget, or "
