@@ -209,7 +209,7 @@ def test_a_bad_line_is_named(tmp_path, line, words):
             "--questions is 1; a problem of sums-dependent has 2 to 10",
         ),
         ("sums", {"questions": (5, 11)}, "--questions is 5-11; a problem of sums has 1 to 10"),
-        ("sums", {"questions": (7, 5)}, "--questions is 7-5; sums"),
+        ("sums", {"questions": (7, 5)}, "--questions is 7-5; a problem of sums"),
     ],
 )
 def test_tasks_that_are_not_there(name, more, words, monkeypatch):
