@@ -20,14 +20,14 @@ import numpy as np
 from jaxshare.models.loading import outline
 from jaxshare.serving import Format
 from jaxshare.serving.evaluation.arithmetic import (
-    MOST_QUESTIONS,
+    MAX_QUESTIONS,
     QUESTIONS,
     Question,
     SumsProblem,
     make_problem,
     typed_problem,
 )
-from jaxshare.serving.evaluation.arithmetic_forms import draw_form
+from jaxshare.serving.evaluation.arithmetic_forms import sample_form
 from jaxshare.serving.workers.layouts import worker_names
 from jaxshare.trace.attention import TILE, TraceBatch
 from jaxshare.trace.trace import NOT_ENDED, Trace
@@ -102,15 +102,15 @@ def draw(script: Script, rng: random.Random) -> Lesson:
         return _chat(script, rng, typed)
     many = rng.choices([*_WORKERS], [*_WORKERS.values()])[0]
     names = rng.sample(_NAMES, many) if rng.random() < _OTHER_NAMES else worker_names(many)
-    questions = rng.choice((QUESTIONS, rng.randint(QUESTIONS, MOST_QUESTIONS)))
+    questions = rng.choice((QUESTIONS, rng.randint(QUESTIONS, MAX_QUESTIONS)))
     if many > 1 and rng.random() < _CROWDED:
         questions = rng.randint(2, many + 1)
     if typed and rng.random() < _FEW:
         questions = rng.randint(1, QUESTIONS)
     if typed:
-        problem = typed_problem(rng, questions, draw_form(rng))
+        problem = typed_problem(rng, questions, sample_form(rng))
     elif many > 1 and rng.random() < _EVEN:
-        questions = rng.choice([count for count in range(2, MOST_QUESTIONS + 1) if count % many])
+        questions = rng.choice([count for count in range(2, MAX_QUESTIONS + 1) if count % many])
         problem = _even_problem(script, rng, questions)
     else:
         problem = make_problem(
@@ -140,7 +140,7 @@ def draw(script: Script, rng: random.Random) -> Lesson:
 
 def _chat(script: Script, rng: random.Random, typed: bool) -> Lesson:
     asked = [
-        rng.choice((QUESTIONS, rng.randint(1, MOST_QUESTIONS)))
+        rng.choice((QUESTIONS, rng.randint(1, MAX_QUESTIONS)))
         for _ in range(rng.randint(1, _TURNS))
     ]
     if not typed:
@@ -148,8 +148,8 @@ def _chat(script: Script, rng: random.Random, typed: bool) -> Lesson:
             script, [make_problem(rng, many) for many in asked], system=rng.random() < _SYSTEM
         )
     if rng.random() < _PLAIN:
-        return plain(script, typed_problem(rng, asked[0], draw_form(rng)))
-    form = draw_form(rng)
+        return plain(script, typed_problem(rng, asked[0], sample_form(rng)))
+    form = sample_form(rng)
     return chat(
         script, [typed_problem(rng, many, form) for many in asked], system=rng.random() < _SYSTEM
     )
@@ -159,9 +159,7 @@ def _even_problem(script: Script, rng: random.Random, questions: int) -> SumsPro
     """Questions that all take as long to write."""
     alike: dict[int, list[Question]] = {}
     for _ in range(6):
-        for number, question in enumerate(
-            (drawn := make_problem(rng, MOST_QUESTIONS)).questions, 1
-        ):
+        for number, question in enumerate((drawn := make_problem(rng, MAX_QUESTIONS)).questions, 1):
             alike.setdefault(
                 len(script.codec.encode(drawn.body(number))) - len(str(number)), []
             ).append(question)

@@ -36,7 +36,7 @@ from jaxshare.models.layers import Decoder
 from jaxshare.paths import check_folder
 from jaxshare.rope import rotate
 from jaxshare.serving.evaluation.arithmetic import (
-    MOST_QUESTIONS,
+    MAX_QUESTIONS,
     SumsProblem,
     check,
     few_shot_messages,
@@ -244,12 +244,12 @@ def typed_accuracy(
 
     found = {}
     for name, form in FORMS.items():
-        asked = [typed_problem(rng, rng.randint(1, MOST_QUESTIONS), form) for _ in range(problems)]
+        asked = [typed_problem(rng, rng.randint(1, MAX_QUESTIONS), form) for _ in range(problems)]
         found[f"typed: {name}"] = accuracy(
             asked, [codec.chat([{"role": "user", "content": p.prompt()}]) for p in asked]
         )
     asked = [
-        typed_problem(rng, rng.randint(1, MOST_QUESTIONS), form)
+        typed_problem(rng, rng.randint(1, MAX_QUESTIONS), form)
         for _ in range(-(-problems // len(FORMS)))
         for form in FORMS.values()
     ]

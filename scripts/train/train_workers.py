@@ -45,7 +45,7 @@ from jaxshare.serving.evaluation import (
     run_specs,
     solve,
 )
-from jaxshare.serving.evaluation.arithmetic import MOST_QUESTIONS, QUESTIONS, SEPARATOR
+from jaxshare.serving.evaluation.arithmetic import MAX_QUESTIONS, QUESTIONS, SEPARATOR
 from jaxshare.serving.evaluation.mathematics import Mathematician
 from jaxshare.serving.workers.layouts import worker_names
 from scripts.train.embedded_data import train_tokenizer
@@ -100,7 +100,7 @@ def workers_texts() -> list[str]:
         f"system\n{', '.join(names[: n - 1])} and {names[n - 1]} work together."
         for n in range(2, len(names) + 1)
     ]
-    for name, number in itertools.product(names, range(1, MOST_QUESTIONS + 1)):
+    for name, number in itertools.product(names, range(1, MAX_QUESTIONS + 1)):
         texts += [
             f"{SEPARATOR}{name} {number}:{QUESTION} no. I wait for {name}.",
             f" Question {number}: {name} has it.",

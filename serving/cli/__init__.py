@@ -1,1 +1,1 @@
-"""The command line: `main` finds the command, and each command has a file."""
+"""The command line: `main` finds the command, and each command has a module of its own."""

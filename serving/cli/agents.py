@@ -1,14 +1,17 @@
-"""The command `jaxshare agents run FILE`: runs the agent of a Python file, and says what it cost.
+"""The command `jaxshare agents run FILE`: runs the agent of a Python file and prints its cost.
 
 A file defines
 
     AGENT                  the agent that is run
-    MODEL                  the model it is run with where --model names none: "embedded" (the default), "scripted", a folder or a hub id
-    arguments(args)        the agent's arguments, of what stands behind `--` on the command line; without it, these texts are the arguments
-    scripted()             what answers under --model scripted: a `ScriptedModel`, whose dictionary of answers is no language model
-    shown(value)           a text that says what the agent has returned; without it, str
+    MODEL                  the model if --model names none: "embedded" (the default), "scripted",
+                           a folder or a hub id
+    arguments(args)        makes the agent's arguments from the texts after `--` on the command
+                           line; without it, these texts are the arguments
+    scripted()             makes the model of --model scripted: a `ScriptedModel`, a dictionary of
+                           answers and no language model
+    shown(value)           turns the agent's value into the text to print; without it, str
 
-of which only AGENT has to be there.
+of which only AGENT is required.
 """
 
 import argparse
@@ -24,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxshare import models
 from jaxshare.paths import check_file, check_folder
 from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.backends import EngineModel
@@ -31,59 +35,59 @@ from jaxshare.serving.agents.compiler.frames import FRAME
 from jaxshare.serving.agents.requests import Model
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
 from jaxshare.serving.agents.search_log import SearchLog, timeline_picture, tree_picture
+from jaxshare.serving.cli import arguments
 
-_TREES = 16
-"""Trees that are drawn, at most."""
+_MAX_TREES = 16
+"""Search trees that are drawn, at most."""
 
 
-def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What is for the command, and what stands behind a `--` after `agents run` and is for the
-    agent's file."""
-    given = [*arguments]
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits off the words after a `--` of `agents run`, which are for the agent's file."""
+    given = [*words]
     if [word for word in given if word != "--debug"][:2] == ["agents", "run"] and "--" in given:
-        at = given.index("--")
-        return given[:at], given[at + 1 :]
+        end = given.index("--")
+        return given[:end], given[end + 1 :]
     return given, []
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `jaxshare agents`."""
+    """Adds the arguments of `jaxshare agents`."""
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     run_parser = commands.add_parser(
         "run", help="run the agent of a Python file", usage="%(prog)s [options] FILE [-- ARGS]"
     )
     run_parser.add_argument(
-        "file", metavar="FILE", help="with an AGENT in it, such as examples/pipeline.py"
+        "file", metavar="FILE", help="Python file with an AGENT, such as examples/pipeline.py"
     )
     run_parser.add_argument(
         "--model",
         metavar="PATH",
         help="folder or hub id, `embedded` for the model that comes with jaxshare, or `scripted` "
-        "for the answers that the file brings (default: what the file says, or else embedded)",
+        "for the file's own answers (default: the file's MODEL, or else embedded)",
     )
+    arguments.add_dtype(run_parser)
     run_parser.add_argument(
-        "--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's own)"
+        "--seed", type=int, default=0, help="seed of all that is random (default 0)"
     )
-    run_parser.add_argument("--seed", type=int, default=0, help="of all that is random (default 0)")
     run_parser.add_argument(
         "--trace", metavar="FILE", help="write states, scores and times as JSON"
     )
     run_parser.add_argument(
         "--plots", metavar="DIR", help="draw the search trees and a timeline into this folder"
     )
-    run_parser.add_argument(
-        "--json", action="store_true", help="one JSON object on stdout, everything else on stderr"
-    )
-    run_parser.set_defaults(run=run)
+    arguments.add_json(run_parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """`jaxshare agents run`; options.args is what stood behind `--`. Exit code 1 where the agent
-    raises: its error is on stderr, with its place in the file, and its traceback with --debug.
+    """Runs `jaxshare agents run`; options.args are the words after `--`.
+
+    Returns:
+      0, or 1 where the agent raises: its error is on stderr, with its place in the file, and its
+      traceback with --debug.
 
     Raises:
-      ValueError: a file that cannot be loaded or has no agent, no scripted model where one is asked
-        for, or what cannot be written.
+      ValueError: a file that cannot be loaded or has no agent, no scripted model for --model
+        scripted, or output that cannot be written.
       FileNotFoundError: no such file, or no such model.
     """
     check_file("--trace", options.trace)
@@ -92,61 +96,79 @@ def run(options: argparse.Namespace) -> int:
         _check_matplotlib()
     module = _load(options.file)
     args = _arguments(module, options)
-    model, which = _model(module, options)
+    model, name = _model(module, options)
     out = sys.stderr if options.json else sys.stdout
-    print(f"model: {which}", file=out, flush=True)
+    print(f"model: {name}", file=out, flush=True)
     runtime = Runtime(model, seed=options.seed)
+    agent_run: AgentRun | None = None
     error: Exception | None = None
     try:
-        done: AgentRun | None = asyncio.run(runtime.run(module.AGENT, *args))
+        agent_run = asyncio.run(runtime.run(module.AGENT, *args))
     except Exception as raised:
-        done, error = None, raised
+        error = raised
     if isinstance(model, EngineModel):
         model.engine.drain()
-    written, unwritten = _write(SearchLog.of(runtime), options)
+    written, write_error = _write(SearchLog.of(runtime), options)
     place = None if error is None else _place(error, module, options.file, runtime.runs)
-    engine = model.engine.metrics if isinstance(model, EngineModel) else None
-    compiling = engine.compile_seconds if engine else 0.0
-    value = done.accepted.value if done and done.accepted else None
-    runs = runtime.runs
+    value = agent_run.accepted.value if agent_run and agent_run.accepted else None
     report = {
         "file": str(options.file),
         "agent": module.AGENT.name,
-        "model": which,
+        "model": name,
         "seed": options.seed,
         "value": _plain(value),
-        "error": None if error is None else _told(error),
+        "error": None if error is None else _describe(error),
         "where": None if place is None else dataclasses.asdict(place),
-        "agents": len(runs),
-        "states": sum(len(one.states) for one in runs),
-        "calls": sum(one.calls for one in runs),
-        "new_tokens": sum(one.new_tokens for one in runs),
-        "prompt_tokens": sum(one.prompt_tokens for one in runs),
-        "seconds": max(runs[0].ended - runs[0].began - compiling, 0.0) if runs else 0.0,
-        "compile_seconds": compiling,
-        "passes": engine.passes if engine else 0,
-        "reused_tokens": engine.reused if engine else 0,
+        **_costs(runtime, model),
         "written": written,
     }
+    _print_outcome(report, value, error, place, module, options)
+    print(_summary(report), file=out)
+    if write_error:
+        raise write_error
+    return 0 if error is None else 1
+
+
+def _costs(runtime: Runtime, model: Model) -> dict[str, Any]:
+    """The counts and times of all agents that have run."""
+    runs = runtime.runs
+    metrics = model.engine.metrics if isinstance(model, EngineModel) else None
+    compile_seconds = metrics.compile_seconds if metrics else 0.0
+    return {
+        "agents": len(runs),
+        "states": sum(len(run.states) for run in runs),
+        "calls": sum(run.calls for run in runs),
+        "new_tokens": sum(run.new_tokens for run in runs),
+        "prompt_tokens": sum(run.prompt_tokens for run in runs),
+        "seconds": max(runs[0].ended - runs[0].began - compile_seconds, 0.0) if runs else 0.0,
+        "compile_seconds": compile_seconds,
+        "passes": metrics.passes if metrics else 0,
+        "reused_tokens": metrics.reused if metrics else 0,
+    }
+
+
+def _print_outcome(
+    report: dict[str, Any],
+    value: Any,
+    error: Exception | None,
+    place: "Place | None",
+    module: types.ModuleType,
+    options: argparse.Namespace,
+) -> None:
+    """Prints the report or the agent's value, and the error on stderr."""
     if options.json:
         print(json.dumps(report), flush=True)
     elif error is None:
         try:
-            print(_called(module, "shown", options, value) if hasattr(module, "shown") else value)
+            print(_call(module, "shown", options, value) if hasattr(module, "shown") else value)
         except ValueError:
             print(value)
             raise
     if error is not None:
         if "debug" in options:
             traceback.print_exception(error)
-        print(
-            f"jaxshare: error: agent {module.AGENT.name} raised {_one_line(_told(error, place))}",
-            file=sys.stderr,
-        )
-    print(_summary(report), file=out)
-    if unwritten:
-        raise unwritten
-    return 0 if error is None else 1
+        reason = _one_line(_describe(error, place))
+        print(f"jaxshare: error: agent {module.AGENT.name} raised {reason}", file=sys.stderr)
 
 
 def _load(file: str) -> types.ModuleType:
@@ -157,29 +179,29 @@ def _load(file: str) -> types.ModuleType:
             "examples/pipeline.py"
         )
     name = "jaxshare_agents_run_" + re.sub(r"\W", "_", path.stem)
-    found = importlib.util.spec_from_file_location(name, path)
-    if found is None or found.loader is None:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
         raise ValueError(f"{file} is not a Python file; give one that ends in .py")
-    module = importlib.util.module_from_spec(found)
+    module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickles of the file's own classes look for their module by its name.
     sys.modules[name] = module
     try:
-        found.loader.exec_module(module)
+        spec.loader.exec_module(module)
     except Exception as error:  # whatever the file's own code raises
         raise ValueError(
-            _one_line(f"{file} cannot be loaded: {_told(error, _place(error, module, file))}")
+            _one_line(f"{file} cannot be loaded: {_describe(error, _place(error, module, file))}")
         ) from error
     if not isinstance(getattr(module, "AGENT", None), Agent):
         raise ValueError(
-            f"{file} has no AGENT; name the agent that is to be run, as in `AGENT = solve` behind "
-            "an agent `solve`"
+            f"{file} has no AGENT; name the agent to run, as in `AGENT = solve` after an agent "
+            "`solve`"
         )
     return module
 
 
 def _arguments(module: types.ModuleType, options: argparse.Namespace) -> Sequence[Any]:
     args = (
-        _called(module, "arguments", options, options.args)
+        _call(module, "arguments", options, options.args)
         if hasattr(module, "arguments")
         else options.args
     )
@@ -188,13 +210,13 @@ def _arguments(module: types.ModuleType, options: argparse.Namespace) -> Sequenc
     except TypeError as error:
         raise ValueError(
             f"the agent {module.AGENT.name} of {options.file} does not take these arguments "
-            f"({error}); give them behind `--`"
+            f"({error}); give them after `--`"
         ) from None
     return args
 
 
 def _model(module: types.ModuleType, options: argparse.Namespace) -> tuple[Model, str]:
-    """The model, and what it is called."""
+    """The model to run with, and its name for the report."""
     name = options.model or getattr(module, "MODEL", "embedded")
     if name == "scripted":
         if not hasattr(module, "scripted"):
@@ -202,19 +224,19 @@ def _model(module: types.ModuleType, options: argparse.Namespace) -> tuple[Model
                 f"{options.file} brings no scripted model; give --model embedded, a folder or a "
                 "hub id"
             )
-        return _called(
-            module, "scripted", options
-        ), "scripted, a dictionary of answers that comes with the file; no language model runs"
-    from jaxshare import models  # here, so that --help and wrong arguments answer at once
-
-    loaded = models.load(name, dtype=options.dtype)
-    return EngineModel(
-        loaded
-    ), "embedded, the small model that comes with jaxshare" if name == "embedded" else name
+        model = _call(module, "scripted", options)
+        return (
+            model,
+            "scripted, a dictionary of answers that comes with the file; no language model runs",
+        )
+    model = EngineModel(models.load(name, dtype=options.dtype))
+    if name == "embedded":
+        name = "embedded, the small model that comes with jaxshare"
+    return model, name
 
 
 def _check_matplotlib() -> None:
-    """Before anything runs."""
+    """Raises ValueError where matplotlib is not installed, before anything runs."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             "pictures are drawn with matplotlib, which is not installed: pip install "
@@ -223,7 +245,7 @@ def _check_matplotlib() -> None:
 
 
 def _write(trace: SearchLog, options: argparse.Namespace) -> tuple[list[str], ValueError | None]:
-    """(the files written, the error where one could not be)."""
+    """Writes the trace and the pictures; the files written, and the error of one that failed."""
     written: list[str] = []
     try:
         if options.trace:
@@ -234,12 +256,12 @@ def _write(trace: SearchLog, options: argparse.Namespace) -> tuple[list[str], Va
             folder.mkdir(parents=True, exist_ok=True)
             pictures = {"timeline.png": timeline_picture(trace)}
             searched = [
-                one
-                for one in trace.runs
-                if len({state.parent for state in one.states}) < len(one.states) - 1
+                run
+                for run in trace.runs
+                if len({state.parent for state in run.states}) < len(run.states) - 1
             ]
-            for number, one in enumerate((searched or [*trace.runs[:1]])[:_TREES]):
-                pictures[f"tree-{number}-{one.agent}.png"] = tree_picture(one)
+            for number, run in enumerate((searched or [*trace.runs[:1]])[:_MAX_TREES]):
+                pictures[f"tree-{number}-{run.agent}.png"] = tree_picture(run)
             for name, picture in pictures.items():
                 picture.savefig(folder / name)
                 written.append(str(folder / name))
@@ -253,12 +275,12 @@ def _write(trace: SearchLog, options: argparse.Namespace) -> tuple[list[str], Va
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where an error was raised.
+    """The place in an agent's file where an error was raised.
 
     Attributes:
       file: as it was given on the command line.
       line: of the innermost call that is in the file.
-      function: what it is in, or None where that is the agent or the file itself.
+      function: the function of that line; None in the agent or the file itself.
       agent: the innermost agent, or None outside of any.
     """
 
@@ -275,16 +297,18 @@ class Place:
 def _place(
     error: BaseException, module: types.ModuleType, file: str, runs: Sequence[AgentRun] = ()
 ) -> Place | None:
-    """The innermost place in the module's file that led to an error; or where one of the runs
-    waited that it came over; or the place of what caused it. None where there is none."""
+    """The innermost place in the module's file that led to an error.
+
+    Else the place where one of the runs waited when the error reached it, or the place of the
+    error's cause, or None.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, SyntaxError) and cause.filename == module.__file__ and cause.lineno:
             return Place(file, cause.lineno, None, None)
         calls = [(frame.f_code, line) for frame, line in traceback.walk_tb(cause.__traceback__)]
         if own := [(code, line) for code, line in calls if code.co_filename == module.__file__]:
-            # Every piece of a compiled agent takes the agent's frame, and is called as the agent
-            # is.
+            # Every segment of a compiled agent takes the agent's frame and has the agent's name.
             agents = [code for code, _ in calls if code.co_varnames[:1] == (FRAME,)]
             code, line = own[-1]
             function = None if code in agents or code.co_name == "<module>" else code.co_name
@@ -296,8 +320,10 @@ def _place(
 
 
 def _waiting_place(error: BaseException, runs: Sequence[AgentRun]) -> Place | None:
-    """Where the agent waited that an error of the runtime's own came over, such as a variable that
-    cannot be copied."""
+    """The place where an agent waited when an error of the runtime itself reached it.
+
+    Such as a variable that cannot be copied.
+    """
     for run in runs:
         for state in run.states:
             if state.error is error and (
@@ -307,18 +333,18 @@ def _waiting_place(error: BaseException, runs: Sequence[AgentRun]) -> Place | No
     return None
 
 
-def _called(module: types.ModuleType, name: str, options: argparse.Namespace, *args: Any) -> Any:
-    """What a function of the file returns.
+def _call(module: types.ModuleType, name: str, options: argparse.Namespace, *args: Any) -> Any:
+    """Calls a function of the file.
 
     Raises:
-      ValueError: it has raised something; says where.
+      ValueError: the function has raised something; with its place.
     """
     try:
         return getattr(module, name)(*args)
     except Exception as error:  # whatever the file's own code raises
         place = _place(error, module, options.file)
-        told = str(error) if isinstance(error, ValueError) else _told(error)
-        raise ValueError(_one_line(f"{told}{f' ({place})' if place else ''}")) from error
+        reason = str(error) if isinstance(error, ValueError) else _describe(error)
+        raise ValueError(_one_line(f"{reason}{f' ({place})' if place else ''}")) from error
 
 
 def _plain(value: Any) -> Any:
@@ -328,8 +354,8 @@ def _plain(value: Any) -> Any:
         return repr(value)
 
 
-def _told(error: Exception, place: Place | None = None) -> str:
-    """An error, its place, and the agents that led to it."""
+def _describe(error: Exception, place: Place | None = None) -> str:
+    """The text of an error, its place, and the agents that led to it."""
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     return f"{type(error).__name__}: {error}{f' ({place})' if place else ''}{notes}"
 
@@ -339,22 +365,18 @@ def _one_line(text: str) -> str:
 
 
 def _summary(report: dict[str, Any]) -> str:
-    engine, compiling = (
-        "",
-        f" after {report['compile_seconds']:.1f} s of compiling"
-        if report["compile_seconds"]
-        else "",
-    )
+    engine = ""
     if report["passes"]:
         engine = (
             f" in {report['passes']} passes; prompts of {report['prompt_tokens']:,} tokens, "
-            f"{report['reused_tokens']:,} of them known before"
+            f"{report['reused_tokens']:,} of them from the cache"
         )
+    compiling = report["compile_seconds"]
+    after = f" after {compiling:.1f} s of compiling" if compiling else ""
     lines = [
         f"{report['agents']} agents, {report['states']} states, {report['calls']} model "
-        f"calls{engine}; {report['new_tokens']:,} tokens written, {report['seconds']:.2f} "
-        f"s{compiling}"
+        f"calls{engine}; {report['new_tokens']:,} tokens written, {report['seconds']:.2f} s{after}"
     ]
-    return "\n".join(
-        [*lines, *([f"written: {', '.join(report['written'])}"] if report["written"] else [])]
-    )
+    if report["written"]:
+        lines.append(f"written: {', '.join(report['written'])}")
+    return "\n".join(lines)

@@ -1,13 +1,14 @@
-"""Batch jobs: completions of a file of prompts, written as they finish, and continued after a kill
-with nothing lost or sampled twice.
+"""The command `jaxshare batch`: completions of a file of prompts.
+
+They are written as they finish, and continued after a kill with nothing lost or sampled twice.
 
     jaxshare batch MODEL --input prompts.jsonl --output out.jsonl --n 16
 
-All prompts of the file are one run of the engine, so what several lines begin with is stored and
-read once. A completion depends on the seed, its prompt and its number alone. That is why a job
-needs no state but its own output: what stands there is skipped, the rest is sampled, and the texts
-are those of an unbroken run. OUTPUT.job beside it keeps the settings, so that no other job is mixed
-into it.
+All prompts of the file are one run of the engine, so common beginnings of several lines are stored
+and read once. A completion depends on the seed, its prompt and its number alone. That is why a job
+needs no state but its own output: completions that are there are skipped, the rest is sampled, and
+the texts are those of an unbroken run. OUTPUT.job beside it keeps the settings, so that no other
+job is mixed into it.
 """
 
 import argparse
@@ -15,7 +16,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,49 +30,34 @@ from jaxshare.serving import jsonl
 from jaxshare.serving.branches.batch_input import Item, read_input
 from jaxshare.serving.branches.data_parallel import branches
 from jaxshare.serving.branches.prompt_tree import Branch
+from jaxshare.serving.cli import arguments, batch_output
+from jaxshare.serving.cli.batch_output import AGAIN, OTHER, Key
 from jaxshare.serving.cluster import process_mesh, ray_pool
 from jaxshare.serving.cluster.model_spec import ModelSpec
 from jaxshare.serving.cluster.shards import Shards
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler, warn_of_equal_texts
 
-_FORMAT = "jaxshare batch job 2"
 _SHARE = {"auto": None, "always": True, "never": False}
-_UNITS = {
-    "": 1,
-    "b": 1,
-    **{f"{unit}b": 1000**i for i, unit in enumerate("kmgt", 1)},
-    **{f"{unit}ib": 1024**i for i, unit in enumerate("kmgt", 1)},
-}
-_RESULT = {"line": int, "index": int, "text": str, "tokens": list, "reason": str, "logprob": float}
-"""What every line of the output has, beside the id."""
-_OTHER, _AGAIN = "give another --output", "--resume goes on with the job"
 _BAD_LINES = 3
 """The exit code when some lines could not be read; the others have run."""
 
-_Key = tuple[int, tuple[int, ...], int]
-"""A completion: the line of its prompt, the path of its branch in that line's tree, its number."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `jaxshare batch`, without those of sampling."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="folder or hub id, or `embedded` for the model that comes with jaxshare",
-    )
+    """Adds the arguments of `jaxshare batch`."""
+    arguments.add_model(parser)
     parser.add_argument(
         "--input",
         required=True,
         metavar="FILE",
         help='JSON lines: {"prompt": "..."}, {"messages": [...]} or {"tokens": '
-        '[...]}, with an "id" and an "n" of its own if wanted',
+        '[...]}, optionally with an "id" and an "n" of its own',
     )
     parser.add_argument(
         "--output",
         required=True,
         metavar="FILE",
-        help="JSON lines, one a completion, written as they finish and put into "
+        help="JSON lines, one per completion, written as they finish and put into "
         "the order of the input at the end",
     )
     parser.add_argument(
@@ -92,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="completions of each prompt that names no other number (default 1)",
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, default=64, help="most tokens of a completion (default 64)"
+        "--max-new-tokens", type=int, default=64, help="maximum tokens of a completion (default 64)"
     )
     parser.add_argument(
         "--max-rows",
@@ -110,27 +95,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--share",
         choices=tuple(_SHARE),
         default="auto",
-        help="keep common prefixes once for all: where it pays (default), always or never",
+        help="store common prefixes once for all: where it pays (default), always or never",
     )
     parser.add_argument(
         "--seed",
         type=int,
         default=0,
-        help="of the whole job; no two completions, nor two seeds, share random "
+        help="seed of the whole job; no two completions, nor two seeds, share random "
         "numbers (default 0)",
     )
     process_mesh.add_arguments(parser)
     ray_pool.add_arguments(parser)
     parser.add_argument(
-        "--resume", action="store_true", help="go on with the job that has begun the output"
+        "--resume", action="store_true", help="go on with the job that started the output"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout at the end")
+    arguments.add_sampling(parser)
 
 
-def run(options: argparse.Namespace, sampling: dict[str, Any]) -> int:
-    """Runs a job, here or on a fleet; see `run_job`."""
-    if found := ray_pool.of_options(options):
-        return _run_on(found, options, sampling)
+def run(options: argparse.Namespace) -> int:
+    """Runs `jaxshare batch`, here or on a pool of replicas; see `run_job`."""
+    sampling = arguments.sampling_of(options)
+    if pool := ray_pool.of_options(options):
+        return _run_on_replicas(pool, options, sampling)
     mesh = process_mesh.mesh_of(options)
 
     def load() -> LoadedModel:
@@ -139,31 +126,32 @@ def run(options: argparse.Namespace, sampling: dict[str, Any]) -> int:
     return run_job(options, sampling, load, branches)
 
 
-def _run_on(found: ray_pool.RayPool, options: argparse.Namespace, sampling: dict[str, Any]) -> int:
-    """Runs a job on replicas, which load the model themselves; what is read here has no
-    parameters."""
-    node = ModelSpec.of(options)
+def _run_on_replicas(
+    pool: ray_pool.RayPool, options: argparse.Namespace, sampling: dict[str, Any]
+) -> int:
+    """Runs a job on replicas, which load the model themselves; here it has no parameters."""
+    spec = ModelSpec.of(options)
     with contextlib.ExitStack() as running:
 
         def engine(model: LoadedModel, *prompts: Any, **settings: Any) -> Shards:
-            return Shards(running.enter_context(found), node.load, model, *prompts, **settings)
+            return Shards(running.enter_context(pool), spec.load, model, *prompts, **settings)
 
-        return run_job(options, sampling, node.outline, engine)
+        return run_job(options, sampling, spec.outline, engine)
 
 
 def run_job(
     options: argparse.Namespace,
     sampling: dict[str, Any],
     load: Callable[[], LoadedModel],
-    engine: Callable[..., Any],
+    make_engine: Callable[..., Any],
 ) -> int:
     """Runs a job, or what is left of it.
 
     Args:
-      options: what `add_arguments` has asked for, and `dtype`.
-      sampling: fields of `Sampler` that were given; the checkpoint's own stand for the rest.
-      load: gives the model. What can be wrong without it is found before.
-      engine: makes what samples, as `Branches` does.
+      options: those of `add_arguments`.
+      sampling: fields of `Sampler` that were given; the others are the checkpoint's own.
+      load: gives the model. Errors that do not depend on it are raised before.
+      make_engine: makes what samples, as `Branches` does.
 
     Returns:
       0, or 3 if lines of the input are bad: they are named on stderr, and the others have run.
@@ -173,90 +161,45 @@ def run_job(
         already or belongs to another job, or an input without a line that can be run.
     """
     max_kv_bytes = _check(options)
-    data = _read(options.input, "input")
+    data = batch_output.read_file(options.input, "input")
     output, job = Path(options.output), Path(f"{options.output}.job")
     settings = _settings(options, sampling, data)
     with contextlib.ExitStack() as files:
         file, before = None, []
         if os.path.lexists(output):
-            if not options.resume:
-                raise ValueError(
-                    f"the output {output} exists; --resume goes on with the job that wrote it, or "
-                    "give another --output"
-                )
-            file = files.enter_context(jsonl.open_alone(output, "r+b", _OTHER))
-            if finished := _finished(job, settings, file):
-                return _end(options, finished, finished["completions"])
-            before = _read_results(file, output)
+            file = files.enter_context(_open_existing(output, options.resume))
+            if finished := batch_output.read_finished(job, settings, file):
+                return _report(options, finished, finished["completions"])
+            before = batch_output.read_keys(file, output)
 
         model = load()
-        items, bad_lines = read_input(data, model, options)
-        for bad in bad_lines:
-            print(f"line {bad['line']}: {bad['error']}", file=sys.stderr)
-        if not items:
-            raise ValueError(
-                f"no line of the input {options.input} can be run; give at least one such as "
-                '{"prompt": "..."}'
-            )
-        places = {
-            (item.line, item.branch, index): (place, index)
-            for place, item in enumerate(items)
-            for index in range(item.n)
-        }
+        items, bad_lines = _read_items(data, model, options)
+        order = _order(items)
         for number, key in enumerate(before, 1):
-            if key not in places:
-                raise _damaged(output, number, "it is of no prompt of the input")
-        branches, sampler = None, dataclasses.replace(default_sampler(model), **sampling)
-        warn_of_equal_texts(sampler, max(item.n for item in items))
-        # made before anything is written, because what cannot fit is refused here
-        if len(before) < len(places):
-            # here, because what replicas on other nodes log is not shown
-            warn_of_greedy(model, sampler)
-            branches = engine(
-                model,
-                [Branch(item.tokens, n=item.n) for item in items],
-                n=options.n,
-                max_new_tokens=options.max_new_tokens,
-                sampler=sampler,
-                seed=options.seed,
-                share=_SHARE[options.share],
-                max_rows=options.max_rows,
-                max_kv_bytes=max_kv_bytes,
-                skip={places[key] for key in before},
-            )
+            if key not in order:
+                raise batch_output.damaged_line(output, number, "it is of no prompt of the input")
+        # Made before anything is written, because what cannot fit is refused here.
+        skip = {order[key] for key in before}
+        engine = _engine(options, sampling, model, items, skip, max_kv_bytes, make_engine)
         if file is None:
-            jsonl.write(
-                job,
-                [
-                    jsonl.line(
-                        {"format": _FORMAT, "settings": settings, "finished": None, "output": None}
-                    )
-                ],
-                _AGAIN,
-            )
-            file = files.enter_context(jsonl.open_alone(output, "xb", _OTHER))
-        if branches:
-            for note in branches.notes:
+            batch_output.write_job(job, settings)
+            file = files.enter_context(jsonl.open_alone(output, "xb", OTHER))
+        if engine:
+            for note in engine.notes:
                 print(f"jaxshare: {note}", file=sys.stderr)
-            _sample(options, branches, items, file, len(before), len(places))
-        lines = _in_order(output, places)
-        finished = {"completions": len(places), "prompts": len(items), "bad_lines": bad_lines}
-        done = {
-            "format": _FORMAT,
-            "settings": settings,
-            "finished": finished,
-            "output": jsonl.sha256(b"".join(lines)),
-        }
+            _sample(options, engine, items, file, len(before), len(order))
+        lines = batch_output.sorted_lines(output, order)
+        finished = {"completions": len(order), "prompts": len(items), "bad_lines": bad_lines}
         try:
-            jsonl.write(output, lines, _AGAIN)
-            jsonl.write(job, [jsonl.line(done)], _AGAIN)
-        finally:  # all is sampled, and said to be, even where the disk is full now
-            code = _end(options, finished, len(before), branches)
+            jsonl.write(output, lines, AGAIN)
+            batch_output.write_job(job, settings, finished, lines)
+        finally:  # all is sampled, and reported, even where the disk is full now
+            code = _report(options, finished, len(before), engine)
         return code
 
 
 def _check(options: argparse.Namespace) -> int | None:
-    """Finds what is wrong with the numbers; the bytes of --max-kv-bytes."""
+    """Checks the numbers; returns the bytes of --max-kv-bytes."""
     for name, what in (("n", "completion"), ("max_new_tokens", "token"), ("max_rows", "row")):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -267,105 +210,79 @@ def _check(options: argparse.Namespace) -> int | None:
             "template would"
         )
     check_file("--output", options.output)
-    return None if options.max_kv_bytes is None else parse_bytes(options.max_kv_bytes)
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes, from a number with or without a unit: 2e9, 2GB (powers of 1000), 512MiB (powers of
-    1024).
-
-    Raises:
-      ValueError: anything else, and less than one byte.
-    """
-    match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\+?\d{1,2})?)\s*([a-z]*)\s*", text.lower())
-    if not match or match[2] not in _UNITS or (size := int(float(match[1]) * _UNITS[match[2]])) < 1:
-        raise ValueError(
-            f"--max-kv-bytes is {text!r}; it must be a number of bytes such as 2e9, 2GB or 512MiB"
-        )
-    return size
+    return None if options.max_kv_bytes is None else arguments.parse_bytes(options.max_kv_bytes)
 
 
 def _settings(options: argparse.Namespace, sampling: dict[str, Any], data: bytes) -> dict[str, Any]:
-    """What decides the texts. How many rows run at once, and what they share, does not."""
-    asked = {
+    """The settings that decide the texts. The number of rows and what they share do not."""
+    given = {
         name: getattr(options, name)
         for name in ("model", "n", "max_new_tokens", "seed", "tree", "chat", "dtype")
     }
-    return {"input": jsonl.sha256(data), **asked, **sampling}
+    return {"input": jsonl.sha256(data), **given, **sampling}
 
 
-# The output, and the job beside it.
-
-
-def _finished(job: Path, settings: Mapping[str, Any], file: BinaryIO) -> dict[str, Any] | None:
-    """What the job came to, if it did and its output has not been touched since. Refuses one whose
-    texts would be others."""
-    output, do = file.name, _OTHER
-    try:
-        known = json.loads(job.read_bytes())
-        then, finished, digest = {**known["settings"]}, known["finished"], known["output"]
-        if known["format"] != _FORMAT or (
-            finished and {*finished} != {"completions", "prompts", "bad_lines"}
-        ):
-            raise ValueError(f"its format is not {_FORMAT!r}")
-    except FileNotFoundError as error:
+def _open_existing(output: Path, resume: bool) -> BinaryIO:
+    if not resume:
         raise ValueError(
-            f"there is no {job}, so nothing says which job wrote {output}; {do}"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            f"the output {output} exists; --resume goes on with the job that wrote it, or "
+            "give another --output"
+        )
+    return jsonl.open_alone(output, "r+b", OTHER)
+
+
+def _read_items(
+    data: bytes, model: LoadedModel, options: argparse.Namespace
+) -> tuple[list[Item], list[dict[str, Any]]]:
+    """The prompts of the input, and its bad lines, which are named on stderr."""
+    items, bad_lines = read_input(data, model, options)
+    for bad in bad_lines:
+        print(f"line {bad['line']}: {bad['error']}", file=sys.stderr)
+    if not items:
         raise ValueError(
-            f"{job} cannot be read or is damaged ({type(error).__name__}: {error}); {do}"
-        ) from error
-    jsonl.check_settings(f"the job of {output} began", then, settings, do)
-    unchanged = digest == jsonl.sha256(file.read())
-    file.seek(0)
-    return finished if unchanged else None
+            f"no line of the input {options.input} can be run; give at least one such as "
+            '{"prompt": "..."}'
+        )
+    return items, bad_lines
 
 
-def _read_results(file: BinaryIO, output: Path) -> list[_Key]:
-    """The completions that are there already. A last line that was being written when its writer
-    was killed is cut off."""
-    keys: dict[_Key, int] = {}
-    for number, line in enumerate(jsonl.lines_of(file), 1):
-        first = keys.setdefault(_key(line, number, output), number)
-        if first != number:
-            raise _damaged(output, number, f"it repeats line {first}")
-    return [*keys]
+def _order(items: Sequence[Item]) -> dict[Key, tuple[int, int]]:
+    """The place of each completion of the job: its item's, and its number there."""
+    return {
+        (item.line, item.branch, index): (place, index)
+        for place, item in enumerate(items)
+        for index in range(item.n)
+    }
 
 
-def _key(line: bytes, number: int, output: Path) -> _Key:
-    try:
-        result = json.loads(line)
-        if wrong := [name for name, kind in _RESULT.items() if type(result[name]) is not kind]:
-            raise TypeError(f"its {wrong[0]} is {json.dumps(result[wrong[0]])[:40]}")
-        return result["line"], tuple(map(int, result.get("branch", ()))), result["index"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(output, number, f"{type(error).__name__}: {error}") from error
-
-
-def _damaged(output: Path, number: int, reason: str) -> ValueError:
-    return ValueError(
-        f"line {number} of the output {output} is damaged ({reason}); take that line out, and "
-        "--resume samples it again"
+def _engine(
+    options: argparse.Namespace,
+    sampling: dict[str, Any],
+    model: LoadedModel,
+    items: Sequence[Item],
+    skip: set[tuple[int, int]],
+    max_kv_bytes: int | None,
+    make_engine: Callable[..., Any],
+) -> Any:
+    """Makes what samples the completions that are not to be skipped; None where none is left."""
+    sampler = dataclasses.replace(default_sampler(model), **sampling)
+    warn_of_equal_texts(sampler, max(item.n for item in items))
+    if len(skip) == sum(item.n for item in items):
+        return None
+    # Here, because what replicas on other nodes log is not shown.
+    warn_of_greedy(model, sampler)
+    return make_engine(
+        model,
+        [Branch(item.tokens, n=item.n) for item in items],
+        n=options.n,
+        max_new_tokens=options.max_new_tokens,
+        sampler=sampler,
+        seed=options.seed,
+        share=_SHARE[options.share],
+        max_rows=options.max_rows,
+        max_kv_bytes=max_kv_bytes,
+        skip=skip,
     )
-
-
-def _in_order(output: Path, places: Mapping[_Key, tuple[int, int]]) -> list[bytes]:
-    """The lines of the output in the order of the input."""
-    lines = _read(output, "output").splitlines(keepends=True)
-    return sorted(lines, key=lambda line: places[_key(line, 0, output)])
-
-
-def _read(path: str | Path, what: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ValueError(
-            f"the {what} {path} cannot be read ({error}); give a file of JSON lines"
-        ) from error
-
-
-# The run.
 
 
 def _sample(
@@ -374,67 +291,62 @@ def _sample(
     items: Sequence[Item],
     file: BinaryIO,
     before: int,
-    wanted: int,
+    total: int,
 ) -> None:
     """Writes completions to the file as they finish."""
-    done, most = before, options.max_new_tokens
+    done, max_tokens = before, options.max_new_tokens
     with tqdm(
-        total=(wanted - before) * most, unit=" tokens", leave=False, disable=not sys.stderr.isatty()
+        total=(total - before) * max_tokens,
+        unit=" tokens",
+        leave=False,
+        disable=not sys.stderr.isatty(),
     ) as bar:
         try:
             for completion in engine.stream(on_pass=lambda e: bar.update(e.sampled_tokens - bar.n)):
-                item = items[completion.prompt]
-                branch = {"branch": item.branch} if options.tree else {}
-                jsonl.append(
-                    file,
-                    {
-                        "id": item.id,
-                        "line": item.line,
-                        **branch,
-                        "index": completion.index,
-                        "text": completion.text,
-                        "tokens": completion.tokens,
-                        "reason": completion.reason,
-                        "logprob": round(completion.logprob, 4),
-                    },
-                    _AGAIN,
-                )
+                jsonl.append(file, _result(completion, items, options.tree), AGAIN)
                 done += 1
-                bar.total -= most - len(completion.tokens)  # what stops early leaves less to do
-                bar.set_postfix_str(f"{done}/{wanted} completions", refresh=False)
+                # A completion that stops early leaves less to do.
+                bar.total -= max_tokens - len(completion.tokens)
+                bar.set_postfix_str(f"{done}/{total} completions", refresh=False)
         except KeyboardInterrupt:
             bar.close()
             print(
-                f"{done} of {wanted} completions are in {options.output}; --resume goes on with "
+                f"{done} of {total} completions are in {options.output}; --resume goes on with "
                 "the job",
                 file=sys.stderr,
             )
             raise
 
 
-def _end(
+def _result(completion: Any, items: Sequence[Item], tree: bool) -> dict[str, Any]:
+    """A line of the output."""
+    item = items[completion.prompt]
+    return {
+        "id": item.id,
+        "line": item.line,
+        **({"branch": item.branch} if tree else {}),
+        "index": completion.index,
+        "text": completion.text,
+        "tokens": completion.tokens,
+        "reason": completion.reason,
+        "logprob": round(completion.logprob, 4),
+    }
+
+
+def _report(
     options: argparse.Namespace, finished: Mapping[str, Any], before: int, engine: Any = None
 ) -> int:
-    """Says what the job came to; its exit code."""
-    tokens, passes, seconds, kv_bytes, unique, compiling = (
-        (
-            engine.sampled_tokens,
-            engine.passes,
-            engine.seconds,
-            engine.kv_bytes,
-            engine.unique_tokens,
-            engine.compile_seconds,
-        )
-        if engine
-        else (0, 0, 0.0, 0, 0, 0.0)
-    )
+    """Prints the counts and costs of a job; returns its exit code."""
+    tokens, passes = (engine.sampled_tokens, engine.passes) if engine else (0, 0)
+    seconds, compile_seconds = (engine.seconds, engine.compile_seconds) if engine else (0.0, 0.0)
+    kv_bytes = engine.kv_bytes if engine else 0
     speed = tokens / max(seconds, 1e-9)
     if engine:
         old = f" ({before} of them from before)" if before else ""
         print(
             f"{finished['completions']} completions{old} of {finished['prompts']} prompts; "
-            f"{tokens} tokens in {passes} passes, {speed:,.0f} tokens/s after {compiling:.1f} s of "
-            f"compiling, {kv_bytes / 1e6:.2f} MB of keys and values",
+            f"{tokens} tokens in {passes} passes, {speed:,.0f} tokens/s after "
+            f"{compile_seconds:.1f} s of compiling, {kv_bytes / 1e6:.2f} MB of keys and values",
             file=sys.stderr,
         )
     else:
@@ -443,21 +355,18 @@ def _end(
             file=sys.stderr,
         )
     if options.json:
-        print(
-            json.dumps(
-                {
-                    **finished,
-                    "tokens": tokens,
-                    "passes": passes,
-                    "seconds": seconds,
-                    "compile_seconds": compiling,
-                    "tokens_per_second": speed,
-                    "kv_bytes": kv_bytes,
-                    "unique_prompt_tokens": unique,
-                    "output": options.output,
-                    "resumed": before,
-                    "rows": engine.rows if engine else 0,
-                }
-            )
-        )
+        report = {
+            **finished,
+            "tokens": tokens,
+            "passes": passes,
+            "seconds": seconds,
+            "compile_seconds": compile_seconds,
+            "tokens_per_second": speed,
+            "kv_bytes": kv_bytes,
+            "unique_prompt_tokens": engine.unique_tokens if engine else 0,
+            "output": options.output,
+            "resumed": before,
+            "rows": engine.rows if engine else 0,
+        }
+        print(json.dumps(report))
     return _BAD_LINES if finished["bad_lines"] else 0

@@ -1,5 +1,6 @@
-"""What the command line shows while something runs."""
+"""The terminal output of commands while they run."""
 
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -14,8 +15,7 @@ _FRAME = 4
 
 
 class Streams:
-    """The workers' texts side by side: growing where the output is a terminal, printed once where
-    it is not."""
+    """The workers' texts side by side: live on a terminal, printed once at the end elsewhere."""
 
     def __init__(self, names: Sequence[str], console: Console):
         self.texts, self.console = dict.fromkeys(names, ""), console
@@ -31,13 +31,13 @@ class Streams:
         return self
 
     def show(self, event: Event) -> None:
-        """Puts an event's text behind what its worker has written."""
+        """Appends an event's text to what its worker has written."""
         self.texts[event.worker] = self.texts.get(event.worker, "") + event.text
         if self.live:
             self.live.update(self._view(self.console.height - _FRAME), refresh=True)
 
     def _view(self, lines: int | None = None) -> Table:
-        """One panel for each worker; with `lines`, the last of them that fit the screen."""
+        """One panel for each worker, with the last `lines` of its text or all of it."""
         grid = Table.grid(expand=True)
         columns = len(self.texts)
         for _ in range(columns):
@@ -55,3 +55,10 @@ class Streams:
         if self.live:
             self.live.stop()
         self.console.print(self._view())
+
+
+def console_for(json: bool) -> Console:
+    """The console for pictures: stdout, or stderr where stdout is for JSON."""
+    return Console(
+        file=sys.stderr if json else sys.stdout, width=None if sys.stdout.isatty() else 110
+    )

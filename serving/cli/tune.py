@@ -1,4 +1,4 @@
-"""The command `jaxshare tune`."""
+"""The command `jaxshare tune`: the fastest tiles of the GPU kernels on this GPU."""
 
 import argparse
 import dataclasses
@@ -6,12 +6,17 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
+from jaxshare import models
+from jaxshare.models.config_fields import read_json
+from jaxshare.models.loading import local_folder
 from jaxshare.pallas.device import Device, current_device
 from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, KernelConfig, tiles_file
 from jaxshare.paths import check_file
+from jaxshare.serving.cli import arguments
 from jaxshare.serving.tuning import kernels
 from jaxshare.serving.tuning.kernels import (
     DTYPES,
@@ -25,11 +30,11 @@ from jaxshare.serving.tuning.kernels import (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `jaxshare tune`."""
+    """Adds the arguments of `jaxshare tune`."""
     parser.add_argument(
         "--model",
         metavar="PATH",
-        help="folder or hub id: its config.json says heads, head dim and dtype",
+        help="folder or hub id: its config.json gives heads, head dim and dtype",
     )
     parser.add_argument("--heads", type=int, metavar="H", help="query heads, in place of --model")
     parser.add_argument("--kv-heads", type=int, metavar="K", help="heads of the cache")
@@ -38,12 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        help=f"of the cache: {' or '.join(DTYPES)} (default: the model's own, or {DTYPES[0]})",
+        help=f"dtype of the cache: {' or '.join(DTYPES)} (default: the model's own, or "
+        f"{DTYPES[0]})",
     )
     parser.add_argument(
         "--rows",
         metavar="R,R,...",
-        help=f"how many decode at once (default {','.join(map(str, ROWS))})",
+        help=f"numbers of rows that decode at once (default {','.join(map(str, ROWS))})",
     )
     parser.add_argument("--backend", choices=(*KINDS,), help="default: all of them")
     parser.add_argument(
@@ -56,16 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         metavar="FILE",
         type=Path,
-        help="what to keep the result in (default: tiles.json in the cache "
-        "folder, the one that kernels look into)",
+        help="file to keep the result in (default: tiles.json in the cache "
+        "folder, the one that kernels read)",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object on stdout, everything else on stderr"
-    )
+    arguments.add_json(parser)
 
 
-def run(options: argparse.Namespace, rows: Sequence[int]) -> int:
-    """`jaxshare tune`, for these numbers of rows, or the usual ones.
+def run(options: argparse.Namespace) -> int:
+    """Runs `jaxshare tune`.
 
     Raises:
       ValueError: arguments that are wrong, nothing that could be measured, or a file that cannot be
@@ -73,8 +77,9 @@ def run(options: argparse.Namespace, rows: Sequence[int]) -> int:
       FileNotFoundError: no such model.
       NotImplementedError: there is no GPU.
     """
+    rows = arguments.parse_numbers("--rows", options.rows)
     if wrong := [count for count in rows if count < 1]:
-        raise ValueError(f"--rows has {wrong[0]}; numbers of rows begin at 1")
+        raise ValueError(f"--rows has {wrong[0]}; numbers of rows start at 1")
     if options.output:
         check_file("--output", options.output, makes_folder=True)
     else:
@@ -86,33 +91,8 @@ def run(options: argparse.Namespace, rows: Sequence[int]) -> int:
             "there is no NVIDIA GPU here that JAX can use, and tiles are measured on the GPU that "
             "they are for"
         )
-    rows = rows or (QUICK_ROWS if options.quick else ROWS)
-    backends = [options.backend] if options.backend else [*KINDS]
-    outcomes, file = [], options.output or tiles_file()
-    unkept: OSError | None = None
-    with tqdm(
-        total=kernels.num_measurements(shape, device, rows, backends),
-        unit=" kernels",
-        leave=False,
-        disable=None,
-    ) as bar:
-        # What is found is kept at once, so that ending the program early loses no more than what
-        # was under way.
-        for outcome in kernels.tune(
-            shape,
-            device,
-            rows,
-            backends,
-            QUICK if options.quick else Effort(),
-            kernels.prepare,
-            bar.update,
-        ):
-            outcomes.append(outcome)
-            try:
-                if outcome.best:
-                    kernels.save(device, {outcome.key: outcome.best}, file)
-            except OSError as error:  # what was measured is shown at the end all the same
-                unkept = error
+    file = options.output or tiles_file()
+    outcomes, save_error = _measure(options, shape, device, rows, file)
     if not any(outcome.best for outcome in outcomes):
         reasons = dict.fromkeys(
             f"{m.backend}: {m.reason}"
@@ -124,36 +104,71 @@ def run(options: argparse.Namespace, rows: Sequence[int]) -> int:
             f"no kernel could be measured on this {device.kind}: {'; '.join([*reasons][:2])}"
         )
     if options.json:
-        print(
-            json.dumps(
-                {
-                    "device": device.kind,
-                    "shape": dataclasses.asdict(shape),
-                    "file": str(file),
-                    "best": [
-                        {
-                            **dataclasses.asdict(outcome.key),
-                            "tiles": dataclasses.asdict(outcome.best) if outcome.best else None,
-                            "built_in": dataclasses.asdict(outcome.built_in),
-                        }
-                        for outcome in outcomes
-                    ],
-                    "measurements": [
-                        dataclasses.asdict(m) for outcome in outcomes for m in outcome.measurements
-                    ],
-                }
-            )
-        )
+        print(json.dumps(_as_json(device, shape, file, outcomes)))
     else:
         _show(device, shape, outcomes)
-        if not unkept:
+        if not save_error:
             print(f"kept in {file}")
-    if unkept:
+    if save_error:
         raise ValueError(
-            f"the tiles cannot be kept in {file} ({unkept}); give another --output, or set "
+            f"the tiles cannot be kept in {file} ({save_error}); give another --output, or set "
             "JAXSHARE_CACHE to a folder that can be written"
-        ) from unkept
+        ) from save_error
     return 0
+
+
+def _measure(
+    options: argparse.Namespace,
+    shape: KernelShape,
+    device: Device,
+    rows: Sequence[int],
+    file: Path,
+) -> tuple[list[TuningOutcome], OSError | None]:
+    """Measures kernels and saves the best tiles; the outcomes, and the error of a failed save."""
+    rows = rows or (QUICK_ROWS if options.quick else ROWS)
+    backends = [options.backend] if options.backend else [*KINDS]
+    outcomes: list[TuningOutcome] = []
+    save_error: OSError | None = None
+    with tqdm(
+        total=kernels.num_measurements(shape, device, rows, backends),
+        unit=" kernels",
+        leave=False,
+        disable=None,
+    ) as bar:
+        effort = QUICK if options.quick else Effort()
+        # Each result is saved at once, so that ending the program early loses no more than the
+        # measurement in progress.
+        for outcome in kernels.tune(
+            shape, device, rows, backends, effort, kernels.prepare, bar.update
+        ):
+            outcomes.append(outcome)
+            try:
+                if outcome.best:
+                    kernels.save(device, {outcome.key: outcome.best}, file)
+            except OSError as error:  # the measurements are printed at the end all the same
+                save_error = error
+    return outcomes, save_error
+
+
+def _as_json(
+    device: Device, shape: KernelShape, file: Path, outcomes: Sequence[TuningOutcome]
+) -> dict[str, Any]:
+    return {
+        "device": device.kind,
+        "shape": dataclasses.asdict(shape),
+        "file": str(file),
+        "best": [
+            {
+                **dataclasses.asdict(outcome.key),
+                "tiles": dataclasses.asdict(outcome.best) if outcome.best else None,
+                "built_in": dataclasses.asdict(outcome.built_in),
+            }
+            for outcome in outcomes
+        ],
+        "measurements": [
+            dataclasses.asdict(m) for outcome in outcomes for m in outcome.measurements
+        ],
+    }
 
 
 def _show(device: Device, shape: KernelShape, outcomes: Sequence[TuningOutcome]) -> None:
@@ -205,7 +220,7 @@ def _shape(options: argparse.Namespace) -> KernelShape:
     missing = [name for name, value in numbers.items() if value is None]
     if bool(options.model) == (len(missing) < len(numbers)):
         raise ValueError(
-            "say whose heads to tune for, either with --model or with --heads, --kv-heads and "
+            "name the heads to tune for, either with --model or with --heads, --kv-heads and "
             "--head-dim"
         )
     if options.model:
@@ -218,22 +233,19 @@ def _shape(options: argparse.Namespace) -> KernelShape:
 
 
 def _model_shape(name: str, dtype: str | None) -> KernelShape:
-    """Of the model's config.json, without its weights."""
-    from jaxshare import models  # here, so that --help and wrong arguments answer at once
-    from jaxshare.models.config_fields import read_json
-    from jaxshare.models.loading import local_folder
-
+    """The shape in the model's config.json; its weights are not read."""
     file = local_folder(name) / "config.json"
     if not file.parent.is_dir():
         import huggingface_hub
 
         try:
             file = Path(huggingface_hub.hf_hub_download(name, "config.json"))
-        except Exception as error:  # the kinds differ between versions: no network, no such repository, not allowed
+        # Versions raise different kinds: no network, no such repository, no access rights.
+        except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise FileNotFoundError(
                 f"there is no model folder {name}, and the hub did not give the config.json of "
-                f"such a one ({reason}); give an existing folder, or check the name, the network "
+                f"such a model ({reason}); give an existing folder, or check the name, the network "
                 "and the access rights"
             ) from error
     config, fields = models.ModelConfig.from_json(file), read_json(file)

@@ -1,7 +1,9 @@
-"""Evaluation: accuracy against the budget of forward passes (Hogwild! Inference, sections 4.1 and
-4.2), and a judge of how well workers work together (section 4.3, appendix G).
+"""Evaluation: accuracy against the budget of forward passes, and a judge of collaboration.
 
-    jaxshare evaluate MODEL --task gsm8k5 --method workers --workers 1,2,4 --budgets 1024,2048,4096 --out DIR
+Hogwild! Inference, sections 4.1 and 4.2, and section 4.3 with appendix G:
+
+    jaxshare evaluate MODEL --task gsm8k5 --method workers --workers 1,2,4 \\
+        --budgets 1024,2048,4096 --out DIR
     jaxshare judge DIR --endpoint URL --model NAME
 """
 

@@ -1,8 +1,7 @@
-"""The problems of the embedded model: arithmetic questions, their worked solutions, and how two
-workers share them.
+"""The problems of the embedded model: arithmetic questions, their solutions, and their division.
 
 The form is the sanity check of Hogwild! Inference (section 4.1): five independent questions in one
-prompt, answered in one `\\boxed{...}`. There may be fewer or more of them, and some may go on from
+prompt, answered in one `\\boxed{...}`. There may be fewer or more of them, and some may depend on
 the answer of another one ("twice the answer of 2, plus 7"). A solution is a run of paragraphs, each
 opened by a blank line and a header that names its writer and its step:
 
@@ -11,7 +10,7 @@ opened by a blank line and a header that names its writer and its step:
     Alice 2: Question 2: ...
 
 Two workers divide the questions by one rule (`next_move`): Alice takes the lowest-numbered question
-that nobody is seen to have claimed, Bob the highest, of those that can be worked out by what they
+that no paragraph in sight has claimed, Bob the highest, of those that can be solved from what they
 see; with none left a worker waits in a very short paragraph until it sees more results, and boxes
 them when it sees all.
 """
@@ -27,13 +26,13 @@ NAMES = ("Alice", "Bob")
 SEPARATOR = "\n\n"
 """Opens every paragraph, and so ends the one before: one token of the embedded tokenizer."""
 QUESTIONS = 5
-MOST_QUESTIONS = 10
+MAX_QUESTIONS = 10
 BOX = -1
 WAIT = 0
 
 _THINGS = ("pens", "cups", "books", "eggs")
 _SHORT = 0.15
-"""The share of numbers of one digit among those that a person types."""
+"""The share of one-digit numbers in typed problems."""
 _BOX = re.compile(r"\\boxed\{([^{}]*)\}")
 _CLAIM = re.compile(r"Question (\d+)")
 _RESULT = re.compile(r"Answer (\d+): (\d+)\.")
@@ -41,8 +40,7 @@ _RESULT = re.compile(r"Answer (\d+): (\d+)\.")
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One question: its text as the prompt shows it, and the expression it stands for (`operator`
-    is one of + - *)."""
+    """One question: its text in the prompt, and its expression (`operator` is one of + - *)."""
 
     text: str
     left: int
@@ -50,7 +48,7 @@ class Question:
     right: int
 
     def typed(self, form: Form) -> str:
-        """The question as a form shows it; one in words stands as it is."""
+        """The question in a form; a question in words stays as it is."""
         in_signs = self.text == TAUGHT.sum(self.left, self.operator, self.right)
         return form.sum(self.left, self.operator, self.right) if in_signs else self.text
 
@@ -63,30 +61,34 @@ class Question:
         }[self.operator]
 
     def working(self) -> str:
-        """The expression, then digit by digit from the ones up, carry or borrow always written:
-        `47+38. 7+8=15, 4+3+1=8.`"""
+        """The expression and its steps, digit by digit from the ones up: `47+38. 7+8=15, 4+3+1=8.`
+
+        Every carry or borrow is written, also where it is 0.
+        """
         (tens, ones), right = divmod(self.left, 10), self.right
         if self.operator == "*":
             (tens, ones), digit = divmod(max(self.left, right), 10), min(self.left, right)
             low, high = ones * digit, tens * digit
-            steps = f"{ones}*{digit}={low}, {tens}*{digit}={high}, {high}+{low // 10}={high + low // 10}"
+            total = high + low // 10
+            steps = f"{ones}*{digit}={low}, {tens}*{digit}={high}, {high}+{low // 10}={total}"
         elif self.operator == "+":
             low = ones + right % 10
-            steps = f"{ones}+{right % 10}={low}, {tens}+{right // 10}+{low // 10}={tens + right // 10 + low // 10}"
+            high = tens + right // 10 + low // 10
+            steps = f"{ones}+{right % 10}={low}, {tens}+{right // 10}+{low // 10}={high}"
         else:
             borrow = int(ones < right % 10)
             low = ones + 10 * borrow
-            steps = f"{low}-{right % 10}={low - right % 10}, {tens}-{right // 10}-{borrow}={tens - right // 10 - borrow}"
+            first, second = low - right % 10, tens - right // 10 - borrow
+            steps = f"{low}-{right % 10}={first}, {tens}-{right // 10}-{borrow}={second}"
         return f"{self.left}{self.operator}{self.right}. {steps}."
 
 
 @dataclasses.dataclass(frozen=True)
 class Dependent:
-    """A question that goes on from the answer of another one of its problem: `times` that answer,
-    plus `added`.
+    """A question about the answer of another one of its problem: `times` that answer, plus `added`.
 
     Attributes:
-      source: the number of the other question, from 1. That one is a `Question`.
+      source: the number of the other question, from 1, which is a `Question`.
       times: 1 or 2.
       added: at least 1.
     """
@@ -97,53 +99,59 @@ class Dependent:
 
     @property
     def text(self) -> str:
-        """The question as the prompt shows it."""
+        """The question in the prompt."""
         return (
             f"{'twice ' if self.times == 2 else ''}the answer of {self.source}, plus {self.added}"
         )
 
     def typed(self, form: Form) -> str:
-        """The question as a form shows it: as it is."""
+        """The question in a form: its text."""
         return self.text
 
     def value(self, answer: int) -> int:
-        """Its answer, from that of the other one."""
+        """Its answer, given that of the other question."""
         return self.times * answer + self.added
 
     def working(self, answer: int) -> str:
-        """As `Question.working`, the answer of the other question put in: `84+84+7. 4+4=8,
-        8+8+0=16. 8+7=15, 6+0+1=7, 1+0+0=1.`"""
+        """The expression with the answer of the other question put in, and its steps.
+
+        See `Question.working`: `84+84+7. 4+4=8, 8+8+0=16. 8+7=15, 6+0+1=7, 1+0+0=1.`
+        """
         sums = [(answer, answer)] * (self.times - 1) + [(self.times * answer, self.added)]
-        return f"{'+'.join([str(answer)] * self.times)}+{self.added}. {' '.join(f'{_long_addition(*pair)}.' for pair in sums)}"
+        expression = "+".join([str(answer)] * self.times)
+        steps = " ".join(f"{_long_addition(*pair)}." for pair in sums)
+        return f"{expression}+{self.added}. {steps}"
 
 
 @dataclasses.dataclass(frozen=True)
 class SumsProblem:
-    """Questions, asked at once: 1 to `MOST_QUESTIONS`.
+    """1 to `MAX_QUESTIONS` questions in one prompt.
 
     Attributes:
-      questions: what is asked.
-      form: how it stands in the user's message.
+      questions: in order.
+      form: of the user's message.
 
     Raises:
-      ValueError: another number of questions, or one that depends on what is no `Question` of the
-        problem.
+      ValueError: another number of questions, or one that depends on anything but a `Question` of
+        the problem.
     """
 
     questions: tuple[Question | Dependent, ...]
     form: Form = TAUGHT
 
     def __post_init__(self):
-        if not 1 <= len(self.questions) <= MOST_QUESTIONS:
+        if not 1 <= len(self.questions) <= MAX_QUESTIONS:
             raise ValueError(
-                f"a problem has 1 to {MOST_QUESTIONS} questions; got {len(self.questions)}"
+                f"a problem has 1 to {MAX_QUESTIONS} questions; got {len(self.questions)}"
             )
-        alone = {number for number, q in enumerate(self.questions, 1) if isinstance(q, Question)}
+        independent = {
+            number for number, q in enumerate(self.questions, 1) if isinstance(q, Question)
+        }
         for number, q in enumerate(self.questions, 1):
-            if isinstance(q, Dependent) and q.source not in alone:
+            if isinstance(q, Dependent) and q.source not in independent:
                 raise ValueError(
-                    f"question {number} goes on from the answer of {q.source}, which is no "
-                    "question that stands by itself"
+                    f"question {number} depends on the answer of {q.source}, which is no "
+                    "independent question"
                 )
 
     @property
@@ -158,7 +166,7 @@ class SumsProblem:
         )
 
     def messages(self, names: Sequence[str] = NAMES[:1]) -> list[dict[str, str]]:
-        """Chat messages; the system message says who works: ("Alice",) or ("Alice", "Bob").
+        """The chat messages; the system message names the workers: ("Alice",) or ("Alice", "Bob").
 
         Raises:
           ValueError: for other names.
@@ -182,8 +190,10 @@ class SumsProblem:
         return f" Question {move}: {working} Answer {move}: {self._answer(question)}."
 
     def solution(self) -> str:
-        """All that a lone Alice writes, from the first separator to the closed box; the end token
-        comes after it."""
+        """The text of a lone Alice, from the first separator to the closed box.
+
+        The end token comes after it.
+        """
         text, step, move = "", 0, WAIT
         while move != BOX:
             step, move = step + 1, next_move(NAMES[0], text, self)
@@ -191,7 +201,7 @@ class SumsProblem:
         return text
 
     def open(self, solved: Container[int]) -> set[int]:
-        """The questions that can be worked out by somebody who knows the answers of `solved`."""
+        """The questions that can be solved given the answers of `solved`."""
         return {
             number
             for number, q in enumerate(self.questions, 1)
@@ -218,27 +228,29 @@ def instruction(questions: int) -> str:
         if questions == 2
         else "answer{}"
     )
-    return f"Solve these problems and return comma-separated answers \\boxed{{{listed.format(questions)}}}:"
+    box = f"\\boxed{{{listed.format(questions)}}}"
+    return f"Solve these problems and return comma-separated answers {box}:"
 
 
 def make_problem(
     rng: random.Random, questions: int = QUESTIONS, *, dependent: bool = False
 ) -> SumsProblem:
-    """Draws a problem: sums and differences of two-digit numbers, products of a two-digit number
-    and a digit.
+    """Samples a problem of sums, differences and products.
+
+    Sums and differences are of two-digit numbers, products of a two-digit number and a digit.
 
     Args:
-      rng: what decides.
-      questions: how many, 1 to `MOST_QUESTIONS`.
-      dependent: two in five of them, and one at least, go on from the answer of another one, which
+      rng: the source of randomness.
+      questions: their number, 1 to `MAX_QUESTIONS`.
+      dependent: two in five questions, and at least one, depend on the answer of another one, which
         may come before or after it.
 
     Raises:
-      ValueError: another number of questions, or a single one that is to depend on another.
+      ValueError: another number of questions, or a single one with `dependent`.
     """
     if dependent and questions < 2:
         raise ValueError(
-            f"a problem of {questions} questions has none that another one could go on from; draw "
+            f"a problem of {questions} questions has none that another one could depend on; sample "
             "at least 2"
         )
     made: list[Question | Dependent] = [_make_question(rng) for _ in range(questions)]
@@ -253,14 +265,15 @@ def make_problem(
 
 
 def typed_problem(rng: random.Random, questions: int, form: Form) -> SumsProblem:
-    """Draws a problem as a person would type it: as `make_problem`, with some numbers of one digit,
-    on either side.
+    """Samples a problem as people type it: `make_problem` with some one-digit numbers.
+
+    These may be on either side.
 
     Args:
-      rng: what decides.
-      questions: how many, 1 to `MOST_QUESTIONS`.
-      form: of the message. Questions in words, such as "27 boxes of 6 pens", stand among those of
-        `TAUGHT` alone.
+      rng: the source of randomness.
+      questions: their number, 1 to `MAX_QUESTIONS`.
+      form: of the message. Questions in words, such as "27 boxes of 6 pens", occur in `TAUGHT`
+        alone.
 
     Raises:
       ValueError: another number of questions.
@@ -271,8 +284,10 @@ def typed_problem(rng: random.Random, questions: int, form: Form) -> SumsProblem
 def few_shot_messages(
     examples: Sequence[SumsProblem], problem: SumsProblem
 ) -> list[dict[str, str]]:
-    """A chat in which Alice has solved `examples`, a turn each, and is now asked `problem`. An
-    example takes about 300 tokens."""
+    """A chat in which Alice has solved `examples`, a turn each, and now gets `problem`.
+
+    An example takes about 300 tokens.
+    """
     turns = [_system(NAMES[:1])]
     for example in examples:
         turns += [
@@ -283,22 +298,24 @@ def few_shot_messages(
 
 
 def header(name: str, step: int) -> str:
-    """What stands between the separator and the body of a paragraph; `step` counts a worker's own
-    paragraphs from 1."""
+    """The text between the separator and the body of a paragraph.
+
+    `step` counts a worker's own paragraphs from 1.
+    """
     return f"{name} {step}:"
 
 
 def wait_body(other: str) -> str:
-    """The body of a paragraph of a worker that has nothing to do until `other` is ready."""
+    """The body of a paragraph of a worker that waits until `other` is ready."""
     return f" I wait for {other}."
 
 
 def next_move(name: str, seen: str, problem: SumsProblem | None = None) -> int:
-    """What `name` does next, given everything visible to it after the prompt: finished paragraphs
-    and the other's unfinished one.
+    """The next move of `name`, given all text visible to it after the prompt.
 
     Args:
-      problem: that is solved; default one of five questions that stand by themselves.
+      seen: finished paragraphs and the other worker's unfinished one.
+      problem: default one of five independent questions.
 
     Returns:
       The number of the question to claim, or WAIT, or BOX.
@@ -312,26 +329,30 @@ def next_move(name: str, seen: str, problem: SumsProblem | None = None) -> int:
 
 
 def claimed(text: str) -> set[int]:
-    """The questions that some paragraph in `text` has taken up, finished or not."""
+    """The questions that a paragraph in `text` has claimed, finished or not."""
     return {int(n) for n in _CLAIM.findall(text)}
 
 
 def results(text: str) -> dict[int, int]:
-    """The answers that finished paragraphs in `text` give, by question; the last one stands where a
-    question was answered twice."""
+    """The answers that finished paragraphs in `text` give, by question; of two answers the last."""
     return {int(n): int(answer) for n, answer in _RESULT.findall(text)}
 
 
 def boxed(text: str) -> list[str] | None:
-    """The comma-separated entries of the last closed `\\boxed{...}` in `text`, stripped; None
-    without one."""
-    found = _BOX.findall(text)
-    return [entry.strip() for entry in found[-1].split(",")] if found else None
+    """The comma-separated entries of the last closed `\\boxed{...}` in `text`, stripped.
+
+    None without one.
+    """
+    boxes = _BOX.findall(text)
+    return [entry.strip() for entry in boxes[-1].split(",")] if boxes else None
 
 
 def check(text: str, problem: SumsProblem) -> list[bool]:
-    """Whether each of the boxed answers in `text` is right. All are wrong without a box, or with
-    more entries in it than questions; a missing entry is wrong."""
+    """Marks each of the boxed answers in `text`.
+
+    All are wrong without a box, or with more entries in it than questions; a missing entry is
+    wrong.
+    """
     entries, count = boxed(text) or [], len(problem.questions)
     entries = [*entries, *[""] * (count - len(entries))] if len(entries) <= count else [""] * count
     return [entry == str(answer) for entry, answer in zip(entries, problem.answers, strict=True)]
@@ -381,7 +402,10 @@ def _typed_question(rng: random.Random, form: Form) -> Question:
 
 
 def _long_addition(left: int, right: int) -> str:
-    """Digit by digit from the ones up, the carry always written: `8+7=15, 6+0+1=7`."""
+    """The steps of an addition, digit by digit from the ones up, such as `8+7=15, 6+0+1=7`.
+
+    Every carry is written, also where it is 0.
+    """
     steps, carry = [], 0
     for place in range(max(len(str(left)), len(str(right)))):
         digits = [left // 10**place % 10, right // 10**place % 10]

@@ -1,5 +1,7 @@
-"""The forms in which a person types sums: with or without a sentence, numbered or not, on lines or
-in one, in signs or in words."""
+"""The forms in which people type sums.
+
+With or without a sentence, numbered or not, on lines or in one, in signs or in words.
+"""
 
 import dataclasses
 import random
@@ -10,7 +12,7 @@ SIGNS = (" + ", " - ", " * ")
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How the questions of a problem stand in a user's message.
+    """The form of a problem's questions in a user's message.
 
     Attributes:
       sentence: the text before the questions; None is the instruction of
@@ -19,9 +21,9 @@ class Form:
       joint: the text between two questions, and between the sentence and the first one where that
         is a line break.
       last: the text before the last of several questions; "" is `joint`.
-      ask: the text around each sum, which stands in the place of "{}".
+      ask: the text around each sum; "{}" in it is the sum.
       end: the text after the last question.
-      signs: what stands for plus, minus and times, with the spaces around it.
+      signs: plus, minus and times, with the spaces around them.
     """
 
     sentence: str | None = None
@@ -40,8 +42,8 @@ class Form:
         """The whole message.
 
         Args:
-          instruction: the sentence where the form names none of its own.
-          questions: the text of each, as `sum` writes it.
+          instruction: the sentence where the form has none of its own.
+          questions: their texts, as `sum` writes them.
         """
         marked = [self.marker.format(i) + question for i, question in enumerate(questions, 1)]
         *first, end = marked
@@ -66,7 +68,7 @@ FORMS: Mapping[str, Form] = {
     "in words": Form("", signs=(" plus ", " minus ", " times ")),
     "close signs": Form("", marker="", signs=("+", "-", "*")),
 }
-"""Forms by name, each of which the embedded model is measured on."""
+"""Forms by name. The embedded model is measured on each of them."""
 
 _SENTENCES = (
     "Solve these problems:",
@@ -114,9 +116,11 @@ _SIGNS = (
 _JOINTS = ("\n", "\n", "\n", ", ", "; ", " ")
 
 
-def draw_form(rng: random.Random) -> Form:
-    """Draws a form to learn from: one of `FORMS`, those without numbers more often, or one that is
-    put together anew."""
+def sample_form(rng: random.Random) -> Form:
+    """Samples a form to learn from: one of `FORMS`, or a new combination of parts.
+
+    Of `FORMS`, those without numbers are more frequent.
+    """
     if rng.random() < 0.6:
         return rng.choices(
             [*FORMS.values()], [1 if "{}" in form.marker else 3 for form in FORMS.values()]

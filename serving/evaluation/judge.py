@@ -1,9 +1,9 @@
-"""A judge of how well workers work together: a model behind an endpoint that speaks OpenAI's
-protocol (Hogwild! Inference, section 4.3 and appendix G).
+"""The judge of how well workers collaborate: a model at an endpoint with OpenAI's protocol.
 
-A trace is laid out worker by worker first, so that the judge does not favour those that write in
-long turns, and cut to so many tokens of each worker, so that it does not favour those that write
-more.
+Hogwild! Inference, section 4.3 and appendix G.
+
+A trace is laid out worker by worker first, so that the judge does not favour workers with long
+turns, and cut to the first tokens of each worker, so that it does not favour those that write more.
 """
 
 import dataclasses
@@ -26,34 +26,34 @@ _LEVEL = re.compile(
     r"^\W*level\W*([1-6])(?:\s*(?:/|of|out of)\s*6)?\W*$", re.IGNORECASE | re.MULTILINE
 )
 PREFIX_TOKENS = 4096
-"""Of each worker (section 4.3)."""
+"""Tokens of each worker that the judge sees (section 4.3)."""
 GRADINGS = 3
-"""Of each trace, which are averaged (appendix G.2)."""
+"""Gradings of each trace, which are averaged (appendix G.2)."""
 _RETRIED = (408, 409, 425, 429, *range(500, 600))
-_LONGEST_PAUSE = 60.0
+_MAX_PAUSE = 60.0
 
 
 class JudgeError(ValueError):
-    """The judge cannot be asked, or does not answer as it was asked to."""
+    """The judge cannot be reached, or does not answer in the requested form."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """A model that is asked over HTTP.
+    """A model that is reached over HTTP.
 
     Attributes:
       url: of the API, such as http://localhost:8000/v1, or of its chat/completions.
       model: its name there.
-      key: that is sent along, or None.
+      key: sent with every request, or None.
       temperature: None leaves it to the endpoint.
-      max_tokens: of a reply, at most.
-      seconds: that one reply may take.
-      attempts: at one question, before giving up.
+      max_tokens: of a reply.
+      seconds: timeout of one reply.
+      attempts: per prompt, before giving up.
       pause: seconds before the second attempt, twice as many before the third, and so on, one
         minute at most.
 
     Raises:
-      ValueError: an address that is none, or numbers out of range.
+      ValueError: an invalid address, or numbers out of range.
     """
 
     url: str
@@ -75,31 +75,30 @@ class Endpoint:
         if self.attempts < 1 or self.max_tokens < 1 or not self.seconds > 0 or self.pause < 0:
             raise ValueError(
                 f"attempts is {self.attempts}, max_tokens {self.max_tokens}, seconds "
-                f"{self.seconds} and pause {self.pause}; a question takes at least one attempt, "
+                f"{self.seconds} and pause {self.pause}; a prompt takes at least one attempt, "
                 "one token, some time and no negative pause"
             )
 
     def ask(self, prompt: str, sleep: Callable[[float], None] = time.sleep) -> tuple[str, int]:
-        """A reply that ends with a level, and that level. What can go wrong for a while is tried
-        again.
+        """A reply that ends with a level, and that level. Failures that may pass are tried again.
 
         Raises:
-          JudgeError: the endpoint is not there, refuses, or answers with nonsense, after all
-            attempts.
+          JudgeError: the endpoint refuses; or, after all attempts, it cannot be reached or gives no
+            level.
         """
         pause = self.pause
         for attempt in range(1, self.attempts + 1):
             try:
                 reply = self._reply(prompt)
                 return reply, level_of(reply)
-            except _Passing as error:
+            except _TransientError as error:
                 if attempt == self.attempts:
                     times = f"{attempt} attempts" if attempt > 1 else "an attempt"
                     raise JudgeError(
                         f"the judge {self.model} at {self.url} gave no grade after {times} "
                         f"({error}); see to the endpoint, or give another --endpoint or --model"
                     ) from error
-                sleep(min(_LONGEST_PAUSE, max(pause, error.wait)))
+                sleep(min(_MAX_PAUSE, max(pause, error.wait)))
                 pause *= 2
         raise AssertionError("unreachable")
 
@@ -118,40 +117,37 @@ class Endpoint:
             "Content-Type": "application/json",
             **({"Authorization": f"Bearer {self.key}"} if self.key else {}),
         }
-        # only http and https get here
+        # __post_init__ admits http and https alone.
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=self.seconds) as response:
                 return _text(response.read())
         except urllib.error.HTTPError as error:
             with error:
-                said = error.read(300).decode(errors="replace").strip()
-            what = f"HTTP {error.code} {error.reason}{f': {said}' if said else ''}"
+                details = error.read(300).decode(errors="replace").strip()
+            reason = f"HTTP {error.code} {error.reason}{f': {details}' if details else ''}"
             if error.code not in _RETRIED:
                 raise JudgeError(
-                    f"the judge {self.model} at {self.url} refuses ({what}); check the address, "
+                    f"the judge {self.model} at {self.url} refuses ({reason}); check the address, "
                     "the model's name and the key"
                 ) from error
-            raise _Passing(what, _wait(error.headers)) from error
-        except (
-            OSError,
-            http.client.HTTPException,
-        ) as error:  # URLError and timeouts are among them
-            raise _Passing(
+            raise _TransientError(reason, _retry_after(error.headers)) from error
+        except (OSError, http.client.HTTPException) as error:  # with URLError and timeouts
+            raise _TransientError(
                 str(getattr(error, "reason", "")) or str(error) or type(error).__name__
             ) from error
 
 
-class _Passing(Exception):
-    """What may be better the next time, in so many seconds if the endpoint says so."""
+class _TransientError(Exception):
+    """A failure that may pass, after `wait` seconds if the endpoint gives them."""
 
-    def __init__(self, what: str, wait: float = 0.0):
-        super().__init__(what)
+    def __init__(self, reason: str, wait: float = 0.0):
+        super().__init__(reason)
         self.wait = wait
 
 
-def _wait(headers: email.message.Message) -> float:
-    """Seconds that Retry-After names, if it does."""
+def _retry_after(headers: email.message.Message) -> float:
+    """The seconds in Retry-After, or 0."""
     value = headers.get("Retry-After", "")
     return float(value) if value.isdigit() else 0.0
 
@@ -162,30 +158,29 @@ def _text(body: bytes) -> str:
         if not isinstance(text, str):
             raise TypeError(f"the content is {json.dumps(text)[:40]}")
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise _Passing(
-            f"what came back is no chat completion ({type(error).__name__}: {error})"
+        raise _TransientError(
+            f"the reply is no chat completion ({type(error).__name__}: {error})"
         ) from error
     return text
 
 
 def level_of(reply: str) -> int:
-    """The level that a reply ends with; the last one, where there are several lines of that
-    form."""
-    found = _LEVEL.findall(reply)
-    if not found:
-        raise _Passing(
+    """The level that a reply ends with, in the last line of that form."""
+    levels = _LEVEL.findall(reply)
+    if not levels:
+        raise _TransientError(
             f"the reply has no line with a level from 1 to 6 but ends with {reply.strip()[-80:]!r}"
         )
-    return int(found[-1])
+    return int(levels[-1])
 
 
 def trace_of(run: Run, tokens: int = PREFIX_TOKENS) -> dict[str, str]:
-    """What each worker wrote, its steps one after the other (the contiguous layout of appendix A),
-    and of each no more than so many tokens.
+    """The text of each worker, its steps in order, cut to its first `tokens`.
 
-    A step that is cut keeps as large a part of its characters as of its tokens.
+    This is the contiguous layout of appendix A. A step that is cut keeps as large a part of its
+    characters as of its tokens.
     """
-    found = {}
+    trace = {}
     for name, steps in run.result["workers"].items():
         texts, left = [], tokens
         for step in steps:
@@ -194,12 +189,12 @@ def trace_of(run: Run, tokens: int = PREFIX_TOKENS) -> dict[str, str]:
             left -= count
             if left <= 0:
                 break
-        found[name] = "\n\n".join(text.strip() for text in texts if text.strip())
-    return found
+        trace[name] = "\n\n".join(text.strip() for text in texts if text.strip())
+    return trace
 
 
 def prompt_of(problem: str, trace: Mapping[str, str]) -> str:
-    """What the judge is asked."""
+    """The prompt of the judge for a trace."""
     levels = "\n\n".join(f"Level {level}. {words}" for level, words in LEVELS.items())
     texts = "\n\n".join(
         f'<worker name="{name}">\n{text}\n</worker>' for name, text in trace.items()
@@ -233,7 +228,7 @@ def grade(
     tokens: int = PREFIX_TOKENS,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Grading:
-    """Asks the judge once. Gradings of one run are independent of each other.
+    """Requests one grading. Gradings of one run are independent of each other.
 
     Raises:
       JudgeError: see `Endpoint.ask`.
@@ -243,16 +238,18 @@ def grade(
 
 
 def average_levels(gradings: Sequence[Grading]) -> list[dict[str, Any]]:
-    """For each number of workers the mean over runs of the mean of each run's gradings, and its
-    standard error over runs."""
+    """Averages the levels of gradings for each number of workers.
+
+    The level is the mean over runs of each run's mean grading, with its standard error over runs.
+    """
     runs: dict[int, dict[tuple[str, int], list[int]]] = {}
     for g in gradings:
         runs.setdefault(g.workers, {}).setdefault((g.problem, g.number), []).append(g.level)
-    found = []
+    levels = []
     for workers, by_run in sorted(runs.items()):
-        means = [statistics.fmean(levels) for levels in by_run.values()]
+        means = [statistics.fmean(of_run) for of_run in by_run.values()]
         error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
-        found.append(
+        levels.append(
             {
                 "workers": workers,
                 "level": statistics.fmean(means),
@@ -260,4 +257,4 @@ def average_levels(gradings: Sequence[Grading]) -> list[dict[str, Any]]:
                 "runs": len(means),
             }
         )
-    return found
+    return levels

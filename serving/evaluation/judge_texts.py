@@ -1,7 +1,8 @@
-"""What the judge of collaboration is told. The levels follow the plan of Hogwild! Inference
-(section 4.3 and appendix G), 1 for no collaboration, 3 for a basic division of tasks, 6 for the
-best there could be, in words of our own. They are about how workers coordinate, not about whether
-they are right.
+"""The prompt of the judge of collaboration.
+
+The levels follow the plan of Hogwild! Inference (section 4.3 and appendix G), 1 for no
+collaboration, 3 for a basic division of tasks, 6 for the best possible, in words of our own. They
+grade the coordination of the workers, not the correctness of their answers.
 """
 # ruff: noqa: E501 - a line break inside a paragraph would reach the judge.
 

@@ -1,5 +1,4 @@
-"""Whether two answers are the same as mathematics: math-verify, in a process that may hang or die
-without harm."""
+"""Comparison of mathematical answers by math-verify, in a process that may hang or die."""
 
 import importlib.util
 import json
@@ -19,19 +18,22 @@ _BYTES = 4 * 1024**3
 
 
 class Mathematician:
-    """Compares answers. Its process begins with the first question and anew after one that was too
-    much for it, and ends with `close`."""
+    """Compares answers in a process of its own.
+
+    The process starts with the first comparison, again after one that it did not survive, and ends
+    with `close`.
+    """
 
     def __init__(self, seconds: float = _SECONDS):
-        """Starts nothing yet.
+        """Prepares the comparison; the process starts later.
 
         Args:
-          seconds: for one comparison; what takes longer counts as different.
+          seconds: for one comparison; answers that take longer count as different.
         """
         self._seconds = seconds
         self._process: subprocess.Popen[str] | None = None
         self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._known: dict[tuple[str, str], bool] = {}
+        self._results: dict[tuple[str, str], bool] = {}
 
     @staticmethod
     def check() -> None:
@@ -43,18 +45,17 @@ class Mathematician:
             )
 
     def same(self, reference: str, answer: str) -> bool:
-        """Whether an answer says the same as the reference. What cannot be told in time is not the
-        same.
+        """True if an answer is equal to the reference; False if that is not decided in time.
 
         Raises:
-          ValueError: math-verify is not there, or does not run.
+          ValueError: math-verify is not installed, or does not run.
         """
         if reference.strip() == answer.strip():
             return True
         key = reference, answer
-        if key not in self._known:
-            self._known[key] = self._ask(key)
-        return self._known[key]
+        if key not in self._results:
+            self._results[key] = self._compare(key)
+        return self._results[key]
 
     def close(self) -> None:
         """Ends the process."""
@@ -73,21 +74,18 @@ class Mathematician:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, question: tuple[str, str]) -> bool:
+    def _compare(self, pair: tuple[str, str]) -> bool:
         if self._process is None:
-            self._begin()
+            self._start()
         try:
-            self._put(question)
+            self._put(pair)
             return json.loads(self._replies.get(timeout=self._seconds))
-        except (
-            queue.Empty,
-            OSError,
-            ValueError,
-        ):  # it hangs, it has died, or it died before it answered
+        # The process hangs, has died, or died before it answered.
+        except (queue.Empty, OSError, ValueError):
             self.close()
             return False
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         self.check()
         self._process = process = subprocess.Popen(
             [sys.executable, "-P", str(_PROGRAM), str(_BYTES)],
@@ -105,7 +103,7 @@ class Mathematician:
             assert process.stdout is not None
             for line in process.stdout:
                 replies.put(line)
-            replies.put("")  # it has ended
+            replies.put("")  # the process has ended
 
         self._listener = threading.Thread(target=listen, name="jaxshare-mathematics", daemon=True)
         self._listener.start()
@@ -121,11 +119,11 @@ class Mathematician:
         if not ready:
             self.close()
             raise ValueError(
-                "math-verify runs but does not take 1 for 1; `pip install 'jaxshare[evaluate]'` "
-                "mends its packages"
+                "math-verify runs but does not find 1 equal to 1; `pip install "
+                "'jaxshare[evaluate]'` mends its packages"
             )
 
-    def _put(self, question: tuple[str, str]) -> None:
+    def _put(self, pair: tuple[str, str]) -> None:
         assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.write(json.dumps(pair) + "\n")
         self._process.stdin.flush()

@@ -1,8 +1,8 @@
-"""Compares answers with math-verify, in a process of its own: an answer such as 10^{10^{10}} takes
-all time and all memory.
+"""The process that compares answers with math-verify.
 
-Run by `mathematics.Mathematician`. Reads a JSON line [reference, answer] at a time, and answers
-each with true or false.
+It is separate because an answer such as 10^{10^{10}} takes all time and all memory. Run by
+`mathematics.Mathematician`. Reads JSON lines [reference, answer], and answers each with true or
+false.
 """
 
 import json
@@ -11,13 +11,13 @@ import sys
 import warnings
 
 _SECONDS = 5
-"""That math-verify itself gives to each of its steps."""
+"""The time limit of math-verify itself for each of its steps."""
 
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
-    warnings.simplefilter("ignore")  # of the packages below, which nobody here can mend
-    replies, sys.stdout = sys.stdout, sys.stderr  # so that nothing else is taken for a reply
+    warnings.simplefilter("ignore")  # of the packages below, which users cannot mend
+    replies, sys.stdout = sys.stdout, sys.stderr  # so that prints are not taken for replies
     from math_verify import parse, verify
 
     for line in sys.stdin:
@@ -32,8 +32,10 @@ def main() -> None:
 
 
 def _boxed(text: str) -> str:
-    r"""In the form in which math-verify looks for LaTeX first. Dollars say nothing in a box, be
-    they marks of LaTeX or a currency."""
+    r"""An answer in the form that math-verify parses first, without dollars.
+
+    These mean nothing in a box, as marks of LaTeX or as a currency.
+    """
     inner = text.replace("\\$", "").replace("$", "").strip().rstrip(".")
     return f"$\\boxed{{{inner}}}$"
 

@@ -1,4 +1,4 @@
-"""Accuracy over the budget of forward passes, as in figure 3 of Hogwild! Inference."""
+"""Plots of accuracy over the budget of forward passes, as in figure 3 of Hogwild! Inference."""
 
 import importlib.util
 import itertools
@@ -10,23 +10,23 @@ from jaxshare.serving.evaluation.scoring import Point
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart by colour-blind readers too.
+# Okabe and Ito's colours, which are distinct for colour-blind readers too.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-_FEW = 10
-"""Budgets that have a tick each, on a logarithmic axis; more are taken to lie at even distances."""
+_MAX_TICKS = 10
+"""At most this many budgets have a tick each, on a logarithmic axis; more get a linear axis."""
 
 
 def available() -> bool:
-    """Whether matplotlib is installed."""
+    """True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def accuracy_picture(lines: Mapping[str, Sequence[Point]], title: str) -> "Figure":
-    """A line for each name, with its interval as a band.
+    """Draws a line for each name, with its interval as a band.
 
     Args:
-      lines: points in ascending order of their budgets, by what stands in the legend.
+      lines: points in ascending order of their budgets, by their label in the legend.
       title: of the picture.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -57,7 +57,7 @@ def accuracy_picture(lines: Mapping[str, Sequence[Point]], title: str) -> "Figur
         )
     budgets = sorted({point.budget for line in lines.values() for point in line})
     axes.set(title=title, xlabel="forward passes", ylabel="accuracy, %", ylim=(-3, 103))
-    if len(budgets) <= _FEW:
+    if len(budgets) <= _MAX_TICKS:
         axes.set_xscale("log")
         axes.set_xticks(budgets, labels=[str(budget) for budget in budgets])
         axes.minorticks_off()

@@ -1,8 +1,7 @@
-"""Runs of an evaluation: which there are, what one comes to, and the file that they are written to
-as they finish.
+"""Runs of an evaluation: their specs, their results, and the file that they are written to.
 
-A run depends on its piece and the model alone. That is why an evaluation needs no state but its own
-file: what stands there is skipped, the rest is run, and all is as in an unbroken one.
+A run depends on its spec and the model alone. That is why an evaluation needs no state but its own
+file: the runs in it are skipped, the rest is made, and the result is that of an unbroken one.
 """
 
 import concurrent.futures
@@ -33,22 +32,23 @@ from jaxshare.serving.evaluation.tasks import Problem
 from jaxshare.serving.workers.answers import AnswerRule, answer_rule, box_answers, has_entries
 
 ALONE = ("no-early-stop", "sequential", "skeleton-unlimited")
-"""Methods that do not ask how many workers there are. They count as one."""
+"""Methods that do not depend on the number of workers. They count as one."""
 
 Key = tuple[int, str, int]
-"""Of a run: how many workers, the problem's id, the number of the seed."""
+"""The key of a run: the number of workers, the problem's id, the number of the seed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
-    """One run that is to be made: plain data, which can be sent to wherever a model is.
+    """The specification of one run: plain data, which can be sent to the process of a model.
 
     Attributes:
       problem: id of the problem; text, kind and parts as it has them.
-      method: one of `METHODS`; workers: how many.
-      number: of the seed, from 0; seed: itself.
+      method: one of `METHODS`.
+      workers: their number.
+      number: of the seed, from 0; seed: the seed itself.
       budgets: forward passes after which answers are taken, in ascending order.
-      answer_tokens: most tokens of an answer that is asked for early.
+      answer_tokens: maximum tokens of an answer that is requested early.
       sampler: for all of them.
       more: further arguments of the method: the format, and settings of `Workers` for the method
         "workers".
@@ -73,7 +73,7 @@ class RunSpec:
 
     @property
     def rule(self) -> AnswerRule:
-        """What ends the run: an answer to all of the problem's questions."""
+        """The rule that ends the run: an answer to all of the problem's questions."""
         return (
             box_answers(has_entries(self.parts))
             if self.kind == "box" and self.parts > 1
@@ -81,16 +81,17 @@ class RunSpec:
         )
 
     def __str__(self) -> str:
-        return f"the run of problem {self.problem} with {self.workers} worker{'s' * (self.workers > 1)}"
+        team = f"{self.workers} worker{'s' * (self.workers > 1)}"
+        return f"the run of problem {self.problem} with {team}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run that has been made, as its line in the file has it.
+    """A finished run, with the fields of its line in the file.
 
     Attributes:
       workers, problem, number, seed: see `RunSpec`; text: of the problem.
-      result: all that was written and answered, as `Result.as_json` gives it.
+      result: all texts and answers, as `Result.as_json` gives them.
     """
 
     workers: int
@@ -106,10 +107,10 @@ class Run:
 
     @classmethod
     def read(cls, line: bytes) -> "Run":
-        """Of a line of the file.
+        """Reads a line of the file.
 
         Raises:
-          ValueError: it is none.
+          ValueError: the line is no run.
         """
         try:
             run = cls(**json.loads(line))
@@ -141,11 +142,11 @@ def run_specs(
     sampler: Sampler,
     more: Mapping[str, Any],
 ) -> list[RunSpec]:
-    """All runs of an evaluation, problem by problem, so that one that is broken off has the same
-    problems for all numbers of workers.
+    """The specs of all runs of an evaluation, problem by problem.
 
-    A run's seed follows from `seed`, the problem's place and the number of the run
-    (`jaxshare.seeds`), not from the number of workers.
+    So an evaluation that is broken off has the same problems for all numbers of workers. A run's
+    seed follows from `seed`, the problem's place and the number of the run (`jaxshare.seeds`), not
+    from the number of workers.
     """
     settings: Any = dict(
         budgets=tuple(sorted(set(budgets))), answer_tokens=answer_tokens, sampler=sampler, more=more
@@ -168,109 +169,117 @@ def run_specs(
     ]
 
 
-def solve(model: LoadedModel, piece: RunSpec, on_pass: Callable[[int], None] | None = None) -> Run:
-    """Makes one run. One run answers at every budget, which changes nothing of what is written.
+def label(method: str, workers: int) -> str:
+    """The name of a method with a number of workers, for legends and messages."""
+    if method in ALONE:
+        return method
+    return (
+        f"{workers} worker{'s' * (workers > 1)}" if method == "workers" else f"{method}, {workers}"
+    )
+
+
+def solve(model: LoadedModel, spec: RunSpec, on_pass: Callable[[int], None] | None = None) -> Run:
+    """Makes one run. It answers at every budget, which changes nothing of the text.
 
     Args:
-      on_pass: called now and then with the forward passes so far.
+      on_pass: called from time to time with the forward passes so far.
 
     Raises:
       ValueError: a problem that the method refuses, such as one that does not fit the model's
         context.
     """
     on_event = (lambda event: on_pass(event.passes)) if on_pass else None
-    result = METHODS[piece.method](
+    result = METHODS[spec.method](
         model,
-        piece.text,
-        workers=piece.workers,
-        budget=piece.budgets[-1],
-        finish_at=piece.budgets,
-        kind=piece.rule,
-        sampler=piece.sampler,
-        seed=piece.seed,
-        finisher_tokens=piece.answer_tokens,
+        spec.text,
+        workers=spec.workers,
+        budget=spec.budgets[-1],
+        finish_at=spec.budgets,
+        kind=spec.rule,
+        sampler=spec.sampler,
+        seed=spec.seed,
+        finisher_tokens=spec.answer_tokens,
         on_event=on_event,
-        **piece.more,
+        **spec.more,
     )
-    return Run(piece.workers, piece.problem, piece.number, piece.seed, piece.text, result.as_json())
+    return Run(spec.workers, spec.problem, spec.number, spec.seed, spec.text, result.as_json())
 
 
 Execute = Callable[
     [Sequence[RunSpec], Callable[[int], None]], Iterable[tuple[RunSpec, Run | ValueError]]
 ]
-"""Where runs are made: given pieces, each of which stands by itself, it yields what each has come
-to, in any order, as they finish. It may call the second argument with the forward passes of the run
-that is under way."""
+"""Makes runs: takes specs, which are independent of each other, and yields each with its run or its
+error, in any order, as they finish. It may call the second argument with the forward passes of the
+run in progress."""
 
 
 def execute(model: LoadedModel) -> Execute:
-    """Makes runs here: one after the other, or side by side on the data groups of the model's
-    mesh."""
+    """Makes runs in this process: in order, or side by side on the data groups of the mesh."""
     replicas = model.replicas()
     free: queue.SimpleQueue[LoadedModel] = queue.SimpleQueue()
     for replica in replicas:
         free.put(replica)
 
     def make(
-        piece: RunSpec, on_pass: Callable[[int], None] | None
+        spec: RunSpec, on_pass: Callable[[int], None] | None
     ) -> tuple[RunSpec, Run | ValueError]:
         replica = free.get()
         try:
-            return piece, solve(replica, piece, on_pass)
+            return spec, solve(replica, spec, on_pass)
         except ValueError as error:
-            return piece, error
+            return spec, error
         finally:
             free.put(replica)
 
     def run(
-        wanted: Sequence[RunSpec], on_pass: Callable[[int], None]
+        specs: Sequence[RunSpec], on_pass: Callable[[int], None]
     ) -> Iterator[tuple[RunSpec, Run | ValueError]]:
         if len(replicas) == 1:
-            yield from (make(piece, on_pass) for piece in wanted)
+            yield from (make(spec, on_pass) for spec in specs)
             return
-        pool = concurrent.futures.ThreadPoolExecutor(
+        executor = concurrent.futures.ThreadPoolExecutor(
             len(replicas), thread_name_prefix="jaxshare-data"
         )
         try:
             for made in concurrent.futures.as_completed(
-                [pool.submit(make, piece, None) for piece in wanted]
+                [executor.submit(make, spec, None) for spec in specs]
             ):
                 yield made.result()
-        finally:  # also where the caller wants no more
-            pool.shutdown(cancel_futures=True)
+        finally:  # also where the caller stops early
+            executor.shutdown(cancel_futures=True)
 
     return run
 
 
-def execute_on(fleet: RayPool, load: Callable[[], LoadedModel]) -> Execute:
-    """Makes runs on the replicas of a fleet, side by side.
+def execute_on(pool: RayPool, load: Callable[[], LoadedModel]) -> Execute:
+    """Makes runs on the replicas of a pool, side by side.
 
     Args:
-      fleet: connected.
+      pool: connected.
       load: gives the model, on the node where it is called.
     """
 
     def run(
-        wanted: Sequence[RunSpec], on_pass: Callable[[int], None]
+        specs: Sequence[RunSpec], on_pass: Callable[[int], None]
     ) -> Iterator[tuple[RunSpec, Run | ValueError]]:
-        fleet.start(functools.partial(_solver, load), max_replicas=len(wanted))
-        for result in fleet.run(wanted):
+        pool.start(functools.partial(_solver, load), max_replicas=len(specs))
+        for result in pool.run(specs):
             yield result.piece, result.value
 
     return run
 
 
 def _solver(load: Callable[[], LoadedModel]) -> Work:
-    """What makes runs in the process of a replica."""
+    """Makes the function that makes runs in the process of a replica."""
     model = load()
 
     def work(
-        piece: RunSpec, arrived: Collection[Hashable]
+        spec: RunSpec, arrived: Collection[Hashable]
     ) -> Iterator[tuple[Hashable, Run | ValueError]]:
         try:
-            yield piece.key, solve(model, piece)
+            yield spec.key, solve(model, spec)
         except ValueError as error:
-            yield piece.key, ValueError(str(error))
+            yield spec.key, ValueError(str(error))
 
     return work
 
@@ -279,29 +288,30 @@ def _solver(load: Callable[[], LoadedModel]) -> Work:
 
 
 def read_runs(file: BinaryIO, path: Path, known: Container[Key]) -> list[Run]:
-    """The runs that are there already. A last line that was being written when its writer was
-    killed is cut off.
+    """Reads the runs that are there already.
+
+    A last line that was being written when its writer was killed is cut off.
 
     Raises:
       ValueError: a line that is damaged, repeated, or of no run of this evaluation.
     """
-    found: dict[Key, Run] = {}
+    runs: dict[Key, Run] = {}
     for number, line in enumerate(jsonl.lines_of(file), 1):
         try:
             run = Run.read(line)
             if run.key not in known:
                 raise ValueError("it is of no run of this evaluation")
-            if run.key in found:
+            if run.key in runs:
                 raise ValueError("it repeats a run before")
         except ValueError as error:
             raise ValueError(
                 f"line {number} of {path} is damaged ({error}); take that line out, and --resume "
                 "makes the run again"
             ) from error
-        found[run.key] = run
-    return [*found.values()]
+        runs[run.key] = run
+    return [*runs.values()]
 
 
 def write_run(file: BinaryIO, run: Run) -> None:
-    """Writes a run behind the others, at once."""
+    """Appends a run to the file, at once."""
     jsonl.append(file, dataclasses.asdict(run), "--resume goes on with the evaluation")

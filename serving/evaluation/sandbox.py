@@ -1,12 +1,13 @@
-"""Programs that a model has written, run against tests: a process of its own, limits on time and
-memory, no network.
+"""The sandbox runs a model's programs against tests, in a process of its own.
+
+It limits time and memory, and has no network.
 
 This guards against mistakes: endless loops, memory that grows, an answer looked up on the network,
 a program that ends before its tests. It is NOT a jail. A program runs as you do: it can read the
-files that you can read, and write those that you can write. Where the kernel lets one make
-namespaces (Linux, `unshare`), it has no network at all and its processes die with it. Elsewhere
-Python itself refuses to connect and to begin other processes, which a program that wants to can get
-round. For programs that mean harm use a container or another machine.
+files that you can read, and write those that you can write. Where the kernel allows namespaces
+(Linux, `unshare`), it has no network at all and its processes die with it. Elsewhere Python itself
+refuses to connect and to start other processes, which a malicious program can circumvent. For such
+programs use a container or another machine.
 """
 
 import contextlib
@@ -26,21 +27,21 @@ from pathlib import Path
 _PROGRAM = Path(__file__).with_name("sandbox_process.py")
 _NAMESPACES = ("--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
 _START_SECONDS = 10.0
-"""That a process may take to begin, on a machine that is busy."""
+"""Time for the start of a process, on a busy machine."""
 _REPORT_BYTES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a program and its tests may take together.
+    """The limits of a program and its tests together.
 
     Attributes:
-      seconds: of processor time; of the clock twice that, and some for the start.
-      memory: bytes of address space, Python's own 20 MB or so included. macOS does not hold to it.
-      files: bytes of any one file that is written.
+      seconds: of processor time; of wall time twice that, and some for the start.
+      memory: bytes of address space, Python's own 20 MB or so included. macOS does not enforce it.
+      files: bytes of each file that is written.
 
     Raises:
-      ValueError: nothing of one of them.
+      ValueError: a limit that is not above 0.
     """
 
     seconds: float = 10.0
@@ -55,7 +56,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What running tests has come to: whether they passed, and why not."""
+    """The outcome of tests: passed, or the reason why not."""
 
     passed: bool
     error: str | None = None
@@ -63,26 +64,25 @@ class Verdict:
 
 @functools.cache
 def namespaces() -> tuple[str, ...]:
-    """The command that begins a process without a network, or () where the system does not let
-    one."""
+    """The command that starts a process without a network, or () where the system has none."""
     command = shutil.which("unshare")
     if command is None:
         return ()
-    found = (command, *_NAMESPACES)
-    tried = subprocess.run(
-        [*found, "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False
+    prefix = (command, *_NAMESPACES)
+    probe = subprocess.run(
+        [*prefix, "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False
     )
-    return found if tried.returncode == 0 else ()
+    return prefix if probe.returncode == 0 else ()
 
 
 def run_tests(
     program: str, tests: str, limits: Limits = Limits(), *, isolate: bool = True
 ) -> Verdict:
-    """Runs a program, then its tests behind it in the same module.
+    """Runs a program, then its tests in the same module.
 
     Args:
-      program: Python code. What stands under `if __name__ == "__main__":` is not run.
-      tests: Python code that uses what the program has defined, and raises an exception if that is
+      program: Python code. The block under `if __name__ == "__main__":` is not run.
+      tests: Python code that uses the program's definitions, and raises an exception if they are
         wrong.
       limits: see `Limits`.
       isolate: in namespaces, where the system has them; False blocks the network in Python alone.
@@ -113,9 +113,8 @@ def run_tests(
 def _run_process(
     prefix: tuple[str, ...], given: dict[str, object], folder: str, report: int, seconds: float
 ) -> Verdict | None:
-    """Runs the process to its end, or until it has taken too long; a verdict if it did not come to
-    one itself."""
-    # No variable of ours reaches the program: there are keys among them.
+    """Runs the process to its end or its time limit; a verdict where it cannot report one."""
+    # No variable of this process reaches the program: there are keys among them.
     environment = {
         "PATH": os.defpath,
         "HOME": folder,
@@ -138,7 +137,7 @@ def _run_process(
     except subprocess.TimeoutExpired:
         return Verdict(False, f"takes more than {seconds:g} seconds")
     finally:
-        # all that it has begun, also where it has ended by itself
+        # Its children too, also where it has ended by itself.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -146,14 +145,14 @@ def _run_process(
 
 
 def _verdict(report: int, mark: str) -> Verdict:
-    """What the process has reported."""
+    """Reads the report of the process."""
     try:
-        found = json.loads(os.read(report, _REPORT_BYTES))
-        if found["mark"] != mark:
+        result = json.loads(os.read(report, _REPORT_BYTES))
+        if result["mark"] != mark:
             raise ValueError("another mark")
     except (BlockingIOError, ValueError, KeyError, TypeError):
         return Verdict(
             False,
             "ended before its tests did: it ends itself, or takes more time or memory than it may",
         )
-    return Verdict(found["error"] is None, found["error"])
+    return Verdict(result["error"] is None, result["error"])

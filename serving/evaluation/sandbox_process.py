@@ -1,8 +1,8 @@
-"""Runs a program and then its tests, under limits. `sandbox.run_tests` begins it as a process of
-its own, from the standard library alone.
+"""The process that runs a program and then its tests, under limits.
 
-Reads one JSON object from stdin, and writes one to a file descriptor at the end, with the mark that
-it was given: so a program that ends the process early has not passed.
+Started by `sandbox.run_tests`; uses the standard library alone. Reads one JSON object from stdin,
+and writes one to a file descriptor at the end, with the given mark: so a program that ends the
+process early has not passed.
 """
 
 import functools
@@ -46,14 +46,14 @@ def main() -> None:
     error = _run(given["program"], "program") or _run(given["tests"], "tests")
     json.dump({"mark": given["mark"], "error": error}, report)
     report.flush()
-    os._exit(0)  # what is left of the program, such as threads, has no say in it
+    os._exit(0)  # without waiting for threads of the program
 
 
 def _limit(kind: int, limit: int, spare: int = 0) -> None:
-    """Lowers a limit; a process that lives on `spare` beyond it is killed."""
+    """Lowers a limit; a process that exceeds it by `spare` is killed."""
     hard = resource.getrlimit(kind)[1]
-    most = limit + spare if hard == resource.RLIM_INFINITY else min(limit + spare, hard)
-    resource.setrlimit(kind, (min(limit, most), most))
+    new_hard = limit + spare if hard == resource.RLIM_INFINITY else min(limit + spare, hard)
+    resource.setrlimit(kind, (min(limit, new_hard), new_hard))
 
 
 def _late(seconds: int, *_: object) -> None:
@@ -61,8 +61,11 @@ def _late(seconds: int, *_: object) -> None:
 
 
 def _run(source: str, what: str) -> str | None:
-    """Runs code in the module `solution`, whose `if __name__ == "__main__":` does not hold; what it
-    raises, or None."""
+    """Runs code in the module `solution`, so that `__name__ == "__main__"` is false.
+
+    Returns:
+      Its error, or None.
+    """
     module = sys.modules.setdefault("solution", types.ModuleType("solution"))
     try:
         exec(compile(source, what, "exec"), module.__dict__)

@@ -1,5 +1,4 @@
-"""From texts to numbers: what is right, accuracy by budget with its uncertainty, and how many
-passes it takes to get somewhere."""
+"""Scores: marks of answers, accuracy by budget with its uncertainty, and passes to an accuracy."""
 
 import collections
 import dataclasses
@@ -10,7 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxshare.serving.evaluation.mathematics import Mathematician
-from jaxshare.serving.evaluation.runs import Run
+from jaxshare.serving.evaluation.runs import Run, label
 from jaxshare.serving.evaluation.sandbox import Limits, Verdict, run_tests
 from jaxshare.serving.evaluation.tasks import Problem
 
@@ -27,9 +26,9 @@ class Score:
     Attributes:
       workers, problem, number: of the run; budget: of forward passes.
       value: the answer, or None.
-      right: for each question of the problem whether it is right.
-      written: the answer was written in time, and not asked for.
-      error: what the tests of a program have said.
+      right: for each question of the problem, True for a right answer.
+      written: the answer was written in time, and not requested early.
+      error: the error of a program or its tests.
     """
 
     workers: int
@@ -48,7 +47,7 @@ class Score:
 
 
 class Scorer:
-    """Marks answers. The same answer to the same problem is looked at once."""
+    """Marks answers. The same answer to the same problem is checked once."""
 
     def __init__(
         self, problems: Iterable[Problem], mathematician: Mathematician, limits: Limits = Limits()
@@ -58,8 +57,8 @@ class Scorer:
         self._verdicts: dict[tuple[str, str], Verdict] = {}
 
     def score(self, run: Run) -> list[Score]:
-        """One for each budget."""
-        problem, found = self._problems[run.problem], []
+        """Marks a run, once for each budget."""
+        problem, scores = self._problems[run.problem], []
         for budget, answer in run.result["answers"].items():
             value = answer["value"]
             right, error = (
@@ -67,7 +66,7 @@ class Scorer:
                 if problem.tests is not None
                 else (self._right(problem, value), None)
             )
-            found.append(
+            scores.append(
                 Score(
                     run.workers,
                     run.problem,
@@ -79,7 +78,7 @@ class Scorer:
                     error,
                 )
             )
-        return found
+        return scores
 
     def _right(self, problem: Problem, value: str | None) -> tuple[bool, ...]:
         return right_answers(
@@ -100,14 +99,14 @@ class Scorer:
 def right_answers(
     references: Sequence[str], value: str | None, same: Callable[[str, str], bool]
 ) -> tuple[bool, ...]:
-    """Whether each of the answers in a box is right.
+    """Marks each of the answers in a box.
 
     Args:
-      references: what is right, in order.
-      value: what stands in the box: with several references as many answers with commas between
-        them. Too few: those that are missing are wrong. Too many: nobody can tell which is which,
-        and all are wrong.
-      same: (reference, answer) -> whether they are the same.
+      references: the right answers, in order.
+      value: the content of the box: an answer for each reference, with commas between them. Missing
+        answers are wrong. With too many, the answers cannot be matched with the references, and all
+        are wrong.
+      same: (reference, answer) -> True if they are the same.
     """
     if value is None or not value.strip():
         return (False,) * len(references)
@@ -123,26 +122,29 @@ def right_answers(
     )
 
 
-def _entries(text: str, wanted: int) -> list[str]:
-    """Of a list with commas. A comma may be one between thousands where all commas together make
-    too many entries, or where others have a space behind them."""
+def _entries(text: str, count: int) -> list[str]:
+    """The entries of a list with commas.
+
+    A comma may separate thousands where all commas together would make too many entries, or where
+    others are followed by a space.
+    """
     parts = _COMMA.split(text)
-    if len(parts) == wanted or (len(parts) < wanted and not re.search(r",\s", text)):
+    if len(parts) == count or (len(parts) < count and not re.search(r",\s", text)):
         return parts
     return [part.replace(",", "") for part in _COMMA_OF_LIST.split(text)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Accuracy of one number of workers at one budget.
+    """The accuracy of one number of workers at one budget.
 
     Attributes:
-      workers, budget: of them.
+      workers, budget: the two numbers.
       accuracy: the mean over problems of the part of their questions that is right, over seeds
         first.
       low, high: its 95% interval; see `wilson`.
       written: the part of the runs whose answer was written in time.
-      problems, runs: how many there are.
+      problems, runs: their numbers.
     """
 
     workers: int
@@ -156,18 +158,18 @@ class Point:
 
 
 def points(scores: Iterable[Score]) -> list[Point]:
-    """Accuracy by number of workers and budget, in ascending order."""
+    """Computes accuracy by number of workers and budget, in ascending order."""
     groups: dict[tuple[int, int], list[Score]] = collections.defaultdict(list)
     for score in scores:
         groups[score.workers, score.budget].append(score)
-    found = []
+    points = []
     for (workers, budget), group in sorted(groups.items()):
         by_problem: dict[str, list[float]] = collections.defaultdict(list)
         for score in group:
             by_problem[score.problem].append(score.part)
         accuracy = statistics.fmean(statistics.fmean(parts) for parts in by_problem.values())
         low, high = wilson(accuracy, len(by_problem))
-        found.append(
+        points.append(
             Point(
                 workers,
                 budget,
@@ -179,35 +181,42 @@ def points(scores: Iterable[Score]) -> list[Point]:
                 len(group),
             )
         )
-    return found
+    return points
+
+
+def lines(method: str, points: Iterable[Point]) -> dict[str, list[Point]]:
+    """The points of each number of workers, by the label of their line in a legend."""
+    by_workers: dict[int, list[Point]] = collections.defaultdict(list)
+    for point in points:
+        by_workers[point.workers].append(point)
+    return {label(method, count): line for count, line in sorted(by_workers.items())}
 
 
 def wilson(accuracy: float, problems: int) -> tuple[float, float]:
     """Wilson's score interval of 95% (Wilson, 1927) for a mean over problems.
 
-    A problem that is right in part, over several questions or seeds, counts as one all the same:
-    what is drawn at random are problems, and questions of one are not independent. A mean of values
-    from 0 to 1 varies at most as one of noughts and ones does, so the interval is too wide there
-    rather than too narrow.
+    A problem that is right in part, over several questions or seeds, still counts as one: problems
+    are the random sample, and questions of one problem are not independent. A mean of values from 0
+    to 1 varies at most as a mean of zeros and ones does, so there the interval is too wide rather
+    than too narrow.
 
     Args:
       accuracy: the mean, 0 to 1.
-      problems: how many, at least 1.
+      problems: their number, at least 1.
     """
     z2 = _Z95**2 / problems
     middle, half = accuracy + z2 / 2, math.sqrt(z2 * (accuracy * (1 - accuracy) + z2 / 4))
     return max(0.0, (middle - half) / (1 + z2)), min(1.0, (middle + half) / (1 + z2))
 
 
-def passes_to(found: Iterable[Point], accuracy: float) -> dict[int, float | None]:
-    """For each number of workers the forward passes after which it is this accurate for the first
-    time.
+def passes_to(points: Iterable[Point], accuracy: float) -> dict[int, float | None]:
+    """The forward passes until each number of workers reaches an accuracy for the first time.
 
-    Between two budgets a straight line is drawn. Where the smallest budget is enough already, it is
-    that one; None where no budget is.
+    Budgets are interpolated linearly. Where the smallest budget is enough, the result is that
+    budget; where none is enough, None.
     """
     by_workers: dict[int, list[Point]] = collections.defaultdict(list)
-    for point in sorted(found, key=lambda point: point.budget):
+    for point in sorted(points, key=lambda point: point.budget):
         by_workers[point.workers].append(point)
     return {workers: _first(line, accuracy) for workers, line in sorted(by_workers.items())}
 
@@ -223,15 +232,17 @@ def _first(line: Sequence[Point], accuracy: float) -> float | None:
     return None
 
 
-def table(found: Sequence[Point]) -> str:
-    """Accuracy in percent with its interval, a row for each budget and a column for each number of
-    workers."""
+def table(points: Sequence[Point]) -> str:
+    """A table of accuracy in percent with its interval.
+
+    It has a row per budget and a column per number of workers.
+    """
     workers, budgets = (
-        sorted({getattr(point, name) for point in found}) for name in ("workers", "budget")
+        sorted({getattr(point, name) for point in points}) for name in ("workers", "budget")
     )
     cells: Mapping[tuple[int, int], str] = {
         (p.workers, p.budget): f"{100 * p.accuracy:.1f} ({100 * p.low:.0f}-{100 * p.high:.0f})"
-        for p in found
+        for p in points
     }
     header = ["passes", *(f"{count} worker{'s' * (count > 1)}" for count in workers)]
     rows = [

@@ -1,5 +1,4 @@
-"""What is asked in an evaluation: generated sums, data sets that lie in a folder, and files of
-one's own."""
+"""The tasks of an evaluation: generated sums, data sets in a folder, and a user's own files."""
 
 import codecs
 import dataclasses
@@ -18,7 +17,7 @@ DATA_VARIABLE = "JAXSHARE_DATA"
 SUMS, TYPED, DEPENDENT = "sums", "sums-typed", "sums-dependent"
 _GROUP = 5
 _SAMPLES = 128
-"""Of tasks that could give more (section 4.1)."""
+"""Default number of problems of tasks that have more (section 4.1)."""
 _GSM8K = (
     "Solve these problems and return comma-separated answers \\boxed{answer1,..., answer5} :\n "
 )
@@ -27,16 +26,16 @@ _GSM8K = (
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One problem, which is asked as it stands and answered at once.
+    """One problem, in one prompt and with one answer.
 
     Attributes:
       id: its name within the task.
       text: the user's words.
-      answers: what is right; with more than one, the answer lists as many with commas between, and
-        each counts as much as the others. Empty where tests decide.
+      answers: the right answers; with more than one, the model's answer lists as many with commas
+        between, and all count alike. Empty where tests decide.
       tests: Python code that raises an exception unless the program before it is right; None where
         answers decide.
-      exact: answers are right to the letter alone; else they are compared as mathematics.
+      exact: answers are compared as strings; else as mathematics.
     """
 
     id: str
@@ -47,24 +46,24 @@ class Problem:
 
     @property
     def kind(self) -> str:
-        """Of answer; see `Workers`."""
+        """The kind of answer; see `Workers`."""
         return "box" if self.tests is None else "code"
 
     @property
     def parts(self) -> int:
-        """Questions that count by themselves."""
+        """The number of questions, each of which counts by itself."""
         return len(self.answers) or 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Problems to evaluate on.
+    """The problems of an evaluation.
 
     Attributes:
       name: of the task, or its file.
       problems: in order.
-      answer_tokens: most tokens of an answer that is asked for early.
-      bad_lines: of the file: [{"line": number, "error": what is wrong}].
+      answer_tokens: maximum tokens of an answer that is requested early.
+      bad_lines: of the file: [{"line": number, "error": reason}].
     """
 
     name: str
@@ -74,14 +73,14 @@ class Task:
 
     @property
     def digest(self) -> str:
-        """What tells its problems from others."""
+        """A hash of all problems."""
         return jsonl.sha256(
             json.dumps([dataclasses.astuple(problem) for problem in self.problems]).encode()
         )
 
     @property
     def needs_mathematics(self) -> bool:
-        """Whether answers are compared as mathematics."""
+        """True if answers are compared as mathematics."""
         return any(problem.answers and not problem.exact for problem in self.problems)
 
 
@@ -92,20 +91,20 @@ def load_task(
     questions: tuple[int, int] = (sums.QUESTIONS, sums.QUESTIONS),
     data: str | Path | None = None,
 ) -> Task:
-    """The problems of a task.
+    """Loads the problems of a task.
 
     Args:
       name: one of `TASKS`, or a file of JSON lines, each {"problem": "...", "answer": "..."}, with
-        a list of answers if it asks several things, or {"problem": "...", "tests": "..."}; an "id"
-        if wanted.
-      samples: the first so many; default 128 of those that are generated or grouped, and all of a
-        file.
-      questions: the least and the most of a generated problem.
+        a list of answers if it has several questions, or {"problem": "...", "tests": "..."}; with
+        an optional "id".
+      samples: number of problems, from the first; default 128 of those that are generated or
+        grouped, and all of a file.
+      questions: minimum and maximum number of questions of a generated problem.
       data: the folder of the data sets; default $JAXSHARE_DATA.
 
     Raises:
-      ValueError: no such task, numbers out of range, a folder or a file that is not there, more
-        samples than there are, or no line that can be read.
+      ValueError: no such task, numbers out of range, a missing folder or file, more samples than
+        there are, or no line that can be read.
     """
     if samples is not None and samples < 1:
         raise ValueError(f"--samples is {samples}; evaluate on at least 1 problem")
@@ -115,41 +114,43 @@ def load_task(
         return _gsm8k5(_SAMPLES if samples is None else samples, data)
     if name in _SETS:
         file, source, fields, tokens = _SETS[name]
-        path = _in_data(data, name, file, source)
-        return _from_file(name, path, samples, tokens, lambda value: _of_set(value, *fields))
+        path = _data_file(data, name, file, source)
+        return _from_file(name, path, samples, tokens, lambda value: _set_problem(value, *fields))
     if not name.endswith((".jsonl", ".json")):
         raise ValueError(
             f"--task is {name!r}; it must be one of {', '.join(TASKS)}, or a file of JSON lines "
             "whose name ends with .jsonl"
         )
-    return _from_file(name, Path(name), samples, None, _own)
+    return _from_file(name, Path(name), samples, None, _own_problem)
 
 
 # Generated.
 
 
 def _generated(name: str, samples: int, questions: tuple[int, int]) -> Task:
-    """Problems of `jaxshare.serving.evaluation.arithmetic`; none depends on how many there are.
-    Those of `TYPED` take the forms of a message in turn, and have its name in their ids."""
-    alone = 1 + (name == DEPENDENT)
-    least, most = questions
-    if not alone <= least <= most <= sums.MOST_QUESTIONS:
+    """Generates problems of `jaxshare.serving.evaluation.arithmetic`; none depends on their number.
+
+    Problems of `TYPED` take the forms of a message in turn, and have its name in their ids.
+    """
+    fewest = 2 if name == DEPENDENT else 1
+    minimum, maximum = questions
+    if not fewest <= minimum <= maximum <= sums.MAX_QUESTIONS:
+        given = minimum if minimum == maximum else f"{minimum}-{maximum}"
         raise ValueError(
-            f"--questions is {least if least == most else f'{least}-{most}'}; {name} asks {alone} "
-            f"to {sums.MOST_QUESTIONS} at once"
+            f"--questions is {given}; a problem of {name} has {fewest} to {sums.MAX_QUESTIONS}"
         )
-    found, forms = [], [*FORMS.items()]
+    problems, forms = [], [*FORMS.items()]
     for i in range(samples):
-        many = random.Random(f"evaluate/questions/{i}").randint(least, most)
+        count = random.Random(f"evaluate/questions/{i}").randint(minimum, maximum)
         rng, (form, shape) = random.Random(f"evaluate/{name}/{i}"), forms[i % len(forms)]
         made = (
-            sums.typed_problem(rng, many, shape)
+            sums.typed_problem(rng, count, shape)
             if name == TYPED
-            else sums.make_problem(rng, many, dependent=name == DEPENDENT)
+            else sums.make_problem(rng, count, dependent=name == DEPENDENT)
         )
         label = f"{form} {i // len(forms) + 1}" if name == TYPED else str(i + 1)
-        found.append(Problem(label, made.prompt(), tuple(map(str, made.answers)), exact=True))
-    return Task(name, tuple(found), 8 * most)
+        problems.append(Problem(label, made.prompt(), tuple(map(str, made.answers)), exact=True))
+    return Task(name, tuple(problems), 8 * maximum)
 
 
 # Data sets.
@@ -163,39 +164,38 @@ _SETS = {
     ),
     "aime": ("aime2024.jsonl", "AIME 2024", ("problem", "answer"), 16),
 }
-"""The file, where it comes from, its fields, and the most tokens of an early answer (appendix
-C)."""
+"""The file, its source, its fields, and the maximum tokens of an early answer (appendix C)."""
 TASKS = (SUMS, TYPED, DEPENDENT, "gsm8k5", *_SETS)
 
 
-def _in_data(folder: str | Path | None, task: str, file: str, source: str) -> Path:
+def _data_file(folder: str | Path | None, task: str, file: str, source: str) -> Path:
     folder = folder or os.environ.get(DATA_VARIABLE)
-    have = f"the task {task} needs a folder with {file} ({source})"
+    need = f"the task {task} needs a folder with {file} ({source})"
     if not folder:
-        raise ValueError(f"{have}; name it with --data-dir or in {DATA_VARIABLE}")
+        raise ValueError(f"{need}; name it with --data-dir or in {DATA_VARIABLE}")
     if not Path(folder, file).is_file():
-        what = f"has no {file}" if Path(folder).is_dir() else "is not there"
+        what = f"has no {file}" if Path(folder).is_dir() else "does not exist"
         raise ValueError(
-            f"{have}, but {folder} {what}; name another with --data-dir or in {DATA_VARIABLE}"
+            f"{need}, but {folder} {what}; name another with --data-dir or in {DATA_VARIABLE}"
         )
     return Path(folder, file)
 
 
 def _gsm8k5(samples: int, data: str | Path | None) -> Task:
-    """Five questions of GSM8k at once, and never one twice (section 4.1)."""
+    """Groups the questions of GSM8k by five, each in one group alone (section 4.1)."""
     singles = _from_file(
         "gsm8k5",
-        _in_data(data, "gsm8k5", "gsm8k_test.jsonl", "the test set of openai/grade-school-math"),
+        _data_file(data, "gsm8k5", "gsm8k_test.jsonl", "the test set of openai/grade-school-math"),
         None,
         None,
-        lambda value: _of_set(value, "question", "answer"),
+        lambda value: _set_problem(value, "question", "answer"),
     )
     groups = [
         singles.problems[i : i + _GROUP]
         for i in range(0, len(singles.problems) - _GROUP + 1, _GROUP)
     ]
     _check_enough("gsm8k5", samples, len(groups))
-    found = [
+    problems = [
         Problem(
             "+".join(p.id for p in group),
             _GSM8K + "\n ".join(f"{i}. {p.text}" for i, p in enumerate(group, 1)),
@@ -203,17 +203,17 @@ def _gsm8k5(samples: int, data: str | Path | None) -> Task:
         )
         for group in groups[:samples]
     ]
-    return Task("gsm8k5", tuple(found), 64, singles.bad_lines)
+    return Task("gsm8k5", tuple(problems), 64, singles.bad_lines)
 
 
-def _of_set(value: dict[str, Any], problem: str, answer: str) -> Problem:
+def _set_problem(value: dict[str, Any], problem: str, answer: str) -> Problem:
     return Problem(str(value.get("id", "")), _text(value, problem), (_text(value, answer),))
 
 
 # Files.
 
 
-def _own(value: dict[str, Any]) -> Problem:
+def _own_problem(value: dict[str, Any]) -> Problem:
     known = {"id", "problem", "answer", "tests"}
     if unknown := sorted({*value} - known):
         raise ValueError(
@@ -252,8 +252,8 @@ def _code(tests: str) -> str:
         compile(tests, "tests", "exec")
     except (SyntaxError, ValueError) as error:
         raise ValueError(
-            f'has "tests" that are not Python ({error}); give code that raises an exception where the program is '
-            f"wrong"
+            f'has "tests" that are not Python ({error}); give code that raises an exception where '
+            "the program is wrong"
         ) from error
     return tests
 
@@ -265,40 +265,43 @@ def _from_file(
     tokens: int | None,
     make: Callable[[dict[str, Any]], Problem],
 ) -> Task:
-    """The first problems of a file; without an id, one is called by its line."""
+    """Reads the first problems of a file; a problem without an id has its line number as id."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise ValueError(
             f"the task file {path} cannot be read ({error}); give a file of JSON lines"
         ) from error
-    found: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     bad_lines: list[dict[str, Any]] = []
     for number, raw in _lines(data):
-        if samples is not None and len(found) == samples:
+        if samples is not None and len(problems) == samples:
             break
         try:
             problem = make(_object(raw))
             problem = problem if problem.id else dataclasses.replace(problem, id=str(number))
-            if problem.id in found:
+            if problem.id in problems:
                 raise ValueError(
                     f"has the id {json.dumps(problem.id)} of a line before; give each line its own"
                 )
-            found[problem.id] = problem
+            problems[problem.id] = problem
         except ValueError as error:
             bad_lines.append({"line": number, "error": str(error)})
         except RecursionError:
             bad_lines.append({"line": number, "error": "is nested too deeply"})
-    if not found:
+    if not problems:
         first = f" (line {bad_lines[0]['line']} {bad_lines[0]['error']})" if bad_lines else ""
         raise ValueError(
             f"no line of the task file {path} can be run{first}; give at least one such as "
             '{"problem": "...", "answer": "..."}'
         )
     if samples is not None:
-        _check_enough(name, samples, len(found))
+        _check_enough(name, samples, len(problems))
     return Task(
-        name, tuple(found.values()), tokens or _early_tokens([*found.values()]), tuple(bad_lines)
+        name,
+        tuple(problems.values()),
+        tokens or _early_tokens([*problems.values()]),
+        tuple(bad_lines),
     )
 
 
@@ -311,7 +314,7 @@ def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
 def _object(raw: bytes) -> dict[str, Any]:
     try:
         value = json.loads(raw.decode())
-        # half of a surrogate pair can be escaped in JSON, and is no text
+        # JSON may escape half of a surrogate pair, which is no text.
         json.dumps(value, ensure_ascii=False).encode()
     except ValueError as error:
         raise ValueError(f"is not JSON in UTF-8 ({error})") from error
@@ -320,11 +323,11 @@ def _object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _early_tokens(found: Sequence[Problem]) -> int:
-    """A whole program, or a formula (appendix C)."""
-    return 1024 if any(problem.tests is not None for problem in found) else 64
+def _early_tokens(problems: Sequence[Problem]) -> int:
+    """The tokens of a whole program, or of a formula (appendix C)."""
+    return 1024 if any(problem.tests is not None for problem in problems) else 64
 
 
-def _check_enough(name: str, samples: int, there: int) -> None:
-    if samples > there:
-        raise ValueError(f"--samples is {samples}, but {name} has {there} problems; lower it")
+def _check_enough(name: str, samples: int, available: int) -> None:
+    if samples > available:
+        raise ValueError(f"--samples is {samples}, but {name} has {available} problems; lower it")

@@ -16,7 +16,7 @@ from jaxshare.serving import generate
 from jaxshare.serving.agents import Reply, Runtime, agent, llm
 from jaxshare.serving.branches.run import Branches
 from jaxshare.serving.engine import Engine
-from jaxshare.serving.evaluation import baselines
+from jaxshare.serving.evaluation import baselines, streams
 from jaxshare.serving.evaluation.runs import run_specs
 from jaxshare.serving.evaluation.tasks import Problem
 from jaxshare.serving.workers.layouts import worker_names
@@ -223,13 +223,13 @@ class Enough(Exception):
 
 
 def test_baselines_of_several_streams(monkeypatch):
-    found, rows = [], baselines._rows
+    found, make = [], streams.independent_streams
 
     def noted(*args, **settings):
-        found.extend(keys_of(rows(*args, **settings)._session.state))
+        found.extend(keys_of(make(*args, **settings)._session.state))
         raise Enough
 
-    monkeypatch.setattr(baselines, "_rows", noted)
+    monkeypatch.setattr(streams, "independent_streams", noted)
     for seed in SEEDS:
         with pytest.raises(Enough):
             baselines.self_consistency(
@@ -242,15 +242,15 @@ def test_baselines_of_several_streams(monkeypatch):
 def test_parts_of_a_skeleton_of_thought_have_seeds_of_their_own(monkeypatch):
     from tests.serving.evaluation.test_baselines import script
 
-    given, rows = [], baselines._rows
+    given, make = [], streams.independent_streams
 
     def noted(*args, **settings):
-        session = rows(*args, **settings)
+        session = make(*args, **settings)
         if settings.get("seed") is not None:
             given.extend(keys_of(session._session.state))
         return session
 
-    monkeypatch.setattr(baselines, "_rows", noted)
+    monkeypatch.setattr(streams, "independent_streams", noted)
     baselines.skeleton_of_thought(script(), "Solve it.", budget=100, seed=3)
     assert len(given) == len(set(given)) == 1 + 3 + 1  # outline, three points, main
 

@@ -19,15 +19,14 @@ import pytest
 
 from jaxshare import Sampler
 from jaxshare.models import Generation
-from jaxshare.serving.cli import batch
+from jaxshare.serving.cli import arguments, batch
 
 BOS, USER, REPLY = 256, 257, 258
 CONTEXT, VOCAB = 100, 300
 
 
 class Tokenizer:
-    """A token is a byte; a prompt begins with BOS, a message with USER, what is asked for with
-    REPLY."""
+    """A token is a byte; a prompt starts with BOS, a message with USER, a reply with REPLY."""
 
     chat_template = "a template"
 
@@ -52,8 +51,8 @@ def model(tokenizer=Tokenizer):
 
 
 def text(seed: int, tokens, index: int) -> str:
-    """What the stand-in writes: a function of what a completion may depend on, with what JSON has
-    to escape."""
+    """The text of the stand-in: a function of all that a completion may depend on, with characters
+    that JSON escapes."""
     return f'{seed}|{",".join(map(str, tokens))}|{index}\nü☃\u2028"'
 
 
@@ -181,7 +180,7 @@ PROMPTS = [
     (5, 5, tokens("bare"), 2),
     (6, 2.5, [USER, *b"hi", REPLY], 2),
 ]
-"""Of LINES with --n 2: (line, id, tokens, n)."""
+"""(line, id, tokens, n) of LINES with --n 2."""
 
 
 def test_every_completion_is_in_the_output_in_the_order_of_the_input(job):
@@ -470,7 +469,7 @@ def test_mistakes_are_found_before_the_model_is_loaded(job, arguments, words):
     ],
 )
 def test_bytes(given, size):
-    assert batch.parse_bytes(given) == size
+    assert arguments.parse_bytes(given) == size
 
 
 @pytest.mark.parametrize(
@@ -478,7 +477,7 @@ def test_bytes(given, size):
 )
 def test_no_bytes(given):
     with pytest.raises(ValueError, match="it must be a number of bytes such as 2e9, 2GB or 512MiB"):
-        batch.parse_bytes(given)
+        arguments.parse_bytes(given)
 
 
 def test_an_output_that_exists_is_left_alone(job):
@@ -784,7 +783,7 @@ def begin(folder: Path, name: str, *more: str) -> subprocess.Popen:
 
 
 def kill_after(process: subprocess.Popen, output: Path, lines: int, seconds: float) -> bool:
-    """Kills it so many seconds after it has written so many lines; whether it was still running."""
+    """Kills the job some seconds after it has written some lines; True if it was still running."""
     deadline = time.monotonic() + 300
     while (
         process.poll() is None

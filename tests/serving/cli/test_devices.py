@@ -1,4 +1,4 @@
-"""What people run, on meshes of devices: the same texts as on one device, in float32 token for
+"""Commands and sessions on meshes of devices: the same texts as on one device, in float32 token for
 token."""
 
 import functools

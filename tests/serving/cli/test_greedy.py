@@ -22,7 +22,7 @@ from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.workers.prompts.presets import advises_sampling
 
 CARD = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
-"""What the generation_config.json of a Qwen3 says. The embedded model has that architecture, and
+"""The generation_config.json of a Qwen3. The embedded model has that architecture, and
 do_sample false."""
 GREEDY, WARM = Sampler(), Sampler(temperature=0.6)
 
@@ -97,11 +97,11 @@ def test_whatever_samples_says_so(warnings, monkeypatch):
     with Engine(model) as engine, pytest.raises(ValueError, match="context"):
         engine.submit("Solve:", GREEDY, max_new_tokens=10**6)
     assert once()
-    monkeypatch.setattr("jaxshare.serving.evaluation.baselines.Workers", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("jaxshare.serving.evaluation.streams.Workers", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         sequential(qwen3("Qwen2ForCausalLM"), "1. 47 + 38", budget=8, sampler=GREEDY, format="qwq")
     assert once()
-    Branches(model, "Solve:")  # as the checkpoint wants it
+    Branches(model, "Solve:")  # with the checkpoint's own settings
     assert not once()
 
 

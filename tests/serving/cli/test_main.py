@@ -12,7 +12,10 @@ import pytest
 from jaxshare import models
 from jaxshare.serving.cli import main
 
-QUESTION = "Solve these problems and return comma-separated answers \\boxed{answer1, ..., answer5}:\n1. 47 + 38"
+QUESTION = (
+    "Solve these problems and return comma-separated answers \\boxed{answer1, ..., answer5}:\n"
+    "1. 47 + 38"
+)
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -171,6 +174,16 @@ def test_unknown_commands_and_options_exit_2():
         assert stop.value.code == 2
 
 
+def test_the_package_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxshare.serving.cli", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("jaxshare ")
+
+
 @pytest.mark.slow
 def test_demo_json(tmp_path):
     done = subprocess.run(
@@ -225,7 +238,7 @@ def test_workers_and_inspect(capsys, tmp_path):
         and 20 < first["ended"] < 40
     )
     assert result["passes"] < 160 and result["kv_bytes"] > 0 and result["seconds"] > 0
-    assert "85, 84, 73, 67, 45 (written by the workers)" in err and "an answer stands" in err
+    assert "85, 84, 73, 67, 45 (written by the workers)" in err and "answer found" in err
     code, out, _ = run(
         capsys, "inspect", str(snapshot), "--out", str(tmp_path / "pictures"), "--json"
     )

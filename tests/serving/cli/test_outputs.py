@@ -1,4 +1,4 @@
-"""What commands write: a place that cannot be written is named before any work, and a full disk
+"""The files of commands: a place that cannot be written is named before any work, and a full disk
 costs no result."""
 
 import json
@@ -185,7 +185,7 @@ class Session:
 def test_a_session_goes_on_where_its_saves_cannot_be_written(
     capsys, tmp_path, monkeypatch, saves, said
 ):
-    monkeypatch.setattr("jaxshare.serving.Workers", Session)
+    monkeypatch.setattr("jaxshare.serving.cli.workers.Workers", Session)
     monkeypatch.setattr(
         models,
         "load",

@@ -248,18 +248,18 @@ def test_shipped_files():
 DEPENDENT = re.compile(r"(\d+)\. (twice )?the answer of (\d+), plus (\d+)")
 
 
-def drawn(seed: int, questions: int = 5):
+def sampled_problem(seed: int, questions: int = 5):
     return make_problem(random.Random(seed), questions, dependent=True)
 
 
 @given(SEEDS, st.integers(2, 10))
 def test_dependent_questions_ask_for_what_their_answers_are(seed, questions):
-    problem = drawn(seed, questions)
-    asked = [DEPENDENT.fullmatch(line) for line in problem.prompt().splitlines()[1:]]
-    assert len(asked) == questions and sum(map(bool, asked)) == max(1, 2 * questions // 5)
-    for match in filter(None, asked):
+    problem = sampled_problem(seed, questions)
+    matches = [DEPENDENT.fullmatch(line) for line in problem.prompt().splitlines()[1:]]
+    assert len(matches) == questions and sum(map(bool, matches)) == max(1, 2 * questions // 5)
+    for match in filter(None, matches):
         number, twice, source, added = match.groups()
-        assert not asked[int(source) - 1]  # it goes on from one that stands by itself
+        assert not matches[int(source) - 1]  # it depends on an independent one
         assert problem.answers[int(number) - 1] == (2 if twice else 1) * problem.answers[
             int(source) - 1
         ] + int(added)
@@ -267,15 +267,17 @@ def test_dependent_questions_ask_for_what_their_answers_are(seed, questions):
 
 @given(SEEDS)
 def test_every_equation_of_a_dependent_solution_holds_and_comes_after_what_it_needs(seed):
-    problem = drawn(seed)
+    problem = sampled_problem(seed)
     text, known = problem.solution(), {}
     for expression, value in re.findall(r"([\d+*-]+)=(\d+)", text):
         assert eval(expression) == int(value), expression  # digits and operators alone
     questions = dict(enumerate(problem.prompt().splitlines()[1:], 1))
-    for number, begun, answer in re.findall(r"Question (\d): (\S+)\. .* Answer \1: (\d+)\.", text):
-        assert eval(begun) == int(answer) == problem.answers[int(number) - 1]
+    for number, expression, answer in re.findall(
+        r"Question (\d): (\S+)\. .* Answer \1: (\d+)\.", text
+    ):
+        assert eval(expression) == int(answer) == problem.answers[int(number) - 1]
         if match := DEPENDENT.fullmatch(questions[int(number)]):
-            assert begun.split("+")[0] == known[match[3]]
+            assert expression.split("+")[0] == known[match[3]]
         known[number] = answer
     assert len(known) == 5 and check(text, problem) == [True] * 5
     assert [header("Alice", i) in text for i in range(1, 7)] == [True] * 6
@@ -338,7 +340,7 @@ def test_problems_of_other_sizes():
             make_problem(random.Random(0), questions, dependent=dependent)
     with pytest.raises(
         ValueError,
-        match="question 1 goes on from the answer of 1, which is no question that stands by itself",
+        match="question 1 depends on the answer of 1, which is no independent question",
     ):
         arithmetic.SumsProblem((arithmetic.Dependent(1, 1, 1),))
 
@@ -347,7 +349,7 @@ def test_problems_of_other_sizes():
 def test_typed_problems_ask_what_they_answer_in_every_form(seed, count):
     """Read back from the message by the signs between numbers alone."""
     rng = random.Random(seed)
-    for form in (*arithmetic_forms.FORMS.values(), arithmetic_forms.draw_form(rng)):
+    for form in (*arithmetic_forms.FORMS.values(), arithmetic_forms.sample_form(rng)):
         problem = arithmetic.typed_problem(rng, count, form)
         text = problem.prompt().replace(
             "\\boxed{" + problem.prompt().partition("\\boxed{")[2].partition("}")[0] + "}", ""
@@ -377,20 +379,20 @@ def test_typed_problems_ask_what_they_answer_in_every_form(seed, count):
 
 
 def test_forms_by_hand():
-    asked = arithmetic.SumsProblem(
+    problem = arithmetic.SumsProblem(
         tuple(arithmetic.Question(f"{n} + 8", n, "+", 8) for n in (1, 2, 3)),
         arithmetic_forms.FORMS["what is, one line"],
     )
-    assert asked.prompt() == "What is 1 + 8, 2 + 8 and 3 + 8?"
-    numbered = dataclasses.replace(asked, form=arithmetic_forms.FORMS["own sentence, numbered"])
+    assert problem.prompt() == "What is 1 + 8, 2 + 8 and 3 + 8?"
+    numbered = dataclasses.replace(problem, form=arithmetic_forms.FORMS["own sentence, numbered"])
     assert numbered.prompt() == "Solve these problems:\n1. 1 + 8\n2. 2 + 8\n3. 3 + 8"
     assert (
-        dataclasses.replace(asked, form=arithmetic_forms.FORMS["close signs"]).prompt()
+        dataclasses.replace(problem, form=arithmetic_forms.FORMS["close signs"]).prompt()
         == "1+8\n2+8\n3+8"
     )
     assert (
         dataclasses.replace(
-            asked, questions=asked.questions[:1], form=arithmetic_forms.FORMS["what is"]
+            problem, questions=problem.questions[:1], form=arithmetic_forms.FORMS["what is"]
         ).prompt()
         == "What is 1 + 8?"
     )

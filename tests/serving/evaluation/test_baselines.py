@@ -1,5 +1,5 @@
-"""What workers are compared with: the embedded model against plain loops, and a model that follows
-a script, counted by hand."""
+"""The methods that workers are compared with: the embedded model against plain loops, and a model
+that follows a script, counted by hand."""
 
 import collections
 import dataclasses
@@ -179,7 +179,7 @@ LENGTHS = [7, 2, 13]
 
 
 def scripted(outline: list[str], goes_on: float = 0.8) -> LoadedModel:
-    """A model that writes the outline behind its first entry, in a thread one x after the other,
+    """A model that writes the outline after its first entry, in a thread one x after the other,
     and at last a box.
 
     Args:

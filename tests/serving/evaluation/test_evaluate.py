@@ -18,7 +18,7 @@ import pytest
 from jaxshare import Sampler
 from jaxshare.models import EMBEDDED, Generation, load
 from jaxshare.serving import COLLABORATIVE, PLAIN, Format
-from jaxshare.serving.cli import evaluate, main
+from jaxshare.serving.cli import evaluate, evaluate_plan, main
 from jaxshare.serving.evaluation import (
     Mathematician,
     Point,
@@ -72,14 +72,14 @@ def test_samples_are_the_first_ones_and_tasks_differ():
     assert [p.text.count("the answer of") for p in dependent.problems] == [2, 2, 2] and len(
         dependent.problems[0].answers
     ) == 6
-    drawn = load_task("sums", samples=60, questions=(5, 10))
-    assert {len(p.answers) for p in drawn.problems} == {*range(5, 11)} and all(
-        p.text.count("\n") == len(p.answers) for p in drawn.problems
+    ranged = load_task("sums", samples=60, questions=(5, 10))
+    assert {len(p.answers) for p in ranged.problems} == {*range(5, 11)} and all(
+        p.text.count("\n") == len(p.answers) for p in ranged.problems
     )
-    assert {p.text for p in drawn.problems if len(p.answers) == 5} <= {
+    assert {p.text for p in ranged.problems if len(p.answers) == 5} <= {
         p.text for p in load_task("sums", samples=60).problems
     }
-    assert drawn.answer_tokens == load_task("sums", questions=(10, 10)).answer_tokens
+    assert ranged.answer_tokens == load_task("sums", questions=(10, 10)).answer_tokens
 
 
 def gsm8k(folder: Path, count: int) -> None:
@@ -196,16 +196,20 @@ def test_a_bad_line_is_named(tmp_path, line, words):
         (
             "aime",
             {"data": "nowhere"},
-            r"needs a folder with aime2024.jsonl .* but nowhere is not there",
+            r"needs a folder with aime2024.jsonl .* but nowhere does not exist",
         ),
         ("aime", {"data": "."}, r"but \. has no aime2024.jsonl"),
         ("sum", {}, "--task is 'sum'; it must be one of sums, sums-typed, sums-dependent, gsm"),
         ("nowhere.jsonl", {}, "the task file nowhere.jsonl cannot be read"),
         ("sums", {"samples": 0}, "--samples is 0"),
-        ("sums", {"questions": (11, 11)}, "--questions is 11; sums asks 1 to 10 at once"),
-        ("sums-dependent", {"questions": (1, 1)}, "--questions is 1; sums-dependent asks 2 to 10"),
-        ("sums", {"questions": (5, 11)}, "--questions is 5-11; sums asks 1 to 10"),
-        ("sums", {"questions": (7, 5)}, "--questions is 7-5; sums"),
+        ("sums", {"questions": (11, 11)}, "--questions is 11; a problem of sums has 1 to 10"),
+        (
+            "sums-dependent",
+            {"questions": (1, 1)},
+            "--questions is 1; a problem of sums-dependent has 2 to 10",
+        ),
+        ("sums", {"questions": (5, 11)}, "--questions is 5-11; a problem of sums has 1 to 10"),
+        ("sums", {"questions": (7, 5)}, "--questions is 7-5; a problem of sums"),
     ],
 )
 def test_tasks_that_are_not_there(name, more, words, monkeypatch):
@@ -328,7 +332,7 @@ def test_the_table():
 
 
 PROBLEMS = {"1": (3, 4), "b": (5, 6), "3": (7, 8)}
-"""Two sums are asked; what the stand-in answers is in `answer`."""
+"""Problems of two sums; the answers of the stand-in are in `answer`."""
 
 
 def answer(problem: str, workers: int, budget: int) -> str | None:
@@ -342,21 +346,21 @@ def answer(problem: str, workers: int, budget: int) -> str | None:
     return f"{first}, {second}" if workers == 2 or budget >= 128 else f"{first}, 0"
 
 
-def result(piece: runs.RunSpec) -> dict:
+def result(spec: runs.RunSpec) -> dict:
     found = {
         str(budget): {
-            "value": answer(piece.problem, piece.workers, budget),
+            "value": answer(spec.problem, spec.workers, budget),
             "text": "ü\u2028",
             "passes": budget,
             "extra_passes": 0 if budget >= 128 else 5,
         }
-        for budget in piece.budgets
+        for budget in spec.budgets
     }
-    words = [{"text": f"{piece.seed}", "tokens": [1]}]
+    words = [{"text": f"{spec.seed}", "tokens": [1]}]
     return {
         "answers": found,
-        "workers": {name: words for name in ("Alice", "Bob")[: piece.workers]},
-        "passes": piece.budgets[-1],
+        "workers": {name: words for name in ("Alice", "Bob")[: spec.workers]},
+        "passes": spec.budgets[-1],
     }
 
 
@@ -373,26 +377,26 @@ class Stand:
         self.made: list[runs.RunSpec] = []
 
     def __call__(self, model):
-        def execute(wanted, on_pass):
-            wanted = [*wanted]
-            random.Random(len(wanted)).shuffle(wanted)
-            for piece in wanted:
+        def execute(specs, on_pass):
+            specs = [*specs]
+            random.Random(len(specs)).shuffle(specs)
+            for spec in specs:
                 if self.lives == len(self.made):
                     raise self.error
                 on_pass(1)
-                if piece.problem == self.refuses:
-                    yield piece, ValueError("the problem is the longer part")
+                if spec.problem == self.refuses:
+                    yield spec, ValueError("the problem is the longer part")
                     continue
-                self.made.append(piece)
+                self.made.append(spec)
                 yield (
-                    piece,
+                    spec,
                     Run(
-                        piece.workers,
-                        piece.problem,
-                        piece.number,
-                        piece.seed,
-                        piece.text,
-                        result(piece),
+                        spec.workers,
+                        spec.problem,
+                        spec.number,
+                        spec.seed,
+                        spec.text,
+                        result(spec),
                     ),
                 )
 
@@ -415,7 +419,8 @@ class Letters:
 @pytest.fixture
 def evaluation(tmp_path, capsys, monkeypatch):
     """Runs an evaluation: evaluation(options...) -> (exit code, stdout, stderr)."""
-    monkeypatch.setattr(evaluate, "Mathematician", Letters)
+    for module in (evaluate, evaluate_plan):
+        monkeypatch.setattr(module, "Mathematician", Letters)
     rows = [
         {"problem": f"Twice {a}, twice {b}", "answer": [str(2 * a), str(2 * b)], "id": name}
         for name, (a, b) in PROBLEMS.items()
@@ -536,7 +541,8 @@ def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch,
         and found["seconds"] > 0
     )
     monkeypatch.undo()
-    monkeypatch.setattr(evaluate, "Mathematician", Letters)
+    for module in (evaluate, evaluate_plan):
+        monkeypatch.setattr(module, "Mathematician", Letters)
     code, out, _ = evaluation("--json", "--resume")
     again = json.loads(out)
     assert code == 0 and again["points"] == found["points"] and again["resumed"] == 6
@@ -544,14 +550,15 @@ def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch,
 
 def test_answers_are_compared_as_mathematics_by_math_verify(evaluation, monkeypatch):
     pytest.importorskip("math_verify")
-    monkeypatch.setattr(evaluate, "Mathematician", Mathematician)
+    for module in (evaluate, evaluate_plan):
+        monkeypatch.setattr(module, "Mathematician", Mathematician)
     rows = [{"problem": "x", "answer": "0.5"}, {"problem": "y", "answer": ["1/2", "70000"]}]
     (evaluation.folder / "own.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
     )
 
     def execute(model):
-        return lambda wanted, on_pass: (
+        return lambda specs, on_pass: (
             (
                 p,
                 Run(
@@ -574,7 +581,7 @@ def test_answers_are_compared_as_mathematics_by_math_verify(evaluation, monkeypa
                     },
                 ),
             )
-            for p in wanted
+            for p in specs
         )
 
     _, out, _ = evaluation("--json", stand=execute, workers=(1,), budgets=(64,))
@@ -582,7 +589,7 @@ def test_answers_are_compared_as_mathematics_by_math_verify(evaluation, monkeypa
 
 
 def test_runs_are_made_here(evaluation):
-    """A model that writes a box behind an empty line, which is where the problem ends."""
+    """A model that writes a box after an empty line, which ends the problem."""
     rows = [
         {"problem": "Solve it.", "answer": "7"},
         {"problem": "Solve it, too.", "answer": "8"},
@@ -686,7 +693,7 @@ def test_what_reaches_the_method(evaluation):
     )
     made = evaluation.stand.made
     # all numbers of workers draw from the same
-    assert len(made) == 12 and len({piece.seed for piece in made}) == 6
+    assert len(made) == 12 and len({spec.seed for spec in made}) == 6
     assert {(p.budgets, p.answer_tokens, p.method, p.kind, p.sampler) for p in made} == {
         ((32, 64, 128, 256), 9, "workers", "box", Sampler(temperature=0.5))
     }
@@ -705,9 +712,7 @@ def test_what_reaches_the_method(evaluation):
 
 def test_the_format_reaches_the_method_and_is_one_of_the_settings(evaluation):
     evaluation("--format", "qwen3+user")
-    assert {piece.more["format"].system for piece in evaluation.stand.made} == {
-        COLLABORATIVE.system
-    }
+    assert {spec.more["format"].system for spec in evaluation.stand.made} == {COLLABORATIVE.system}
     assert not evaluation.stand.made[0].more["format"].in_system_role
     kept = json.loads((evaluation.out / "settings.json").read_bytes())["settings"]["format"]
     assert kept["name"] == "qwen3+user" and kept["texts"].startswith("sha256:")
@@ -719,7 +724,7 @@ def test_the_format_reaches_the_method_and_is_one_of_the_settings(evaluation):
     # a baseline has no headers
     evaluation("--method", "sequential", "--format", "qwen3-no-think", workers=(), out="alone")
     (form,) = {
-        id(piece.more["format"]): piece.more["format"] for piece in evaluation.stand.made
+        id(spec.more["format"]): spec.more["format"] for spec in evaluation.stand.made
     }.values()
     assert form == dataclasses.replace(
         PLAIN, think="never", chat_template_kwargs={"enable_thinking": False}
@@ -901,7 +906,7 @@ def test_damage_in_the_middle_is_named(evaluation, damage, words):
     ("arguments", "more", "words"),
     [
         ((), {"budgets": ()}, "--budgets is empty"),
-        ((), {"budgets": (64, 0)}, "--budgets has 0; the numbers begin at 1"),
+        ((), {"budgets": (64, 0)}, "--budgets has 0; the numbers start at 1"),
         ((), {"workers": (2, -1)}, "--workers has -1"),
         (("--seeds", "0"), {}, "--seeds is 0; it must be at least 1"),
         (
@@ -910,7 +915,7 @@ def test_damage_in_the_middle_is_named(evaluation, damage, words):
             "--questions is 'five'; give a number such as 5, or two such as 5-10",
         ),
         (("--answer-tokens", "0"), {}, "--answer-tokens is 0"),
-        (("--method", "sequential"), {}, "sequential does not ask how many there are"),
+        (("--method", "sequential"), {}, "sequential does not depend on their number"),
         (
             ("--method", "vote", "--layout", "combined"),
             {},
@@ -978,7 +983,7 @@ def test_programs_are_marked_by_their_tests(tmp_path):
 @pytest.mark.slow
 def test_the_embedded_model_solves_sums_in_one_run_for_all_budgets():
     task, model = load_task("sums", samples=1), load(EMBEDDED)
-    [piece] = run_specs(
+    [spec] = run_specs(
         task.problems,
         method="workers",
         workers=[2],
@@ -990,7 +995,7 @@ def test_the_embedded_model_solves_sums_in_one_run_for_all_budgets():
         more={"layout": "combined", "ask_every": 0},
     )
     seen = []
-    run = solve(model, piece, seen.append)
+    run = solve(model, spec, seen.append)
     early, late = scoring.Scorer(task.problems, None).score(
         Run.read(json.dumps(vars(run)).encode())
     )

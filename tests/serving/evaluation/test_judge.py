@@ -1,4 +1,4 @@
-"""The judge of collaboration, against a stand-in server that answers as it is told to."""
+"""The judge of collaboration, against a stand-in server with given replies."""
 
 import http.server
 import json
@@ -24,7 +24,7 @@ def server():
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            made.asked.append(
+            made.requests.append(
                 {"path": self.path, "body": body, "key": self.headers["Authorization"]}
             )
             reply = made.replies.pop(0) if len(made.replies) > 1 else made.replies[0]
@@ -39,7 +39,7 @@ def server():
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
-        made.asked, made.replies = [], ["Level: 3"]
+        made.requests, made.replies = [], ["Level: 3"]
         made.url = f"http://127.0.0.1:{made.server_address[1]}/v1"
         thread = threading.Thread(target=made.serve_forever)
         thread.start()
@@ -126,7 +126,7 @@ def test_what_is_asked(server):
     server.replies = ["They greet.\nLevel: 2"]
     endpoint = Endpoint(f"{server.url}/", "a judge", "secret", temperature=0.5, max_tokens=77)
     assert endpoint.ask("Grade this: ü") == ("They greet.\nLevel: 2", 2)
-    assert server.asked == [
+    assert server.requests == [
         {
             "path": "/v1/chat/completions",
             "key": "Bearer secret",
@@ -139,8 +139,10 @@ def test_what_is_asked(server):
         }
     ]
     Endpoint(f"{server.url}/chat/completions", "b").ask("x")
-    assert server.asked[1]["path"] == "/v1/chat/completions" and server.asked[1]["key"] is None
-    assert "temperature" not in server.asked[1]["body"]
+    assert (
+        server.requests[1]["path"] == "/v1/chat/completions" and server.requests[1]["key"] is None
+    )
+    assert "temperature" not in server.requests[1]["body"]
 
 
 def test_what_may_pass_is_tried_again_after_longer_and_longer_pauses(server):
@@ -159,20 +161,20 @@ def test_what_may_pass_is_tried_again_after_longer_and_longer_pauses(server):
     assert (
         Endpoint(server.url, "m", attempts=9, pause=2.0, seconds=20).ask("x", pauses.append)[1] == 4
     )
-    assert pauses == [2, 9, 8, 16, 32, 60, 60, 60] and len(server.asked) == 9
+    assert pauses == [2, 9, 8, 16, 32, 60, 60, 60] and len(server.requests) == 9
 
 
 @pytest.mark.parametrize(
     ("reply", "words"),
     [
         ((500, b"out of order", {}), "HTTP 500 Internal Server Error: out of order"),
-        ((200, b"nonsense", {}), "what came back is no chat completion"),
+        ((200, b"nonsense", {}), "the reply is no chat completion"),
         (
             "I think so.",
             "the reply has no line with a level from 1 to 6 but ends with 'I think so.'",
         ),
-        (completion(["x"]), r"what came back is no chat completion \(TypeError: the content is"),
-        ((200, b"[]", {}), "what came back is no"),
+        (completion(["x"]), r"the reply is no chat completion \(TypeError: the content is"),
+        ((200, b"[]", {}), "the reply is no"),
     ],
 )
 def test_after_all_attempts_the_error_says_what_came_back(server, reply, words):
@@ -183,7 +185,7 @@ def test_after_all_attempts_the_error_says_what_came_back(server, reply, words):
         r"the endpoint",
     ):
         Endpoint(server.url, "m", attempts=3).ask("x", lambda _: None)
-    assert len(server.asked) == 3
+    assert len(server.requests) == 3
 
 
 @pytest.mark.parametrize("status", [401, 404, 400])
@@ -195,7 +197,7 @@ def test_a_refusal_is_not_tried_again(server, status):
         r"the model",
     ):
         Endpoint(server.url, "m").ask("x", lambda _: pytest.fail("it waits"))
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
 def test_an_endpoint_that_is_down_or_silent():
@@ -249,7 +251,7 @@ def test_averages_are_over_runs():
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """As `jaxshare evaluate` leaves it: two problems, for one worker and for two."""
+    """A folder of `jaxshare evaluate`: two problems, for one worker and for two."""
     settings = {"format": "jaxshare evaluation 2", "settings": {"method": "workers"}}
     (tmp_path / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     made = [run(workers, problem) for problem in "pq" for workers in (1, 2)]
@@ -288,13 +290,13 @@ def test_three_gradings_of_every_run_of_two_workers(command, server, folder, mon
             "runs": 2,
         }
     ]
-    prompts = [asked["body"]["messages"][0]["content"] for asked in server.asked]
+    prompts = [request["body"]["messages"][0]["content"] for request in server.requests]
     assert (
         len(prompts) == 6
         and len(set(prompts)) == 2
         and all("Alice 1: I take x.\n\nAlice 2: x is 2." in p for p in prompts)
     )
-    assert {asked["key"] for asked in server.asked} == {"Bearer secret"}
+    assert {request["key"] for request in server.requests} == {"Bearer secret"}
     kept = [json.loads(row) for row in (folder / "gradings.jsonl").read_text().splitlines()]
     assert [(k["problem"], k["grading"], k["level"]) for k in kept] == [
         ("p", 0, 1),
@@ -318,15 +320,15 @@ def test_gradings_that_came_in_are_kept_and_not_asked_for_again(command, server,
     )
     with open(folder / "gradings.jsonl", "ab") as file:
         file.write(b'{"workers": 2, "prob')  # killed in mid-line
-    server.replies, server.asked = ["Level: 3"], []
+    server.replies, server.requests = ["Level: 3"], []
     code, out, _ = command("--attempts", "7")
     assert (
         code == 0
-        and len(server.asked) == 4
+        and len(server.requests) == 4
         and out == "level of collaboration, 1 to 6\n2 workers: 3.00 +- 0.00 (2 runs)\n"
     )
     code, out, _ = command("--json")
-    assert len(server.asked) == 4 and json.loads(out)["from_before"] == 6
+    assert len(server.requests) == 4 and json.loads(out)["from_before"] == 6
 
 
 def test_another_judge_does_not_get_in_between(command, server, folder):
@@ -337,9 +339,9 @@ def test_another_judge_does_not_get_in_between(command, server, folder):
         (("--prefix-tokens", "9"), "with prefix_tokens 4096, not 9"),
     ):
         code, _, err = command(*arguments)
-        assert code == 1 and words in err and "away to begin anew" in err
+        assert code == 1 and words in err and "away to start anew" in err
     (folder / "judge.json").unlink()
-    assert "nothing says who has graded" in command()[2]
+    assert "nothing says which judge has graded" in command()[2]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ GOOD = "def square(x):\n    return x * x\n"
 def judge(request):
     """Runs a program against TESTS, in each of the two ways."""
     if request.param == "namespaces" and not sandbox.namespaces():
-        pytest.skip("this system lets nobody make namespaces")
+        pytest.skip("this system allows no namespaces")
     return lambda program, tests=TESTS, **limits: run_tests(
         program, tests, Limits(**{"seconds": 20, **limits}), isolate=request.param == "namespaces"
     )
@@ -72,7 +72,10 @@ def test_time_is_limited(judge, monkeypatch):
         judge("while True: pass", seconds=1).error
         == "the program: TimeoutError: more than 1 seconds of processor time"
     )
-    stubborn = "import time\nwhile True:\n    try:\n        time.sleep(1000)\n    except BaseException: pass"
+    stubborn = (
+        "import time\nwhile True:\n    try:\n        time.sleep(1000)\n"
+        "    except BaseException: pass"
+    )
     assert judge(stubborn, seconds=1).error == "takes more than 3 seconds"
     assert time.monotonic() - begin < 60
 
@@ -92,9 +95,12 @@ def test_there_is_no_network(judge):
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         port = server.server_address[1]
-        look_up = f"import urllib.request\nurllib.request.urlopen('http://127.0.0.1:{port}/answer', timeout=5)\n"
+        look_up = (
+            "import urllib.request\n"
+            f"urllib.request.urlopen('http://127.0.0.1:{port}/answer', timeout=5)\n"
+        )
         verdict = judge(look_up + GOOD)
-        begun = judge(
+        started = judge(
             f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {look_up!r}], "
             "check=True)\n" + GOOD
         )
@@ -104,7 +110,7 @@ def test_there_is_no_network(judge):
         ).passed
         server.shutdown()
         thread.join()
-    assert not verdict.passed and not begun.passed and seen == []
+    assert not verdict.passed and not started.passed and seen == []
 
 
 def test_a_program_sees_no_variables_and_leaves_no_process(judge, monkeypatch, tmp_path):
@@ -163,7 +169,7 @@ def test_answers_as_mathematics(mathematician, reference, answer, same):
     assert mathematician.same(reference, answer) is same
 
 
-def test_an_answer_that_takes_all_time_is_wrong_and_harms_nobody():
+def test_an_answer_that_takes_all_time_is_wrong_and_does_no_harm():
     pytest.importorskip("math_verify")
     with Mathematician(seconds=0.5) as short:
         begin = time.monotonic()

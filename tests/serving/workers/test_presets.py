@@ -366,7 +366,7 @@ def test_a_baseline_is_told_the_problem_alone_in_the_chat_of_the_family(monkeypa
         made.append(format)
         raise ValueError("seen")
 
-    monkeypatch.setattr("jaxshare.serving.evaluation.baselines.Workers", workers)
+    monkeypatch.setattr("jaxshare.serving.evaluation.streams.Workers", workers)
     model = dataclasses.replace(demo.load_embedded(), workers=None)
     for chosen in ("qwen3-no-think", format_named("deepseek-r1"), "deepseek-r1+system"):
         with pytest.raises(ValueError, match="seen"):

@@ -1,0 +1,139 @@
+"""Arguments that several commands share, and how their texts are read."""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxshare.decoding.sampling import Sampler
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{unit}b": 1000**i for i, unit in enumerate("kmgt", 1)},
+    **{f"{unit}ib": 1024**i for i, unit in enumerate("kmgt", 1)},
+}
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds MODEL."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="folder or hub id, or `embedded` for the model that comes with jaxshare",
+    )
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """Adds --dtype."""
+    parser.add_argument(
+        "--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's own)"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds --json."""
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object on stdout, everything else on stderr"
+    )
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Adds --temperature, --top-k, --top-p, --min-p and --dtype."""
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="0 takes the most likely token (default: the checkpoint's own)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        help="keep the k most likely tokens; 0 keeps all (default: the checkpoint's own)",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        help="keep the most likely tokens of this total probability (default: the checkpoint's "
+        "own)",
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        help="keep tokens of at least this probability, as a part of the most likely token's "
+        "(default: the checkpoint's own)",
+    )
+    add_dtype(parser)
+
+
+def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `Sampler` that were given, checked."""
+    given = {
+        name: value
+        for name in ("temperature", "top_k", "top_p", "min_p")
+        if (value := getattr(options, name)) is not None
+    }
+    Sampler(**given)
+    return given
+
+
+def parse_numbers(option: str, text: str | None) -> list[int]:
+    """The whole numbers of "256,512,1024"; none without a text.
+
+    Raises:
+      ValueError: the text is something else.
+    """
+    try:
+        return [int(part) for part in text.split(",")] if text else []
+    except ValueError as error:
+        raise ValueError(
+            f"{option} is {text!r}; it must be whole numbers with commas between them, such as "
+            "256,512,1024"
+        ) from error
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes of a number with or without a unit: 2e9, 2GB (powers of 1000), 512MiB (of 1024).
+
+    Raises:
+      ValueError: the text is something else, or less than one byte.
+    """
+    match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\+?\d{1,2})?)\s*([a-z]*)\s*", text.lower())
+    if not match or match[2] not in _UNITS or (size := int(float(match[1]) * _UNITS[match[2]])) < 1:
+        raise ValueError(
+            f"--max-kv-bytes is {text!r}; it must be a number of bytes such as 2e9, 2GB or 512MiB"
+        )
+    return size
+
+
+def read_text(what: str, given: str | None, file: str | None, alternative: str = "") -> str:
+    """The text that --WHAT gives, or the file that --WHAT-file names; `-` is stdin.
+
+    Args:
+      what: "prompt" or "problem".
+      given, file: the values of the two options.
+      alternative: a further way to give one, for the error message: " or --chat".
+
+    Raises:
+      ValueError: neither is given, the file cannot be read, or the text is empty.
+    """
+    if given is None and file is None:
+        raise ValueError(
+            f"there is no {what}; give --{what} TEXT{',' if alternative else ' or'} --{what}-file "
+            f"FILE{alternative}"
+        )
+    try:
+        text = (
+            given
+            if given is not None
+            else sys.stdin.read()
+            if file == "-"
+            else Path(str(file)).read_text(encoding="utf-8")
+        )
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"the {what} file {file} cannot be read ({error}); give a file of UTF-8 text"
+        ) from error
+    if not text.strip():
+        raise ValueError(f"the {what} is empty; give at least one word")
+    return text

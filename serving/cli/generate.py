@@ -1,0 +1,177 @@
+"""The command `jaxshare generate`: completions of one prompt, or a dialogue from stdin."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxshare import models
+from jaxshare.serving.branches.generate import Completions
+from jaxshare.serving.branches.generate import generate as generate_completions
+from jaxshare.serving.cli import arguments
+from jaxshare.serving.cluster import process_mesh
+from jaxshare.serving.inputs import default_sampler
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `jaxshare generate`."""
+    arguments.add_model(parser)
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="`-` reads stdin")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="the prompt is a user's message, put into the model's chat template; without "
+        "a prompt, every line of stdin is one, and answers are remembered",
+    )
+    parser.add_argument("--n", type=int, default=1, help="number of completions (default 1)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=64, help="maximum tokens of a completion (default 64)"
+    )
+    arguments.add_sampling(parser)
+    process_mesh.add_arguments(parser)
+    process_mesh.add_process_arguments(parser)
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of all completions; no two of them, nor of two seeds, share random numbers "
+        "(default 0)",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="one JSON object on stdout; with --chat and no prompt, one per line",
+    )
+
+
+@process_mesh.together
+def run(options: argparse.Namespace) -> int:
+    """Runs `jaxshare generate`.
+
+    Raises:
+      ValueError: wrong settings, no prompt, or a model without the chat template that --chat needs.
+      FileNotFoundError: no such model.
+    """
+    # Errors that do not depend on the model are raised before it is loaded.
+    sampling = arguments.sampling_of(options)
+    if options.n < 1:
+        raise ValueError(f"--n is {options.n}; ask for at least 1 completion")
+    if options.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens is {options.max_new_tokens}; ask for at least 1 token")
+    text = (
+        None
+        if options.chat and options.prompt is None and options.prompt_file is None
+        else arguments.read_text("prompt", options.prompt, options.prompt_file, " or --chat")
+    )
+    if text is None and process_mesh.is_together(options):
+        raise ValueError(
+            "a dialogue from stdin runs in one process; give --prompt to run it on several"
+        )
+    mesh = process_mesh.mesh_of(options)
+
+    model: Any = models.load(options.model, dtype=options.dtype, mesh=mesh)
+    if options.chat and (model.tokenizer is None or not model.tokenizer.chat_template):
+        raise ValueError(
+            f"{options.model} has no chat template; leave out --chat and write the prompt as the "
+            "model expects it"
+        )
+    if options.chat:
+        _chat(options, model, sampling, text)
+    else:
+        _complete(options, model, sampling, text or "")
+    return 0
+
+
+def _chat(
+    options: argparse.Namespace, model: Any, sampling: dict[str, Any], text: str | None
+) -> None:
+    """Answers one message, or each line of stdin as a turn of one dialogue."""
+    messages: list[dict[str, str]] = []
+    for message in [text] if text is not None else map(str.strip, sys.stdin):
+        if not message:
+            continue
+        messages.append({"role": "user", "content": message})
+        # As tokens, because the template has the special tokens in it already.
+        prompt = model.tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            tokenizer_kwargs={"verbose": False},
+        )
+        answer = _complete(options, model, sampling, prompt, first=len(messages) == 1)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _complete(
+    options: argparse.Namespace,
+    model: Any,
+    sampling: dict[str, Any],
+    prompt: str | list[int],
+    first: bool = True,
+) -> str:
+    """Samples and prints completions; returns the text of the first one.
+
+    The notes on what was chosen for the run are printed with the first prompt alone.
+    """
+    sampler = dataclasses.replace(default_sampler(model), **sampling)
+    pending_notes = first
+    with tqdm(
+        total=options.n * options.max_new_tokens,
+        unit=" tokens",
+        leave=False,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
+
+        def show(branches: Any) -> None:
+            nonlocal pending_notes
+            if pending_notes and process_mesh.speaks():
+                for note in branches.notes:
+                    bar.write(f"jaxshare: {note}", file=sys.stderr)
+            pending_notes = False
+            bar.n = branches.sampled_tokens
+            bar.refresh()
+
+        result = generate_completions(
+            model,
+            prompt,
+            n=options.n,
+            max_new_tokens=options.max_new_tokens,
+            sampler=sampler,
+            seed=options.seed,
+            on_tokens=show,
+        )
+    if options.json:
+        print(json.dumps(_as_json(result)), flush=True)
+    else:
+        _print_texts(result, options.n)
+    return result.completions[0].text
+
+
+def _as_json(result: Completions) -> dict[str, Any]:
+    return {
+        "completions": [dataclasses.asdict(c) for c in result.completions],
+        "prompt_tokens": result.prompt_tokens,
+        "passes": result.passes,
+        "seconds": result.seconds,
+        "compile_seconds": result.compile_seconds,
+        "tokens_per_second": result.tokens_per_second,
+        "kv_bytes": result.kv_bytes,
+        "rows": result.rows,
+        "costs": result.costs and dataclasses.asdict(result.costs),
+    }
+
+
+def _print_texts(result: Completions, n: int) -> None:
+    for i, completion in enumerate(result.completions):
+        if n > 1:
+            print(
+                f"{'' if i == 0 else chr(10)}--- {i + 1} of {n} ({completion.reason}, "
+                f"logprob {completion.logprob:.2f})"
+            )
+        print(completion.text, flush=True)

@@ -1,0 +1,132 @@
+"""The folder of an evaluation: its files, and their settings, which keep other evaluations out."""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxshare.models import LoadedModel
+from jaxshare.serving import jsonl
+from jaxshare.serving.evaluation import runs, scoring
+from jaxshare.serving.evaluation.runs import Run
+from jaxshare.serving.evaluation.scoring import Point
+
+SETTINGS, RUNS, SCORES, RESULT, TABLE, PICTURE = (
+    "settings.json",
+    "runs.jsonl",
+    "scores.jsonl",
+    "result.json",
+    "table.txt",
+    "accuracy.png",
+)
+OTHER, AGAIN = "give another --out", "--resume goes on with the evaluation"
+"""Advice for error messages."""
+
+_FORMAT = "jaxshare evaluation 2"
+
+
+def open_runs(
+    files: contextlib.ExitStack,
+    folder: Path,
+    settings: Mapping[str, Any],
+    resume: bool,
+    keys: set[runs.Key],
+) -> tuple[BinaryIO | None, list[Run]]:
+    """Opens the file of runs, which `files` closes; with the runs in it, or None if there is none.
+
+    Args:
+      keys: of all runs of the evaluation.
+
+    Raises:
+      ValueError: the folder has an evaluation and `resume` is False, it has another evaluation, or
+        a file is damaged or in use.
+    """
+    if not os.path.lexists(folder / SETTINGS):
+        if os.path.lexists(folder / RUNS):
+            raise ValueError(
+                f"{folder} has {RUNS} but no {SETTINGS}, so nothing says which evaluation wrote "
+                f"it; {OTHER}"
+            )
+        return None, []
+    if not resume:
+        raise ValueError(
+            f"{folder} has an evaluation already; --resume goes on with it, or {OTHER}"
+        )
+    jsonl.check_settings(
+        f"the evaluation in {folder} began", read_settings(folder), settings, OTHER
+    )
+    if not os.path.lexists(folder / RUNS):  # a kill came between the two files
+        return None, []
+    file = files.enter_context(jsonl.open_alone(folder / RUNS, "r+b", OTHER))
+    return file, runs.read_runs(file, folder / RUNS, keys)
+
+
+def create_runs(
+    files: contextlib.ExitStack, folder: Path, settings: Mapping[str, Any], weights: dict[str, str]
+) -> BinaryIO:
+    """Writes the settings of a new evaluation and opens its file of runs, which `files` closes."""
+    value = {"format": _FORMAT, "settings": settings, **weights}
+    jsonl.write(folder / SETTINGS, [jsonl.line(value)], AGAIN)
+    return files.enter_context(jsonl.open_alone(folder / RUNS, "xb", OTHER))
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Reads the settings of the evaluation in a folder.
+
+    Raises:
+      ValueError: there is none, or its file is damaged.
+    """
+    try:
+        return jsonl.read_settings(folder / SETTINGS, _FORMAT)
+    except ValueError as error:
+        raise ValueError(
+            f"{folder} has no evaluation that can be read ({error}); name a folder that `jaxshare "
+            "evaluate` has written"
+        ) from error
+
+
+def check_weights(folder: Path, model: LoadedModel) -> dict[str, str]:
+    """A fingerprint of the model, which tells it from others of its name: {"weights": ...}.
+
+    Empty for a model whose parameters are not on this machine, which is not checked.
+
+    Raises:
+      ValueError: the evaluation in the folder began with another fingerprint.
+    """
+    now = {"weights": model.fingerprint} if model.params else {}
+    if now and os.path.lexists(folder / SETTINGS):
+        then = json.loads((folder / SETTINGS).read_bytes()).get("weights", now["weights"])
+        if then != now["weights"]:
+            raise ValueError(
+                f"the evaluation in {folder} began with another model of this name: its parameters "
+                f"have changed; {OTHER}"
+            )
+    return now
+
+
+def read_lines(folder: Path, settings: Mapping[str, Any]) -> dict[str, list[Point]]:
+    """Reads the lines of another finished evaluation (--beside), by their label in the legend.
+
+    Args:
+      folder: of the other evaluation.
+      settings: of this one.
+
+    Raises:
+      ValueError: the folder has no finished evaluation, or one of other problems.
+    """
+    try:
+        result = json.loads((folder / RESULT).read_bytes())
+        theirs, points = result["settings"], [Point(**point) for point in result["points"]]
+        problems, method = theirs["problems"], theirs["method"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--beside is {folder}, which has no finished evaluation ({type(error).__name__}: "
+            f"{error}); name a folder with {RESULT} in it"
+        ) from error
+    if problems != settings["problems"]:
+        raise ValueError(
+            f"--beside is {folder}, whose problems are others; name an evaluation of the same ones"
+        )
+    return scoring.lines(method, points)
