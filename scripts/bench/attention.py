@@ -154,7 +154,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except WorkerError as error:
                 worker, torch_reason = None, str(error)
         bench, results = measure(options, worker, lambda what: bar.set_description(what))
-    settings = {
+    report = {
+        "benchmark": "attention",
+        "command": asked,
+        "machine": where,
+        "versions": found,
+        "settings": settings_of(options, bench, None if worker else torch_reason),
+        "results": {"correctness": bench.checks, **results},
+    }
+    goals = parts.goals(results, tiny=options.cpu)
+    finish(report, as_text(report), goals, as_json=options.json, output=options.output)
+    if options.plots:
+        options.plots.mkdir(parents=True, exist_ok=True)
+        plots.draw(results, options.plots)
+    return 1 if any(check["right"] is False for check in bench.checks) else 0
+
+
+def settings_of(options: Options, bench: Bench, torch_skipped: str | None) -> dict[str, Any]:
+    """The settings of a report; `torch_skipped` says why PyTorch's side was not measured."""
+    return {
         "parts": options.parts,
         "quick": options.quick,
         "cpu": options.cpu,
@@ -167,22 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "product_size": bench.ceilings.product_size,
         "work_items": bench.items,
         "dtype": "bfloat16",
-        "torch_skipped": None if worker else torch_reason,
+        "torch_skipped": torch_skipped,
     }
-    report = {
-        "benchmark": "attention",
-        "command": asked,
-        "machine": where,
-        "versions": found,
-        "settings": settings,
-        "results": {"correctness": bench.checks, **results},
-    }
-    goals = parts.goals(results, tiny=options.cpu)
-    finish(report, as_text(report), goals, as_json=options.json, output=options.output)
-    if options.plots:
-        options.plots.mkdir(parents=True, exist_ok=True)
-        plots.draw(results, options.plots)
-    return 1 if any(check["right"] is False for check in bench.checks) else 0
 
 
 def measure(options: Options, worker: Worker | None, say: Say) -> tuple[Bench, dict[str, Any]]:

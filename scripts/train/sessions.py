@@ -60,21 +60,18 @@ def play(
     guess: bool = False,
     guesses: Container[int] = (),
 ) -> Lesson:
-    """A session from the prompt to the box, or to the budget.
+    """Plays a session from the prompt to the box, or to the budget.
 
     Args:
       script: texts as tokens.
-      problem: what is to be solved.
+      problem: the problem to solve.
       names: of the workers.
       layout: one of `LAYOUTS`.
       rng: decides on lapses.
-      ask_every, seed: as in `Workers`: when a worker is asked whether its work is redundant, and
-        which.
-      move: as in `Workers`: whether a finished step moves as it is, or is encoded anew.
+      ask_every, seed, move: as in `Workers`.
       lapses: how often workers do not go by the rule.
       budget: forward passes.
-      guess: where the budget ends the session, it is followed by the finisher's guess, which boxes
-        what can be seen then.
+      guess: if the budget ends the session, the finisher boxes the results visible then.
       guesses: passes after which the finisher guesses as well.
 
     Returns:

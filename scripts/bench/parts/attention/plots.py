@@ -50,16 +50,7 @@ def _roofline(points: list[Mapping[str, Any]]) -> Any:
     """TFLOP/s over FLOPs for each byte that has to be read, under the ceilings that were measured
     beside the first point."""
     figure, axes = _figure(7.5, 4.6)
-    others = sorted(
-        {name for point in points for name in point["sides"]}
-        - {*BACKENDS, *(f"{b}, {UNSHARED}" for b in _COLORS), *_COLORS}
-    )
-    colors = (
-        _COLORS
-        | {f"{b}, {UNSHARED}": color for b, color in _COLORS.items()}
-        | dict(zip(others, _OTHERS * len(others), strict=False))
-    )
-    intensities = []
+    colors, intensities = _side_colors(points), []
     for point, marker in zip(points, _MARKERS * len(points), strict=False):
         for name, side in point["sides"].items():
             intensities.append(side["flops"] / side["read_bytes"])
@@ -111,6 +102,19 @@ def _roofline(points: list[Mapping[str, Any]]) -> Any:
         fontsize=8,
     )
     return figure
+
+
+def _side_colors(points: list[Mapping[str, Any]]) -> dict[str, str]:
+    """The color of every side; a backend's is the same shared and unshared."""
+    others = sorted(
+        {name for point in points for name in point["sides"]}
+        - {*BACKENDS, *(f"{b}, {UNSHARED}" for b in _COLORS), *_COLORS}
+    )
+    return (
+        _COLORS
+        | {f"{b}, {UNSHARED}": color for b, color in _COLORS.items()}
+        | dict(zip(others, _OTHERS * len(others), strict=False))
+    )
 
 
 def _workers(found: Mapping[str, Any]) -> Any:

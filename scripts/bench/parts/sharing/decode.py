@@ -191,31 +191,19 @@ def measure(
       most_bytes: sides whose copies of the prefix would take more are left out.
       worker: transformers with the same weights, or None to leave it out.
     """
-    found, room = [], SUFFIX + steps
+    found, capacity = [], SUFFIX + steps
+    decoding = functools.partial(Decoding, suffix=SUFFIX, room=capacity, steps=steps, seed=seed)
     for batch in batches:
-        free = AttentionFreeModel.of(model)
         # Without attention the prefix costs nothing, so one is as good as another.
-        ceiling = Decoding(
-            free, batch, 128, shared=True, suffix=SUFFIX, room=room, steps=steps, seed=seed
-        )
+        ceiling = decoding(AttentionFreeModel.of(model), batch, 128, shared=True)
         turns = 0
         for prefix in prefixes:
             what = f"end to end: {batch} rows, prefix {prefix}"
             say(f"{what}, compile")
-            fits = copies_bytes(model.config, batch, prefix + room) <= most_bytes
+            fits = copies_bytes(model.config, batch, prefix + capacity) <= most_bytes
             runs = {SHARED: True, **({UNSHARED: False} if fits else {})}
             ours = {
-                name: Decoding(
-                    model,
-                    batch,
-                    prefix,
-                    shared=shared,
-                    suffix=SUFFIX,
-                    room=room,
-                    steps=steps,
-                    seed=seed,
-                )
-                for name, shared in runs.items()
+                name: decoding(model, batch, prefix, shared=shared) for name, shared in runs.items()
             }
             compile_all([*ours.values(), *([] if turns else [ceiling])])
             sides: dict[str, Callable[[], float]] = {
