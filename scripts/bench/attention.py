@@ -44,8 +44,10 @@ _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for; `torch_python` is None where no Python with PyTorch is known, `plots`
-    where none are drawn."""
+    """The options of a run.
+
+    `torch_python` is None if no Python with PyTorch is known, `plots` if none are drawn.
+    """
 
     parts: tuple[str, ...]
     quick: bool

@@ -115,8 +115,8 @@ def measure(
 
 
 def saturation(served: Served, raw: Raw, calls: Calls, scale: Scale, passes: int) -> dict[str, Any]:
-    """Tokens a second of the engine on calls that it knows but for a token, and of the raw loop, in
-    turn."""
+    """The engine's tokens a second on calls that it has cached but for a token, and the raw loop's,
+    in turn."""
     rates: dict[str, list[float]] = {ENGINE: [], RAW: []}
     whole: list[float] = []
     dispatches = max(1, scale.known * sum(BUDGETS) // 2 // (scale.rows * passes) // 2)

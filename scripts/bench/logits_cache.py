@@ -1,5 +1,4 @@
-"""What the Logits Cache is worth where the same is asked again: tokens a second, hits and bytes, on
-puzzles of the game of 24.
+"""The value of the Logits Cache for repeated prompts: tokens a second, hits and bytes.
 
     python -m scripts.bench.logits_cache                               # the full measurement
     python -m scripts.bench.logits_cache --quick                       # the embedded model alone, within three minutes on two cores
@@ -99,7 +98,7 @@ def summarise(temperature: float, groups: Sequence[Group], vocab: int) -> dict[s
 def model_profile(
     model: LoadedModel, prompts: Sequence[Sequence[int]], forbidden: tuple[int, ...], seed: int
 ) -> Profile:
-    """How certain the model is of what it says at temperature 1."""
+    """The certainty of the model about its own text at temperature 1."""
     some = [list(prompt) for prompt in prompts[:PROFILE_ROWS]]
     with Engine(
         model,

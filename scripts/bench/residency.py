@@ -1,5 +1,4 @@
-"""What agent-aware residency is worth: five agents in a fixed workflow under memory pressure, every
-policy on the same calls.
+"""The value of agent-aware residency: five agents in a workflow under memory pressure, by policy.
 
     python -m scripts.bench.residency                           # the full measurement
     python -m scripts.bench.residency --quick                   # within three minutes on two cores
@@ -123,8 +122,8 @@ def serve(model: LoadedModel, trace: Sequence[Call], capacity: int, policy: Poli
 
 
 def policies(trace: Sequence[Call], answer: Sequence[int] = ()) -> dict[str, Callable[[], Policy]]:
-    """What makes each policy, by the name that it has in the report; `answer` is what is kept of
-    every call beside its prompt."""
+    """The constructor of each policy, by its name in the report; `answer` is the number of tokens
+    kept of every call beside its prompt."""
     made = {name: lambda name=name: make_policy(name) for name in POLICIES}
     return made | {
         "plain": lambda: Contribution(expect=False),
@@ -300,7 +299,7 @@ def as_text(report: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for; seeds and capacities as `--quick` has them where they were not given."""
+    """The options of a run; seeds and capacities as `--quick` has them where they were not given."""
 
     rounds: tuple[int, ...]
     capacities: tuple[int, ...]

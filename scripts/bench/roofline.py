@@ -1,5 +1,5 @@
-"""What a model of the hardware predicts for the goals of scripts.bench.attention on an NVIDIA H200.
-Nothing in here is measured.
+"""Predictions of a model of an NVIDIA H200 for the goals of scripts.bench.attention; nothing is
+measured.
 
     python -m scripts.bench.roofline [--json]
 
@@ -118,7 +118,7 @@ def passes() -> dict[str, Case]:
 
 
 def predict(chip: Chip, assumed: Assumed) -> list[float]:
-    """What `bench_attention.py` would measure, in the order of its goals."""
+    """The numbers that scripts.bench.attention would measure, in the order of its goals."""
     found, seconds = passes(), {}
     for name, case in found.items():
         seconds[name] = attention(case, chip, assumed).seconds
@@ -142,7 +142,7 @@ def predict(chip: Chip, assumed: Assumed) -> list[float]:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Of one goal: what is predicted under hopeful and careful assumptions."""
+    """The prediction of one goal under hopeful and careful assumptions."""
 
     goal: Goal
     hopeful: float
@@ -185,7 +185,7 @@ def goals_table(found: Sequence[Prediction]) -> str:
 
 
 def times_table(chip: Chip = H200) -> str:
-    """Where a layer's attention spends its time."""
+    """The table of where a layer's attention spends its time."""
     rows = []
     for name, case in passes().items():
         hopeful, careful = (attention(case, chip, assumed) for assumed in (HOPEFUL, CAREFUL))
@@ -222,7 +222,7 @@ def times_table(chip: Chip = H200) -> str:
 
 
 def steps_table(chip: Chip = H200) -> str:
-    """Where a decode step spends its time."""
+    """The table of where a decode step spends its time."""
     rows = []
     for batch in parts.FULL.batches:
         hopeful, careful = (decode_step(batch, chip, assumed) for assumed in (HOPEFUL, CAREFUL))

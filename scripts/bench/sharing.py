@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure_all(
     options: Options, workers: dict[str, Worker]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What was measured with, and the results, by part."""
+    """The settings of a run, and the results, by part."""
     scale, seed, most = options.scale, options.seed, options.most_bytes
     results: dict[str, Any] = {}
     with (
@@ -273,8 +273,8 @@ def _middle(numbers: Sequence[int]) -> int:
 
 
 def _text_model(options: Options) -> LoadedModel:
-    """The model that answers questions: the one that was named, or random weights behind the
-    embedded model's tokenizer."""
+    """The model that answers questions: the named one, or random weights with the embedded model's
+    tokenizer."""
     longest = max((options.scale.document, *options.scale.documents))
     if options.model:
         try:

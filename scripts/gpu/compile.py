@@ -248,8 +248,7 @@ def compiled_step(compiler: Compiler, decoding: Any) -> tuple[Program, Any]:
 
 
 def step_numbers(program: Program, decoding: Any) -> dict[str, Any]:
-    """What a decode step does to the cache, and how many launches a pass is; bytes, of each
-    device."""
+    """The effect of a decode step on the cache, and the launches of a pass; bytes, of each device."""
     return {
         "whole_cache": dict(large_results(program.text, decoding.arena_elements // LARGE)),
         "temp_bytes": program.temp_bytes,
@@ -262,7 +261,7 @@ def step_numbers(program: Program, decoding: Any) -> dict[str, Any]:
 
 
 def device_numbers(program: Program, decoding: Any) -> dict[str, Any]:
-    """What a decode step on several devices does besides: what they send each other in a pass, and
+    """The further numbers of a decode step on several devices: the collectives of a pass, and
     kernels of ours a layer."""
     turn = turn_of_layers(program.text, decoding.layers)
     sent = collectives(executed(computations(program.text)))
@@ -322,7 +321,7 @@ def turn_of_layers(text: str, layers: int) -> list[str]:
 
 
 def of_layer(line: str, layers: int) -> bool:
-    """Whether an instruction belongs to a layer."""
+    """True if an instruction belongs to a layer."""
     return any(f"layers_{i}/" in line for i in range(layers))
 
 

@@ -108,7 +108,7 @@ def _goals_of_memory(step: Mapping[str, Any]) -> list[Goal]:
 
 
 def goals_of_sending(step: Mapping[str, Any]) -> list[Goal]:
-    """What a decode step on several devices is held against besides."""
+    """The further goals of a decode step on several devices."""
     what, sent = f"{step['backend']}, {step['name']}", step["sent"]
     meant = {f"all-reduce over {axis}": OF_A_LAYER for axis in step["axes"]}
     differ = sum(

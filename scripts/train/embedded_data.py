@@ -116,7 +116,7 @@ def lone_sample(codec: Codec, rng: random.Random) -> Sample:
 
 
 def few_shot_sample(codec: Codec, rng: random.Random, length: int) -> Sample:
-    """As many solved turns as fit `length`; every turn is learned."""
+    """A chat of as many solved turns as fit `length`; every turn is learned."""
     problems = [make_problem(rng)]
     tokens, weights = lone_turns(codec, problems)
     while True:
@@ -139,8 +139,8 @@ def lone_turns(codec: Codec, problems: list[SumsProblem]) -> Sample:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """What a worker sees at one moment, in the order of the combined layout, and the paragraph that
-    it is writing then.
+    """The tokens that a worker sees at one moment, in the order of the combined layout, and the
+    paragraph that it is writing then.
 
     Lists of tokens. `written` is how many tokens of `body` stood already: 0 where it begins, more
     where the other worker's block has grown, moved or begun anew meanwhile.

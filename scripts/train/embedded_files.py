@@ -46,8 +46,8 @@ def architecture(
 
 
 def export(params: dict, config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the float32 weights and all files beside them that transformers asks for; replaces
-    what stands in `folder`."""
+    """Writes the float32 weights and all files beside them that transformers needs; replaces the
+    contents of `folder`."""
     save_weights(params, folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)

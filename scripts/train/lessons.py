@@ -83,7 +83,7 @@ chance as the short."""
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of a batch: T tokens, J tiles and B blocks, as in `TraceBatch`."""
+    """The shape of a batch: T tokens, J tiles and B blocks, as in `TraceBatch`."""
 
     tokens: int = 2048
     tiles: int = 40
@@ -172,7 +172,7 @@ def _even_problem(script: Script, rng: random.Random, questions: int) -> SumsPro
 
 
 def pack(lessons: Sequence[Lesson]) -> Lesson:
-    """Lessons one behind the other as one, in blocks of their own, so that none sees another."""
+    """Joins lessons one after the other, in blocks of their own, so that none sees another."""
     tokens, views, passes, blocks, parts = 0, 0, 0, 0, []
     total = sum(lesson.trace.num_blocks for lesson in lessons)
     for lesson in lessons:
@@ -309,8 +309,8 @@ def stream(
 
 
 def _begin() -> None:
-    """A process that makes lessons: the accelerator is the trainer's, and a trainer that is killed
-    leaves nobody behind."""
+    """Starts a process that makes lessons: the accelerator is the trainer's, and the process ends
+    with a trainer that is killed."""
     jax.config.update("jax_platforms", "cpu")
     trainer = multiprocessing.parent_process()
     assert trainer is not None

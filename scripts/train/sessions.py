@@ -141,7 +141,7 @@ def chat(script: Script, problems: Sequence[SumsProblem], *, system: bool = True
 
 
 def plain(script: Script, problem: SumsProblem) -> Lesson:
-    """A problem that stands alone, in no chat template, and its solution after it."""
+    """A problem by itself, in no chat template, and its solution after it."""
     asked = script.codec.encode(problem.prompt())
     tokens = [*asked, *script.codec.encode(problem.solution()), script.end]
     recorder = Recorder(1)
@@ -156,7 +156,7 @@ def plain(script: Script, problem: SumsProblem) -> Lesson:
 
 
 class _Session:
-    """What a session of workers does on the device, in plain lists."""
+    """The work of a session on the device, in plain lists."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class _Session:
         )
 
     def _sight(self, row: int) -> Sight:
-        """What a worker's blocks hold now, as paragraphs."""
+        """The present contents of the blocks that a worker sees, as paragraphs."""
         seen = {self._blocks[block] for block in self._rows[row]}
         others = [
             p.own
@@ -305,7 +305,8 @@ class _Session:
         return self._script.codec.encode(text.rstrip(" "))
 
     def _ask(self, sampled: int) -> None:
-        """After so many tokens of all workers one of them is to be asked in its next step."""
+        """Chooses, after every `ask_every` tokens of all workers, one of them for a question in its
+        next step."""
         self._since += sampled
         if self._ask_every and self._since >= self._ask_every:
             self._since -= self._ask_every

@@ -45,8 +45,8 @@ _LONGEST_LULL = 45
 
 @dataclasses.dataclass(frozen=True)
 class Lapses:
-    """How often the teacher does not do what the rule says, so that pupils see what comes of it and
-    how to go on. None of it is learned.
+    """The rates at which the teacher breaks the rule, so that pupils see the consequences and how
+    to go on. None of it is learned.
 
     Attributes:
       slips: part of the claims that take another question than the rule says.
@@ -61,7 +61,7 @@ class Lapses:
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """How texts become tokens.
+    """The encoding of texts as tokens.
 
     Attributes:
       codec, tokenizer: of the model.
@@ -79,7 +79,7 @@ class Script:
     def of(
         cls, tokenizer: Any, vocab_size: int, generation: Generation, format: Format
     ) -> "Script":
-        """Of a model's parts.
+        """The script from a model's parts.
 
         Raises:
           ValueError: no tokenizer or no stop token, or a separator of several tokens.
@@ -111,7 +111,7 @@ class Script:
     def prompt(
         self, problem: SumsProblem, names: Sequence[str], layout: WorkersLayout
     ) -> list[int]:
-        """What all workers read first."""
+        """The first text that all workers read."""
         format = (
             self.format if layout.moves else dataclasses.replace(self.format, history_header="")
         )
@@ -165,8 +165,8 @@ class Paragraph:
 
 @dataclasses.dataclass(frozen=True)
 class Sight:
-    """What a worker sees of the others and of its past: paragraphs that are finished, its own too,
-    and those that others are writing."""
+    """The paragraphs that a worker sees: the finished ones, its own too, and those that others are
+    writing."""
 
     finished: Sequence[Paragraph]
     others: Sequence[Paragraph]
@@ -320,12 +320,12 @@ class Pupil:
         return sorted(self._problem.open(sight.results) - sight.claimed)
 
     def _believed(self, free: Sequence[int]) -> list[int]:
-        """What the worker believes to be free."""
+        """The questions that the worker believes to be free."""
         return [number for number in free if not self._lulls.get(number)]
 
     def _choice(self, free: Sequence[int]) -> int:
-        """Of a worker's own part of the questions upwards from its first or, for each second one,
-        downwards from its last, and then on around."""
+        """The choice from the worker's own part of the questions upwards from its first or, for
+        each second one, downwards from its last, and then on around."""
         count, many = len(self._problem.questions), len(self.names)
         low, high = self.rank * count // many + 1, (self.rank + 1) * count // many
         if self.rank % 2 == 0:
@@ -333,8 +333,8 @@ class Pupil:
         return min(free, key=lambda number: (max(low, high) - number) % count)
 
     def _rival(self, sight: Sight) -> str | None:
-        """Who has this worker's question: whoever has answered it, or has written more of it, or as
-        much and comes first."""
+        """The worker that has this worker's question: it has answered it, or has written more of
+        it, or as much and comes first."""
         own = self.own.claims.get(self._question, 0)
         for other in (*sight.finished, *sight.others):
             if other.writer == self.name or self._question not in other.claims:
@@ -348,19 +348,19 @@ class Pupil:
         return None
 
     def _follower(self, sight: Sight) -> str | None:
-        """Who has begun this worker's question as well, and is to leave it."""
+        """The worker that has begun this worker's question as well, and is to leave it."""
         return next(
             (other.writer for other in sight.others if self._question in other.claims), None
         )
 
     def _awaited(self, sight: Sight) -> str:
-        """Who is at work on something, or else the next in the list."""
+        """The first worker that has a question under way, or else the next in the list."""
         busy = [p.writer for p in sight.others if p.claims.keys() - sight.results.keys()]
         return busy[0] if busy else self.names[(self.rank + 1) % len(self.names)]
 
 
 def redundant(last: Paragraph | None, sight: Sight) -> bool:
-    """Whether a worker's last paragraph has added nothing: it took nothing up, or only what another
+    """True if a worker's last paragraph has added nothing: it took nothing up, or only what another
     has taken up as well."""
     if last is None:
         return False
@@ -374,7 +374,7 @@ def redundant(last: Paragraph | None, sight: Sight) -> bool:
 
 
 def worked(problem: SumsProblem, paragraphs: Iterable[Paragraph]) -> dict[int, int]:
-    """The answers of which the whole working stands in a paragraph, whether or not they do."""
+    """The answers with their whole working in a paragraph, given there or not."""
     bodies = {
         number: problem.body(number).partition(" Answer ")[0]
         for number in range(1, len(problem.questions) + 1)

@@ -166,7 +166,7 @@ def update(state: dict, total: dict, *, optimizer: Any) -> tuple[dict, dict, dic
 
 
 def empty_total(params: dict) -> dict:
-    """Of `add_gradients`, before the first batch."""
+    """The total of `add_gradients` before the first batch."""
     return {
         "gradients": jax.tree.map(jnp.zeros_like, params),
         **{name: jnp.zeros(()) for name in ("loss", "right", "weight")},
@@ -211,7 +211,7 @@ def measure(
 
 
 def summary(found: Sequence[Point]) -> dict[str, Any]:
-    """What is reported of a measurement."""
+    """The reported facts of a measurement."""
     last = max(BUDGETS)
     return {
         "passes_to_90": {str(count): passes for count, passes in passes_to(found, GOAL).items()},
@@ -252,7 +252,7 @@ def plot(history: Mapping[str, Sequence[Any]], path: Path) -> None:
 
 @dataclasses.dataclass
 class Run:
-    """Where a run stands: what is saved of it.
+    """The state of a run, as it is saved.
 
     Attributes:
       state: parameters and what the optimizer keeps.

@@ -1,5 +1,4 @@
-"""What a chip can do and what is assumed of kernels on it: the times of attention and of a decode
-step."""
+"""The model of a chip and of kernels on it: the times of attention and of a decode step."""
 
 import collections
 import dataclasses
@@ -66,7 +65,9 @@ class Chip:
 
 @dataclasses.dataclass(frozen=True)
 class Assumed:
-    """What only a measurement can tell. Times in seconds.
+    """The assumptions that only a measurement can replace.
+
+    Times in seconds.
 
     Attributes:
       exposed: part of a softmax's time in which the matrix units wait, where two warpgroups take
@@ -195,7 +196,7 @@ class Attention:
 
 @functools.cache
 def attention(case: Case, chip: Chip, assumed: Assumed) -> Attention:
-    """What one layer's attention of a pass takes."""
+    """The time of one layer's attention in a pass."""
     heads, dim = case.heads, case.heads.head_dim
     rows, slots = len(case.rows), max(map(len, case.rows))
     tile = built_in_mosaic(dim, rows * case.width * heads.group).tile
@@ -249,8 +250,8 @@ def attention(case: Case, chip: Chip, assumed: Assumed) -> Attention:
 
 
 def _piece(queries: int, tiles: int, tile: int, dim: int, chip: Chip, assumed: Assumed) -> float:
-    """Seconds in which one multiprocessor computes so many tiles of a segment, had it all it
-    reads."""
+    """The seconds in which one multiprocessor computes `tiles` tiles of a segment whose data is
+    there."""
     rows = SPAN if queries > WARPGROUP else WARPGROUP
     product = 4 * rows * tile * dim / (chip.product_rate / chip.multiprocessors)
     softmax = rows * tile * (1 / chip.exponentials + INSTRUCTIONS / chip.lanes) / chip.clock

@@ -99,8 +99,8 @@ def measure_shared(bench: Bench, scale: Scale) -> dict[str, Any]:
 
 
 def measure_workers(bench: Bench, scale: Scale) -> dict[str, Any]:
-    """Workers over one history and each other's blocks, against one row over as many tokens in one
-    block, whose query is not rotated."""
+    """Measures workers over one history and each other's blocks, against one row over as many
+    tokens in one block with a query that is not rotated."""
     heads = scale.worker_heads
     alone = cases.private(heads, 1, scale.history + scale.own)
     unrotated = dataclasses.replace(alone, heads=dataclasses.replace(heads, rotated=False))
@@ -163,7 +163,7 @@ def measure_plan(bench: Bench, scale: Scale) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Named(LoadedModel):
-    """A model whose attention is one backend's."""
+    """A model with the attention of one backend."""
 
     implementation: str = "xla"
 
@@ -265,7 +265,7 @@ def summarise_step(
 
 
 def rows_name(count: int) -> str:
-    """As a number of workers is called in results."""
+    """The name of a number of workers in results."""
     return f"{count} row{'s' * (count > 1)}"
 
 

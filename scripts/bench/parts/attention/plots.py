@@ -15,7 +15,7 @@ _MARKERS = ("o", "s", "^")
 
 
 def available() -> bool:
-    """Whether matplotlib is installed."""
+    """True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -118,7 +118,7 @@ def _side_colors(points: list[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _workers(found: Mapping[str, Any]) -> Any:
-    """Each number of workers' time to that of one row whose query is not rotated."""
+    """The time of each number of workers, to that of one row with a query that is not rotated."""
     figure, axes = _figure(5.5, 3.4)
     for name, to_one in found["to_one_row"].items():
         axes.plot(

@@ -87,7 +87,7 @@ def forking_model(
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """How certain a model is of its own text, sampled at temperature 1.
+    """The certainty of a model about its own text, sampled at temperature 1.
 
     Attributes:
       positions: that were looked at.
@@ -105,7 +105,7 @@ class Profile:
 
 
 def profile(logits: np.ndarray) -> Profile:
-    """Of logits float[N, V]."""
+    """The profile of logits float[N, V]."""
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     weights = np.exp(shifted)
     shifted[weights == 0] = 0  # of what cannot be said

@@ -22,7 +22,7 @@ STORAGE_GOAL = 0.03
 
 
 def averages(points: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """Of each side, over the temperatures at which there is a number."""
+    """The means of each side over the temperatures at which there is a number."""
     found: dict[str, dict[str, float | None]] = {}
     for side in SPEED_GOALS:
         found[side] = {}

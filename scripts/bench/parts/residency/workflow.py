@@ -42,8 +42,9 @@ class Call:
 
 
 def workflow(rounds: int, seed: int) -> list[Call]:
-    """The calls of so many rounds, one after the other. Equal arguments give equal calls, and fewer
-    rounds the first of more.
+    """The calls of `rounds` rounds, one after the other.
+
+    Equal arguments give equal calls, and fewer rounds the first of more.
 
     Args:
       rounds: from 1 up.

@@ -104,8 +104,8 @@ def first_layers(model: LoadedModel, layers: int) -> LoadedModel:
 
 
 class Decoding:
-    """The decode loop of one side: rows over a prefix of so many random tokens, kept once or in
-    copies, behind which each has written `suffix` of at most `room` tokens.
+    """The decode loop of one side: rows over a random prefix, kept once or in copies, after which
+    each has written `suffix` of at most `room` tokens.
 
     Every turn begins with these lengths again. What is cached is random, because the time does not
     depend on it; so nothing is prefilled.
@@ -277,7 +277,7 @@ def predict(
 
 
 def chooses_sharing(model: LoadedModel, rows: int, prefix: int, costs: Costs) -> bool:
-    """Whether `generate` keeps one prompt of `prefix` tokens once for `rows` completions of it, by
+    """True if `generate` keeps one prompt of `prefix` tokens once for `rows` completions of it, by
     these costs."""
     prompt = [1] * prefix
     return bool(

@@ -40,7 +40,7 @@ class Questions:
         self.prefill_seconds = time.perf_counter() - begin
 
     def ask(self, count: int) -> Completions:
-        """Asks so many; `answers` keeps what was written last."""
+        """Answers `count` questions; `answers` keeps the last completions."""
         done = generate(
             self.model,
             [fact.question for fact in self.needles.questions(count)],
@@ -59,7 +59,7 @@ def count_tokens(model: LoadedModel, text: str) -> int:
 
 
 def room(tokens: int) -> int:
-    """Of a store, for a block of so many tokens: whole tiles."""
+    """The tokens of a store that a block of `tokens` takes: whole tiles."""
     return tokens + -tokens % ALIGNMENT
 
 
@@ -148,7 +148,7 @@ def measure_documents(
 
 
 def _alternated[T](sides: Mapping[T, Callable[[], float]], rounds: int) -> dict[T, list[float]]:
-    """As `alternate`, after one turn each that compiles what is left to compile."""
+    """Runs `alternate`, after one turn of each side that compiles what is left to compile."""
     alternate(sides, 1)
     return alternate(sides, rounds)
 

@@ -46,7 +46,7 @@ PLOTS = ROOT / "benchmarks" / "plots"
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How much is measured; lengths in tokens.
+    """The sizes of a measurement; lengths in tokens.
 
     Attributes:
       attention: "rows", "prefixes" and "suffixes".
@@ -137,9 +137,11 @@ QUICK = Scale(
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for; `torch_python` is None without PyTorch, `text` where no needles are
-    hidden, `plots` where none are drawn. `left_out` are parts that cannot be measured here, and
-    why."""
+    """The options of a run.
+
+    `torch_python` is None without PyTorch, `text` where no needles are hidden, `plots` where none
+    are drawn. `left_out` are parts that cannot be measured here, and why.
+    """
 
     parts: tuple[str, ...]
     scale: Scale

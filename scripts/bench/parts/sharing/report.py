@@ -85,7 +85,7 @@ def goals(results: Mapping[str, Any], heads: str, unmeasured: Sequence[Goal] = (
 def _speed_goals(
     what: str, slower_than_shared: Mapping[str, Mapping[str, float]], targets: Mapping[str, float]
 ) -> list[Goal]:
-    """How many times faster than each of the other sides; a side that did not run is None."""
+    """The goals of the speed-up over each of the other sides; a side that did not run is None."""
     return [
         Goal(
             f"{what}: times faster than {side}",
