@@ -1,4 +1,4 @@
-"""The cost of the runtime of agents by itself: a thousand agents, instant models and tools.
+"""The cost of the runtime of agents: a thousand agents of ten states, instant models and tools.
 
     python -m scripts.bench.agents                           # the full measurement
     python -m scripts.bench.agents --quick                   # within half a minute on two cores
@@ -27,7 +27,7 @@ from scripts.bench.lib import Goal, Parser, alternate, command, finish, machine,
 AGENTS, STATES = 1000, 10
 MICROSECONDS_GOAL, LEAK_GOAL = 50.0, 0.0
 LEAK_ROUNDS = 5
-"""After two rounds, whose caches may stay, so many must leave nothing behind."""
+"""Rounds that must leave nothing allocated, after two rounds that may fill caches."""
 
 
 class Ready:

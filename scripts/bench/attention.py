@@ -192,7 +192,7 @@ def settings_of(options: Options, bench: Bench, torch_skipped: str | None) -> di
 
 
 def measure(options: Options, worker: Worker | None, say: Say) -> tuple[Bench, dict[str, Any]]:
-    """Everything that was asked for."""
+    """Measures all parts of the options."""
     scale = TINY if options.cpu else QUICK if options.quick else FULL
     gpu = current_device()
     shared: dict[str, Any] = {
@@ -220,7 +220,7 @@ def measure(options: Options, worker: Worker | None, say: Say) -> tuple[Bench, d
             items=gpu.multiprocessors,
             **shared,
         )
-    # Without a GPU few backends can do anything, so the reference stands in for one more.
+    # Without a GPU few backends can do anything, so the reference takes the place of one more.
     first = dataclasses.replace(bench, backends=(*BACKENDS, "reference")) if options.cpu else bench
     results: dict[str, Any] = {}
     if "correctness" in options.parts:

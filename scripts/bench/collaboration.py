@@ -1,5 +1,4 @@
-"""The forward passes that workers with a shared cache save on unseen problems, and each part's
-share.
+"""The forward passes that workers with a shared cache save on unseen problems, and why.
 
     python -m scripts.bench.collaboration                           # the full measurement: 200 problems, an hour and a half on two cores
     python -m scripts.bench.collaboration --quick                   # a few problems, one and two workers
@@ -45,7 +44,7 @@ class Case:
       workers: numbers of them.
       more: arguments of `jaxshare evaluate`.
       task, questions: of the problems.
-      most, step: the largest budget, and what lies between two.
+      most, step: the largest budget, and the distance of two.
     """
 
     what: str

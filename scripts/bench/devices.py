@@ -6,7 +6,7 @@
 
 Nothing here is a speed: steps are compiled for eight virtual devices of the CPU and not run. The
 collectives of a pass are read in what XLA compiled, with their kinds and sizes; the time comes from
-a roofline with the bandwidths of data sheets (benchmarks/roofline.md), and stands beside what
+a roofline with the bandwidths of data sheets (benchmarks/roofline.md), and is given beside what
 Hydragen measured with CodeLlama-13B on eight A100-40GB GPUs (its table 3, 128 new tokens a
 completion).
 """
@@ -159,7 +159,7 @@ def compiled(config: ModelConfig, sizes: Mapping[str, int], rows: int, prefix: i
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """The collectives of a step of `COUNTED_ROWS` rows: in each layer, and outside of the layers."""
+    """The collectives of a step of `COUNTED_ROWS` rows: in each layer, and outside of layers."""
 
     layer: tuple[Collective, ...]
     outside: tuple[Collective, ...]

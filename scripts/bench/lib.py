@@ -1,4 +1,4 @@
-"""The common parts of benchmarks: measuring sides in turn, goals, tables, and facts of the machine."""
+"""The common parts of benchmarks: sides in turn, goals, tables, and facts of the machine."""
 
 import argparse
 import contextlib
@@ -179,7 +179,7 @@ def alternate[T](sides: Mapping[T, Callable[[], float]], rounds: int) -> dict[T,
 
 @contextlib.contextmanager
 def progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar of `steps` steps: the function that it gives is called with the name of the next step."""
+    """A bar of `steps` steps: call the given function with the name of the next step."""
     with tqdm(total=steps, leave=False, file=sys.stderr) as bar:
 
         def say(what: str) -> None:
@@ -271,7 +271,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 def command(arguments: Sequence[str]) -> str:
     """The command line of a run, with `arguments` = sys.argv, fit to be published.
 
-    A path that is not inside this repository tells about somebody's machine, not about the run: its
+    A path that is not inside this repository says something about a machine, not about the run: its
     last component stays.
     """
     program = Path(arguments[0]).resolve()

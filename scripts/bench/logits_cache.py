@@ -5,10 +5,11 @@
     python -m scripts.bench.logits_cache --models random --forks 0.2   # a model that is in doubt more often
     python -m scripts.bench.logits_cache --json --output FILE          # one JSON object
 
-The measurement is that of section 8.2 of Hive: every prompt is answered once, and then again with
-other seeds, always with the same number of tokens. The baseline is the same engine without a Logits
-Cache; it finds the prompt's keys and values as the others do. A group of prompts runs side by side,
-one a row, on one side after the other. How to read the result is in benchmarks/README.md.
+The measurement is that of section 8.2 of Hive: every prompt, a puzzle of the game of 24, is
+answered once, and then again with other seeds, always with the same number of tokens. The baseline
+is the same engine without a Logits Cache; it finds the prompt's keys and values as the others do. A
+group of prompts runs side by side, one a row, on one side after the other. How to read the result
+is in benchmarks/README.md.
 """
 
 import dataclasses

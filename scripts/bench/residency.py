@@ -10,8 +10,8 @@ The workload is that of section 8.3 of Hive (scripts/bench/parts/residency/workf
 caches. One is a radix tree of tokens without a model (scripts/bench/parts/residency/tree.py): what
 it counts is exact and the same on every machine. The other is the engine itself, with a model that
 does next to nothing and has the whole workflow in its context: it answers the calls one after the
-other. `plain` is the paper's own order, by contribution and recency alone; `optimum` knows all
-calls to come. How to read the result is in benchmarks/README.md.
+other. `plain` is the paper's own order, by contribution and recency alone; `optimum` is given
+all calls to come. How to read the result is in benchmarks/README.md.
 """
 
 import argparse
@@ -221,8 +221,8 @@ def summarise(
 def goals(results: Sequence[dict[str, Any]], capacity: int) -> list[Goal]:
     """The goals for `contribution` at this capacity, for all seeds together, on either cache.
 
-    On the engine `optimum` does not know where segments will be cut, so that it is no bound: no
-    part of its gain is asked for there.
+    On the engine `optimum` is not given the places where segments will be cut, so that it is no
+    bound: no part of its gain is a goal there.
     """
     found = []
     for result in results:
@@ -299,7 +299,7 @@ def as_text(report: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of a run; seeds and capacities as `--quick` has them where they were not given."""
+    """The options of a run; seeds and capacities as `--quick` has them where not given."""
 
     rounds: tuple[int, ...]
     capacities: tuple[int, ...]

@@ -1,13 +1,12 @@
-"""Predictions of a model of an NVIDIA H200 for the goals of scripts.bench.attention; nothing is
-measured.
+"""Predictions of an H200 for the goals of scripts.bench.attention; nothing is measured.
 
     python -m scripts.bench.roofline [--json]
 
 The page benchmarks/roofline.md has the same tables and explains them. Shapes and goals are those of
-bench_attention.py, the cut into work items is that of `jaxshare.pallas.work_items`, tiles are those
-of `jaxshare.pallas.tiles`. Everything else is assumed, and what nobody can know before a
-measurement is assumed twice, hopefully and carefully. Seconds, bytes and FLOPs throughout; axis
-letters as in `jaxshare.attention.plan`.
+scripts.bench.attention, the cut into work items is that of `jaxshare.pallas.work_items`, tiles are
+those of `jaxshare.pallas.tiles`. Everything else is assumed, and what only a measurement can tell
+is assumed twice, hopefully and carefully. Seconds, bytes and FLOPs throughout; axis letters as in
+`jaxshare.attention.plan`.
 """
 
 import argparse

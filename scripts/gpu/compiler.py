@@ -1,5 +1,5 @@
 """Compiling for a GPU that is described, not there: the environment this needs, and what can be
-read from what the compilers leave behind.
+read from what the compilers write.
 
 Nothing here imports JAX at the top, because XLA and Mosaic read their settings from the environment
 once: `Toolchain.prepare` comes first, then JAX, then a `Compiler`. Three things tell what a program
@@ -70,7 +70,7 @@ class Toolchain:
         """Sets the environment: kernels, lists of launches and Mosaic's own reports go to `folder`.
         Before JAX is imported."""
         os.environ["JAX_PLATFORMS"] = "cpu"
-        # Everyone who looks for ptxas is to find the one that makes the report: XLA writes PTX for
+        # Every search for ptxas must find the one that makes the report: XLA writes PTX for
         # the one that it finds. JAX would rather name NVIDIA's Python package to XLA, if it is
         # installed, than the folder that XLA_FLAGS names.
         os.environ["PATH"] = os.pathsep.join([str(self.ptxas.parent), os.environ.get("PATH", "")])
@@ -244,7 +244,7 @@ class Compiler:
         cut over it lie so, and all else is whole on every device. Bytes of the program are then
         those of one device.
 
-        Raises whatever tracing, lowering and compiling do: a kernel that wants more shared memory
+        Raises whatever tracing, lowering and compiling do: a kernel that needs more shared memory
         than there is, is an error here.
         """
         import jax

@@ -11,7 +11,7 @@ capability 9.0: 227 KB)."""
 
 
 OF_A_LAYER = 2
-"""All-reduces of a layer: over `tensor` the sums behind attention and MLP, over `kv` the largest
+"""All-reduces of a layer: over `tensor` the sums after attention and MLP, over `kv` the largest
 log-sum-exp and what is merged by it."""
 
 

@@ -42,8 +42,8 @@ CHAT_TEMPLATE = """\
 {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-# Digits stand alone; a blank line is one piece, also after a line break; a space belongs to the
-# digit's left neighbour.
+# Digits are pieces of their own; a blank line is one piece, also after a line break; a space
+# belongs to the digit's left neighbour.
 _PIECES = (
     r"\n(?=\n\n(?!\n))|\n\n|\p{N}| ?\p{L}+(?: (?=\p{N}))?| ?[^\s\p{L}\p{N}]+(?: (?=\p{N}))?|\s+"
 )
@@ -142,8 +142,8 @@ class View:
     """The tokens that a worker sees at one moment, in the order of the combined layout, and the
     paragraph that it is writing then.
 
-    Lists of tokens. `written` is how many tokens of `body` stood already: 0 where it begins, more
-    where the other worker's block has grown, moved or begun anew meanwhile.
+    Lists of tokens. `written` is how many tokens of `body` are written: 0 where it starts, more
+    where the other worker's block has grown, moved or started anew meanwhile.
     """
 
     name: str

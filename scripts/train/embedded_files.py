@@ -111,7 +111,7 @@ def export_like(
       source: the folder of that model; dtype: of the weights, "float32" or "bfloat16".
       workers: what workers.json is to say.
       context: the most positions that the model is to take; None leaves that model's.
-      folder: where to; what stands there is replaced.
+      folder: the target; its contents are replaced.
     """
     save_weights(params, folder, dtype)
     for path in source.iterdir():

@@ -222,7 +222,7 @@ class _Session:
             return True
         for question, left in self._lulls.items():
             self._lulls[question] = max(0, left - 1)
-        due = [*self._due]  # a step ends before it is decided who is asked
+        due = [*self._due]  # a step ends before the worker to ask is chosen
         self._ask(len(new))
         self._sampled = {*new}
         for row, token in new.items():
@@ -247,7 +247,7 @@ class _Session:
             self._problem,
             {**sight.results, **worked(self._problem, (*sight.finished, *sight.others))},
         ).partition("{")[2]
-        answer = self._script.behind(self._script.format.finisher, text)
+        answer = self._script.following(self._script.format.finisher, text)
         finisher = self._blocks.index(FINISHER)
         self._recorder.cut(finisher, 0)
         sees = [*map(self._blocks.index, self._layout.overview(self._names[-1])), finisher]

@@ -1,18 +1,18 @@
 """The rule of a teacher that plays workers: what each would write next, from what it could see in
 that pass alone.
 
-Hogwild! Inference, appendices B ("Fine-tuning and re-encoding considerations") and E.2. playing.py
+Hogwild! Inference, appendices B ("Fine-tuning and re-encoding considerations") and E.2. sessions.py
 lets the workers of a session go by it.
 
 - A worker takes a free question of its own part of the list, and then goes on from there, each
   second worker downwards. Two of them are Alice, who takes the lowest, and Bob, who takes the
   highest, as in `jaxshare.serving.evaluation.arithmetic`.
-- Two that take the same question see it in the next pass. Who has written less of it goes
+- Two that take the same question see it in the next pass. The one that has written less of it goes
   elsewhere, and of equals the later in the list: "Question 3: Bob has it. Question 4: ...". Where
   steps are private, that happens when the other's result appears.
 - A question that goes on from the answer of another one is taken when that answer can be seen,
-  whoever wrote it.
-- With nothing to take a worker waits; whoever sees all results boxes them.
+  no matter which worker wrote it.
+- With nothing to take a worker waits; a worker that sees all results boxes them.
 - The finisher boxes what can be known when the time is up: also an answer whose working is complete
   and that only has to be written down.
 - Asked whether its work is redundant, a worker says yes if the step before has added nothing: it
@@ -34,9 +34,9 @@ from jaxshare.serving.workers.transcript import Codec, codec_of
 
 YES, NO = " yes.", " no."
 UNKNOWN = "?"
-"""What stands in a box for an answer that nobody has given yet."""
+"""The entry of a box for an answer that is not there yet."""
 _CLAIM = re.compile(r"Question (\d+)(?!\d|: ?[^\d\s])")
-"""A question that is being worked on: what goes on with a name was left to somebody else."""
+"""A question under way: one followed by a name was left to another worker."""
 _RESULT = re.compile(r"Answer (\d+): (\d+)\.")
 _SENTENCE = re.compile(r"[.] ?$")
 _LONGEST_LULL = 45
@@ -128,8 +128,8 @@ class Script:
             : next(i for i, token in enumerate(first) if any(other[i] != token for other in others))
         ]
 
-    def behind(self, before: str, text: str) -> list[int]:
-        """The tokens of a text that stands behind another one."""
+    def following(self, before: str, text: str) -> list[int]:
+        """The tokens of a text that follows another one."""
         known, whole = self.codec.encode(before), self.codec.encode(before + text)
         return whole[len(known) :] if whole[: len(known)] == known else self.codec.encode(text)
 
@@ -139,7 +139,7 @@ class Paragraph:
     """A step as far as it was fed, with what opens it.
 
     Attributes:
-      writer: who writes it; asked: whether the question opens it.
+      writer: the worker that writes it; asked: True if the question opens it.
       opening: characters of what opens it, known when it was fed.
     """
 
@@ -260,7 +260,9 @@ class Pupil:
         elif len(sight.results) == len(self._problem.questions):
             self._plan(self._script.codec.encode(box(self._problem, sight.results)), "stop")
         else:
-            self._plan(self._script.behind(self.own.body, wait_body(self._awaited(sight))), "end")
+            self._plan(
+                self._script.following(self.own.body, wait_body(self._awaited(sight))), "end"
+            )
             return float(not free)
         return 1.0
 
@@ -290,7 +292,7 @@ class Pupil:
             self._wrong = len(self._queue)
         else:
             claim, body = f" Question {self._question}", self._problem.body(self._question)
-            self._plan(self._script.behind(claim, body.removeprefix(claim)), "end")
+            self._plan(self._script.following(claim, body.removeprefix(claim)), "end")
         return 1.0
 
     def _end(self, sight: Sight) -> float:
@@ -312,7 +314,7 @@ class Pupil:
             if body[-1:].isdigit()
             else f"{'' if body.endswith(' ') else ' '}{rival} has it."
         )
-        self._plan(self._script.behind(body, text), "open")
+        self._plan(self._script.following(body, text), "open")
 
     # What the rule says.
 

@@ -1,4 +1,4 @@
-"""The common parts of the training scripts: the optimizer, and memory that is kept between steps."""
+"""The common parts of the training scripts: the optimizer, and memory kept between steps."""
 
 import ctypes
 

@@ -1,8 +1,8 @@
 """Passes over random caches, for scripts.bench.attention and the GPU tests, and what is wrong with
 a backend's answer to one of them.
 
-Arenas are filled with what leaves nothing to chance: large noise wherever no block lies, so that
-reading too far shows, and large values in the first and the last token of every block, so that
+Arenas are filled with what leaves nothing to chance: large noise wherever there is no block, so
+that reading too far shows, and large values in the first and the last token of every block, so that
 reading one token too few shows however long the block is.
 """
 
@@ -20,12 +20,12 @@ from jaxshare import KVCache, Layout, Plan, Rope, block_attention, make_plan
 
 THETA = 10_000.0
 NOISE = 30.0
-"""Standard deviation of what lies between blocks; that of keys and values is 1."""
+"""Standard deviation of the noise between blocks; that of keys and values is 1."""
 PERIOD = 1_048_573
-"""A prime, so that no two tokens of an arena are equal, wherever they lie."""
+"""A prime, so that no two tokens of an arena are equal, wherever they are."""
 TOLERANCE_EPSILONS = 3
 REFERENCE_ROWS = 4
-"""The reference unrolls its rows, so it judges so many of a pass at most."""
+"""The reference unrolls its rows, so it judges at most this many of a pass."""
 Backend = Callable[[Array, Array, Array, Plan], Array]
 
 

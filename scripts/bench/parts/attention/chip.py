@@ -9,7 +9,7 @@ from jaxshare.pallas.tiles import built_in_mosaic
 from scripts.bench.parts.attention.cases import Case
 
 SPAN, WARPGROUP = 128, 64
-"""Queries of a segment, and of a warpgroup, whose products have so many rows whether they are
+"""Queries of a segment, and of a warpgroup, whose products have this many rows whether they are
 queries or padding."""
 
 
@@ -81,7 +81,7 @@ class Assumed:
         with it.
       small: a kernel that does next to nothing, with its launch.
       weights: part of the rate of copies at which products with few rows read their weights.
-      host: of a pass: the loop asks whether to go on.
+      host: of a pass: the loop's condition.
     """
 
     exposed: float
@@ -175,7 +175,7 @@ class Attention:
     Attributes:
       memory, level_2, item: what the attention kernel could be waiting for: device memory, the
         level-2 cache, and the slowest of its items.
-      queries, kernel, merge, launches: the three kernels, and what lies between them.
+      queries, kernel, merge, launches: the three kernels, and the gaps between them.
       tiles, pieces: how many.
     """
 
@@ -219,7 +219,7 @@ def attention(case: Case, chip: Chip, assumed: Assumed) -> Attention:
     memory = case.layer_bytes / chip.copy_rate
     level_2 = (all_tiles * tile_bytes + piece_bytes) / chip.level_2
 
-    # The merge: of each listed block its place, its pieces, and then so many of them at a time,
+    # The merge: of each listed block its place, its pieces, and then several of them at a time,
     # each waiting for the one before.
     most = [
         max(pieces_of[head * len(of_head) + s] for head in range(heads.num_kv_heads))

@@ -53,8 +53,8 @@ class Ceilings:
     """The device's memory and matrix units, each a side of its own; a turn is one copy or one
     product.
 
-    One takes a millisecond and more on a GPU, so the host is ahead of the device, and so many
-    dispatches, `times`, are one turn; a jitted loop would copy what it carries.
+    One takes a millisecond and more on a GPU, so the host is ahead of the device, and `times`
+    dispatches are one turn; a jitted loop would copy what it carries.
     """
 
     copy_bytes: int
@@ -125,7 +125,7 @@ class Side:
       turn: runs it and returns the seconds of one call, times `scaled`.
       read_bytes, flops: of one call, times `scaled`: the least that has to be read, and the
         arithmetic of two products.
-      scaled: rows asked for, to those that were measured.
+      scaled: required rows, to those that were measured.
       way: how it is done, where that was found out.
     """
 

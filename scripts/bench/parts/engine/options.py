@@ -51,7 +51,10 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    parser = Parser(prog="scripts.bench.engine", description=__doc__.splitlines()[0])
+    parser = Parser(
+        prog="scripts.bench.engine",
+        description="Engine under load: against the raw decode loop and against batches of calls.",
+    )
     parser.add_argument(
         "--models", metavar="M,M", help=f"of {','.join(MODELS)} (default both; quick embedded)"
     )

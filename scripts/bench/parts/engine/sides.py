@@ -66,7 +66,7 @@ class Calls:
         ]
 
     def make(self, count: int, questions: tuple[int, int]) -> list[Call]:
-        """So many, with questions of so many tokens, at least and at most."""
+        """Makes `count` calls; `questions` are the fewest and the most tokens of a question."""
         found = []
         for _ in range(count):
             system = int(self._rng.integers(SYSTEMS))
@@ -230,7 +230,7 @@ class Raw:
 
 
 def mean_length(calls: Sequence[Call]) -> int:
-    """The mean number of tokens that a row has written of its answer, over all passes of all calls."""
+    """The mean tokens that a row has written of its answer, over all passes of all calls."""
     return round(sum(call.budget**2 for call in calls) / (2 * sum(call.budget for call in calls)))
 
 

@@ -123,7 +123,10 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    parser = Parser(prog="scripts.bench.logits_cache", description=__doc__.splitlines()[0])
+    parser = Parser(
+        prog="scripts.bench.logits_cache",
+        description="The value of the Logits Cache for repeated prompts.",
+    )
     parser.add_argument(
         "--models", metavar="M,M", help=f"of {','.join(MODELS)} (default both; quick embedded)"
     )

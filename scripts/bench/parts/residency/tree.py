@@ -77,8 +77,8 @@ class Tree:
     Args:
       capacity: tokens that it may hold.
       cuts: for each call, at which of its tokens a call before or after it parts from it. A cache
-        cuts a segment when that happens; with this it does so beforehand, as only one that knows
-        the future can.
+        cuts a segment when that happens; with this it does so beforehand, which takes
+        knowledge of the future.
     """
 
     def __init__(self, capacity: int, policy: Policy, cuts: Sequence[Iterable[int]] | None = None):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 
 EXAMPLES = 5
-"""Questions that stand answered behind the document."""
+"""Answered questions after the document."""
 MOST_FACTS = 256
 COLORS = (
     "black",
@@ -106,9 +106,8 @@ def hide(text: str, tokens: int, questions: int, count: Callable[[str], int], se
     evenly over its sentences.
 
     Args:
-      text: what the document is made of, from its begin.
-      tokens: of what all questions have in common: it has at most so many, and less than a sentence
-        fewer.
+      text: the source of the document, from its start.
+      tokens: of the common prefix of all questions, at most; it has less than a sentence fewer.
       questions: how many; beyond MOST_FACTS they ask for the same facts again.
       count: tokens of a text.
 
@@ -160,9 +159,9 @@ def _sentences(text: str) -> list[str]:
 
 def _spread(sentences: Sequence[str], facts: Sequence[str]) -> str:
     """The document with fact i after (i + 1) / (N + 1) of the sentences."""
-    behind = [(i + 1) * len(sentences) // (len(facts) + 1) for i in range(len(facts))]
+    places = [(i + 1) * len(sentences) // (len(facts) + 1) for i in range(len(facts))]
     pieces, done = [], 0
-    for at, fact in zip(behind, facts, strict=True):
+    for at, fact in zip(places, facts, strict=True):
         pieces += [*sentences[done:at], fact]
         done = at
     return " ".join([*pieces, *sentences[done:]])

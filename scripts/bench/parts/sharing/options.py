@@ -28,7 +28,7 @@ PAPER_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 1
 
 
 QUICK_LAYERS = 1
-"""With --quick the last three parts run so many layers, because compiling more would take most of
+"""With --quick the last three parts run this many layers, because compiling more would take most of
 the time."""
 
 
@@ -159,7 +159,10 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    parser = Parser(prog="scripts.bench.sharing", description=__doc__.splitlines()[0])
+    parser = Parser(
+        prog="scripts.bench.sharing",
+        description="Sharing of prefixes against not sharing them.",
+    )
     parser.add_argument(
         "--parts",
         metavar="P,P",
@@ -284,8 +287,8 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 
 def _text(parser: Parser, given: Path | None, parts: str | None) -> Path | None:
-    """The file that needles are hidden in; ends the program where there is none but one was named,
-    or needles were asked for by name."""
+    """The file that needles are hidden in; ends the program if it is missing and was named,
+    or if needles were named."""
     text = (
         given
         or Path(os.environ.get("JAXSHARE_DATA") or ROOT.parent / "shared" / "data") / DEFAULT_TEXT
