@@ -146,7 +146,7 @@ def compile_all(compiler: Compiler, options: Options) -> dict[str, list[dict[str
             begin = time.perf_counter()
             try:
                 found = {"error": None, **task()}
-            except Exception as error:  # whatever a compiler says, and however: the other programs are still worth compiling
+            except Exception as error:  # from any compiler; the other programs still count
                 found = {"error": f"{type(error).__name__}: {error}"[:2000]}
             results[part].append(
                 {**about, "seconds": round(time.perf_counter() - begin, 2), **found}
