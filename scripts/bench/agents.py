@@ -1,5 +1,4 @@
-"""What the runtime of agents costs by itself: a thousand agents with ten states each, and a model
-and tools that answer at once.
+"""The cost of the runtime of agents: a thousand agents of ten states, instant models and tools.
 
     python -m scripts.bench.agents                           # the full measurement
     python -m scripts.bench.agents --quick                   # within half a minute on two cores
@@ -28,7 +27,7 @@ from scripts.bench.lib import Goal, Parser, alternate, command, finish, machine,
 AGENTS, STATES = 1000, 10
 MICROSECONDS_GOAL, LEAK_GOAL = 50.0, 0.0
 LEAK_ROUNDS = 5
-"""After two rounds, whose caches may stay, so many must leave nothing behind."""
+"""Rounds that must leave nothing allocated, after two rounds that may fill caches."""
 
 
 class Ready:
@@ -83,8 +82,10 @@ KINDS = {"model": asks, "tool": calls_tools, "next": takes}
 
 
 class Collector(contextlib.AbstractContextManager):
-    """How long Python's garbage collector was at work. A full collection looks through all that was
-    imported, too."""
+    """The time that Python's garbage collector took.
+
+    A full collection also scans all that was imported.
+    """
 
     def __enter__(self):
         self.seconds = 0.0
@@ -108,8 +109,7 @@ async def once(kind: Agent, count: int, states: int) -> tuple[float, int, int]:
 
 
 def leaks(kind: Agent, count: int, states: int) -> dict[str, int]:
-    """What LEAK_ROUNDS runs leave behind: tasks, runs of agents, and bytes that Python has
-    allocated for good, a run."""
+    """The tasks, runs of agents and bytes for good that LEAK_ROUNDS runs leave allocated, a run."""
 
     def bytes_now() -> int:
         gc.collect()
@@ -231,7 +231,7 @@ def as_text(report: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for; rounds as `--quick` has them where they were not given."""
+    """The options of a run; rounds as `--quick` has them where they were not given."""
 
     agents: int
     states: int

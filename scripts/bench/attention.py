@@ -44,8 +44,10 @@ _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for; `torch_python` is None where no Python with PyTorch is known, `plots`
-    where none are drawn."""
+    """The options of a run.
+
+    `torch_python` is None if no Python with PyTorch is known, `plots` if none are drawn.
+    """
 
     parts: tuple[str, ...]
     quick: bool
@@ -154,7 +156,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except WorkerError as error:
                 worker, torch_reason = None, str(error)
         bench, results = measure(options, worker, lambda what: bar.set_description(what))
-    settings = {
+    report = {
+        "benchmark": "attention",
+        "command": asked,
+        "machine": where,
+        "versions": found,
+        "settings": settings_of(options, bench, None if worker else torch_reason),
+        "results": {"correctness": bench.checks, **results},
+    }
+    goals = parts.goals(results, tiny=options.cpu)
+    finish(report, as_text(report), goals, as_json=options.json, output=options.output)
+    if options.plots:
+        options.plots.mkdir(parents=True, exist_ok=True)
+        plots.draw(results, options.plots)
+    return 1 if any(check["right"] is False for check in bench.checks) else 0
+
+
+def settings_of(options: Options, bench: Bench, torch_skipped: str | None) -> dict[str, Any]:
+    """The settings of a report; `torch_skipped` says why PyTorch's side was not measured."""
+    return {
         "parts": options.parts,
         "quick": options.quick,
         "cpu": options.cpu,
@@ -167,26 +187,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "product_size": bench.ceilings.product_size,
         "work_items": bench.items,
         "dtype": "bfloat16",
-        "torch_skipped": None if worker else torch_reason,
+        "torch_skipped": torch_skipped,
     }
-    report = {
-        "benchmark": "attention",
-        "command": asked,
-        "machine": where,
-        "versions": found,
-        "settings": settings,
-        "results": {"correctness": bench.checks, **results},
-    }
-    goals = parts.goals(results, tiny=options.cpu)
-    finish(report, as_text(report), goals, as_json=options.json, output=options.output)
-    if options.plots:
-        options.plots.mkdir(parents=True, exist_ok=True)
-        plots.draw(results, options.plots)
-    return 1 if any(check["right"] is False for check in bench.checks) else 0
 
 
 def measure(options: Options, worker: Worker | None, say: Say) -> tuple[Bench, dict[str, Any]]:
-    """Everything that was asked for."""
+    """Measures all parts of the options."""
     scale = TINY if options.cpu else QUICK if options.quick else FULL
     gpu = current_device()
     shared: dict[str, Any] = {
@@ -214,7 +220,7 @@ def measure(options: Options, worker: Worker | None, say: Say) -> tuple[Bench, d
             items=gpu.multiprocessors,
             **shared,
         )
-    # Without a GPU few backends can do anything, so the reference stands in for one more.
+    # Without a GPU few backends can do anything, so the reference takes the place of one more.
     first = dataclasses.replace(bench, backends=(*BACKENDS, "reference")) if options.cpu else bench
     results: dict[str, Any] = {}
     if "correctness" in options.parts:

@@ -1,5 +1,4 @@
-"""How many forward passes workers with a shared cache save on problems that the model has not seen,
-and what each part of that is worth.
+"""The forward passes that workers with a shared cache save on unseen problems, and why.
 
     python -m scripts.bench.collaboration                           # the full measurement: 200 problems, an hour and a half on two cores
     python -m scripts.bench.collaboration --quick                   # a few problems, one and two workers
@@ -45,7 +44,7 @@ class Case:
       workers: numbers of them.
       more: arguments of `jaxshare evaluate`.
       task, questions: of the problems.
-      most, step: the largest budget, and what lies between two.
+      most, step: the largest budget, and the distance of two.
     """
 
     what: str
@@ -116,7 +115,7 @@ QUICK = {
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a case came to.
+    """The result of a case.
 
     Attributes:
       points: accuracy by number of workers and budget.
@@ -185,7 +184,7 @@ def by_form(folder: Path) -> dict[int, dict[str, float]]:
 
 
 def goals(found: Mapping[str, Found]) -> list[Goal]:
-    """Of the cases that were run."""
+    """The goals of the cases that were run."""
     base = found.get(BASE, Found((), {}))
     wanted = [
         share(base, count, goal, "five questions") for count, goal in ((2, OF_TWO), (4, OF_FOUR))

@@ -103,7 +103,7 @@ def measure(
 def compare(
     ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], near: Sequence[Sequence[float]]
 ) -> dict[str, Any]:
-    """Greedy tokens of both sides, each row up to its first difference: behind that the sides read
+    """The greedy tokens of both sides, each row up to its first difference: after it the sides read
     different texts.
 
     Args:
@@ -126,7 +126,7 @@ def compare(
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for; rounds and steps as `--quick` has them where they were not given."""
+    """The options of a run; rounds and steps as `--quick` has them where they were not given."""
 
     batches: tuple[int, ...]
     prompt: int
@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure_all(
     options: Options, workers: dict[str, Worker]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What was measured with, and the results, one a batch."""
+    """The settings of a run, and the results, one a batch."""
     with tempfile.TemporaryDirectory() as folder, progress(len(options.batches) * 4 + 2) as say:
         say("weights")
         parameters = write_checkpoint(Path(folder), MODEL, options.seed)

@@ -1,5 +1,4 @@
-"""What a decode step sends between eight devices, counted in the compiled program, and how long it
-should take on eight GPUs.
+"""The bytes that a decode step sends between eight devices, and its predicted time on eight GPUs.
 
     python -m scripts.bench.devices                     # CodeLlama-13B on eight devices, every mesh
     python -m scripts.bench.devices --quick             # within three minutes on two cores
@@ -7,7 +6,7 @@ should take on eight GPUs.
 
 Nothing here is a speed: steps are compiled for eight virtual devices of the CPU and not run. The
 collectives of a pass are read in what XLA compiled, with their kinds and sizes; the time comes from
-a roofline with the bandwidths of data sheets (benchmarks/roofline.md), and stands beside what
+a roofline with the bandwidths of data sheets (benchmarks/roofline.md), and is given beside what
 Hydragen measured with CodeLlama-13B on eight A100-40GB GPUs (its table 3, 128 new tokens a
 completion).
 """
@@ -160,7 +159,7 @@ def compiled(config: ModelConfig, sizes: Mapping[str, int], rows: int, prefix: i
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What a step of `COUNTED_ROWS` rows sends: in each layer, and outside of the layers."""
+    """The collectives of a step of `COUNTED_ROWS` rows: in each layer, and outside of layers."""
 
     layer: tuple[Collective, ...]
     outside: tuple[Collective, ...]
@@ -209,8 +208,10 @@ class Predicted:
 def predict(
     config: ModelConfig, sizes: Mapping[str, int], rows: int, prefix: int, sent: Sent, chip: Chip
 ) -> Predicted:
-    """What a step of `rows` rows over a shared prefix takes where nothing overlaps. `rows` are
-    those of all data groups together."""
+    """The time of a step of `rows` rows over a shared prefix where nothing overlaps.
+
+    `rows` are those of all data groups together.
+    """
     tensor, kv = sizes.get("tensor", 1), sizes.get("kv", 1)
     rows = -(-rows // sizes.get("data", 1))
     memory, products = chip.memory * chip.copies, chip.products * chip.rate

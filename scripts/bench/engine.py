@@ -11,12 +11,12 @@ given. All sides run under the same process, in turn.
 
  - Against the raw loop: `jaxshare.decode` over as many rows, all always at work, on prompts of the
    same lengths that are shared in the same way, with as many passes a dispatch; between dispatches
-   the host does nothing but wait. The engine is given calls whose prompts it knows but for one
-   token, and is timed from when its rows are full to when the last call leaves the queue.
+   the host does nothing but wait. The engine is given calls whose prompts it has cached but for
+   one token, and is timed from when its rows are full to when the last call leaves the queue.
  - Calls with questions, all at once: the engine, the engine without prefix reuse (its tree is made
    to find nothing), and `jaxshare.serving.generate` on one batch of calls after another, in the
-   order of their arrival. There a batch lasts as long as its longest answer; tokens that nobody
-   asked for do not count.
+   order of their arrival. There a batch lasts as long as its longest answer; tokens after
+   the end of an answer do not count.
  - Time to first token: calls arrive at random (Poisson) at a share of the rate that the engine
    serves when calls always wait. Batches run on a clock of their own, with times that were measured
    before, so that compiling them does not count.
@@ -115,8 +115,8 @@ def measure(
 
 
 def saturation(served: Served, raw: Raw, calls: Calls, scale: Scale, passes: int) -> dict[str, Any]:
-    """Tokens a second of the engine on calls that it knows but for a token, and of the raw loop, in
-    turn."""
+    """The engine's tokens a second on calls that it has cached but for a token, and the raw loop's,
+    in turn."""
     rates: dict[str, list[float]] = {ENGINE: [], RAW: []}
     whole: list[float] = []
     dispatches = max(1, scale.known * sum(BUDGETS) // 2 // (scale.rows * passes) // 2)

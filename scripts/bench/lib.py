@@ -1,5 +1,4 @@
-"""What the benchmarks share: measuring sides in turn, goals, tables, and what a result says about
-the machine it comes from."""
+"""The common parts of benchmarks: sides in turn, goals, tables, and facts of the machine."""
 
 import argparse
 import contextlib
@@ -180,7 +179,7 @@ def alternate[T](sides: Mapping[T, Callable[[], float]], rounds: int) -> dict[T,
 
 @contextlib.contextmanager
 def progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar of so many steps: what it gives is called with what is done next."""
+    """A bar of `steps` steps: call the given function with the name of the next step."""
     with tqdm(total=steps, leave=False, file=sys.stderr) as bar:
 
         def say(what: str) -> None:
@@ -202,8 +201,8 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
 
 
 def write_checkpoint(folder: Path, model: Mapping[str, Any], seed: int) -> int:
-    """Writes a Llama whose config.json is `model`, in bfloat16 and with a head of its own, with
-    random weights as a Hugging Face folder; returns the number of parameters."""
+    """Writes a Llama with the config.json `model`, random bfloat16 weights and an untied head, as a
+    Hugging Face folder; returns the number of parameters."""
     rng = np.random.default_rng(seed)
     hidden, mlp, vocab = model["hidden_size"], model["intermediate_size"], model["vocab_size"]
     q, kv = (
@@ -242,13 +241,12 @@ def write_checkpoint(folder: Path, model: Mapping[str, Any], seed: int) -> int:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine() -> dict[str, Any]:
-    """The machine, and how busy it was when it was asked: a load near 0 is what a measurement
-    wants."""
+    """The machine, and its load now: near 0 for a measurement to be trusted."""
     info = _cpu_info()
     flags = info.get("flags", info.get("Features", "")).split()
     return {
@@ -263,7 +261,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Of Python and the named packages, as they run here."""
+    """The versions of Python and the named packages, as they run here."""
     return {
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in packages},
@@ -273,7 +271,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 def command(arguments: Sequence[str]) -> str:
     """The command line of a run, with `arguments` = sys.argv, fit to be published.
 
-    A path that is not inside this repository tells about somebody's machine, not about the run: its
+    A path that is not inside this repository says something about a machine, not about the run: its
     last component stays.
     """
     program = Path(arguments[0]).resolve()

@@ -1,23 +1,21 @@
-"""What the Logits Cache is worth where the same is asked again: tokens a second, hits and bytes, on
-puzzles of the game of 24.
+"""The value of the Logits Cache for repeated prompts: tokens a second, hits and bytes.
 
     python -m scripts.bench.logits_cache                               # the full measurement
     python -m scripts.bench.logits_cache --quick                       # the embedded model alone, within three minutes on two cores
     python -m scripts.bench.logits_cache --models random --forks 0.2   # a model that is in doubt more often
     python -m scripts.bench.logits_cache --json --output FILE          # one JSON object
 
-The measurement is that of section 8.2 of Hive: every prompt is answered once, and then again with
-other seeds, always with the same number of tokens. The baseline is the same engine without a Logits
-Cache; it finds the prompt's keys and values as the others do. A group of prompts runs side by side,
-one a row, on one side after the other. How to read the result is in benchmarks/README.md.
+The measurement is that of section 8.2 of Hive: every prompt, a puzzle of the game of 24, is
+answered once, and then again with other seeds, always with the same number of tokens. The baseline
+is the same engine without a Logits Cache; it finds the prompt's keys and values as the others do. A
+group of prompts runs side by side, one a row, on one side after the other. How to read the result
+is in benchmarks/README.md.
 """
 
-import contextlib
 import dataclasses
 import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +24,11 @@ import numpy as np
 from jaxshare import KVCache, Layout, Sampler
 from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.seeds import stream_seed
-from jaxshare.serving.engine import Engine, RequestOutput
+from jaxshare.serving.engine import Engine
 from jaxshare.serving.inputs import cache_dtype, token_bytes
-from scripts.bench.lib import (
-    alternate,
-    command,
-    finish,
-    machine,
-    progress,
-    versions,
-)
+from scripts.bench.lib import command, finish, machine, progress, versions
 from scripts.bench.parts.engine.random_model import MODEL, Profile, forking_model, profile
+from scripts.bench.parts.logits_cache.group import Group, run_group
 from scripts.bench.parts.logits_cache.options import (
     CACHE_BYTES,
     GROWTH,
@@ -50,7 +42,6 @@ from scripts.bench.parts.logits_cache.options import (
 )
 from scripts.bench.parts.logits_cache.report import (
     BASELINE,
-    HOTSPOT,
     SIDES,
     STEPWISE,
     as_text,
@@ -59,143 +50,6 @@ from scripts.bench.parts.logits_cache.report import (
 )
 
 WARM_UP_TOKENS = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One prompt answered again, with the same seed on every side; dicts are by side.
-
-    Attributes:
-      puzzle, turn: which, and for the how manieth time.
-      tokens: of the answers.
-      seconds: from submission to the last token.
-      replayed: tokens that came out of the cache.
-    """
-
-    puzzle: int
-    turn: int
-    tokens: Mapping[str, tuple[int, ...]]
-    seconds: Mapping[str, float]
-    replayed: Mapping[str, int]
-
-    def hit_ratio(self, side: str) -> float:
-        return self.replayed[side] / len(self.tokens[side])
-
-    def speedup(self, side: str) -> float:
-        """Tokens a second to those of the baseline."""
-        return self.seconds[BASELINE] / self.seconds[side]
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """What a group of prompts gave.
-
-    Attributes:
-      requests: all turns of all prompts.
-      positions, bytes: distributions that the stepwise side had kept after the first answers, and
-        what they took.
-      distances: for each prompt, how far hotspot sampling along its first answer is from fresh
-        sampling: in the mean over positions, and of whole answers (total variation).
-      seconds: of each turn, by side.
-    """
-
-    requests: list[Request]
-    positions: int
-    bytes: int
-    distances: list[tuple[float, float]]
-    seconds: Mapping[str, list[float]]
-
-
-def run_group(
-    model: LoadedModel,
-    prompts: Sequence[Sequence[int]],
-    *,
-    puzzles: Sequence[int],
-    sampler: Sampler,
-    tokens: int,
-    turns: int,
-    kept: int,
-    kv_bytes: int,
-    rows: int,
-    seed: int,
-) -> Group:
-    """Answers prompts once on each side, and then `turns` times more on the sides in turn; at most
-    `rows` prompts, side by side."""
-    shape: dict[str, Any] = {"kv_bytes": kv_bytes, "max_rows": rows}
-    with contextlib.ExitStack() as stack:
-        engines = {
-            side: stack.enter_context(
-                Engine(
-                    model,
-                    **shape,
-                    **(
-                        {}
-                        if side == BASELINE
-                        else {"logits_cache": CACHE_BYTES, "kept_logits": kept}
-                    ),
-                )
-            )
-            for side in SIDES
-        }
-
-        def ask(side: str, turn: int, new_tokens: int) -> list[RequestOutput]:
-            streams = [
-                engines[side].submit(
-                    prompt,
-                    sampler,
-                    max_new_tokens=new_tokens,
-                    seed=hash_seed(seed, puzzle, turn),
-                    resample=None if side == BASELINE else side,
-                )
-                for puzzle, prompt in zip(puzzles, prompts, strict=True)
-            ]
-            done = [stream.wait() for stream in streams]
-            engines[side].drain()
-            return done
-
-        ask(BASELINE, 0, 1)  # its first answer is of no use to it, but the prompt is
-        first = ask(STEPWISE, 0, tokens)
-        ask(HOTSPOT, 0, tokens)
-        logits = engines[STEPWISE].logits_cache
-        assert logits is not None
-        positions, size = sum(len(done.tokens) for done in first), logits.bytes
-        distances = (
-            [logits.distance(prompt, sampler, tokens) for prompt in prompts]
-            if sampler.temperature
-            else []
-        )
-        found: dict[str, list[list[RequestOutput]]] = {side: [] for side in SIDES}
-
-        def once(side: str) -> float:
-            begin = time.perf_counter()
-            found[side].append(ask(side, 1 + len(found[side]), tokens))
-            return time.perf_counter() - begin
-
-        seconds = alternate({side: lambda side=side: once(side) for side in SIDES}, turns)
-    requests = [
-        Request(
-            puzzle,
-            turn,
-            *(
-                {side: value(found[side][turn][i]) for side in SIDES}
-                for value in (
-                    lambda done: done.tokens,
-                    lambda done: done.seconds,
-                    lambda done: done.replayed_tokens,
-                )
-            ),
-        )
-        for turn in range(turns)
-        for i, puzzle in enumerate(puzzles)
-    ]
-    return Group(
-        requests, positions, size, [(each.mean, each.sequence) for each in distances], seconds
-    )
-
-
-def hash_seed(seed: int, puzzle: int, turn: int) -> int:
-    """The stream of a request, the same on every side."""
-    return stream_seed(seed, puzzle, turn)
 
 
 def summarise(temperature: float, groups: Sequence[Group], vocab: int) -> dict[str, Any]:
@@ -245,7 +99,7 @@ def summarise(temperature: float, groups: Sequence[Group], vocab: int) -> dict[s
 def model_profile(
     model: LoadedModel, prompts: Sequence[Sequence[int]], forbidden: tuple[int, ...], seed: int
 ) -> Profile:
-    """How certain the model is of what it says at temperature 1."""
+    """The certainty of the model about its own text at temperature 1."""
     some = [list(prompt) for prompt in prompts[:PROFILE_ROWS]]
     with Engine(
         model,
@@ -288,51 +142,40 @@ def measure(
     seed: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """One model at all temperatures. A group with few tokens goes before, untimed, so that
-    everything is compiled."""
+    """Measures one model at all temperatures, once everything is compiled."""
     forbidden = tuple(model.generation.stop_tokens)
-    # Nothing has to leave the memory: all answers of a prompt fit beside it, and the room that the
-    # next one is given.
-    room = scale.rows * (max(map(len, prompts)) + (turns + 2) * (tokens + GROWTH))
-    more: dict[str, Any] = {
-        "kept": scale.kept,
-        "rows": scale.rows,
-        "kv_bytes": room * token_bytes(model),
-    }
+    # Nothing is evicted: all answers of a prompt fit beside it, and the capacity of the next one.
+    capacity = scale.rows * (max(map(len, prompts)) + (turns + 2) * (tokens + GROWTH))
+    kv_bytes = capacity * token_bytes(model)
     groups = [
         range(at, min(at + scale.rows, len(prompts))) for at in range(0, len(prompts), scale.rows)
     ]
+
+    def run(group: range, temperature: float, tokens: int, turns: int, seed: int) -> Group:
+        return run_group(
+            model,
+            [prompts[i] for i in group],
+            puzzles=group,
+            sampler=Sampler(temperature=temperature, forbidden=forbidden),
+            tokens=tokens,
+            turns=turns,
+            kept=scale.kept,
+            kv_bytes=kv_bytes,
+            rows=scale.rows,
+            seed=seed,
+        )
+
     say(f"{name}: compile")
     certainty = model_profile(model, prompts, forbidden, seed)
-    warm_up(model, prompts, forbidden, **more)
-    for temperature in (0.3, 1.0):
-        run_group(
-            model,
-            [prompts[i] for i in groups[0]],
-            puzzles=groups[0],
-            sampler=Sampler(temperature=temperature, forbidden=forbidden),
-            tokens=min(tokens, WARM_UP_TOKENS),
-            turns=1,
-            seed=stream_seed(seed, "warm up"),
-            **more,
-        )
+    warm_up(model, prompts, forbidden, kept=scale.kept, kv_bytes=kv_bytes, rows=scale.rows)
+    for temperature in (0.3, 1.0):  # few tokens, untimed
+        run(groups[0], temperature, min(tokens, WARM_UP_TOKENS), 1, stream_seed(seed, "warm up"))
     points = []
     for temperature in temperatures:
-        sampler, done = Sampler(temperature=temperature, forbidden=forbidden), []
+        done = []
         for number, group in enumerate(groups):
             say(f"{name}: temperature {temperature}, group {number + 1} of {len(groups)}")
-            done.append(
-                run_group(
-                    model,
-                    [prompts[i] for i in group],
-                    puzzles=group,
-                    sampler=sampler,
-                    tokens=tokens,
-                    turns=turns,
-                    seed=seed,
-                    **more,
-                )
-            )
+            done.append(run(group, temperature, tokens, turns, seed))
         points.append(summarise(temperature, done, model.config.vocab_size))
     return {
         "model": name,

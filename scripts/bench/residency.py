@@ -1,5 +1,4 @@
-"""What agent-aware residency is worth: five agents in a fixed workflow under memory pressure, every
-policy on the same calls.
+"""The value of agent-aware residency: five agents in a workflow under memory pressure, by policy.
 
     python -m scripts.bench.residency                           # the full measurement
     python -m scripts.bench.residency --quick                   # within three minutes on two cores
@@ -11,8 +10,8 @@ The workload is that of section 8.3 of Hive (scripts/bench/parts/residency/workf
 caches. One is a radix tree of tokens without a model (scripts/bench/parts/residency/tree.py): what
 it counts is exact and the same on every machine. The other is the engine itself, with a model that
 does next to nothing and has the whole workflow in its context: it answers the calls one after the
-other. `plain` is the paper's own order, by contribution and recency alone; `optimum` knows all
-calls to come. How to read the result is in benchmarks/README.md.
+other. `plain` is the paper's own order, by contribution and recency alone; `optimum` is given
+all calls to come. How to read the result is in benchmarks/README.md.
 """
 
 import argparse
@@ -123,8 +122,8 @@ def serve(model: LoadedModel, trace: Sequence[Call], capacity: int, policy: Poli
 
 
 def policies(trace: Sequence[Call], answer: Sequence[int] = ()) -> dict[str, Callable[[], Policy]]:
-    """What makes each policy, by the name that it has in the report; `answer` is what is kept of
-    every call beside its prompt."""
+    """The constructor of each policy, by its name in the report; `answer` is the number of tokens
+    kept of every call beside its prompt."""
     made = {name: lambda name=name: make_policy(name) for name in POLICIES}
     return made | {
         "plain": lambda: Contribution(expect=False),
@@ -222,8 +221,8 @@ def summarise(
 def goals(results: Sequence[dict[str, Any]], capacity: int) -> list[Goal]:
     """The goals for `contribution` at this capacity, for all seeds together, on either cache.
 
-    On the engine `optimum` does not know where segments will be cut, so that it is no bound: no
-    part of its gain is asked for there.
+    On the engine `optimum` is not given the places where segments will be cut, so that it is no
+    bound: no part of its gain is a goal there.
     """
     found = []
     for result in results:
@@ -300,7 +299,7 @@ def as_text(report: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for; seeds and capacities as `--quick` has them where they were not given."""
+    """The options of a run; seeds and capacities as `--quick` has them where not given."""
 
     rounds: tuple[int, ...]
     capacities: tuple[int, ...]

@@ -1,13 +1,12 @@
-"""What a model of the hardware predicts for the goals of scripts.bench.attention on an NVIDIA H200.
-Nothing in here is measured.
+"""Predictions of an H200 for the goals of scripts.bench.attention; nothing is measured.
 
     python -m scripts.bench.roofline [--json]
 
 The page benchmarks/roofline.md has the same tables and explains them. Shapes and goals are those of
-bench_attention.py, the cut into work items is that of `jaxshare.pallas.work_items`, tiles are those
-of `jaxshare.pallas.tiles`. Everything else is assumed, and what nobody can know before a
-measurement is assumed twice, hopefully and carefully. Seconds, bytes and FLOPs throughout; axis
-letters as in `jaxshare.attention.plan`.
+scripts.bench.attention, the cut into work items is that of `jaxshare.pallas.work_items`, tiles are
+those of `jaxshare.pallas.tiles`. Everything else is assumed, and what only a measurement can tell
+is assumed twice, hopefully and carefully. Seconds, bytes and FLOPs throughout; axis letters as in
+`jaxshare.attention.plan`.
 """
 
 import argparse
@@ -118,7 +117,7 @@ def passes() -> dict[str, Case]:
 
 
 def predict(chip: Chip, assumed: Assumed) -> list[float]:
-    """What `bench_attention.py` would measure, in the order of its goals."""
+    """The numbers that scripts.bench.attention would measure, in the order of its goals."""
     found, seconds = passes(), {}
     for name, case in found.items():
         seconds[name] = attention(case, chip, assumed).seconds
@@ -142,7 +141,7 @@ def predict(chip: Chip, assumed: Assumed) -> list[float]:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Of one goal: what is predicted under hopeful and careful assumptions."""
+    """The prediction of one goal under hopeful and careful assumptions."""
 
     goal: Goal
     hopeful: float
@@ -185,7 +184,7 @@ def goals_table(found: Sequence[Prediction]) -> str:
 
 
 def times_table(chip: Chip = H200) -> str:
-    """Where a layer's attention spends its time."""
+    """The table of where a layer's attention spends its time."""
     rows = []
     for name, case in passes().items():
         hopeful, careful = (attention(case, chip, assumed) for assumed in (HOPEFUL, CAREFUL))
@@ -222,7 +221,7 @@ def times_table(chip: Chip = H200) -> str:
 
 
 def steps_table(chip: Chip = H200) -> str:
-    """Where a decode step spends its time."""
+    """The table of where a decode step spends its time."""
     rows = []
     for batch in parts.FULL.batches:
         hopeful, careful = (decode_step(batch, chip, assumed) for assumed in (HOPEFUL, CAREFUL))

@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure_all(
     options: Options, workers: dict[str, Worker]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What was measured with, and the results, by part."""
+    """The settings of a run, and the results, by part."""
     scale, seed, most = options.scale, options.seed, options.most_bytes
     results: dict[str, Any] = {}
     with (
@@ -153,70 +153,96 @@ def measure_all(
         if worker:
             worker.close()  # its memory is free for what follows
         if needles:
-            text_model, document, others = needles
-            found = results["needles"] = generating.measure_needles(
-                text_model,
-                document,
-                scale.questions,
-                scale.most_rows,
-                scale.runs,
-                most,
-                scale.other_sides,
-                say,
-            )
-            if others:
-                found["documents"] = generating.measure_documents(
-                    text_model, others, _middle(scale.questions), scale.runs, say
-                )
+            results["needles"] = _measure_needles(options, *needles, say)
         if "levels" in options.parts:
-            results["levels"] = generating.measure_levels(
-                part_model,
-                scale.few_shot,
-                scale.problem,
-                scale.problems,
-                scale.samples,
-                scale.new_tokens,
-                scale.batch,
-                scale.equal_batch,
-                scale.runs,
-                seed,
-                say,
-            )
+            results["levels"] = _measure_levels(options, part_model, say)
         if "rule" in options.parts:
-            rules = {"default": sharing_cost.DEFAULT}
-            if not options.quick:
-                say("cost rule: calibrate")
-                rules["calibrated"] = calibration.calibrate(part_model, progress=list)[0]
-            results["rule"] = decoding.measure_rule(
-                part_model,
-                scale.rule_rows,
-                scale.rule_prefixes,
-                scale.steps,
-                scale.rounds,
-                most,
-                rules,
-                seed,
-                say,
-            )
-    settings = {
+            results["rule"] = _measure_rule(options, part_model, say)
+    return settings_of(options, parameters, part_model.config.num_layers, torch), results
+
+
+def settings_of(
+    options: Options, parameters: int, layers_of_last_parts: int, torch: str | None
+) -> dict[str, Any]:
+    """The settings of a report."""
+    return {
         "parameters": parameters,
         "dtype": "bfloat16",
         "parts": options.parts,
         "left_out": options.left_out,
         "quick": options.quick,
-        "seed": seed,
+        "seed": options.seed,
         "heads": options.heads,
-        "max_copies_bytes": most,
-        "rounds": scale.rounds,
-        "scale": dataclasses.asdict(scale),
-        "layers_of_last_parts": part_model.config.num_layers,
+        "max_copies_bytes": options.most_bytes,
+        "rounds": options.scale.rounds,
+        "scale": dataclasses.asdict(options.scale),
+        "layers_of_last_parts": layers_of_last_parts,
         "suffix": decoding.SUFFIX,
         "answer_tokens": generating.ANSWER_TOKENS,
         "torch": torch,
         "model": MODEL,
         "text_model": Path(options.model).name if options.model else TEXT_MODEL,
     }
-    return settings, results
+
+
+def _measure_needles(
+    options: Options,
+    model: LoadedModel,
+    document: Needles,
+    others: dict[int, Needles],
+    say: attention.Say,
+) -> dict[str, Any]:
+    scale = options.scale
+    found = generating.measure_needles(
+        model,
+        document,
+        scale.questions,
+        scale.most_rows,
+        scale.runs,
+        options.most_bytes,
+        scale.other_sides,
+        say,
+    )
+    if others:
+        found["documents"] = generating.measure_documents(
+            model, others, _middle(scale.questions), scale.runs, say
+        )
+    return found
+
+
+def _measure_levels(options: Options, model: LoadedModel, say: attention.Say) -> dict[str, Any]:
+    scale = options.scale
+    return generating.measure_levels(
+        model,
+        scale.few_shot,
+        scale.problem,
+        scale.problems,
+        scale.samples,
+        scale.new_tokens,
+        scale.batch,
+        scale.equal_batch,
+        scale.runs,
+        options.seed,
+        say,
+    )
+
+
+def _measure_rule(options: Options, model: LoadedModel, say: attention.Say) -> list[dict[str, Any]]:
+    scale, rules = options.scale, {"default": sharing_cost.DEFAULT}
+    if not options.quick:
+        say("cost rule: calibrate")
+        rules["calibrated"] = calibration.calibrate(model, progress=list)[0]
+    return decoding.measure_rule(
+        model,
+        scale.rule_rows,
+        scale.rule_prefixes,
+        scale.steps,
+        scale.rounds,
+        options.most_bytes,
+        rules,
+        options.seed,
+        say,
+    )
 
 
 def prepare_needles(options: Options) -> tuple[LoadedModel, Needles, dict[int, Needles]]:
@@ -247,8 +273,8 @@ def _middle(numbers: Sequence[int]) -> int:
 
 
 def _text_model(options: Options) -> LoadedModel:
-    """The model that answers questions: the one that was named, or random weights behind the
-    embedded model's tokenizer."""
+    """The model that answers questions: the named one, or random weights with the embedded model's
+    tokenizer."""
     longest = max((options.scale.document, *options.scale.documents))
     if options.model:
         try:

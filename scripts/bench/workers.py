@@ -120,7 +120,7 @@ def host_waits(budget: int) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for; histories, workers, rounds and steps as `--quick` has them where they
+    """The options of a run; histories, workers, rounds and steps as `--quick` has them where they
     were not given."""
 
     histories: tuple[int, ...]
@@ -271,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure_all(
     options: Options, others: dict[str, Worker]
 ) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, int]]:
-    """What was measured with; the results, one a length of history; and those of streaming."""
+    """The settings of a run; the results, one a length of history; and those of streaming."""
     turns = len(options.histories) * 3 + 2 + bool(others)
     with tempfile.TemporaryDirectory() as folder, progress(turns) as say:
         say("weights")

@@ -6,7 +6,7 @@ on a machine that needs no GPU.
     python -m scripts.gpu.compile --backends mosaic_gpu --parts kernels
     python -m scripts.gpu.compile --json --output FILE     # one JSON object
 
-Ends with code 1 where something does not compile, a kernel spills registers or wants more shared
+Ends with code 1 where something does not compile, a kernel spills registers or needs more shared
 memory than a block can have, a decode step copies the cache, or one on several devices sends more
 than it should; with code 2 where the packages that this takes are missing (`make gpu-compile`
 installs them). What is NOT checked is what takes a GPU: results and speed. Autotuning is off, so
@@ -126,7 +126,7 @@ Task = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
 
 
 def compile_all(compiler: Compiler, options: Options) -> dict[str, list[dict[str, Any]]]:
-    """The results of each part that was asked for; what does not compile has an `error` in place of
+    """The results of each part of the options; what does not compile has an `error` in place of
     its numbers."""
     # These import JAX, which has to wait until the environment is set.
     from jaxshare.pallas.device import H200, assume_device
@@ -146,7 +146,7 @@ def compile_all(compiler: Compiler, options: Options) -> dict[str, list[dict[str
             begin = time.perf_counter()
             try:
                 found = {"error": None, **task()}
-            except Exception as error:  # whatever a compiler says, and however: the other programs are still worth compiling
+            except Exception as error:  # from any compiler; the other programs still count
                 found = {"error": f"{type(error).__name__}: {error}"[:2000]}
             results[part].append(
                 {**about, "seconds": round(time.perf_counter() - begin, 2), **found}
@@ -248,8 +248,7 @@ def compiled_step(compiler: Compiler, decoding: Any) -> tuple[Program, Any]:
 
 
 def step_numbers(program: Program, decoding: Any) -> dict[str, Any]:
-    """What a decode step does to the cache, and how many launches a pass is; bytes, of each
-    device."""
+    """The effect of a decode step on the cache, and launches of a pass; bytes of each device."""
     return {
         "whole_cache": dict(large_results(program.text, decoding.arena_elements // LARGE)),
         "temp_bytes": program.temp_bytes,
@@ -262,7 +261,7 @@ def step_numbers(program: Program, decoding: Any) -> dict[str, Any]:
 
 
 def device_numbers(program: Program, decoding: Any) -> dict[str, Any]:
-    """What a decode step on several devices does besides: what they send each other in a pass, and
+    """The further numbers of a decode step on several devices: the collectives of a pass, and
     kernels of ours a layer."""
     turn = turn_of_layers(program.text, decoding.layers)
     sent = collectives(executed(computations(program.text)))
@@ -322,7 +321,7 @@ def turn_of_layers(text: str, layers: int) -> list[str]:
 
 
 def of_layer(line: str, layers: int) -> bool:
-    """Whether an instruction belongs to a layer."""
+    """True if an instruction belongs to a layer."""
     return any(f"layers_{i}/" in line for i in range(layers))
 
 

@@ -1,5 +1,5 @@
 """Compiling for a GPU that is described, not there: the environment this needs, and what can be
-read from what the compilers leave behind.
+read from what the compilers write.
 
 Nothing here imports JAX at the top, because XLA and Mosaic read their settings from the environment
 once: `Toolchain.prepare` comes first, then JAX, then a `Compiler`. Three things tell what a program
@@ -35,8 +35,8 @@ class MissingError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Toolchain:
-    """What compiling takes besides JAX: packages by name with their versions, ptxas and its CUDA
-    release."""
+    """The requirements of compiling besides JAX: packages by name with their versions, ptxas and
+    its CUDA release."""
 
     packages: Mapping[str, str]
     ptxas: Path
@@ -70,7 +70,7 @@ class Toolchain:
         """Sets the environment: kernels, lists of launches and Mosaic's own reports go to `folder`.
         Before JAX is imported."""
         os.environ["JAX_PLATFORMS"] = "cpu"
-        # Everyone who looks for ptxas is to find the one that makes the report: XLA writes PTX for
+        # Every search for ptxas must find the one that makes the report: XLA writes PTX for
         # the one that it finds. JAX would rather name NVIDIA's Python package to XLA, if it is
         # installed, than the folder that XLA_FLAGS names.
         os.environ["PATH"] = os.pathsep.join([str(self.ptxas.parent), os.environ.get("PATH", "")])
@@ -127,7 +127,7 @@ def find_ptxas() -> tuple[Path, str]:
 
 
 def _wheel_folders() -> Iterator[Path]:
-    """Where the Python package nvidia-cuda-nvcc, if it is installed, keeps its programs."""
+    """The program folders of the Python package nvidia-cuda-nvcc, if it is installed."""
     try:
         files = importlib.metadata.files("nvidia-cuda-nvcc") or []
     except importlib.metadata.PackageNotFoundError:
@@ -161,8 +161,8 @@ class Kernel:
 
 
 def read_ptxas(report: str) -> dict[str, dict[str, int]]:
-    """What `ptxas -v` said of each kernel: registers, spill_bytes and static_shared_bytes by its
-    name."""
+    """The numbers of `ptxas -v` on each kernel: registers, spill_bytes and static_shared_bytes by
+    its name."""
     kernels = {}
     for name, body in re.findall(
         r"Compiling entry function '([^']+)'(.*?)(?=Compiling entry function|\Z)", report, re.S
@@ -188,7 +188,7 @@ def read_launches(sequence: str) -> dict[str, int]:
 
 
 def read_dynamic_shared(passes: str) -> int:
-    """Bytes that a Mosaic kernel asks for at its launch, from what its compiler wrote between its
+    """The bytes that a Mosaic kernel takes at its launch, from its compiler's output between its
     passes."""
     launch = re.search(r"gpu\.launch.*dynamic_shared_memory_size (%[\w.]+)", passes)
     size = launch and re.search(rf"{re.escape(launch[1])} = arith\.constant (\d+) : i32", passes)
@@ -228,7 +228,7 @@ class Compiler:
 
     @staticmethod
     def devices(number: int) -> list[Any]:
-        """So many of the GPUs that TARGET describes, in one machine."""
+        """The given number of the GPUs that TARGET describes, in one machine."""
         from jax.experimental import topologies
 
         described = TARGET.read_text(encoding="utf-8")
@@ -244,7 +244,7 @@ class Compiler:
         cut over it lie so, and all else is whole on every device. Bytes of the program are then
         those of one device.
 
-        Raises whatever tracing, lowering and compiling do: a kernel that wants more shared memory
+        Raises whatever tracing, lowering and compiling do: a kernel that needs more shared memory
         than there is, is an error here.
         """
         import jax
@@ -277,8 +277,10 @@ class Compiler:
             self._clear()
 
     def _mosaic_kernels(self, text: str) -> list[Kernel]:
-        """Of the kernels that are in the program. Mosaic compiles, and reports, a kernel that it
-        has met before no second time."""
+        """The kernels that are in the program.
+
+        Mosaic compiles, and reports, a kernel that it has met before no second time.
+        """
         fresh = {}
         for report in sorted(
             self._folder.glob("*.ptxas"), key=lambda path: int(path.stem.rpartition("_")[2])
@@ -356,8 +358,8 @@ class Compiler:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Nothing that a compiler writes on stderr comes through: Mosaic wants to disassemble what it
-    dumps, and complains where it cannot."""
+    """Hides all that a compiler writes on stderr: Mosaic tries to disassemble its dumps, and
+    complains where it cannot."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:

@@ -1,4 +1,4 @@
-"""What is in a program that XLA has compiled, read from its text."""
+"""Reads the text of a program that XLA has compiled."""
 
 import dataclasses
 import math
@@ -91,7 +91,7 @@ def executed(found: Mapping[str, Sequence[str]], name: str = "ENTRY") -> Iterato
 
 
 def opcode(line: str) -> str:
-    """What an instruction does."""
+    """The opcode of an instruction."""
     match = _RESULT.match(line)
     assert match, line
     return match[2]
@@ -124,7 +124,7 @@ def large_results(text: str, elements: int) -> Counter[str]:
 
 
 def _written_by(body: Sequence[str], elements: int) -> Iterator[str]:
-    """What a fusion's large results are."""
+    """The kinds of a fusion's large results."""
     lines = {
         match[1]: line for line in body if (match := re.match(r"\s*(?:ROOT )?(%\S+) = ", line))
     }

@@ -1,5 +1,5 @@
-"""What scripts/gpu/compile.py compiles: block attention over a grid of shapes, whole decode steps
-on one device and on several, and the plan of a pass alone.
+"""The programs that scripts/gpu/compile.py compiles: block attention over a grid of shapes, whole
+decode steps on one device and on several, and the plan of a pass alone.
 
 Everything is made of shapes: caches of many GB cost nothing here. Axis letters: R rows, T new
 tokens of a row, H query heads, K kv heads, G = H / K, D head dim.
@@ -221,8 +221,8 @@ HISTORY = 65536
 
 
 class Step(NamedTuple):
-    """One kind of decode loop: who decodes, rows, T of the passes that feed prompts, and whether
-    rows write in steps that move."""
+    """One kind of decode loop: its rows, T of the passes that feed prompts, and whether rows write
+    in steps that move."""
 
     name: str
     rows: int
@@ -389,7 +389,7 @@ def plan_alone(step: Step, config: ModelConfig = MODEL, history: int = HISTORY) 
 
 
 def work_alone(step: Step, config: ModelConfig = MODEL, history: int = HISTORY) -> Traced:
-    """What a pass of a GPU backend makes before its first layer: the plan less the tiles that the
+    """The parts of a pass of a GPU backend before its first layer: the plan less the tiles that the
     XLA backend reads, and the work items."""
     plan, arguments = plan_alone(step, config, history)
 

@@ -11,7 +11,7 @@ capability 9.0: 227 KB)."""
 
 
 OF_A_LAYER = 2
-"""All-reduces of a layer: over `tensor` the sums behind attention and MLP, over `kv` the largest
+"""All-reduces of a layer: over `tensor` the sums after attention and MLP, over `kv` the largest
 log-sum-exp and what is merged by it."""
 
 
@@ -31,29 +31,42 @@ OF_OURS = 2
 
 
 def all_goals(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Goal]:
-    """What these results are held against. What did not compile has no numbers of its own."""
-    goals = []
+    """The goals of these results. A program that did not compile has no numbers of its own."""
     kernels, steps, devices = (results.get(part, []) for part in ("kernels", "steps", "devices"))
-    for backend in dict.fromkeys(program["backend"] for program in (*kernels, *steps, *devices)):
-        failed = sum(
-            program["error"] is not None
-            for program in (*kernels, *steps, *devices)
-            if program["backend"] == backend
+    compiled = [step for step in (*steps, *devices) if step["error"] is None]
+    return [
+        *_goals_of_compiling((*kernels, *steps, *devices)),
+        *_goals_of_kernels((*kernels, *devices)),
+        *_goals_of_plans(results.get("plan")),
+        *(goal for step in compiled for goal in _goals_of_memory(step)),
+        *(goal for step in devices if step["error"] is None for goal in goals_of_sending(step)),
+    ]
+
+
+def _goals_of_compiling(programs: Sequence[Mapping[str, Any]]) -> list[Goal]:
+    return [
+        Goal(
+            f"{backend}: programs that do not compile",
+            sum(p["error"] is not None for p in programs if p["backend"] == backend),
+            0,
+            at_most=True,
         )
-        goals.append(Goal(f"{backend}: programs that do not compile", failed, 0, at_most=True))
-    for backend in dict.fromkeys(
-        program["backend"] for program in (*kernels, *devices) if program["backend"] != "xla"
-    ):
+        for backend in dict.fromkeys(program["backend"] for program in programs)
+    ]
+
+
+def _goals_of_kernels(programs: Sequence[Mapping[str, Any]]) -> list[Goal]:
+    """The goals of the kernels of each GPU backend."""
+    goals = []
+    for backend in dict.fromkeys(p["backend"] for p in programs if p["backend"] != "xla"):
         own = [
             kernel
-            for program in (*kernels, *devices)
+            for program in programs
             if program["backend"] == backend
             for kernel in program.get("kernels", [])
         ]
-        spilled, shared = (
-            max((k["spill_bytes"] for k in own), default=None),
-            max(map(shared_bytes, own), default=None),
-        )
+        spilled = max((kernel["spill_bytes"] for kernel in own), default=None)
+        shared = max(map(shared_bytes, own), default=None)
         goals += [
             Goal(f"{backend}: bytes that a kernel spills, most", spilled, 0, at_most=True),
             Goal(
@@ -63,51 +76,39 @@ def all_goals(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Goal]:
                 at_most=True,
             ),
         ]
-    if plans := results.get("plan"):
-        goals.append(
-            Goal(
-                "plan: programs that do not compile",
-                sum(plan["error"] is not None for plan in plans),
-                0,
-                at_most=True,
-            )
-        )
-    for step in (*steps, *devices):
-        if step["error"] is None:
-            what = f"{step['backend']}, {step['name']}"
-            goals += [
-                Goal(
-                    f"{what}: copies of the cache",
-                    sum(step["whole_cache"].values()),
-                    0,
-                    at_most=True,
-                ),
-                Goal(
-                    f"{what}: temporary memory, of one layer's cache",
-                    step["temp_bytes"] / step["layer_bytes"],
-                    1,
-                    at_most=True,
-                ),
-                Goal(
-                    f"{what}: updated in place, of the cache",
-                    step["aliased_bytes"] / step["cache_bytes"],
-                    1,
-                ),
-                Goal(
-                    f"{what}: bytes that kernels of ours spill",
-                    step["spill_bytes"],
-                    0,
-                    at_most=True,
-                ),
-            ]
-    for step in devices:
-        if step["error"] is None:
-            goals += goals_of_sending(step)
     return goals
 
 
+def _goals_of_plans(plans: Sequence[Mapping[str, Any]] | None) -> list[Goal]:
+    if not plans:
+        return []
+    failed = sum(plan["error"] is not None for plan in plans)
+    return [Goal("plan: programs that do not compile", failed, 0, at_most=True)]
+
+
+def _goals_of_memory(step: Mapping[str, Any]) -> list[Goal]:
+    """The goals of one decode step: no copies of the cache, little temporary memory."""
+    what = f"{step['backend']}, {step['name']}"
+    copies = sum(step["whole_cache"].values())
+    return [
+        Goal(f"{what}: copies of the cache", copies, 0, at_most=True),
+        Goal(
+            f"{what}: temporary memory, of one layer's cache",
+            step["temp_bytes"] / step["layer_bytes"],
+            1,
+            at_most=True,
+        ),
+        Goal(
+            f"{what}: updated in place, of the cache",
+            step["aliased_bytes"] / step["cache_bytes"],
+            1,
+        ),
+        Goal(f"{what}: bytes that kernels of ours spill", step["spill_bytes"], 0, at_most=True),
+    ]
+
+
 def goals_of_sending(step: Mapping[str, Any]) -> list[Goal]:
-    """What a decode step on several devices is held against besides."""
+    """The further goals of a decode step on several devices."""
     what, sent = f"{step['backend']}, {step['name']}", step["sent"]
     meant = {f"all-reduce over {axis}": OF_A_LAYER for axis in step["axes"]}
     differ = sum(

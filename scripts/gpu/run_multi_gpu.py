@@ -25,7 +25,7 @@ from jaxshare.serving.inputs import cache_dtype
 from jaxshare.sharding import make_mesh
 
 
-def main() -> int:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--model",
@@ -58,7 +58,11 @@ def main() -> int:
     options = parser.parse_args()
     if options.pmap and options.tensor * options.kv > 1:
         parser.error("--pmap runs whole models: leave out --tensor and --kv")
+    return options
 
+
+def main() -> int:
+    options = parse()
     if options.pmap:
         model = load(options.model)
         states = [begin(model, options, group) for group in range(options.data)]

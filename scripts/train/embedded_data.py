@@ -42,8 +42,8 @@ CHAT_TEMPLATE = """\
 {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-# Digits stand alone; a blank line is one piece, also after a line break; a space belongs to the
-# digit's left neighbour.
+# Digits are pieces of their own; a blank line is one piece, also after a line break; a space
+# belongs to the digit's left neighbour.
 _PIECES = (
     r"\n(?=\n\n(?!\n))|\n\n|\p{N}| ?\p{L}+(?: (?=\p{N}))?| ?[^\s\p{L}\p{N}]+(?: (?=\p{N}))?|\s+"
 )
@@ -116,7 +116,7 @@ def lone_sample(codec: Codec, rng: random.Random) -> Sample:
 
 
 def few_shot_sample(codec: Codec, rng: random.Random, length: int) -> Sample:
-    """As many solved turns as fit `length`; every turn is learned."""
+    """A chat of as many solved turns as fit `length`; every turn is learned."""
     problems = [make_problem(rng)]
     tokens, weights = lone_turns(codec, problems)
     while True:
@@ -139,11 +139,11 @@ def lone_turns(codec: Codec, problems: list[SumsProblem]) -> Sample:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """What a worker sees at one moment, in the order of the combined layout, and the paragraph that
-    it is writing then.
+    """The tokens that a worker sees at one moment, in the order of the combined layout, and the
+    paragraph that it is writing then.
 
-    Lists of tokens. `written` is how many tokens of `body` stood already: 0 where it begins, more
-    where the other worker's block has grown, moved or begun anew meanwhile.
+    Lists of tokens. `written` is how many tokens of `body` are written: 0 where it starts, more
+    where the other worker's block has grown, moved or started anew meanwhile.
     """
 
     name: str
@@ -178,6 +178,14 @@ class _Worker:
     body: list[int] = dataclasses.field(default_factory=list)
     asking: bool = False
 
+    def begin(self, codec: Codec, *, at_once: bool) -> None:
+        """Begins a paragraph; `at_once`: with its whole opening in the block already."""
+        self.step += 1
+        self.opening = [codec.separator, *codec.encode(header(self.name, self.step))]
+        self.body, self.block, self.queue = [], [], [*self.opening]
+        if at_once:
+            self.block, self.queue = self.queue, []
+
 
 def simulate(codec: Codec, problem: SumsProblem, rng: random.Random) -> list[View]:
     """Two workers that keep to `next_move`, a token at a time, at uneven pace, until one has boxed
@@ -189,13 +197,6 @@ def simulate(codec: Codec, problem: SumsProblem, rng: random.Random) -> list[Vie
     prompt, history, views = codec.chat(problem.messages(NAMES)), [], []
     [question, _] = codec.encode(" Question 1")
     at_once = rng.random() < 0.5
-
-    def begin(worker: _Worker) -> None:
-        worker.step += 1
-        worker.opening = [codec.separator, *codec.encode(header(worker.name, worker.step))]
-        worker.body, worker.block, worker.queue = [], [], [*worker.opening]
-        if at_once:
-            worker.block, worker.queue = worker.queue, []
 
     def look(worker: _Worker, other: _Worker, written: int) -> None:
         views.append(
@@ -211,7 +212,7 @@ def simulate(codec: Codec, problem: SumsProblem, rng: random.Random) -> list[Vie
         )
 
     for worker in workers:
-        begin(worker)
+        worker.begin(codec, at_once=at_once)
     while True:
         for worker, other in rng.sample([workers, workers[::-1]], 2):
             if worker.delay:
@@ -232,8 +233,7 @@ def simulate(codec: Codec, problem: SumsProblem, rng: random.Random) -> list[Vie
                 # the other took the last question since this one wrote " Question"
                 overtaken = worker.asking and move <= 0
                 if overtaken:
-                    unsolved = sorted(claimed(seen) - set(results(seen))) or sorted(claimed(seen))
-                    move = unsolved[0] if worker.name == NAMES[0] else unsolved[-1]
+                    move = _unsolved(worker.name, seen)
                 worker.body = codec.encode(
                     wait_body(other.name) if move == WAIT else problem.body(move)
                 )
@@ -245,7 +245,13 @@ def simulate(codec: Codec, problem: SumsProblem, rng: random.Random) -> list[Vie
                 return views
             else:
                 history.append(worker.block)
-                begin(worker)
+                worker.begin(codec, at_once=at_once)
+
+
+def _unsolved(name: str, seen: str) -> int:
+    """The question that a worker solves too, where all are taken: the first or last unsolved."""
+    questions = sorted(claimed(seen) - set(results(seen))) or sorted(claimed(seen))
+    return questions[0] if name == NAMES[0] else questions[-1]
 
 
 def is_box(codec: Codec, body: list[int]) -> bool:

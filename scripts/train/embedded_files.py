@@ -46,8 +46,8 @@ def architecture(
 
 
 def export(params: dict, config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the float32 weights and all files beside them that transformers asks for; replaces
-    what stands in `folder`."""
+    """Writes the float32 weights and all files beside them that transformers needs; replaces the
+    contents of `folder`."""
     save_weights(params, folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
@@ -111,7 +111,7 @@ def export_like(
       source: the folder of that model; dtype: of the weights, "float32" or "bfloat16".
       workers: what workers.json is to say.
       context: the most positions that the model is to take; None leaves that model's.
-      folder: where to; what stands there is replaced.
+      folder: the target; its contents are replaced.
     """
     save_weights(params, folder, dtype)
     for path in source.iterdir():

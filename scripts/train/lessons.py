@@ -37,7 +37,7 @@ from scripts.train.teacher import Lapses, Script
 
 MOST_WORKERS = 6
 _WORKERS = {1: 3, 2: 4, 3: 2, 4: 4, 5: 1, 6: 3}
-"""How often there are so many."""
+"""Weights of the numbers of workers."""
 _LAYOUTS = {"combined": 2, "contiguous": 1, "interleaved": 1}
 _DEPENDENT, _OTHER_NAMES, _ASKED, _CUT, _CROWDED, _ANEW = 0.35, 0.4, 0.5, 0.3, 0.15, 0.2
 """Shares of lessons with dependent questions, with names in another order or of others, with the
@@ -54,7 +54,7 @@ _GUESSES = 3
 """Times in a lesson, at most, that the finisher boxes what is known by then."""
 _CHATS, _TURNS, _SYSTEM, _PLAIN = 0.25, 3, 0.4, 0.4
 """Share of chats, the most problems in one, and the shares of those in which a message of the
-system says who works, and of typed ones that are a plain text without a template."""
+system names the workers, and of typed ones that are a plain text without a template."""
 _TYPED = 0.75
 """Share of problems as a person would type them."""
 _NAMES = (
@@ -83,7 +83,7 @@ chance as the short."""
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of a batch: T tokens, J tiles and B blocks, as in `TraceBatch`."""
+    """The shape of a batch: T tokens, J tiles and B blocks, as in `TraceBatch`."""
 
     tokens: int = 2048
     tiles: int = 40
@@ -91,8 +91,8 @@ class Shape:
 
 
 Batch = tuple[TraceBatch, Pairs, np.ndarray, np.ndarray, np.ndarray]
-"""Numpy arrays: a trace of several sessions, who sees whom in it, and at int32[1, T], targets
-int32[1, T] and weights float32[1, T] of what was sampled."""
+"""Numpy arrays: a trace of several sessions, the pairs that see each other in it, and at
+int32[1, T], targets int32[1, T] and weights float32[1, T] of what was sampled."""
 
 
 def draw(script: Script, rng: random.Random) -> Lesson:
@@ -170,7 +170,7 @@ def _even_problem(script: Script, rng: random.Random, questions: int) -> SumsPro
 
 
 def pack(lessons: Sequence[Lesson]) -> Lesson:
-    """Lessons one behind the other as one, in blocks of their own, so that none sees another."""
+    """Joins lessons one after the other, in blocks of their own, so that none sees another."""
     tokens, views, passes, blocks, parts = 0, 0, 0, 0, []
     total = sum(lesson.trace.num_blocks for lesson in lessons)
     for lesson in lessons:
@@ -307,8 +307,8 @@ def stream(
 
 
 def _begin() -> None:
-    """A process that makes lessons: the accelerator is the trainer's, and a trainer that is killed
-    leaves nobody behind."""
+    """Starts a process that makes lessons: the accelerator is the trainer's, and the process ends
+    with a trainer that is killed."""
     jax.config.update("jax_platforms", "cpu")
     trainer = multiprocessing.parent_process()
     assert trainer is not None

@@ -19,13 +19,11 @@ provide for."""
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="Teaches a model to be one of several workers.")
     parser.add_argument(
         "--model", default="embedded", help="the folder of a model to go on from, or embedded"
     )
-    parser.add_argument("--layers", type=int, help="start from scratch, with so many layers")
+    parser.add_argument("--layers", type=int, help="start from scratch, with this many layers")
     parser.add_argument(
         "--hidden", type=int, help="and of this width, a multiple of 72; default 144"
     )

@@ -57,7 +57,7 @@ class Pairs:
 
 
 def logits(module: Decoder, params: Params, batch: TraceBatch, pairs: Pairs, at: Array) -> Array:
-    """As `jaxshare.models.reencode_logits`, of one trace.
+    """The logits of `jaxshare.models.reencode_logits`, of one trace.
 
     Args:
       module: of the model; params: what it takes.

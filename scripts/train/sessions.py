@@ -60,21 +60,18 @@ def play(
     guess: bool = False,
     guesses: Container[int] = (),
 ) -> Lesson:
-    """A session from the prompt to the box, or to the budget.
+    """Plays a session from the prompt to the box, or to the budget.
 
     Args:
       script: texts as tokens.
-      problem: what is to be solved.
+      problem: the problem to solve.
       names: of the workers.
       layout: one of `LAYOUTS`.
       rng: decides on lapses.
-      ask_every, seed: as in `Workers`: when a worker is asked whether its work is redundant, and
-        which.
-      move: as in `Workers`: whether a finished step moves as it is, or is encoded anew.
+      ask_every, seed, move: as in `Workers`.
       lapses: how often workers do not go by the rule.
       budget: forward passes.
-      guess: where the budget ends the session, it is followed by the finisher's guess, which boxes
-        what can be seen then.
+      guess: if the budget ends the session, the finisher boxes the results visible then.
       guesses: passes after which the finisher guesses as well.
 
     Returns:
@@ -144,7 +141,7 @@ def chat(script: Script, problems: Sequence[SumsProblem], *, system: bool = True
 
 
 def plain(script: Script, problem: SumsProblem) -> Lesson:
-    """A problem that stands alone, in no chat template, and its solution after it."""
+    """A problem by itself, in no chat template, and its solution after it."""
     asked = script.codec.encode(problem.prompt())
     tokens = [*asked, *script.codec.encode(problem.solution()), script.end]
     recorder = Recorder(1)
@@ -159,7 +156,7 @@ def plain(script: Script, problem: SumsProblem) -> Lesson:
 
 
 class _Session:
-    """What a session of workers does on the device, in plain lists."""
+    """The work of a session on the device, in plain lists."""
 
     def __init__(
         self,
@@ -225,7 +222,7 @@ class _Session:
             return True
         for question, left in self._lulls.items():
             self._lulls[question] = max(0, left - 1)
-        due = [*self._due]  # a step ends before it is decided who is asked
+        due = [*self._due]  # a step ends before the worker to ask is chosen
         self._ask(len(new))
         self._sampled = {*new}
         for row, token in new.items():
@@ -250,7 +247,7 @@ class _Session:
             self._problem,
             {**sight.results, **worked(self._problem, (*sight.finished, *sight.others))},
         ).partition("{")[2]
-        answer = self._script.behind(self._script.format.finisher, text)
+        answer = self._script.following(self._script.format.finisher, text)
         finisher = self._blocks.index(FINISHER)
         self._recorder.cut(finisher, 0)
         sees = [*map(self._blocks.index, self._layout.overview(self._names[-1])), finisher]
@@ -270,7 +267,7 @@ class _Session:
         )
 
     def _sight(self, row: int) -> Sight:
-        """What a worker's blocks hold now, as paragraphs."""
+        """The present contents of the blocks that a worker sees, as paragraphs."""
         seen = {self._blocks[block] for block in self._rows[row]}
         others = [
             p.own
@@ -308,7 +305,8 @@ class _Session:
         return self._script.codec.encode(text.rstrip(" "))
 
     def _ask(self, sampled: int) -> None:
-        """After so many tokens of all workers one of them is to be asked in its next step."""
+        """Chooses, after every `ask_every` tokens of all workers, one of them for a question in its
+        next step."""
         self._since += sampled
         if self._ask_every and self._since >= self._ask_every:
             self._since -= self._ask_every

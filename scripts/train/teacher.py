@@ -1,18 +1,18 @@
 """The rule of a teacher that plays workers: what each would write next, from what it could see in
 that pass alone.
 
-Hogwild! Inference, appendices B ("Fine-tuning and re-encoding considerations") and E.2. playing.py
+Hogwild! Inference, appendices B ("Fine-tuning and re-encoding considerations") and E.2. sessions.py
 lets the workers of a session go by it.
 
 - A worker takes a free question of its own part of the list, and then goes on from there, each
   second worker downwards. Two of them are Alice, who takes the lowest, and Bob, who takes the
   highest, as in `jaxshare.serving.evaluation.arithmetic`.
-- Two that take the same question see it in the next pass. Who has written less of it goes
+- Two that take the same question see it in the next pass. The one that has written less of it goes
   elsewhere, and of equals the later in the list: "Question 3: Bob has it. Question 4: ...". Where
   steps are private, that happens when the other's result appears.
 - A question that goes on from the answer of another one is taken when that answer can be seen,
-  whoever wrote it.
-- With nothing to take a worker waits; whoever sees all results boxes them.
+  no matter which worker wrote it.
+- With nothing to take a worker waits; a worker that sees all results boxes them.
 - The finisher boxes what can be known when the time is up: also an answer whose working is complete
   and that only has to be written down.
 - Asked whether its work is redundant, a worker says yes if the step before has added nothing: it
@@ -34,9 +34,9 @@ from jaxshare.serving.workers.layouts import WorkersLayout
 
 YES, NO = " yes.", " no."
 UNKNOWN = "?"
-"""What stands in a box for an answer that nobody has given yet."""
+"""The entry of a box for an answer that is not there yet."""
 _CLAIM = re.compile(r"Question (\d+)(?!\d|: ?[^\d\s])")
-"""A question that is being worked on: what goes on with a name was left to somebody else."""
+"""A question under way: one followed by a name was left to another worker."""
 _RESULT = re.compile(r"Answer (\d+): (\d+)\.")
 _SENTENCE = re.compile(r"[.] ?$")
 _LONGEST_LULL = 45
@@ -45,8 +45,8 @@ _LONGEST_LULL = 45
 
 @dataclasses.dataclass(frozen=True)
 class Lapses:
-    """How often the teacher does not do what the rule says, so that pupils see what comes of it and
-    how to go on. None of it is learned.
+    """The rates at which the teacher breaks the rule, so that pupils see the consequences and how
+    to go on. None of it is learned.
 
     Attributes:
       slips: part of the claims that take another question than the rule says.
@@ -61,7 +61,7 @@ class Lapses:
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """How texts become tokens.
+    """The encoding of texts as tokens.
 
     Attributes:
       codec, tokenizer: of the model.
@@ -79,7 +79,7 @@ class Script:
     def of(
         cls, tokenizer: Any, vocab_size: int, generation: Generation, format: Format
     ) -> "Script":
-        """Of a model's parts.
+        """The script from a model's parts.
 
         Raises:
           ValueError: no tokenizer or no stop token, or a separator of several tokens.
@@ -111,7 +111,7 @@ class Script:
     def prompt(
         self, problem: SumsProblem, names: Sequence[str], layout: WorkersLayout
     ) -> list[int]:
-        """What all workers read first."""
+        """The first text that all workers read."""
         format = (
             self.format if layout.moves else dataclasses.replace(self.format, history_header="")
         )
@@ -128,8 +128,8 @@ class Script:
             : next(i for i, token in enumerate(first) if any(other[i] != token for other in others))
         ]
 
-    def behind(self, before: str, text: str) -> list[int]:
-        """The tokens of a text that stands behind another one."""
+    def following(self, before: str, text: str) -> list[int]:
+        """The tokens of a text that follows another one."""
         known, whole = self.codec.encode(before), self.codec.encode(before + text)
         return whole[len(known) :] if whole[: len(known)] == known else self.codec.encode(text)
 
@@ -139,7 +139,7 @@ class Paragraph:
     """A step as far as it was fed, with what opens it.
 
     Attributes:
-      writer: who writes it; asked: whether the question opens it.
+      writer: the worker that writes it; asked: True if the question opens it.
       opening: characters of what opens it, known when it was fed.
     """
 
@@ -165,8 +165,8 @@ class Paragraph:
 
 @dataclasses.dataclass(frozen=True)
 class Sight:
-    """What a worker sees of the others and of its past: paragraphs that are finished, its own too,
-    and those that others are writing."""
+    """The paragraphs that a worker sees: the finished ones, its own too, and those that others are
+    writing."""
 
     finished: Sequence[Paragraph]
     others: Sequence[Paragraph]
@@ -260,7 +260,9 @@ class Pupil:
         elif len(sight.results) == len(self._problem.questions):
             self._plan(self._script.codec.encode(box(self._problem, sight.results)), "stop")
         else:
-            self._plan(self._script.behind(self.own.body, wait_body(self._awaited(sight))), "end")
+            self._plan(
+                self._script.following(self.own.body, wait_body(self._awaited(sight))), "end"
+            )
             return float(not free)
         return 1.0
 
@@ -290,7 +292,7 @@ class Pupil:
             self._wrong = len(self._queue)
         else:
             claim, body = f" Question {self._question}", self._problem.body(self._question)
-            self._plan(self._script.behind(claim, body.removeprefix(claim)), "end")
+            self._plan(self._script.following(claim, body.removeprefix(claim)), "end")
         return 1.0
 
     def _end(self, sight: Sight) -> float:
@@ -312,7 +314,7 @@ class Pupil:
             if body[-1:].isdigit()
             else f"{'' if body.endswith(' ') else ' '}{rival} has it."
         )
-        self._plan(self._script.behind(body, text), "open")
+        self._plan(self._script.following(body, text), "open")
 
     # What the rule says.
 
@@ -320,12 +322,12 @@ class Pupil:
         return sorted(self._problem.open(sight.results) - sight.claimed)
 
     def _believed(self, free: Sequence[int]) -> list[int]:
-        """What the worker believes to be free."""
+        """The questions that the worker believes to be free."""
         return [number for number in free if not self._lulls.get(number)]
 
     def _choice(self, free: Sequence[int]) -> int:
-        """Of a worker's own part of the questions upwards from its first or, for each second one,
-        downwards from its last, and then on around."""
+        """The choice from the worker's own part of the questions upwards from its first or, for
+        each second one, downwards from its last, and then on around."""
         count, many = len(self._problem.questions), len(self.names)
         low, high = self.rank * count // many + 1, (self.rank + 1) * count // many
         if self.rank % 2 == 0:
@@ -333,8 +335,8 @@ class Pupil:
         return min(free, key=lambda number: (max(low, high) - number) % count)
 
     def _rival(self, sight: Sight) -> str | None:
-        """Who has this worker's question: whoever has answered it, or has written more of it, or as
-        much and comes first."""
+        """The worker that has this worker's question: it has answered it, or has written more of
+        it, or as much and comes first."""
         own = self.own.claims.get(self._question, 0)
         for other in (*sight.finished, *sight.others):
             if other.writer == self.name or self._question not in other.claims:
@@ -348,19 +350,19 @@ class Pupil:
         return None
 
     def _follower(self, sight: Sight) -> str | None:
-        """Who has begun this worker's question as well, and is to leave it."""
+        """The worker that has begun this worker's question as well, and is to leave it."""
         return next(
             (other.writer for other in sight.others if self._question in other.claims), None
         )
 
     def _awaited(self, sight: Sight) -> str:
-        """Who is at work on something, or else the next in the list."""
+        """The first worker that has a question under way, or else the next in the list."""
         busy = [p.writer for p in sight.others if p.claims.keys() - sight.results.keys()]
         return busy[0] if busy else self.names[(self.rank + 1) % len(self.names)]
 
 
 def redundant(last: Paragraph | None, sight: Sight) -> bool:
-    """Whether a worker's last paragraph has added nothing: it took nothing up, or only what another
+    """True if a worker's last paragraph has added nothing: it took nothing up, or only what another
     has taken up as well."""
     if last is None:
         return False
@@ -374,7 +376,7 @@ def redundant(last: Paragraph | None, sight: Sight) -> bool:
 
 
 def worked(problem: SumsProblem, paragraphs: Iterable[Paragraph]) -> dict[int, int]:
-    """The answers of which the whole working stands in a paragraph, whether or not they do."""
+    """The answers with their whole working in a paragraph, given there or not."""
     bodies = {
         number: problem.body(number).partition(" Answer ")[0]
         for number in range(1, len(problem.questions) + 1)

@@ -154,8 +154,8 @@ def complete(
     size: int,
     rows: int = 64,
 ) -> list[list[int]]:
-    """What the model greedily writes after each prompt, up to and with the first of `stops`, or to
-    a total of `size` tokens."""
+    """The greedy text of the model after each prompt, up to and with the first of `stops`, or to a
+    total of `size` tokens."""
     written, layout = [], Layout.from_blocks([[row] for row in range(rows)])
     for start in tqdm(range(0, len(prompts), rows), "generating", file=sys.stderr, leave=False):
         group = prompts[start : start + rows]

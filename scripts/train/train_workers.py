@@ -78,8 +78,7 @@ _KEPT = (
 
 
 def start_folder(args: argparse.Namespace) -> Path:
-    """The folder of the model that is trained: a given one, or one of random parameters that is
-    made in the run's."""
+    """The folder of the model to train: the given one, or a new one with random parameters."""
     if args.layers is None:
         return local_folder(args.model)
     folder = args.run_dir / "start"
@@ -94,7 +93,7 @@ def start_folder(args: argparse.Namespace) -> Path:
 
 
 def workers_texts() -> list[str]:
-    """What workers read and write beside problems and solutions, for a tokenizer to learn."""
+    """The texts of workers beside problems and solutions, for a tokenizer to learn."""
     names = worker_names(MOST_WORKERS)
     texts = [
         f"system\n{', '.join(names[: n - 1])} and {names[n - 1]} work together."
@@ -121,8 +120,7 @@ def teaching_format(model: LoadedModel) -> Format:
 
 
 def loss_of(params: dict, module: Decoder, dtype: str, batch: Batch) -> tuple[Array, Array]:
-    """The weighted sum of the losses of what was sampled, in nats, and how many of the weighted
-    tokens are the likeliest.
+    """The weighted losses of sampled tokens, in nats, and the weight of those that are likeliest.
 
     Args:
       params: float32.
@@ -168,7 +166,7 @@ def update(state: dict, total: dict, *, optimizer: Any) -> tuple[dict, dict, dic
 
 
 def empty_total(params: dict) -> dict:
-    """Of `add_gradients`, before the first batch."""
+    """The total of `add_gradients` before the first batch."""
     return {
         "gradients": jax.tree.map(jnp.zeros_like, params),
         **{name: jnp.zeros(()) for name in ("loss", "right", "weight")},
@@ -213,7 +211,7 @@ def measure(
 
 
 def summary(found: Sequence[Point]) -> dict[str, Any]:
-    """What is reported of a measurement."""
+    """The reported facts of a measurement."""
     last = max(BUDGETS)
     return {
         "passes_to_90": {str(count): passes for count, passes in passes_to(found, GOAL).items()},
@@ -254,7 +252,7 @@ def plot(history: Mapping[str, Sequence[Any]], path: Path) -> None:
 
 @dataclasses.dataclass
 class Run:
-    """Where a run stands: what is saved of it.
+    """The state of a run, as it is saved.
 
     Attributes:
       state: parameters and what the optimizer keeps.
@@ -310,7 +308,7 @@ class Run:
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains, saves, measures and exports; what is reported in the end."""
+    """Trains, saves, measures and exports; returns the facts that are reported at the end."""
     settings = {name: getattr(args, name) for name in _KEPT}
     if has_checkpoints(args.run_dir / "saves") and not args.resume:
         raise ValueError(
@@ -319,8 +317,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         )
     folder = start_folder(args)
     model = load(folder, dtype="float32")
-    format, optimizer, shape = teaching_format(model), optimizer_of(args), Shape(tokens=args.tokens)
-    params = jax.tree.map(jnp.copy, model.params)  # what a step takes over
+    format, optimizer = teaching_format(model), optimizer_of(args)
+    params = jax.tree.map(jnp.copy, model.params)  # a step donates them
     run = Run({"params": params, "opt": optimizer.init(params)})
     if args.resume and has_checkpoints(args.run_dir / "saves"):
         run.take_over(args.run_dir / "saves", settings)
@@ -328,53 +326,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     tqdm.write(f"{size / 1e6:.2f} M parameters, steps {run.step} to {args.steps}", file=sys.stderr)
 
     saves = CheckpointStore(args.run_dir / "saves")
-    total, began, saved, learned = (
-        empty_total(run.state["params"]),
-        time.monotonic(),
-        time.monotonic(),
-        0,
-    )
-    with (
-        stream(
-            folder, format, args.seed, shape, first=run.group, processes=args.processes
-        ) as groups,
-        tqdm(
-            total=args.steps,
-            initial=run.step,
-            unit="step",
-            file=sys.stderr,
-            mininterval=args.log_seconds,
-        ) as bar,
-    ):
-        batches = _batches(run, groups)
-        while run.step < args.steps and (
-            args.minutes is None or time.monotonic() - began < 60 * args.minutes
-        ):
-            for batch in itertools.islice(batches, args.accumulate):
-                total = add_gradients(
-                    total, run.state["params"], batch, module=model.module, dtype=DTYPES[args.dtype]
-                )
-                learned += int(np.count_nonzero(batch[0].seen.any(-1)))
-            run.state, total, found = update(run.state, total, optimizer=optimizer)
-            run.step += 1
-            run.history["loss"].append(round(float(found["loss"]), 6))
-            rate = learned / (time.monotonic() - began)
-            bar.set_postfix_str(
-                f"loss {np.mean(run.history['loss'][-50:]):.4f}, {float(found['accuracy']):.1%} "
-                f"right, {rate:.0f} tokens/s" + _said(run),
-                refresh=False,
-            )
-            bar.update()
-            if (
-                args.evaluate_every
-                and run.step % args.evaluate_every == 0
-                and run.step < args.steps
-            ):
-                _measure(run, model, format, args)
-            if time.monotonic() - saved > args.save_seconds:
-                run.save(saves, settings)
-                saved = time.monotonic()
-    seconds = time.monotonic() - began
+    learned, seconds = learn(run, model, format, optimizer, folder, saves, settings, args)
     if args.evaluate_every:
         _measure(run, model, format, args)
     run.save(saves, settings, wait=True)
@@ -398,6 +350,60 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         **held_out,
         "out": str(args.out),
     }
+
+
+def learn(
+    run: Run,
+    model: LoadedModel,
+    format: Format,
+    optimizer: optax.GradientTransformation,
+    folder: Path,
+    saves: CheckpointStore,
+    settings: Mapping[str, Any],
+    args: argparse.Namespace,
+) -> tuple[int, float]:
+    """Makes the steps that are left, as far as the minutes allow; saves and measures meanwhile.
+
+    Returns:
+      The number of tokens fed, and seconds.
+    """
+    start = saved = time.monotonic()
+    total, learned = empty_total(run.state["params"]), 0
+    dtype, shape = DTYPES[args.dtype], Shape(tokens=args.tokens)
+    lessons = stream(folder, format, args.seed, shape, first=run.group, processes=args.processes)
+    progress = tqdm(
+        total=args.steps,
+        initial=run.step,
+        unit="step",
+        file=sys.stderr,
+        mininterval=args.log_seconds,
+    )
+    with lessons as groups, progress as bar:
+        batches = _batches(run, groups)
+        while run.step < args.steps and (
+            args.minutes is None or time.monotonic() - start < 60 * args.minutes
+        ):
+            for batch in itertools.islice(batches, args.accumulate):
+                total = add_gradients(
+                    total, run.state["params"], batch, module=model.module, dtype=dtype
+                )
+                learned += int(np.count_nonzero(batch[0].seen.any(-1)))
+            run.state, total, found = update(run.state, total, optimizer=optimizer)
+            run.step += 1
+            run.history["loss"].append(round(float(found["loss"]), 6))
+            rate = learned / (time.monotonic() - start)
+            bar.set_postfix_str(
+                f"loss {np.mean(run.history['loss'][-50:]):.4f}, {float(found['accuracy']):.1%} "
+                f"right, {rate:.0f} tokens/s" + _said(run),
+                refresh=False,
+            )
+            bar.update()
+            if run.step < args.steps and args.evaluate_every and not run.step % args.evaluate_every:
+                _measure(run, model, format, args)
+            if time.monotonic() - saved > args.save_seconds:
+                run.save(saves, settings)
+                saved = time.monotonic()
+    return learned, time.monotonic() - start
 
 
 def _batches(run: Run, groups: Iterator[tuple[int, list[Batch]]]) -> Iterator[Batch]:

@@ -1,4 +1,4 @@
-"""What the training scripts share: the optimizer, and memory that is kept between steps."""
+"""The common parts of the training scripts: the optimizer, and memory kept between steps."""
 
 import ctypes
 
@@ -43,8 +43,8 @@ def make_optimizer(steps: int, peak: float) -> optax.GradientTransformation:
 
 
 def keep_memory() -> None:
-    """Asks glibc to keep freed memory: XLA allocates its temporaries anew every step, and page
-    faults took up to half of the time."""
+    """Makes glibc keep freed memory: XLA allocates its temporaries anew every step, and page faults
+    took up to half of the time."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         for parameter, value in (

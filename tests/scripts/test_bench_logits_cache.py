@@ -11,6 +11,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.models.generation_config import Generation
 from scripts.bench import logits_cache as bench
 from scripts.bench.parts.engine import random_model as models
+from scripts.bench.parts.logits_cache.group import Request
 from tests.helpers import TINY, tiny_params
 
 
@@ -42,7 +43,7 @@ def test_stepwise_answers_are_the_baselines_and_come_out_of_the_cache_in_part():
 
 def request(seconds, replayed, same=True):
     tokens = {"baseline": (1,) * 10, "stepwise": (1 if same else 2,) * 10, "hotspot": (3,) * 10}
-    return bench.Request(
+    return Request(
         0,
         0,
         tokens,

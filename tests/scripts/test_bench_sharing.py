@@ -418,7 +418,6 @@ def test_every_part_is_drawn(tmp_path):
         (["--plots", __file__], ["--plots", "that is a file"]),
         (["--text", "no/such/text"], ["--text is no/such/text"]),
         (["--torch-python", "python"], ["--torch-python and --without-torch"]),
-        (["--colour"], ["--colour"]),
     ],
 )
 def test_bad_arguments_are_told_in_one_sentence(arguments, said, capsys):

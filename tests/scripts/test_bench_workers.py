@@ -164,7 +164,6 @@ def test_goals_are_those_of_what_was_measured():
             ["--hogwild", "no/such/folder"],
             ["--hogwild is no/such/folder", "https://github.com/eqimp/hogwild_llm"],
         ),
-        (["--colour"], ["--colour"]),
     ],
 )
 def test_bad_arguments_are_told_in_one_sentence(arguments, words, capsys):

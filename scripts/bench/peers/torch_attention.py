@@ -74,7 +74,8 @@ class Session:
         return {"seconds": self._run(self.graph, passes)}
 
     def _captured(self, kernel: str, q: Any, arenas: list[Any], calls: int) -> tuple[Any, Any]:
-        """A graph of so many calls, through all layers in turn; and what it holds on to."""
+        """A graph of `calls` calls, through all layers in turn; and the tensors that it holds on
+        to."""
         torch = self.torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 

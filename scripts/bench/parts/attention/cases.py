@@ -1,8 +1,8 @@
 """Passes over random caches, for scripts.bench.attention and the GPU tests, and what is wrong with
 a backend's answer to one of them.
 
-Arenas are filled with what leaves nothing to chance: large noise wherever no block lies, so that
-reading too far shows, and large values in the first and the last token of every block, so that
+Arenas are filled with what leaves nothing to chance: large noise wherever there is no block, so
+that reading too far shows, and large values in the first and the last token of every block, so that
 reading one token too few shows however long the block is.
 """
 
@@ -20,19 +20,20 @@ from jaxshare import KVCache, Layout, Plan, Rope, block_attention, make_plan
 
 THETA = 10_000.0
 NOISE = 30.0
-"""Standard deviation of what lies between blocks; that of keys and values is 1."""
+"""Standard deviation of the noise between blocks; that of keys and values is 1."""
 PERIOD = 1_048_573
-"""A prime, so that no two tokens of an arena are equal, wherever they lie."""
+"""A prime, so that no two tokens of an arena are equal, wherever they are."""
 TOLERANCE_EPSILONS = 3
 REFERENCE_ROWS = 4
-"""The reference unrolls its rows, so it judges so many of a pass at most."""
+"""The reference unrolls its rows, so it judges at most this many of a pass."""
 Backend = Callable[[Array, Array, Array, Plan], Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """What a cache wants to know of a model (`CacheConfig`), and G, `group`, query heads of a kv
-    head. Without `rotated` the rotation is that of no entry at all."""
+    """The fields of a model that a cache needs (`CacheConfig`), and G, `group`, query heads of a kv
+    head. Without `rotated` the rotation is that of no entry at all.
+    """
 
     num_kv_heads: int
     group: int
@@ -73,7 +74,7 @@ class Case:
 
     @property
     def after(self) -> list[int]:
-        """Of each block, its tokens after the pass's appends."""
+        """The tokens of each block after the pass's appends."""
         after = list(self.lengths)
         for row, count in zip(self.rows, self.count, strict=True):
             if row:
@@ -90,7 +91,8 @@ class Case:
 
     @property
     def layer_flops(self) -> int:
-        """Of one layer's two products, for every pair of a query and a token that it sees."""
+        """The FLOPs of one layer's two products, for every pair of a query and a token that it
+        sees."""
         pairs, after = 0, self.after
         for row, count in zip(self.rows, self.count, strict=True):
             if row:
@@ -100,7 +102,7 @@ class Case:
 
 
 def private(heads: Heads, rows: int, tokens: int) -> Case:
-    """Every row sees a block of its own, in which its new token is the last of so many."""
+    """A pass in which every row sees a block of its own, whose last token is its new one."""
     return Case(
         f"{rows} rows, {tokens} tokens each",
         heads,
@@ -111,7 +113,7 @@ def private(heads: Heads, rows: int, tokens: int) -> Case:
 
 
 def shared(heads: Heads, rows: int, prefix: int, own: int) -> Case:
-    """All rows see one prefix, and each a block of its own of so many tokens, its new one among
+    """A pass in which all rows see one prefix, and each a block of its own, its new token among
     them."""
     return Case(
         f"{rows} rows, prefix {prefix}, {own} each",
@@ -260,8 +262,7 @@ def _repeated(numbers: Array, spread: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _extents(capacities: Sequence[int]) -> tuple[list[int], int]:
-    """Where blocks lie in an arena of their own, and how many tokens it has, as `KVCache.create`
-    would have it."""
+    """The offsets of blocks in an arena of their own, and its tokens, as in `KVCache.create`."""
     made = KVCache.create(Heads(num_kv_heads=1, group=1, head_dim=2), capacities, jnp.int8)
     return np.asarray(made.offsets).tolist(), made.keys[0].shape[1]
 
@@ -347,7 +348,7 @@ def error(case: Case, out: Array, rows: Sequence[int], right: np.ndarray) -> flo
 
 
 def tolerance(dtype: str) -> float:
-    """What rounding explains: queries after their rotation, weights and the answer are each rounded
-    to the dtype, by half an epsilon at most, and what is left of twice that is for the heads where
-    the right answer is short."""
+    """The error that rounding explains: queries after their rotation, weights and the answer are
+    each rounded to the dtype, by half an epsilon at most; the rest of twice that is for the heads
+    where the right answer is short."""
     return TOLERANCE_EPSILONS * float(jnp.finfo(jnp.dtype(dtype)).eps)

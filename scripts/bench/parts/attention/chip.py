@@ -1,5 +1,4 @@
-"""What a chip can do and what is assumed of kernels on it: the times of attention and of a decode
-step."""
+"""The model of a chip and of kernels on it: the times of attention and of a decode step."""
 
 import collections
 import dataclasses
@@ -10,7 +9,7 @@ from jaxshare.pallas.tiles import built_in_mosaic
 from scripts.bench.parts.attention.cases import Case
 
 SPAN, WARPGROUP = 128, 64
-"""Queries of a segment, and of a warpgroup, whose products have so many rows whether they are
+"""Queries of a segment, and of a warpgroup, whose products have this many rows whether they are
 queries or padding."""
 
 
@@ -66,7 +65,9 @@ class Chip:
 
 @dataclasses.dataclass(frozen=True)
 class Assumed:
-    """What only a measurement can tell. Times in seconds.
+    """The assumptions that only a measurement can replace.
+
+    Times in seconds.
 
     Attributes:
       exposed: part of a softmax's time in which the matrix units wait, where two warpgroups take
@@ -80,7 +81,7 @@ class Assumed:
         with it.
       small: a kernel that does next to nothing, with its launch.
       weights: part of the rate of copies at which products with few rows read their weights.
-      host: of a pass: the loop asks whether to go on.
+      host: of a pass: the loop's condition.
     """
 
     exposed: float
@@ -174,7 +175,7 @@ class Attention:
     Attributes:
       memory, level_2, item: what the attention kernel could be waiting for: device memory, the
         level-2 cache, and the slowest of its items.
-      queries, kernel, merge, launches: the three kernels, and what lies between them.
+      queries, kernel, merge, launches: the three kernels, and the gaps between them.
       tiles, pieces: how many.
     """
 
@@ -195,7 +196,7 @@ class Attention:
 
 @functools.cache
 def attention(case: Case, chip: Chip, assumed: Assumed) -> Attention:
-    """What one layer's attention of a pass takes."""
+    """The time of one layer's attention in a pass."""
     heads, dim = case.heads, case.heads.head_dim
     rows, slots = len(case.rows), max(map(len, case.rows))
     tile = built_in_mosaic(dim, rows * case.width * heads.group).tile
@@ -218,7 +219,7 @@ def attention(case: Case, chip: Chip, assumed: Assumed) -> Attention:
     memory = case.layer_bytes / chip.copy_rate
     level_2 = (all_tiles * tile_bytes + piece_bytes) / chip.level_2
 
-    # The merge: of each listed block its place, its pieces, and then so many of them at a time,
+    # The merge: of each listed block its place, its pieces, and then several of them at a time,
     # each waiting for the one before.
     most = [
         max(pieces_of[head * len(of_head) + s] for head in range(heads.num_kv_heads))
@@ -249,8 +250,8 @@ def attention(case: Case, chip: Chip, assumed: Assumed) -> Attention:
 
 
 def _piece(queries: int, tiles: int, tile: int, dim: int, chip: Chip, assumed: Assumed) -> float:
-    """Seconds in which one multiprocessor computes so many tiles of a segment, had it all it
-    reads."""
+    """The seconds in which one multiprocessor computes `tiles` tiles of a segment whose data is
+    there."""
     rows = SPAN if queries > WARPGROUP else WARPGROUP
     product = 4 * rows * tile * dim / (chip.product_rate / chip.multiprocessors)
     softmax = rows * tile * (1 / chip.exponentials + INSTRUCTIONS / chip.lanes) / chip.clock

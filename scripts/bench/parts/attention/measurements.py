@@ -99,8 +99,8 @@ def measure_shared(bench: Bench, scale: Scale) -> dict[str, Any]:
 
 
 def measure_workers(bench: Bench, scale: Scale) -> dict[str, Any]:
-    """Workers over one history and each other's blocks, against one row over as many tokens in one
-    block, whose query is not rotated."""
+    """Measures workers over one history and each other's blocks, against one row over as many
+    tokens in one block with a query that is not rotated."""
     heads = scale.worker_heads
     alone = cases.private(heads, 1, scale.history + scale.own)
     unrotated = dataclasses.replace(alone, heads=dataclasses.replace(heads, rotated=False))
@@ -163,7 +163,7 @@ def measure_plan(bench: Bench, scale: Scale) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Named(LoadedModel):
-    """A model whose attention is one backend's."""
+    """A model with the attention of one backend."""
 
     implementation: str = "xla"
 
@@ -265,7 +265,7 @@ def summarise_step(
 
 
 def rows_name(count: int) -> str:
-    """As a number of workers is called in results."""
+    """The name of a number of workers in results."""
     return f"{count} row{'s' * (count > 1)}"
 
 
@@ -294,57 +294,64 @@ def best(found: Mapping[str, Any] | None) -> str | None:
 def goals(results: Mapping[str, Any], *, tiny: bool) -> list[Goal]:
     """All goals; what was not measured, or at tiny sizes, is None in them."""
     results = {} if tiny else results
-    found: list[Goal] = []
+    return [*_attention_goals(results), *_plan_goals(results), *_step_goals(results)]
 
-    def goal(
-        what: str,
-        sides: Mapping[str, Any] | None,
-        value: str,
-        wanted: float,
-        *,
-        at_most: bool = False,
-    ) -> None:
-        name = best(sides)
-        measured = sides[name] if sides and name else None
-        found.append(
-            Goal(
-                f"{what} ({name})" if name else what,
-                measured[value] if measured else None,
-                wanted,
-                at_most=at_most,
-            )
-        )
 
+def _best_goal(
+    what: str, sides: Mapping[str, Any] | None, value: str, target: float, *, at_most: bool = False
+) -> Goal:
+    """A goal that the best backend among these sides is held against."""
+    name = best(sides)
+    measured = sides[name] if sides and name else None
+    return Goal(
+        f"{what} ({name})" if name else what,
+        measured[value] if measured else None,
+        target,
+        at_most=at_most,
+    )
+
+
+def _attention_goals(results: Mapping[str, Any]) -> list[Goal]:
     by_group = {r["group"]: r["sides"] for r in results.get("private", [])}
-    for group in FULL.private_groups:
-        goal(
-            f"private, 64 rows of 8192 tokens, G {group}: of the copy bandwidth",
-            by_group.get(group),
-            "of_copy",
-            PRIVATE_GOAL,
-        )
     shared = results.get("shared", {})
-    goal(
-        "shared, 1024 rows over 16384 tokens: of the rate of products",
-        shared.get("sides"),
-        "of_products",
-        PRODUCTS_GOAL,
-    )
-    goal(
-        "the same: times faster than unshared",
-        shared.get("times_faster_than_unshared"),
-        "median",
-        UNSHARED_GOAL,
-    )
     to_one = results.get("workers", {}).get("to_one_row", {})
-    for n, most in WORKERS_GOALS.items():
-        goal(
-            f"{n} workers over 16384 tokens: times one row, not rotated",
-            {b: r[str(n)] for b, r in to_one.items() if str(n) in r},
+    return [
+        *(
+            _best_goal(
+                f"private, 64 rows of 8192 tokens, G {group}: of the copy bandwidth",
+                by_group.get(group),
+                "of_copy",
+                PRIVATE_GOAL,
+            )
+            for group in FULL.private_groups
+        ),
+        _best_goal(
+            "shared, 1024 rows over 16384 tokens: of the rate of products",
+            shared.get("sides"),
+            "of_products",
+            PRODUCTS_GOAL,
+        ),
+        _best_goal(
+            "the same: times faster than unshared",
+            shared.get("times_faster_than_unshared"),
             "median",
-            most,
-            at_most=True,
-        )
+            UNSHARED_GOAL,
+        ),
+        *(
+            _best_goal(
+                f"{n} workers over 16384 tokens: times one row, not rotated",
+                {b: r[str(n)] for b, r in to_one.items() if str(n) in r},
+                "median",
+                ratio,
+                at_most=True,
+            )
+            for n, ratio in WORKERS_GOALS.items()
+        ),
+    ]
+
+
+def _plan_goals(results: Mapping[str, Any]) -> list[Goal]:
+    found = []
     for layout in ("4 workers", "64 rows over a prefix"):
         plan = results.get("plan", {}).get(layout, {}).get("GPU backends")
         found.append(
@@ -355,12 +362,17 @@ def goals(results: Mapping[str, Any], *, tiny: bool) -> list[Goal]:
                 at_most=True,
             )
         )
+    return found
+
+
+def _step_goals(results: Mapping[str, Any]) -> list[Goal]:
     by_batch = {r["batch"]: r["sides"] for r in results.get("step", [])}
-    for batch in FULL.batches:
-        goal(
+    return [
+        _best_goal(
             f"decode step of 7B, batch {batch}: of the memory-bound limit",
             by_batch.get(batch),
             "of_limit",
             STEP_GOAL,
         )
-    return found
+        for batch in FULL.batches
+    ]

@@ -133,8 +133,8 @@ def _others(
 
 
 def planned(inputs: Inputs, heads: Heads, items: int) -> Planned:
-    """What a pass on a GPU backend makes once: the plan without the tiles that only the xla backend
-    reads, and the work items."""
+    """The parts of a pass on a GPU backend that are made once: the plan without the tiles that only
+    the xla backend reads, and the work items."""
     plan = inputs.plan
     work = make_work(
         plan,
@@ -173,8 +173,10 @@ def plan_sides(bench: Bench, case: Case) -> dict[str, Callable[[], float]]:
 
 @functools.partial(jax.jit, static_argnames=("heads", "items", "times", "gpu"))
 def _planned_often(inputs: Inputs, heads: Heads, items: int, times: int, gpu: bool) -> Planned:
-    """Makes so many plans, each for other lengths, and gives the last. All of a plan is carried on,
-    so all of it is made."""
+    """Makes `times` plans, each for other lengths, and gives the last.
+
+    All of a plan is carried on, so all of it is made.
+    """
     lengths = inputs.cache.lengths
 
     def once(i: Array | int) -> Planned:

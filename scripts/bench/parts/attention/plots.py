@@ -15,7 +15,7 @@ _MARKERS = ("o", "s", "^")
 
 
 def available() -> bool:
-    """Whether matplotlib is installed."""
+    """True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -50,16 +50,7 @@ def _roofline(points: list[Mapping[str, Any]]) -> Any:
     """TFLOP/s over FLOPs for each byte that has to be read, under the ceilings that were measured
     beside the first point."""
     figure, axes = _figure(7.5, 4.6)
-    others = sorted(
-        {name for point in points for name in point["sides"]}
-        - {*BACKENDS, *(f"{b}, {UNSHARED}" for b in _COLORS), *_COLORS}
-    )
-    colors = (
-        _COLORS
-        | {f"{b}, {UNSHARED}": color for b, color in _COLORS.items()}
-        | dict(zip(others, _OTHERS * len(others), strict=False))
-    )
-    intensities = []
+    colors, intensities = _side_colors(points), []
     for point, marker in zip(points, _MARKERS * len(points), strict=False):
         for name, side in point["sides"].items():
             intensities.append(side["flops"] / side["read_bytes"])
@@ -113,8 +104,21 @@ def _roofline(points: list[Mapping[str, Any]]) -> Any:
     return figure
 
 
+def _side_colors(points: list[Mapping[str, Any]]) -> dict[str, str]:
+    """The color of every side; a backend's is the same shared and unshared."""
+    others = sorted(
+        {name for point in points for name in point["sides"]}
+        - {*BACKENDS, *(f"{b}, {UNSHARED}" for b in _COLORS), *_COLORS}
+    )
+    return (
+        _COLORS
+        | {f"{b}, {UNSHARED}": color for b, color in _COLORS.items()}
+        | dict(zip(others, _OTHERS * len(others), strict=False))
+    )
+
+
 def _workers(found: Mapping[str, Any]) -> Any:
-    """Each number of workers' time to that of one row whose query is not rotated."""
+    """The time of each number of workers, to that of one row with a query that is not rotated."""
     figure, axes = _figure(5.5, 3.4)
     for name, to_one in found["to_one_row"].items():
         axes.plot(

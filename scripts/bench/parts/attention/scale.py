@@ -1,4 +1,4 @@
-"""How much the benchmark of attention measures."""
+"""The scales of the benchmark of attention."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ MODEL = bench_decode.MODEL | {
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How much is measured; lengths in tokens.
+    """The sizes of a measurement; lengths in tokens.
 
     Attributes:
       widths, dims, groups: of correctness: T, D and G; every width with every other D and G in

@@ -1,5 +1,4 @@
-"""What scripts.bench.attention times: the device's two ceilings, one layer's attention by every
-side, plans, and a decode step.
+"""The sides of scripts.bench.attention: two ceilings, one layer's attention, plans, a decode step.
 
 On a GPU a call takes microseconds and its launch by the host as long. So every side of attention is
 a jitted loop of many calls in one dispatch, each answer being the next query, over as many layers'
@@ -51,11 +50,11 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """The device's memory and matrix units, each a side of its own whose turn is one copy or one
+    """The device's memory and matrix units, each a side of its own; a turn is one copy or one
     product.
 
-    One takes a millisecond and more on a GPU, so the host is ahead of the device, and so many
-    dispatches, `times`, are one turn; a jitted loop would copy what it carries.
+    One takes a millisecond and more on a GPU, so the host is ahead of the device, and `times`
+    dispatches are one turn; a jitted loop would copy what it carries.
     """
 
     copy_bytes: int
@@ -120,13 +119,13 @@ def _multiplied(a: Array, b: Array, contract: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """What is timed of one layer's attention.
+    """One timed side of a layer's attention.
 
     Attributes:
       turn: runs it and returns the seconds of one call, times `scaled`.
       read_bytes, flops: of one call, times `scaled`: the least that has to be read, and the
         arithmetic of two products.
-      scaled: rows asked for, to those that were measured.
+      scaled: required rows, to those that were measured.
       way: how it is done, where that was found out.
     """
 
@@ -139,7 +138,7 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What all parts need.
+    """The settings and tools that all parts need.
 
     Attributes:
       backends: names, as `block_attention` takes them.
@@ -176,7 +175,7 @@ class Bench:
         return calls, max(1, round(self.turn_seconds / (calls * seconds)))
 
     def check(self, case: Case, inputs: Inputs, skipped: dict[str, str]) -> list[str]:
-        """The backends whose answers are right; the others' reasons go to `skipped`."""
+        """The backends with right answers; the others' reasons go to `skipped`."""
         sampled, right = cases.expected(case, inputs)
         good = []
         for backend in self.backends:
@@ -244,7 +243,7 @@ class Bench:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, in one line."""
+    """The cause of an error, in one line."""
     said = str(error).strip().splitlines()
     text = said[0] if said else "it said nothing"
     return (
@@ -292,13 +291,13 @@ def summarise(
 
 
 def layers_for(case: Case, most: int) -> int:
-    """How many layers' arenas a loop goes through, so that none is still in the level-2 cache when
-    its turn comes again."""
+    """The number of layers' arenas that a loop goes through, so that none is still in the level-2
+    cache when its turn comes again."""
     return max(1, min(most, -(-4 * L2_BYTES // case.layer_bytes)))
 
 
 def with_layers(case: Case, most: int) -> Case:
-    """The case with so many layers as `layers_for` says."""
+    """The case with as many layers as `layers_for` says."""
     return dataclasses.replace(
         case, heads=dataclasses.replace(case.heads, num_layers=layers_for(case, most))
     )
@@ -349,7 +348,7 @@ def _loop(
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """What a pass makes once for all of its layers."""
+    """The parts of a pass that are made once for all of its layers."""
 
     plan: Plan
     work: Work | None

@@ -1,4 +1,4 @@
-"""What a compiled decode step sends between devices."""
+"""Reads the collectives of a compiled decode step."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ _SIZES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "u8": 1}
 
 
 def group_size(groups: str) -> int:
-    """How many devices take part, in one of the forms in which XLA names them."""
+    """The number of devices that take part, in one of the forms in which XLA names them."""
     if groups.startswith("mesh"):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", groups)}
         return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", groups.rpartition("{")[2]))

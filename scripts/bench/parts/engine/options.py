@@ -14,7 +14,7 @@ MODELS = ("embedded", "random")
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How much is measured.
+    """The sizes of a measurement.
 
     Attributes:
       rows: calls at a time.
@@ -38,7 +38,7 @@ QUICK = {"embedded": Scale(8, 48, 16, 24, 2)}
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for; counts as `--quick` has them where they were not given."""
+    """The options of a run; counts as `--quick` has them where they were not given."""
 
     models: tuple[str, ...]
     scales: Mapping[str, Scale]
@@ -51,7 +51,10 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    parser = Parser(prog="scripts.bench.engine", description=__doc__.splitlines()[0])
+    parser = Parser(
+        prog="scripts.bench.engine",
+        description="Engine under load: against the raw decode loop and against batches of calls.",
+    )
     parser.add_argument(
         "--models", metavar="M,M", help=f"of {','.join(MODELS)} (default both; quick embedded)"
     )

@@ -18,7 +18,7 @@ MODEL = bench_sharing.MODEL
 FORKS = 0.05
 """The share of tokens after which the next one is uncertain."""
 _CANDIDATES = 8
-"""The most tokens that stand to choose from after those."""
+"""The most tokens to choose from after those."""
 _CONSTANT = 8.0
 """One element of every embedding, in standard deviations of the others: what the head's bias is
 multiplied with."""
@@ -44,7 +44,7 @@ def forking_model(
 
     Random weights alone give next to even distributions. Here embeddings outweigh what the layers
     add to them, and the head answers each token's embedding with a successor of its own, whose
-    logit stands some way above all others; after a share `forks` of the tokens it answers with two
+    logit is some way above all others; after a share `forks` of the tokens it answers with two
     to eight successors that are close to each other. Beside them every token has the logit
     -log(rank), as the frequencies of words (Zipf). The layers' part depends on the whole text, and
     moves all of this a little: the same token is not followed by the same distribution twice.
@@ -87,7 +87,7 @@ def forking_model(
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """How certain a model is of its own text, sampled at temperature 1.
+    """The certainty of a model about its own text, sampled at temperature 1.
 
     Attributes:
       positions: that were looked at.
@@ -105,7 +105,7 @@ class Profile:
 
 
 def profile(logits: np.ndarray) -> Profile:
-    """Of logits float[N, V]."""
+    """The profile of logits float[N, V]."""
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     weights = np.exp(shifted)
     shifted[weights == 0] = 0  # of what cannot be said

@@ -42,8 +42,8 @@ POLL_SECONDS = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is asked: tokens, of which the first belong to the system prompt of that number; and the
-    tokens of the answer."""
+    """A prompt, whose first tokens belong to the system prompt of that number, and the length of
+    its answer."""
 
     system: int
     prompt: tuple[int, ...]
@@ -66,7 +66,7 @@ class Calls:
         ]
 
     def make(self, count: int, questions: tuple[int, int]) -> list[Call]:
-        """So many, with questions of so many tokens, at least and at most."""
+        """Makes `count` calls; `questions` are the fewest and the most tokens of a question."""
         found = []
         for _ in range(count):
             system = int(self._rng.integers(SYSTEMS))
@@ -168,8 +168,8 @@ def steady_rate(seen: Sequence[tuple[float, float, bool]]) -> float:
 
 
 class Raw:
-    """The decode loop by itself: rows below the system prompts, whose own blocks have the length
-    that the engine's have on average."""
+    """The decode loop by itself: rows below the system prompts, with own blocks of the length that
+    the engine's have on average."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class Raw:
 
 
 def mean_length(calls: Sequence[Call]) -> int:
-    """Of what a row has written of its answer, over all passes of all calls."""
+    """The mean tokens that a row has written of its answer, over all passes of all calls."""
     return round(sum(call.budget**2 for call in calls) / (2 * sum(call.budget for call in calls)))
 
 
@@ -275,9 +275,10 @@ class Batches:
             self.costs[size] = first, seconds / max(call.budget for call in calls[:size])
 
     def arriving(self, calls: Sequence[Call], at: Sequence[float]) -> list[float]:
-        """Each call's seconds to its first token: whoever waits when a batch has ended makes the
-        next one. A batch takes what was measured of the next larger one, in proportion to its
-        longest answer."""
+        """The seconds of each call to its first token: all calls that wait when a batch has ended
+        make the next one. A batch takes the measured time of the next larger one, in proportion to
+        its longest answer.
+        """
 
         def run(begin: int, end: int) -> tuple[float, float]:
             first, a_token = next(

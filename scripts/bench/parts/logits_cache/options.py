@@ -34,7 +34,7 @@ PROFILE_ROWS, PROFILE_TOKENS = 8, 64
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How much is measured of a model.
+    """The sizes of a measurement of one model.
 
     Attributes:
       puzzles: prompts.
@@ -55,7 +55,7 @@ QUICK = {"embedded": Scale(8, 8, 64), "random": Scale(4, 4, 256)}
 
 
 def read_puzzles(file: Path | None, count: int, seed: int) -> list[str]:
-    """So many puzzles, drawn from a file, or those that the example has in it."""
+    """`count` puzzles, drawn from a file, or the first of those in the example."""
     example = _example()
     numbers = (
         [[*map(int, puzzle.split())] for puzzle in example.PUZZLES]
@@ -102,8 +102,10 @@ def _example() -> ModuleType:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for; counts as `--quick` has them where they were not given. `data` is None
-    for the example's own puzzles."""
+    """The options of a run; counts as `--quick` has them where they were not given.
+
+    `data` is None for the example's own puzzles.
+    """
 
     models: tuple[str, ...]
     scales: Mapping[str, Scale]
@@ -121,7 +123,10 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    parser = Parser(prog="scripts.bench.logits_cache", description=__doc__.splitlines()[0])
+    parser = Parser(
+        prog="scripts.bench.logits_cache",
+        description="The value of the Logits Cache for repeated prompts.",
+    )
     parser.add_argument(
         "--models", metavar="M,M", help=f"of {','.join(MODELS)} (default both; quick embedded)"
     )

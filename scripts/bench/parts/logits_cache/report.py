@@ -22,7 +22,7 @@ STORAGE_GOAL = 0.03
 
 
 def averages(points: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """Of each side, over the temperatures at which there is a number."""
+    """The means of each side over the temperatures at which there is a number."""
     found: dict[str, dict[str, float | None]] = {}
     for side in SPEED_GOALS:
         found[side] = {}
@@ -75,41 +75,12 @@ def as_text(report: Mapping[str, Any]) -> str:
 
 
 def _model_text(result: Mapping[str, Any]) -> str:
-    certain, rows = result["profile"], []
-
-    def number(value: float | None, digits: int = 2) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
-
-    for point in result["points"]:
-        for name, side in point["sides"].items():
-            rows.append(
-                (
-                    f"{point['temperature']}  {name}",
-                    *(number(side[f"{kind}_tokens_per_second"], 1) for kind in ("mean", "median")),
-                    *(
-                        number(side.get(key))
-                        for key in ("speedup", "median_speedup", "hit_ratio", "speedup_with_all")
-                    ),
-                    str(side["whole_hits"]),
-                    f"{side['group_seconds']:.1f}",
-                )
-            )
-    header = (
-        "temperature",
-        "mean tok/s",
-        "median",
-        "speed-up",
-        "median",
-        "hits",
-        "all",
-        "whole",
-        "seconds",
-    )
+    certain = result["profile"]
     means = [
-        f"{side}: {number(mean['speedup'])}x in the mean over temperatures "
-        f"({number(mean['median_speedup'])}x of medians, {number(mean['free_replay'])}x if replays "
-        f"were free and all there is, {number(mean['speedup_with_all'])}x with whole hits), hit "
-        f"ratio {number(mean['hit_ratio'])}"
+        f"{side}: {_number(mean['speedup'])}x in the mean over temperatures "
+        f"({_number(mean['median_speedup'])}x of medians, {_number(mean['free_replay'])}x if "
+        f"replays were free and all there is, {_number(mean['speedup_with_all'])}x with whole "
+        f"hits), hit ratio {_number(mean['hit_ratio'])}"
         for side, mean in result["averages"].items()
     ]
     storage = max(point["storage_of_full_logits"] for point in result["points"])
@@ -129,7 +100,7 @@ def _model_text(result: Mapping[str, Any]) -> str:
             f"in the mean {certain['entropy']:.3f}; a fifth is above {certain['upper_fifth']:.3f} "
             "nats",
             "",
-            table(header, rows),
+            _points_table(result["points"]),
             "",
             *means,
             f"{result['kept']} of {result['vocab']} logits kept: {100 * storage:.2f} % of the "
@@ -139,3 +110,37 @@ def _model_text(result: Mapping[str, Any]) -> str:
             f"an answer: {distances}",
         ]
     )
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _points_table(points: Sequence[Mapping[str, Any]]) -> str:
+    """The table of all sides at all temperatures."""
+    rows = [
+        (
+            f"{point['temperature']}  {name}",
+            *(_number(side[f"{kind}_tokens_per_second"], 1) for kind in ("mean", "median")),
+            *(
+                _number(side.get(key))
+                for key in ("speedup", "median_speedup", "hit_ratio", "speedup_with_all")
+            ),
+            str(side["whole_hits"]),
+            f"{side['group_seconds']:.1f}",
+        )
+        for point in points
+        for name, side in point["sides"].items()
+    ]
+    header = (
+        "temperature",
+        "mean tok/s",
+        "median",
+        "speed-up",
+        "median",
+        "hits",
+        "all",
+        "whole",
+        "seconds",
+    )
+    return table(header, rows)

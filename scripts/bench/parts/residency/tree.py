@@ -17,7 +17,7 @@ from scripts.bench.parts.residency.workflow import Call
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What a run over a trace found.
+    """The counts of a run over a trace.
 
     Attributes:
       prompt, found: tokens of every agent's prompts, and those of them that were on the
@@ -48,7 +48,7 @@ class Counts:
         )
 
     def hit_rate(self, agents: frozenset[str]) -> float:
-        """Of the tokens of these agents' prompts, those that were found."""
+        """The share of the tokens of these agents' prompts that were found."""
         return 1 - self.missed(agents) / sum(
             self.prompt[name] for name in agents & self.prompt.keys()
         )
@@ -70,14 +70,15 @@ class Node:
 
 
 class Tree:
-    """What is on the accelerator. Leaves leave whole, as the policy orders them; those of the call
-    under way stay.
+    """The prefix tree on the accelerator.
+
+    Leaves are evicted whole, in the order of the policy; those of the call under way stay.
 
     Args:
       capacity: tokens that it may hold.
       cuts: for each call, at which of its tokens a call before or after it parts from it. A cache
-        cuts a segment when that happens; with this it does so beforehand, as only one that knows
-        the future can.
+        cuts a segment when that happens; with this it does so beforehand, which takes
+        knowledge of the future.
     """
 
     def __init__(self, capacity: int, policy: Policy, cuts: Sequence[Iterable[int]] | None = None):
@@ -129,7 +130,7 @@ class Tree:
         return reused
 
     def _match(self, tokens: np.ndarray) -> Node:
-        """The node at whose end the longest known prefix ends; one is cut in two where it ends
+        """The node at the end of the longest cached prefix; a node is cut in two if the prefix ends
         inside."""
         node = self._root
         while (depth := node.segment.depth) < len(tokens) and (
@@ -198,8 +199,9 @@ def partings(trace: Sequence[Call]) -> list[set[int]]:
 
 
 def simulate(trace: Sequence[Call], capacity: int, policy: Policy) -> Counts:
-    """Runs the calls one after the other through a cache of so many tokens. The offline optimum
-    knows where segments will be cut, too.
+    """Runs the calls one after the other through a cache of `capacity` tokens.
+
+    The offline optimum is given the places where segments will be cut, too.
 
     Raises:
       ValueError: a prompt is longer than the cache.
@@ -213,7 +215,7 @@ def simulate(trace: Sequence[Call], capacity: int, policy: Policy) -> Counts:
 
 
 def common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many leading tokens both have."""
+    """The number of leading tokens that both have."""
     length = min(len(a), len(b))
     differ = np.flatnonzero(a[:length] != b[:length])
     return int(differ[0]) if len(differ) else length

@@ -1,9 +1,9 @@
-"""The five agents' workflow of section 8.3 of Hive, as the prompts of its calls: who is called when
-never changes, what is said does.
+"""The five agents' workflow of section 8.3 of Hive, as the prompts of its calls, whose order never
+changes while their texts do.
 
-A round is what figure 3 of that paper describes. Decision looks at where things stand; Patcher and
+A round is what figure 3 of that paper describes. Decision looks at the state of things; Patcher and
 Viewer take turns over a growing record, each reading it under a system prompt of its own; Decision
-looks again; Searcher reads documents that nobody reads again; Summary consolidates what was found,
+looks again; Searcher reads documents that are not read again; Summary consolidates what was found,
 which goes into the record. Every third Summary consolidates the record too, and takes its place.
 All prompts begin with the same rules of the house.
 """
@@ -20,7 +20,7 @@ VOCABULARY = 30_000
 
 RULES = 240
 SYSTEM = {"Decision": 320, "Patcher": 580, "Viewer": 520, "Summary": 220, "Searcher": 260}
-"""Tokens of the agents' system prompts, behind the rules."""
+"""Tokens of the agents' system prompts, after the rules."""
 SOURCE = 900
 """Tokens of the file that is being repaired; Patcher and Viewer read it before the record."""
 
@@ -29,7 +29,7 @@ PATCH, REVIEW, VERDICT, QUERY, DOCUMENT = (90, 220), (60, 160), (20, 40), (20, 6
 FINDING, NOTE, SUMMARY = (120, 300), (80, 160), (200, 400)
 
 PRIORITIES = {"Patcher": 2, "Viewer": 2, "Decision": 1}
-"""What somebody who knows the workflow would give each agent's calls; 0 for the others."""
+"""The right priorities of each agent's calls in this workflow; 0 for the others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,9 @@ class Call:
 
 
 def workflow(rounds: int, seed: int) -> list[Call]:
-    """The calls of so many rounds, one after the other. Equal arguments give equal calls, and fewer
-    rounds the first of more.
+    """The calls of `rounds` rounds, one after the other.
+
+    Equal arguments give equal calls, and fewer rounds the first of more.
 
     Args:
       rounds: from 1 up.

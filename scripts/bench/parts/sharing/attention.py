@@ -38,20 +38,22 @@ is measured."""
 
 
 def attention_flops(rows: int, heads: int, head_dim: int, tokens: int) -> int:
-    """Of one layer, for one new token a row that sees `tokens`: two products, with a multiplication
-    and an addition a number."""
+    """The FLOPs of one layer, for one new token a row that sees `tokens`: two products, with a
+    multiplication and an addition a number."""
     return 4 * rows * heads * head_dim * tokens
 
 
 def copies_bytes(config: ModelConfig, rows: int, tokens: int) -> int:
-    """Of the keys and values in bfloat16 where each row has `tokens` of its own, over all
+    """The bytes of the keys and values in bfloat16 where each row has `tokens` of its own, over all
     layers."""
     return 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * rows * tokens
 
 
 def fill(cache: KVCache, lengths: Sequence[int], seed: int) -> KVCache:
-    """The cache with random keys and values, and so many tokens in each block. The cache is
-    donated."""
+    """The cache with random keys and values, and `lengths` tokens in its blocks.
+
+    The cache is donated.
+    """
     noise = jax.random.normal(jax.random.key(seed), (_NOISE,), cache.keys[0].dtype)
     keys, values = (
         tuple(_filled(arena, noise) for arena in arenas) for arenas in (cache.keys, cache.values)
@@ -123,7 +125,7 @@ class Attention:
         self.times = repeats(_seconds(lambda: self.attend(1)))
 
     def attend(self, times: int) -> Array:
-        """So many calls, each answer being the next query, in one dispatch."""
+        """`times` calls, each answer being the next query, in one dispatch."""
         return jax.block_until_ready(_attend(self.q, self.keys, self.values, self.plan, times))
 
     def turn(self) -> float:
@@ -132,7 +134,7 @@ class Attention:
 
 
 def repeats(seconds: float) -> int:
-    """How many calls of so many seconds make a turn that is long enough to be timed."""
+    """The number of calls of `seconds` each that make a turn long enough to be timed."""
     return max(1, min(64, int(_TURN_SECONDS / seconds)))
 
 

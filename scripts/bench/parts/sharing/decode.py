@@ -104,8 +104,8 @@ def first_layers(model: LoadedModel, layers: int) -> LoadedModel:
 
 
 class Decoding:
-    """The decode loop of one side: rows over a prefix of so many random tokens, kept once or in
-    copies, behind which each has written `suffix` of at most `room` tokens.
+    """The decode loop of one side: rows over a random prefix, kept once or in copies, after which
+    each has written `suffix` of at most `room` tokens.
 
     Every turn begins with these lengths again. What is cached is random, because the time does not
     depend on it; so nothing is prefilled.
@@ -191,31 +191,19 @@ def measure(
       most_bytes: sides whose copies of the prefix would take more are left out.
       worker: transformers with the same weights, or None to leave it out.
     """
-    found, room = [], SUFFIX + steps
+    found, capacity = [], SUFFIX + steps
+    decoding = functools.partial(Decoding, suffix=SUFFIX, room=capacity, steps=steps, seed=seed)
     for batch in batches:
-        free = AttentionFreeModel.of(model)
         # Without attention the prefix costs nothing, so one is as good as another.
-        ceiling = Decoding(
-            free, batch, 128, shared=True, suffix=SUFFIX, room=room, steps=steps, seed=seed
-        )
+        ceiling = decoding(AttentionFreeModel.of(model), batch, 128, shared=True)
         turns = 0
         for prefix in prefixes:
             what = f"end to end: {batch} rows, prefix {prefix}"
             say(f"{what}, compile")
-            fits = copies_bytes(model.config, batch, prefix + room) <= most_bytes
+            fits = copies_bytes(model.config, batch, prefix + capacity) <= most_bytes
             runs = {SHARED: True, **({UNSHARED: False} if fits else {})}
             ours = {
-                name: Decoding(
-                    model,
-                    batch,
-                    prefix,
-                    shared=shared,
-                    suffix=SUFFIX,
-                    room=room,
-                    steps=steps,
-                    seed=seed,
-                )
-                for name, shared in runs.items()
+                name: decoding(model, batch, prefix, shared=shared) for name, shared in runs.items()
             }
             compile_all([*ours.values(), *([] if turns else [ceiling])])
             sides: dict[str, Callable[[], float]] = {
@@ -289,7 +277,7 @@ def predict(
 
 
 def chooses_sharing(model: LoadedModel, rows: int, prefix: int, costs: Costs) -> bool:
-    """Whether `generate` keeps one prompt of `prefix` tokens once for `rows` completions of it, by
+    """True if `generate` keeps one prompt of `prefix` tokens once for `rows` completions of it, by
     these costs."""
     prompt = [1] * prefix
     return bool(

@@ -40,7 +40,7 @@ class Questions:
         self.prefill_seconds = time.perf_counter() - begin
 
     def ask(self, count: int) -> Completions:
-        """Asks so many; `answers` keeps what was written last."""
+        """Answers `count` questions; `answers` keeps the last completions."""
         done = generate(
             self.model,
             [fact.question for fact in self.needles.questions(count)],
@@ -59,7 +59,7 @@ def count_tokens(model: LoadedModel, text: str) -> int:
 
 
 def room(tokens: int) -> int:
-    """Of a store, for a block of so many tokens: whole tiles."""
+    """The tokens of a store that a block of `tokens` takes: whole tiles."""
     return tokens + -tokens % ALIGNMENT
 
 
@@ -103,28 +103,29 @@ def measure_needles(
         right[str(count)] = accuracy(
             needles.questions(count), [c.text for c in runs[SHARED].answers]
         )
-    unshared = None
-    if (
-        other_sides
-        and copies_bytes(model.config, min(counts), runs[SHARED].tokens + ANSWER_TOKENS)
-        <= most_bytes
-    ):
-        say(f"needles: {min(counts)} questions, unshared")
-        prompts = [needles.prefix + fact.question for fact in needles.questions(min(counts))]
-        unshared = generate(
-            model,
-            prompts,
-            share=False,
-            max_new_tokens=ANSWER_TOKENS,
-            sampler=Sampler(),
-            warm_up=True,
-        ).seconds
+    unshared, fewest = None, min(counts)
+    copies = copies_bytes(model.config, fewest, runs[SHARED].tokens + ANSWER_TOKENS)
+    if other_sides and copies <= most_bytes:
+        say(f"needles: {fewest} questions, unshared")
+        unshared = _unshared_seconds(model, needles, fewest)
     return {
         "document_tokens": runs[SHARED].tokens,
         "prefill_seconds": runs[SHARED].prefill_seconds,
         "accuracy": right,
         **summarise_needles(by_count, unshared),
     }
+
+
+def _unshared_seconds(model: LoadedModel, needles: Needles, count: int) -> float:
+    """Seconds of `count` questions, each of which brings the document."""
+    return generate(
+        model,
+        [needles.prefix + fact.question for fact in needles.questions(count)],
+        share=False,
+        max_new_tokens=ANSWER_TOKENS,
+        sampler=Sampler(),
+        warm_up=True,
+    ).seconds
 
 
 def measure_documents(
@@ -147,7 +148,7 @@ def measure_documents(
 
 
 def _alternated[T](sides: Mapping[T, Callable[[], float]], rounds: int) -> dict[T, list[float]]:
-    """As `alternate`, after one turn each that compiles what is left to compile."""
+    """Runs `alternate`, after one turn of each side that compiles what is left to compile."""
     alternate(sides, 1)
     return alternate(sides, rounds)
 
@@ -200,18 +201,16 @@ def measure_levels(
     seed: int,
     say: Say,
 ) -> dict[str, Any]:
-    """Completions of problems behind one few-shot prompt, all random: the prompt alone kept once,
-    or each problem too.
+    """Completions of problems after one few-shot prompt, all random: with the prompt alone kept
+    once, or each problem too.
 
     Args:
       few_shot, problem, new_tokens: lengths, in tokens.
       problems, samples: how many problems, and completions of each.
-      batch: completions at a time with one level; the store has room for as many and no more.
-      equal_batch: measure two levels with as many rows too, not only with those that the store has
-        room for.
+      batch: completions at a time with one level, which fill the store.
+      equal_batch: measure two levels with as many rows too, not only with all that fit the store.
     """
-    rng = np.random.default_rng([seed, 2])
-    vocabulary = model.config.vocab_size
+    rng, vocabulary = np.random.default_rng([seed, 2]), model.config.vocab_size
     store = Prefixes(model, max_tokens=room(few_shot) + batch * room(problem + new_tokens))
     say("levels: few-shot prompt")
     prefix = store.add(rng.integers(0, vocabulary, few_shot).tolist())
@@ -235,15 +234,10 @@ def measure_levels(
             raise RuntimeError(f"{done} completions ended, but there are {problems * samples}")
         return runs[name].seconds
 
+    two = {TWO: lambda: run(TWO, True, batch)} if equal_batch else {}
+    more = {MORE: lambda: run(MORE, True, problems * samples)}
     say("levels: measure")
-    sides = {
-        ONE: lambda: run(ONE, False, batch),
-        TWO: lambda: run(TWO, True, batch),
-        MORE: lambda: run(MORE, True, problems * samples),
-    }
-    times = _alternated(
-        {name: side for name, side in sides.items() if equal_batch or name != TWO}, rounds
-    )
+    times = _alternated({ONE: lambda: run(ONE, False, batch), **two, **more}, rounds)
     cost = {name: (run.rows, run.kv_bytes, run.passes) for name, run in runs.items()}
     return {
         "few_shot": few_shot,

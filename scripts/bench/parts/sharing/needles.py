@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 
 EXAMPLES = 5
-"""Questions that stand answered behind the document."""
+"""Answered questions after the document."""
 MOST_FACTS = 256
 COLORS = (
     "black",
@@ -72,14 +72,14 @@ class Fact:
         return f"Question: What color is the fur of the dog named {self.name}?\nAnswer:"
 
     def is_answered(self, text: str) -> bool:
-        """Whether the first word of what was written behind the question is the color."""
+        """True if the first word written after the question is the color."""
         word = re.match(r"\s*([A-Za-z]*)", text)
         return bool(word) and word[1].lower() == self.color
 
 
 @dataclasses.dataclass(frozen=True)
 class Needles:
-    """A document, what stands answered behind it, and the facts that are asked for."""
+    """A document, the answered examples after it, and the facts to ask for."""
 
     document: str
     examples: tuple[Fact, ...]
@@ -87,16 +87,16 @@ class Needles:
 
     @property
     def prefix(self) -> str:
-        """What all questions have in common."""
+        """The common prefix of all questions."""
         return f"{self.document}\n\n{_answered(self.examples)}"
 
     def questions(self, count: int) -> list[Fact]:
-        """So many facts to ask for; with more questions than facts they come again."""
+        """`count` facts to ask for; with more questions than facts they come again."""
         return [self.facts[i % len(self.facts)] for i in range(count)]
 
 
 def make_facts(count: int, rng: random.Random) -> list[Fact]:
-    """So many facts about dogs of different names."""
+    """`count` facts about dogs of different names."""
     names = [begin + end for begin in _BEGINNINGS for end in _ENDS]
     return [Fact(name, rng.choice(COLORS)) for name in rng.sample(names, count)]
 
@@ -106,9 +106,8 @@ def hide(text: str, tokens: int, questions: int, count: Callable[[str], int], se
     evenly over its sentences.
 
     Args:
-      text: what the document is made of, from its begin.
-      tokens: of what all questions have in common: it has at most so many, and less than a sentence
-        fewer.
+      text: the source of the document, from its start.
+      tokens: of the common prefix of all questions, at most; it has less than a sentence fewer.
       questions: how many; beyond MOST_FACTS they ask for the same facts again.
       count: tokens of a text.
 
@@ -144,7 +143,7 @@ def hide(text: str, tokens: int, questions: int, count: Callable[[str], int], se
 
 
 def accuracy(facts: Sequence[Fact], answers: Sequence[str]) -> float:
-    """The part of the questions whose answer is right."""
+    """The share of the questions with a right answer."""
     return sum(fact.is_answered(text) for fact, text in zip(facts, answers, strict=True)) / len(
         facts
     )
@@ -159,10 +158,10 @@ def _sentences(text: str) -> list[str]:
 
 
 def _spread(sentences: Sequence[str], facts: Sequence[str]) -> str:
-    """Fact i stands behind (i + 1) / (N + 1) of the sentences."""
-    behind = [(i + 1) * len(sentences) // (len(facts) + 1) for i in range(len(facts))]
+    """The document with fact i after (i + 1) / (N + 1) of the sentences."""
+    places = [(i + 1) * len(sentences) // (len(facts) + 1) for i in range(len(facts))]
     pieces, done = [], 0
-    for at, fact in zip(behind, facts, strict=True):
+    for at, fact in zip(places, facts, strict=True):
         pieces += [*sentences[done:at], fact]
         done = at
     return " ".join([*pieces, *sentences[done:]])

@@ -28,7 +28,7 @@ PAPER_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 1
 
 
 QUICK_LAYERS = 1
-"""With --quick the last three parts run so many layers, because compiling more would take most of
+"""With --quick the last three parts run this many layers, because compiling more would take most of
 the time."""
 
 
@@ -46,7 +46,7 @@ PLOTS = ROOT / "benchmarks" / "plots"
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How much is measured; lengths in tokens.
+    """The sizes of a measurement; lengths in tokens.
 
     Attributes:
       attention: "rows", "prefixes" and "suffixes".
@@ -137,9 +137,11 @@ QUICK = Scale(
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for; `torch_python` is None without PyTorch, `text` where no needles are
-    hidden, `plots` where none are drawn. `left_out` are parts that cannot be measured here, and
-    why."""
+    """The options of a run.
+
+    `torch_python` is None without PyTorch, `text` where no needles are hidden, `plots` where none
+    are drawn. `left_out` are parts that cannot be measured here, and why.
+    """
 
     parts: tuple[str, ...]
     scale: Scale
@@ -157,7 +159,10 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    parser = Parser(prog="scripts.bench.sharing", description=__doc__.splitlines()[0])
+    parser = Parser(
+        prog="scripts.bench.sharing",
+        description="Sharing of prefixes against not sharing them.",
+    )
     parser.add_argument(
         "--parts",
         metavar="P,P",
@@ -282,8 +287,8 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 
 def _text(parser: Parser, given: Path | None, parts: str | None) -> Path | None:
-    """The file that needles are hidden in; ends the program where there is none but one was named,
-    or needles were asked for by name."""
+    """The file that needles are hidden in; ends the program if it is missing and was named,
+    or if needles were named."""
     text = (
         given
         or Path(os.environ.get("JAXSHARE_DATA") or ROOT.parent / "shared" / "data") / DEFAULT_TEXT

@@ -24,7 +24,7 @@ _CEILING = {"color": "#888888", "linestyle": "--"}
 
 
 def available() -> bool:
-    """Whether matplotlib is installed."""
+    """True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -172,7 +172,7 @@ def _levels(found: Mapping[str, Any]) -> Any:
 
 
 def _rule(points: Sequence[Mapping[str, Any]]) -> Any:
-    """How many times as fast sharing is at every point, and what the rule chooses there."""
+    """The speed-up of sharing at every point, and the rule's choice there."""
     rows, prefixes = (sorted({p[name] for p in points}) for name in ("rows", "prefix"))
     gain = {
         (p["rows"], p["prefix"]): p["milliseconds"][UNSHARED] / p["milliseconds"][SHARED]

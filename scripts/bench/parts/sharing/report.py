@@ -45,35 +45,12 @@ def goals(results: Mapping[str, Any], heads: str, unmeasured: Sequence[Goal] = (
     """The goals that these results can be held against; those set against PyTorch also where it did
     not run, and those `unmeasured`."""
     found = []
-
-    def times(name: str, of: Mapping[str, Mapping[str, float]], side: str, goal: float) -> None:
-        found.append(Goal(name, of[side]["median"] if side in of else None, goal))
-
     for r in results.get("attention", []):
         if heads == "model" and ATTENTION_POINT.items() <= r.items():
-            what = "attention, 64 rows, prefix 4096, suffix 64"
-            for side, goal in ATTENTION_GOALS.items():
-                times(f"{what}: times faster than {side}", r["slower_than_shared"], side, goal)
-            found.append(
-                Goal(
-                    f"{what}: of the rate of large products",
-                    r["sides"][SHARED]["of_products"],
-                    PRODUCTS_GOAL,
-                )
-            )
+            found += _attention_goals(r)
     for r in results.get("end-to-end", []):
         if END_POINT.items() <= r.items():
-            what = "decoding, batch 64, prefix 4096"
-            for side, goal in END_GOALS.items():
-                times(f"{what}: times faster than {side}", r["slower_than_shared"], side, goal)
-            found.append(
-                Goal(
-                    f"{what}: a step, times the prediction",
-                    r["shared_to_predicted"]["median"],
-                    PREDICTION_GOAL,
-                    at_most=True,
-                )
-            )
+            found += _end_goals(r)
     if "needles" in results:
         r = results["needles"]
         documents = r.get("documents")
@@ -103,6 +80,45 @@ def goals(results: Mapping[str, Any], heads: str, unmeasured: Sequence[Goal] = (
             for rule, worst in worst_choices(results["rule"]).items()
         ]
     return [*found, *unmeasured]
+
+
+def _speed_goals(
+    what: str, slower_than_shared: Mapping[str, Mapping[str, float]], targets: Mapping[str, float]
+) -> list[Goal]:
+    """The goals of the speed-up over each of the other sides; a side that did not run is None."""
+    return [
+        Goal(
+            f"{what}: times faster than {side}",
+            slower_than_shared[side]["median"] if side in slower_than_shared else None,
+            target,
+        )
+        for side, target in targets.items()
+    ]
+
+
+def _attention_goals(point: Mapping[str, Any]) -> list[Goal]:
+    what = "attention, 64 rows, prefix 4096, suffix 64"
+    return [
+        *_speed_goals(what, point["slower_than_shared"], ATTENTION_GOALS),
+        Goal(
+            f"{what}: of the rate of large products",
+            point["sides"][SHARED]["of_products"],
+            PRODUCTS_GOAL,
+        ),
+    ]
+
+
+def _end_goals(point: Mapping[str, Any]) -> list[Goal]:
+    what = "decoding, batch 64, prefix 4096"
+    return [
+        *_speed_goals(what, point["slower_than_shared"], END_GOALS),
+        Goal(
+            f"{what}: a step, times the prediction",
+            point["shared_to_predicted"]["median"],
+            PREDICTION_GOAL,
+            at_most=True,
+        ),
+    ]
 
 
 def needle_goals(

@@ -102,9 +102,29 @@ def goals(results: Sequence[dict[str, Any]], streaming: Mapping[str, int]) -> li
 
 def as_text(report: dict[str, Any]) -> str:
     """The report without its goals."""
+    results, waits = report["results"], report["streaming"]
+    busy = [r["cores_busy_while_waiting"] for r in results if r["cores_busy_while_waiting"]]
+    return "\n".join(
+        [
+            *_heading(report),
+            "",
+            _passes_table(results),
+            "",
+            "attention is that of one layer",
+            f"streaming: the host waited {waits['waits']} times in {waits['passes']} forward "
+            "passes",
+            *(
+                f"cores busy while waiting: jaxshare {b['jaxshare']:.2f}, {THEIRS} {b[THEIRS]:.2f}"
+                for b in busy
+            ),
+        ]
+    )
+
+
+def _heading(report: Mapping[str, Any]) -> list[str]:
     settings, where, found = report["settings"], report["machine"], report["versions"]
     other = found.get(THEIRS)
-    lines = [
+    return [
         f"Llama, {settings['parameters'] / 1e6:.1f} M parameters, bfloat16, combined layout, "
         f"current steps of {CURRENT} tokens; medians of {settings['rounds']} rounds of "
         f"{settings['steps']} passes",
@@ -116,10 +136,13 @@ def as_text(report: dict[str, Any]) -> str:
             if other
             else f"{HOGWILD} did not run: name a checkout of it with --hogwild"
         ),
-        "",
     ]
+
+
+def _passes_table(results: Sequence[Mapping[str, Any]]) -> str:
+    """The table of all numbers of workers over all lengths of history."""
     rows = []
-    for r in report["results"]:
+    for r in results:
         for n, w in r["workers"].items():
             ratio, theirs = w["to_one_worker"], w.get(THEIRS)
             rows.append(
@@ -154,21 +177,4 @@ def as_text(report: dict[str, Any]) -> str:
         "theirs ms",
         "times",
     )
-    busy = [
-        r["cores_busy_while_waiting"] for r in report["results"] if r["cores_busy_while_waiting"]
-    ]
-    waits = report["streaming"]
-    return "\n".join(
-        [
-            *lines,
-            table(header, rows),
-            "",
-            "attention is that of one layer",
-            f"streaming: the host waited {waits['waits']} times in {waits['passes']} forward "
-            "passes",
-            *(
-                f"cores busy while waiting: jaxshare {b['jaxshare']:.2f}, {THEIRS} {b[THEIRS]:.2f}"
-                for b in busy
-            ),
-        ]
-    )
+    return table(header, rows)

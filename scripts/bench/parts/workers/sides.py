@@ -117,7 +117,7 @@ class Run:
         return time.perf_counter() - begin
 
     def sides(self) -> dict[str, Callable[[], float]]:
-        """What is measured, each to give its seconds for one pass."""
+        """The measured sides, each to give its seconds for one pass."""
         return {
             PASS: lambda: self.step() / self.steps,
             PLAN: lambda: self.plan() / PLANS,
@@ -148,7 +148,7 @@ def plan_many_times(cache: KVCache, layout: Layout) -> Plan:
 
 
 def attend_many_times(q: Array, cache: KVCache, plan: Plan) -> Array:
-    """The attention of all layers, one behind the other and ATTENTIONS times: each answer is the
+    """The attention of all layers, one after the other and ATTENTIONS times: each answer is the
     next query."""
 
     def layers(_: Array, q: Array) -> Array:
