@@ -111,7 +111,7 @@ def serve(model: LoadedModel, trace: Sequence[Call], capacity: int, policy: Poli
             ).wait()
             if done.tokens != ANSWER:
                 raise RuntimeError(
-                    f"a call of {call.agent} ended with {done.end}, {done.tokens}, but its answer "
+                    f"a call of {call.agent} ended with {done.finish_reason}, {done.tokens}, but its answer "
                     f"is {ANSWER}"
                 )
             prompt[call.agent] += done.prompt_tokens

@@ -100,7 +100,7 @@ class EngineModel:
         finally:
             stream.cancel()  # where nobody waits any more
         text = done.text if isinstance(asked, list) else done.text.strip()
-        return Reply(text, len(done.tokens) + (done.end is End.STOP), done.prompt_tokens)
+        return Reply(text, len(done.tokens) + (done.finish_reason is End.STOP), done.prompt_tokens)
 
 
 def _plain(messages: Sequence[Message]) -> str:

@@ -166,7 +166,7 @@ class Workers:
           ValueError: no workers, empty or repeated names, numbers out of range, a layout that
             cannot be, a prompt that does not fit the context, or a tokenizer that cannot write the
             separator.
-          TooLongError, EngineError, ClosedError: as of `Engine.invite`, for a session on an engine.
+          TooLongError, EngineError, ClosedError: as of `Engine.lease`, for a session on an engine.
         """
         watch = Stopwatch.start()
         names = tuple(names)
@@ -285,8 +285,8 @@ class Workers:
         self._module = dataclasses.replace(model.module, implementation=implementation)
         blocks = [sizes.get(block, 0) for block in self.blocks]
         self._recorder = Recorder(len(blocks), blocks) if record else None
-        self._guest = engine.invite(blocks) if engine else None
-        with self._guest.turn() if self._guest else contextlib.nullcontext():
+        self._guest = engine.lease(blocks) if engine else None
+        with self._guest.exclusive() if self._guest else contextlib.nullcontext():
             cache = (
                 self._guest.attach()
                 if self._guest
@@ -371,7 +371,7 @@ class Workers:
         if self._guest is None:
             yield
             return
-        with self._guest.turn():
+        with self._guest.exclusive():
             self._keep(self._guest.attach(self._state.cache))
             try:
                 yield

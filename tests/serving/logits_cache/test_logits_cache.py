@@ -460,7 +460,7 @@ def test_bad_writes_are_refused_and_leave_nothing():
     assert cache.write([0], [], [0, 1], kept)
     with pytest.raises(ValueError, match="max_bytes is -1"):
         LogitsCache("m", -1)
-    with pytest.raises(ValueError, match="kept is 0"):
+    with pytest.raises(ValueError, match="num_top_logits is 0"):
         LogitsCache("m", 1, 0)
 
 
