@@ -162,7 +162,7 @@ class DecodeRows:
         """Waits for a dispatch and fetches its results."""
         state = self.state
         assert state is not None
-        results = jax.device_get(
+        reasons, num_sampled, tokens, lengths, faults, total = jax.device_get(
             (
                 state.reasons,
                 state.drawn,
@@ -172,8 +172,8 @@ class DecodeRows:
                 state.passes,
             )
         )
-        passes, self._passes = int(results[-1]) - self._passes, int(results[-1])
-        return Dispatched(*results[:-1], passes)
+        passes, self._passes = int(total) - self._passes, int(total)
+        return Dispatched(reasons, num_sampled, tokens, lengths, faults, passes)
 
     def remove(self, row: RunningRequest) -> None:
         """Takes a row out, and gives its request the top logits of what it sampled."""

@@ -73,9 +73,8 @@ class Engine:
         Args:
           model: from `jaxshare.models.load`. One on a mesh computes the same on all data groups;
             give each of `model.replicas()` an engine.
-          kv_bytes: memory of the accelerator (on a mesh, of all devices of a group together) for
-            keys and values; by default enough for all rows at the model's full context, but at most
-            2 GiB.
+          kv_bytes: accelerator memory (on a mesh, of all devices of a group) for keys and values;
+            by default enough for all rows at the model's full context, but at most 2 GiB.
           host_kv_bytes: host memory for evicted keys and values; 0 for none.
           policy: the order of eviction: "contribution", "lru", "lfu", "slru", "priority", or a
             `jaxshare.serving.kvcache.policy.Policy`.
@@ -87,8 +86,7 @@ class Engine:
           sampler: for requests that have none; by default the checkpoint's own settings.
           logits_cache: bytes of host memory for the Logits Cache, which requests with `resample`
             use; or an existing one.
-          kept_logits: the number of largest logits to keep of a distribution, beside the mass of
-            the rest.
+          kept_logits: how many of the largest logits to keep, beside the mass of the rest.
           hotspot: the rule for requests with `resample="hotspot"`.
 
         Raises:
@@ -102,18 +100,9 @@ class Engine:
         tokens, host_tokens = validation.memory_sizes(model, kv_bytes, host_kv_bytes, max_rows)
         self.model, self.metrics = model.for_context(model.config.max_positions), Metrics()
         self._sampler, self._max_queue = sampler or default_sampler(model), max_queue
-        policy = make_policy(policy) if isinstance(policy, str) else policy
-        kv = KVManager(
-            self.model,
-            tokens=tokens,
-            host_tokens=host_tokens,
-            rows=max_rows,
-            policy=policy,
-            metrics=self.metrics,
-        )
         logits = validation.logits_cache_for(self.model, logits_cache, kept_logits)
-        self._create_scheduler(kv, policy, max_rows, passes, logits, hotspot)
-        self._leases = LeaseTable(kv)
+        self._create_scheduler(tokens, host_tokens, policy, max_rows, passes, logits, hotspot)
+        self._leases = LeaseTable(self._scheduler.kv)
         self._numbers = itertools.count()
         self._seeds = DerivedSeeds(seed)
         self._store: CheckpointStore | None = None
@@ -125,14 +114,24 @@ class Engine:
 
     def _create_scheduler(
         self,
-        kv: KVManager,
-        policy: Policy,
-        max_rows: int,
+        tokens: int,
+        host_tokens: int,
+        policy: str | Policy,
+        rows: int,
         passes: int,
         logits: LogitsCache | None,
         hotspot: Hotspot,
     ) -> None:
         queue = FairQueue()
+        policy = make_policy(policy) if isinstance(policy, str) else policy
+        kv = KVManager(
+            self.model,
+            tokens=tokens,
+            host_tokens=host_tokens,
+            rows=rows,
+            policy=policy,
+            metrics=self.metrics,
+        )
         self._output = OutputProcessor(
             self.model,
             queue=queue,
@@ -145,7 +144,7 @@ class Engine:
             self.model,
             kv=kv,
             queue=queue,
-            rows=max_rows,
+            rows=rows,
             passes=passes,
             metrics=self.metrics,
             output=self._output,
@@ -319,7 +318,7 @@ class Engine:
         """Restores a checkpoint of an engine with the same model, on any mesh, with any memory.
 
         The most recently used tokens come first; what does not fit is left out. Policies see the
-        recorded uses; what they know of agents starts afresh.
+        recorded uses; their counts of agents start afresh.
 
         Args:
           folder: that the checkpoint was saved to.

@@ -32,14 +32,11 @@ class Metrics:
 
     def _create_state_gauges(self) -> None:
         registry = self.registry
-        self._rows = Gauge(
-            "jaxshare_rows", "Calls that are under way", ["state"], registry=registry
-        )
-        self._queue = Gauge("jaxshare_queue", "Calls that wait", registry=registry)
+        self._rows = Gauge("jaxshare_rows", "Running requests", ["state"], registry=registry)
+        self._queue = Gauge("jaxshare_queue", "Waiting requests", registry=registry)
         self._bytes = Gauge(
             "jaxshare_bytes",
-            "Bytes of keys and values by where they are, of what sessions have, and of the Logits "
-            "Cache",
+            "Bytes of keys and values by tier, of session leases, and of the Logits Cache",
             ["tier"],
             registry=registry,
         )
@@ -47,38 +44,38 @@ class Metrics:
     def _create_token_counters(self) -> None:
         registry = self.registry
         self._passes = Counter(
-            "jaxshare_passes", "Forward passes, by what they do", ["kind"], registry=registry
+            "jaxshare_passes", "Forward passes, by kind", ["kind"], registry=registry
         )
         self._tokens = Counter(
             "jaxshare_tokens",
-            "Tokens of calls: read in, sampled, or taken from the Logits Cache",
+            "Tokens of requests: prefilled, sampled, or taken from the Logits Cache",
             ["how"],
             registry=registry,
         )
         self._prompt = Counter(
             "jaxshare_prompt_tokens",
-            "Tokens that calls were admitted with",
+            "Tokens of admitted requests",
             ["agent"],
             registry=registry,
         )
         self._reused = Counter(
             "jaxshare_reused_tokens",
-            "Of these, those that were known",
+            "Tokens of admitted requests that were cached",
             ["agent"],
             registry=registry,
         )
         self._evicted = Counter(
             "jaxshare_evicted_tokens",
-            "Tokens that left the accelerator, by where to",
+            "Tokens evicted from the accelerator, by destination",
             ["to"],
             registry=registry,
         )
         self._fetched = Counter(
-            "jaxshare_fetched_tokens", "Tokens that came back from host memory", registry=registry
+            "jaxshare_fetched_tokens", "Tokens fetched from host memory", registry=registry
         )
         self._drafted = Counter(
             "jaxshare_guessed_tokens",
-            "Tokens guessed after earlier answers",
+            "Draft tokens from earlier outputs",
             ["were"],
             registry=registry,
         )
@@ -86,29 +83,27 @@ class Metrics:
     def _create_request_counters(self) -> None:
         registry = self.registry
         self._finished = Counter(
-            "jaxshare_calls", "Calls that have ended, by how", ["end"], registry=registry
+            "jaxshare_calls", "Finished requests, by finish reason", ["end"], registry=registry
         )
         self._lookups = Counter(
             "jaxshare_logits_lookups",
-            "Calls that the Logits Cache was asked for",
+            "Lookups in the Logits Cache",
             ["found"],
             registry=registry,
         )
-        self._preempted = Counter(
-            "jaxshare_preemptions", "Calls that had to make way for another", registry=registry
-        )
+        self._preempted = Counter("jaxshare_preemptions", "Preempted requests", registry=registry)
         self._compile = Counter(
             "jaxshare_compile_seconds", "Seconds in which the engine compiled", registry=registry
         )
         self._first_token = Histogram(
             "jaxshare_first_token_seconds",
-            "From a call's submission to its first token",
+            "Seconds from submission to the first token",
             buckets=_SECONDS,
             registry=registry,
         )
         self._seconds = Histogram(
             "jaxshare_call_seconds",
-            "From a call's submission to its end",
+            "Seconds from submission to the end",
             buckets=_SECONDS,
             registry=registry,
         )

@@ -139,7 +139,7 @@ class OutputProcessor:
         request.stream.put(output=_final_output(request, End.ERROR, None, error))
 
     def cut_at_stop_text(self, request: Request) -> bool:
-        """Cuts the output where the text before a stop text ends; False if there is no stop text."""
+        """Cuts the output before a stop text; False if there is none."""
         detokenizer = request.stream.detokenizer
         if not detokenizer.stopped(request.output):
             return False

@@ -428,7 +428,7 @@ class Scheduler:
         self._decode_rows.reset()
         self.kv.pool.free_arrays()
 
-    # What passes see.
+    # Views for passes.
 
     def _view(self, rows: Mapping[int, RunningRequest], count: int) -> tuple[KVCache, Layout]:
         """(the cache with the blocks that these rows see, a layout of `count` rows)."""

@@ -160,7 +160,7 @@ class Detokenizer:
 
 
 class StreamState:
-    """State shared by a stream and the engine, so that the engine does not keep the stream alive."""
+    """State shared by a stream and the engine, which must not keep the stream itself alive."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self.detokenizer = detokenizer

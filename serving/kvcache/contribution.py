@@ -152,7 +152,7 @@ class Contribution(Policy):
             )
         for name, given in (("window", window), ("round_calls", round_calls)):
             if given < 1:
-                raise ValueError(f"{name} is {given} calls, but it must be at least 1")
+                raise ValueError(f"{name} is {given} requests, but it must be at least 1")
         self._alpha, self._window, self._round, self._expect = alpha, window, round_calls, expect
         self._requests: collections.deque[_ObservedRequest] = collections.deque()
         self._agents: dict[str, _AgentCounts] = {}

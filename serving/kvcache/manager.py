@@ -307,7 +307,7 @@ class KVManager:
         self._metrics.evicted(self.tree.evicted - evicted, self.tree.swapped - swapped)
         return any_evicted
 
-    # What passes see.
+    # Views for passes.
 
     def view(
         self, nodes: Mapping[int, Node], count: int

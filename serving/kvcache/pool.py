@@ -147,7 +147,7 @@ class Pool:
           within: the most places to rewrite; None for any number.
 
         Returns:
-          False if so many tokens are not free, or not within so many places.
+          False if `tokens` are not free, or not within `within` places.
         """
         stretch = self._free_list.merge(tokens, within)
         if stretch is None:
@@ -177,7 +177,7 @@ class Pool:
             if not array.is_deleted():
                 array.delete()
 
-    # What passes see.
+    # Views for passes.
 
     def view(self, spans: Sequence[Extent], slots: int) -> KVCache:
         """The arena with these extents as its blocks 0, 1, 2...; the other slots are unused."""
@@ -241,8 +241,8 @@ class Pool:
         return width, start, offset - start
 
 
-# One device's part of each. An arena that is sharded by tokens is gathered over all devices. Windows
-# have the same heads as the arenas.
+# One device's part of each. An arena that is sharded by tokens is gathered over all devices.
+# Windows have the same heads as the arenas.
 
 _ARENA, _WINDOW, _NONE = (
     sharding.spec(ARENA),

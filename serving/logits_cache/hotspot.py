@@ -42,7 +42,7 @@ class Hotspot:
             )
 
     def find(self, top_logits: TopLogits, sampler: Sampler) -> np.ndarray:
-        """bool[n]: the hot ones of n distributions under `sampler`, whose temperature is above 0."""
+        """bool[n]: the hot ones of n distributions under `sampler`; temperature above 0."""
         probs, rest = probabilities(top_logits, sampler)
         n = len(rest)
         probs = np.concatenate([probs, rest[:, None]], axis=1)

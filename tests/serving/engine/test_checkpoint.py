@@ -1,4 +1,4 @@
-"""Saved engines: what a restored one knows, and that it answers as the one that was saved, with
+"""Saved engines: a restored engine has the cached tokens and the outputs of the saved one, with
 memory of any size, on any devices."""
 
 import random
@@ -31,7 +31,7 @@ __all__ = ["small_pieces"]  # the fixture
 
 
 class Stepped(SteppedEngine):
-    """Of any model; it can be shut down, since no thread is at work."""
+    """An engine of any model that can be shut down, since no thread runs."""
 
     def __init__(self, tokens: int = 256, host: int = 0, model: LoadedModel = MODEL, **more):
         Engine.__init__(
@@ -65,8 +65,8 @@ def asked(engine: Stepped, prompts=PROMPTS, **more) -> list:
 
 
 def tree(engine: Stepped) -> dict[tuple[int, ...], dict]:
-    """What is known: for each node, by all tokens to its end, its keys and values and what policies
-    see."""
+    """The cached tokens: for each node, by all tokens to its end, its keys and values and its
+    segment."""
     memory, repeats = engine._scheduler.kv, engine.model.kv_repeats
     found = {}
     for node in memory.tree.root.subtree():
@@ -105,7 +105,7 @@ def test_a_restored_engine_knows_what_the_saved_one_knew_and_answers_alike(tmp_p
         assert after.restore(tmp_path) == known > 100
         same(tree(before), tree(after))
         check_memory(after)
-        # Seeds that are not given follow from how often the same was asked before.
+        # Derived seeds depend on the number of earlier requests with the same prompt.
         expected, found = (asked(engine, PROMPTS, sampler=WARM) for engine in (before, after))
         assert (
             [c.tokens for c in found]

@@ -1,5 +1,5 @@
-"""The engine: what calls are answered, whatever else is under way, leaves the memory or is taken
-back; and what is refused."""
+"""The engine: outputs equal those of each request alone, whatever else runs, is evicted or is
+cancelled; and bad requests are refused."""
 
 import asyncio
 import dataclasses
@@ -29,8 +29,8 @@ from jaxshare.serving.engine import (
     RequestOutput,
     TooLongError,
     prefill,
+    scheduler,
 )
-from jaxshare.serving.engine import scheduler
 from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.kvcache import manager
 from jaxshare.serving.kvcache.lease import KVLease
@@ -46,8 +46,8 @@ WARM = Sampler(temperature=0.7)
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """So that few tokens make many pieces: chunks of a prompt, room that is given at a time, tokens
-    that the decode loop feeds."""
+    """Makes few tokens many pieces: chunks of a prompt, extents, tokens that the decode loop
+    feeds."""
     monkeypatch.setattr(manager, "GROWTH", 16)
     monkeypatch.setattr(prefill, "SHAPES", ((4, 8), (1, 64)))
     monkeypatch.setattr(scheduler, "PENDING", 2)
@@ -65,7 +65,7 @@ _causal = jax.jit(lambda params, tokens: Decoder(CONFIG).apply(params, tokens, m
 
 
 def alone(prompt, count: int) -> tuple[list[int], End]:
-    """What a greedy call comes to by itself."""
+    """The output of a greedy request by itself."""
     tokens, out = list(prompt), []
     for _ in range(count):
         if (token := likeliest(tuple(tokens))) == STOP:
@@ -76,7 +76,7 @@ def alone(prompt, count: int) -> tuple[list[int], End]:
 
 
 class Stepped(Engine):
-    """An engine whose rounds the test runs itself, so that a schedule is the same every time."""
+    """An engine whose steps the test runs itself, so that a schedule is the same every time."""
 
     def __init__(self, tokens: int = 256, host: int = 0, **more):
         super().__init__(
@@ -98,7 +98,7 @@ class Stepped(Engine):
 
 
 def lasting(length: int, count: int, seed: int = 0) -> list[int]:
-    """A prompt whose greedy answer does not stop before it has so many tokens."""
+    """A prompt whose greedy output does not stop before `count` tokens."""
     rng = random.Random(seed)
     while True:
         prompt = [rng.randrange(3, 31) for _ in range(length)]
@@ -138,8 +138,8 @@ def metric(engine: Engine, name: str, **labels: str) -> float:
 
 
 def schedule(rng: random.Random, calls: int, **more) -> Engine:
-    """A random one: calls that go on from each other's prompts and answers, of several agents and
-    priorities, some cancelled."""
+    """Runs a random schedule: requests that continue each other's prompts and outputs, of several
+    agents and priorities, some cancelled."""
     engine = Stepped(
         **{
             "host": rng.choice([0, 128]),
@@ -168,8 +168,7 @@ def schedule(rng: random.Random, calls: int, **more) -> Engine:
     sessions: list[tuple[KVLease, KVCache, list[int]]] = []
 
     def visit() -> None:
-        """A session comes, goes on or leaves, whose tokens are to be where it has written them
-        whatever happens meanwhile."""
+        """Starts, continues or ends a session, whose tokens must stay where it has written them."""
         fits = engine._scheduler.kv.pool.free >= 40 and all(
             call.max_tokens <= engine._leases.available - 40 for call in engine._requests
         )
@@ -437,7 +436,7 @@ def test_logits_that_are_not_numbers_end_their_call_alone():
     )
 
 
-# In a thread of its own, with text.
+# In a thread, with text.
 
 
 @pytest.fixture(scope="module")

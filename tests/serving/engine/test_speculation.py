@@ -1,5 +1,4 @@
-"""What a call is guessed to say after it has left an earlier answer, and the pass that confirms
-it."""
+"""Drafts for a request that has parted from an earlier output, and the pass that verifies them."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +35,7 @@ def test_an_answer_that_is_short_or_empty_guesses_nothing_but_itself():
 
 
 def test_a_pass_over_guesses_draws_what_one_pass_a_token_would():
-    """The same tokens as the decode loop's, for a prompt that is fed with what it came to."""
+    """The same tokens as the decode loop's, for a prompt that is fed with its output."""
     prompt, hot, seed, new = [5, 17, 3, 44, 9], Sampler(temperature=1.3, top_p=0.95), 11, 8
     made = run(tiny_state([prompt], ((1,),), budgets=new, samplers=hot, seeds=seed)).outputs()[0]
     for right in (0, 3, new - 1):

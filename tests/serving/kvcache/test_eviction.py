@@ -1,5 +1,5 @@
-"""Which segments leave first: every term against its formula, every policy against a list that does
-the same slowly, and the offline optimum against trying everything."""
+"""The order of eviction: every term against its formula, every policy against a list that does the
+same slowly, and the offline optimum against trying everything."""
 
 import functools
 import hashlib
@@ -21,14 +21,13 @@ log, root = math.log, math.sqrt
 
 
 class Flat:
-    """A cache of segments that lie side by side, each named by a number; it lets go what a policy
-    ranks lowest."""
+    """A cache of separate segments, each named by a number; it evicts the lowest rank."""
 
     def __init__(self, policy, room, tokens=1):
         self.policy, self.room, self.tokens, self.held, self.now = policy, room, tokens, {}, -1
 
     def use(self, *names, agent="", priority=0):
-        """A call that uses these; the names of what had to leave, in order."""
+        """Admits a request that uses these; returns the names of evicted segments, in order."""
         self.now += 1
         left = []
         known = [name for name in names if name in self.held]
@@ -101,7 +100,7 @@ def test_collaboration_counts_for_both_sides():
 
 
 def naive_contributions(calls, alpha):
-    """The formulas once more, over a list of (observation, tokens written)."""
+    """The same formulas over a list of (observation, new tokens)."""
     names = sorted({call.agent for call, _ in calls})
     of = {name: [(call, new) for call, new in calls if call.agent == name] for name in names}
     prompt = {n: sum(c.prompt_tokens for c, _ in of[n]) for n in names}
@@ -152,7 +151,7 @@ def test_contributions_are_those_of_the_calls_in_the_window(calls, window, alpha
         shared = {other: tokens for other, tokens in shared.items() if other != agent}
         seen.append((Observation(agent, now, prompt, int(share * prompt), shared, running), new))
         policy.observe(seen[-1][0])
-        # The tokens that this call will write are not known yet.
+        # The new tokens of this request are not counted yet.
         expected = naive_contributions([*seen[-window:-1], (seen[-1][0], 0)], alpha)
         assert policy.contributions() == pytest.approx(expected)
         policy.finished(agent, new)
@@ -191,7 +190,7 @@ def test_thousands_of_agents_that_come_once_are_forgotten():
     assert len(policy._agents) <= 8 + 4 + 9 and len(policy._evicted) <= 9 and not policy._pairs
 
 
-# What is expected of a segment
+# Expected hits
 
 
 LENGTHS = [1, 1, 2, 4, 8, 16, 32, 10**4]
@@ -199,7 +198,7 @@ LENGTHS = [1, 1, 2, 4, 8, 16, 32, 10**4]
 
 
 def naive_density(hazards, stage):
-    """The best of all times to stop waiting, call by call: hits a call."""
+    """The hits per request of the best time to stop waiting."""
     each = np.concatenate(
         [
             np.full(length, hazard)
@@ -236,8 +235,8 @@ def test_durability_is_the_rule_of_succession_and_liveliness_falls_after_the_lon
 
 
 def naive_rank(steps, window, name):
-    """The score of a segment that was never dropped, from the list of (agent, names) of all calls;
-    10 tokens a segment."""
+    """The score of a segment that was never evicted, from the list of (agent, names) of all
+    requests; 10 tokens per segment."""
 
     def stage(missed):
         return min(7, math.ceil(math.log2(missed + 1)))
@@ -254,7 +253,7 @@ def naive_rank(steps, window, name):
                     if now > len(steps) - 1 - window:
                         outcomes[agent][kind, stage(n - last[each] - 1), True] += 10
                 elif each in last and n + 1 < len(when) and when[n + 1] > len(steps) - 1 - window:
-                    # That a call left it out is known when the agent's next begins.
+                    # A miss is counted when the agent's next request is admitted.
                     outcomes[agent][kind, stage(n - last[each] - 1), False] += 10
                 if each in steps[now][1]:
                     last[each] = n
@@ -316,7 +315,7 @@ def test_scores_are_those_of_habits_counted_from_the_whole_log(steps, window):
     for agent, names in steps:
         cache.use(*names, agent=agent)
         for each in cache.held.values():
-            policy.rank(each, cache.now)  # that somebody asked before makes no difference
+            policy.rank(each, cache.now)  # an earlier rank makes no difference
     for name, segment in cache.held.items():
         score, last_used, _ = policy.rank(segment, cache.now)
         assert (
@@ -359,7 +358,7 @@ def test_an_abandoned_context_of_a_busy_agent_leaves_before_the_prompt_of_a_quie
     assert ranks == {True: "abandoned", False: "quiet"}
 
 
-def test_of_agents_that_are_nearly_equal_neither_loses_its_system_prompt_to_the_newest_tokens_of_the_other():
+def test_neither_of_two_nearly_equal_agents_loses_its_system_prompt_to_newest_tokens():
     policy = Contribution()
     cache = Flat(policy, 1000, tokens=100)
     for turn in range(10):
@@ -368,8 +367,7 @@ def test_of_agents_that_are_nearly_equal_neither_loses_its_system_prompt_to_the_
     contributions = policy.contributions()
     assert 0.9 < contributions["Patcher"] / contributions["Viewer"] < 1
     order = sorted(cache.held, key=lambda name: policy.rank(cache.held[name], 20))
-    # The newest tokens of both come first, and what stands at the begin of either prompt comes
-    # last.
+    # The newest tokens of both come first, and the beginning of either prompt comes last.
     assert (
         order.index(0) > order.index(208)
         and order.index(1) > order.index(108)
@@ -386,7 +384,7 @@ def test_what_an_agent_leaves_behind_when_it_ends_does_not_stay_as_long_as_the_w
     for calls in (1, 8):
         for _ in range(calls):
             cache.use(*range(2, 5), agent="busy")
-        # The one that was about to call again, and did not.
+        # Its next request, which the ended agent does not make.
         cache.use(1, agent="quiet")
     assert policy.contributions()["ended"] > policy.contributions()["quiet"] / 2
     assert lowest(policy, {"ended": cache.held[0], "quiet": cache.held[1]}, cache.now) == "ended"
@@ -422,8 +420,8 @@ def test_equal_scores_leave_by_recency_and_then_the_deepest_first():
     st.integers(1, 99),
 )
 def test_a_cut_changes_no_score(steps, when, at):
-    """Two caches see the same calls over one segment of 100 tokens beside another; in one of them
-    it is cut in two on the way."""
+    """Two caches see the same requests for one segment of 100 tokens and another; in one of them it
+    is split on the way."""
     policies = Contribution(), Contribution()
     whole, other = (
         Segment(100, b"whole", 100, {}),
@@ -583,7 +581,7 @@ def test_slru_keeps_its_bound_when_segments_are_cut_and_dropped():
 
 
 def fewest_misses(names, room):
-    """By trying every choice."""
+    """The fewest misses of all choices."""
 
     @functools.cache
     def misses(at, held):
@@ -623,7 +621,7 @@ def test_belady_knows_the_next_call_that_uses_a_part_of_a_segment():
     assert policy.rank(segment([1, 2, 3, 4], 1), 0)[0] == -math.inf  # its 4 alone
     assert policy.rank(segment([1, 2], 2), 3)[0] == -math.inf
     assert policy.rank(segment([8, 8, 8], 3), 0) == (-math.inf, -3)  # what no prompt holds
-    # Of what is never used again the longest leaves first.
+    # Of segments that are never used again the longest is evicted first.
     assert policy.rank(segment([1, 2, 3, 4], 4), 3) < policy.rank(segment([7, 7], 2), 3)
 
 

@@ -1,4 +1,4 @@
-"""Sessions of workers in an engine's memory, against the same sessions and the same calls alone."""
+"""Sessions of workers in an engine's memory, against the same sessions and requests alone."""
 
 import dataclasses
 import gc
@@ -27,7 +27,7 @@ SETTINGS = {
 }
 CALLS = [(problem(seed).prompt(), seed) for seed in range(4)]
 ROOM = 2048
-"""Of an engine: a session and two calls, so that a third one waits."""
+"""An engine's tokens: for a session and two requests, so that a third one waits."""
 
 
 def made(tokens: int = ROOM, **more) -> Engine:
@@ -46,7 +46,7 @@ def ask(engine: Engine, count: int = 60) -> list:
 
 @pytest.fixture(scope="module")
 def alone() -> dict:
-    """What the session writes without an engine, and what the calls come to without the session."""
+    """The session's texts without an engine, and the requests' outputs without the session."""
     whole = start()
     found = {"session": run(whole), "answer": whole.finish()}
     with made() as engine:
@@ -69,7 +69,7 @@ def test_sessions_and_calls_run_beside_each_other_and_do_not_change_each_other(a
 @pytest.mark.slow
 def test_blocks_may_be_moved_between_passes(alone):
     with made() as engine:
-        # it lies before the session's blocks
+        # its tokens are before the session's blocks
         stream = engine.submit(CALLS[0][0], WARM, seed=0, max_new_tokens=20)
         stream.wait()
         engine.drain()
@@ -131,7 +131,7 @@ def test_memory_goes_back_when_a_session_is_closed_or_forgotten():
             first = lent()
             assert first and memory.pool.free == memory.pool.tokens - first
         assert lent() == 0 and memory.pool.free == memory.pool.tokens
-        # what it was can still be asked
+        # its result is still there
         assert here.passes == 0 and here.result().ended == "paused"
         with pytest.raises(ClosedError, match="memory is gone"):
             next(here.stream())
