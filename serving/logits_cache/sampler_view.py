@@ -30,7 +30,8 @@ class SamplerView:
     Attributes:
       top_logits, sampler: the distributions and the sampler.
       logits: float32[n, K], biased as on the device; top: float32[n], the largest.
-      largest, smallest: float64[n], the largest and the smallest of the kept logits before the bias.
+      largest, smallest: float64[n], the largest and the smallest of the kept logits before the
+        bias.
       ceiling: float32[n], the upper bound of the biased logit of a token that is not kept; -inf
         where all are kept.
       unkept: the number of tokens that are not kept.
