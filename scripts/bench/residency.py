@@ -110,8 +110,8 @@ def serve(model: LoadedModel, trace: Sequence[Call], capacity: int, policy: Poli
             ).wait()
             if done.tokens != ANSWER:
                 raise RuntimeError(
-                    f"a call of {call.agent} ended with {done.end}, {done.tokens}, but its answer "
-                    f"is {ANSWER}"
+                    f"a call of {call.agent} ended with {done.finish_reason}, {done.tokens}, but "
+                    f"its answer is {ANSWER}"
                 )
             prompt[call.agent] += done.prompt_tokens
             found[call.agent] += done.reused_tokens

@@ -98,7 +98,7 @@ class EngineModel:
         finally:
             stream.cancel()  # no effect on a finished answer
         text = done.text if isinstance(prompt, list) else done.text.strip()
-        return Reply(text, len(done.tokens) + (done.end is End.STOP), done.prompt_tokens)
+        return Reply(text, len(done.tokens) + (done.finish_reason is End.STOP), done.prompt_tokens)
 
 
 def _plain_text(messages: Sequence[Message]) -> str:

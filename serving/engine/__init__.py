@@ -1,8 +1,8 @@
-"""The engine: takes calls from workers, branches and agents at any time, and keeps what they may
-use again (Hive, sections 6 to 8)."""
+"""The engine: serves requests of workers, branches and agents at any time, and keeps what they may
+reuse (Hive, sections 6 to 8)."""
 
 from jaxshare.serving.engine.engine import Engine
-from jaxshare.serving.engine.request import End, RequestOutput, Stream, TokenChunk
+from jaxshare.serving.engine.stream import End, RequestOutput, Stream, TokenChunk
 from jaxshare.serving.errors import (
     ClosedError,
     EngineError,

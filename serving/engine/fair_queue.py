@@ -1,78 +1,73 @@
-"""Who is served next: calls of a higher priority first, and among those agents in turn, by what
-each was given so far."""
+"""Fair queue: priority first, then the agent with the fewest served tokens."""
 
 from collections.abc import Iterator
 
 from jaxshare.serving.engine.request import Request
 
-_MOST_AGENTS = 1024
-"""So many are remembered before those are forgotten that need not be."""
+_MAX_AGENTS = 1024
+"""Agents that are remembered before those that need not be are forgotten."""
 
 
 class FairQueue:
-    """Calls that wait.
+    """Waiting requests.
 
-    An agent's service is the tokens that were read and written for it. The agent that was given
-    least comes first (fair queueing by tokens, Sheng et al. 2024), its calls in the order in which
-    they came; an agent that comes anew, or again, begins where the least served of those at work
-    is, so that nobody saves up service by being away.
+    An agent's service is the number of tokens that were read and written for it. The agent with the
+    least service comes first (fair queueing by tokens, Sheng et al. 2024), its requests in the
+    order of submission. An agent that is new, or returns, starts with the service of the least
+    served active agent, so that an absent agent saves up no service.
     """
 
     def __init__(self) -> None:
-        self._calls: dict[Request, None] = {}
+        self._requests: dict[Request, None] = {}
         self._served: dict[str, float] = {}
-        self._at_work: dict[str, int] = {}  # calls of each agent, waiting or running
+        self._active: dict[str, int] = {}  # waiting and running requests of each agent
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """In the order in which they are to be served."""
+        """Iterates in the order of service."""
         return iter(
             sorted(
-                self._calls,
-                key=lambda call: (-call.priority, self._served[call.agent], call.number),
+                self._requests,
+                key=lambda r: (-r.priority, self._served[r.agent], r.number),
             )
         )
 
-    def begin(self, call: Request) -> None:
-        """A call is there for the first time."""
-        if not self._at_work.get(call.agent):
-            least = min((self._served[agent] for agent in self._at_work), default=0.0)
-            self._served[call.agent] = max(self._served.get(call.agent, 0.0), least)
-        self._at_work[call.agent] = self._at_work.get(call.agent, 0) + 1
-        self._calls[call] = None
+    def add(self, request: Request) -> None:
+        """Adds a new request."""
+        if not self._active.get(request.agent):
+            least = min((self._served[agent] for agent in self._active), default=0.0)
+            self._served[request.agent] = max(self._served.get(request.agent, 0.0), least)
+        self._active[request.agent] = self._active.get(request.agent, 0) + 1
+        self._requests[request] = None
 
-    def put_back(self, call: Request) -> None:
-        """A call that was running waits again."""
-        self._calls[call] = None
+    def put_back(self, request: Request) -> None:
+        """Returns a request that was running to the queue."""
+        self._requests[request] = None
 
-    def take(self, call: Request) -> None:
-        """A call waits no more."""
-        self._calls.pop(call, None)
+    def take(self, request: Request) -> None:
+        """Removes a request that is to run, or has finished."""
+        self._requests.pop(request, None)
 
-    def end(self, call: Request) -> None:
-        """A call is over."""
-        self.take(call)
-        self._at_work[call.agent] -= 1
-        if not self._at_work[call.agent]:
-            del self._at_work[call.agent]
-            least = min((self._served[agent] for agent in self._at_work), default=None)
-            if least is None:
-                self._served.clear()
-            elif (
-                len(self._served) > _MOST_AGENTS
-            ):  # who was given less than all that are at work is like somebody new
-                self._served = {
-                    agent: served
-                    for agent, served in self._served.items()
-                    if agent in self._at_work or served > least
-                }
+    def finish(self, request: Request) -> None:
+        """Removes a finished request and forgets agents that need not be remembered."""
+        self.take(request)
+        self._active[request.agent] -= 1
+        if self._active[request.agent]:
+            return
+        del self._active[request.agent]
+        least = min((self._served[agent] for agent in self._active), default=None)
+        if least is None:
+            self._served.clear()
+        elif len(self._served) > _MAX_AGENTS:
+            # An absent agent with less service than all active ones counts as a new agent.
+            self._served = {
+                agent: served
+                for agent, served in self._served.items()
+                if agent in self._active or served > least
+            }
 
-    def serve(self, call: Request, tokens: int) -> None:
-        """So many tokens were read or written for a call."""
-        self._served[call.agent] += tokens
-
-    def running(self, agent: str) -> int:
-        """Calls of an agent that wait or run."""
-        return self._at_work.get(agent, 0)
+    def serve(self, request: Request, tokens: int) -> None:
+        """Counts tokens that were read or written for a request."""
+        self._served[request.agent] += tokens

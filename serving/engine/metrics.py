@@ -1,8 +1,9 @@
-"""What the engine counts, for Prometheus. Each engine has a registry of its own."""
+"""Counters of the engine, for Prometheus. Each engine has a registry of its own."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from jaxshare.serving.engine.request import Request, RequestOutput
+from jaxshare.serving.engine.request import Request
+from jaxshare.serving.engine.stream import RequestOutput
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -14,97 +15,104 @@ class Metrics:
         start_http_server(9000, registry=engine.metrics.registry)
 
     Attributes:
-      registry: what Prometheus reads.
-      passes: forward passes so far, those that feed prompts and those that sample.
-      reused: tokens of prompts that were known when their calls were admitted first.
-      compile_seconds: that the engine's own thread has compiled so far; sessions on it count
-        theirs.
+      registry: the registry that Prometheus reads.
+      passes: forward passes so far: those of prefill, of drafts, and those that sample.
+      reused: tokens of prompts that were cached when their requests were first admitted.
+      compile_seconds: seconds in which the engine's own thread has compiled; sessions on the engine
+        count theirs.
     """
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self.passes = self.reused = 0
         self.compile_seconds = 0.0
-        self._passes = Counter(
-            "jaxshare_passes", "Forward passes, by what they do", ["kind"], registry=registry
-        )
-        self._rows = Gauge(
-            "jaxshare_rows", "Calls that are under way", ["state"], registry=registry
-        )
-        self._queue = Gauge("jaxshare_queue", "Calls that wait", registry=registry)
+        self._create_state_gauges()
+        self._create_token_counters()
+        self._create_request_counters()
+
+    def _create_state_gauges(self) -> None:
+        registry = self.registry
+        self._rows = Gauge("jaxshare_rows", "Running requests", ["state"], registry=registry)
+        self._queue = Gauge("jaxshare_queue", "Waiting requests", registry=registry)
         self._bytes = Gauge(
             "jaxshare_bytes",
-            "Bytes of keys and values by where they are, of what sessions have, and of the Logits "
-            "Cache",
+            "Bytes of keys and values by tier, of session leases, and of the Logits Cache",
             ["tier"],
             registry=registry,
         )
-        self._calls = Counter(
-            "jaxshare_calls", "Calls that have ended, by how", ["end"], registry=registry
+
+    def _create_token_counters(self) -> None:
+        registry = self.registry
+        self._passes = Counter(
+            "jaxshare_passes", "Forward passes, by kind", ["kind"], registry=registry
         )
         self._tokens = Counter(
             "jaxshare_tokens",
-            "Tokens of calls: read in, sampled, or taken from the Logits Cache",
+            "Tokens of requests: prefilled, sampled, or taken from the Logits Cache",
             ["how"],
             registry=registry,
         )
         self._prompt = Counter(
             "jaxshare_prompt_tokens",
-            "Tokens that calls were admitted with",
+            "Tokens of admitted requests",
             ["agent"],
             registry=registry,
         )
         self._reused = Counter(
             "jaxshare_reused_tokens",
-            "Of these, those that were known",
+            "Tokens of admitted requests that were cached",
             ["agent"],
             registry=registry,
         )
         self._evicted = Counter(
             "jaxshare_evicted_tokens",
-            "Tokens that left the accelerator, by where to",
+            "Tokens evicted from the accelerator, by destination",
             ["to"],
             registry=registry,
         )
         self._fetched = Counter(
-            "jaxshare_fetched_tokens", "Tokens that came back from host memory", registry=registry
+            "jaxshare_fetched_tokens", "Tokens fetched from host memory", registry=registry
         )
-        self._lookups = Counter(
-            "jaxshare_logits_lookups",
-            "Calls that the Logits Cache was asked for",
-            ["found"],
-            registry=registry,
-        )
-        self._guesses = Counter(
+        self._drafted = Counter(
             "jaxshare_guessed_tokens",
-            "Tokens guessed after earlier answers",
+            "Draft tokens from earlier outputs",
             ["were"],
             registry=registry,
         )
-        self._preempted = Counter(
-            "jaxshare_preemptions", "Calls that had to make way for another", registry=registry
+
+    def _create_request_counters(self) -> None:
+        registry = self.registry
+        self._finished = Counter(
+            "jaxshare_calls", "Finished requests, by finish reason", ["end"], registry=registry
         )
+        self._lookups = Counter(
+            "jaxshare_logits_lookups",
+            "Lookups in the Logits Cache",
+            ["found"],
+            registry=registry,
+        )
+        self._preempted = Counter("jaxshare_preemptions", "Preempted requests", registry=registry)
         self._compile = Counter(
             "jaxshare_compile_seconds", "Seconds in which the engine compiled", registry=registry
         )
-        self._first = Histogram(
+        self._first_token = Histogram(
             "jaxshare_first_token_seconds",
-            "From a call's submission to its first token",
+            "Seconds from submission to the first token",
             buckets=_SECONDS,
             registry=registry,
         )
-        self._whole = Histogram(
+        self._seconds = Histogram(
             "jaxshare_call_seconds",
-            "From a call's submission to its end",
+            "Seconds from submission to the end",
             buckets=_SECONDS,
             registry=registry,
         )
 
-    def admitted(self, call: Request, known: int) -> None:
-        self._prompt.labels(call.agent).inc(len(call.tokens))
-        self._reused.labels(call.agent).inc(known)
-        if not call.preemptions:
-            self.reused += min(known, len(call.prompt))
+    def admitted(self, request: Request, num_cached: int) -> None:
+        self._prompt.labels(request.agent).inc(len(request.tokens))
+        self._reused.labels(request.agent).inc(num_cached)
+        if not request.preemptions:
+            self.reused += min(num_cached, len(request.prompt))
 
     def ran(self, kind: str, passes: int) -> None:
         self.passes += passes
@@ -114,7 +122,7 @@ class Metrics:
         self.compile_seconds += seconds
         self._compile.inc(seconds)
 
-    def fed(self, tokens: int) -> None:
+    def prefilled(self, tokens: int) -> None:
         self.ran("feed", 1)
         self._tokens.labels("fed").inc(tokens)
 
@@ -125,47 +133,48 @@ class Metrics:
         self._lookups.labels("hit" if replayed else "miss").inc()
         self._tokens.labels("replayed").inc(replayed)
 
-    def guessed(self, right: int, wrong: int) -> None:
-        self._guesses.labels("right").inc(right)
-        self._guesses.labels("wrong").inc(wrong)
+    def drafted(self, accepted: int, rejected: int) -> None:
+        self._drafted.labels("right").inc(accepted)
+        self._drafted.labels("wrong").inc(rejected)
 
     def evicted(self, tokens: int, swapped: int) -> None:
         self._evicted.labels("host").inc(swapped)
         self._evicted.labels("nowhere").inc(tokens - swapped)
 
-    def fetched(self, tokens: int) -> None:
+    def swapped_in(self, tokens: int) -> None:
         self._fetched.inc(tokens)
 
     def preempted(self) -> None:
         self._preempted.inc()
 
-    def finished(self, call: Request, done: RequestOutput) -> None:
-        self._calls.labels(done.end.value).inc()
-        self._whole.observe(done.seconds)
-        if done.first_token_seconds is not None:
-            self._first.observe(done.first_token_seconds)
+    def finished(self, output: RequestOutput) -> None:
+        self._finished.labels(output.finish_reason.value).inc()
+        self._seconds.observe(output.seconds)
+        if output.first_token_seconds is not None:
+            self._first_token.observe(output.first_token_seconds)
 
-    def look(
+    def set_state(
         self,
         *,
-        running: int,
-        fed: int,
+        decoding: int,
+        prefilling: int,
         waiting: int,
         accelerator_bytes: int,
         logits_bytes: int,
         session_bytes: int,
         host_bytes: int,
     ) -> None:
-        """Once a round: what there is now.
+        """Sets the gauges, once a step.
 
         Args:
-          running, fed, waiting: calls that sample, whose prompts are read, and in the queue.
-          accelerator_bytes, session_bytes, host_bytes: of keys and values on the accelerator, in
-            what sessions have of it, and in host memory.
+          decoding, prefilling, waiting: requests that sample, whose prompts are read, and that are
+            in the queue.
+          accelerator_bytes, session_bytes, host_bytes: keys and values on the accelerator, those of
+            them that are leased to sessions, and those in host memory.
           logits_bytes: of the Logits Cache.
         """
-        self._rows.labels("running").set(running)
-        self._rows.labels("fed").set(fed)
+        self._rows.labels("running").set(decoding)
+        self._rows.labels("fed").set(prefilling)
         self._queue.set(waiting)
         self._bytes.labels("accelerator").set(accelerator_bytes)
         self._bytes.labels("logits").set(logits_bytes)

@@ -1,5 +1,4 @@
-"""What calls have said, and how they end: texts, stop texts, what streams are given, and what the
-Logits Cache is told and asked."""
+"""Output processing: stop texts, finish reasons, streaming, and the Logits Cache."""
 
 import bisect
 import logging
@@ -11,8 +10,9 @@ import numpy as np
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.fair_queue import FairQueue
 from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.request import End, Request, RequestOutput
+from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.speculation import DraftLookup
+from jaxshare.serving.engine.stream import End, RequestOutput
 from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import Hotspot
@@ -21,12 +21,12 @@ log = logging.getLogger("jaxshare.engine")
 
 
 class OutputProcessor:
-    """Of the calls of one engine.
+    """Processes the outputs of one engine's requests.
 
     Args:
-      model: whose stop tokens they are.
-      queue, policy, metrics: are told of every end.
-      logits: the Logits Cache, or None; hotspot: how it is sampled where that was asked for.
+      model: the model whose stop tokens end an output.
+      queue, policy, metrics: receive every finished request.
+      logits: the Logits Cache, or None; hotspot: the rule for requests with `resample="hotspot"`.
     """
 
     def __init__(
@@ -39,135 +39,139 @@ class OutputProcessor:
         logits: LogitsCache | None,
         hotspot: Hotspot,
     ):
-        self.queue, self.policy, self.metrics, self.logits, self.hotspot = (
-            queue,
-            policy,
-            metrics,
-            logits,
-            hotspot,
-        )
+        self.queue, self.policy, self.metrics = queue, policy, metrics
+        self.logits, self.hotspot = logits, hotspot
         self.stops = frozenset(model.generation.stop_tokens)
 
     @property
-    def kept(self) -> int:
-        """Logits of a distribution that calls keep; 0 for none."""
-        return (self.logits.kept or 0) if self.logits else 0
+    def num_top_logits(self) -> int:
+        """Logits that are kept of each distribution; 0 for none."""
+        return (self.logits.num_top_logits or 0) if self.logits else 0
 
-    def look_up(self, call: Request) -> None:
-        """Takes the beginning of an answer from the Logits Cache."""
+    def look_up(self, request: Request) -> None:
+        """Takes the beginning of an output from the Logits Cache."""
         assert self.logits is not None
-        call.looked_up = True
-        arguments = call.prompt, call.sampler, call.seed, call.budget, self.stops
-        found = (
+        request.looked_up = True
+        arguments = (
+            request.prompt,
+            request.sampler,
+            request.seed,
+            request.max_new_tokens,
+            self.stops,
+        )
+        tokens = (
             self.logits.hotspot(*arguments, self.hotspot)
-            if call.resample == "hotspot"
+            if request.resample == "hotspot"
             else self.logits.replay(*arguments)
         )
-        self.metrics.looked_up(len(found))
-        if not found:
+        self.metrics.looked_up(len(tokens))
+        if not tokens:
             return
-        call.first = time.perf_counter()
-        if found[-1] in self.stops:
-            call.stop_token = found.pop()
-        call.output += found
-        call.replayed = len(found) + (call.stop_token is not None)
-        if self.stopped(call):
-            call.replayed = len(call.output)
-            self.finish(call, End.STOP_TEXT)
-        elif call.stop_token is not None:
-            self.finish(call, End.STOP)
-        elif not call.left:
-            self.finish(call, End.LENGTH)
+        request.first_token_time = time.perf_counter()
+        if tokens[-1] in self.stops:
+            request.stop_token = tokens.pop()
+        request.output += tokens
+        request.num_replayed = len(tokens) + (request.stop_token is not None)
+        if self.cut_at_stop_text(request):
+            request.num_replayed = len(request.output)
+            self.finish(request, End.STOP_TEXT)
+        elif request.stop_token is not None:
+            self.finish(request, End.STOP)
+        elif not request.remaining:
+            self.finish(request, End.LENGTH)
         else:
-            self.publish(call)
+            self.publish(request)
 
-    def guesses(self, call: Request) -> DraftLookup | None:
-        """Of what a call may say next: after the latest answer to the same."""
-        if not call.resample or self.logits is None:
+    def draft_lookup(self, request: Request) -> DraftLookup | None:
+        """A draft lookup in the latest output for the same prompt, or None where there is none."""
+        if not request.resample or self.logits is None:
             return None
-        answer = self.logits.answer(call.prompt)
-        return DraftLookup(answer) if len(answer) else None
+        output = self.logits.latest_output(request.prompt)
+        return DraftLookup(output) if len(output) else None
 
-    def finish(self, call: Request, end: End, error: Exception | None = None) -> None:
-        """A call is over."""
-        self.queue.end(call)
-        if call.drawn_from and end is not End.ERROR:
-            self._remember(call)
-        self.publish(call)
-        now = time.perf_counter()
-        done = RequestOutput(
-            tuple(call.output),
-            "",
-            end,
-            len(call.prompt),
-            call.reused or 0,
-            call.replayed,
-            call.preemptions,
-            call.first and call.first - call.submitted,
-            now - call.submitted,
-            error,
-        )
-        self.policy.finished(call.agent, len(call.output))
-        self.metrics.finished(call, done)
+    def finish(self, request: Request, reason: End, error: Exception | None = None) -> None:
+        """Finishes a request: its last tokens, its final output, and all that is counted."""
+        self.queue.finish(request)
+        if request.top_logits and reason is not End.ERROR:
+            self._write_logits(request)
+        self.publish(request)
+        first = request.first_token_time and request.first_token_time - request.submit_time
+        output = _final_output(request, reason, first, error)
+        self.policy.finished(request.agent, len(request.output))
+        self.metrics.finished(output)
         log.info(
             "ended",
             extra={
-                "call": call.number,
-                "agent": call.agent,
-                "end": end.value,
-                "prompt_tokens": done.prompt_tokens,
-                "reused_tokens": done.reused_tokens,
-                "new_tokens": len(done.tokens),
-                "seconds": round(done.seconds, 4),
+                "call": request.number,
+                "agent": request.agent,
+                "end": reason.value,
+                "prompt_tokens": output.prompt_tokens,
+                "reused_tokens": output.reused_tokens,
+                "new_tokens": len(output.tokens),
+                "seconds": round(output.seconds, 4),
             },
         )
-        call.state.tell(done=done)
+        request.stream.put(output=output)
 
-    def _remember(self, call: Request) -> None:
-        """Gives the Logits Cache what a call has computed; and has the next one on the same state
-        looked up before it comes."""
+    def _write_logits(self, request: Request) -> None:
+        """Writes a request's distributions to the Logits Cache.
+
+        A stepwise replay of the next request with the same prompt is then computed ahead.
+        """
         assert self.logits is not None
-        drawn = [*call.output, *([] if call.stop_token is None else [call.stop_token])]
-        kept = jax.tree.map(lambda *parts: np.concatenate(parts), *call.drawn_from)
-        new = drawn[call.replayed :]
-        # a stop text ends the answer before what was drawn last
-        kept = jax.tree.map(lambda array: array[: len(new)], kept)
-        written = self.logits.write(call.prompt, drawn[: call.replayed], new, kept)
-        if written and call.next_seed is not None and call.resample == "stepwise":
-            self.logits.prefetch(call.prompt, call.sampler, call.next_seed, call.budget, self.stops)
-
-    def give_up(self, call: Request, error: Exception) -> None:
-        """Ends a call because the loop has failed."""
-        call.state.tell(
-            done=RequestOutput(
-                tuple(call.output),
-                "",
-                End.ERROR,
-                len(call.prompt),
-                call.reused or 0,
-                call.replayed,
-                call.preemptions,
-                None,
-                time.perf_counter() - call.submitted,
-                error,
+        sampled = [*request.output, *([] if request.stop_token is None else [request.stop_token])]
+        top_logits = jax.tree.map(lambda *parts: np.concatenate(parts), *request.top_logits)
+        replayed, new = sampled[: request.num_replayed], sampled[request.num_replayed :]
+        # A stop text cuts the output before the tokens that were sampled last.
+        top_logits = jax.tree.map(lambda array: array[: len(new)], top_logits)
+        written = self.logits.write(request.prompt, replayed, new, top_logits)
+        if written and request.next_seed is not None and request.resample == "stepwise":
+            self.logits.prefetch(
+                request.prompt,
+                request.sampler,
+                request.next_seed,
+                request.max_new_tokens,
+                self.stops,
             )
-        )
 
-    def stopped(self, call: Request) -> bool:
-        """Whether one of the call's stop texts stands; then its output ends where the text before
-        it does."""
-        text = call.state.text
-        if not text.stopped(call.output):
+    def abort(self, request: Request, error: Exception) -> None:
+        """Ends the stream of a request because the scheduler has failed."""
+        request.stream.put(output=_final_output(request, End.ERROR, None, error))
+
+    def cut_at_stop_text(self, request: Request) -> bool:
+        """Cuts the output before a stop text; False if there is none."""
+        detokenizer = request.stream.detokenizer
+        if not detokenizer.stopped(request.output):
             return False
-        # The fewest tokens with it: the same whenever the host looks in.
-        del call.output[
-            bisect.bisect_left(
-                range(len(call.output)), True, lo=1, key=lambda n: text.stopped(call.output[:n])
-            ) :
-        ]
+        # The fewest tokens that contain it: the same for any number of passes per dispatch.
+        shortest = bisect.bisect_left(
+            range(len(request.output)),
+            True,
+            lo=1,
+            key=lambda n: detokenizer.stopped(request.output[:n]),
+        )
+        del request.output[shortest:]
         return True
 
-    def publish(self, call: Request) -> None:
-        """Gives out what is new."""
-        call.state.tell(tuple(call.output[call.given :]))
-        call.given = len(call.output)
+    def publish(self, request: Request) -> None:
+        """Gives the stream all new tokens."""
+        request.stream.put(tuple(request.output[request.num_streamed :]))
+        request.num_streamed = len(request.output)
+
+
+def _final_output(
+    request: Request, reason: End, first_token_seconds: float | None, error: Exception | None
+) -> RequestOutput:
+    """The output of a request that finishes now, without its text."""
+    return RequestOutput(
+        tuple(request.output),
+        "",
+        reason,
+        len(request.prompt),
+        request.num_reused or 0,
+        request.num_replayed,
+        request.preemptions,
+        first_token_seconds,
+        time.perf_counter() - request.submit_time,
+        error,
+    )

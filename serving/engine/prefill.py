@@ -1,5 +1,4 @@
-"""Prefill: feeding known tokens to blocks in wide passes, several blocks a pass where they are
-short."""
+"""Prefill: feeding tokens to blocks in wide passes, several short blocks in one pass."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,53 +26,53 @@ class Feed:
 def feed_all(
     model: LoadedModel, cache: KVCache, feeds: Sequence[Feed], width: int
 ) -> tuple[dict[int, Array], KVCache, int]:
-    """Feeds every block, those that it sees before it first.
+    """Feeds every block, after the blocks that it sees.
 
     Args:
       model: as loaded.
-      cache: with room in the blocks; it is donated.
-      feeds: one a block, each with at least one token; a block that another one sees may itself be
-        among them.
-      width: most blocks that a row lists, the same for all calls that are to share programs.
+      cache: with free capacity in the blocks; it is donated.
+      feeds: one for each block, with at least one token; their paths may name each other's blocks.
+      width: the largest number of blocks that a row lists, the same for all calls that are to share
+        programs.
 
     Returns:
-      For each block the logits after its last token, float32[V]; the cache; and the number of
+      The logits after the last token of each block, float32[V]; the cache; and the number of
         forward passes.
     """
-    left = {feed.block: feed for feed in feeds}
-    done = dict.fromkeys(left, 0)
+    remaining = {feed.block: feed for feed in feeds}
+    num_fed = dict.fromkeys(remaining, 0)
     logits: dict[int, Array] = {}
     passes = 0
-    while left:
-        ready = [feed for feed in left.values() if not any(block in left for block in feed.path)]
-        rows, most = shape(len(ready[0].tokens) - done[ready[0].block])
-        now = ready[:rows]
-        tokens, count = np.zeros((rows, most), np.int32), np.zeros(rows, np.int32)
-        for r, feed in enumerate(now):
-            piece = feed.tokens[done[feed.block] : done[feed.block] + most]
-            tokens[r, : len(piece)], count[r] = piece, len(piece)
+    while remaining:
+        ready = [f for f in remaining.values() if not any(b in remaining for b in f.path)]
+        rows, max_tokens = shape(len(ready[0].tokens) - num_fed[ready[0].block])
+        batch = ready[:rows]
+        tokens, count = np.zeros((rows, max_tokens), np.int32), np.zeros(rows, np.int32)
+        for r, feed in enumerate(batch):
+            chunk = feed.tokens[num_fed[feed.block] : num_fed[feed.block] + max_tokens]
+            tokens[r, : len(chunk)], count[r] = chunk, len(chunk)
         layout = Layout.from_blocks(
-            [[*feed.path, feed.block] for feed in now], num_rows=rows, width=width
+            [[*feed.path, feed.block] for feed in batch], num_rows=rows, width=width
         )
-        found, cache = model.forward(tokens, count, cache, layout)
+        row_logits, cache = model.forward(tokens, count, cache, layout)
         passes += 1
-        for r, feed in enumerate(now):
-            done[feed.block] += int(count[r])
-            if done[feed.block] == len(feed.tokens):
-                logits[feed.block] = found[r]
-                del left[feed.block]
+        for r, feed in enumerate(batch):
+            num_fed[feed.block] += int(count[r])
+            if num_fed[feed.block] == len(feed.tokens):
+                logits[feed.block] = row_logits[r]
+                del remaining[feed.block]
     return logits, cache, passes
 
 
 def warm_up(model: LoadedModel, cache: KVCache, lengths: Sequence[int], width: int) -> KVCache:
-    """Compiles what `feed_all` needs for texts of these lengths, by passes that bring nothing."""
-    shapes = {shape(left) for n in lengths for left in (n, n % SHAPES[-1][1]) if left}
-    if len(set(lengths)) > 1:  # what is left of one text may be fed beside another
-        widest = max(most for _, most in shapes)
+    """Compiles what `feed_all` needs for texts of these lengths, by passes without tokens."""
+    shapes = {shape(rest) for n in lengths for rest in (n, n % SHAPES[-1][1]) if rest}
+    if len(set(lengths)) > 1:  # the rest of one text may be fed beside another text
+        widest = max(max_tokens for _, max_tokens in shapes)
         shapes = {each for each in SHAPES if each[1] <= widest}
-    for rows, most in shapes:
+    for rows, max_tokens in shapes:
         _, cache = model.forward(
-            np.zeros((rows, most), np.int32),
+            np.zeros((rows, max_tokens), np.int32),
             np.zeros(rows, np.int32),
             cache,
             Layout.from_blocks([], num_rows=rows, width=width),
@@ -84,18 +83,23 @@ def warm_up(model: LoadedModel, cache: KVCache, lengths: Sequence[int], width: i
 def prefill(
     model: LoadedModel, tokens: Sequence[int], cache: KVCache, block: int
 ) -> tuple[Array, KVCache]:
-    """Feeds tokens to a block in wide passes; float32[1, V] logits after the last. With no tokens
-    one pass runs that writes nothing."""
+    """Feeds tokens to one block in wide passes.
+
+    With no tokens one pass runs that writes nothing.
+
+    Returns:
+      The logits after the last token, float32[1, V], and the cache.
+    """
     layout = Layout.from_blocks([[block]])
     _, width = SHAPES[-1]
-    for first in range(0, max(len(tokens), 1), width):
-        piece = list(tokens[first : first + width])
+    for start in range(0, max(len(tokens), 1), width):
+        chunk = list(tokens[start : start + width])
         padded = np.zeros((1, width), np.int32)
-        padded[0, : len(piece)] = piece
-        logits, cache = model.forward(padded, np.asarray([len(piece)]), cache, layout)
+        padded[0, : len(chunk)] = chunk
+        logits, cache = model.forward(padded, np.asarray([len(chunk)]), cache, layout)
     return logits, cache
 
 
-def shape(left: int) -> tuple[int, int]:
-    """(rows, tokens of a row) of a pass whose first row has so many tokens left."""
-    return next((each for each in SHAPES if left <= each[1]), SHAPES[-1])
+def shape(remaining: int) -> tuple[int, int]:
+    """(rows, tokens of a row) of a pass whose first row has `remaining` tokens to feed."""
+    return next((each for each in SHAPES if remaining <= each[1]), SHAPES[-1])

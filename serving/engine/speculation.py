@@ -1,13 +1,13 @@
-"""Guesses: what a call that has left an earlier answer may say next, and the pass that finds out
-how much of it is right.
+"""Speculative decoding with an earlier output as the draft, and the pass that verifies it.
 
-Answers to the same prompt part at a token and often go on alike. So where the Logits Cache ends,
-the earlier answer is guessed on, and one pass over all guessed tokens gives the distribution at
-each of them. Each is drawn from with the call's own seed and position: what comes out is what one
-pass a token would have drawn, as far as the guesses are right, and one token more (as in
-speculative decoding, with the cache in the place of a draft model, and exact for each seed).
+Outputs for the same prompt part at a token and often go on alike. So where the Logits Cache ends,
+the earlier output is the draft, and one pass over all drafted tokens gives the distribution at each
+of them. Each is sampled with the request's own seed and position: the result is that of one pass
+per token, as far as the draft is right, and one token more (as in speculative decoding, with the
+cache in the place of a draft model, and exact for each seed).
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -17,57 +17,123 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxshare import KVCache, Layout, Samplers
+from jaxshare import KVCache, Layout, Sampler, Samplers
 from jaxshare.decoding.state import DecodeModel
 from jaxshare.decoding.top_logits import TopLogits, compress_logits
 
 SHAPES = ((1, 16), (4, 16))
-"""(rows, tokens of a row) of a pass over guesses."""
-_ALIKE = 3
-"""So many tokens in a row that an earlier answer has, too, say where in it a call is."""
-_MOST_MISSES = 6
-"""So many passes more that found nothing than found much, and a call guesses no more."""
+"""(rows, tokens of a row) of a pass over drafts."""
+_MATCH = 3
+"""Tokens in a row that locate a request in an earlier output."""
+_MAX_MISSES = 6
+"""Drafting stops when bad drafts outnumber good ones by this."""
 
 
 class DraftLookup:
-    """What an earlier answer says of what may come in a call that has parted from it.
+    """Drafts from an earlier output, for a request that has parted from it.
 
     Args:
-      answer: the earlier answer's tokens.
+      output: the earlier output's tokens.
     """
 
-    def __init__(self, answer: np.ndarray):
-        self._answer = answer.tolist()
-        self._places: dict[tuple[int, ...], list[int]] = {}
-        for end in range(_ALIKE, len(self._answer)):
-            self._places.setdefault(tuple(self._answer[end - _ALIKE : end]), []).append(end)
+    def __init__(self, output: np.ndarray):
+        self._output = output.tolist()
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        for end in range(_MATCH, len(self._output)):
+            self._ends.setdefault(tuple(self._output[end - _MATCH : end]), []).append(end)
         self._misses = 0
         self._parted = False
 
-    def next(self, said: Sequence[int], most: int) -> list[int]:
-        """At most so many tokens that may follow what was said."""
-        if self._misses >= _MOST_MISSES or most < 1:
+    def draft(self, output: Sequence[int], max_tokens: int) -> list[int]:
+        """At most `max_tokens` tokens that may follow this output."""
+        if self._misses >= _MAX_MISSES or max_tokens < 1:
             return []
-        places = self._places.get(tuple(said[-_ALIKE:]))
-        if places:
-            place = min(places, key=lambda place: abs(place - len(said)))
+        ends = self._ends.get(tuple(output[-_MATCH:]))
+        if ends:
+            start = min(ends, key=lambda end: abs(end - len(output)))
         elif not self._parted:
-            place = len(said)  # one token may have taken another's place
+            start = len(output)  # one token may have replaced another
         else:
             return []
         self._parted = True
-        return self._answer[place : place + most]
+        return self._output[start : start + max_tokens]
 
-    def back(self, said: Sequence[int]) -> bool:
-        """Whether what was said last is what the earlier answer has somewhere."""
-        return self._misses < _MOST_MISSES and tuple(said[-_ALIKE:]) in self._places
+    def matches(self, output: Sequence[int]) -> bool:
+        """Whether the earlier output contains the last tokens of this one."""
+        return self._misses < _MAX_MISSES and tuple(output[-_MATCH:]) in self._ends
 
-    def told(self, right: int, guessed: int) -> None:
-        """How many of the tokens that were guessed are right."""
-        self._misses = max(0, self._misses + (1 if 4 * right < guessed else -1))
+    def report(self, num_accepted: int, num_drafted: int) -> None:
+        """Counts a verified draft."""
+        self._misses = max(0, self._misses + (1 if 4 * num_accepted < num_drafted else -1))
 
 
-@functools.partial(jax.jit, static_argnames=("model", "kept"), donate_argnames="cache")
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """One row of a verifying pass.
+
+    Attributes:
+      unread: tokens before the draft that are not cached yet, at least one.
+      tokens: the draft.
+      sampler, seed: of the request.
+      position: of the first sampled token in the request's randomness.
+    """
+
+    unread: list[int]
+    tokens: list[int]
+    sampler: Sampler
+    seed: int
+    position: int
+
+    def num_accepted(self, sampled: Sequence[int]) -> int:
+        """The number of drafted tokens that equal what was sampled."""
+        pairs = zip(self.tokens, sampled, strict=False)
+        return next((n for n, (token, own) in enumerate(pairs) if token != own), len(self.tokens))
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftBatch:
+    """Drafts as the arguments of `verify`, padded to one of `SHAPES`.
+
+    Attributes:
+      tokens: int32[R, T]; counts: int32[R].
+      starts: int32[R], the column after which a row's first token is sampled.
+      samplers, seeds: for each row; positions: int32[R], as for `verify`.
+    """
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    starts: np.ndarray
+    samplers: list[Sampler]
+    seeds: list[int]
+    positions: np.ndarray
+
+    @classmethod
+    def of(cls, drafts: Sequence[Draft]) -> "DraftBatch":
+        """Packs at most as many drafts as the largest shape has rows."""
+        rows, width = next(shape for shape in SHAPES if len(drafts) <= shape[0])
+        batch = cls(
+            np.zeros((rows, width), np.int32),
+            np.zeros(rows, np.int32),
+            np.zeros(rows, np.int32),
+            [Sampler()] * rows,
+            [0] * rows,
+            np.zeros(rows, np.int32),
+        )
+        for i, draft in enumerate(drafts):
+            whole = [*draft.unread, *draft.tokens]
+            batch.tokens[i, : len(whole)], batch.counts[i] = whole, len(whole)
+            batch.starts[i] = len(draft.unread) - 1
+            batch.samplers[i], batch.seeds[i] = draft.sampler, draft.seed
+            batch.positions[i] = draft.position - batch.starts[i]
+        return batch
+
+    def stacked_samplers(self) -> Samplers:
+        """The rows' samplers, with at least 8 places for biased and forbidden tokens."""
+        edits = max(len(sampler.bias) + len(sampler.forbidden) for sampler in self.samplers)
+        return Samplers.stack(self.samplers, bias_slots=max(8, edits))
+
+
+@functools.partial(jax.jit, static_argnames=("model", "num_top_logits"), donate_argnames="cache")
 def verify(
     model: DecodeModel,
     params: Any,
@@ -78,26 +144,26 @@ def verify(
     samplers: Samplers,
     seeds: Array,
     positions: Array,
-    kept: int,
+    num_top_logits: int,
 ) -> tuple[KVCache, Array, Array, TopLogits | None]:
-    """One pass over R rows of T tokens, and a draw after each of them.
+    """Runs one pass over R rows of T tokens, and samples after each of them.
 
     Args:
       cache: donated.
-      tokens: int32[R, T]; count: int32[R], how many of them are real.
-      samplers: of the rows; seeds: uint32[R, 2]; positions: int32[R], of the draw after each row's
-        first token.
-      kept: how many of the largest logits to keep of each distribution; 0 for nothing.
+      tokens: int32[R, T]; count: int32[R], the number of real tokens.
+      samplers: of the rows; seeds: uint32[R, 2]; positions: int32[R], the position in the row's
+        randomness after its first token.
+      num_top_logits: the number of largest logits to keep of each distribution; 0 for none.
 
     Returns:
-      The cache, int32[R, T] drawn, bool[R] whether all of the row's logits are finite, and what is
-        kept, [R, T].
+      The cache, the sampled tokens int32[R, T], bool[R] whether all of the row's logits are finite,
+        and the top logits [R, T].
     """
     logits, cache = model.apply(params, tokens, count, cache, layout, every=True)
     rows, width, vocab = logits.shape
     flat = logits.reshape(rows * width, vocab)
     each = jax.tree.map(lambda of_row: jnp.repeat(of_row, width, axis=0), samplers)
-    drawn = each.sample(
+    sampled = each.sample(
         flat,
         jnp.repeat(seeds, width, axis=0),
         (positions[:, None] + jnp.arange(width)).reshape(-1),
@@ -105,10 +171,10 @@ def verify(
     ).reshape(rows, width)
     real = jnp.arange(width) < count[:, None]
     finite = jnp.all(jnp.isfinite(jnp.max(logits, axis=-1)) | ~real, axis=1)
-    found = compress_logits(flat, each.temperature, kept) if kept else None
+    top = compress_logits(flat, each.temperature, num_top_logits) if num_top_logits else None
     return (
         cache,
-        drawn,
+        sampled,
         finite,
-        jax.tree.map(lambda array: array.reshape(rows, width, *array.shape[1:]), found),
+        jax.tree.map(lambda array: array.reshape(rows, width, *array.shape[1:]), top),
     )

@@ -1,3 +1,3 @@
-"""The KV cache as the engine hands it out: `manager` (who has which tokens), `prefix_tree`, `pool`
-and `free_list` (where they are), `lease` (room for sessions), and what is evicted (`policy`,
+"""The KV cache of an engine: `manager` (keys and values of requests), `prefix_tree`, `pool` and
+`free_list` (where they are), `lease` (memory for sessions), and eviction (`policy`, `eviction`,
 `contribution`)."""

@@ -1,5 +1,4 @@
-"""What an engine knows, apart from how it lies in memory: the prefix tree with its keys and values.
-How an engine is saved and restored."""
+"""Checkpoints of the prefix tree with its keys and values, apart from their places in memory."""
 
 import itertools
 from collections.abc import Mapping
@@ -17,121 +16,124 @@ from jaxshare.serving.kvcache.prefix_tree import Node, PrefixTree
 _SEGMENT = ("depth", "owners", "last_used", "uses", "priority")
 
 
-def known(memory: KVManager, model: LoadedModel) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Arrays and facts of all that is known, in host memory.
+def snapshot(kv: KVManager, model: LoadedModel) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Arrays and metadata of all cached tokens, in host memory.
 
     The arrays are `tokens` int32[N] and, of each layer L, `keys.L` and `values.L` [K, N, D] with
-    every kv head once: the tokens of all nodes, parents first. What a call is writing is known as
-    far as it has got.
+    every kv head once: the tokens of all nodes, parents first. A node that is being written is
+    saved as far as it is cached.
     """
-    # behind those nobody is on the accelerator
-    nodes = sorted(_known_nodes(memory.tree.root), key=lambda node: node.extent is None)
+    # Below a node in host memory none is on the accelerator, so parents stay first.
+    nodes = sorted(_cached_nodes(kv.tree.root), key=lambda node: node.extent is None)
     arrays = {
         "tokens": np.concatenate(
-            [np.zeros(0, np.int32), *(node.tokens[: node.known] for node in nodes)]
+            [np.zeros(0, np.int32), *(node.tokens[: node.num_cached] for node in nodes)]
         )
     }
-    index, cache = (
-        cache_io.token_indices([(node.extent.offset, node.known) for node in nodes if node.extent]),
-        memory.pool.cache,
+    cache = kv.pool.cache
+    index = cache_io.token_indices(
+        [(node.extent.offset, node.num_cached) for node in nodes if node.extent]
     )
-    there, copies = (
-        int(np.sum(index >= 0)),
-        [node.copy for node in nodes if not node.extent and node.copy],
-    )
+    on_device = int(np.sum(index >= 0))
+    copies = [node.copy for node in nodes if not node.extent and node.copy]
     for kind in ("keys", "values"):
         for layer, arena in enumerate(getattr(cache, kind)):
-            held = np.asarray(cache_io.read(arena, index, cache.mesh, model.kv_repeats))[:, :there]
+            device = np.asarray(cache_io.read(arena, index, cache.mesh, model.kv_repeats))
             arrays[f"{kind}.{layer}"] = np.concatenate(
-                [held, *(getattr(copy, kind)[layer][:: model.kv_repeats] for copy in copies)],
+                [
+                    device[:, :on_device],
+                    *(getattr(copy, kind)[layer][:: model.kv_repeats] for copy in copies),
+                ],
                 axis=1,
             )
-    places = {id(node): i for i, node in enumerate(nodes)}
+    numbers = {id(node): i for i, node in enumerate(nodes)}
     return arrays, {
-        "now": memory.tree.now,
-        "nodes": [_facts(node, places.get(id(node.parent))) for node in nodes],
+        "now": kv.tree.now,
+        "nodes": [_node_metadata(node, numbers.get(id(node.parent))) for node in nodes],
     }
 
 
-def _known_nodes(root: Node) -> list[Node]:
-    """All nodes of which something is known, parents first."""
-    found, stack = [], root.offspring()
+def _cached_nodes(root: Node) -> list[Node]:
+    """All nodes with cached tokens, parents first."""
+    nodes, stack = [], root.child_nodes()
     while stack:
         node = stack.pop()
-        if node.known:
-            found.append(node)
-            stack += node.offspring()
-    return found
+        if node.num_cached:
+            nodes.append(node)
+            stack += node.child_nodes()
+    return nodes
 
 
-def _facts(node: Node, parent: int | None) -> dict[str, Any]:
-    where = node.extent or node.copy
-    assert where is not None
-    facts = {name: getattr(node.segment, name) for name in _SEGMENT}
+def _node_metadata(node: Node, parent: int | None) -> dict[str, Any]:
+    memory = node.extent or node.copy
+    assert memory is not None
+    segment = {name: getattr(node.segment, name) for name in _SEGMENT}
     return {
-        **facts,
-        "depth": facts["depth"] - len(node.tokens) + node.known,
-        "tokens": node.known,
-        "phase": where.phase,
+        **segment,
+        "depth": segment["depth"] - len(node.tokens) + node.num_cached,
+        "tokens": node.num_cached,
+        "phase": memory.phase,
         "parent": parent,
     }
 
 
-def learn(
-    memory: KVManager,
+def restore(
+    kv: KVManager,
     model: LoadedModel,
     arrays: Mapping[str, np.ndarray],
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
 ) -> int:
-    """Brings what was known into a memory that knows nothing yet: what was used last first, as far
-    as there is room.
+    """Restores a snapshot into an empty manager, the most recently used tokens first, as far as
+    there is memory.
 
     Returns:
-      How many tokens are known now.
+      The number of cached tokens.
     """
-    tree, nodes = memory.tree, facts["nodes"]
-    begins = [0, *itertools.accumulate(node["tokens"] for node in nodes)]
-    # with all tokens to its end
-    made: dict[int | None, tuple[Node, np.ndarray]] = {None: (tree.root, np.zeros(0, np.int32))}
-    held: dict[int, Node] = {}
+    tree, nodes = kv.tree, metadata["nodes"]
+    starts = [0, *itertools.accumulate(node["tokens"] for node in nodes)]
+    # each with all tokens from the root to its end
+    restored: dict[int | None, tuple[Node, np.ndarray]] = {None: (tree.root, np.zeros(0, np.int32))}
+    on_device: dict[int, Node] = {}
     for i in sorted(range(len(nodes)), key=lambda i: (-nodes[i]["last_used"], nodes[i]["depth"])):
-        if nodes[i]["parent"] not in made:  # there was no room for it
+        if nodes[i]["parent"] not in restored:  # there was no memory for it
             continue
-        parent, before = made[nodes[i]["parent"]]
-        tokens = arrays["tokens"][begins[i] : begins[i + 1]]
+        parent, before = restored[nodes[i]["parent"]]
+        tokens = arrays["tokens"][starts[i] : starts[i + 1]]
         whole = np.concatenate([before, tokens])
         node = Node(
             tokens,
             None,
             Segment(len(tokens), prefix_hash(whole), *(nodes[i][name] for name in _SEGMENT)),
-            fresh=False,
+            unmerged=False,
         )
-        if _place(tree, node, parent, nodes[i]["phase"]):
-            held[i] = node
+        if _take_extent(tree, node, parent, nodes[i]["phase"]):
+            on_device[i] = node
         elif tree.host_used + len(tokens) <= tree.host_tokens:
-            node.copy = _copy(
+            node.copy = _host_copy(
                 arrays,
-                slice(begins[i], begins[i + 1]),
+                slice(starts[i], starts[i + 1]),
                 nodes[i]["phase"],
-                len(memory.pool.cache.keys),
+                len(kv.pool.cache.keys),
                 model.kv_repeats,
             )
             tree.host_used += len(tokens)
         else:
             continue
-        parent.adopt(node)
-        made[i] = node, whole
-    _write(memory, model, arrays, {begins[i]: node for i, node in held.items()})
-    tree.now, memory.moved = facts["now"], True
-    learned = [node.segment for place, (node, _) in made.items() if place is not None]
-    for segment in sorted(learned, key=lambda segment: (segment.last_used, -segment.depth)):
-        tree.policy.used(segment, segment.last_used)
-    return sum(segment.tokens for segment in learned)
+        parent.attach(node)
+        restored[i] = node, whole
+    _write(kv, model, arrays, {starts[i]: node for i, node in on_device.items()})
+    tree.now, kv.view_changed = metadata["now"], True
+    segments = [node.segment for number, (node, _) in restored.items() if number is not None]
+    for segment in sorted(segments, key=lambda segment: (segment.last_used, -segment.depth)):
+        tree.policy.touched(segment, segment.last_used)
+    return sum(segment.tokens for segment in segments)
 
 
-def _place(tree: PrefixTree, node: Node, parent: Node, phase: int) -> bool:
-    """Gives a node an extent, if there is one left. Behind what is in host memory alone nothing is
-    on the accelerator."""
+def _take_extent(tree: PrefixTree, node: Node, parent: Node, phase: int) -> bool:
+    """Gives a node an extent, if one is free.
+
+    Below a node in host memory none may be on the accelerator.
+    """
     if parent is tree.root or parent.extent:
         node.extent = tree.pool.take(len(node.tokens))
     if node.extent:
@@ -139,7 +141,7 @@ def _place(tree: PrefixTree, node: Node, parent: Node, phase: int) -> bool:
     return node.extent is not None
 
 
-def _copy(
+def _host_copy(
     arrays: Mapping[str, np.ndarray], tokens: slice, phase: int, layers: int, repeats: int
 ) -> HostCopy:
     keys, values = (
@@ -153,21 +155,20 @@ def _copy(
 
 
 def _write(
-    memory: KVManager,
+    kv: KVManager,
     model: LoadedModel,
     arrays: Mapping[str, np.ndarray],
-    held: Mapping[int, Node],
+    nodes: Mapping[int, Node],
 ) -> None:
-    """Puts the keys and values of nodes, whose tokens begin at these places of the arrays, where
-    their extents are."""
-    if not held:
+    """Writes the keys and values of nodes, keyed by their first token in the arrays."""
+    if not nodes:
         return
     index = cache_io.token_indices(
-        [(node.extent.offset, node.extent.length) for node in held.values() if node.extent]
+        [(node.extent.offset, node.extent.length) for node in nodes.values() if node.extent]
     )
-    source = cache_io.token_indices([(begin, len(node.tokens)) for begin, node in held.items()])
-    cache, layers = memory.pool.cache, range(len(memory.pool.cache.keys))
+    source = cache_io.token_indices([(start, len(node.tokens)) for start, node in nodes.items()])
+    cache, layers = kv.pool.cache, range(len(kv.pool.cache.keys))
     keys, values = (
         [arrays[f"{kind}.{layer}"][:, source] for layer in layers] for kind in ("keys", "values")
     )
-    memory.pool.cache = cache_io.with_tokens(cache, index, keys, values, model.kv_repeats)
+    kv.pool.cache = cache_io.with_tokens(cache, index, keys, values, model.kv_repeats)

@@ -1,4 +1,4 @@
-"""Holes: which runs of an arena nobody has."""
+"""The free list: the unallocated runs of an arena."""
 
 import bisect
 
@@ -6,55 +6,56 @@ from jaxshare.arena import alignment
 
 
 class FreeList:
-    """The free runs of an arena, apart from each other and in order.
+    """The free runs of an arena, not adjacent to each other and in order.
 
     Attributes:
       free: tokens of all of them.
     """
 
     def __init__(self, tokens: int):
-        """An arena of so many tokens, all of it free."""
+        """Creates the free list of an arena of `tokens` tokens, all of it free."""
         self._runs = [(0, tokens)]
         self.free = tokens
 
     @property
     def largest(self) -> int:
-        """Tokens of the largest hole."""
-        return max((end - begin for begin, end in self._runs), default=0)
+        """Tokens of the largest free run."""
+        return max((end - start for start, end in self._runs), default=0)
 
     def take(self, tokens: int, *, high: bool = False, aligned: bool = True) -> int | None:
-        """Where a run of so many tokens begins that is free no more; None where no hole is left for
-        it.
+        """Takes a run out of the free list; returns its offset, or None where no free run fits.
 
         Args:
           tokens: of the run.
-          high: as far up as it goes.
-          aligned: only where backends read it best.
+          high: take the highest offset, not the lowest.
+          aligned: only offsets that backends read best.
         """
         step = alignment(tokens) if aligned else 1
         for i in reversed(range(len(self._runs))) if high else range(len(self._runs)):
-            begin, end = self._runs[i]
-            at = (end - tokens) // step * step if high else begin + -begin % step
-            if begin <= at and at + tokens <= end:
-                self._cut(i, at, at + tokens)
-                return at
+            start, end = self._runs[i]
+            offset = (end - tokens) // step * step if high else start + -start % step
+            if start <= offset and offset + tokens <= end:
+                self._cut(i, offset, offset + tokens)
+                return offset
         return None
 
-    def take_at(self, begin: int, tokens: int) -> bool:
-        """Takes the run that begins there, if a hole does and is as large."""
-        i = bisect.bisect_left(self._runs, (begin,))
-        if i == len(self._runs) or self._runs[i][0] != begin or self._runs[i][1] < begin + tokens:
+    def take_at(self, offset: int, tokens: int) -> bool:
+        """Takes the run at this offset, if a free run starts there and is as large."""
+        i = bisect.bisect_left(self._runs, (offset,))
+        if i == len(self._runs) or self._runs[i][0] != offset or self._runs[i][1] < offset + tokens:
             return False
-        self._cut(i, begin, begin + tokens)
+        self._cut(i, offset, offset + tokens)
         return True
 
     def merge(self, tokens: int, within: int | None = None) -> tuple[int, int] | None:
-        """Takes the shortest stretch of the arena, from one hole to another, whose holes have so
-        many tokens together; None where none has, or where it is longer than `within`. The caller
-        gives back what is still free of it."""
+        """Takes the shortest stretch of the arena whose free runs have `tokens` tokens together.
+
+        The stretch (start, end) goes from one free run to another; None where there is none, or it
+        is longer than `within`. The caller gives back what is still free of it.
+        """
         best, first, free = None, 0, 0
-        for last, (begin, end) in enumerate(self._runs):
-            free += end - begin
+        for last, (start, end) in enumerate(self._runs):
+            free += end - start
             while free - self._size(first) >= tokens:
                 free -= self._size(first)
                 first += 1
@@ -71,21 +72,21 @@ class FreeList:
     def _size(self, i: int) -> int:
         return self._runs[i][1] - self._runs[i][0]
 
-    def give_back(self, begin: int, tokens: int) -> None:
+    def give_back(self, offset: int, tokens: int) -> None:
         """Frees a run."""
         if not tokens:
             return
         self.free += tokens
-        end = begin + tokens
-        i = bisect.bisect(self._runs, (begin, end))
+        start, end = offset, offset + tokens
+        i = bisect.bisect(self._runs, (start, end))
         if i < len(self._runs) and self._runs[i][0] == end:
             end = self._runs.pop(i)[1]
-        if i and self._runs[i - 1][1] == begin:
+        if i and self._runs[i - 1][1] == start:
             i -= 1
-            begin = self._runs.pop(i)[0]
-        self._runs.insert(i, (begin, end))
+            start = self._runs.pop(i)[0]
+        self._runs.insert(i, (start, end))
 
-    def _cut(self, i: int, begin: int, end: int) -> None:
+    def _cut(self, i: int, start: int, end: int) -> None:
         low, high = self._runs[i]
-        self._runs[i : i + 1] = [run for run in ((low, begin), (end, high)) if run[0] < run[1]]
-        self.free -= end - begin
+        self._runs[i : i + 1] = [run for run in ((low, start), (end, high)) if run[0] < run[1]]
+        self.free -= end - start

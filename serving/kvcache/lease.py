@@ -1,5 +1,5 @@
-"""Guests: sessions of workers whose blocks are in the engine's memory, and whose passes take turns
-with those of its calls."""
+"""Leases: sessions of workers whose blocks are in the engine's memory, and whose passes alternate
+with those of its requests."""
 
 import collections
 import contextlib
@@ -18,26 +18,25 @@ from jaxshare.serving.kvcache.pool import Extent
 
 
 class LeaseTable:
-    """The host of all guests of an engine.
+    """All leases of an engine's memory, and the device lock.
 
     Attributes:
-      waiting: sessions that wait for memory. Calls are not admitted meanwhile, or there would never
-        be enough.
+      num_waiting: sessions that wait for memory. No requests are admitted meanwhile, or there would
+        never be enough.
     """
 
-    def __init__(self, memory: KVManager):
-        self.waiting = 0
-        self._memory = memory
+    def __init__(self, kv: KVManager):
+        self.num_waiting = 0
+        self._kv = kv
         self._changed = threading.Condition()
         self._tickets: collections.deque[object] = collections.deque()
         self._busy = self._closed = False
-        self._rounds = self._wanted = 0
-        # of guests that nobody has any more
-        self._gone: collections.deque[Extent] = collections.deque()
+        self._num_unlocks = self._reserved = 0
+        self._released: collections.deque[Extent] = collections.deque()  # not given back yet
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """The memory and the device are the caller's alone. Who has waited longest comes first."""
+    def exclusive(self) -> Iterator[None]:
+        """Acquires the device lock: exclusive use of memory and device, in the order of arrival."""
         ticket = object()
         with self._changed:
             self._tickets.append(ticket)
@@ -45,94 +44,97 @@ class LeaseTable:
                 self._changed.wait_for(lambda: not self._busy and self._tickets[0] is ticket)
                 self._busy = True
             finally:
-                # whoever interrupts the wait must not leave it to those behind
+                # An interrupted wait must not block the later tickets.
                 self._tickets.remove(ticket)
                 self._changed.notify_all()
         try:
-            while self._gone:
-                self._memory.take_back(self._gone.popleft())
+            while self._released:
+                self._kv.end_lease(self._released.popleft())
             yield
         finally:
             with self._changed:
                 self._busy = False
-                self._rounds += 1
+                self._num_unlocks += 1
                 self._changed.notify_all()
 
     @property
-    def room(self) -> int:
-        """Tokens that calls may need beside all sessions, those that wait for memory included. Not
-        for use in a turn."""
-        if self._gone:
-            with self.turn():
+    def available(self) -> int:
+        """Tokens that are neither leased nor reserved. Not for use under the device lock."""
+        if self._released:
+            with self.exclusive():
                 pass
         with self._changed:
-            return self._memory.pool.tokens - self._memory.lent_tokens - self._wanted
+            return self._kv.pool.tokens - self._kv.leased_tokens - self._reserved
 
-    def announce(self, tokens: int) -> None:
-        """A session will want so many tokens; `invite` or `cancel` has to follow.
+    def reserve(self, tokens: int) -> None:
+        """Reserves tokens for a session; `lease` or `cancel` has to follow.
 
         Raises:
           TooLongError: they would never fit.
-          EngineError: other sessions have what is wanted, and nobody can say for how long.
+          EngineError: other sessions have leased them, for an unknown time.
         """
-        pool, room = self._memory.pool, self.room
+        pool, available = self._kv.pool, self.available
         if tokens > pool.tokens:
-            size = pool.bytes_a_token
+            size = pool.bytes_per_token
             raise TooLongError(
                 f"the session's blocks take {tokens} tokens, {tokens * size} bytes, but the engine "
                 f"has room for {pool.tokens}, {pool.tokens * size} bytes; raise kv_bytes or lower "
                 "the session's budget"
             )
-        if tokens > room:
+        if tokens > available:
             raise EngineError(
                 f"the session's blocks take {tokens} tokens, but other sessions have "
-                f"{pool.tokens - room} of the engine's {pool.tokens}; close one of them, or raise "
-                "kv_bytes"
+                f"{pool.tokens - available} of the engine's {pool.tokens}; close one of them, or "
+                "raise kv_bytes"
             )
         with self._changed:
-            self._wanted += tokens
+            self._reserved += tokens
 
     def cancel(self, tokens: int) -> None:
-        """A session wants nothing any more."""
+        """Cancels a reservation."""
         with self._changed:
-            self._wanted -= tokens
+            self._reserved -= tokens
 
-    def invite(self, capacities: Sequence[int], tokens: int, offsets: np.ndarray) -> "KVLease":
-        """Memory for blocks of these capacities at these offsets of so many tokens; waits until
-        calls that are in the way have ended.
+    def lease(self, capacities: Sequence[int], tokens: int, offsets: np.ndarray) -> "KVLease":
+        """Leases reserved tokens; waits until requests that use them have finished.
+
+        Args:
+          capacities: of the blocks.
+          tokens: of all blocks together, with gaps.
+          offsets: of the blocks within these tokens.
 
         Raises:
           ClosedError: the engine was shut down.
         """
         extent = None
         with self._changed:
-            self.waiting += 1
+            self.num_waiting += 1
         try:
             while not extent:
-                with self.turn():
+                with self.exclusive():
                     if self._closed:
                         raise ClosedError("the engine is shut down; make another")
-                    with self._changed:  # so that nobody sees it counted twice
-                        if extent := self._memory.lend(tokens):
-                            self._wanted -= tokens
-                        seen = self._rounds + 1  # this turn itself counts
+                    with self._changed:  # so that no thread counts the tokens twice
+                        if extent := self._kv.lease(tokens):
+                            self._reserved -= tokens
+                        seen = self._num_unlocks + 1  # this lock itself counts
                 with self._changed:
                     self._changed.wait_for(
-                        lambda seen=seen: extent or self._closed or self._rounds > seen
+                        lambda seen=seen: extent or self._closed or self._num_unlocks > seen
                     )
         finally:
             with self._changed:
-                self.waiting -= 1
-                self._wanted -= 0 if extent else tokens
+                self.num_waiting -= 1
+                self._reserved -= 0 if extent else tokens
         assert extent
-        return KVLease(self, self._memory, extent, offsets, capacities)
+        return KVLease(self, self._kv, extent, offsets, capacities)
 
-    def dismiss(self, extent: Extent) -> None:
-        """A guest is gone; from any thread, even in the midst of a turn."""
-        self._gone.append(extent)
+    def release(self, extent: Extent) -> None:
+        """Releases a lease. Safe from any thread, even while another holds the lock."""
+        self._released.append(extent)
 
     def close(self) -> None:
-        """Nobody has memory here any more."""
+        """Ends all leases."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -143,35 +145,34 @@ class LeaseTable:
 
 
 class KVLease:
-    """Blocks of a session. Their memory goes back when it is closed, or when nobody has it any
-    more.
+    """The leased blocks of a session; released when it is closed or garbage-collected.
 
-    Between turns the arrays of a cache that came from here are not the session's: others write to
-    them, and blocks may be moved.
+    Outside of `exclusive` the arrays of a cache from here do not belong to the session: other
+    passes write to them, and blocks may be moved.
     """
 
     def __init__(
         self,
-        host: LeaseTable,
-        memory: KVManager,
+        table: LeaseTable,
+        kv: KVManager,
         extent: Extent,
         offsets: np.ndarray,
         capacities: Sequence[int],
     ):
-        self._host, self._memory, self._extent = host, memory, extent
+        self._table, self._kv, self._extent = table, kv, extent
         self._offsets, self._capacities = offsets.astype(np.int32), np.asarray(capacities, np.int32)
-        self.close = weakref.finalize(self, host.dismiss, extent)
+        self.close = weakref.finalize(self, table.release, extent)
         self.close.atexit = False
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """As `LeaseTable.turn`.
+    def exclusive(self) -> Iterator[None]:
+        """Acquires the device lock; see `LeaseTable.exclusive`.
 
         Raises:
-          ClosedError: the memory is not the session's any more.
+          ClosedError: the lease has ended.
         """
-        with self._host.turn():
-            if self._host.closed or not self.close.alive or self._extent not in self._memory.lent:
+        with self._table.exclusive():
+            if self._table.closed or not self.close.alive or self._extent not in self._kv.leased:
                 raise ClosedError(
                     "the session's memory is gone: it was closed, or its engine was shut down or "
                     "has failed"
@@ -179,8 +180,8 @@ class KVLease:
             yield
 
     def attach(self, cache: KVCache | None = None) -> KVCache:
-        """The session's cache with the arrays as they are now; empty blocks for None. In a turn."""
-        arenas, none = self._memory.pool.cache, jnp.zeros(len(self._offsets), jnp.int32)
+        """The session's cache with the current arrays; empty blocks for None. Under the lock."""
+        arenas, none = self._kv.pool.cache, jnp.zeros(len(self._offsets), jnp.int32)
         if cache is None:
             cache = dataclasses.replace(
                 arenas,
@@ -193,17 +194,17 @@ class KVLease:
         return dataclasses.replace(cache, keys=arenas.keys, values=arenas.values, offsets=offsets)
 
     def detach(self, cache: KVCache) -> None:
-        """Gives the arrays back after passes over them. In the same turn."""
-        self._memory.pool.cache = dataclasses.replace(
-            self._memory.pool.cache, keys=cache.keys, values=cache.values
+        """Gives the arrays back after passes over them. Under the same lock."""
+        self._kv.pool.cache = dataclasses.replace(
+            self._kv.pool.cache, keys=cache.keys, values=cache.values
         )
-        # long steps lie elsewhere for a time
+        # Long steps are moved to other offsets for a time.
         self._offsets = np.asarray(cache.offsets) - self._extent.offset
 
     def snapshot(self, cache: KVCache) -> KVCache:
         """A copy of the session's blocks alone, to look at."""
-        with self.turn():
-            keys, values = self._memory.pool.copy(self._extent)
+        with self.exclusive():
+            keys, values = self._kv.pool.copy(self._extent)
             return dataclasses.replace(
                 cache, keys=keys, values=values, offsets=jnp.asarray(self._offsets)
             )

@@ -1,5 +1,5 @@
-"""Memory: the pool and the prefix tree under one roof. Finds what is known of a call, makes room
-for the rest, and says what passes see."""
+"""The KV manager: allocates keys and values from the pool and the prefix tree, evicts what no
+request uses, and builds the cache and the blocks of each pass."""
 
 import collections
 import contextlib
@@ -18,27 +18,32 @@ from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.serving.kvcache.policy import Observation, Policy
 from jaxshare.serving.kvcache.pool import Extent, Pool
-from jaxshare.serving.kvcache.prefix_tree import LEAST_PIECE, Match, Node, PrefixTree
+from jaxshare.serving.kvcache.prefix_tree import MIN_SHARED_TOKENS, Match, Node, PrefixTree
 from jaxshare.serving.kvcache.sharing_cost import PRIVATE_TILE, load_costs
 
 GROWTH = 256
-"""Tokens of room that a row is given at a time."""
-_SHORT = 16
-"""A hole is made by moving what lies within so many times its size, as long as something can leave
+"""The most tokens by which a row is extended at a time."""
+_MAX_MOVED = 16
+"""A free run is made by moving at most this many times its size, as long as nodes can be evicted
 instead."""
-_SPARE = 16
-"""What leaves instead, at most until this part of the memory is free: then what is free is not far
-from itself."""
+_MIN_FREE = 16
+"""Evicting instead stops when one part in this many of the memory is free: then the free runs are
+close to each other."""
 
 
 class KVRequest(Protocol):
-    """What memory is given to: the tokens that are known of a request, how many may still come, and
-    who asks. `jaxshare.serving.engine.request` has it."""
+    """A request as the manager sees it; see `jaxshare.serving.engine.request`.
+
+    Attributes:
+      tokens: its prompt and output so far.
+      remaining: tokens that may still come.
+      agent, priority: for the policy.
+    """
 
     @property
     def tokens(self) -> np.ndarray: ...
     @property
-    def left(self) -> int: ...
+    def remaining(self) -> int: ...
     @property
     def agent(self) -> str: ...
     @property
@@ -46,36 +51,38 @@ class KVRequest(Protocol):
 
 
 class KVMetrics(Protocol):
-    """What counts the tokens that leave the accelerator and come back.
-    `jaxshare.serving.engine.metrics` does."""
+    """Counters of tokens that leave the accelerator and come back.
 
-    def fetched(self, tokens: int) -> None: ...
+    See `jaxshare.serving.engine.metrics`.
+    """
+
+    def swapped_in(self, tokens: int) -> None: ...
     def evicted(self, tokens: int, swapped: int) -> None: ...
 
 
 class Wait(enum.Enum):
-    """Why a call is not placed yet."""
+    """The reason why a request is not admitted yet."""
 
-    ROOM = "there is no room for it"
-    OTHERS = "another call is about to read what it begins with"
+    MEMORY = "there is no memory for it"
+    IN_FLIGHT = "another request is about to write its prefix"
 
 
 class KVManager:
-    """Where keys and values are.
+    """The keys and values of requests and sessions.
 
     Args:
       model: as loaded.
-      tokens: that fit on the accelerator; host_tokens: that may be kept in host memory.
-      rows: calls that run at a time.
-      policy: says what leaves first.
-      metrics: is told what leaves and what comes back.
+      tokens: the capacity of the accelerator; host_tokens: that of host memory.
+      rows: requests that run at the same time.
+      policy: the order of eviction.
+      metrics: counters of evicted and fetched tokens.
 
     Attributes:
-      pool, tree: what is where.
-      lent, lent_tokens: what sessions have, and how many tokens that is.
-      width: blocks that a row may list, as far as any has so far.
-      moved: whether something else is to be seen than in the last view.
-      feed_seconds: a token took to be fed, as measured last; 0 for never. The loop measures it.
+      pool, tree: the memory and the cached prefixes.
+      leased, leased_tokens: the extents of sessions, and their tokens.
+      width: the largest number of blocks that a row has listed, as a bucket.
+      view_changed: whether the blocks differ from those of the last view.
+      feed_seconds: measured seconds per prefilled token, 0 before the first; set by the scheduler.
     """
 
     def __init__(
@@ -88,273 +95,278 @@ class KVManager:
         policy: Policy,
         metrics: KVMetrics,
     ):
-        self.moved, self.feed_seconds = True, 0.0
-        self._copy_seconds = 0.0  # as feed_seconds
-        self._model, self._tokens, self._host_tokens, self._policy, self._metrics = (
-            model,
-            tokens,
-            host_tokens,
-            policy,
-            metrics,
-        )
-        self.restart()
+        self.view_changed, self.feed_seconds = True, 0.0
+        self._copy_seconds = 0.0  # per token fetched from host memory
+        self._model, self._tokens, self._host_tokens = model, tokens, host_tokens
+        self._policy, self._metrics = policy, metrics
+        self.reset()
         self._costs, self._layers = load_costs(model), model.config.num_layers
         self.width, self._slots = 8, 8 * rows
 
-    def restart(self) -> None:
-        """Nothing is known any more."""
+    def reset(self) -> None:
+        """Empties pool and tree, and ends all leases."""
         self.pool = Pool(self._model, self._tokens)
         self.tree = PrefixTree(self.pool, self._policy, self._host_tokens)
-        self.lent: set[Extent] = set()
-        self.lent_tokens = 0
-        self.moved = True
+        self.leased: set[Extent] = set()
+        self.leased_tokens = 0
+        self.view_changed = True
 
-    # Calls.
+    # Requests.
 
-    def place(self, call: KVRequest, running: int, *, afresh: bool = False) -> Node | Wait:
-        """Gives a call memory: a node of its own, with room for what is to be fed and what may come
-        next.
+    def allocate(self, request: KVRequest, running: int, *, afresh: bool = False) -> Node | Wait:
+        """Gives a request a node for its uncached tokens and some new ones, or a reason to wait.
 
         Args:
-          call: which.
-          running: calls of its agent that are under way, this one included.
-          afresh: look for nothing that is known: that may lie in the way.
+          request: the request.
+          running: running requests of its agent, this one included.
+          afresh: ignore cached prefixes, which may themselves fill the memory.
         """
-        tokens, tree = call.tokens, self.tree
+        tokens, tree = request.tokens, self.tree
         match = Match(tree.root, 0, 0, 0) if afresh else tree.match(tokens, len(tokens) - 1)
-        if match.coming >= LEAST_PIECE:
-            return Wait.OTHERS
-        base = self._base(match, call)
-        path, known = base.path(), base.segment.depth
-        rest = tokens[known:]
-        extent = self._room_behind(path, len(rest), len(rest) + min(call.left, GROWTH))
+        if match.in_flight >= MIN_SHARED_TOKENS:
+            return Wait.IN_FLIGHT
+        parent = self._branch_at(match, request)
+        path, num_cached = parent.path(), parent.segment.depth
+        rest = tokens[num_cached:]
+        extent = self._extent_after(path, len(rest), len(rest) + min(request.remaining, GROWTH))
         if extent is None:
-            return Wait.ROOM
-        owned = collections.Counter[str]()
+            return Wait.MEMORY
+        shared = collections.Counter[str]()
         for node in path:
-            owned.update(dict.fromkeys(node.segment.owners.keys() - {call.agent}, len(node.tokens)))
-        self._policy.observe(Observation(call.agent, tree.now, len(tokens), known, owned, running))
-        node = tree.append(base, rest, extent)
-        tree.use(node, call.agent, call.priority)
-        self.moved = True
+            others = node.segment.owners.keys() - {request.agent}
+            shared.update(dict.fromkeys(others, len(node.tokens)))
+        self._policy.observe(
+            Observation(request.agent, tree.now, len(tokens), num_cached, shared, running)
+        )
+        node = tree.add(parent, rest, extent)
+        tree.use(node, request.agent, request.priority)
+        self.view_changed = True
         return node
 
-    def prepare(self, call: KVRequest) -> None:
-        """Lets go of what would have to leave for a call that comes next, where that takes no
-        copy."""
-        tokens = call.tokens
+    def prepare(self, request: KVRequest) -> None:
+        """Evicts what the next request would evict, where that needs no copy."""
+        tokens = request.tokens
         match = self.tree.match(tokens, len(tokens) - 1)
-        wanted = len(tokens) - match.tokens + min(call.left, GROWTH)
-        if not self._host_tokens and match.coming < LEAST_PIECE and self.pool.free < wanted:
-            with _kept(match.node.path()):
-                if self.pool.free + self.tree.idle() >= wanted:
-                    self._let_go(wanted)
+        needed = len(tokens) - match.tokens + min(request.remaining, GROWTH)
+        in_flight = match.in_flight >= MIN_SHARED_TOKENS
+        if not self._host_tokens and not in_flight and self.pool.free < needed:
+            with _pinned(match.node.path()):
+                if self.pool.free + self.tree.unused_tokens() >= needed:
+                    self._evict(needed)
 
-    def _base(self, match: Match, call: KVRequest) -> Node:
-        """The node behind which a call's own tokens come; it is cut where the call leaves it in the
-        middle, if that is worth it."""
-        node, cut = match.node, match.within < len(match.node.tokens)
+    def _branch_at(self, match: Match, request: KVRequest) -> Node:
+        """The parent of a request's own node.
+
+        The matched node is split where the request parts from it, if that is worth it.
+        """
+        node, inside = match.node, match.node_tokens < len(match.node.tokens)
         if node is self.tree.root:
             return node
         assert node.parent is not None
-        if cut and not self._pays(match.within, node, call):
+        if inside and not self._worth_splitting(match.node_tokens, node, request):
             return node.parent
-        return self.tree.cut(node, match.within) if cut or node.writing else node
+        return self.tree.split(node, match.node_tokens) if inside or node.writing else node
 
-    def _pays(self, tokens: int, node: Node, call: KVRequest) -> bool:
-        """Whether the first tokens of a node are worth a block of their own, which the call and all
-        that use the node now read together.
+    def _worth_splitting(self, tokens: int, node: Node, request: KVRequest) -> bool:
+        """Whether a node's first tokens are worth a block that all its requests read together.
 
-        The cost rule of branches says what that costs in every pass that the call will need; to be
-        set against it is that the tokens need not be fed again. Where nobody else is under way a
-        piece is read in one with what stands before it, and costs nothing. A few tokens at the very
-        beginning are what all prompts have there, so they would soon be a block of all rows.
+        The cost rule of branches gives the cost in every pass that the request will need; the gain
+        is that the tokens need not be prefilled again. Where no other request runs, a node is read
+        as one block with the nodes before it, and costs nothing. A few tokens at the very beginning
+        are common to all prompts, so they would soon be a block of all rows.
         """
-        rows, costs = node.users + 1, self._costs
-        if rows < 2 or tokens < LEAST_PIECE:
-            return rows < 2 and (node.parent is not self.tree.root or tokens >= LEAST_PIECE)
+        rows, costs = node.ref_count + 1, self._costs
+        if rows < 2 or tokens < MIN_SHARED_TOKENS:
+            at_root = node.parent is self.tree.root
+            return rows < 2 and (not at_root or tokens >= MIN_SHARED_TOKENS)
         more = costs.shared(tokens, rows) - rows * (
             costs.private(PRIVATE_TILE + tokens) - costs.private(PRIVATE_TILE)
         )
         return (
-            more * 1e-6 * self._layers * call.left <= tokens * self.feed_seconds
+            more * 1e-6 * self._layers * request.remaining <= tokens * self.feed_seconds
             or not self.feed_seconds
         )
 
-    def _room_behind(self, path: list[Node], least: int, wanted: int) -> Extent | None:
-        """An extent for what comes behind these nodes, all of which are brought back; None if there
-        is no room, and then nothing leaves in vain."""
-        with _kept(path):
-            there = self.pool.free - sum(len(node.tokens) for node in path if node.copy)
-            there += self.tree.idle() if there < wanted else 0
-            if there >= least and all(self._bring(node) for node in path):
-                return self._room(min(wanted, there)) or self._room(least)
+    def _extent_after(self, path: list[Node], min_tokens: int, tokens: int) -> Extent | None:
+        """An extent for tokens after these nodes, all of which are swapped in.
+
+        None if `min_tokens` cannot be free, and then nothing is evicted in vain.
+        """
+        with _pinned(path):
+            available = self.pool.free - sum(len(node.tokens) for node in path if node.copy)
+            available += self.tree.unused_tokens() if available < tokens else 0
+            if available >= min_tokens and all(self._swap_in(node) for node in path):
+                return self._take(min(tokens, available)) or self._take(min_tokens)
         return None
 
-    def _bring(self, node: Node) -> bool:
-        """Fetches a node from host memory if it is there; False if there is no room."""
+    def _swap_in(self, node: Node) -> bool:
+        """Fetches a node from host memory if it is there; False if there is no memory for it."""
         if not node.copy:
             return True
-        extent = self._room(len(node.tokens))
+        extent = self._take(len(node.tokens))
         if extent is None:
             return False
-        begin = time.perf_counter()
-        self.tree.fetch(node, extent)
+        start = time.perf_counter()
+        self.tree.swap_in(node, extent)
         jax.block_until_ready(self.pool.cache.keys[0])
-        self._copy_seconds = ema(
-            self._copy_seconds, (time.perf_counter() - begin) / len(node.tokens)
-        )
-        self._metrics.fetched(len(node.tokens))
-        self.moved = True
+        seconds = (time.perf_counter() - start) / len(node.tokens)
+        self._copy_seconds = ema(self._copy_seconds, seconds)
+        self._metrics.swapped_in(len(node.tokens))
+        self.view_changed = True
         return True
 
-    def grow(self, node: Node, wanted: int) -> None:
-        """Gives a node that is written more room if what lies behind it is free; for so many
-        tokens, or a part of them."""
+    def extend_in_place(self, node: Node, tokens: int) -> None:
+        """Extends a node being written by at most `tokens`, if the places after it are free."""
         assert node.extent is not None
-        self.moved |= self.pool.grow(node.extent, min(wanted, GROWTH))
+        self.view_changed |= self.pool.extend(node.extent, min(tokens, GROWTH))
 
-    def more(self, node: Node, wanted: int) -> Node | None:
-        """Gives who writes a node more room, there or behind it, for so many tokens or a part of
-        them: the node that is written now, or None if nothing is left that can go."""
+    def extend(self, node: Node, tokens: int) -> Node | None:
+        """Extends a node being written by at most `tokens`, in place or by a successor.
+
+        Returns:
+          The node to write, or None if nothing can be evicted.
+        """
         assert node.extent is not None
-        wanted = min(wanted, GROWTH)
-        while not self.pool.grow(node.extent, wanted):
-            if extent := self.pool.take(wanted):
-                node = self.tree.follow(node, extent)
+        tokens = min(tokens, GROWTH)
+        while not self.pool.extend(node.extent, tokens):
+            if extent := self.pool.take(tokens):
+                node = self.tree.continue_in(node, extent)
                 break
-            if self._clear(wanted):
+            if self._reclaim(tokens):
                 continue
-            if wanted == 1:
+            if tokens == 1:
                 return None
-            wanted //= 2
-        self.moved = True
+            tokens //= 2
+        self.view_changed = True
         return node
 
     def release(self, node: Node) -> None:
-        """A call is over, or makes way, that has written this node; what it has written stays, for
-        whoever may want it."""
+        """Releases the node of a finished or preempted request; its tokens stay for reuse."""
         for each in node.path():
-            each.users -= 1
+            each.ref_count -= 1
         self.tree.finish(node)
-        self.moved = True
+        self.view_changed = True
 
     # Sessions.
 
-    def lend(self, tokens: int) -> Extent | None:
-        """Room for a session, until it is taken back; None if calls are in the way."""
-        extent = self._room(tokens) if self.pool.free + self.tree.idle() >= tokens else None
+    def lease(self, tokens: int) -> Extent | None:
+        """Leases an extent to a session; None if requests use the memory."""
+        available = self.pool.free + self.tree.unused_tokens()
+        extent = self._take(tokens) if available >= tokens else None
         if extent:
-            self.lent.add(extent)
-            self.lent_tokens += tokens
+            self.leased.add(extent)
+            self.leased_tokens += tokens
         return extent
 
-    def take_back(self, extent: Extent) -> None:
-        """A session has ended."""
-        if extent in self.lent:  # else it was there before a failure
-            self.lent.remove(extent)
-            self.lent_tokens -= extent.capacity
+    def end_lease(self, extent: Extent) -> None:
+        """Frees the extent of a session."""
+        if extent in self.leased:  # otherwise it was leased before a failure
+            self.leased.remove(extent)
+            self.leased_tokens -= extent.capacity
             self.pool.give_back(extent)
 
-    # Room.
+    # Memory.
 
-    def _room(self, tokens: int) -> Extent | None:
-        """An extent for so many tokens. What nobody uses leaves for it until as much is free; what
-        lies between is then moved away."""
+    def _take(self, tokens: int) -> Extent | None:
+        """Takes an extent from the pool, after evicting and compacting as far as needed."""
         while (extent := self.pool.take(tokens)) is None:
-            if not self._clear(tokens):
+            if not self._reclaim(tokens):
                 return None
         return extent
 
-    def _clear(self, tokens: int) -> bool:
-        """Gets nearer to a hole of so many tokens; False if nothing more can be done. Where much
-        would have to be moved for it, something more leaves instead."""
+    def _reclaim(self, tokens: int) -> bool:
+        """One step towards a free run of `tokens`; False if there is none left.
+
+        Where compacting would move much, it evicts more instead.
+        """
         return (
-            self._pack(tokens, _SHORT * tokens)
-            or self._let_go(tokens)
-            or self._let_go(self.pool.tokens // _SPARE)
-            or self._pack(tokens)
+            self._compact(tokens, _MAX_MOVED * tokens)
+            or self._evict(tokens)
+            or self._evict(self.pool.tokens // _MIN_FREE)
+            or self._compact(tokens)
         )
 
-    def _pack(self, tokens: int, within: int | None = None) -> bool:
-        """Makes a hole of so many tokens of what is free within so many places; False if it is
-        not."""
+    def _compact(self, tokens: int, within: int | None = None) -> bool:
+        """Merges free runs into one of `tokens`; see `Pool.compact`."""
         if self.pool.free < tokens:
             return False
-        # looked through where there is something to move
-        held = (node.extent for node in self.tree.root.below() if node.extent)
-        packed = self.pool.pack(itertools.chain(held, self.lent), tokens, within)
-        self.moved |= packed
-        return packed
+        # A generator: the tree is walked only where extents have to move.
+        cached = (node.extent for node in self.tree.root.subtree() if node.extent)
+        compacted = self.pool.compact(itertools.chain(cached, self.leased), tokens, within)
+        self.view_changed |= compacted
+        return compacted
 
-    def _let_go(self, tokens: int) -> bool:
-        """Lets nodes leave until so many tokens are free; False if none leaves."""
+    def _evict(self, tokens: int) -> bool:
+        """Evicts nodes until `tokens` are free; False if none was evicted."""
         evicted, swapped = self.tree.evicted, self.tree.swapped
         # Fetching a copy takes about as long as making it.
-        found = self.tree.make_room(
+        any_evicted = self.tree.evict(
             tokens,
             worth_a_copy=2 * self._copy_seconds <= self.feed_seconds or not self.feed_seconds,
         )
         self._metrics.evicted(self.tree.evicted - evicted, self.tree.swapped - swapped)
-        return found
+        return any_evicted
 
-    # What passes see.
+    # Views for passes.
 
     def view(
         self, nodes: Mapping[int, Node], count: int
     ) -> tuple[KVCache, list[list[int]], dict[int, tuple[int, int]]]:
-        """For rows that write these nodes, of `count` in all.
+        """The cache of a pass of `count` rows, of which some write these nodes.
 
-        Runs that were cut are read as one where the same rows see all of them.
+        Neighbouring extents are one block where the same rows see all of them.
 
         Returns:
-          The cache with what they see as its blocks, for each row those that it sees, and for each
-            of `nodes` (its own block, tokens in
-          that).
+          The cache with the rows' blocks; for each row the blocks that it sees; and for each of
+            `nodes` (its own block, the tokens in that).
         """
         slots: dict[tuple[int, int, int], int] = {}
         spans: list[Extent] = []
-        listed: list[list[int]] = [[] for _ in range(count)]
+        blocks: list[list[int]] = [[] for _ in range(count)]
         for row, node in nodes.items():
-            for span in _spans(node):
+            for span in _merged_extents(node):
                 key = span.offset, span.capacity, span.length
                 if key not in slots:
                     slots[key] = len(spans)
                     spans.append(span)
-                listed[row].append(slots[key])
-        self.width = max(self.width, bucket(max(map(len, listed))))
+                blocks[row].append(slots[key])
+        self.width = max(self.width, bucket(max(map(len, blocks))))
         self._slots = max(self._slots, bucket(len(spans)))
-        own = {row: (listed[row][-1], spans[listed[row][-1]].length) for row in nodes}
-        return self.pool.view(spans, self._slots), listed, own
+        own = {row: (blocks[row][-1], spans[blocks[row][-1]].length) for row in nodes}
+        return self.pool.view(spans, self._slots), blocks, own
 
 
 @contextlib.contextmanager
-def _kept(path: list[Node]) -> Iterator[None]:
-    """These nodes stay meanwhile."""
+def _pinned(path: list[Node]) -> Iterator[None]:
+    """Keeps these nodes from being evicted."""
     for node in path:
-        node.users += 1
+        node.ref_count += 1
     yield
     for node in path:
-        node.users -= 1
+        node.ref_count -= 1
 
 
-def _spans(node: Node) -> list[Extent]:
-    """The blocks that a row sees which writes this node. All rows that see one of two neighbours
-    see both where as many use them."""
+def _merged_extents(node: Node) -> list[Extent]:
+    """The blocks that a row sees which writes this node.
+
+    Neighbours with equal `ref_count` are merged: all rows that see one of them see both.
+    """
     spans: list[Extent] = []
-    users = -1
+    ref_count = -1
     for each in node.path():
         assert each.extent is not None
-        if spans and users == each.users and spans[-1].goes_on_in(each.extent):
+        if spans and ref_count == each.ref_count and spans[-1].precedes(each.extent):
             spans[-1].capacity += each.extent.capacity
             spans[-1].length += each.extent.length
         else:
             spans.append(dataclasses.replace(each.extent))
-        users = each.users
+        ref_count = each.ref_count
     return spans
 
 
 def ema(before: float, now: float) -> float:
-    """A time that was measured again. The first one is long, since something is compiled: less is
-    believed at once, more by and by."""
+    """Moving average with weight 0.1.
+
+    A decrease replaces it, because the first sample includes compilation.
+    """
     return now if not before else min(now, 0.9 * before + 0.1 * now)

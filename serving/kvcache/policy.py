@@ -1,9 +1,9 @@
-"""Residency: which cached tokens leave the accelerator first.
+"""Eviction policies: which cached tokens leave the accelerator first.
 
-An engine keeps what it knows as a tree of runs of tokens. Of the leaves that nobody uses, the one
-whose `rank` is lowest leaves first. `contribution` asks what the agents that own a segment bring to
-the whole workflow (Hive, section 7); the others are what it is compared with. All of this is plain
-Python on numbers that the engine has anyway: nothing here knows of a model or a device.
+An engine keeps its tokens as a tree of runs. Of the leaves that no request uses, the one with the
+lowest `rank` is evicted first. `contribution` measures what the agents that own a segment bring to
+the whole workflow (Hive, section 7); the policies of `eviction` are what it is compared with. All
+of this is plain Python on numbers that the engine has anyway, without a model or a device.
 """
 
 import dataclasses
@@ -15,8 +15,7 @@ import numpy as np
 
 
 def prefix_hash(tokens: Sequence[int] | np.ndarray) -> bytes:
-    """What `Segment.end` is: 16 bytes of BLAKE2b over the tokens from the root on, each as four
-    bytes, low byte first.
+    """16 bytes of BLAKE2b over the tokens from the root on, each as four bytes, low byte first.
 
     BLAKE2b takes its input in pieces, so a tree may keep the hash object of a node and go on from
     its copy.
@@ -26,20 +25,20 @@ def prefix_hash(tokens: Sequence[int] | np.ndarray) -> bytes:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Segment:
-    """A run of cached tokens as a policy sees it; a node of the engine's tree holds one.
+    """A run of cached tokens as a policy sees it; each node of the engine's tree holds one.
 
     Attributes:
       tokens: its length.
-      end: `prefix_hash` of all tokens from the root to its end: equal where the content is.
+      prefix_hash: `prefix_hash` of all tokens from the root to its end: equal for equal content.
       depth: tokens from the root to its end.
-      owners: for each agent, "" standing for calls without one, how many of its calls used it.
-      last_used: the number of the call that used it last.
-      uses: calls that used it.
-      priority: the highest of the calls that used it.
+      owners: for each agent, "" for requests without one, the number of its requests that used it.
+      last_used: the number of the request that used it last.
+      uses: requests that used it.
+      priority: the highest of the requests that used it.
     """
 
     tokens: int
-    end: bytes
+    prefix_hash: bytes
     depth: int
     owners: dict[str, int]
     last_used: int = 0
@@ -49,13 +48,14 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """A call as it is admitted.
+    """A request as it is admitted.
 
     Attributes:
-      now: its number; calls are counted from 0.
-      reused_tokens: of its `prompt_tokens`, those that were known.
+      agent: that it belongs to.
+      now: its number; requests are counted from 0.
+      prompt_tokens: its length; reused_tokens: those of them that were cached.
       shared: for every other agent, how many of the reused tokens it owns too.
-      running: calls of this agent that are under way, this one included.
+      running: running requests of this agent, this one included.
     """
 
     agent: str
@@ -67,25 +67,29 @@ class Observation:
 
 
 class Policy(Protocol):
-    """An order in which segments leave. The engine tells it what happens: for each call `observe`
-    first, then `used` for its segments."""
+    """An order of eviction.
 
-    def used(self, segment: Segment, now: int) -> None:
-        """A call used the segment, or made it; its fields say so already."""
+    For each request the engine calls `observe` first, then `touched` for its segments.
+    """
+
+    def touched(self, segment: Segment, now: int) -> None:
+        """Called when a request used or created the segment; its fields are updated before."""
 
     def split(self, head: Segment, tail: Segment) -> None:
-        """A segment was cut in two: `tail` is the old object, `head` a new one; the fields of both
-        are right already."""
+        """Called when a segment was split.
 
-    def gone(self, segment: Segment) -> None:
-        """The segment is in no memory any more."""
+        `tail` is the old object and `head` a new one; the fields of both are updated before.
+        """
+
+    def evicted(self, segment: Segment) -> None:
+        """Called when the segment is in no memory any more."""
 
     def rank(self, segment: Segment, now: int) -> Any:
-        """Where the segment stands: the LOWEST leaves first."""
+        """The sort key of a segment: the LOWEST is evicted first."""
         ...
 
-    def observe(self, call: Observation) -> None:
-        """A call was admitted."""
+    def observe(self, observation: Observation) -> None:
+        """Called when a request was admitted."""
 
     def finished(self, agent: str, new_tokens: int) -> None:
-        """A call of the agent ended, with so many tokens written."""
+        """Called when a request of the agent has finished, with its number of new tokens."""

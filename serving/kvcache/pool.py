@@ -1,8 +1,8 @@
-"""Pool: the accelerator's memory for keys and values, handed out in extents by the host, and copies
-of extents in host memory.
+"""The pool: the accelerator's memory for keys and values, in extents, and copies of extents in host
+memory.
 
-What a pass reads is told to it anew each time (`Pool.view`), so cutting an extent in two, giving a
-part back or letting it grow in place are arithmetic on the host, and copy nothing.
+Each pass is given its blocks anew (`Pool.view`), so splitting, shrinking or extending an extent in
+place are arithmetic on the host, and copy nothing.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ class Extent:
     """A run of the arena.
 
     Attributes:
-      offset: where it begins.
+      offset: its first place in the arena.
       capacity: tokens that fit.
-      length: tokens that are in it.
+      length: tokens that are cached in it.
       phase: the position to which its first key is rotated.
     """
 
@@ -41,12 +41,11 @@ class Extent:
 
     @property
     def end(self) -> int:
-        """One behind its last place."""
+        """The exclusive end of its places."""
         return self.offset + self.capacity
 
-    def goes_on_in(self, other: "Extent") -> bool:
-        """Whether the other one is the rest of what this once was, so that both can be read as
-        one."""
+    def precedes(self, other: "Extent") -> bool:
+        """Whether the other one continues this one, so that both can be read as one."""
         return (
             self.length == self.capacity
             and self.end == other.offset
@@ -66,109 +65,122 @@ class HostCopy:
     def tokens(self) -> int:
         return self.keys[0].shape[1]
 
-    def fork(self, at: int) -> "tuple[HostCopy, HostCopy]":
-        """The first `at` tokens, and the rest."""
+    def split(self, length: int) -> "tuple[HostCopy, HostCopy]":
+        """The first `length` tokens, and the rest."""
 
-        def part(of: slice, phase: int) -> HostCopy:
-            # Arrays of its own, so that each part's memory is free when that part goes.
+        def part(tokens: slice, phase: int) -> HostCopy:
+            # Arrays of its own, so that each part's memory is freed with that part.
             return HostCopy(
-                tuple(k[:, of].copy() for k in self.keys),
-                tuple(v[:, of].copy() for v in self.values),
+                tuple(k[:, tokens].copy() for k in self.keys),
+                tuple(v[:, tokens].copy() for v in self.values),
                 phase,
             )
 
-        return part(slice(at), self.phase), part(slice(at, None), self.phase + at)
+        return part(slice(length), self.phase), part(slice(length, None), self.phase + length)
 
 
 class Pool:
-    """One arena, and who has what of it.
+    """One arena and its free list.
 
     Attributes:
-      tokens: that it holds.
-      bytes_a_token: of keys and values in all layers.
-      cache: the arena. Whoever runs a pass over a `view` of it puts the new one back here.
+      tokens: its capacity.
+      bytes_per_token: of keys and values in all layers.
+      cache: the arena. After a pass over a `view` of it the new one has to be stored here.
     """
 
     def __init__(self, model: LoadedModel, tokens: int):
         self.tokens = tokens
-        self.bytes_a_token = token_bytes(model)
+        self.bytes_per_token = token_bytes(model)
         self.cache = KVCache.empty(model.config, tokens, 1, cache_dtype(model), mesh=model.mesh)
-        self._holes = FreeList(tokens)
+        self._free_list = FreeList(tokens)
 
     @property
     def free(self) -> int:
-        """Tokens that no extent has."""
-        return self._holes.free
+        """Tokens that belong to no extent."""
+        return self._free_list.free
 
     def take(self, capacity: int) -> Extent | None:
-        """A new empty extent, or None where no hole is left for it."""
-        at = self._holes.take(capacity)
-        if at is None:
-            at = self._holes.take(capacity, aligned=False)
-        return None if at is None else Extent(at, capacity)
+        """A new empty extent, or None where no free run is large enough."""
+        offset = self._free_list.take(capacity)
+        if offset is None:
+            offset = self._free_list.take(capacity, aligned=False)
+        return None if offset is None else Extent(offset, capacity)
 
-    def grow(self, extent: Extent, by: int) -> bool:
-        """Gives an extent more room where it is, if what lies behind it is free."""
-        grown = self._holes.take_at(extent.end, by)
-        extent.capacity += by * grown
-        return grown
+    def extend(self, extent: Extent, tokens: int) -> bool:
+        """Extends an extent in place; False if the places after it are not free."""
+        extended = self._free_list.take_at(extent.end, tokens)
+        extent.capacity += tokens * extended
+        return extended
 
-    def trim(self, extent: Extent) -> None:
-        """Gives back what an extent has not used."""
-        spare, extent.capacity = extent.capacity - extent.length, extent.length
-        self._holes.give_back(extent.end, spare)
+    def shrink(self, extent: Extent) -> None:
+        """Frees the unused capacity of an extent."""
+        unused, extent.capacity = extent.capacity - extent.length, extent.length
+        self._free_list.give_back(extent.end, unused)
 
     def give_back(self, extent: Extent) -> None:
         """Frees an extent."""
-        self._holes.give_back(extent.offset, extent.capacity)
+        self._free_list.give_back(extent.offset, extent.capacity)
         extent.capacity = extent.length = 0
 
     @staticmethod
-    def fork(extent: Extent, at: int) -> Extent:
-        """Cuts an extent in two and copies nothing: what is returned has its first `at` tokens, and
-        the extent itself is the rest."""
-        head = Extent(extent.offset, at, at, extent.phase)
-        extent.offset, extent.capacity, extent.length = (
-            extent.offset + at,
-            extent.capacity - at,
-            extent.length - at,
-        )
-        extent.phase += at
+    def split(extent: Extent, length: int) -> Extent:
+        """Splits an extent without copying.
+
+        Returns:
+          An extent of its first `length` tokens; the extent itself becomes the rest.
+        """
+        head = Extent(extent.offset, length, length, extent.phase)
+        extent.offset += length
+        extent.capacity -= length
+        extent.length -= length
+        extent.phase += length
         return head
 
-    def pack(self, extents: Iterable[Extent], wanted: int, within: int | None = None) -> bool:
-        """Makes one hole of so many tokens out of neighbouring ones: moves what lies between them
-        to their front. False if they are not free, or not `within` so many places. Keys are rotated
-        to where they were, wherever they lie.
+    def compact(self, extents: Iterable[Extent], tokens: int, within: int | None = None) -> bool:
+        """Merges neighbouring free runs into one by moving the extents between them to the front.
+
+        Keys keep the positions that they are rotated to.
 
         Args:
-          extents: all that are taken.
-          wanted: tokens of the hole.
+          extents: all that are allocated.
+          tokens: of the free run.
+          within: the most places to rewrite; None for any number.
+
+        Returns:
+          False if `tokens` are not free, or not within `within` places.
         """
-        window = self._holes.merge(wanted, within)
-        if window is None:
+        stretch = self._free_list.merge(tokens, within)
+        if stretch is None:
             return False
-        begin, end = window
-        width, start, _ = self._window(begin, end - begin)
-        source, at = np.arange(width), begin
+        start, end = stretch
+        width, window, _ = self._window(start, end - start)
+        source, offset = np.arange(width), start
         for extent in sorted(
-            (e for e in extents if begin <= e.offset < end and e.capacity),
+            (e for e in extents if start <= e.offset < end and e.capacity),
             key=lambda extent: extent.offset,
         ):
-            source[at - start : at - start + extent.capacity] = np.arange(
-                extent.offset - start, extent.end - start
+            source[offset - window : offset - window + extent.capacity] = np.arange(
+                extent.offset - window, extent.end - window
             )
-            extent.offset = at
-            at += extent.capacity
-        self._holes.give_back(at, end - at)
-        keys, values = _pick((self.cache.keys, self.cache.values), source, start, self.cache.mesh)
+            extent.offset = offset
+            offset += extent.capacity
+        self._free_list.give_back(offset, end - offset)
+        keys, values = _permute(
+            (self.cache.keys, self.cache.values), source, window, self.cache.mesh
+        )
         self.cache = dataclasses.replace(self.cache, keys=keys, values=values)
         return True
 
-    # What passes see.
+    def free_arrays(self) -> None:
+        """Frees the accelerator's memory; the pool cannot be used afterwards."""
+        for array in (*self.cache.keys, *self.cache.values):
+            if not array.is_deleted():
+                array.delete()
+
+    # Views for passes.
 
     def view(self, spans: Sequence[Extent], slots: int) -> KVCache:
-        """The arena with these extents as its blocks 0, 1, 2...; the other slots are free."""
+        """The arena with these extents as its blocks 0, 1, 2...; the other slots are unused."""
         table = np.zeros((4, slots), np.int32)
         for slot, span in enumerate(spans):
             table[:, slot] = span.offset, span.length, span.capacity, span.phase
@@ -180,29 +192,29 @@ class Pool:
     # Copies.
 
     def copy(self, extent: Extent) -> Arenas:
-        """Arenas of their own with what lies in an extent, at their begin."""
-        return _copied(
+        """New arenas that start with the contents of an extent."""
+        return _copy(
             (self.cache.keys, self.cache.values), extent.offset, extent.capacity, self.cache.mesh
         )
 
     def read(self, extent: Extent) -> HostCopy:
-        """A copy of what is in an extent."""
+        """Copies the cached tokens of an extent to host memory."""
         width, start, first = self._window(extent.offset, extent.length)
         keys, values = _read((self.cache.keys, self.cache.values), start, width, self.cache.mesh)
-        there = slice(first, first + extent.length)
+        cached = slice(first, first + extent.length)
         keys, values = (
-            tuple(np.array(a[:, there]) for a in jax.device_get(arrays))
+            tuple(np.array(a[:, cached]) for a in jax.device_get(arrays))
             for arrays in (keys, values)
         )
         return HostCopy(keys, values, extent.phase)
 
     def write(self, extent: Extent, copy: HostCopy) -> None:
-        """Puts a copy into an empty extent of its size."""
+        """Writes a copy into an empty extent of its size."""
         extent.length, extent.phase = copy.tokens, copy.phase
         width, start, first = self._window(extent.offset, extent.length)
-        behind = width - first - copy.tokens
+        after = width - first - copy.tokens
         keys, values = (
-            tuple(np.pad(a, ((0, 0), (first, behind), (0, 0))) for a in arrays)
+            tuple(np.pad(a, ((0, 0), (first, after), (0, 0))) for a in arrays)
             for arrays in (copy.keys, copy.values)
         )
         keys, values = _write(
@@ -215,18 +227,21 @@ class Pool:
         )
         self.cache = dataclasses.replace(self.cache, keys=keys, values=values)
 
-    def _window(self, begin: int, tokens: int) -> tuple[int, int, int]:
-        """(tokens of a window that holds a run, one of few sizes; where it begins in the arena;
-        where the run does in it)."""
+    def _window(self, offset: int, tokens: int) -> tuple[int, int, int]:
+        """A window that contains a run of the arena, of one of few sizes, so that programs are few.
+
+        Returns:
+          Its tokens, its offset in the arena, and the run's offset in it.
+        """
         width = ALIGNMENT
         while width < tokens:
             width *= 4
         width = min(width, self.tokens)
-        start = min(begin, self.tokens - width)
-        return width, start, begin - start
+        start = min(offset, self.tokens - width)
+        return width, start, offset - start
 
 
-# One device's part of each: what is spread over devices by tokens goes by way of all of them.
+# One device's part of each. An arena that is sharded by tokens is gathered over all devices.
 # Windows have the same heads as the arenas.
 
 _ARENA, _WINDOW, _NONE = (
@@ -237,18 +252,18 @@ _ARENA, _WINDOW, _NONE = (
 
 
 @functools.partial(jax.jit, donate_argnames="arenas", static_argnames="mesh")
-def _pick(arenas: Arenas, source: Array, start: Array, mesh: Mesh | None) -> Arenas:
-    stripes = CyclicSharding.over(mesh)
+def _permute(arenas: Arenas, source: Array, start: Array, mesh: Mesh | None) -> Arenas:
+    shards = CyclicSharding.over(mesh)
 
-    def picked(arena: Array) -> Array:
+    def permuted(arena: Array) -> Array:
         window = jax.lax.dynamic_slice_in_dim(arena, start, len(source), axis=1)
         return jax.lax.dynamic_update_slice_in_dim(arena, window[:, source], start, axis=1)
 
     def local(arenas: Arenas, source: Array, start: Array) -> Arenas:
-        if stripes.axis is None:
-            return jax.tree.map(picked, arenas)
+        if shards.axis is None:
+            return jax.tree.map(permuted, arenas)
         return put(
-            stripes, arenas, start + jnp.arange(len(source)), take(stripes, arenas, start + source)
+            shards, arenas, start + jnp.arange(len(source)), take(shards, arenas, start + source)
         )
 
     return on_each(local, mesh, in_specs=(_ARENA, _NONE, _NONE), out_specs=_ARENA)(
@@ -258,30 +273,30 @@ def _pick(arenas: Arenas, source: Array, start: Array, mesh: Mesh | None) -> Are
 
 @functools.partial(jax.jit, static_argnames=("width", "mesh"))
 def _read(arenas: Arenas, start: Array, width: int, mesh: Mesh | None) -> Arenas:
-    stripes = CyclicSharding.over(mesh)
+    shards = CyclicSharding.over(mesh)
 
     def local(arenas: Arenas, start: Array) -> Arenas:
-        if stripes.axis is None:
+        if shards.axis is None:
             return jax.tree.map(
                 lambda arena: jax.lax.dynamic_slice_in_dim(arena, start, width, axis=1), arenas
             )
-        return take(stripes, arenas, start + jnp.arange(width))
+        return take(shards, arenas, start + jnp.arange(width))
 
     return on_each(local, mesh, in_specs=(_ARENA, _NONE), out_specs=_WINDOW)(arenas, start)
 
 
 @functools.partial(jax.jit, static_argnames=("width", "mesh"))
-def _copied(arenas: Arenas, start: Array, width: int, mesh: Mesh | None) -> Arenas:
-    stripes, window = CyclicSharding.over(mesh), _read(arenas, start, width, mesh)
-    if stripes.axis is None:
+def _copy(arenas: Arenas, start: Array, width: int, mesh: Mesh | None) -> Arenas:
+    shards, window = CyclicSharding.over(mesh), _read(arenas, start, width, mesh)
+    if shards.axis is None:
         return window
 
     def local(window: Arenas) -> Arenas:
-        size = -(-width // stripes.period) * STRIPE
+        size = -(-width // shards.period) * STRIPE
         empty = jax.tree.map(
             lambda arena: jnp.zeros((arena.shape[0], size, arena.shape[2]), arena.dtype), window
         )
-        return put(stripes, empty, jnp.arange(width), window)
+        return put(shards, empty, jnp.arange(width), window)
 
     return on_each(local, mesh, in_specs=(_WINDOW,), out_specs=_ARENA)(window)
 
@@ -290,18 +305,18 @@ def _copied(arenas: Arenas, start: Array, width: int, mesh: Mesh | None) -> Aren
 def _write(
     arenas: Arenas, new: Arenas, start: Array, first: Array, count: Array, mesh: Mesh | None
 ) -> Arenas:
-    stripes = CyclicSharding.over(mesh)
+    shards = CyclicSharding.over(mesh)
 
     def local(arenas: Arenas, new: Arenas, start: Array, first: Array, count: Array) -> Arenas:
         place = jnp.arange(new[0][0].shape[1])
-        there = (place >= first) & (place < first + count)
-        if stripes.axis is not None:
-            return put(stripes, arenas, jnp.where(there, start + place, -1), new)
+        real = (place >= first) & (place < first + count)
+        if shards.axis is not None:
+            return put(shards, arenas, jnp.where(real, start + place, -1), new)
 
-        def written(arena: Array, piece: Array) -> Array:
-            window = jax.lax.dynamic_slice_in_dim(arena, start, piece.shape[1], axis=1)
+        def written(arena: Array, part: Array) -> Array:
+            window = jax.lax.dynamic_slice_in_dim(arena, start, part.shape[1], axis=1)
             return jax.lax.dynamic_update_slice_in_dim(
-                arena, jnp.where(there[:, None], piece, window), start, axis=1
+                arena, jnp.where(real[:, None], part, window), start, axis=1
             )
 
         return jax.tree.map(written, arenas, new)
@@ -312,6 +327,6 @@ def _write(
 
 
 def whole_tiles(tokens: int) -> int:
-    """The largest arena of so many tokens at most that backends read well."""
+    """The largest arena of at most `tokens` tokens that backends read well."""
     tile = LARGE_TILE if tokens >= 4 * LARGE_TILE else ALIGNMENT if tokens >= ALIGNMENT else 1
     return tokens - tokens % tile

@@ -1,9 +1,9 @@
-"""The prefix tree: which runs of tokens have their keys and values where, and who may still need
-them (Hydragen section 5's wish).
+"""The prefix tree: cached runs of tokens, their keys and values, and the requests that use them
+(Hydragen section 5's wish).
 
-A radix tree over tokens. A call takes what it finds of its tokens, from the root on, and writes the
-rest into a node of its own, which others find as it grows. A node is cut where a call leaves it in
-the middle; nothing is copied then.
+A radix tree over tokens. A request uses the cached prefix of its tokens and writes the rest into a
+node of its own, which others match while it grows. A node is split where a request parts from it;
+nothing is copied then.
 """
 
 import dataclasses
@@ -16,26 +16,26 @@ import numpy as np
 from jaxshare.serving.kvcache.policy import Policy, Segment, prefix_hash
 from jaxshare.serving.kvcache.pool import Extent, HostCopy, Pool
 
-LEAST_PIECE = 16
-"""So many tokens that calls have in common are worth waiting for, and a block of their own."""
+MIN_SHARED_TOKENS = 16
+"""The fewest common tokens that are worth waiting for, and a block of their own."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Node:
-    """A run of tokens behind those of its parent.
+    """A run of tokens after those of its parent.
 
     Attributes:
-      tokens: int32; of a node that is being written those to come, too.
-      parent: None for the root, and for what has left the tree.
-      children: by their first token, those that have none yet under -1. Siblings that have less in
-        common than is worth a node of its own stay as they are.
-      extent: where its keys and values are on the accelerator, or None.
-      copy: of them in host memory, or None.
-      users: calls under way whose tokens go through it.
-      writing: whether a call still writes to it.
-      fresh: whether it may hold what a sibling holds, too, since it was begun before that was
-        known.
-      segment: what policies see of it.
+      tokens: int32; while the node is written, tokens that are not cached yet, too.
+      parent: None for the root, and for nodes that have left the tree.
+      children: by their first token; those without tokens under -1. Siblings with fewer common
+        tokens than are worth a node of their own stay as they are.
+      extent: its keys and values on the accelerator, or None.
+      copy: its keys and values in host memory, or None.
+      ref_count: running requests whose tokens go through it.
+      writing: whether a request still writes to it.
+      unmerged: whether it may hold tokens that a sibling holds, too, because it was created before
+        they were compared.
+      segment: the node as policies see it.
     """
 
     tokens: np.ndarray
@@ -44,107 +44,107 @@ class Node:
     children: "dict[int, list[Node]]" = dataclasses.field(default_factory=dict)
     extent: Extent | None = None
     copy: HostCopy | None = None
-    users: int = 0
+    ref_count: int = 0
     writing: bool = False
-    fresh: bool = True
+    unmerged: bool = True
 
     @property
-    def first(self) -> int:
+    def first_token(self) -> int:
         """Its first token; -1 where it has none."""
         return int(self.tokens[0]) if len(self.tokens) else -1
 
     @property
-    def known(self) -> int:
-        """Tokens whose keys and values are there."""
+    def num_cached(self) -> int:
+        """Tokens whose keys and values are cached."""
         return self.extent.length if self.extent else self.copy.tokens if self.copy else 0
 
     @property
-    def may_leave(self) -> bool:
-        """Whether it is on the accelerator, and neither a call nor a node below it needs it
-        there."""
+    def evictable(self) -> bool:
+        """Whether it is on the accelerator, used by no request, and no child is there."""
         return bool(
             self.extent
             and self.extent.length
-            and not self.users
-            and not any(child.extent for child in self.offspring())
+            and not self.ref_count
+            and not any(child.extent for child in self.child_nodes())
         )
 
     def path(self) -> "list[Node]":
-        """From the root's child to this."""
+        """The nodes from the root's child to this one."""
         path, node = [], self
         while node.parent is not None:
             path.append(node)
             node = node.parent
         return path[::-1]
 
-    def offspring(self) -> "list[Node]":
-        """Its children."""
-        return [child for alike in self.children.values() for child in alike]
+    def child_nodes(self) -> "list[Node]":
+        """Its children as a list."""
+        return [child for siblings in self.children.values() for child in siblings]
 
-    def adopt(self, child: "Node") -> None:
-        """Makes a node its child."""
+    def attach(self, child: "Node") -> None:
+        """Adds a child."""
         child.parent = self
-        self.children.setdefault(child.first, []).append(child)
+        self.children.setdefault(child.first_token, []).append(child)
 
-    def leave(self) -> None:
-        """Leaves its parent."""
+    def detach(self) -> None:
+        """Takes the node out of its parent's children."""
         assert self.parent is not None
-        alike = self.parent.children[self.first]
-        alike.remove(self)
-        if not alike:
-            del self.parent.children[self.first]
+        siblings = self.parent.children[self.first_token]
+        siblings.remove(self)
+        if not siblings:
+            del self.parent.children[self.first_token]
         self.parent = None
 
-    def become(self, tokens: np.ndarray) -> None:
-        """Has these tokens from now on."""
+    def set_tokens(self, tokens: np.ndarray) -> None:
+        """Sets the tokens, with a new end but the same beginning, and the segment's sizes."""
         parent, more = self.parent, len(tokens) - len(self.tokens)
         assert parent is not None
-        found = bool(len(tokens)) == bool(len(self.tokens))  # where it was
-        if not found:
-            self.leave()
+        same_key = bool(len(tokens)) == bool(len(self.tokens))
+        if not same_key:
+            self.detach()
         self.tokens = tokens
         self.segment.tokens += more
         self.segment.depth += more
-        if not found:
-            parent.adopt(self)
+        if not same_key:
+            parent.attach(self)
 
-    def below(self) -> "Iterator[Node]":
-        """This and all below it."""
+    def subtree(self) -> "Iterator[Node]":
+        """This node and all nodes below it."""
         stack = [self]
         while stack:
             yield (node := stack.pop())
-            stack += node.offspring()
+            stack += node.child_nodes()
 
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """What a call finds of its tokens.
+    """The cached prefix of a request's tokens.
 
     Attributes:
-      node: the last node on the way of which it uses something; the root for none.
-      within: how many of that node's tokens.
-      tokens: how many in all.
-      coming: how many more of them will be there once a call that is under way has got to them.
+      node: the last node that it goes through; the root for none.
+      node_tokens: how many of that node's tokens belong to it.
+      tokens: its length.
+      in_flight: tokens after it that a running request is about to write.
     """
 
     node: Node
-    within: int
+    node_tokens: int
     tokens: int
-    coming: int
+    in_flight: int
 
 
 class PrefixTree:
-    """The nodes, and what of them is on the accelerator and in host memory.
+    """The nodes, and their tokens on the accelerator and in host memory.
 
     Args:
       pool: the accelerator's memory.
-      policy: says what leaves first.
-      host_tokens: that may be kept in host memory.
+      policy: the order of eviction.
+      host_tokens: the capacity of host memory.
 
     Attributes:
-      now: the number of the call that was admitted last.
-      evicted: tokens that have left the accelerator, and of those `swapped` that went to host
-        memory; dropped: that are nowhere any more.
+      now: the number of the request that was admitted last.
+      host_used: tokens in host memory.
+      evicted: tokens that have left the accelerator; swapped: those of them that went to host
+        memory; dropped: tokens that are in no memory any more.
     """
 
     def __init__(self, pool: Pool, policy: Policy, host_tokens: int):
@@ -153,194 +153,212 @@ class PrefixTree:
         self.now = 0
         self.host_used = self.evicted = self.swapped = self.dropped = 0
 
-    def match(self, tokens: np.ndarray, most: int) -> Match:
-        """What is known of the first `most` of these tokens."""
-        node, within, at = self.root, 0, 0
-        while at < most:
-            best, known, coming = None, 0, 0
-            for child in node.children.get(int(tokens[at]), ()):
-                common = _common(child.tokens, tokens[at:most])
-                if (there := min(common, child.known)) > known:
-                    best, known = child, there
-                coming = max(coming, common if child.writing else 0)
-            if coming > known or best is None:
-                return Match(best or node, known or within, at + known, coming - known)
-            node, within, at = best, known, at + known
-            if known < len(best.tokens):
+    def match(self, tokens: np.ndarray, max_tokens: int) -> Match:
+        """Matches the first `max_tokens` of these tokens."""
+        node, node_tokens, matched = self.root, 0, 0
+        while matched < max_tokens:
+            best, cached, in_flight = None, 0, 0
+            for child in node.children.get(int(tokens[matched]), ()):
+                common = _common_prefix(child.tokens, tokens[matched:max_tokens])
+                if (usable := min(common, child.num_cached)) > cached:
+                    best, cached = child, usable
+                in_flight = max(in_flight, common if child.writing else 0)
+            if in_flight > cached or best is None:
+                return Match(
+                    best or node, cached or node_tokens, matched + cached, in_flight - cached
+                )
+            node, node_tokens, matched = best, cached, matched + cached
+            if cached < len(best.tokens):
                 break
-        return Match(node, within, at, 0)
+        return Match(node, node_tokens, matched, 0)
 
-    def cut(self, node: Node, at: int) -> Node:
-        """Makes two of a node: what is returned has its first `at` tokens, all of them known, and
-        the node itself the rest. Of a node that is being written that may be nothing yet."""
+    def split(self, node: Node, length: int) -> Node:
+        """Splits a node.
+
+        Returns:
+          A new node of its first `length` tokens, all of them cached; the node itself becomes the
+            rest, which may be empty while it is written.
+        """
         assert (
             node.parent is not None
-            and 0 < at <= node.known
-            and (at < len(node.tokens) or node.writing)
+            and 0 < length <= node.num_cached
+            and (length < len(node.tokens) or node.writing)
         )
         old, parent = node.segment, node.parent
         segment = dataclasses.replace(
-            old, tokens=at, depth=old.depth - old.tokens + at, owners=dict(old.owners), end=b""
+            old,
+            tokens=length,
+            depth=old.depth - old.tokens + length,
+            owners=dict(old.owners),
+            prefix_hash=b"",
         )
-        head = Node(node.tokens[:at], None, segment, users=node.users, fresh=node.fresh)
+        head = Node(
+            node.tokens[:length], None, segment, ref_count=node.ref_count, unmerged=node.unmerged
+        )
         if node.extent:
-            head.extent = self.pool.fork(node.extent, at)
+            head.extent = self.pool.split(node.extent, length)
         if node.copy:
-            head.copy, node.copy = node.copy.fork(at)
-        node.leave()
-        node.tokens = node.tokens[at:]
-        parent.adopt(head)
-        head.adopt(node)
-        old.tokens -= at
-        segment.end = _digest(head)
+            head.copy, node.copy = node.copy.split(length)
+        node.detach()
+        node.tokens = node.tokens[length:]
+        parent.attach(head)
+        head.attach(node)
+        old.tokens -= length
+        segment.prefix_hash = _path_hash(head)
         self.policy.split(head.segment, old)
         return head
 
-    def append(self, parent: Node, tokens: np.ndarray, extent: Extent) -> Node:
-        """A new node that is to be written, by a call that is to `use` it."""
+    def add(self, parent: Node, tokens: np.ndarray, extent: Extent) -> Node:
+        """Adds a node that is to be written, by a request that is to `use` it."""
         segment = Segment(len(tokens), b"", parent.segment.depth + len(tokens), {})
         node = Node(tokens, None, segment, extent=extent, writing=True)
-        parent.adopt(node)
+        parent.attach(node)
         return node
 
-    def extend(self, node: Node, tokens: Sequence[int]) -> None:
-        """More tokens are to be written to a node."""
-        node.become(np.concatenate([node.tokens, np.asarray(tokens, np.int32)]))
+    def append_tokens(self, node: Node, tokens: Sequence[int]) -> None:
+        """Appends tokens that are to be written to a node."""
+        node.set_tokens(np.concatenate([node.tokens, np.asarray(tokens, np.int32)]))
 
-    def shorten(self, node: Node) -> np.ndarray:
-        """Takes off a node's tokens what is not written: that."""
-        behind = node.tokens[node.known :]
-        node.become(node.tokens[: node.known])
-        return behind
+    def remove_unwritten(self, node: Node) -> np.ndarray:
+        """Removes the tokens of a node that are not cached, and returns them."""
+        unwritten = node.tokens[node.num_cached :]
+        node.set_tokens(node.tokens[: node.num_cached])
+        return unwritten
 
-    def follow(self, node: Node, extent: Extent) -> Node:
-        """Who writes a node goes on in another extent: the node that is written now."""
-        if not node.known:
+    def continue_in(self, node: Node, extent: Extent) -> Node:
+        """Continues a node being written in another extent; returns the node to write."""
+        if not node.num_cached:
             assert node.extent is not None
             self.pool.give_back(node.extent)
             node.extent = extent
             return node
-        after = self.append(node, self.shorten(node), extent)
-        node.writing, after.users = False, 1
-        return after
+        successor = self.add(node, self.remove_unwritten(node), extent)
+        node.writing, successor.ref_count = False, 1
+        return successor
 
     def finish(self, node: Node) -> None:
-        """A call has ended that has written a node, and was counted off: gives back what it has not
-        used, and what is known twice."""
+        """Ends the writing of a node whose request no longer counts in `ref_count`.
+
+        Frees unused capacity and removes duplicates.
+        """
         assert node.extent is not None
         node.writing = False
-        self.shorten(node)
-        self.pool.trim(node.extent)
+        self.remove_unwritten(node)
+        self.pool.shrink(node.extent)
         path = node.path()
         if not len(node.tokens):
-            node.leave()
-            self.policy.gone(node.segment)
+            node.detach()
+            self.policy.evicted(node.segment)
         for each in path:
-            if each.fresh and len(each.tokens):
-                each.segment.end = _digest(each)
-                self._settle(each)
+            if each.unmerged and len(each.tokens):
+                each.segment.prefix_hash = _path_hash(each)
+                self._merge_duplicates(each)
 
-    def _settle(self, node: Node) -> None:
-        """What a node holds that a sibling holds, too, is held once from now on."""
+    def _merge_duplicates(self, node: Node) -> None:
+        """Merges the beginning of a node with siblings that hold the same tokens."""
         while True:
             assert node.parent is not None
-            alike = [twin for twin in node.parent.children[int(node.tokens[0])] if twin is not node]
-            common, twin = max(
+            siblings = [twin for twin in node.parent.children[node.first_token] if twin is not node]
+            common, index = max(
                 (
-                    (min(_common(twin.tokens, node.tokens), twin.known), i)
-                    for i, twin in enumerate(alike)
+                    (min(_common_prefix(twin.tokens, node.tokens), twin.num_cached), i)
+                    for i, twin in enumerate(siblings)
                 ),
                 default=(0, 0),
             )
-            if common < min(LEAST_PIECE, len(node.tokens)):
+            if common < min(MIN_SHARED_TOKENS, len(node.tokens)):
                 break
-            twin = alike[twin]
-            twin = self.cut(twin, common) if common < len(twin.tokens) or twin.writing else twin
-            head = self.cut(node, common) if common < len(node.tokens) else node
-            self._absorb(head, twin)
+            twin = siblings[index]
+            twin = self.split(twin, common) if common < len(twin.tokens) or twin.writing else twin
+            head = self.split(node, common) if common < len(node.tokens) else node
+            self._merge_into(head, twin)
             if head is node:
                 return
-        node.fresh = False
+        node.unmerged = False
 
-    def _absorb(self, node: Node, twin: Node) -> None:
-        """A node goes; another one with the same tokens takes its place."""
+    def _merge_into(self, node: Node, twin: Node) -> None:
+        """Replaces a node by another one with the same tokens."""
         assert node.extent is not None
-        node.leave()
+        node.detach()
         if twin.extent:
             self.pool.give_back(node.extent)
         else:
             twin.extent = node.extent
-            self._forget_copy(twin)
-        twin.users += node.users
-        for child in node.offspring():
-            child.leave()
-            twin.adopt(child)
+            self._drop_copy(twin)
+        twin.ref_count += node.ref_count
+        for child in node.child_nodes():
+            child.detach()
+            twin.attach(child)
         for owner, count in node.segment.owners.items():
             twin.segment.owners[owner] = twin.segment.owners.get(owner, 0) + count
         node.extent = None
-        self.policy.gone(node.segment)
-        self.policy.used(twin.segment, self.now)  # by these, too
+        self.policy.evicted(node.segment)
+        self.policy.touched(twin.segment, self.now)  # by the node's owners, too
 
     def use(self, node: Node, agent: str, priority: int) -> None:
-        """A call is admitted, and goes through a node and all above it."""
+        """Counts an admitted request for a node and its path."""
         for each in node.path():
-            each.users += 1
+            each.ref_count += 1
             segment = each.segment
-            segment.last_used, segment.uses, segment.priority = (
-                self.now,
-                segment.uses + 1,
-                max(segment.priority, priority),
-            )
+            segment.last_used = self.now
+            segment.uses += 1
+            segment.priority = max(segment.priority, priority)
             segment.owners[agent] = segment.owners.get(agent, 0) + 1
-            self.policy.used(segment, self.now)
+            self.policy.touched(segment, self.now)
         self.now += 1
 
-    # What leaves.
+    # Eviction.
 
-    def make_room(self, wanted: int, worth_a_copy: bool) -> bool:
-        """Lets nodes leave the accelerator until so many tokens are free: the least valuable first,
-        of those that nobody uses and that have none below them there; False if none leaves.
+    def evict(self, tokens: int, worth_a_copy: bool) -> bool:
+        """Evicts nodes in the policy's order until this many tokens are free.
+
+        Only nodes are evicted that no request uses and that have no child on the accelerator.
 
         Args:
-          wanted: tokens; of a node that is more than twice as large the first part stays.
-          worth_a_copy: whether fetching a copy is cheaper than reading the tokens in again.
-        """
-        if self.pool.free >= wanted:
-            return False
-        leaving = [
-            (self.policy.rank(node.segment, self.now), n, node)
-            for n, node in enumerate(self.root.below())
-            if node.may_leave
-        ]
-        heapq.heapify(leaving)
-        numbers, left = itertools.count(-1, -1), False
-        while leaving and self.pool.free < wanted:
-            _, _, node = heapq.heappop(leaving)
-            above, left = node.parent, True
-            # The end of a long run is the least useful part of it: what begins it may begin other
-            # calls, too. But what is cut often is in many pieces, and so is what is free.
-            if len(node.tokens) > 2 * wanted:
-                above = self.cut(node, len(node.tokens) - wanted)
-            self.leave(node, worth_a_copy)
-            if above and above.may_leave:
-                heapq.heappush(
-                    leaving, (self.policy.rank(above.segment, self.now), next(numbers), above)
-                )
-        return left
+          tokens: to be free; of a node more than twice as large the first part stays.
+          worth_a_copy: whether fetching a copy is cheaper than computing the tokens again.
 
-    def idle(self) -> int:
-        """Tokens on the accelerator that nobody uses."""
+        Returns:
+          False if no node was evicted.
+        """
+        if self.pool.free >= tokens:
+            return False
+        candidates = [
+            (self.policy.rank(node.segment, self.now), n, node)
+            for n, node in enumerate(self.root.subtree())
+            if node.evictable
+        ]
+        heapq.heapify(candidates)
+        numbers, evicted = itertools.count(-1, -1), False
+        while candidates and self.pool.free < tokens:
+            _, _, node = heapq.heappop(candidates)
+            above, evicted = node.parent, True
+            # The end of a long run is its least useful part, since its beginning may begin other
+            # requests, too. But each split leaves smaller pieces, and so smaller free runs.
+            if len(node.tokens) > 2 * tokens:
+                above = self.split(node, len(node.tokens) - tokens)
+            self.evict_node(node, worth_a_copy)
+            if above and above.evictable:
+                rank = self.policy.rank(above.segment, self.now)
+                heapq.heappush(candidates, (rank, next(numbers), above))
+        return evicted
+
+    def unused_tokens(self) -> int:
+        """Tokens on the accelerator that no request uses."""
         return sum(
-            node.extent.length for node in self.root.below() if node.extent and not node.users
+            node.extent.length for node in self.root.subtree() if node.extent and not node.ref_count
         )
 
-    def leave(self, node: Node, worth_a_copy: bool) -> None:
-        """Takes a node off the accelerator: to host memory if it is worth it and there is room, or
-        away."""
-        assert node.extent is not None and not node.users
+    def evict_node(self, node: Node, worth_a_copy: bool) -> None:
+        """Takes a node off the accelerator.
+
+        It goes to host memory if it is worth a copy and host memory has space, and is dropped
+        otherwise.
+        """
+        assert node.extent is not None and not node.ref_count
         tokens = node.extent.length
         self.evicted += tokens
-        if worth_a_copy and self._make_host_room(tokens):
+        if worth_a_copy and self._evict_host(tokens):
             node.copy = self.pool.read(node.extent)
             self.host_used += tokens
             self.swapped += tokens
@@ -350,14 +368,15 @@ class PrefixTree:
             self.dropped += tokens
             self._remove(node)
 
-    def _make_host_room(self, tokens: int) -> bool:
+    def _evict_host(self, tokens: int) -> bool:
+        """Drops copies until host memory has space for `tokens`; False if that is impossible."""
         if tokens > self.host_tokens:
             return False
         while self.host_used + tokens > self.host_tokens:
             copies = [
                 node
-                for node in self.root.below()
-                if node.copy and not node.children and not node.users
+                for node in self.root.subtree()
+                if node.copy and not node.children and not node.ref_count
             ]
             if not copies:
                 return False
@@ -366,35 +385,34 @@ class PrefixTree:
             self._remove(node)
         return True
 
-    def fetch(self, node: Node, extent: Extent) -> None:
-        """Brings a node from host memory into an empty extent of its size."""
+    def swap_in(self, node: Node, extent: Extent) -> None:
+        """Fetches a node from host memory into an empty extent of its size."""
         assert node.copy is not None
         self.pool.write(extent, node.copy)
         node.extent = extent
-        self._forget_copy(node)
+        self._drop_copy(node)
 
-    def _forget_copy(self, node: Node) -> None:
+    def _drop_copy(self, node: Node) -> None:
         if node.copy:
             self.host_used -= node.copy.tokens
             node.copy = None
 
     def _remove(self, node: Node) -> None:
-        """Takes a node that is nowhere any more out of the tree, and the copies below it, which are
-        of no use without it."""
+        """Removes a node that is in no memory, and the copies below it, useless without it."""
         assert node.extent is None
-        for lost in node.below():
+        for lost in node.subtree():
             self.dropped += lost.copy.tokens if lost.copy and lost is not node else 0
-            self._forget_copy(lost)
-            self.policy.gone(lost.segment)
-        node.leave()
+            self._drop_copy(lost)
+            self.policy.evicted(lost.segment)
+        node.detach()
 
 
-def _digest(node: Node) -> bytes:
+def _path_hash(node: Node) -> bytes:
     return prefix_hash(np.concatenate([each.tokens for each in node.path()]))
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two runs have in common from the beginning."""
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """The number of leading tokens that two runs have in common."""
     length = min(len(a), len(b))
     differ = a[:length] != b[:length]
     return int(differ.argmax()) if differ.any() else length

@@ -1,8 +1,8 @@
-"""What an attention layer's decode pass costs on a device, as a linear model. It decides when
-sharing a block pays (`folding.arrange`).
+"""The cost of an attention layer's decode pass on a device, as a linear model. It decides when
+sharing a block pays (`sharing_plan.plan_sharing`).
 
-A block that many rows read together is read once, and costs arithmetic for each of them; a block of
-a row's own is read by that row alone (Hydragen section 3). The first wins for long blocks with many
+A block that many rows read together is read once, and costs arithmetic for each of them; a row's
+own block is read by that row alone (Hydragen section 3). The first wins for long blocks with many
 rows, the second for short ones with few.
 """
 
@@ -30,11 +30,12 @@ PRIVATE_TILE = 128
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Microseconds of one attention layer in a pass that brings one new token a row. A tile that is
-    not full costs as much as a full one.
+    """Microseconds of one attention layer in a pass of one new token per row.
+
+    A tile that is not full costs as much as a full one.
 
     Attributes:
-      shared_start: once, if any block at all is read together: a loop and a merge more.
+      shared_start: once, if any block is read together: one more loop and merge.
       shared_tile: for each tile of a block that is read together, whatever the number of rows.
       shared_token_row: for each token of such a tile and each row that reads it.
       private_row: for each row, before it reads the first tile of its own block.
@@ -61,17 +62,17 @@ class Costs:
                 )
 
     def shared[T: (float, np.ndarray)](self, tokens: T, rows: int) -> T:
-        """One block of so many tokens that so many rows read together, `shared_start` aside."""
+        """The cost of one block that `rows` rows read together, without `shared_start`."""
         return -(-tokens // SHARED_TILE) * (
             self.shared_tile + SHARED_TILE * rows * self.shared_token_row
         )
 
     def private[T: (float, np.ndarray)](self, tokens: T) -> T:
-        """One row's own block of so many tokens."""
+        """The cost of one row's own block."""
         return self.private_row + -(-tokens // PRIVATE_TILE) * self.private_tile
 
     def as_json(self) -> dict[str, float]:
-        """Plain data: each cost by its name."""
+        """The costs as plain data: each by its name."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -100,16 +101,16 @@ class Costs:
 DEFAULT = Costs(
     shared_start=71, shared_tile=121, shared_token_row=0.028, private_row=12, private_tile=12
 )
-"""Of two CPU cores, measured with 8 heads and 4 kv heads of dimension 64 in bfloat16: for a CPU
-that has not been calibrated."""
+"""Costs of two CPU cores, measured with 8 heads and 4 kv heads of dimension 64 in bfloat16: for a
+CPU that has not been calibrated."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """One layer's attention, on one device.
+    """The shape of one layer's attention, on one device.
 
     Attributes:
-      heads, kv_heads: that the device has.
+      heads, kv_heads: on the device.
       head_dim: D.
       itemsize: bytes of one number in the cache.
     """
@@ -122,13 +123,13 @@ class AttentionShape:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCosts:
-    """An accelerator by its data sheet.
+    """The rates of an accelerator by its data sheet.
 
     Attributes:
       memory: bytes/s.
       products: FLOP/s of the matrix units in bfloat16 (float16 where there is no bfloat16), without
         sparsity.
-      units: multiprocessors, or cores, that work side by side.
+      units: multiprocessors, or cores, that work in parallel.
     """
 
     memory: float
@@ -136,13 +137,12 @@ class DeviceCosts:
     units: int
 
     def costs(self, shape: AttentionShape) -> Costs:
-        """What a roofline predicts of one layer's attention of this shape, in a pass that is
-        limited by memory or by products alone.
+        """Costs by a roofline, for a pass that is limited by memory or by products alone.
 
-        As benchmarks/roofline.md reckons for the H200: copies reach 90 % of the data sheet's rate;
-        products of attention, whose softmax is hidden in part, reach 55 %; a block of one row is
-        multiplied in tiles of 64 queries, most of them padding, at 72 %; a piece of work ends in 1
-        us on its unit, and reading the results of a further block takes the merge 1 us.
+        The numbers are those of benchmarks/roofline.md for the H200: copies reach 90 % of the data
+        sheet's rate; products of attention, whose softmax is hidden in part, reach 55 %; a block of
+        one row is multiplied in tiles of 64 queries, most of them padding, at 72 %; a work item
+        ends in 1 us on its unit, and the merge reads the results of one more block in 1 us.
         """
         token = 2 * shape.kv_heads * shape.head_dim * shape.itemsize
         narrow = 1 if shape.itemsize <= 2 else _WIDE
@@ -165,14 +165,14 @@ class DeviceCosts:
 
 
 _COPIES, _PRODUCTS, _ATTENTION = 0.90, 0.72, 0.55
-"""The parts of the data sheet's rates that copies, large products, and products with a softmax
+"""The shares of the data sheet's rates that copies, large products, and products with a softmax
 between them reach."""
 _PADDED = 64
-"""Queries that a tile is multiplied with at least."""
+"""The fewest queries that a tile is multiplied with."""
 _PIECE, _MERGE = 1e-6, 1e-6
-"""Seconds: the end of a piece of work on its unit; the merge of one more block."""
+"""Seconds: the end of a work item on its unit; the merge of one more block."""
 _WIDE = 16
-"""How many times longer products of float32 take than those of bfloat16: they are not made by the
+"""Products of float32 take this many times longer than those of bfloat16: they do not use the
 matrix units."""
 
 DEVICES: Mapping[str, DeviceCosts] = {
@@ -202,24 +202,23 @@ DEVICES: Mapping[str, DeviceCosts] = {
     "Tesla V100": DeviceCosts(0.9e12, 125e12, 80),
     "Tesla T4": DeviceCosts(0.32e12, 65e12, 40),
 }
-"""Data sheets, by what the name starts with that JAX gives the device (`device_kind`); the longest
-that fits counts. A family (RTX 30, RTX 40, RTX 50, RTX A) has its largest card here: a smaller one
-has less of everything in about the same proportion, which is what decides."""
+"""Data sheets by the beginning of JAX's name of the device (`device_kind`); the longest match
+counts. A family (RTX 30, RTX 40, RTX 50, RTX A) has its largest card here: a smaller one has less
+of everything in about the same proportion, and only proportions decide."""
 OTHER_DEVICE = "NVIDIA A100"
-"""The entry that an accelerator has which is not in the table: 153 FLOP a byte, amid what there is
-(H200: 206, RTX 3090: 76, L4: 403)."""
+"""The entry for an accelerator that is not in the table: 153 FLOP per byte, in the middle of the
+table (H200: 206, RTX 3090: 76, L4: 403)."""
 
 
 def predicted(kind: str, shape: AttentionShape) -> tuple[Costs, str]:
-    """The costs of a device that has not been calibrated, and the entry of the table that they come
-    from.
+    """The costs of a device that has not been calibrated, and their entry of the table.
 
     Args:
-      kind: what JAX calls the device.
+      kind: JAX's name of the device.
       shape: of one layer's attention on it.
 
     Returns:
-      `DEFAULT` and "cpu" for a CPU; for any other device what a roofline predicts, from its own
+      `DEFAULT` and "cpu" for a CPU; for any other device the costs by a roofline, from its own
         entry or from `OTHER_DEVICE`.
     """
     if kind.lower() == "cpu":
@@ -229,8 +228,7 @@ def predicted(kind: str, shape: AttentionShape) -> tuple[Costs, str]:
 
 
 def _begins(kind: str, name: str) -> bool:
-    """Whether a device's kind begins with this name, and does not go on in the middle of a word: an
-    L40 is no L4."""
+    """Whether a device's kind begins with this name as whole words: an L40 is no L4."""
     rest = kind[len(name) :]
     return kind.startswith(name) and (
         not rest[:1].isalnum() or name[-1:] == "A" or name.startswith("NVIDIA GeForce")
@@ -239,18 +237,18 @@ def _begins(kind: str, name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """Costs, and where they come from, in words that end a sentence."""
+    """Costs, and their source in words that end a sentence."""
 
     costs: Costs
     source: str
 
 
 def choose(model: LoadedModel, file: Path | None = None) -> Chosen:
-    """What was measured for this device and the model's shape; or for this device at all; or else
-    what is predicted of the device (`costs.predicted`).
+    """The costs measured for this device and the model's shape; else those for this device and
+    another shape; else those of `predicted`.
 
     Warns:
-      UserWarning: a file of measurements that cannot be read.
+      UserWarning: the file of measurements cannot be read.
     """
     file, kind, shape = file or costs_file(), _device(), _shape(model.config, model)
     try:
@@ -267,7 +265,7 @@ def choose(model: LoadedModel, file: Path | None = None) -> Chosen:
     except (OSError, ValueError, AttributeError) as error:
         warnings.warn(
             f"the costs in {file} cannot be read ({error}); defaults are used until `jaxshare "
-            "calibrate` writes it anew",
+            "calibrate` writes it again",
             stacklevel=2,
         )
     c, tensor = model.config, axis_size(model.mesh, TENSOR)
@@ -277,43 +275,43 @@ def choose(model: LoadedModel, file: Path | None = None) -> Chosen:
             c.num_heads // tensor, c.num_kv_heads // tensor, c.head_dim, cache_dtype(model).itemsize
         ),
     )
-    known = (
+    source = (
         "of two CPU cores"
         if entry == "cpu"
         else f"that a roofline predicts for {entry}"
         + ("" if kind.startswith(entry) else f", since {kind} is not in the table")
     )
-    return Chosen(costs, f"{known}; `jaxshare calibrate` measures this device")
+    return Chosen(costs, f"{source}; `jaxshare calibrate` measures this device")
 
 
 def load_costs(model: LoadedModel, file: Path | None = None) -> Costs:
-    """The costs of `choose`."""
+    """The costs that `choose` gives."""
     return choose(model, file).costs
 
 
 def save_costs(model: LoadedModel, costs: Costs, file: Path | None = None) -> Path:
-    """Keeps the costs for this device and the model's shape; returns where.
+    """Writes the costs for this device and the model's shape; returns the file.
 
     Raises:
       OSError: the file cannot be written.
     """
     file = file or costs_file()
     try:
-        known = json.loads(file.read_text(encoding="utf-8"))
+        saved = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        known = {}
-    known = known if isinstance(known, dict) else {}
-    shapes = known.get(_device())
-    known[_device()] = {
+        saved = {}
+    saved = saved if isinstance(saved, dict) else {}
+    shapes = saved.get(_device())
+    saved[_device()] = {
         **(shapes if isinstance(shapes, dict) else {}),
         _shape(model.config, model): costs.as_json(),
     }
-    write_json(file, known)
+    write_json(file, saved)
     return file
 
 
 def costs_file() -> Path:
-    """Where costs are kept: the user's cache folder, or $JAXSHARE_CACHE."""
+    """The file of measured costs, in the user's cache folder or $JAXSHARE_CACHE."""
     return cache_folder() / "costs.json"
 
 
@@ -322,4 +320,5 @@ def _device() -> str:
 
 
 def _shape(config: ModelConfig, model: LoadedModel) -> str:
-    return f"{config.num_heads} heads, {config.num_kv_heads} kv heads, dim {config.head_dim}, {cache_dtype(model).name}"
+    heads = f"{config.num_heads} heads, {config.num_kv_heads} kv heads"
+    return f"{heads}, dim {config.head_dim}, {cache_dtype(model).name}"

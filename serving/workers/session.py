@@ -79,7 +79,7 @@ class Workers(SessionView):
     Raises:
       ValueError: no workers, empty or repeated names, numbers out of range, an invalid layout, a
         prompt that does not fit the context, or a tokenizer that cannot write the separator.
-      TooLongError, EngineError, ClosedError: as `Engine.invite`, for a session on an engine.
+      TooLongError, EngineError, ClosedError: as `Engine.lease`, for a session on an engine.
 
     Attributes:
       kind: of answers; see `SessionView` for the others.

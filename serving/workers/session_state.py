@@ -122,7 +122,7 @@ class SessionState:
         if self.lease is None:
             yield
             return
-        with self.lease.turn():
+        with self.lease.exclusive():
             self.keep(self.lease.attach(self.state.cache))
             try:
                 yield

@@ -123,7 +123,7 @@ def create_session(
     loaded, model = model, model.for_context(context)
     capacities = [plan.sizes.get(block, 0) for block in plan.roster.blocks]
     recorder = Recorder(len(capacities), capacities) if settings["record"] else None
-    lease = engine.invite(capacities) if engine else None
+    lease = engine.lease(capacities) if engine else None
     cache, growth, prefill_seconds = _fill_cache(model, plan, capacities, recorder, lease)
     sampler = _with_forbidden(settings["sampler"], model, format, settings["stop_on"])
     rows = plan.roster.device_layout
@@ -258,7 +258,7 @@ def _fill_cache(
     Returns:
       The cache, the extents of its blocks, and the seconds of the passes without compilation.
     """
-    with lease.turn() if lease else contextlib.nullcontext():
+    with lease.exclusive() if lease else contextlib.nullcontext():
         cache = (
             lease.attach()
             if lease

@@ -1,4 +1,4 @@
-"""Saved engines: what a restored one knows, and that it answers as the one that was saved, with
+"""Saved engines: a restored engine has the cached tokens and the outputs of the saved one, with
 memory of any size, on any devices."""
 
 import random
@@ -31,7 +31,7 @@ __all__ = ["small_pieces"]  # the fixture
 
 
 class Stepped(SteppedEngine):
-    """Of any model; it can be shut down, since no thread is at work."""
+    """An engine of any model that can be shut down, since no thread runs."""
 
     def __init__(self, tokens: int = 256, host: int = 0, model: LoadedModel = MODEL, **more):
         Engine.__init__(
@@ -65,15 +65,15 @@ def asked(engine: Stepped, prompts=PROMPTS, **more) -> list:
 
 
 def tree(engine: Stepped) -> dict[tuple[int, ...], dict]:
-    """What is known: for each node, by all tokens to its end, its keys and values and what policies
-    see."""
-    memory, repeats = engine._loop.memory, engine.model.kv_repeats
+    """The cached tokens: for each node, by all tokens to its end, its keys and values and its
+    segment."""
+    memory, repeats = engine._scheduler.kv, engine.model.kv_repeats
     found = {}
-    for node in memory.tree.root.below():
-        if node is memory.tree.root or not node.known:
+    for node in memory.tree.root.subtree():
+        if node is memory.tree.root or not node.num_cached:
             continue
         copy = node.copy or memory.pool.read(node.extent)
-        tokens = tuple(int(t) for each in node.path() for t in each.tokens[: each.known])
+        tokens = tuple(int(t) for each in node.path() for t in each.tokens[: each.num_cached])
         segment = node.segment
         found[tokens] = {
             "where": "host" if node.copy else "device",
@@ -82,7 +82,7 @@ def tree(engine: Stepped) -> dict[tuple[int, ...], dict]:
             "phase": copy.phase,
             "owners": segment.owners,
             "used": (segment.last_used, segment.uses, segment.priority),
-            "end": segment.end,
+            "end": segment.prefix_hash,
             "sizes": (segment.tokens, segment.depth),
         }
     return found
@@ -101,11 +101,11 @@ def test_a_restored_engine_knows_what_the_saved_one_knew_and_answers_alike(tmp_p
         asked(before)
         asked(before, PROMPTS[:2], sampler=WARM)
         assert before.save(tmp_path, wait=True) == 1
-        known = sum(len(node.tokens) for node in before._loop.memory.tree.root.below())
+        known = sum(len(node.tokens) for node in before._scheduler.kv.tree.root.subtree())
         assert after.restore(tmp_path) == known > 100
         same(tree(before), tree(after))
         check_memory(after)
-        # Seeds that are not given follow from how often the same was asked before.
+        # Derived seeds depend on the number of earlier requests with the same prompt.
         expected, found = (asked(engine, PROMPTS, sampler=WARM) for engine in (before, after))
         assert (
             [c.tokens for c in found]
@@ -123,7 +123,7 @@ def test_a_save_in_the_midst_of_calls_has_what_they_have_got_to(tmp_path):
         streams = [before.submit(prompt, max_new_tokens=12) for prompt in PROMPTS]
         for _ in range(4):
             before.step()
-        assert any(stream._state.done is None for stream in streams)
+        assert any(stream._state.output is None for stream in streams)
         before.save(tmp_path)
         before.settle()
         before.save(tmp_path, wait=True)
@@ -132,7 +132,7 @@ def test_a_save_in_the_midst_of_calls_has_what_they_have_got_to(tmp_path):
             assert node["sizes"][1] == len(tokens)
         completions = asked(after)
         for prompt, completion in zip(PROMPTS, completions, strict=True):
-            assert ([*completion.tokens], completion.end) == alone(prompt, 12)
+            assert ([*completion.tokens], completion.finish_reason) == alone(prompt, 12)
         assert all(c.reused_tokens for c in completions)
         check_memory(after)
 
@@ -155,7 +155,7 @@ def test_what_there_is_no_room_for_is_left_out_and_the_rest_is_right(tmp_path, t
         assert latest[:16] in {path[:16] for path in there}  # what was used last is what stays
         check_memory(after)
         for prompt, completion in zip(PROMPTS, asked(after), strict=True):
-            assert ([*completion.tokens], completion.end) == alone(prompt, 12)
+            assert ([*completion.tokens], completion.finish_reason) == alone(prompt, 12)
         check_memory(after)
 
 
@@ -173,7 +173,7 @@ def test_what_lies_in_host_memory_is_saved_too(tmp_path):
         same(expected, found)
         check_memory(after)
         for prompt, completion in zip(PROMPTS, asked(after), strict=True):
-            assert ([*completion.tokens], completion.end) == alone(prompt, 12)
+            assert ([*completion.tokens], completion.finish_reason) == alone(prompt, 12)
 
 
 def test_the_logits_cache_is_saved_and_replays_alike(tmp_path):
@@ -191,7 +191,7 @@ def test_the_logits_cache_is_saved_and_replays_alike(tmp_path):
         ) and held.runs > held.states > 1
         for prompt in PROMPTS:
             np.testing.assert_array_equal(
-                after.logits_cache.answer(prompt), before.logits_cache.answer(prompt)
+                after.logits_cache.latest_output(prompt), before.logits_cache.latest_output(prompt)
             )
             for seed in range(20):
                 expected, found = (
@@ -233,7 +233,7 @@ def test_from_eight_devices_to_two_and_back_bit_for_bit(tmp_path):
             found.append(tree(engine))
             completions = asked(engine)
             for prompt, completion in zip(PROMPTS, completions, strict=True):
-                assert ([*completion.tokens], completion.end) == alone(prompt, 12)
+                assert ([*completion.tokens], completion.finish_reason) == alone(prompt, 12)
             assert all(c.reused_tokens > 20 for c in completions)
     same(found[0], found[1])
     same(found[0], found[2])
@@ -245,7 +245,7 @@ def test_what_cannot_be_restored_is_said(tmp_path):
             engine.restore(tmp_path / "nowhere")
         asked(engine, PROMPTS[:1])
         engine.save(tmp_path, wait=True)
-        with pytest.raises(EngineError, match="has been asked something already"):
+        with pytest.raises(EngineError, match="has served requests already"):
             engine.restore(tmp_path)
     with pytest.raises(ClosedError):
         engine.save(tmp_path)
@@ -267,4 +267,4 @@ def test_an_engine_that_knows_nothing_can_be_saved(tmp_path):
         before.save(tmp_path, wait=True)
         assert after.restore(tmp_path) == 0
         for prompt, completion in zip(PROMPTS, asked(after), strict=True):
-            assert ([*completion.tokens], completion.end) == alone(prompt, 12)
+            assert ([*completion.tokens], completion.finish_reason) == alone(prompt, 12)

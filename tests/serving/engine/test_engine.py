@@ -1,5 +1,5 @@
-"""The engine: what calls are answered, whatever else is under way, leaves the memory or is taken
-back; and what is refused."""
+"""The engine: outputs equal those of each request alone, whatever else runs, is evicted or is
+cancelled; and bad requests are refused."""
 
 import asyncio
 import dataclasses
@@ -29,10 +29,10 @@ from jaxshare.serving.engine import (
     RequestOutput,
     TooLongError,
     prefill,
+    scheduler,
 )
-from jaxshare.serving.engine import scheduler as engine_loop
 from jaxshare.serving.inputs import token_bytes
-from jaxshare.serving.kvcache import manager as engine_memory
+from jaxshare.serving.kvcache import manager
 from jaxshare.serving.kvcache.lease import KVLease
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from tests.helpers import TINY, init
@@ -46,11 +46,11 @@ WARM = Sampler(temperature=0.7)
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """So that few tokens make many pieces: chunks of a prompt, room that is given at a time, tokens
-    that the decode loop feeds."""
-    monkeypatch.setattr(engine_memory, "GROWTH", 16)
+    """Makes few tokens many pieces: chunks of a prompt, extents, tokens that the decode loop
+    feeds."""
+    monkeypatch.setattr(manager, "GROWTH", 16)
     monkeypatch.setattr(prefill, "SHAPES", ((4, 8), (1, 64)))
-    monkeypatch.setattr(engine_loop, "PENDING", 2)
+    monkeypatch.setattr(scheduler, "PENDING", 2)
 
 
 @functools.cache
@@ -65,7 +65,7 @@ _causal = jax.jit(lambda params, tokens: Decoder(CONFIG).apply(params, tokens, m
 
 
 def alone(prompt, count: int) -> tuple[list[int], End]:
-    """What a greedy call comes to by itself."""
+    """The output of a greedy request by itself."""
     tokens, out = list(prompt), []
     for _ in range(count):
         if (token := likeliest(tuple(tokens))) == STOP:
@@ -76,7 +76,7 @@ def alone(prompt, count: int) -> tuple[list[int], End]:
 
 
 class Stepped(Engine):
-    """An engine whose rounds the test runs itself, so that a schedule is the same every time."""
+    """An engine whose steps the test runs itself, so that a schedule is the same every time."""
 
     def __init__(self, tokens: int = 256, host: int = 0, **more):
         super().__init__(
@@ -98,7 +98,7 @@ class Stepped(Engine):
 
 
 def lasting(length: int, count: int, seed: int = 0) -> list[int]:
-    """A prompt whose greedy answer does not stop before it has so many tokens."""
+    """A prompt whose greedy output does not stop before `count` tokens."""
     rng = random.Random(seed)
     while True:
         prompt = [rng.randrange(3, 31) for _ in range(length)]
@@ -111,13 +111,13 @@ def done(stream) -> RequestOutput:
 
 
 def check_memory(engine: Engine) -> None:
-    """Every token of the arena has one owner, and every node knows who uses it."""
-    loop = engine._loop
-    tree, pool = loop.memory.tree, loop.memory.pool
-    nodes = [node for node in tree.root.below() if node is not tree.root]
+    """Every token of the arena has one owner, and every node counts the requests that use it."""
+    running, kv = engine._scheduler.live, engine._scheduler.kv
+    tree, pool = kv.tree, kv.pool
+    nodes = [node for node in tree.root.subtree() if node is not tree.root]
     held = [
         *(node.extent for node in nodes if node.extent and node.extent.capacity),
-        *loop.memory.lent,
+        *kv.leased,
     ]
     extents = sorted((extent.offset, extent.end) for extent in held)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(extents))
@@ -126,11 +126,11 @@ def check_memory(engine: Engine) -> None:
         tree.host_used == sum(node.copy.tokens for node in nodes if node.copy) <= tree.host_tokens
     )
     for node in nodes:
-        assert node.users == sum(node in row.node.path() for row in loop.live)
+        assert node.ref_count == sum(node in row.node.path() for row in running)
         assert node.extent is None or node.copy is None
         assert node.extent or node.copy
-        assert node.writing or len(node.tokens) == node.known == node.segment.tokens
-        assert all(child.parent is node for child in node.offspring())
+        assert node.writing or len(node.tokens) == node.num_cached == node.segment.tokens
+        assert all(child.parent is node for child in node.child_nodes())
 
 
 def metric(engine: Engine, name: str, **labels: str) -> float:
@@ -138,8 +138,8 @@ def metric(engine: Engine, name: str, **labels: str) -> float:
 
 
 def schedule(rng: random.Random, calls: int, **more) -> Engine:
-    """A random one: calls that go on from each other's prompts and answers, of several agents and
-    priorities, some cancelled."""
+    """Runs a random schedule: requests that continue each other's prompts and outputs, of several
+    agents and priorities, some cancelled."""
     engine = Stepped(
         **{
             "host": rng.choice([0, 128]),
@@ -155,7 +155,7 @@ def schedule(rng: random.Random, calls: int, **more) -> Engine:
     def prompt() -> list[int]:
         if asked and rng.random() < 0.4:
             before, stream, _ = rng.choice(asked)
-            known = [*before, *(stream._state.done.tokens if stream._state.done else ())]
+            known = [*before, *(stream._state.output.tokens if stream._state.output else ())]
             if rng.random() < 0.4:
                 return before
             return known[: rng.randrange(1, 110)] + [
@@ -165,42 +165,41 @@ def schedule(rng: random.Random, calls: int, **more) -> Engine:
             rng.randrange(3, 31) for _ in range(rng.randrange(1, 30))
         ]
 
-    guests: list[tuple[KVLease, KVCache, list[int]]] = []
+    sessions: list[tuple[KVLease, KVCache, list[int]]] = []
 
     def visit() -> None:
-        """A session comes, goes on or leaves, whose tokens are to be where it has written them
-        whatever happens meanwhile."""
-        fits = engine._loop.memory.pool.free >= 40 and all(
-            call.needs <= engine._guests.room - 40 for call in engine._calls
+        """Starts, continues or ends a session, whose tokens must stay where it has written them."""
+        fits = engine._scheduler.kv.pool.free >= 40 and all(
+            call.max_tokens <= engine._leases.available - 40 for call in engine._requests
         )
-        if fits and len(guests) < 2 and rng.random() < 0.3:
-            guest = engine.invite([24, 16])
-            with guest.turn():
-                guests.append((guest, guest.attach(), []))
-                guest.detach(guests[-1][1])
-        elif guests:
-            guest, cache, said = guests.pop(rng.randrange(len(guests)))
+        if fits and len(sessions) < 2 and rng.random() < 0.3:
+            lease = engine.lease([24, 16])
+            with lease.exclusive():
+                sessions.append((lease, lease.attach(), []))
+                lease.detach(sessions[-1][1])
+        elif sessions:
+            lease, cache, said = sessions.pop(rng.randrange(len(sessions)))
             block = 0 if len(said) < 24 else 1
             if len(said) == 40:
-                guest.close()
+                lease.close()
                 return
             said.append(rng.randrange(3, 31))
-            with guest.turn():
+            with lease.exclusive():
                 logits, cache = MODEL.forward(
                     [[said[-1]]],
                     [1],
-                    guest.attach(cache),
+                    lease.attach(cache),
                     Layout.from_blocks([[0, 1][: block + 1]], width=2),
                 )
-                guest.detach(cache)
+                lease.detach(cache)
             assert int(np.asarray(logits)[0].argmax()) == likeliest(tuple(said))
-            guests.append((guest, cache, said))
+            sessions.append((lease, cache, said))
 
-    while len(asked) < calls or any(stream._state.done is None for _, stream, _ in asked):
+    while len(asked) < calls or any(stream._state.output is None for _, stream, _ in asked):
         chance = rng.random()
         if chance < 0.5 and len(asked) < calls:
             tokens, count = prompt(), rng.randrange(1, 50)
-            if len(tokens) + count > engine._guests.room:
+            if len(tokens) + count > engine._leases.available:
                 with pytest.raises(TooLongError, match="sessions have all but"):
                     engine.submit(tokens, Sampler(), max_new_tokens=count)
                 continue
@@ -223,18 +222,18 @@ def schedule(rng: random.Random, calls: int, **more) -> Engine:
                 check_memory(engine)
     engine.settle()
     check_memory(engine)
-    for guest, _, _ in guests:
-        guest.close()
-    assert engine._guests.room == engine._loop.memory.pool.tokens
+    for lease, _, _ in sessions:
+        lease.close()
+    assert engine._leases.available == engine._scheduler.kv.pool.tokens
     check_memory(engine)
     for tokens, stream, count in asked:
         wanted, end = alone(tokens, count)
         found = done(stream)
-        if found.end is End.CANCELLED:
+        if found.finish_reason is End.CANCELLED:
             assert list(found.tokens) == wanted[: len(found.tokens)]
         else:
-            assert (list(found.tokens), found.end) == (wanted, end)
-    assert not engine._loop.live and not engine._calls
+            assert (list(found.tokens), found.finish_reason) == (wanted, end)
+    assert not engine._scheduler.live and not engine._requests
     return engine
 
 
@@ -267,7 +266,7 @@ def test_a_schedule_evicts_swaps_fetches_and_preempts():
         sum(metric(engine, "jaxshare_evicted_tokens_total", to=to) for to in ("host", "nowhere"))
         > 100
     )
-    assert engine._loop.memory.tree.swapped > 0
+    assert engine._scheduler.kv.tree.swapped > 0
     assert metric(engine, "jaxshare_preemptions_total") > 0
     assert sum(metric(engine, "jaxshare_reused_tokens_total", agent=agent) for agent in "abc") > 100
 
@@ -330,12 +329,12 @@ def test_a_higher_priority_takes_the_row_and_nothing_is_lost():
     engine = Stepped(max_rows=1, tokens=512)
     first, second = lasting(20, 40), lasting(20, 5, seed=1)
     low = engine.submit(first, Sampler(), max_new_tokens=40, priority=0)
-    while not low._state.pieces:
+    while not low._state.chunks:
         engine.step()
     high = engine.submit(second, Sampler(), max_new_tokens=5, priority=1)
-    while high._state.done is None:
+    while high._state.output is None:
         engine.step()
-    assert low._state.done is None
+    assert low._state.output is None
     engine.settle()
     assert list(done(low).tokens) == alone(first, 40)[0] and done(low).preemptions == 1
     assert list(done(high).tokens) == alone(second, 5)[0] and done(high).preemptions == 0
@@ -348,9 +347,9 @@ def test_agents_are_served_in_turn():
     ]
     engine.step()
     one = engine.submit([20] * 10, Sampler(), max_new_tokens=8, agent_id="one")
-    while one._state.done is None:
+    while one._state.output is None:
         engine.step()
-    assert sum(stream._state.done is not None for stream in many) <= 2
+    assert sum(stream._state.output is not None for stream in many) <= 2
     engine.settle()
 
 
@@ -365,7 +364,7 @@ def test_a_replay_gives_what_fresh_sampling_would():
             ]
             engine.settle()
             again, fresh = map(done, streams)
-            assert (again.tokens, again.end) == (fresh.tokens, fresh.end)
+            assert (again.tokens, again.finish_reason) == (fresh.tokens, fresh.finish_reason)
             replayed += again.replayed_tokens
         assert replayed > 25
         assert metric(engine, "jaxshare_tokens_total", how="replayed") == replayed
@@ -395,7 +394,7 @@ def test_a_call_that_was_computed_comes_back_whole():
             streams.append(engine.submit(prompt, Sampler(), max_new_tokens=30, resample=resample))
             engine.settle()
         first, second = map(done, streams)
-        assert first.tokens == second.tokens and first.end == second.end
+        assert first.tokens == second.tokens and first.finish_reason == second.finish_reason
         assert second.replayed_tokens == len(second.tokens) == 30
     assert engine.logits_cache.statistics.replayed >= 60
 
@@ -405,7 +404,7 @@ def test_the_next_one_is_sampled_ahead():
     for _ in range(4):
         stream = engine.submit([5] * 20, WARM, max_new_tokens=20, resample="stepwise")
         engine.settle()
-        assert done(stream).end is not End.CANCELLED
+        assert done(stream).finish_reason is not End.CANCELLED
         time.sleep(0.05)
     assert engine.logits_cache.statistics.ahead >= 1
     engine.logits_cache.close()
@@ -418,7 +417,7 @@ def test_logits_that_are_not_numbers_end_their_call_alone():
         MODEL.params,
     )
     engine = Stepped(tokens=512)
-    engine._loop.model = dataclasses.replace(MODEL, params=params)
+    engine._scheduler.model = dataclasses.replace(MODEL, params=params)
     good = [[3, 4, 5, 6, 8, 9] * n + [11] for n in (1, 2, 9)]
     bad = [[3, 4, 5, 6, 8, 9] * 3 + [lost, 3], [lost] + [3] * 40]
     for prompts in ([*bad, *good], [*good, *bad], good):
@@ -433,11 +432,11 @@ def test_logits_that_are_not_numbers_end_their_call_alone():
     check_memory(engine)
     assert all(
         bool(jnp.isfinite(leaf).all())
-        for leaf in (*engine._loop.memory.pool.cache.keys, *engine._loop.memory.pool.cache.values)
+        for leaf in (*engine._scheduler.kv.pool.cache.keys, *engine._scheduler.kv.pool.cache.values)
     )
 
 
-# In a thread of its own, with text.
+# In a thread, with text.
 
 
 @pytest.fixture(scope="module")
@@ -476,7 +475,7 @@ def test_an_answer_ends_before_a_stop_text(speaking):
         text = engine.submit("1. 47 + 38", WARM, max_new_tokens=40, seed=1).wait(60).text
         stop = text[len(text) // 2 : len(text) // 2 + 3]
         cut = engine.submit("1. 47 + 38", WARM, max_new_tokens=40, seed=1, stop=stop).wait(60)
-    assert cut.end is End.STOP_TEXT and cut.text == text[: text.index(stop)]
+    assert cut.finish_reason is End.STOP_TEXT and cut.text == text[: text.index(stop)]
 
 
 def test_a_call_is_cancelled_where_nobody_has_its_stream_and_where_it_is_asked(speaking):
@@ -486,18 +485,18 @@ def test_a_call_is_cancelled_where_nobody_has_its_stream_and_where_it_is_asked(s
         streams[0].cancel()
         del streams[3:]
         gc.collect()
-        assert streams[0].wait(60).end is End.CANCELLED
+        assert streams[0].wait(60).finish_reason is End.CANCELLED
         for stream in streams[1:]:
             stream.cancel()
         engine.drain(60)
-        assert state.done.end is End.CANCELLED
+        assert state.output.finish_reason is End.CANCELLED
 
 
 def test_a_reader_that_does_not_read_holds_nobody_up(speaking):
     with Engine(speaking, max_rows=2) as engine:
         unread = [engine.submit("1. 47 + 38", WARM, max_new_tokens=30, seed=i) for i in range(5)]
         engine.drain(60)
-        assert all(stream.wait(0).end is not End.CANCELLED for stream in unread)
+        assert all(stream.wait(0).finish_reason is not End.CANCELLED for stream in unread)
 
 
 def test_after_a_failure_of_the_device_the_engine_goes_on(speaking, monkeypatch, caplog):
@@ -507,7 +506,7 @@ def test_after_a_failure_of_the_device_the_engine_goes_on(speaking, monkeypatch,
             raise RuntimeError("the device is gone")
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine_loop, "decode", broken)
+            patch.setattr(scheduler, "decode", broken)
             with pytest.raises(RuntimeError, match="the device is gone"):
                 engine.submit("1. 47 + 38", max_new_tokens=5).wait(60)
         engine.drain(60)
@@ -537,17 +536,17 @@ def test_what_cannot_be_is_refused_at_once(speaking):
     engine = Engine(speaking, kv_bytes=128 * size, max_queue=2, max_rows=1)
     with pytest.raises(
         TooLongError,
-        match=r"a prompt of 100 tokens and an answer of 29 need keys and values of 129 tokens, "
+        match=r"a prompt of 100 tokens and an output of 29 need keys and values of 129 tokens, "
         rf"{129 * size} bytes, but there is room for 128, {128 * size} bytes",
     ):
         engine.submit([5] * 100, max_new_tokens=29)
     with pytest.raises(TooLongError, match="the model's context holds 512"):
         engine.submit([5] * 500, max_new_tokens=29)
     for asked, what in (
-        ([], "nothing is asked"),
+        ([], "the prompt is empty"),
         ("", "the prompt is empty"),
         ([402], "token 402 is outside"),
-        ([[1]], "a call is a text"),
+        ([[1]], "a prompt is a text"),
         ([{"role": "ghost"}], "refuses the messages"),
     ):
         with pytest.raises(ValueError, match=what):
@@ -560,7 +559,7 @@ def test_what_cannot_be_is_refused_at_once(speaking):
         engine.submit([5], max_new_tokens=0)
     engine._thread = threading.current_thread()  # nothing runs
     streams = [engine.submit([5], max_new_tokens=5) for _ in range(2)]
-    with pytest.raises(QueueFullError, match="2 calls wait already"):
+    with pytest.raises(QueueFullError, match="2 requests wait already"):
         engine.submit([5], max_new_tokens=5)
     while engine._step():
         pass

@@ -1,5 +1,5 @@
-"""Prefill in wide passes, several blocks a pass, against a dense transformer in float64 that is fed
-one path after the other."""
+"""Prefill in wide passes, several blocks per pass, against a dense transformer in float64 that is
+fed one path after the other."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ MODEL = LoadedModel(TINY, tiny_params(), None, Generation())
 RNG = np.random.default_rng(3)
 TEXT = RNG.integers(0, VOCAB, 320).tolist()
 TOKENS, SLOTS, WIDTH = 1536, 48, 4
-"""Of every cache and layout here, so that all tests share three programs."""
+"""The sizes of every cache and layout here, so that all tests share three programs."""
 
 
 def text(tokens: int) -> list[int]:
@@ -130,7 +130,7 @@ def test_a_tree_equals_plain_forwards_of_its_paths(calls):
     ],
 )
 def test_short_siblings_are_fed_side_by_side(lengths, expected):
-    """One pass for the root, and few for all that is below it; each as if fed alone."""
+    """One pass for the root, and few for all blocks below it; each as if fed alone."""
     root = TEXT[:30]
     feeds = [Feed(0, (), root), *(Feed(b, (0,), text(n)) for b, n in enumerate(lengths, 1))]
     logits, cache, passes = feed_all(
@@ -154,7 +154,7 @@ def test_nothing_to_feed():
 
 
 def test_warming_up_writes_nothing_and_leaves_nothing_to_compile():
-    """For several texts of one length, by a model that no other test here compiles."""
+    """Several texts of one length, with a model that no other test here compiles."""
     small = LoadedModel(dataclasses.replace(TINY, num_layers=1), MODEL.params, None, Generation())
     lengths = (300, 300, 300)
     cache = KVCache.create(small.config, lengths, jnp.float32)

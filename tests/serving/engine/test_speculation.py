@@ -1,5 +1,4 @@
-"""What a call is guessed to say after it has left an earlier answer, and the pass that confirms
-it."""
+"""Drafts for a request that has parted from an earlier output, and the pass that verifies them."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,33 +9,33 @@ from tests.helpers import MODEL, TINY, VOCAB, run, tiny_params, tiny_state
 
 
 def test_it_goes_on_where_the_answer_would_then_where_it_was_alike():
-    guesses = DraftLookup(np.asarray([1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 9]))
-    assert guesses.next([1, 2, 11], 4) == [4, 5, 6, 7]  # one token took another's place
-    assert guesses.next([1, 2, 11, 12], 4) == []  # nothing is alike
-    assert guesses.next([1, 2, 11, 2, 3, 4], 3) == [5, 6, 7]  # of two places the nearer one
-    assert guesses.next([0] * 9 + [2, 3, 4], 3) == [9]
-    assert guesses.next([1, 2, 11, 2, 3, 4], 0) == []
-    assert guesses.back([7, 8, 2]) and not guesses.back([8, 7, 2])
+    drafts = DraftLookup(np.asarray([1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 9]))
+    assert drafts.draft([1, 2, 11], 4) == [4, 5, 6, 7]  # one token took another's place
+    assert drafts.draft([1, 2, 11, 12], 4) == []  # nothing is alike
+    assert drafts.draft([1, 2, 11, 2, 3, 4], 3) == [5, 6, 7]  # of two places the nearer one
+    assert drafts.draft([0] * 9 + [2, 3, 4], 3) == [9]
+    assert drafts.draft([1, 2, 11, 2, 3, 4], 0) == []
+    assert drafts.matches([7, 8, 2]) and not drafts.matches([8, 7, 2])
 
 
 def test_who_guesses_wrong_again_and_again_guesses_no_more():
-    guesses = DraftLookup(np.arange(100))
+    drafts = DraftLookup(np.arange(100))
     for _ in range(5):
-        guesses.told(0, 8)
-    assert guesses.next([4, 5, 6], 2) == [7, 8]
-    guesses.told(8, 8)
+        drafts.report(0, 8)
+    assert drafts.draft([4, 5, 6], 2) == [7, 8]
+    drafts.report(8, 8)
     for _ in range(2):
-        guesses.told(1, 8)
-    assert guesses.next([4, 5, 6], 2) == [] and not guesses.back([4, 5, 6])
+        drafts.report(1, 8)
+    assert drafts.draft([4, 5, 6], 2) == [] and not drafts.matches([4, 5, 6])
 
 
 def test_an_answer_that_is_short_or_empty_guesses_nothing_but_itself():
-    assert DraftLookup(np.asarray([], np.int32)).next([], 4) == []
-    assert DraftLookup(np.asarray([5, 6])).next([4], 4) == [6]
+    assert DraftLookup(np.asarray([], np.int32)).draft([], 4) == []
+    assert DraftLookup(np.asarray([5, 6])).draft([4], 4) == [6]
 
 
 def test_a_pass_over_guesses_draws_what_one_pass_a_token_would():
-    """The same tokens as the decode loop's, for a prompt that is fed with what it came to."""
+    """The same tokens as the decode loop's, for a prompt that is fed with its output."""
     prompt, hot, seed, new = [5, 17, 3, 44, 9], Sampler(temperature=1.3, top_p=0.95), 11, 8
     made = run(tiny_state([prompt], ((1,),), budgets=new, samplers=hot, seeds=seed)).outputs()[0]
     for right in (0, 3, new - 1):

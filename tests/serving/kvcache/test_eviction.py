@@ -1,5 +1,5 @@
-"""Which segments leave first: every term against its formula, every policy against a list that does
-the same slowly, and the offline optimum against trying everything."""
+"""The order of eviction: every term against its formula, every policy against a list that does the
+same slowly, and the offline optimum against trying everything."""
 
 import functools
 import hashlib
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxshare.serving.kvcache import contribution
+from jaxshare.serving.kvcache import contribution_formulas as formulas
 from jaxshare.serving.kvcache.contribution import Contribution
 from jaxshare.serving.kvcache.eviction import Belady, make_policy
 from jaxshare.serving.kvcache.policy import Observation, Segment, prefix_hash
@@ -21,14 +21,13 @@ log, root = math.log, math.sqrt
 
 
 class Flat:
-    """A cache of segments that lie side by side, each named by a number; it lets go what a policy
-    ranks lowest."""
+    """A cache of separate segments, each named by a number; it evicts the lowest rank."""
 
     def __init__(self, policy, room, tokens=1):
         self.policy, self.room, self.tokens, self.held, self.now = policy, room, tokens, {}, -1
 
     def use(self, *names, agent="", priority=0):
-        """A call that uses these; the names of what had to leave, in order."""
+        """Admits a request that uses these; returns the names of evicted segments, in order."""
         self.now += 1
         left = []
         known = [name for name in names if name in self.held]
@@ -42,7 +41,7 @@ class Flat:
                     leaves = min(
                         free, key=lambda each: (self.policy.rank(self.held[each], self.now), each)
                     )
-                    self.policy.gone(self.held.pop(leaves))
+                    self.policy.evicted(self.held.pop(leaves))
                     left.append(leaves)
                 self.held[name] = Segment(self.tokens, prefix_hash([name]), self.tokens, {})
             segment = self.held[name]
@@ -52,7 +51,7 @@ class Flat:
                 segment.uses + 1,
                 max(segment.priority, priority),
             )
-            self.policy.used(segment, self.now)
+            self.policy.touched(segment, self.now)
         return left
 
 
@@ -68,40 +67,40 @@ def lowest(policy, segments, now):
 
 
 def test_terms_are_what_their_formulas_say():
-    assert contribution.activity(7) == 7
-    assert contribution.workload(90, 54) == 12
-    assert contribution.efficiency(200, 50) == 0.25 and contribution.efficiency(0, 0) == 0
-    assert contribution.concurrency(1.5, 4) == 2.75
-    assert contribution.edge(400, 2) == pytest.approx(20 * log(3)) and contribution.edge(0, 0) == 0
-    assert contribution.floored({"a": 4, "b": 1, "c": 0}) == pytest.approx(
+    assert formulas.activity(7) == 7
+    assert formulas.workload(90, 54) == 12
+    assert formulas.efficiency(200, 50) == 0.25 and formulas.efficiency(0, 0) == 0
+    assert formulas.concurrency(1.5, 4) == 2.75
+    assert formulas.edge(400, 2) == pytest.approx(20 * log(3)) and formulas.edge(0, 0) == 0
+    assert formulas.floored({"a": 4, "b": 1, "c": 0}) == pytest.approx(
         {"a": 1, "b": 0.1 + 0.9 / 4, "c": 0.1}
     )
-    assert contribution.floored({"a": 0, "b": 0}) == {"a": 1, "b": 1}
-    assert contribution.shares({"a": 3, "b": 1}) == {"a": 0.75, "b": 0.25} and contribution.shares(
+    assert formulas.floored({"a": 0, "b": 0}) == {"a": 1, "b": 1}
+    assert formulas.shares({"a": 3, "b": 1}) == {"a": 0.75, "b": 0.25} and formulas.shares(
         {"a": 0}
     ) == {"a": 0}
 
 
 def test_intrinsic_is_a_product_in_which_no_zero_wipes_an_agent_out():
-    found = contribution.intrinsic([{"a": 2, "b": 1}, {"a": 0, "b": 5}, {"a": 0, "b": 0}])
+    found = formulas.intrinsic([{"a": 2, "b": 1}, {"a": 0, "b": 5}, {"a": 0, "b": 0}])
     a, b = 1 * 0.1 * 1, 0.55 * 1 * 1
     assert found == pytest.approx({"a": a / (a + b), "b": b / (a + b)})
 
 
 def test_collaboration_counts_for_both_sides():
-    found = contribution.collaborative(
+    found = formulas.collaborative(
         {("a", "b"): 3.0, ("b", "a"): 1.0, ("c", "a"): 2.0, ("a", "left"): 4.0}, ["a", "b", "c"]
     )
     # The agent that left shares no more, but what it gave still counts for the one that took it.
     assert found == pytest.approx({"a": 10 / 16, "b": 4 / 16, "c": 2 / 16})
-    assert contribution.contribution({"a": 0.5, "b": 0.5}, {"a": 1.0, "b": 0.0}, 0.25) == {
+    assert formulas.contribution({"a": 0.5, "b": 0.5}, {"a": 1.0, "b": 0.0}, 0.25) == {
         "a": 0.875,
         "b": 0.125,
     }
 
 
 def naive_contributions(calls, alpha):
-    """The formulas once more, over a list of (observation, tokens written)."""
+    """The same formulas over a list of (observation, new tokens)."""
     names = sorted({call.agent for call, _ in calls})
     of = {name: [(call, new) for call, new in calls if call.agent == name] for name in names}
     prompt = {n: sum(c.prompt_tokens for c, _ in of[n]) for n in names}
@@ -152,7 +151,7 @@ def test_contributions_are_those_of_the_calls_in_the_window(calls, window, alpha
         shared = {other: tokens for other, tokens in shared.items() if other != agent}
         seen.append((Observation(agent, now, prompt, int(share * prompt), shared, running), new))
         policy.observe(seen[-1][0])
-        # The tokens that this call will write are not known yet.
+        # The new tokens of this request are not counted yet.
         expected = naive_contributions([*seen[-window:-1], (seen[-1][0], 0)], alpha)
         assert policy.contributions() == pytest.approx(expected)
         policy.finished(agent, new)
@@ -176,7 +175,7 @@ def test_an_agent_that_is_gone_from_the_window_contributes_nothing():
     assert policy.contributions().keys() == {"new"}
     assert policy.rank(cache.held[1], cache.now)[0] == 0 < policy.rank(cache.held[2], cache.now)[0]
     policy.finished("old", 5)  # a call that outlived the window
-    policy.gone(cache.held[1])
+    policy.evicted(cache.held[1])
     for _ in range(6):
         cache.use(2, agent="new")
     cache.use(3, agent="old")
@@ -188,10 +187,10 @@ def test_thousands_of_agents_that_come_once_are_forgotten():
     cache = Flat(policy, 4)
     for number in range(500):
         cache.use(number, agent=f"agent {number}")
-    assert len(policy._agents) <= 8 + 4 + 9 and len(policy._dropped) <= 9 and not policy._pairs
+    assert len(policy._agents) <= 8 + 4 + 9 and len(policy._evicted) <= 9 and not policy._pairs
 
 
-# What is expected of a segment
+# Expected hits
 
 
 LENGTHS = [1, 1, 2, 4, 8, 16, 32, 10**4]
@@ -199,7 +198,7 @@ LENGTHS = [1, 1, 2, 4, 8, 16, 32, 10**4]
 
 
 def naive_density(hazards, stage):
-    """The best of all times to stop waiting, call by call: hits a call."""
+    """The hits per request of the best time to stop waiting."""
     each = np.concatenate(
         [
             np.full(length, hazard)
@@ -213,31 +212,31 @@ def naive_density(hazards, stage):
 @settings(max_examples=30)
 @given(st.lists(st.just(0.0) | st.floats(0.005, 1), min_size=8, max_size=8))
 def test_density_is_the_best_that_waiting_can_have(hazards):
-    assert contribution.hit_density(hazards) == pytest.approx(
+    assert formulas.hit_density(hazards) == pytest.approx(
         [naive_density(hazards, stage) for stage in range(8)]
     )
 
 
 def test_densities_that_can_be_told_by_hand():
-    assert contribution.hit_density([0.3] * 5) == pytest.approx([0.3] * 5)
-    assert contribution.hit_density([0, 0, 1, 0.5]) == pytest.approx([1 / 3, 1 / 2, 1, 0.5])
-    assert contribution.hit_density([0.5, 0, 0]) == [0.5, 0, 0]
+    assert formulas.hit_density([0.3] * 5) == pytest.approx([0.3] * 5)
+    assert formulas.hit_density([0, 0, 1, 0.5]) == pytest.approx([1 / 3, 1 / 2, 1, 0.5])
+    assert formulas.hit_density([0.5, 0, 0]) == [0.5, 0, 0]
 
 
 def test_durability_is_the_rule_of_succession_and_liveliness_falls_after_the_longest_silence():
     assert (
-        contribution.durability(0, 0) == 1 / 2
-        and contribution.durability(3, 0) == 4 / 5
-        and contribution.durability(3, 5) == 4 / 10
+        formulas.durability(0, 0) == 1 / 2
+        and formulas.durability(3, 0) == 4 / 5
+        and formulas.durability(3, 5) == 4 / 10
     )
-    assert contribution.liveliness(6, 6, 3) == 1 and contribution.liveliness(
-        12, 6, 3
-    ) == pytest.approx(math.exp(-2))
+    assert formulas.liveliness(6, 6, 3) == 1 and formulas.liveliness(12, 6, 3) == pytest.approx(
+        math.exp(-2)
+    )
 
 
 def naive_rank(steps, window, name):
-    """The score of a segment that was never dropped, from the list of (agent, names) of all calls;
-    10 tokens a segment."""
+    """The score of a segment that was never evicted, from the list of (agent, names) of all
+    requests; 10 tokens per segment."""
 
     def stage(missed):
         return min(7, math.ceil(math.log2(missed + 1)))
@@ -254,7 +253,7 @@ def naive_rank(steps, window, name):
                     if now > len(steps) - 1 - window:
                         outcomes[agent][kind, stage(n - last[each] - 1), True] += 10
                 elif each in last and n + 1 < len(when) and when[n + 1] > len(steps) - 1 - window:
-                    # That a call left it out is known when the agent's next begins.
+                    # A miss is counted when the agent's next request is admitted.
                     outcomes[agent][kind, stage(n - last[each] - 1), False] += 10
                 if each in steps[now][1]:
                     last[each] = n
@@ -316,7 +315,7 @@ def test_scores_are_those_of_habits_counted_from_the_whole_log(steps, window):
     for agent, names in steps:
         cache.use(*names, agent=agent)
         for each in cache.held.values():
-            policy.rank(each, cache.now)  # that somebody asked before makes no difference
+            policy.rank(each, cache.now)  # an earlier rank makes no difference
     for name, segment in cache.held.items():
         score, last_used, _ = policy.rank(segment, cache.now)
         assert (
@@ -359,7 +358,7 @@ def test_an_abandoned_context_of_a_busy_agent_leaves_before_the_prompt_of_a_quie
     assert ranks == {True: "abandoned", False: "quiet"}
 
 
-def test_of_agents_that_are_nearly_equal_neither_loses_its_system_prompt_to_the_newest_tokens_of_the_other():
+def test_neither_of_two_nearly_equal_agents_loses_its_system_prompt_to_newest_tokens():
     policy = Contribution()
     cache = Flat(policy, 1000, tokens=100)
     for turn in range(10):
@@ -368,8 +367,7 @@ def test_of_agents_that_are_nearly_equal_neither_loses_its_system_prompt_to_the_
     contributions = policy.contributions()
     assert 0.9 < contributions["Patcher"] / contributions["Viewer"] < 1
     order = sorted(cache.held, key=lambda name: policy.rank(cache.held[name], 20))
-    # The newest tokens of both come first, and what stands at the begin of either prompt comes
-    # last.
+    # The newest tokens of both come first, and the beginning of either prompt comes last.
     assert (
         order.index(0) > order.index(208)
         and order.index(1) > order.index(108)
@@ -386,7 +384,7 @@ def test_what_an_agent_leaves_behind_when_it_ends_does_not_stay_as_long_as_the_w
     for calls in (1, 8):
         for _ in range(calls):
             cache.use(*range(2, 5), agent="busy")
-        # The one that was about to call again, and did not.
+        # Its next request, which the ended agent does not make.
         cache.use(1, agent="quiet")
     assert policy.contributions()["ended"] > policy.contributions()["quiet"] / 2
     assert lowest(policy, {"ended": cache.held[0], "quiet": cache.held[1]}, cache.now) == "ended"
@@ -422,8 +420,8 @@ def test_equal_scores_leave_by_recency_and_then_the_deepest_first():
     st.integers(1, 99),
 )
 def test_a_cut_changes_no_score(steps, when, at):
-    """Two caches see the same calls over one segment of 100 tokens beside another; in one of them
-    it is cut in two on the way."""
+    """Two caches see the same requests for one segment of 100 tokens and another; in one of them it
+    is split on the way."""
     policies = Contribution(), Contribution()
     whole, other = (
         Segment(100, b"whole", 100, {}),
@@ -436,7 +434,7 @@ def test_a_cut_changes_no_score(steps, when, at):
             for segment in pieces if used else [beside]:
                 segment.owners[agent] = segment.owners.get(agent, 0) + 1
                 segment.last_used = now
-                policy.used(segment, now)
+                policy.touched(segment, now)
         if now == when and parts[0].owners:
             tail = parts[0]
             head = Segment(at, b"head", at, dict(tail.owners), tail.last_used)
@@ -457,7 +455,7 @@ def test_what_returns_after_it_was_dropped_keeps_its_habits():
         for _ in range(5):
             cache.use(0, agent="a")
         if dropped:
-            policy.gone(cache.held.pop(0))
+            policy.evicted(cache.held.pop(0))
         cache.use(1, agent="b")
         cache.use(0, agent="a")
         scores.append(policy.rank(cache.held[0], cache.now)[0] / policy.contributions()["a"])
@@ -471,7 +469,7 @@ def test_habits_of_what_was_dropped_end_with_the_window():
         cache = Flat(policy, 100, tokens=1000)
         for _ in range(4):
             cache.use(0, agent="a")
-        policy.gone(cache.held.pop(0))
+        policy.evicted(cache.held.pop(0))
         for number in range(calls):
             cache.use(1 + number, agent="b")
         cache.use(0, agent="a")
@@ -482,7 +480,7 @@ def test_habits_of_what_was_dropped_end_with_the_window():
 def test_a_segment_nobody_reported_and_a_call_without_an_agent_are_no_trouble():
     policy = Contribution()
     assert policy.rank(Segment(5, b"x", 5, {"never seen": 3}), 0)[0] == 0
-    policy.gone(Segment(5, b"x", 5, {}))
+    policy.evicted(Segment(5, b"x", 5, {}))
     policy.split(Segment(5, b"x", 5, {}), Segment(5, b"y", 10, {}))
     policy.finished("never seen", 3)
     cache = Flat(policy, 3)
@@ -556,7 +554,7 @@ def test_slru_keeps_its_bound_when_segments_are_cut_and_dropped():
     policy = make_policy("slru", protected=0.5)
     a, b, c = (Segment(100, bytes([n]), 100, {}) for n in range(3))
     for segment in (a, b, c, a):
-        policy.used(segment, 0)
+        policy.touched(segment, 0)
     assert sorted([a, b, c], key=lambda s: policy.rank(s, 0)) == [b, c, a]
     head = Segment(30, b"head", 30, {})
     a.tokens = 70
@@ -564,7 +562,7 @@ def test_slru_keeps_its_bound_when_segments_are_cut_and_dropped():
     assert min(policy.rank(a, 0), policy.rank(head, 0)) > policy.rank(c, 0)
     # 200 of 300 tokens would be protected: those that were used before it go back, and there are
     # enough of them then
-    policy.used(b, 1)
+    policy.touched(b, 1)
     order = sorted([a, head, c, b], key=lambda s: policy.rank(s, 1))
     assert (
         order[0] is c
@@ -573,9 +571,9 @@ def test_slru_keeps_its_bound_when_segments_are_cut_and_dropped():
         and not (policy.rank(a, 1)[0] and policy.rank(head, 1)[0])
     )
     for segment in (c, head, a):
-        policy.gone(segment)
-    policy.used(c, 2)
-    policy.used(c, 3)  # 200 tokens are left, of which 100 may be protected
+        policy.evicted(segment)
+    policy.touched(c, 2)
+    policy.touched(c, 3)  # 200 tokens are left, of which 100 may be protected
     assert policy.rank(c, 3)[0] and not policy.rank(b, 3)[0]
 
 
@@ -583,7 +581,7 @@ def test_slru_keeps_its_bound_when_segments_are_cut_and_dropped():
 
 
 def fewest_misses(names, room):
-    """By trying every choice."""
+    """The fewest misses of all choices."""
 
     @functools.cache
     def misses(at, held):
@@ -623,7 +621,7 @@ def test_belady_knows_the_next_call_that_uses_a_part_of_a_segment():
     assert policy.rank(segment([1, 2, 3, 4], 1), 0)[0] == -math.inf  # its 4 alone
     assert policy.rank(segment([1, 2], 2), 3)[0] == -math.inf
     assert policy.rank(segment([8, 8, 8], 3), 0) == (-math.inf, -3)  # what no prompt holds
-    # Of what is never used again the longest leaves first.
+    # Of segments that are never used again the longest is evicted first.
     assert policy.rank(segment([1, 2, 3, 4], 4), 3) < policy.rank(segment([7, 7], 2), 3)
 
 

@@ -1,4 +1,4 @@
-"""Holes, against a set of free tokens."""
+"""The free list, against a set of free tokens."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ def stretches(free: set[int]) -> list[tuple[int, int]]:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_what_is_free_is_what_was_not_taken(data):
-    holes, free, taken = FreeList(SIZE), set(range(SIZE)), []
+    free_list, free, taken = FreeList(SIZE), set(range(SIZE)), []
     for _ in range(data.draw(st.integers(1, 30))):
         kind, size = (
             data.draw(st.sampled_from(["take", "high", "packed", "grow", "back", "merge"])),
@@ -31,7 +31,7 @@ def test_what_is_free_is_what_was_not_taken(data):
             could = [
                 at for begin, end in runs for at in range(begin, end - size + 1) if at % step == 0
             ]
-            at = holes.take(size, high=kind == "high", aligned=kind != "packed")
+            at = free_list.take(size, high=kind == "high", aligned=kind != "packed")
             assert at == ((max if kind == "high" else min)(could) if could else None)
             if at is not None:
                 taken.append((at, size))
@@ -40,14 +40,14 @@ def test_what_is_free_is_what_was_not_taken(data):
             i = data.draw(st.integers(0, len(taken) - 1))
             begin, had = taken[i]
             there = set(range(begin + had, begin + had + size)) <= free
-            assert holes.take_at(begin + had, size) == there
+            assert free_list.take_at(begin + had, size) == there
             if there:
                 taken[i] = begin, had + size
                 free -= set(range(begin + had, begin + had + size))
         elif kind == "back" and taken:
             begin, had = taken.pop(data.draw(st.integers(0, len(taken) - 1)))
             some = data.draw(st.integers(0, had))  # a part may stay
-            holes.give_back(begin + some, had - some)
+            free_list.give_back(begin + some, had - some)
             free |= set(range(begin + some, begin + had))
             taken += [(begin, some)] * (some > 0)
         elif kind == "merge":
@@ -59,18 +59,18 @@ def test_what_is_free_is_what_was_not_taken(data):
                 if sum(first[0] <= n < last[1] for n in free) >= size
                 and last[1] - first[0] <= (within or SIZE)
             ]
-            found = holes.merge(size, within)
+            found = free_list.merge(size, within)
             assert (found is None) == (not wide)
             if found:
                 begin, end = found
                 assert end - begin == min(wide)[0] and (end - begin, begin, end) in wide
-                # What lies there moves to the front, and the rest is one hole.
+                # The taken runs move to the front, and the rest is one free run.
                 inside = sorted(run for run in taken if begin <= run[0] < end)
                 taken, at = [run for run in taken if run not in inside], begin
                 for _, had in inside:
                     taken.append((at, had))
                     at += had
                 free = (free - set(range(begin, end))) | set(range(at, end))
-                holes.give_back(at, end - at)
-        assert holes.free == len(free)
-        assert holes.largest == max((end - begin for begin, end in stretches(free)), default=0)
+                free_list.give_back(at, end - at)
+        assert free_list.free == len(free)
+        assert free_list.largest == max((end - begin for begin, end in stretches(free)), default=0)

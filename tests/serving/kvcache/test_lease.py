@@ -1,4 +1,4 @@
-"""Sessions of workers in an engine's memory, against the same sessions and the same calls alone."""
+"""Sessions of workers in an engine's memory, against the same sessions and requests alone."""
 
 import dataclasses
 import gc
@@ -27,7 +27,7 @@ SETTINGS = {
 }
 CALLS = [(problem(seed).prompt(), seed) for seed in range(4)]
 ROOM = 2048
-"""Of an engine: a session and two calls, so that a third one waits."""
+"""An engine's tokens: for a session and two requests, so that a third one waits."""
 
 
 def made(tokens: int = ROOM, **more) -> Engine:
@@ -46,7 +46,7 @@ def ask(engine: Engine, count: int = 60) -> list:
 
 @pytest.fixture(scope="module")
 def alone() -> dict:
-    """What the session writes without an engine, and what the calls come to without the session."""
+    """The session's texts without an engine, and the requests' outputs without the session."""
     whole = start()
     found = {"session": run(whole), "answer": whole.finish()}
     with made() as engine:
@@ -59,7 +59,7 @@ def test_sessions_and_calls_run_beside_each_other_and_do_not_change_each_other(a
         here = session(engine)
         streams, seen = ask(engine), 0
         for _ in here.stream():
-            seen = seen or sum(stream._state.done is None for stream in streams)
+            seen = seen or sum(stream._state.output is None for stream in streams)
         assert seen  # calls were under way while workers wrote
         assert written(here) == alone["session"]
         assert here.finish() == alone["answer"]
@@ -69,17 +69,17 @@ def test_sessions_and_calls_run_beside_each_other_and_do_not_change_each_other(a
 @pytest.mark.slow
 def test_blocks_may_be_moved_between_passes(alone):
     with made() as engine:
-        # it lies before the session's blocks
+        # its tokens are before the session's blocks
         stream = engine.submit(CALLS[0][0], WARM, seed=0, max_new_tokens=20)
         stream.wait()
         engine.drain()
-        here, memory, moved = session(engine), engine._loop.memory, 0
+        here, memory, moved = session(engine), engine._scheduler.kv, 0
         offset = here._session.lease._extent.offset
         for n, _ in enumerate(here.stream()):
             if n == 2:
-                with engine._guests.turn():
-                    memory.tree.make_room(memory.pool.tokens, False)
-                    moved += memory._pack(memory.pool.free)
+                with engine._leases.exclusive():
+                    memory.tree.evict(memory.pool.tokens, False)
+                    moved += memory._compact(memory.pool.free)
         assert moved and here._session.lease._extent.offset < offset
         assert written(here) == alone["session"] and here.finish() == alone["answer"]
 
@@ -121,17 +121,17 @@ def test_a_session_can_be_looked_at_and_spoken_to():
 
 def test_memory_goes_back_when_a_session_is_closed_or_forgotten():
     with made() as engine:
-        memory = engine._loop.memory
+        memory = engine._scheduler.kv
 
         def lent() -> int:
-            with engine._guests.turn():
-                return sum(extent.capacity for extent in memory.lent)
+            with engine._leases.exclusive():
+                return sum(extent.capacity for extent in memory.leased)
 
         with session(engine) as here:
             first = lent()
             assert first and memory.pool.free == memory.pool.tokens - first
         assert lent() == 0 and memory.pool.free == memory.pool.tokens
-        # what it was can still be asked
+        # its result is still there
         assert here.passes == 0 and here.result().ended == "paused"
         with pytest.raises(ClosedError, match="memory is gone"):
             next(here.stream())
@@ -146,12 +146,12 @@ def test_memory_goes_back_when_a_session_is_closed_or_forgotten():
 def test_a_session_waits_for_calls_that_are_under_way_and_later_ones_wait_for_it(alone):
     with made() as engine:
         streams = [engine.submit(CALLS[0][0], WARM, seed=n, max_new_tokens=100) for n in range(4)]
-        while len(engine._loop.live) < 4:
+        while len(engine._scheduler.live) < 4:
             time.sleep(0.001)
         found = []
         waiting = threading.Thread(target=lambda: found.append(session(engine)))
         waiting.start()
-        while not engine._guests.waiting:
+        while not engine._leases.num_waiting:
             time.sleep(0.001)
         later = engine.submit(CALLS[1][0], WARM, seed=1, max_new_tokens=60)
         waiting.join()
@@ -212,34 +212,34 @@ def test_turns_go_to_who_has_waited_longest():
         def __init__(self):
             pass
 
-    guests, order, begun = LeaseTable(Nothing()), [], []
+    leases, order, begun = LeaseTable(Nothing()), [], []
 
     def wait(n: int) -> None:
         begun.append(n)
-        with guests.turn():
+        with leases.exclusive():
             order.append(n)
 
-    with guests.turn():
+    with leases.exclusive():
         threads = []
         for n in range(4):
             threads.append(threading.Thread(target=wait, args=(n,)))
             threads[-1].start()
-            while len(guests._tickets) <= n:
+            while len(leases._tickets) <= n:
                 time.sleep(0.001)
     for thread in threads:
         thread.join()
     assert order == [0, 1, 2, 3]
-    with pytest.raises(KeyError), guests.turn():
+    with pytest.raises(KeyError), leases.exclusive():
         raise KeyError
-    with guests.turn():  # and is free again after an error
+    with leases.exclusive():  # and is free again after an error
         pass
 
     def interrupted(_):
         raise KeyboardInterrupt
 
-    with guests.turn(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guests._changed, "wait_for", interrupted)
-        with pytest.raises(KeyboardInterrupt), guests.turn():
+    with leases.exclusive(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leases._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt), leases.exclusive():
             pass
-    with guests.turn():
+    with leases.exclusive():
         pass

@@ -1,5 +1,5 @@
 """The Logits Cache against fresh sampling of a made-up model, and its trie against a plain
-dictionary of what is known."""
+dictionary."""
 
 import dataclasses
 import functools
@@ -28,8 +28,8 @@ PLENTY = 1 << 20
 
 @functools.cache
 def _tables() -> np.ndarray:
-    """Logits by (state, token before the last, last): the model knows a little of the past, so that
-    a wrong path shows."""
+    """Logits by (state, token before the last, last): they depend on the past, so that a wrong path
+    shows."""
     return (np.random.default_rng(3).normal(size=(3, VOCAB + 1, VOCAB + 1, VOCAB)) * 1.5).astype(
         np.float32
     )
@@ -52,7 +52,7 @@ def _kept(k: int) -> TopLogits:
 
 
 def kept_of(state: int, tokens: list[int], begin: int, k: int) -> TopLogits:
-    """Of the distributions that tokens[begin:] were drawn from."""
+    """The top logits of the distributions that tokens[begin:] were sampled from."""
     where = []
     for i in range(begin, len(tokens)):
         padded = [VOCAB, VOCAB, *tokens[:i]]
@@ -70,7 +70,7 @@ def _fresh_token(
 def continued(
     state: int, tokens: list[int], sampler: Sampler, seed: int, budget: int, stops: frozenset[int]
 ) -> list[int]:
-    """What the model's own loop makes of an output that has begun."""
+    """The model's own continuation of an output."""
     tokens = list(tokens)
     while len(tokens) < budget and not (tokens and tokens[-1] in stops):
         padded = [VOCAB, VOCAB, *tokens]
@@ -87,8 +87,9 @@ def call(
     stops: frozenset[int],
     k: int,
 ) -> tuple[list[int], int]:
-    """One call as an engine makes it: replay, compute the rest, write. The output, and how much of
-    it was replayed."""
+    """Serves a request as an engine does: replay, compute the rest, write.
+
+    Returns the output, and how much of it was replayed."""
     replayed = cache.replay([state], sampler, seed, budget, stops)
     output = continued(state, replayed, sampler, seed, budget, stops)
     cache.write(
@@ -117,8 +118,7 @@ def test_outputs_are_those_of_fresh_sampling(sampler, k):
 
 
 class Brute:
-    """What is known, as a dictionary of token tuples: the token drawn and the distribution after
-    each."""
+    """The same as a set of token tuples whose next distribution is cached."""
 
     def __init__(self, k: int):
         self.k, self.known = k, set()
@@ -140,7 +140,7 @@ class Brute:
             and (state, *output) in self.known
             and not (output and output[-1] in stops)
         ):
-            # Whether this draw is decided is another test's matter.
+            # Another test checks which samples are decided.
             token = int(
                 redraw(
                     kept_of(state, [*output, 0], len(output), self.k), sampler, seed, len(output)
@@ -225,11 +225,11 @@ def written(cache: LogitsCache, state: int, tokens: list[int], k: int = 2) -> bo
 
 
 EACH = 2 * 12 + 12 + 4
-"""Bytes of one position of 2 kept tokens, its token included."""
+"""Bytes of one position with 2 top logits, its token included."""
 
 
 def known(cache: LogitsCache, state: int) -> bool:
-    """Looks without using."""
+    """Looks up a state without using it."""
     return cache.distance([state], Sampler(1.0), 10).positions.size > 0
 
 
@@ -278,7 +278,7 @@ def test_a_replay_goes_on_in_another_continuation_that_took_the_same_turn():
     cache, sampler = LogitsCache("m", PLENTY), Sampler(1.5)
     outputs = {seed: continued(0, [], sampler, seed, 8, frozenset()) for seed in range(200)}
     first = outputs[0]
-    # A seed that leaves the first, and another that takes the same turn and leaves that later.
+    # A seed that leaves the first, and another with the same branch that leaves it later.
     pairs = [
         (a, b)
         for a, b in itertools.combinations(range(1, 200), 2)
@@ -460,7 +460,7 @@ def test_bad_writes_are_refused_and_leave_nothing():
     assert cache.write([0], [], [0, 1], kept)
     with pytest.raises(ValueError, match="max_bytes is -1"):
         LogitsCache("m", -1)
-    with pytest.raises(ValueError, match="kept is 0"):
+    with pytest.raises(ValueError, match="num_top_logits is 0"):
         LogitsCache("m", 1, 0)
 
 

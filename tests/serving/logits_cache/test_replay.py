@@ -1,5 +1,5 @@
-"""Draws from what is kept, against the sampler on the full logits: what is decided is the same
-token, and most is decided."""
+"""Samples from top logits, against the sampler on the full logits: decided samples are the same
+tokens, and most are decided."""
 
 import functools
 import itertools
@@ -37,7 +37,7 @@ def kept_of(logits: np.ndarray, temperature: float, k: int) -> TopLogits:
 
 
 def fresh(logits: np.ndarray, sampler: Sampler, seed: int, position: int) -> np.ndarray:
-    """What a device draws from the full logits at consecutive positions."""
+    """A device's samples from the full logits at consecutive positions."""
     samplers = Samplers.stack([sampler] * len(logits), bias_slots=SLOTS)
     positions = position + jnp.arange(len(logits), dtype=jnp.int32)
     return np.asarray(
@@ -48,7 +48,7 @@ def fresh(logits: np.ndarray, sampler: Sampler, seed: int, position: int) -> np.
 def compare(
     logits: np.ndarray, sampler: Sampler, kept_at: float, k: int, seed: int = 0, position: int = 0
 ) -> float:
-    """Whatever is decided is what is drawn afresh; the share that is."""
+    """Checks that decided samples equal the fresh ones; returns the decided share."""
     kept = kept_of(logits, kept_at, k)
     again = redraw(kept, sampler, seed, position)
     decided = again != UNDECIDED
@@ -58,7 +58,7 @@ def compare(
 
 @functools.cache
 def peaked(vocab: int, spread: float = 1.0, seed: int = 0) -> np.ndarray:
-    """Logits of a real model's shape: a few likely tokens, and a long tail that holds little."""
+    """Logits like a real model's: a few likely tokens, and a long tail with little mass."""
     rng = np.random.default_rng(seed)
     ranks = rng.permuted(np.broadcast_to(np.arange(vocab), (ROWS, vocab)), axis=1)
     return (-2.2 * spread * np.log1p(ranks) + 0.3 * rng.normal(size=(ROWS, vocab))).astype(
@@ -157,8 +157,8 @@ def test_draws_of_anything_agree(seed):
 
 @pytest.mark.parametrize("vocab", [5, 700, 20_000])
 def test_near_an_edge_the_device_is_never_contradicted(vocab):
-    """Distributions that are made so that the draw falls as close to the edge of a token as float32
-    rounds, and a little further."""
+    """Distributions in which the sample falls as close to the edge of a token as float32 rounds,
+    and a little further."""
     count = 256
     u = uniform_run(5, 0, count).astype(np.float64)
     rng = np.random.default_rng(vocab)
@@ -175,8 +175,8 @@ def test_near_an_edge_the_device_is_never_contradicted(vocab):
 
 
 def test_float32_sums_of_a_device_stay_well_inside_the_guard():
-    """How far from a token's exact edge a draw still goes to its neighbour, at most, over flat and
-    steep distributions."""
+    """The largest distance from a token's exact edge at which its neighbour is sampled, over flat
+    and steep distributions."""
     worst = 0.0
     for spread, vocab in ((0.0, 5000), (1.0, 5000), (3.0, 5000)):
         logits = (np.random.default_rng(1).normal(size=(64, vocab)) * spread).astype(np.float32)
@@ -286,8 +286,8 @@ def markov() -> np.ndarray:
     ids=str,
 )
 def test_replayed_sequences_are_distributed_as_fresh_ones(sampler):
-    """Chi-square of 100,000 sequences of 3 tokens against exact enumeration; what is not decided is
-    drawn from the full logits."""
+    """Chi-square of 100,000 sequences of 3 tokens against exact enumeration; undecided tokens are
+    sampled from the full logits."""
     logits = markov()
     seeds = jnp.arange(CALLS, dtype=jnp.uint32) + 1_000_000
     samplers = Samplers.stack([sampler] * CALLS, bias_slots=2)
@@ -301,7 +301,7 @@ def test_replayed_sequences_are_distributed_as_fresh_ones(sampler):
         )
         for k in kept:
             drawn = np.full(CALLS, UNDECIDED)
-            # one distribution each, seen as many times as rows are there
+            # one distribution for all rows in this state
             for state in range(VOCAB):
                 here = np.flatnonzero(last == state)
                 same = jax.tree.map(
@@ -309,8 +309,8 @@ def test_replayed_sequences_are_distributed_as_fresh_ones(sampler):
                     kept[k],
                 )
                 drawn[here] = decide(same, sampler, u[here])
-            # The sequences are one and the same, whether replayed from all tokens, from 2 of each
-            # distribution, or drawn afresh.
+            # The sequences are the same, whether replayed from all tokens, from 2 of each
+            # distribution, or sampled afresh.
             decided = drawn != UNDECIDED
             np.testing.assert_array_equal(drawn[decided], token[decided])
             replayed[k] += decided.sum()

@@ -104,7 +104,7 @@ class Served:
             sampler=sampler,
         )
         if not reuse:
-            tree = self.engine._loop.memory.tree
+            tree = self.engine._scheduler.kv.tree
             tree.match = lambda tokens, most: Match(tree.root, 0, 0, 0)
         for system in calls.systems:
             self.engine.submit(system, max_new_tokens=1).wait()

@@ -126,7 +126,7 @@ class Tree:
                 segment.uses + 1,
                 max(segment.priority, call.priority),
             )
-            self.policy.used(segment, now)
+            self.policy.touched(segment, now)
         return reused
 
     def _match(self, tokens: np.ndarray) -> Node:
@@ -150,7 +150,11 @@ class Tree:
         tail, parent = node.segment, node.parent
         depth = tail.depth - tail.tokens + length
         segment = dataclasses.replace(
-            tail, tokens=length, end=_digest(tokens[:depth]), depth=depth, owners=dict(tail.owners)
+            tail,
+            tokens=length,
+            prefix_hash=_digest(tokens[:depth]),
+            depth=depth,
+            owners=dict(tail.owners),
         )
         tail.tokens -= length
         head = Node(node.tokens[:length], parent, segment, {int(node.tokens[length]): node})
@@ -168,7 +172,7 @@ class Tree:
             del leaf.parent.children[int(leaf.tokens[0])]
             self.size -= len(leaf.tokens)
             self.evicted += len(leaf.tokens)
-            self.policy.gone(leaf.segment)
+            self.policy.evicted(leaf.segment)
 
     def _leaves(self) -> Iterator[Node]:
         nodes = list(self._root.children.values())

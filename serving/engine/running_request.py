@@ -1,0 +1,55 @@
+"""Running requests: the rows that the scheduler has admitted."""
+
+import dataclasses
+
+import numpy as np
+from jax import Array
+
+from jaxshare.serving.engine.request import Request
+from jaxshare.serving.engine.speculation import DraftLookup
+from jaxshare.serving.kvcache.pool import Extent
+from jaxshare.serving.kvcache.prefix_tree import Node
+
+
+@dataclasses.dataclass(eq=False)
+class RunningRequest:
+    """An admitted request.
+
+    Attributes:
+      request: the request.
+      index: its row of the decode loop.
+      node: the node of the prefix tree that it writes.
+      decoding: whether it is in the decode loop; before that it is prefilled.
+      logits: float32[V] after its last fed token, where it can sample at once.
+      drafts: the lookup of draft tokens, where it has parted from an earlier output.
+      num_sampled: tokens that the decode loop had sampled for it at the last dispatch, and
+        `first_sampled` when it entered the loop.
+      block, length: its own block in the last view, and the tokens in that.
+    """
+
+    request: Request
+    index: int
+    node: Node
+    decoding: bool = False
+    logits: Array | None = None
+    drafts: DraftLookup | None = None
+    num_sampled: int = 0
+    first_sampled: int = 0
+    block: int = 0
+    length: int = 0
+
+    @property
+    def extent(self) -> Extent:
+        """The extent that it writes."""
+        assert self.node.extent is not None
+        return self.node.extent
+
+    @property
+    def unread(self) -> np.ndarray:
+        """Tokens that are not cached yet."""
+        return self.node.tokens[self.extent.length :]
+
+
+def preemption_order(row: RunningRequest) -> tuple[int, int]:
+    """Sort key of the row to preempt first: the lowest priority, then the latest submission."""
+    return row.request.priority, -row.request.number

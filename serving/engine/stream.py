@@ -1,0 +1,209 @@
+"""Streams: the tokens of a request as they come, their text, and the finished output."""
+
+import asyncio
+import collections
+import dataclasses
+import enum
+import threading
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Self
+
+
+class End(enum.StrEnum):
+    """The reason why a request has finished."""
+
+    STOP = "stop"
+    """The model has sampled a stop token."""
+    STOP_TEXT = "stop text"
+    LENGTH = "length"
+    """The output has `max_new_tokens` tokens."""
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenChunk:
+    """One item of a stream: tokens, and the text that they complete.
+
+    A character may be completed by a later chunk.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """The output of a finished request.
+
+    Attributes:
+      tokens: sampled tokens, up to the end of the text; without a stop token.
+      text: the decoded tokens, or "" where the model has no tokenizer.
+      finish_reason: why the request has finished.
+      prompt_tokens: tokens of the prompt; reused_tokens: those of them that were cached.
+      replayed_tokens: tokens of the output that came out of the Logits Cache.
+      preemptions: how often the request was preempted by another.
+      first_token_seconds, seconds: from the submission to the first token, and to the end.
+      error: the exception where `finish_reason` is ERROR.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: End
+    prompt_tokens: int
+    reused_tokens: int
+    replayed_tokens: int
+    preemptions: int
+    first_token_seconds: float | None
+    seconds: float
+    error: Exception | None = None
+
+
+class Stream:
+    """The tokens of a request as they are sampled, for an event loop or any thread.
+
+        stream = engine.submit("What is 2 + 2?")
+        async for chunk in stream:
+            print(chunk.text, end="")
+        output = await stream                     # or, outside of an event loop, stream.wait()
+
+    The engine never waits for a reader: unread tokens stay here, at most `max_new_tokens` of them.
+    A request whose stream is garbage-collected is cancelled.
+    """
+
+    def __init__(self, state: "StreamState", cancel: Callable[[], None]):
+        self._state, self._cancel = state, cancel
+        self._finalizer = weakref.finalize(self, cancel)
+        self._finalizer.atexit = False
+
+    def cancel(self) -> None:
+        """Ends the request unless it has finished; its output is what was sampled so far."""
+        self._cancel()
+
+    def wait(self, timeout: float | None = None) -> RequestOutput:
+        """Blocks the calling thread until the request has finished.
+
+        Raises:
+          TimeoutError: it has not finished within `timeout` seconds; the request goes on.
+          EngineError: the error that ended the request.
+        """
+        with self._state.changed:
+            if not self._state.changed.wait_for(lambda: self._state.output is not None, timeout):
+                raise TimeoutError(f"the request has not finished within {timeout} seconds")
+        return self._state.result()
+
+    async def _finished(self) -> RequestOutput:
+        await self._state.wait_until(lambda: self._state.output is not None)
+        return self._state.result()
+
+    def __await__(self) -> Generator[Any, None, RequestOutput]:
+        return self._finished().__await__()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenChunk:
+        state = self._state
+        await state.wait_until(lambda: state.chunks or state.output is not None)
+        with state.changed:
+            tokens = state.chunks.popleft() if state.chunks else ()
+            last = state.output is not None and not state.chunks
+        chunk = TokenChunk(tokens, state.detokenizer.next_text(tokens, last))
+        if chunk.tokens or chunk.text:
+            return chunk
+        state.result()  # raises the request's error
+        raise StopAsyncIteration
+
+
+class Detokenizer:
+    """The text of an output. Readers decode it, so that the engine's thread need not.
+
+    Args:
+      tokenizer: None if there are no texts.
+      stops: the text ends before the first of these.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]):
+        self._tokenizer, self._stops = tokenizer, stops
+        self._tokens: list[int] = []
+        self._num_shown = 0
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of an output's first tokens, cut before a stop text."""
+        return self._cut(tokens)[0]
+
+    def stopped(self, tokens: Sequence[int]) -> bool:
+        """Whether the text of these tokens contains a stop text."""
+        return bool(self._stops) and self._cut(tokens)[1]
+
+    def next_text(self, tokens: Sequence[int], last: bool) -> str:
+        """Text that the next tokens add.
+
+        Holds back the beginning of a possible stop text and incomplete characters, unless `last`.
+        """
+        self._tokens += tokens
+        text = self.text(self._tokens)
+        if not last:
+            held = max(
+                (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
+                default=0,
+            )
+            text = text[: len(text) - held].rstrip("\ufffd")
+        new, self._num_shown = text[self._num_shown :], max(self._num_shown, len(text))
+        return new
+
+    def _cut(self, tokens: Sequence[int]) -> tuple[str, bool]:
+        text = "" if self._tokenizer is None else self._tokenizer.decode(tokens)
+        end = min((start for stop in self._stops if (start := text.find(stop)) >= 0), default=None)
+        return text[:end], end is not None
+
+
+class StreamState:
+    """State shared by a stream and the engine, which must not keep the stream itself alive."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self.detokenizer = detokenizer
+        self.changed = threading.Condition()
+        self.chunks: collections.deque[tuple[int, ...]] = collections.deque()
+        self.output: RequestOutput | None = None
+        self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._result: RequestOutput | None = None
+
+    def result(self) -> RequestOutput:
+        """The output with its text. Raises the request's error if it has one."""
+        assert self.output is not None
+        if self.output.error:
+            raise self.output.error
+        if self._result is None:
+            text = self.detokenizer.text(self.output.tokens)
+            self._result = dataclasses.replace(self.output, text=text)
+        return self._result
+
+    async def wait_until(self, condition: Callable[[], Any]) -> None:
+        """Waits in an event loop until the condition holds."""
+        while True:
+            with self.changed:
+                if condition():
+                    return
+                loop = asyncio.get_running_loop()
+                future: asyncio.Future[None] = loop.create_future()
+                self.waiters.append((loop, future))
+            await future
+
+    def put(self, tokens: tuple[int, ...] = (), output: RequestOutput | None = None) -> None:
+        """Adds tokens, or the final output without its text. Called in the engine's thread."""
+        with self.changed:
+            if tokens:
+                self.chunks.append(tokens)
+            self.output = self.output or output
+            self.changed.notify_all()
+            waiters, self.waiters = self.waiters, []
+        for loop, future in waiters:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_wake, future)
+
+
+def _wake(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

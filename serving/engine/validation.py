@@ -1,0 +1,180 @@
+"""Checks of the engine's settings and of requests, before anything is computed."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxshare import Sampler
+from jaxshare.arena import ALIGNMENT, arena_size
+from jaxshare.models import LoadedModel
+from jaxshare.serving.errors import TooLongError
+from jaxshare.serving.inputs import encode, encode_messages, token_bytes
+from jaxshare.serving.kvcache.pool import whole_tiles
+from jaxshare.serving.logits_cache.cache import LogitsCache
+
+_MAX_DEFAULT_BYTES = 2 * 1024**3
+Messages = Sequence[Mapping[str, str]]
+Prompt = str | Messages | Sequence[int] | np.ndarray
+
+
+def check_engine(model: LoadedModel, **at_least_1: int) -> None:
+    """Refuses settings below 1, and a model on devices of several processes.
+
+    Raises:
+      ValueError: as described.
+    """
+    for name, value in at_least_1.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    if model.mesh is not None and model.mesh.is_multi_process:
+        raise ValueError(
+            "the model is on devices of several processes, which would admit different requests at "
+            "different times; give the engine a model on this process's devices"
+        )
+
+
+def memory_sizes(
+    model: LoadedModel, kv_bytes: int | None, host_kv_bytes: int, max_rows: int
+) -> tuple[int, int]:
+    """(tokens on the accelerator, tokens in host memory) for these numbers of bytes.
+
+    Raises:
+      ValueError: there is no memory for one token, or host memory for less than one block.
+    """
+    size = token_bytes(model)
+    full_context = arena_size(max_rows * model.config.max_positions)
+    tokens = (
+        min(full_context, whole_tiles(_MAX_DEFAULT_BYTES // size))
+        if kv_bytes is None
+        else whole_tiles(kv_bytes // size)
+    )
+    if tokens < 1:
+        raise ValueError(
+            f"kv_bytes is {kv_bytes}, but one token's keys and values take {size}; raise kv_bytes"
+        )
+    if 0 != host_kv_bytes < size * ALIGNMENT:
+        raise ValueError(
+            f"host_kv_bytes is {host_kv_bytes}, but a block of {ALIGNMENT} tokens takes "
+            f"{size * ALIGNMENT}; give at least that, or 0 to keep nothing in host memory"
+        )
+    return tokens, host_kv_bytes // size
+
+
+def logits_cache_for(
+    model: LoadedModel, given: int | LogitsCache, num_top_logits: int
+) -> LogitsCache | None:
+    """The Logits Cache of an engine: the given one, a new one of this many bytes, or None for 0.
+
+    Raises:
+      ValueError: a negative number, or a cache of another model.
+    """
+    if isinstance(given, LogitsCache):
+        given.check(model.fingerprint)
+        given.num_top_logits = given.num_top_logits or num_top_logits
+        return given
+    if given < 0:
+        raise ValueError(f"logits_cache is {given}; give a number of bytes, or 0 for none")
+    if not given:
+        return None
+    return LogitsCache(model.fingerprint, given, min(num_top_logits, model.config.vocab_size))
+
+
+def prompt_tokens(model: LoadedModel, prompt: Prompt) -> np.ndarray:
+    """The int32 tokens of a prompt.
+
+    Raises:
+      ValueError: the prompt is empty or of another kind, it has a token outside the vocabulary, it
+        is a text and the model has no tokenizer, or the template refuses its messages.
+    """
+    if isinstance(prompt, str):
+        encoded = encode(model, prompt)
+    elif len(prompt) and isinstance(prompt[0], Mapping):
+        encoded = encode_messages(model, prompt)  # pyright: ignore[reportArgumentType]
+    else:
+        encoded = prompt
+    if not len(encoded):
+        raise ValueError("the prompt is empty; give at least one token of text")
+    tokens, vocab = np.asarray(encoded), model.config.vocab_size
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError("a prompt is a text, messages with role and content, or a list of tokens")
+    if (outside := (tokens < 0) | (tokens >= vocab)).any():
+        raise ValueError(
+            f"token {int(tokens[outside.argmax()])} is outside the vocabulary of {vocab}"
+        )
+    return tokens.astype(np.int32)
+
+
+def check_request(
+    model: LoadedModel,
+    sampler: Sampler,
+    stops: tuple[str, ...],
+    max_new_tokens: int,
+    resample: str | None,
+    has_logits_cache: bool,
+) -> None:
+    """Refuses options that the engine cannot serve.
+
+    Raises:
+      ValueError: as described.
+    """
+    if not all(isinstance(text, str) and text for text in stops):
+        raise ValueError(f"stop is {stops!r}; give texts that are not empty")
+    if stops and model.tokenizer is None:
+        raise ValueError(
+            "the model folder has no tokenizer, so no output can end at a text; add the "
+            "tokenizer's files to the folder"
+        )
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    if resample not in (None, "stepwise", "hotspot"):
+        raise ValueError(f"resample is {resample!r}; it must be None, 'stepwise' or 'hotspot'")
+    if resample and not has_logits_cache:
+        raise ValueError(
+            f"resample is {resample!r}, but the engine has no Logits Cache; make it with "
+            "logits_cache=BYTES"
+        )
+    vocab = model.config.vocab_size
+    if outside := [t for t in (*sampler.bias, *sampler.forbidden) if t >= vocab]:
+        raise ValueError(f"the sampler names token {outside[0]}, outside the vocabulary of {vocab}")
+
+
+def check_length(
+    prompt: int,
+    max_new_tokens: int,
+    *,
+    context: int,
+    capacity: int,
+    available: int,
+    bytes_per_token: int,
+) -> None:
+    """Refuses a request that can never fit.
+
+    Args:
+      prompt: its tokens.
+      max_new_tokens: of the request.
+      context: positions of the model.
+      capacity: tokens of the engine's memory; available: those of them that are not leased to
+        sessions.
+      bytes_per_token: of keys and values.
+
+    Raises:
+      TooLongError: as described.
+    """
+    tokens = prompt + max_new_tokens
+    if tokens > context:
+        raise TooLongError(
+            f"the prompt has {prompt} tokens and max_new_tokens is {max_new_tokens}, but the "
+            f"model's context holds {context}; shorten the prompt or lower max_new_tokens"
+        )
+    if tokens > capacity:
+        raise TooLongError(
+            f"a prompt of {prompt} tokens and an output of {max_new_tokens} need keys and values "
+            f"of {tokens} tokens, {tokens * bytes_per_token} bytes, but there is room for "
+            f"{capacity}, {capacity * bytes_per_token} bytes; raise kv_bytes or shorten them"
+        )
+    if tokens > available:
+        raise TooLongError(
+            f"a prompt of {prompt} tokens and an output of {max_new_tokens} need {tokens} of the "
+            f"engine's {capacity} tokens, but sessions have all but {available} of them; close "
+            "one, raise kv_bytes or shorten them"
+        )
