@@ -133,7 +133,7 @@ class Rope:
         )
 
     def cos_sin(
-        self, positions: Int[Array, "*shape"], *, scaled: bool = True
+        self, positions: Int[Array | np.ndarray, "*shape"], *, scaled: bool = True
     ) -> tuple[Float32[Array, "*shape P"], Float32[Array, "*shape P"]]:
         """Computes cos and sin of position x frequency, for P = rotary_dim / 2 pairs.
 
@@ -145,7 +145,7 @@ class Rope:
         factor = self.attention_factor if scaled else 1.0
         return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
-    def _angles(self, positions: Array) -> Array:
+    def _angles(self, positions: Array | np.ndarray) -> Array:
         # The frequency in full rotations is f1 / 2**16 + f2 / 2**32 + f3 / 2**48, the position
         # p1 * 2**16 + p0, all limbs below 2**16: every product fits uint32, and the bits that a
         # shift or the sum loses at the top are whole rotations.
