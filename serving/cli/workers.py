@@ -160,7 +160,10 @@ def run(options: argparse.Namespace) -> int:
     problem = arguments.read_text("problem", options.problem, options.problem_file)
     format = presets.format_named(options.format) if options.format is not None else None
     if options.show_prompt:
-        return preview.run(options, problem, names, format)
+        text = preview.preview_text(options, problem, names, format)
+        if process_mesh.speaks():
+            print(text)
+        return 0
     resumed = _is_resumed(options)
     _check_places(options)
     mesh = process_mesh.mesh_of(options)

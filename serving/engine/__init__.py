@@ -1,6 +1,7 @@
 """The engine: serves requests of workers, branches and agents at any time, and keeps what they may
 reuse (Hive, sections 6 to 8)."""
 
+from jaxshare.deprecated import renamed
 from jaxshare.serving.engine.engine import Engine
 from jaxshare.serving.engine.stream import End, RequestOutput, Stream, TokenChunk
 from jaxshare.serving.errors import (
@@ -25,3 +26,11 @@ __all__ = [
     "TokenChunk",
     "TooLongError",
 ]
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "Completion": "jaxshare.serving.engine.stream.RequestOutput",
+        "Piece": "jaxshare.serving.engine.stream.TokenChunk",
+    },
+)

@@ -13,6 +13,7 @@ import numpy as np
 from jaxshare import Sampler
 from jaxshare.arena import extents
 from jaxshare.compile_time import compile_seconds
+from jaxshare.deprecated import find, warn_renamed
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.checkpoints import CheckpointStore, SavedCheckpoint
@@ -251,6 +252,12 @@ class Engine:
             raise ClosedError("the engine is shut down; make another")
 
     # Sessions.
+
+    def workers(self, problem: str, **options: Any) -> Any:
+        """The former name of `Workers(engine.model, problem, engine=engine, **options)`."""
+        warn_renamed("Engine.workers", "Workers(..., engine=engine)")
+        session = find("jaxshare.serving.workers.Workers")
+        return session(self.model, problem, engine=self, **options)
 
     def lease(self, capacities: Sequence[int]) -> KVLease:
         """Leases memory for the blocks of a session.

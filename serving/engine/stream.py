@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Self
 
+from jaxshare.deprecated import warn_renamed
+
 
 class End(enum.StrEnum):
     """The reason why a request has finished."""
@@ -58,6 +60,12 @@ class RequestOutput:
     first_token_seconds: float | None
     seconds: float
     error: Exception | None = None
+
+    @property
+    def end(self) -> End:
+        """The former name of `finish_reason`."""
+        warn_renamed("RequestOutput.end", "finish_reason")
+        return self.finish_reason
 
 
 class Stream:

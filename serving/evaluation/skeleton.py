@@ -85,7 +85,7 @@ def skeleton_of_thought(
         kind=kind,
         finisher_tokens=finisher_tokens,
     )
-    run = _Run(problem, budget, finish_at, format, make, on_event or (lambda event: None))
+    run = _SkeletonRun(problem, budget, finish_at, format, make, on_event or (lambda event: None))
     outline = _write_outline(run, seed)
     threads = _write_threads(model, run, outline, kind, workers, stream_seed(seed, "threads"))
     ended = None
@@ -99,7 +99,7 @@ def skeleton_of_thought(
 
 
 @dataclasses.dataclass
-class _Run:
+class _SkeletonRun:
     """The task of a run and what its stages have written so far.
 
     Attributes:
@@ -137,7 +137,7 @@ class _Run:
         )
 
 
-def _write_outline(run: _Run, seed: int) -> str:
+def _write_outline(run: _SkeletonRun, seed: int) -> str:
     """Writes the outline, and answers the budgets that end in it; the text of the list."""
     # One pass per dispatch, so that the outline ends with the token that shows its end.
     session = run.make(
@@ -166,7 +166,7 @@ def _write_outline(run: _Run, seed: int) -> str:
 
 def _write_threads(
     model: LoadedModel,
-    run: _Run,
+    run: _SkeletonRun,
     outline: str,
     kind: str | AnswerRule,
     workers: int | None,
@@ -192,7 +192,7 @@ def _write_threads(
     return threads
 
 
-def _write_main(run: _Run, notes: Sequence[str], seed: int) -> str | None:
+def _write_main(run: _SkeletonRun, notes: Sequence[str], seed: int) -> str | None:
     """Goes on from the notes of all threads to the budget; why the stream has ended."""
     before = run.passes
     session = run.make(
@@ -333,7 +333,7 @@ class _Threads:
 
 def _decode_threads(
     model: LoadedModel,
-    run: _Run,
+    run: _SkeletonRun,
     outline: str,
     kind: str | AnswerRule,
     workers: int | None,

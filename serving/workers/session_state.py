@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler
 from jaxshare.compile_time import compile_seconds
+from jaxshare.deprecated import warn_renamed
 from jaxshare.models import LoadedModel
 from jaxshare.models.layers import Decoder
 from jaxshare.models.tensor_parallel import ShardedDecoder
@@ -268,6 +269,12 @@ class SessionView:
     def host_syncs(self) -> int:
         """The number of times that the host has waited for the device."""
         return self._session.host_syncs
+
+    @property
+    def waits(self) -> int:
+        """The former name of `host_syncs`."""
+        warn_renamed("Workers.waits", "host_syncs")
+        return self.host_syncs
 
     @property
     def ended(self) -> str | None:

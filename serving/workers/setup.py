@@ -43,7 +43,7 @@ _MIN_OPENINGS = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _SessionPlan:
     """The parts of a session that need no device.
 
     Attributes:
@@ -117,7 +117,7 @@ def create_session(
     watch = Stopwatch.start()
     settings = _checked(model, settings, engine)
     names, format = settings["names"], settings["format"]
-    plan = _Plan.create(model, settings)
+    plan = _SessionPlan.create(model, settings)
     # An engine's memory holds keys that are rotated as for the whole context.
     context = model.config.max_positions if engine else plan.needed
     loaded, model = model, model.for_context(context)
@@ -248,7 +248,7 @@ def _sizes(
 
 def _fill_cache(
     model: LoadedModel,
-    plan: _Plan,
+    plan: _SessionPlan,
     capacities: Sequence[int],
     recorder: Recorder | None,
     lease: KVLease | None,
@@ -295,7 +295,7 @@ def _with_forbidden(sampler: Sampler, model: LoadedModel, format: Format, stop_o
 def _decode_state(
     model: LoadedModel,
     settings: Mapping[str, Any],
-    plan: _Plan,
+    plan: _SessionPlan,
     rows: Layout,
     cache: KVCache,
     sampler: Sampler,

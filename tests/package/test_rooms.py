@@ -55,7 +55,7 @@ def allowed() -> dict[str, set[str]]:
     """For each room the rooms that it may import, from the table in CONTRIBUTING.md."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     table = text.partition("| Room | Imports |\n")[2].partition("\n\n")[0]
-    rows = re.findall(r"^\| (\w+) \| (.*?) \|$", table, re.MULTILINE)
+    rows = re.findall(r"^\| (\w+) \|(.*?)\|$", table, re.MULTILINE)
     return {room: set(re.findall(r"\w+", below)) for room, below in rows}
 
 

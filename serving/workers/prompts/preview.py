@@ -14,7 +14,6 @@ from typing import Any
 
 from jaxshare import models
 from jaxshare.models import LoadedModel
-from jaxshare.serving.cluster import process_mesh
 from jaxshare.serving.workers.codec import Codec, codec_of
 from jaxshare.serving.workers.layouts import MakeLayout, WorkersLayout, layout_maker
 from jaxshare.serving.workers.prompts.format import Format
@@ -103,25 +102,21 @@ def prompt_view(
     )
 
 
-def run(
+def preview_text(
     options: argparse.Namespace, problem: str, names: Sequence[str], format: Format | None
-) -> int:
-    """Prints the preview for the options of `jaxshare workers`.
+) -> str:
+    """The preview for the options of `jaxshare workers`, as text or, with --json, as JSON.
 
     Raises:
       FileNotFoundError, ConfigError, ValueError: see `jaxshare.models.outline` and `prompt_view`.
     """
     model = models.outline(options.model)
     view = prompt_view(model, problem, names=names, layout=options.layout, format=format)
-    if process_mesh.speaks():
-        print(
-            json.dumps(
-                {"model": options.model, "format": options.format, **dataclasses.asdict(view)}
-            )
-            if options.json
-            else _text(view)
+    if options.json:
+        return json.dumps(
+            {"model": options.model, "format": options.format, **dataclasses.asdict(view)}
         )
-    return 0
+    return _text(view)
 
 
 def _text(view: PromptView) -> str:
