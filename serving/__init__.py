@@ -12,12 +12,12 @@ from jaxshare.serving.branches.selection import (
     pass_at_k,
 )
 from jaxshare.serving.kvcache.sharing_cost import Costs
-from jaxshare.serving.workers.answers import AnswerRule, box_answers, code_answers
 from jaxshare.serving.workers.layouts import WorkersLayout, combined, contiguous, interleaved
 from jaxshare.serving.workers.prompts.format import COLLABORATIVE, PLAIN, Format, collaborative
 from jaxshare.serving.workers.results import Answer, Result
 from jaxshare.serving.workers.session import Workers
-from jaxshare.serving.workers.transcript import Event, Step
+from jaxshare.serving.workers.text.answers import AnswerRule, box_answers, code_answers
+from jaxshare.serving.workers.text.transcript import Event, Step
 
 __all__ = [
     "COLLABORATIVE",

@@ -29,8 +29,8 @@ from typing import Any
 from jaxshare.models.generation_config import Generation
 from jaxshare.serving import Format
 from jaxshare.serving.evaluation.arithmetic import SumsProblem, wait_body
-from jaxshare.serving.workers.codec import Codec, codec_of
 from jaxshare.serving.workers.layouts import WorkersLayout
+from jaxshare.serving.workers.text.codec import Codec, codec_of
 
 YES, NO = " yes.", " no."
 UNKNOWN = "?"

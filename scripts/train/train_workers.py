@@ -46,7 +46,7 @@ from jaxshare.serving.evaluation import (
     solve,
 )
 from jaxshare.serving.evaluation.arithmetic import MAX_QUESTIONS, QUESTIONS, SEPARATOR
-from jaxshare.serving.evaluation.mathematics import Mathematician
+from jaxshare.serving.evaluation.checkers.mathematics import Mathematician
 from jaxshare.serving.workers.layouts import worker_names
 from scripts.train.embedded_data import train_tokenizer
 from scripts.train.embedded_files import architecture, export, export_like

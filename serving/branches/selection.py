@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from jaxshare.serving.workers import answers
+from jaxshare.serving.workers.text import answers
 
 if TYPE_CHECKING:
     from jaxshare.serving.branches.run import Completion

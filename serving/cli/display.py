@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jaxshare.serving.workers.transcript import Event
+from jaxshare.serving.workers.text.transcript import Event
 
 _FRAME = 4
 

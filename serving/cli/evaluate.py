@@ -31,15 +31,15 @@ from jaxshare.serving.evaluation import folder as evaluation_folder
 from jaxshare.serving.evaluation import plot, runs, scoring, tasks
 from jaxshare.serving.evaluation.arithmetic import QUESTIONS
 from jaxshare.serving.evaluation.baselines import METHODS
+from jaxshare.serving.evaluation.checkers.mathematics import Mathematician
+from jaxshare.serving.evaluation.checkers.sandbox import Limits
 from jaxshare.serving.evaluation.folder import AGAIN, PICTURE, RESULT, RUNS, SCORES, TABLE
-from jaxshare.serving.evaluation.mathematics import Mathematician
 from jaxshare.serving.evaluation.runs import Execute, Run, RunSpec
-from jaxshare.serving.evaluation.sandbox import Limits
 from jaxshare.serving.evaluation.scoring import Point, Score, Scorer
 from jaxshare.serving.evaluation.tasks import Task
 from jaxshare.serving.workers.layouts import LAYOUTS, MOVES
 from jaxshare.serving.workers.prompts import presets
-from jaxshare.serving.workers.step_automata import STOP_ON
+from jaxshare.serving.workers.text.step_automata import STOP_ON
 
 _INCOMPLETE = 3
 """The exit code when some lines of the task or some problems could not be run; the others have

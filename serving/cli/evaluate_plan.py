@@ -12,9 +12,9 @@ from jaxshare.models import LoadedModel
 from jaxshare.paths import check_folder
 from jaxshare.serving import jsonl
 from jaxshare.serving.evaluation import folder, runs, tasks
-from jaxshare.serving.evaluation.mathematics import Mathematician
+from jaxshare.serving.evaluation.checkers.mathematics import Mathematician
+from jaxshare.serving.evaluation.checkers.sandbox import Limits
 from jaxshare.serving.evaluation.runs import RunSpec
-from jaxshare.serving.evaluation.sandbox import Limits
 from jaxshare.serving.evaluation.scoring import Point
 from jaxshare.serving.evaluation.tasks import Task
 from jaxshare.serving.greedy import warn_of_greedy

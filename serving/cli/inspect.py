@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxshare.paths import check_file, check_folder
-from jaxshare.serving.workers import inspection_plots
-from jaxshare.serving.workers.inspection import Snapshot, block_table, row_table
+from jaxshare.serving.workers.inspection import plots
+from jaxshare.serving.workers.inspection.probe import Snapshot, block_table, row_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,9 +35,9 @@ def run(options: argparse.Namespace) -> int:
         without matplotlib.
     """
     snapshot, folder = Snapshot.load(options.snapshot), Path(options.out)
-    pictures = {"cache.png": inspection_plots.cache_picture}
+    pictures = {"cache.png": plots.cache_picture}
     if snapshot.attention:
-        pictures["mass.png"] = inspection_plots.attention_picture
+        pictures["mass.png"] = plots.attention_picture
     check_folder("--out", folder)
     for name in pictures:
         check_file("--out", folder / name, makes_folder=True)

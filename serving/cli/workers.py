@@ -19,14 +19,14 @@ from jaxshare.serving.cli.display import Streams, console_for
 from jaxshare.serving.cluster import process_mesh
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler
-from jaxshare.serving.workers.inspection import AttentionProbe, Snapshot
+from jaxshare.serving.workers.inspection.probe import AttentionProbe, Snapshot
 from jaxshare.serving.workers.layouts import MOVES, worker_names
 from jaxshare.serving.workers.prompts import presets, preview
 from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.results import Result, check_finish_at
 from jaxshare.serving.workers.session import Workers
-from jaxshare.serving.workers.step_automata import STOP_ON
-from jaxshare.serving.workers.transcript import Event
+from jaxshare.serving.workers.text.step_automata import STOP_ON
+from jaxshare.serving.workers.text.transcript import Event
 from jaxshare.trace.trace import Trace
 
 _ANSWER_TOKENS = {"box": 16, "code": 1024}

@@ -15,14 +15,14 @@ from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.evaluation import streams
 from jaxshare.serving.evaluation.skeleton import skeleton_of_thought
-from jaxshare.serving.workers import answers
-from jaxshare.serving.workers.answers import AnswerRule
 from jaxshare.serving.workers.layouts import PROMPT, worker_names
 from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.results import Answer, Result
 from jaxshare.serving.workers.session import Workers
 from jaxshare.serving.workers.session_state import FINISHER
-from jaxshare.serving.workers.transcript import Event
+from jaxshare.serving.workers.text import answers
+from jaxshare.serving.workers.text.answers import AnswerRule
+from jaxshare.serving.workers.text.transcript import Event
 
 
 def sequential(

@@ -29,7 +29,7 @@ from jaxshare.serving import jsonl
 from jaxshare.serving.cluster.ray_pool import RayPool, Work
 from jaxshare.serving.evaluation.baselines import METHODS
 from jaxshare.serving.evaluation.tasks import Problem
-from jaxshare.serving.workers.answers import AnswerRule, answer_rule, box_answers, has_entries
+from jaxshare.serving.workers.text.answers import AnswerRule, answer_rule, box_answers, has_entries
 
 ALONE = ("no-early-stop", "sequential", "skeleton-unlimited")
 """Methods that do not depend on the number of workers. They count as one."""

@@ -8,9 +8,9 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jaxshare.serving.evaluation.mathematics import Mathematician
+from jaxshare.serving.evaluation.checkers.mathematics import Mathematician
+from jaxshare.serving.evaluation.checkers.sandbox import Limits, Verdict, run_tests
 from jaxshare.serving.evaluation.runs import Run, label
-from jaxshare.serving.evaluation.sandbox import Limits, Verdict, run_tests
 from jaxshare.serving.evaluation.tasks import Problem
 
 _Z95 = statistics.NormalDist().inv_cdf(0.975)

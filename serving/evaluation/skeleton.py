@@ -20,14 +20,14 @@ from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.evaluation import streams
-from jaxshare.serving.workers import answers
-from jaxshare.serving.workers.answers import AnswerRule, answer_rule
-from jaxshare.serving.workers.codec import codec_of
 from jaxshare.serving.workers.layouts import PROMPT
 from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.results import Answer, Result
 from jaxshare.serving.workers.session import Workers
-from jaxshare.serving.workers.transcript import Event, Step
+from jaxshare.serving.workers.text import answers
+from jaxshare.serving.workers.text.answers import AnswerRule, answer_rule
+from jaxshare.serving.workers.text.codec import codec_of
+from jaxshare.serving.workers.text.transcript import Event, Step
 
 _OUTLINE, _MAIN = "outline", "main"
 _OUTLINE_TOKENS = 256

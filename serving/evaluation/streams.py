@@ -7,13 +7,13 @@ from typing import Any
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.workers.answers import AnswerRule, answer_rule
 from jaxshare.serving.workers.layouts import PROMPT, WorkersLayout, worker_names
 from jaxshare.serving.workers.prompts.format import PLAIN, Format
 from jaxshare.serving.workers.prompts.presets import advises_sampling, format_named
 from jaxshare.serving.workers.results import Answer, check_finish_at
 from jaxshare.serving.workers.session import Workers
-from jaxshare.serving.workers.transcript import Event
+from jaxshare.serving.workers.text.answers import AnswerRule, answer_rule
+from jaxshare.serving.workers.text.transcript import Event
 
 (ALONE,) = worker_names(1)
 """The name of a single stream."""

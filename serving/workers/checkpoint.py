@@ -22,14 +22,14 @@ from jaxshare.serving.checkpoints import (
     leaves,
     on_host,
 )
-from jaxshare.serving.workers.answers import AnswerRule
 from jaxshare.serving.workers.block_moves import new_extents
 from jaxshare.serving.workers.layouts import MakeLayout, WorkersLayout
 from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.results import Answer
 from jaxshare.serving.workers.roster import Roster
 from jaxshare.serving.workers.session_state import SessionState
-from jaxshare.serving.workers.transcript import Event
+from jaxshare.serving.workers.text.answers import AnswerRule
+from jaxshare.serving.workers.text.transcript import Event
 from jaxshare.trace.recorder import Recorder
 from jaxshare.trace.trace import Trace
 

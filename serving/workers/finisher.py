@@ -12,7 +12,7 @@ from jaxshare import DecodeState, KVCache, Layout, decode
 from jaxshare.decoding.steps import Steps
 from jaxshare.serving.workers.results import Answer
 from jaxshare.serving.workers.session_state import FEED_WIDTH, FINISHER, SessionState
-from jaxshare.serving.workers.step_automata import finisher_tables
+from jaxshare.serving.workers.text.step_automata import finisher_tables
 from jaxshare.trace.recorder import Recorder
 
 

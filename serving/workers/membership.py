@@ -11,7 +11,7 @@ from jaxshare.serving.workers.finisher import flushed
 from jaxshare.serving.workers.layouts import WorkersLayout
 from jaxshare.serving.workers.roster import check_names
 from jaxshare.serving.workers.session_state import SessionState
-from jaxshare.serving.workers.transcript import Step
+from jaxshare.serving.workers.text.transcript import Step
 
 
 def say(session: SessionState, text: str, name: str) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxshare.serving.workers.transcript import Step
+from jaxshare.serving.workers.text.transcript import Step
 
 
 @dataclasses.dataclass(frozen=True)

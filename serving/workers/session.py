@@ -17,13 +17,13 @@ from jaxshare import FinishReason, Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.checkpoints import CheckpointStore, SavedCheckpoint
 from jaxshare.serving.workers import checkpoint, dispatch, finisher, membership
-from jaxshare.serving.workers.answers import AnswerRule
 from jaxshare.serving.workers.layouts import MakeLayout, WorkersLayout
 from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.results import Answer, Result, check_finish_at
 from jaxshare.serving.workers.session_state import SessionView
 from jaxshare.serving.workers.setup import check_min, create_session
-from jaxshare.serving.workers.transcript import Event
+from jaxshare.serving.workers.text.answers import AnswerRule
+from jaxshare.serving.workers.text.transcript import Event
 
 if TYPE_CHECKING:
     from jaxshare.serving.engine import Engine

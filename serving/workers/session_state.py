@@ -17,14 +17,14 @@ from jaxshare.models.layers import Decoder
 from jaxshare.models.tensor_parallel import ShardedDecoder
 from jaxshare.serving.engine.prefill import prefill
 from jaxshare.serving.kvcache.lease import KVLease
-from jaxshare.serving.workers.answers import AnswerRule
 from jaxshare.serving.workers.growth import Growth
 from jaxshare.serving.workers.layouts import MakeLayout, WorkersLayout
 from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.prompts.session_prompt import SessionTexts
 from jaxshare.serving.workers.results import Answer, Result
 from jaxshare.serving.workers.roster import Roster
-from jaxshare.serving.workers.transcript import Event, Step, Transcript
+from jaxshare.serving.workers.text.answers import AnswerRule
+from jaxshare.serving.workers.text.transcript import Event, Step, Transcript
 from jaxshare.trace.recorder import Recorder
 from jaxshare.trace.trace import Trace
 

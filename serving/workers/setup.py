@@ -17,9 +17,7 @@ from jaxshare.serving.engine.prefill import prefill
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import cache_dtype, default_sampler
 from jaxshare.serving.kvcache.lease import KVLease
-from jaxshare.serving.workers.answers import AnswerRule, answer_rule
 from jaxshare.serving.workers.block_sizes import block_sizes, rounded_budget
-from jaxshare.serving.workers.codec import codec_of
 from jaxshare.serving.workers.growth import Growth
 from jaxshare.serving.workers.layouts import MOVES, MakeLayout, layout_maker
 from jaxshare.serving.workers.prompts.format import Format
@@ -32,7 +30,9 @@ from jaxshare.serving.workers.session_state import (
     SessionState,
     feed_text,
 )
-from jaxshare.serving.workers.step_automata import STOP_ON, never, step_tables
+from jaxshare.serving.workers.text.answers import AnswerRule, answer_rule
+from jaxshare.serving.workers.text.codec import codec_of
+from jaxshare.serving.workers.text.step_automata import STOP_ON, never, step_tables
 from jaxshare.trace.recorder import Recorder
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from typing import Any
 
 from jaxshare import models
 from jaxshare.models import LoadedModel
-from jaxshare.serving.workers.codec import Codec, codec_of
 from jaxshare.serving.workers.layouts import MakeLayout, WorkersLayout, layout_maker
 from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.prompts.session_prompt import SessionTexts
 from jaxshare.serving.workers.roster import Roster, check_names
 from jaxshare.serving.workers.setup import check_problem
+from jaxshare.serving.workers.text.codec import Codec, codec_of
 
 _COLUMNS = 120
 

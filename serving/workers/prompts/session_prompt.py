@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any, Self
 
-from jaxshare.serving.workers.codec import Codec
 from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.roster import Roster
+from jaxshare.serving.workers.text.codec import Codec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jaxshare.serving import Branch, Prefixes, Workers, generate
 from jaxshare.serving.cli import main
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.inputs import token_bytes
-from jaxshare.serving.workers.inspection import attention_shares
+from jaxshare.serving.workers.inspection.probe import attention_shares
 from jaxshare.sharding import make_mesh
 
 SAMPLER = Sampler(temperature=1.2, top_p=0.95)

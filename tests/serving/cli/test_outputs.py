@@ -13,8 +13,8 @@ from jaxshare.serving.checkpoints import CheckpointStore, SaveError
 from jaxshare.serving.cli import main
 from jaxshare.serving.kvcache import sharing_cost
 from jaxshare.serving.tuning import calibration
-from jaxshare.serving.workers import inspection_plots
-from jaxshare.serving.workers.inspection import BlockExtent, Listed, Snapshot
+from jaxshare.serving.workers.inspection import plots
+from jaxshare.serving.workers.inspection.probe import BlockExtent, Listed, Snapshot
 from jaxshare.serving.workers.results import Answer, Result
 from tests.serving.cli.test_main import PROBLEM
 
@@ -276,7 +276,7 @@ def test_pictures_that_cannot_be_written_leave_the_tables(place, capsys, monkeyp
         def savefig(self, file):
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(inspection_plots, "cache_picture", lambda snapshot: Figure())
+    monkeypatch.setattr(plots, "cache_picture", lambda snapshot: Figure())
     code, out, err = run(capsys, "inspect", "run.json", "--out", "folder", "--json")
     assert code == 1 and json.loads(out)["passes"] == 1 and json.loads(out)["pictures"] == []
     assert "the pictures cannot be written to folder" in err and "--out" in err

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from jaxshare.serving.evaluation import Limits, Mathematician, run_tests, sandbox
+from jaxshare.serving.evaluation import Limits, Mathematician, run_tests
+from jaxshare.serving.evaluation.checkers import sandbox
 
 TESTS = "assert square(3) == 9\nassert square(-2) == 4, 'of a negative number'"
 GOOD = "def square(x):\n    return x * x\n"

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxshare.serving.workers import answers
-from jaxshare.serving.workers.step_automata import box_automaton, code_automaton
+from jaxshare.serving.workers.text import answers
+from jaxshare.serving.workers.text.step_automata import box_automaton, code_automaton
 
 box, program = functools.cache(box_automaton), functools.cache(code_automaton)
 

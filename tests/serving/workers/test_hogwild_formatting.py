@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshare.serving.workers import answers
-from jaxshare.serving.workers.step_automata import step_automaton
+from jaxshare.serving.workers.text import answers
+from jaxshare.serving.workers.text.step_automata import step_automaton
 from scripts.fixtures import hogwild_formatting
 from tests.paths import FIXTURES
 

@@ -20,8 +20,9 @@ from jaxshare.serving import Workers, WorkersLayout, combined
 from jaxshare.serving.cli import demo
 from jaxshare.serving.cli import inspect as inspect_command
 from jaxshare.serving.evaluation import arithmetic
-from jaxshare.serving.workers import inspection
-from jaxshare.serving.workers.inspection import (
+from jaxshare.serving.workers.inspection import probe
+from jaxshare.serving.workers.inspection.plots import attention_picture, cache_picture
+from jaxshare.serving.workers.inspection.probe import (
     AttentionProbe,
     AttentionShare,
     BlockExtent,
@@ -29,7 +30,6 @@ from jaxshare.serving.workers.inspection import (
     Snapshot,
     attention_shares,
 )
-from jaxshare.serving.workers.inspection_plots import attention_picture, cache_picture
 from tests.core.attention.test_block_share import Watched
 from tests.helpers import MODEL, TINY, VOCAB, DenseModel, pad_rows, tiny_params
 
@@ -388,9 +388,7 @@ def test_shares_from_before_another_layout_are_not_shown_beside_it():
         AttentionShare(90, "Worker 0", {"history": 0.25, "Carol": 0.25, "Worker 0": 0.5}),
         AttentionShare(90, "Worker 1", snapshot.attention[-1].shares),
     ]
-    table = inspection.row_table(
-        dataclasses.replace(snapshot, attention=(*snapshot.attention, *masses))
-    )
+    table = probe.row_table(dataclasses.replace(snapshot, attention=(*snapshot.attention, *masses)))
     shares = list(table.columns[-1].cells)
     assert not any(shares[:5]) and all(shares[5:]) and len(shares) == 10
 

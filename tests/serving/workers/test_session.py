@@ -19,7 +19,7 @@ from jaxshare.models import layers
 from jaxshare.seeds import seed_words, stream_seed
 from jaxshare.serving import Format, Workers, WorkersLayout, combined, contiguous, interleaved
 from jaxshare.serving.evaluation import arithmetic
-from jaxshare.serving.workers import answers
+from jaxshare.serving.workers.text import answers
 from tests.serving.branches.test_branches import model, plain_greedy, problem
 
 # The embedded model has not learned these texts, but its vocabulary can write them, and what it

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jaxshare.decoding.automaton import ByteAutomaton, TokenAutomaton
 from jaxshare.models import EMBEDDED
-from jaxshare.serving.workers.codec import check_separator, token_bytes
-from jaxshare.serving.workers.step_automata import (
+from jaxshare.serving.workers.text.codec import check_separator, token_bytes
+from jaxshare.serving.workers.text.step_automata import (
     box_automaton,
     code_automaton,
     step_automaton,

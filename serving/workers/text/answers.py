@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxshare.decoding.automaton import ByteAutomaton
-from jaxshare.serving.workers.step_automata import box_automaton, code_automaton
+from jaxshare.serving.workers.text.step_automata import box_automaton, code_automaton
 
 Valid = Callable[[str], bool]
 """A function: the text of an answer -> whether it is valid."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxshare.serving.workers.inspection import Snapshot
+from jaxshare.serving.workers.inspection.probe import Snapshot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Set
 from typing import Any, Self
 
 from jaxshare.decoding.automaton import ByteAutomaton, TokenAutomaton
-from jaxshare.serving.workers.codec import Codec, check_separator
+from jaxshare.serving.workers.text.codec import Codec, check_separator
 
 STOP_ON = ("answer", "eos", "never")
 """The events that end a session before its budget: a valid answer, a stop token of one worker, or

@@ -30,7 +30,7 @@ from jaxshare.paths import whole_file
 if TYPE_CHECKING:
     from jaxshare.serving.workers.layouts import WorkersLayout
     from jaxshare.serving.workers.session import Workers
-    from jaxshare.serving.workers.transcript import Event
+    from jaxshare.serving.workers.text.transcript import Event
 
 _FORMAT = "jaxshare snapshot 1"
 _WIDTH = 16
