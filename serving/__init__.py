@@ -1,4 +1,5 @@
-"""What people run: completions of trees of prompts, workers over one cache, the command line."""
+"""Serving: completions of trees of prompts, workers over one cache, agents, and the command
+line."""
 
 from jaxshare.serving.branches.generate import Completions, generate
 from jaxshare.serving.branches.prefix import Prefix, Prefixes

@@ -202,7 +202,7 @@ class Pupil:
         lapses: Lapses,
         lulls: dict[int, int],
     ):
-        """Of a session.
+        """The teaching script of a session.
 
         Args:
           lulls: of it: questions that all believe to be taken, and for how many passes yet.

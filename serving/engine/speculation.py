@@ -59,7 +59,7 @@ class DraftLookup:
         return self._output[start : start + max_tokens]
 
     def matches(self, output: Sequence[int]) -> bool:
-        """Whether the earlier output contains the last tokens of this one."""
+        """Returns whether the earlier output contains the last tokens of this one."""
         return self._misses < _MAX_MISSES and tuple(output[-_MATCH:]) in self._ends
 
     def report(self, num_accepted: int, num_drafted: int) -> None:

@@ -142,7 +142,7 @@ class Detokenizer:
         return self._cut(tokens)[0]
 
     def stopped(self, tokens: Sequence[int]) -> bool:
-        """Whether the text of these tokens contains a stop text."""
+        """Returns whether the text of these tokens contains a stop text."""
         return bool(self._stops) and self._cut(tokens)[1]
 
     def next_text(self, tokens: Sequence[int], last: bool) -> str:

@@ -168,7 +168,8 @@ class KVManager:
         return self.tree.split(node, match.node_tokens) if inside or node.writing else node
 
     def _worth_splitting(self, tokens: int, node: Node, request: KVRequest) -> bool:
-        """Whether a node's first tokens are worth a block that all its requests read together.
+        """Returns whether a node's first tokens are worth a block that all its requests read
+        together.
 
         The cost rule of branches gives the cost in every pass that the request will need; the gain
         is that the tokens need not be prefilled again. Where no other request runs, a node is read

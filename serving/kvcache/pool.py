@@ -45,7 +45,7 @@ class Extent:
         return self.offset + self.capacity
 
     def precedes(self, other: "Extent") -> bool:
-        """Whether the other one continues this one, so that both can be read as one."""
+        """Returns whether the other one continues this one, so that both can be read as one."""
         return (
             self.length == self.capacity
             and self.end == other.offset

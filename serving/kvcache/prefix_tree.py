@@ -60,7 +60,7 @@ class Node:
 
     @property
     def evictable(self) -> bool:
-        """Whether it is on the accelerator, used by no request, and no child is there."""
+        """Returns whether it is on the accelerator, used by no request, and no child is there."""
         return bool(
             self.extent
             and self.extent.length

@@ -228,7 +228,7 @@ def predicted(kind: str, shape: AttentionShape) -> tuple[Costs, str]:
 
 
 def _begins(kind: str, name: str) -> bool:
-    """Whether a device's kind begins with this name as whole words: an L40 is no L4."""
+    """Returns whether a device's kind begins with this name as whole words: an L40 is no L4."""
     rest = kind[len(name) :]
     return kind.startswith(name) and (
         not rest[:1].isalnum() or name[-1:] == "A" or name.startswith("NVIDIA GeForce")

@@ -315,7 +315,7 @@ class _Cuts:
 
 
 def _may_reach(below: np.ndarray, threshold: np.ndarray) -> np.ndarray:
-    """Whether a logit, relative to the largest, may be at or above the threshold."""
+    """Returns whether a logit, relative to the largest, may be at or above the threshold."""
     return below * (1 - _TIE) >= threshold
 
 

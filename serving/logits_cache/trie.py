@@ -49,7 +49,8 @@ class TokenRun:
         return self.tokens.nbytes + sum(getattr(self.top_logits, name).nbytes for name in FIELDS)
 
     def continues_with(self, key: tuple[int, int] | None, position: int) -> bool:
-        """Whether a run with this key would only continue this one, of which `position` is used."""
+        """Returns whether a run with this key would only continue this one, of which `position` is
+        used."""
         return key is not None and position == len(self.tokens) and self.tokens[-1] == key[1]
 
     def append(self, top_logits: TopLogits, tokens: np.ndarray) -> None:
