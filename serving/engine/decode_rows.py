@@ -75,7 +75,7 @@ class DecodeRows:
             room=max(1024, bucket(max_new_tokens)),
             bias_slots=max(8, bucket(edits)),
             max_width=1,
-            kept=self._num_top_logits,
+            num_top_logits=self._num_top_logits,
         )
 
     def grow(self, requests: Sequence[Request]) -> None:
