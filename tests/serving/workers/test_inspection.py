@@ -136,7 +136,7 @@ def test_masses_are_those_of_a_transformer_in_numpy_and_change_nothing():
     assert list(found) == ["Alice", "Bob"]
     for r, (name, blocks) in enumerate(SEES.items()):
         # [L, H, block]
-        heads = np.stack([shelf.masses[r, len(fed[name]) - 1] for shelf in dense.shelves])
+        heads = np.stack([shelf.shares[r, len(fed[name]) - 1] for shelf in dense.shelves])
         expected = heads.mean(axis=(0, 1))
         assert list(found[name]) == list(blocks)
         np.testing.assert_allclose(
