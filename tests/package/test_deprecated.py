@@ -54,7 +54,8 @@ def test_every_old_name_is_found(module):
         warnings.simplefilter("ignore", DeprecationWarning)
         found = importlib.import_module(module)
         missing = {name for name in OLD[module] if not hasattr(found, name)}
-    assert missing == INTERNAL.get(module, set())
+    # A submodule of that name is there once it was imported: `jaxshare.serving.cli.main`.
+    assert missing <= INTERNAL.get(module, set())
 
 
 @pytest.mark.parametrize("old", MODULES)
