@@ -264,10 +264,10 @@ def test_calls_of_an_engine_that_are_given_no_seed(monkeypatch):
         engine = Engine(model(), max_rows=1, kv_bytes=2**20, seed=seed)
         for _ in range(EACH):
             engine.submit([5, 6, 7], HOT, max_new_tokens=4)
-        found += [call.seed for call in engine._new]
+        found += [request.seed for request in engine._submitted]
         engine.submit([5, 6, 8], HOT, max_new_tokens=4)
         engine.submit([5, 6, 7], HOT, max_new_tokens=4, seed=seed)
-        *_, other, given = engine._new
+        *_, other, given = engine._submitted
         assert other.seed not in found and given.seed == seed
     check(found)
 
