@@ -218,7 +218,7 @@ GONE_IN = "0.2"
 def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
     """Warns the caller of the caller that a name has changed."""
     warnings.warn(
-        f"{old} is {new} now; the old name goes away in version {GONE_IN}",
+        f"{old} is now {new}; the old name goes away in version {GONE_IN}",
         DeprecationWarning,
         stacklevel,
     )

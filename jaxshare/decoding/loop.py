@@ -7,7 +7,6 @@ decoding are one mechanism.
 
 import dataclasses
 import functools
-import warnings
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from jaxshare.decoding.sampling import largest, logprob, whole_rows
 from jaxshare.decoding.state import DecodeModel, DecodeState, FinishReason
 from jaxshare.decoding.steps import after_sampling
 from jaxshare.decoding.top_logits import TopLogits, compress_logits
+from jaxshare.deprecated import warn_renamed
 
 
 def decode(
@@ -52,7 +52,7 @@ def decode(
         that it cannot take.
     """
     if until_any is not None:
-        warnings.warn("until_any is now stop_on_finish", DeprecationWarning, stacklevel=2)
+        warn_renamed("until_any", "stop_on_finish")
         stop_on_finish = until_any
     _check(state, passes, width)
     donated: Any = {"cache": None, "logits": None, "top_logits": None}

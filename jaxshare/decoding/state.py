@@ -6,7 +6,6 @@ Every row has one of each.
 import dataclasses
 import enum
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ from jaxshare.decoding.row_inputs import Admission, RowInputs
 from jaxshare.decoding.sampling import Sampler, Samplers
 from jaxshare.decoding.steps import Steps
 from jaxshare.decoding.top_logits import TopLogits
+from jaxshare.deprecated import warn_renamed
 from jaxshare.layout import Layout
 from jaxshare.seeds import seed_words
 from jaxshare.trace.recorder import PassLog
@@ -302,7 +302,7 @@ class DecodeState:
     @property
     def kept(self) -> TopLogits | None:
         """The former name of `top_logits`."""
-        warnings.warn("kept is now top_logits", DeprecationWarning, stacklevel=2)
+        warn_renamed("kept", "top_logits")
         return self.top_logits
 
     @property
@@ -364,7 +364,7 @@ def _padded_stops(stops: Sequence[int]) -> list[int]:
 
 
 def _warn_kept(kept: int) -> int:
-    warnings.warn("kept is now num_top_logits", DeprecationWarning, stacklevel=3)
+    warn_renamed("kept", "num_top_logits", stacklevel=4)
     return kept
 
 
