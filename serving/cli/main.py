@@ -13,13 +13,12 @@ from jaxshare.serving.cli import (
     calibrate,
     convert,
     demo,
-    evaluate,
     generate,
     inspect,
-    judge,
     tune,
     workers,
 )
+from jaxshare.serving.cli.evaluation import evaluate, judge
 
 _COMMANDS = (
     ("demo", demo, "one model as two workers and as sixteen branches over one shared cache"),

@@ -18,7 +18,8 @@ import pytest
 from jaxshare import Sampler
 from jaxshare.models import EMBEDDED, Generation, load
 from jaxshare.serving import COLLABORATIVE, PLAIN, Format
-from jaxshare.serving.cli import evaluate, evaluate_plan, main
+from jaxshare.serving.cli import main
+from jaxshare.serving.cli.evaluation import evaluate, plan
 from jaxshare.serving.evaluation import (
     Mathematician,
     Point,
@@ -419,7 +420,7 @@ class Letters:
 @pytest.fixture
 def evaluation(tmp_path, capsys, monkeypatch):
     """Runs an evaluation: evaluation(options...) -> (exit code, stdout, stderr)."""
-    for module in (evaluate, evaluate_plan):
+    for module in (evaluate, plan):
         monkeypatch.setattr(module, "Mathematician", Letters)
     rows = [
         {"problem": f"Twice {a}, twice {b}", "answer": [str(2 * a), str(2 * b)], "id": name}
@@ -541,7 +542,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch,
         and found["seconds"] > 0
     )
     monkeypatch.undo()
-    for module in (evaluate, evaluate_plan):
+    for module in (evaluate, plan):
         monkeypatch.setattr(module, "Mathematician", Letters)
     code, out, _ = evaluation("--json", "--resume")
     again = json.loads(out)
@@ -550,7 +551,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch,
 
 def test_answers_are_compared_as_mathematics_by_math_verify(evaluation, monkeypatch):
     pytest.importorskip("math_verify")
-    for module in (evaluate, evaluate_plan):
+    for module in (evaluate, plan):
         monkeypatch.setattr(module, "Mathematician", Mathematician)
     rows = [{"problem": "x", "answer": "0.5"}, {"problem": "y", "answer": ["1/2", "70000"]}]
     (evaluation.folder / "own.jsonl").write_text(

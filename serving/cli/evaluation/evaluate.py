@@ -24,7 +24,7 @@ from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
 from jaxshare.serving import jsonl
 from jaxshare.serving.cli import arguments
-from jaxshare.serving.cli.evaluate_plan import EvaluationPlan
+from jaxshare.serving.cli.evaluation.plan import EvaluationPlan
 from jaxshare.serving.cluster import process_mesh, ray_pool
 from jaxshare.serving.cluster.model_spec import ModelSpec
 from jaxshare.serving.evaluation import folder as evaluation_folder
