@@ -35,7 +35,7 @@ def decode(
 
     It runs fewer if every row finishes, or with `stop_on_finish` if one does. While a row has more
     than one pending token, passes take up to `width` of them; then one token a row. Rows whose
-    block has no room for what they must write end with `FinishReason.FULL` before anything is lost.
+    block has no room for what they must write end with `FinishReason.CACHE_FULL` before anything is lost.
 
     Args:
       model, params: the model and its variables.
@@ -144,7 +144,7 @@ def _feed(model: DecodeModel, params: Any, state: DecodeState, width: int) -> De
         record=record,
         logits=jnp.where(fed[:, None], logits, state.logits),
         ready=state.ready | fed,
-        reasons=jnp.where(full, FinishReason.FULL.value, state.reasons),
+        reasons=jnp.where(full, FinishReason.CACHE_FULL.value, state.reasons),
         waiting=state.waiting - count,
         head=state.head + count,
         passes=state.passes + 1,
@@ -166,9 +166,9 @@ def _sample(state: DecodeState) -> DecodeState:
     drawn = state.drawn + due.astype(jnp.int32)
     stopped = due & jnp.any(token[:, None] == state.stops, axis=1)
     spent = spent | (due & ~stopped & (drawn >= state.budgets))
-    reasons = jnp.where(spent, FinishReason.BUDGET.value, state.reasons)
+    reasons = jnp.where(spent, FinishReason.LENGTH.value, state.reasons)
     reasons = jnp.where(stopped, FinishReason.STOP.value, reasons)
-    reasons = jnp.where(not_finite, FinishReason.NOT_A_NUMBER.value, reasons)
+    reasons = jnp.where(not_finite, FinishReason.ERROR.value, reasons)
     goes_on = due & ~stopped & ~spent
     # Rows that do not sample write outside the array, which drops what they write.
     index = jnp.where(due, state.drawn, state.tokens.shape[1])
@@ -246,7 +246,7 @@ def _end_steps(state: DecodeState, token: Array, due: Array, stopped: Array) -> 
     )
     running = state.running
     reasons = jnp.where(outcome.unprepared, FinishReason.STEP.value, state.reasons)
-    reasons = jnp.where(outcome.full & running, FinishReason.FULL.value, reasons)
+    reasons = jnp.where(outcome.full & running, FinishReason.CACHE_FULL.value, reasons)
     reasons = jnp.where(outcome.done & (running | stopped), FinishReason.ANSWER.value, reasons)
     record = None if state.record is None else state.record.log_moves(state.passes, outcome.moved)
     opening = jnp.concatenate([token[:, None], outcome.opening], axis=1)

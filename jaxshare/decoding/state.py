@@ -45,15 +45,29 @@ class DecodeModel(Protocol):
         ...
 
 
-class FinishReason(enum.IntEnum):
-    """The reason why a row is not running."""
+class _FinishReasons(enum.EnumType):
+    """Finds the members of `FinishReason` by their former names, too."""
+
+    def __getattr__(cls, name: str) -> Any:
+        former = {"BUDGET": "LENGTH", "FULL": "CACHE_FULL", "NOT_A_NUMBER": "ERROR"}
+        if name not in former:
+            raise AttributeError(f"{cls.__name__} has no member {name!r}")
+        warn_renamed(f"FinishReason.{name}", f"FinishReason.{former[name]}")
+        return cls[former[name]]
+
+
+class FinishReason(enum.IntEnum, metaclass=_FinishReasons):
+    """The reason why a row, a request or a session is not running.
+
+    `str()` of one is what commands print: "stop", "cache_full".
+    """
 
     RUNNING = 0
     STOP = 1
-    """The row sampled a stop token."""
-    BUDGET = 2
-    """The row has sampled as many tokens as it may."""
-    FULL = 3
+    """A stop token was sampled."""
+    LENGTH = 2
+    """As many tokens were sampled, or passes run, as were asked for."""
+    CACHE_FULL = 3
     """The row's block is full, or the one that its steps move to."""
     UNUSED = 4
     PAUSED = 5
@@ -62,8 +76,15 @@ class FinishReason(enum.IntEnum):
     """The row's step has ended and no opening of the next one is prepared."""
     ANSWER = 7
     """There is an answer."""
-    NOT_A_NUMBER = 8
-    """The row's logits were not finite, so that nothing could be sampled."""
+    ERROR = 8
+    """Logits were not finite, so that nothing could be sampled; or, of a request, an exception."""
+    STOP_TEXT = 9
+    """The text contains one of the request's stop texts; found by the host."""
+    CANCELLED = 10
+    """The caller has cancelled the request."""
+
+    def __str__(self) -> str:
+        return self.name.lower()
 
 
 @jax.tree_util.register_dataclass

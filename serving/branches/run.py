@@ -328,11 +328,13 @@ class Branches:
 
     def _finish(self, row: int, reason: FinishReason, residents: Residents) -> Completion:
         """The completion of a row that has ended; the row is free afterwards."""
-        if reason is FinishReason.FULL:
+        if reason is FinishReason.CACHE_FULL:
             raise RuntimeError(
                 f"row {row} ran out of room that was made for it; this is a mistake in jaxshare"
             )
-        completion = self._completion(row, reason.name.lower())
+        completion = self._completion(
+            row, "budget" if reason is FinishReason.LENGTH else str(reason)
+        )
         residents.end(*self._live.pop(row), len(completion.tokens))
         return completion
 

@@ -34,7 +34,7 @@ log = logging.getLogger("jaxshare.engine")
 PENDING = 8
 """At most this many tokens are fed by the decode loop itself, beside the rows that sample."""
 
-_ENDS = {FinishReason.STOP: End.STOP, FinishReason.BUDGET: End.LENGTH}
+_ENDS = {FinishReason.STOP: End.STOP, FinishReason.LENGTH: End.LENGTH}
 
 
 class Scheduler:
@@ -281,7 +281,7 @@ class Scheduler:
             row.extent.length -= max(0, right - stop)
             return tokens[: stop + 1], FinishReason.STOP
         if len(row.request.output) + len(tokens) >= row.request.max_new_tokens:
-            return tokens, FinishReason.BUDGET
+            return tokens, FinishReason.LENGTH
         return tokens, FinishReason.RUNNING
 
     def _start_decoding(self, rows: Sequence[RunningRequest]) -> None:
@@ -340,7 +340,7 @@ class Scheduler:
             end = result.num_sampled[row.index]
             tokens = result.tokens[row.index, row.num_sampled : end].tolist()
             row.num_sampled += len(tokens)
-            if (reason := FinishReason(int(result.reasons[row.index]))) is FinishReason.FULL:
+            if (reason := FinishReason(int(result.reasons[row.index]))) is FinishReason.CACHE_FULL:
                 full.append(row)
             self._append(row, tokens, reason, now)
         for row in full:
@@ -366,7 +366,7 @@ class Scheduler:
             request.output += tokens
             self.kv.tree.append_tokens(row.node, tokens)
         stopped = self.output.cut_at_stop_text(request)
-        if reason is FinishReason.NOT_A_NUMBER:
+        if reason is FinishReason.ERROR:
             self._fail_not_finite(row)
         elif stopped:
             self._finish(row, End.STOP_TEXT)

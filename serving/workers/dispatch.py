@@ -145,8 +145,8 @@ def _ended(reasons: Collection[FinishReason]) -> str | None:
         return None
     return (
         "full"
-        if FinishReason.FULL in reasons
+        if FinishReason.CACHE_FULL in reasons
         else "budget"
-        if FinishReason.BUDGET in reasons
+        if FinishReason.LENGTH in reasons
         else "stopped"
     )

@@ -67,7 +67,7 @@ def test_greedy_equals_a_plain_loop():
     assert len({tuple(o) for o in done.outputs()}) == ROWS and all(
         len(set(o)) > 3 for o in done.outputs()
     )
-    assert reasons(done) == [FinishReason.BUDGET] * 4
+    assert reasons(done) == [FinishReason.LENGTH] * 4
     # The last sampled token has not been fed.
     assert np.asarray(done.cache.lengths).tolist() == [0, *(len(p) + MOST - 1 for p in PROMPTS), 0]
     done.cache.check()
@@ -129,7 +129,7 @@ def test_stop_tokens_end_a_row_and_are_kept():
     done = run(tiny_state(PROMPTS, stops=[stop]))
     assert done.outputs() == cut and len(cut[1]) <= 5
     assert reasons(done) == [
-        FinishReason.STOP if stop in row else FinishReason.BUDGET for row in free
+        FinishReason.STOP if stop in row else FinishReason.LENGTH for row in free
     ]
     # the stop token is not fed
     assert int(done.cache.lengths[2]) == len(PROMPTS[1]) + len(cut[1]) - 1
@@ -143,7 +143,7 @@ def test_stop_tokens_end_a_row_and_are_kept():
 def test_budgets_of_none_one_and_many():
     done = run(tiny_state(PROMPTS, budgets=[0, 1, MOST, 3]))
     assert done.outputs() == [[], greedy(PROMPTS[1], 1), greedy(PROMPTS[2]), greedy(PROMPTS[3], 3)]
-    assert reasons(done) == [FinishReason.BUDGET] * 4
+    assert reasons(done) == [FinishReason.LENGTH] * 4
     # A prompt is fed even where nothing may be sampled.
     assert int(done.cache.lengths[1]) == len(PROMPTS[0]) and int(done.cache.lengths[2]) == len(
         PROMPTS[1]
@@ -158,7 +158,7 @@ def test_only_budgets_of_none():
     assert made.tokens.shape == (ROWS, 0)
     assert tiny_state(PROMPTS, budgets=0).tokens.shape == (ROWS, MOST)
     done = run(tiny_state(PROMPTS, budgets=0))
-    assert done.outputs() == [[]] * 4 and reasons(done) == [FinishReason.BUDGET] * 4
+    assert done.outputs() == [[]] * 4 and reasons(done) == [FinishReason.LENGTH] * 4
 
 
 def test_a_block_that_fills_ends_its_row_before_anything_is_lost():
@@ -167,10 +167,10 @@ def test_a_block_that_fills_ends_its_row_before_anything_is_lost():
     done = run(tiny_state(PROMPTS, cache=cache))
     free = [greedy(p) for p in PROMPTS]
     assert reasons(done) == [
-        FinishReason.FULL,
-        FinishReason.BUDGET,
-        FinishReason.FULL,
-        FinishReason.FULL,
+        FinishReason.CACHE_FULL,
+        FinishReason.LENGTH,
+        FinishReason.CACHE_FULL,
+        FinishReason.CACHE_FULL,
     ]
     # Sampled tokens are kept, the token without room included.
     assert done.outputs() == [free[0][:5], free[1], free[2][:1], free[3][:1]]
@@ -199,10 +199,10 @@ def test_a_prompt_that_does_not_fit_ends_its_row_with_nothing():
     cache = tiny_cache([64, 48, 12, 48, 48, 0])
     done = run(tiny_state(PROMPTS, cache=cache))
     assert reasons(done) == [
-        FinishReason.BUDGET,
-        FinishReason.FULL,
-        FinishReason.BUDGET,
-        FinishReason.BUDGET,
+        FinishReason.LENGTH,
+        FinishReason.CACHE_FULL,
+        FinishReason.LENGTH,
+        FinishReason.LENGTH,
     ]
     assert done.outputs() == [greedy(PROMPTS[0]), [], greedy(PROMPTS[2]), greedy(PROMPTS[3])]
     done.cache.check()
@@ -227,9 +227,9 @@ def test_rows_not_in_use_do_nothing():
     done = run(tiny_state([PROMPTS[0], [], PROMPTS[2]], [[1], [], [3]]))
     assert done.outputs() == [greedy(PROMPTS[0]), [], greedy(PROMPTS[2]), []]
     assert reasons(done) == [
-        FinishReason.BUDGET,
+        FinishReason.LENGTH,
         FinishReason.UNUSED,
-        FinishReason.BUDGET,
+        FinishReason.LENGTH,
         FinishReason.UNUSED,
     ]
     assert np.asarray(done.cache.lengths).tolist() == [
@@ -307,7 +307,7 @@ def test_feeding_goes_on_where_a_row_stopped():
     extra = RNG.integers(0, VOCAB, 9).tolist()
     done = run(tiny_state(PROMPTS, budgets=[3, MOST, MOST, MOST]), passes=6)
     first = done.outputs()
-    assert [len(o) for o in first] == [3, 6, 6, 6] and reasons(done)[0] == FinishReason.BUDGET
+    assert [len(o) for o in first] == [3, 6, 6, 6] and reasons(done)[0] == FinishReason.LENGTH
     fed = dataclasses.replace(done, budgets=done.budgets.at[0].set(8)).feed(
         0, [first[0][-1], *extra]
     )
@@ -389,7 +389,7 @@ def test_a_row_that_has_ended_is_given_something_new(sampler):
     prefix, cache = prefilled(tiny_cache(), {0: first})
     state = run(tiny_state(later, cache=cache, **settings), stop_on_finish=True)
     assert (
-        reasons(state) == [FinishReason.BUDGET, *[FinishReason.RUNNING] * 3]
+        reasons(state) == [FinishReason.LENGTH, *[FinishReason.RUNNING] * 3]
         and state.outputs()[0] == undisturbed[0]
     )
     state = dataclasses.replace(state, cache=state.cache.clear(1))
@@ -402,7 +402,7 @@ def test_a_row_that_has_ended_is_given_something_new(sampler):
     )
     assert done.outputs() == [fresh.outputs()[0], *undisturbed[1:]] and len(done.outputs()[0]) == 10
     np.testing.assert_allclose(done.logprobs[0, :10], fresh.logprobs[0, :10], atol=2e-5)
-    assert reasons(done) == [FinishReason.BUDGET] * 4
+    assert reasons(done) == [FinishReason.LENGTH] * 4
     assert int(done.passes) - before == 10 - 1  # it samples at once, and its last token is not fed
     assert np.asarray(done.cache.lengths).tolist() == [
         len(first),
@@ -426,7 +426,7 @@ def test_rows_that_were_not_in_use_are_given_something(count):
     done = run(state)
     assert done.outputs() == expected
     assert reasons(done) == [
-        FinishReason.BUDGET if r in rows else FinishReason.UNUSED for r in range(ROWS)
+        FinishReason.LENGTH if r in rows else FinishReason.UNUSED for r in range(ROWS)
     ]
 
 
@@ -436,7 +436,11 @@ def test_several_rows_change_places(sampler):
     settings = {"samplers": sampler, "seeds": [7, 8, 9, 10]}
     undisturbed = run(tiny_state(PROMPTS, **settings)).outputs()
     state = run(tiny_state(PROMPTS, **settings), passes=4)
-    for row, reason in ((0, FinishReason.STOP), (2, FinishReason.PAUSED), (3, FinishReason.FULL)):
+    for row, reason in (
+        (0, FinishReason.STOP),
+        (2, FinishReason.PAUSED),
+        (3, FinishReason.CACHE_FULL),
+    ):
         state = state.end(row, reason)
     cache = state.cache
     for block in (1, 3, 4):
@@ -478,7 +482,7 @@ def test_admission_ends_at_a_stop_and_can_be_repeated():
         )
         state = run(state)
         assert state.outputs() == [[], expected[:budget], [], []]
-        assert reasons(state)[1] == (FinishReason.STOP if budget > 1 else FinishReason.BUDGET)
+        assert reasons(state)[1] == (FinishReason.STOP if budget > 1 else FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -537,7 +541,7 @@ def test_a_row_that_is_retired_lists_nothing_and_another_may_write_its_block():
     state = state.retire([0]).admit([1], [[block]], logits, seeds=[0], budgets=[3])
     assert (
         reasons(state)
-        == [FinishReason.UNUSED, FinishReason.RUNNING, FinishReason.BUDGET, FinishReason.BUDGET]
+        == [FinishReason.UNUSED, FinishReason.RUNNING, FinishReason.LENGTH, FinishReason.LENGTH]
         and int(state.layout.written[0]) == -1
     )
     assert run(state).outputs()[1] == greedy(PROMPTS[0], 3)
@@ -547,7 +551,7 @@ def test_former_names_work_and_warn():
     state = tiny_state(PROMPTS, budgets=[3, 5, 5, 9])
     with pytest.warns(DeprecationWarning, match="until_any is now stop_on_finish"):
         state = run(state, until_any=True)
-    assert reasons(state) == [FinishReason.BUDGET, *[FinishReason.RUNNING] * 3]
+    assert reasons(state) == [FinishReason.LENGTH, *[FinishReason.RUNNING] * 3]
     with pytest.warns(DeprecationWarning, match="kept is now num_top_logits"):
         state = tiny_state(PROMPTS, kept=5)
     with pytest.warns(DeprecationWarning, match="kept is now top_logits"):
