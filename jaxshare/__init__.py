@@ -20,7 +20,7 @@ from jaxshare.trace.trace import Trace
 
 find_siblings()
 find_moved_modules()
-__getattr__ = renamed(__name__, {"Reason": "jaxshare.decoding.state.FinishReason"})
+__getattr__ = renamed(__name__, {"Reason": "jaxshare.decoding.finish_reason.FinishReason"})
 __version__ = version()
 
 __all__ = [

@@ -229,13 +229,18 @@ class KVCache:
         """The cache after a pass, with the plan's lengths and faults."""
         return dataclasses.replace(self, lengths=plan.lengths, faults=self.faults | plan.faults)
 
-    def move(self, source: int | Int[Array, ""], target: int | Int[Array, ""]) -> "KVCache":
+    def move(
+        self,
+        source: int | Int[Array, ""],
+        target: int | Int[Array, ""],
+        where: bool | Bool[Array, ""] = True,
+    ) -> "KVCache":
         """Appends the source block to the target, rotated to its new place, and empties the source.
         Exact up to rounding.
 
         Outside jit the old cache stays valid, so both take memory for a moment; inside a jitted
         function that donates it, one. The work follows the source's length. Inside jit, a source
-        that does not fit stays where it is and sets a fault.
+        that does not fit stays where it is and sets a fault, and `where` False changes nothing.
 
         Raises:
           ValueError: unknown block, same source and target, or no room (for concrete values).
@@ -251,7 +256,8 @@ class KVCache:
                     f"block {int(source)} has {count} tokens, but block {int(target)} has room for "
                     f"{room} more; create the cache with larger capacities"
                 )
-        return _moved(self, jnp.asarray(source, jnp.int32), jnp.asarray(target, jnp.int32))
+        numbers = jnp.asarray(source, jnp.int32), jnp.asarray(target, jnp.int32)
+        return _moved(self, *numbers, jnp.asarray(where))
 
     def fork(
         self, block: int | Int[Array, ""], at: int | Int[Array, ""], tail: int | Int[Array, ""]
@@ -412,17 +418,17 @@ def _replaced(arenas: tuple[Array, ...], layer: int, arena: Array) -> tuple[Arra
 
 
 @jax.jit
-def _moved(cache: KVCache, source: Array, target: Array) -> KVCache:
+def _moved(cache: KVCache, source: Array, target: Array, where: Array) -> KVCache:
     count, start = cache.lengths[source], cache.lengths[target]
     known = cache._known(source, target)
     fits = (start + count <= cache.capacities[target]) & (source != target)
-    count = jnp.where(known & fits, count, 0)
+    count = jnp.where(known & fits & where, count, 0)
+    fault = jnp.where(known, jnp.where(fits, 0, Fault.OVERFLOW.value), Fault.UNKNOWN_BLOCK.value)
     angles = cache.rope.cos_sin(cache.phases[target] + start - cache.phases[source], scaled=False)
     return dataclasses.replace(
         _copied(cache, cache.offsets[source], cache.offsets[target] + start, count, angles),
         lengths=cache.lengths.at[source].add(-count).at[target].add(count),
-        faults=cache.faults
-        | jnp.where(known, jnp.where(fits, 0, Fault.OVERFLOW.value), Fault.UNKNOWN_BLOCK.value),
+        faults=cache.faults | jnp.where(where, fault, 0),
     )
 
 

@@ -19,7 +19,11 @@ MODULES: Mapping[str, str | tuple[str, ...]] = {
     "jaxshare.automaton": "jaxshare.decoding.automaton",
     "jaxshare.cache_folder": "jaxshare.paths",
     "jaxshare.contents": "jaxshare.cache_io",
-    "jaxshare.decode": ("jaxshare.decoding.loop", "jaxshare.decoding.state"),
+    "jaxshare.decode": (
+        "jaxshare.decoding.loop",
+        "jaxshare.decoding.state",
+        "jaxshare.decoding.finish_reason",
+    ),
     "jaxshare.environment": "jaxshare.models.loading",
     "jaxshare.files": "jaxshare.paths",
     "jaxshare.groups": "jaxshare.data_parallel",

@@ -245,7 +245,7 @@ def tiny_state(
     rows: Sequence[Sequence[int]] = ((1,), (2,), (3,), (4,)),
     *,
     cache: KVCache | None = None,
-    budgets: int | Sequence[int] = MOST,
+    max_new_tokens: int | Sequence[int] = MOST,
     samplers: Sampler | Sequence[Sampler] = GREEDY,
     stops: Sequence[int] = (),
     **more,
@@ -259,20 +259,14 @@ def tiny_state(
         prompts,
         vocab_size=VOCAB,
         logprobs=True,
-        budgets=[budgets] * ROWS if isinstance(budgets, int) else budgets,
+        max_new_tokens=max_new_tokens,
         stops=[*stops, *[-1] * (2 - len(stops))],
         queue=QUEUE,
         max_width=WIDEST,
-        **more,
+        **{"capacity": MOST, **more},
     )
     samplers = [samplers] * ROWS if isinstance(samplers, Sampler) else [*samplers]
-    spare = ((0, 0), (0, MOST - made.tokens.shape[1]))
-    return dataclasses.replace(
-        made,
-        samplers=Samplers.stack(samplers, bias_slots=2),
-        tokens=jnp.pad(made.tokens, spare),
-        logprobs=jnp.pad(made.logprobs, spare),
-    )
+    return dataclasses.replace(made, samplers=Samplers.stack(samplers, bias_slots=2))
 
 
 def run(state: DecodeState, passes: int = 200, width: int = 16, **more) -> DecodeState:

@@ -172,3 +172,63 @@ class TokenAutomaton:
         """
         token_class = self.classes[token]
         return self.transitions[state, token_class], self.marks[state, token_class]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenAutomata:
+    """Automata over one vocabulary, of which each row reads with one of its own.
+
+    A automata, V vocabulary, Z entries of all their tables together. Automaton 0 has one state and
+    marks nothing.
+
+    Attributes:
+      classes: int32[A, V], the class of each token in each automaton.
+      num_classes: int32[A]; first: int32[A], where an automaton's table starts.
+      starts: int32[A], the state before the first token.
+      table: int32[Z], for each automaton, state and class the state after a token, times 2, plus 1
+        where it marks.
+    """
+
+    classes: Array
+    num_classes: Array
+    first: Array
+    starts: Array
+    table: Array
+
+    @classmethod
+    def of(
+        cls,
+        automata: Sequence[TokenAutomaton] = (),
+        *,
+        vocab_size: int,
+        max_automata: int = 0,
+        max_entries: int = 0,
+    ) -> "TokenAutomata":
+        """Puts automata one after the other; they get the numbers 1, 2, and so on.
+
+        Args:
+          automata: over the same vocabulary.
+          vocab_size: V.
+          max_automata, max_entries: A - 1 and Z at least, so that other automata of about the same
+            size make arrays of the same shapes.
+        """
+        count = 1 + max(len(automata), max_automata)
+        classes, numbers = np.zeros((count, vocab_size), np.int32), np.zeros((3, count), np.int32)
+        tables = [np.zeros(1, np.int32)]
+        for i, automaton in enumerate(automata, start=1):
+            table = 2 * np.asarray(automaton.transitions) + np.asarray(automaton.marks)
+            classes[i] = np.asarray(automaton.classes)
+            numbers[:, i] = table.shape[1], sum(map(len, tables)), int(automaton.start)
+            tables.append(table.reshape(-1))
+        table = np.concatenate(tables).astype(np.int32)
+        table = np.pad(table, (0, max(0, max_entries - len(table))))
+        return cls(jnp.asarray(classes), *map(jnp.asarray, numbers), jnp.asarray(table))
+
+    def step(
+        self, which: Int[Array, "*R"], state: Int[Array, "*R"], token: Int[Array, "*R"]
+    ) -> tuple[Int[Array, "*R"], Bool[Array, "*R"]]:
+        """Reads one token in each row, with the automaton `which`; see `TokenAutomaton.step`."""
+        token_class = self.classes[which, token]
+        found = self.table[self.first[which] + state * self.num_classes[which] + token_class]
+        return found >> 1, found % 2 == 1

@@ -7,6 +7,7 @@ decoding are one mechanism.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,10 +16,12 @@ from jax import Array
 
 from jaxshare.cache import KVCache
 from jaxshare.decoding.sampling import largest, logprob, whole_rows
+from jaxshare.decoding.sessions import Sessions
 from jaxshare.decoding.state import DecodeModel, DecodeState, FinishReason
 from jaxshare.decoding.steps import after_sampling
 from jaxshare.decoding.top_logits import TopLogits, compress_logits
 from jaxshare.deprecated import warn_renamed
+from jaxshare.layout import Layout
 
 
 def decode(
@@ -28,14 +31,16 @@ def decode(
     *,
     passes: int,
     width: int = 1,
+    wide_rows: int | None = None,
     stop_on_finish: bool = False,
     until_any: bool | None = None,
 ) -> DecodeState:
-    """Runs up to `passes` forward passes in one dispatch.
+    """Runs up to `passes` passes in one dispatch.
 
-    It runs fewer if every row finishes, or with `stop_on_finish` if one does. While a row has more
-    than one pending token, passes take up to `width` of them; then one token a row. Rows whose
-    block has no room for what they must write end with `FinishReason.CACHE_FULL` before anything is lost.
+    It runs fewer if no row can go on, or with `stop_on_finish` if one finishes. A session in which
+    a row has more than one pending token takes part with up to `width` of each row's; others with
+    one. Rows whose block has no room for what they must write end with `FinishReason.CACHE_FULL`
+    before anything is lost.
 
     Args:
       model, params: the model and its variables.
@@ -43,18 +48,22 @@ def decode(
         on.
       passes: data, not shape: any number runs the same program.
       width: tokens a row of passes that feed prompts; at most the state's `max_width`. Static.
+      wide_rows: rows that such a pass has room for, by default all. With fewer, sessions that need
+        a wide pass have one of these rows alone, beside a narrow one for the others; those that do
+        not fit wait. At least the rows of the largest session. Static.
       stop_on_finish: return as soon as a row finishes, so that the host can give it more to do.
         Data.
       until_any: the deprecated name of `stop_on_finish`.
 
     Raises:
       ValueError: a negative number of passes, more than the state has room to record, or a width
-        that it cannot take.
+        or a number of wide rows that it cannot take.
     """
     if until_any is not None:
         warn_renamed("until_any", "stop_on_finish")
         stop_on_finish = until_any
-    _check(state, passes, width)
+    wide_rows = state.layout.num_rows if wide_rows is None else wide_rows
+    _check(state, passes, width, wide_rows)
     donated: Any = {"cache": None, "logits": None, "top_logits": None}
     rest = dataclasses.replace(state, **donated)
     return _decode(
@@ -67,16 +76,22 @@ def decode(
         jnp.asarray(passes, jnp.int32),
         jnp.asarray(stop_on_finish),
         width,
+        wide_rows,
     )
 
 
-def _check(state: DecodeState, passes: int, width: int) -> None:
+def _check(state: DecodeState, passes: int, width: int, wide_rows: int) -> None:
     if passes < 0 or not 1 <= width <= state.max_width:
         raise ValueError(
             f"passes is {passes} and width {width}; passes must be at least 0, and width from 1 to "
             f"the state's max_width, {state.max_width}"
         )
-    if state.record is not None and passes > state.record.capacity:
+    if not 1 <= wide_rows <= state.layout.num_rows:
+        raise ValueError(
+            f"wide_rows is {wide_rows}; it must be from 1 to the state's {state.layout.num_rows} "
+            "rows"
+        )
+    if 0 < state.record.capacity < passes:
         raise ValueError(
             f"passes is {passes}, but the state has room to record {state.record.capacity}; create "
             "it with more, or run fewer at once"
@@ -84,134 +99,186 @@ def _check(state: DecodeState, passes: int, width: int) -> None:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("model", "width"), donate_argnames=("cache", "logits", "top_logits")
+    jax.jit,
+    static_argnames=("model", "width", "wide_rows"),
+    donate_argnames=("cache", "logits", "top_logits"),
 )
 def _decode(
     model: DecodeModel,
     params: Any,
     cache: KVCache,
     logits: Array,
-    top_logits: TopLogits | None,
+    top_logits: TopLogits,
     rest: DecodeState,
     passes: Array,
     stop_on_finish: Array,
     width: int,
+    wide_rows: int,
 ) -> DecodeState:
     state = dataclasses.replace(rest, cache=cache, logits=logits, top_logits=top_logits)
+    state = dataclasses.replace(state, record=state.record.start(state.passes))
     running_before, last = state.running, state.passes + passes
-    if state.record is not None:
-        state = dataclasses.replace(state, record=state.record.start(state.passes))
-    state = _sample(state)
+    sessions = Sessions.of(state.session)
+
+    def able(state: DecodeState) -> Array:
+        """bool[R]: the rows that can take part in a pass."""
+        finished = running_before & ~state.running
+        halted = state.halts & sessions.any(finished)
+        return state.running & _has_room(state) & (state.clock < state.last_pass) & ~halted
 
     def goes_on(state: DecodeState) -> Array:
         finished = stop_on_finish & jnp.any(running_before & ~state.running)
-        return (state.passes < last) & ~finished & jnp.any(state.running)
+        return (state.passes < last) & ~finished & jnp.any(able(state))
 
-    def feed_if(condition: Array, state: DecodeState, width: int) -> DecodeState:
+    def feed_if(condition: Array, state: DecodeState, feed: Callable) -> DecodeState:
         # A loop of one iteration or none, because a conditional would copy the cache.
         return jax.lax.while_loop(
-            lambda s: s[1],
-            lambda s: (_feed(model, params, s[0], width), jnp.zeros((), bool)),
-            (state, condition),
+            lambda s: s[1], lambda s: (feed(s[0]), jnp.zeros((), bool)), (state, condition)
         )[0]
 
     def step(state: DecodeState) -> DecodeState:
+        rows = able(state)
         if width == 1:
-            return _sample(_feed(model, params, state, 1))
-        wide = jnp.any(state.running & (state.waiting > 1))
-        return _sample(feed_if(~wide, feed_if(wide, state, width), 1))
+            return _sample(
+                _advanced(_feed(model, params, state, rows, 1), sessions, rows), sessions
+            )
+        wide = sessions.any(rows & (state.num_pending > 1)) & rows
+        if wide_rows == state.layout.num_rows:
+            wide = rows & jnp.any(wide)  # a wide pass has a place for each row anyway
+        narrow = rows & ~wide
+        wide = sessions.first_that_fit(wide, wide_rows)
+        state = _advanced(state, sessions, wide | narrow)
+        state = feed_if(
+            jnp.any(wide), state, lambda s: _feed(model, params, s, wide, width, wide_rows)
+        )
+        state = feed_if(jnp.any(narrow), state, lambda s: _feed(model, params, s, narrow, 1))
+        return _sample(state, sessions)
 
-    return jax.lax.while_loop(goes_on, step, state)
+    return jax.lax.while_loop(goes_on, step, _sample(state, sessions))
 
 
-def _feed(model: DecodeModel, params: Any, state: DecodeState, width: int) -> DecodeState:
-    """One forward pass over the next pending tokens of every running row."""
-    count = jnp.where(state.running, jnp.minimum(state.waiting, width), 0)
+def _has_room(state: DecodeState) -> Array:
+    """bool[R]: the rows with a place for one more sampled token, if they are to have one."""
+    will_sample = state.num_sampled < state.max_new_tokens
+    return ~will_sample | (state.num_held < state.tokens.shape[1])
+
+
+def _advanced(state: DecodeState, sessions: Sessions, rows: Array) -> DecodeState:
+    """The state in a pass that these bool[R] rows take part in, and so do their sessions."""
+    took_part = sessions.any(rows).astype(jnp.int32)
+    return dataclasses.replace(state, clock=state.clock + took_part, passes=state.passes + 1)
+
+
+def _feed(
+    model: DecodeModel,
+    params: Any,
+    state: DecodeState,
+    rows: Array,
+    width: int,
+    max_rows: int | None = None,
+) -> DecodeState:
+    """Feeds up to `width` pending tokens of each of bool[R] rows, at most `max_rows` of them."""
+    count = jnp.where(rows, jnp.minimum(state.num_pending, width), 0)
     target = jnp.maximum(state.layout.written, 0)
-    full = state.running & (state.cache.lengths[target] + count > state.cache.capacities[target])
+    full = rows & (state.cache.lengths[target] + count > state.cache.capacities[target])
     count = jnp.where(full, 0, count)
     tokens = jax.vmap(lambda queue, head: jax.lax.dynamic_slice_in_dim(queue, head, width))(
         state.pending, state.head
     )
-    logits, cache = model.apply(params, tokens, count, state.cache, state.layout)
-    fed = count > 0
-    record = state.record
-    if record is not None:
-        record = record.log_pass(state.passes, tokens, count, cache.lengths)
+    fed, num_rows = count > 0, state.layout.num_rows
+    if max_rows is None or max_rows == num_rows:
+        logits, cache = model.apply(params, tokens, count, state.cache, state.layout)
+        logits = jnp.where(fed[:, None], logits, state.logits)
+    else:
+        # The rows that take part, side by side; the places after the last are rows not in use.
+        row = jnp.nonzero(fed, size=max_rows, fill_value=num_rows)[0]
+        part = functools.partial(jnp.take, indices=row, axis=0, mode="fill")
+        groups = tuple(group for group in state.layout.groups if group < max_rows)
+        layout = Layout(part(state.layout.blocks, fill_value=-1), groups)
+        new, cache = model.apply(
+            params, part(tokens, fill_value=0), part(count, fill_value=0), state.cache, layout
+        )
+        logits = state.logits.at[row].set(new, mode="drop")
     return dataclasses.replace(
         state,
         cache=cache,
-        record=record,
-        logits=jnp.where(fed[:, None], logits, state.logits),
-        ready=state.ready | fed,
+        record=state.record.log_pass(state.passes - 1, tokens, count, cache.lengths),
+        logits=logits,
+        has_logits=state.has_logits | fed,
         reasons=jnp.where(full, FinishReason.CACHE_FULL.value, state.reasons),
-        waiting=state.waiting - count,
+        num_pending=state.num_pending - count,
         head=state.head + count,
-        passes=state.passes + 1,
     )
 
 
-def _sample(state: DecodeState) -> DecodeState:
+def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
     """Samples in the rows whose queue is empty.
 
     The token goes to the output and, unless it ends the row, into the queue.
     """
-    due = state.running & (state.waiting == 0) & state.ready
-    spent = due & (state.drawn >= state.budgets)
+    due = state.running & (state.num_pending == 0) & state.has_logits
+    due &= _has_room(state)
+    spent = due & (state.num_sampled >= state.max_new_tokens)
     # The largest of logits with a NaN is NaN. Such logits end a row that has more to feed, too.
     not_finite = ~jnp.isfinite(largest(state.logits, state.cache.mesh))
-    not_finite &= state.running & state.ready
+    not_finite &= state.running & state.has_logits
     due = due & ~spent & ~not_finite
     token, log_chance = _draw(state, due)
-    drawn = state.drawn + due.astype(jnp.int32)
+    num_sampled = state.num_sampled + due.astype(jnp.int32)
     stopped = due & jnp.any(token[:, None] == state.stops, axis=1)
-    spent = spent | (due & ~stopped & (drawn >= state.budgets))
+    spent = spent | (due & ~stopped & (num_sampled >= state.max_new_tokens))
     reasons = jnp.where(spent, FinishReason.LENGTH.value, state.reasons)
     reasons = jnp.where(stopped, FinishReason.STOP.value, reasons)
     reasons = jnp.where(not_finite, FinishReason.ERROR.value, reasons)
     goes_on = due & ~stopped & ~spent
     # Rows that do not sample write outside the array, which drops what they write.
-    index = jnp.where(due, state.drawn, state.tokens.shape[1])
+    index = jnp.where(due, state.num_held, state.tokens.shape[1])
     row = jnp.arange(due.shape[0])
     logprobs = state.logprobs
     if logprobs.shape[1]:
         logprobs = logprobs.at[row, index].set(log_chance, mode="drop")
-    state = dataclasses.replace(
+    sampled = dataclasses.replace(
         state,
         reasons=reasons,
-        drawn=drawn,
-        waiting=jnp.where(goes_on, 1, state.waiting),
+        num_sampled=num_sampled,
+        num_pending=jnp.where(goes_on, 1, state.num_pending),
         head=jnp.where(due, 0, state.head),
         pending=state.pending.at[:, 0].set(jnp.where(goes_on, token, state.pending[:, 0])),
         tokens=state.tokens.at[row, index].set(token, mode="drop"),
         logprobs=logprobs,
         top_logits=_with_top_logits(state, due & state.recorded, index),
     )
-    return state if state.steps is None else _end_steps(state, token, due, stopped)
+    if not state.steps.marks.shape[1]:
+        return sampled
+    return _end_steps(sampled, sessions, token, index, due, stopped)
 
 
 def _draw(state: DecodeState, due: Array) -> tuple[Array, Array]:
     """The next token of each row that is due, int32[R], and its log-probability, float32[R].
 
-    Tokens of other rows mean nothing; log-probabilities that are not kept are 0.
+    Tokens of other rows mean nothing; log-probabilities that are not wanted are 0 or right.
     """
     mesh = state.cache.mesh
 
     def draw() -> tuple[Array, Array]:
-        token = state.samplers.sample(state.logits, state.seeds, state.drawn, mesh=mesh)
+        token = state.samplers.sample(state.logits, state.seeds, state.num_sampled, mesh=mesh)
         if not state.logprobs.shape[1]:
             return token, jnp.zeros(token.shape)
-        return token, logprob(state.logits, token, mesh=mesh)
+        return token, jax.lax.cond(
+            jnp.any(due & state.scored),
+            lambda: logprob(state.logits, token, mesh=mesh),
+            lambda: jnp.zeros(token.shape),
+        )
 
     nothing = jnp.zeros(due.shape, jnp.int32), jnp.zeros(due.shape)
     return jax.lax.cond(jnp.any(due), draw, lambda: nothing)
 
 
-def _with_top_logits(state: DecodeState, keeps: Array, index: Array) -> TopLogits | None:
+def _with_top_logits(state: DecodeState, keeps: Array, index: Array) -> TopLogits:
     """The top logits with those that the bool[R] rows have just drawn from, at int32[R] index."""
     whole = state.top_logits
-    if whole is None:
-        return None
+    if not whole.rest.shape[1]:
+        return whole
     k = whole.tokens.shape[-1]
 
     def compress() -> TopLogits:
@@ -227,37 +294,43 @@ def _with_top_logits(state: DecodeState, keeps: Array, index: Array) -> TopLogit
     return jax.tree.map(lambda a, part: a.at[row, index].set(part, mode="drop"), whole, new)
 
 
-def _end_steps(state: DecodeState, token: Array, due: Array, stopped: Array) -> DecodeState:
+def _end_steps(
+    state: DecodeState,
+    sessions: Sessions,
+    token: Array,
+    index: Array,
+    due: Array,
+    stopped: Array,
+) -> DecodeState:
     """Ends the steps that the sampled tokens end, and opens the next ones.
 
-    Ends all rows where there is an answer or nothing can move.
+    Ends all rows of a session where there is an answer or nothing can move.
     """
-    assert state.steps is not None
     steps, cache, outcome = after_sampling(
         state.steps,
         state.cache,
         state.layout,
+        sessions,
         token,
-        state.drawn - 1,
+        index,
         due,
         stopped,
         state.running,
-        state.passes,
+        state.clock,
     )
     running = state.running
     reasons = jnp.where(outcome.unprepared, FinishReason.STEP.value, state.reasons)
     reasons = jnp.where(outcome.full & running, FinishReason.CACHE_FULL.value, reasons)
     reasons = jnp.where(outcome.done & (running | stopped), FinishReason.ANSWER.value, reasons)
-    record = None if state.record is None else state.record.log_moves(state.passes, outcome.moved)
     opening = jnp.concatenate([token[:, None], outcome.opening], axis=1)
     size = opening.shape[1]
     return dataclasses.replace(
         state,
         steps=steps,
         cache=cache,
-        record=record,
+        record=state.record.log_moves(state.passes, outcome.moved),
         reasons=reasons,
-        waiting=jnp.where(outcome.opens, 1 + outcome.opening_size, state.waiting),
+        num_pending=jnp.where(outcome.opens, 1 + outcome.opening_size, state.num_pending),
         pending=state.pending.at[:, :size].set(
             jnp.where(outcome.opens[:, None], opening, state.pending[:, :size])
         ),

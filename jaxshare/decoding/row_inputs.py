@@ -24,13 +24,13 @@ class RowInputs:
       prompts: tokens to feed before a row samples; empty for a row not in use.
       samplers: how the row samples.
       seeds: integers of 64 bits.
-      budgets: tokens that the row may sample.
+      max_new_tokens: tokens that the row may sample.
     """
 
     prompts: list[list[int]]
     samplers: list[Sampler]
     seeds: list[int]
-    budgets: list[int]
+    max_new_tokens: list[int]
 
     @classmethod
     def create(
@@ -39,7 +39,7 @@ class RowInputs:
         prompts: Sequence[Sequence[int]],
         samplers: Sampler | Sequence[Sampler],
         seeds: int | Sequence[int],
-        budgets: int | Sequence[int],
+        max_new_tokens: int | Sequence[int],
     ) -> Self:
         """Gives each row its own entry; the arguments are those of `DecodeState.create`.
 
@@ -50,7 +50,7 @@ class RowInputs:
             [*map(list, prompts), *([[]] * (rows - len(prompts)))],
             [samplers] * rows if isinstance(samplers, Sampler) else list(samplers),
             [stream_seed(seeds, r) for r in range(rows)] if isinstance(seeds, int) else list(seeds),
-            [budgets] * rows if isinstance(budgets, int) else list(budgets),
+            [max_new_tokens] * rows if isinstance(max_new_tokens, int) else list(max_new_tokens),
         )
         for field in dataclasses.fields(made):
             if (count := len(getattr(made, field.name))) != rows:
@@ -60,11 +60,11 @@ class RowInputs:
         return made
 
     def check(self, layout: Layout, vocab_size: int, has_logits: bool) -> None:
-        """Checks tokens and budgets.
+        """Checks tokens and numbers of them.
 
         Raises:
           ValueError: a token outside the vocabulary in a prompt, a bias or a ban, a negative
-            budget, or a row in use with nothing to feed and no logits.
+            number of tokens to sample, or a row in use with nothing to feed and no logits.
         """
         in_use = np.asarray(layout.listed) > 0
         for r, (prompt, sampler) in enumerate(zip(self.prompts, self.samplers, strict=True)):
@@ -83,9 +83,9 @@ class RowInputs:
                     f"the sampler of row {r} names token {outside[0]}, outside the vocabulary of "
                     f"{vocab_size}"
                 )
-            if self.budgets[r] < 0:
+            if self.max_new_tokens[r] < 0:
                 raise ValueError(
-                    f"the budget of row {r} is {self.budgets[r]}; it must be at least 0 tokens"
+                    f"max_new_tokens of row {r} is {self.max_new_tokens[r]}; it must be at least 0"
                 )
 
     def pending(self, width: int) -> Int[np.ndarray, "R W"]:
@@ -100,16 +100,17 @@ class Admission:
     Attributes:
       rows: row numbers, each once.
       blocks: the blocks that the row sees, in order; it writes the last.
-      seeds, budgets, drawn, pending, recorded: as for `DecodeState.admit`.
+      seeds, max_new_tokens, num_sampled, pending, recorded, scored: as for `DecodeState.admit`.
     """
 
     rows: Sequence[int]
     blocks: Sequence[Sequence[int]]
     seeds: Sequence[int]
-    budgets: Sequence[int]
-    drawn: Sequence[int]
+    max_new_tokens: Sequence[int]
+    num_sampled: Sequence[int]
     pending: Sequence[Sequence[int]]
     recorded: Sequence[bool]
+    scored: Sequence[bool]
 
     def check_counts(self, num_logits: int) -> None:
         """Raises ValueError for counts that do not agree, and for a row that is named twice."""
@@ -117,10 +118,11 @@ class Admission:
             ("blocks", len(self.blocks)),
             ("logits", min(num_logits, len(self.rows))),
             ("seeds", len(self.seeds)),
-            ("budgets", len(self.budgets)),
-            ("drawn", len(self.drawn)),
+            ("max_new_tokens", len(self.max_new_tokens)),
+            ("num_sampled", len(self.num_sampled)),
             ("pending", len(self.pending)),
             ("recorded", len(self.recorded)),
+            ("scored", len(self.scored)),
         ):
             if count != len(self.rows):
                 raise ValueError(
@@ -130,16 +132,16 @@ class Admission:
             raise ValueError(f"rows must name each row once; got {list(self.rows)}")
 
     def check_rows(
-        self, running: Bool[np.ndarray, " R"], *, max_listed: int, max_budget: int, max_pending: int
+        self, running: Bool[np.ndarray, " R"], *, max_listed: int, max_pending: int
     ) -> None:
         """Checks each row against the state.
 
         Raises:
           ValueError: a row that is running or does not exist, a negative block, more blocks than
-            the layout is wide, a budget that is negative or above `max_budget`, or more pending
-            tokens than the queue holds.
+            the layout is wide, a negative number of tokens to sample, or more pending tokens
+            than the queue holds.
         """
-        for row, seen, budget in zip(self.rows, self.blocks, self.budgets, strict=True):
+        for row, seen, most in zip(self.rows, self.blocks, self.max_new_tokens, strict=True):
             if negative := [block for block in seen if block < 0]:
                 raise ValueError(f"row {row} lists block {negative[0]}; blocks are numbered from 0")
             if not 0 <= row < len(running):
@@ -153,11 +155,8 @@ class Admission:
                     f"row {row} would list {len(seen)} blocks, but the layout has room for 1 to "
                     f"{max_listed}"
                 )
-            if not 0 <= budget <= max_budget:
-                raise ValueError(
-                    f"the budget of row {row} is {budget}; the state has room for 0 to "
-                    f"{max_budget} tokens a row"
-                )
+            if most < 0:
+                raise ValueError(f"max_new_tokens of row {row} is {most}; it must be at least 0")
         for row, tokens in zip(self.rows, self.pending, strict=True):
             if len(tokens) > max_pending:
                 raise ValueError(
@@ -179,8 +178,8 @@ class Admission:
         admitted rows name row `num_rows`, which does not exist; the device drops them.
 
         Returns:
-          row int32[A], seeds uint32[A, 2], budgets, drawn, number of pending tokens and recorded
-          int32[A], pending int32[A, queue_width].
+          row int32[A], seeds uint32[A, 2], max_new_tokens, num_sampled, number of pending tokens,
+          recorded and scored int32[A], pending int32[A, queue_width].
         """
         size = max(bucket(len(self.rows)), num_logits)
         unused = [0] * (size - len(self.rows))
@@ -189,7 +188,13 @@ class Admission:
             seed_words([*self.seeds, *unused]),
             *(
                 np.asarray([*values, *unused], np.int32)
-                for values in (self.budgets, self.drawn, map(len, self.pending), self.recorded)
+                for values in (
+                    self.max_new_tokens,
+                    self.num_sampled,
+                    map(len, self.pending),
+                    self.recorded,
+                    self.scored,
+                )
             ),
             _queues(self.pending, size, queue_width),
         )

@@ -4,7 +4,6 @@ Every row has one of each.
 """
 
 import dataclasses
-import enum
 import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -13,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from jaxshare.cache import KVCache
+from jaxshare.decoding.automaton import TokenAutomata
+from jaxshare.decoding.finish_reason import FinishReason
 from jaxshare.decoding.row_inputs import Admission, RowInputs
 from jaxshare.decoding.sampling import Sampler, Samplers
 from jaxshare.decoding.steps import Steps
@@ -45,77 +46,42 @@ class DecodeModel(Protocol):
         ...
 
 
-class _FinishReasons(enum.EnumType):
-    """Finds the members of `FinishReason` by their former names, too."""
-
-    def __getattr__(cls, name: str) -> Any:
-        former = {"BUDGET": "LENGTH", "FULL": "CACHE_FULL", "NOT_A_NUMBER": "ERROR"}
-        if name not in former:
-            raise AttributeError(f"{cls.__name__} has no member {name!r}")
-        warn_renamed(f"FinishReason.{name}", f"FinishReason.{former[name]}")
-        return cls[former[name]]
-
-
-class FinishReason(enum.IntEnum, metaclass=_FinishReasons):
-    """The reason why a row, a request or a session is not running.
-
-    `str()` of one is what commands print: "stop", "cache_full".
-    """
-
-    RUNNING = 0
-    STOP = 1
-    """A stop token was sampled."""
-    LENGTH = 2
-    """As many tokens were sampled, or passes run, as were asked for."""
-    CACHE_FULL = 3
-    """The row's block is full, or the one that its steps move to."""
-    UNUSED = 4
-    PAUSED = 5
-    """Set by the host."""
-    STEP = 6
-    """The row's step has ended and no opening of the next one is prepared."""
-    ANSWER = 7
-    """There is an answer."""
-    ERROR = 8
-    """Logits were not finite, so that nothing could be sampled; or, of a request, an exception."""
-    STOP_TEXT = 9
-    """The text contains one of the request's stop texts; found by the host."""
-    CANCELLED = 10
-    """The caller has cancelled the request."""
-
-    def __str__(self) -> str:
-        return self.name.lower()
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
     """Everything the loop carries.
 
     R rows, P places in a queue, X places for generated tokens, V vocabulary. Saved sessions name
-    their arrays by these fields.
+    their arrays by these fields. A part that is not used has size 0.
 
     Attributes:
       cache, layout, samplers: what is cached, the blocks that each row sees, how it samples.
-      logits: float32[R, V] after each row's last fed token, defined where `ready`.
-      ready: bool[R].
+      logits: float32[R, V] after each row's last fed token, defined where `has_logits`.
+      has_logits: bool[R].
       pending: int32[R, P + slack], tokens to feed.
-      waiting, head: int32[R], the number of pending tokens, and the index of the first.
+      num_pending, head: int32[R], the number of pending tokens, and the index of the first.
       seeds: uint32[R, 2], the key of each row's randomness: the words of its seed
         (`jaxshare.seeds`).
-      drawn: int32[R], tokens sampled so far: the counter of the row's randomness.
-      budgets: int32[R], tokens that a row may sample in all.
+      num_sampled: int32[R], tokens sampled so far: the counter of the row's randomness.
+      num_taken: int32[R], those of them that `tokens` does not hold any more.
+      max_new_tokens: int32[R], tokens that a row may sample in all.
       stops: int32[S], tokens that end a row; -1 for an unused place.
       reasons: int32[R], `FinishReason`.
-      tokens: int32[R, X], the tokens that each row sampled, a stop token included.
-      logprobs: float32[R, X] of the sampled tokens, or [R, 0] where they are not kept.
-      passes: int32[], forward passes so far.
-      top_logits: [R, X], the largest logits of the distributions that the tokens were drawn from,
-        or None where they are not kept.
+      session: int32[R], the first row of each row's session. Rows of a session take part in a pass
+        together or not at all. A row by itself is a session of one.
+      clock: int32[R], passes that the row's session has taken part in.
+      last_pass: int32[R], the clock up to which it may take part.
+      halts: bool[R], whether the session takes part in no further pass of a dispatch once one of
+        its rows has finished in it.
+      tokens: int32[R, X], the tokens that each row sampled after those taken, a stop token
+        included. A row with X of them waits for them to be taken.
+      logprobs: float32[R, X] of the sampled tokens where `scored`, or [R, 0].
+      scored: bool[R], the rows whose log-probabilities are wanted.
+      passes: int32[], passes so far.
+      top_logits: [R, X], the largest logits of the distributions that the tokens were drawn from.
       recorded: bool[R], the rows whose top logits are kept.
-      steps: how rows end their steps, or None where they write without.
-      record: the tokens that the last dispatch has fed and the steps it has moved, or None where
-        they are not logged.
+      steps: how rows end their steps.
+      record: the tokens that the last dispatch has fed and the steps it has moved.
       max_width: the widest pass that this state can take (static).
     """
 
@@ -123,22 +89,28 @@ class DecodeState:
     layout: Layout
     samplers: Samplers
     logits: Array
-    ready: Array
+    has_logits: Array
     pending: Array
-    waiting: Array
+    num_pending: Array
     head: Array
     seeds: Array
-    drawn: Array
-    budgets: Array
+    num_sampled: Array
+    num_taken: Array
+    max_new_tokens: Array
     stops: Array
     reasons: Array
+    session: Array
+    clock: Array
+    last_pass: Array
+    halts: Array
     tokens: Array
     logprobs: Array
+    scored: Array
     passes: Array
-    top_logits: TopLogits | None
+    top_logits: TopLogits
     recorded: Array
-    steps: Steps | None
-    record: PassLog | None
+    steps: Steps
+    record: PassLog
     max_width: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -151,51 +123,63 @@ class DecodeState:
         vocab_size: int,
         samplers: Sampler | Sequence[Sampler] = Sampler(),
         seeds: int | Sequence[int] = 0,
-        budgets: int | Sequence[int] = 64,
+        max_new_tokens: int | Sequence[int] = 64,
         stops: Sequence[int] = (),
         logits: Float[Array, "*R V"] | None = None,
         queue: int = 0,
-        room: int = 0,
+        capacity: int | None = None,
         bias_slots: int | None = None,
         max_width: int = 256,
         logprobs: bool = False,
         num_top_logits: int = 0,
         steps: Steps | None = None,
         record: int = 0,
-        kept: int | None = None,
+        **former: Any,
     ) -> "DecodeState":
         """A state about to run. Raises ValueError for a wrong layout, and as `RowInputs` does.
 
         Args:
           cache, layout, max_width: for passes that feed up to `max_width` tokens a row.
-          prompts, samplers, seeds, budgets: see `RowInputs`; one sampler, seed or budget is for all
-            rows, and of one seed row r gets `stream_seed(seeds, r)`.
+          prompts, samplers, seeds, max_new_tokens: see `RowInputs`; one sampler, seed or number is
+            for all rows, and of one seed row r gets `stream_seed(seeds, r)`.
           stops: tokens that end a row.
           logits: after what each row has cached, for rows that have nothing to feed.
           queue: tokens that a row's queue holds, for `feed`; at least the longest prompt.
-          room: tokens that a row can sample; at least the largest budget. It is a shape: states of
-            the same room share a program.
+          capacity: X, sampled tokens of a row that the state holds; default the largest of
+            `max_new_tokens`. With fewer, take them between dispatches (`without_outputs`). It is a
+            shape: states of one capacity share a program.
           bias_slots: places for a row's biased and forbidden tokens; default what these need.
-          logprobs: keep the log-probabilities of the sampled tokens.
-          num_top_logits: logits to keep of each distribution that a `recorded` row draws from;
-            `kept` is its deprecated name.
-          steps: for rows that write in steps, with room for what a row samples.
+          logprobs: keep the log-probabilities of the tokens that all rows sample.
+          num_top_logits: logits to keep of each distribution that a `recorded` row draws from.
+          steps: for rows that write in steps, one session, with places for what a row samples;
+            default none, and each row by itself.
           record: passes of a dispatch that can be logged; 0 logs none.
+          former: arguments by their former names, `budgets`, `room` and `kept`.
         """
+        max_new_tokens = _renamed(former, "budgets", "max_new_tokens", max_new_tokens)
+        capacity = _renamed(former, "room", "capacity", capacity)
+        num_top_logits = _renamed(former, "kept", "num_top_logits", num_top_logits)
+        if former:
+            raise TypeError(f"DecodeState.create has no argument {next(iter(former))!r}")
         layout.check(cache.num_blocks)
-        inputs = RowInputs.create(layout.num_rows, prompts, samplers, seeds, budgets)
+        rows = layout.num_rows
+        inputs = RowInputs.create(rows, prompts, samplers, seeds, max_new_tokens)
         inputs.check(layout, vocab_size, has_logits=logits is not None)
         queue = max(queue, 1 + (steps.openings.shape[-1] if steps else 0))
-        k = num_top_logits if kept is None else _warn_kept(kept)
-        shape = layout.num_rows, max(room, *inputs.budgets)
+        shape = rows, max(inputs.max_new_tokens) if capacity is None else capacity
+        rowwise = jnp.zeros(rows, jnp.int32)
         return dataclasses.replace(
             _fed_state(cache, layout, inputs, vocab_size, logits, queue, bias_slots, max_width),
             stops=jnp.asarray(_padded_stops(stops), jnp.int32),
             tokens=jnp.zeros(shape, jnp.int32),
-            logprobs=jnp.zeros(shape if logprobs else (layout.num_rows, 0)),
-            top_logits=TopLogits.empty(shape, k, vocab_size) if k else None,
-            steps=steps,
-            record=PassLog.empty(record, shape[0], max_width, cache.num_blocks) if record else None,
+            logprobs=jnp.zeros(shape if logprobs else (rows, 0)),
+            scored=rowwise < int(logprobs),
+            top_logits=TopLogits.empty(
+                shape if num_top_logits else (rows, 0), num_top_logits, vocab_size
+            ),
+            steps=steps or Steps.none(rows, TokenAutomata.of(vocab_size=vocab_size)),
+            session=rowwise if steps else jnp.arange(rows, dtype=jnp.int32),
+            record=PassLog.empty(record, rows, max_width, cache.num_blocks),
         )
 
     def feed(self, row: int, tokens: Sequence[int]) -> "DecodeState":
@@ -210,8 +194,8 @@ class DecodeState:
                 if tokens
                 else f"there are no tokens to feed to row {row}"
             )
-        head, waiting = int(self.head[row]), int(self.waiting[row])
-        queue = [*np.asarray(self.pending[row, head : head + waiting]).tolist(), *tokens]
+        head, pending = int(self.head[row]), int(self.num_pending[row])
+        queue = [*np.asarray(self.pending[row, head : head + pending]).tolist(), *tokens]
         if len(queue) > self._queue_capacity:
             raise ValueError(
                 f"row {row} would have {len(queue)} tokens pending, but its queue holds "
@@ -221,7 +205,7 @@ class DecodeState:
             self,
             pending=self.pending.at[row, : len(queue)].set(jnp.asarray(queue, jnp.int32)),
             head=self.head.at[row].set(0),
-            waiting=self.waiting.at[row].set(len(queue)),
+            num_pending=self.num_pending.at[row].set(len(queue)),
             reasons=self.reasons.at[row].set(FinishReason.RUNNING.value),
         )
 
@@ -232,12 +216,14 @@ class DecodeState:
         logits: Float[Array, "A V"],
         *,
         seeds: Sequence[int],
-        budgets: Sequence[int],
-        drawn: Sequence[int] | None = None,
+        max_new_tokens: Sequence[int] = (),
+        num_sampled: Sequence[int] | None = None,
         pending: Sequence[Sequence[int]] | None = None,
         recorded: Sequence[bool] | None = None,
+        scored: Sequence[bool] | None = None,
+        **former: Any,
     ) -> "DecodeState":
-        """Starts rows that are not running; they keep their samplers.
+        """Starts rows that are not running, each by itself; they keep their samplers.
 
         Each samples at once from its logits, or first feeds what it has pending. The logits of this
         state are donated: use the returned one.
@@ -247,31 +233,33 @@ class DecodeState:
           blocks: for each row the blocks it sees, in order; it writes the last.
           logits: for each row, after what it sees. Further ones are ignored: a caller that always
             gives the same number has one program for any number of rows.
-          seeds, budgets: for each row.
-          drawn: tokens that each has sampled before, which count for its budget and its randomness;
-            default none. `tokens` has those that come, at their places.
+          seeds, max_new_tokens: for each row.
+          num_sampled: tokens that each has sampled before, which count for its `max_new_tokens` and
+            its randomness; default none. `tokens` has those that come.
           pending: tokens that each feeds first; default none. The logits of a row that has any are
             not used.
-          recorded: the rows whose top logits are kept; default none.
+          recorded, scored: the rows whose top logits, or log-probabilities, are kept; default no
+            top logits, and log-probabilities where the state has room for them.
+          former: arguments by their former names, `budgets` and `drawn`.
 
         Raises:
-          ValueError: rows that write in steps, blocks that make no layout, or see
-            `Admission.check_counts` and `Admission.check_rows`.
+          ValueError: blocks that make no layout, or see `Admission.check_counts` and
+            `Admission.check_rows`.
         """
-        if self.steps is not None:
-            raise ValueError(
-                "rows of this state write in steps, and nothing can be admitted between them; "
-                "create the state without"
-            )
+        max_new_tokens = _renamed(former, "budgets", "max_new_tokens", max_new_tokens)
+        num_sampled = _renamed(former, "drawn", "num_sampled", num_sampled)
+        if former:
+            raise TypeError(f"DecodeState.admit has no argument {next(iter(former))!r}")
         count = len(rows)
         admission = Admission(
             rows,
             blocks,
             seeds,
-            budgets,
-            [0] * count if drawn is None else drawn,
+            max_new_tokens,
+            [0] * count if num_sampled is None else num_sampled,
             [()] * count if pending is None else pending,
             [False] * count if recorded is None else recorded,
+            [True] * count if scored is None else scored,
         )
         admission.check_counts(logits.shape[0])
         layout = self._admitted_layout(admission)
@@ -289,7 +277,6 @@ class DecodeState:
         admission.check_rows(
             np.asarray(self.reasons) == FinishReason.RUNNING,
             max_listed=blocks.shape[1],
-            max_budget=self.tokens.shape[1],
             max_pending=self._queue_capacity,
         )
         layout = dataclasses.replace(self.layout, blocks=jnp.asarray(admission.listed(blocks)))
@@ -303,12 +290,14 @@ class DecodeState:
         """
         retired = np.zeros(self.layout.num_rows, bool)
         retired[list(rows)] = True
-        blocks, reasons, waiting = _retire(self.layout.blocks, self.reasons, self.waiting, retired)
+        blocks, reasons, num_pending = _retire(
+            self.layout.blocks, self.reasons, self.num_pending, retired
+        )
         return dataclasses.replace(
             self,
             layout=dataclasses.replace(self.layout, blocks=blocks),
             reasons=reasons,
-            waiting=waiting,
+            num_pending=num_pending,
         )
 
     def end(self, row: int, reason: FinishReason = FinishReason.STOP) -> "DecodeState":
@@ -321,10 +310,9 @@ class DecodeState:
         return self.reasons == FinishReason.RUNNING
 
     @property
-    def kept(self) -> TopLogits | None:
-        """The former name of `top_logits`."""
-        warn_renamed("kept", "top_logits")
-        return self.top_logits
+    def num_held(self) -> Int[Array, " R"]:
+        """The number of sampled tokens that `tokens` holds."""
+        return self.num_sampled - self.num_taken
 
     @property
     def _queue_capacity(self) -> int:
@@ -332,11 +320,28 @@ class DecodeState:
         return self.pending.shape[1] - self.max_width
 
     def outputs(self) -> list[list[int]]:
-        """The tokens that each row has sampled so far, on the host."""
+        """The tokens that each row has sampled and that are not taken, on the host."""
         return [
             row[:n].tolist()
-            for row, n in zip(np.asarray(self.tokens), np.asarray(self.drawn), strict=True)
+            for row, n in zip(np.asarray(self.tokens), np.asarray(self.num_held), strict=True)
         ]
+
+    def without_outputs(self) -> "DecodeState":
+        """The state with room for as many sampled tokens as at first, after those are taken."""
+        return dataclasses.replace(self, num_taken=self.num_sampled)
+
+    def __getattr__(self, name: str) -> Any:
+        former = {
+            "drawn": "num_sampled",
+            "waiting": "num_pending",
+            "ready": "has_logits",
+            "budgets": "max_new_tokens",
+            "kept": "top_logits",
+        }
+        if name not in former:
+            raise AttributeError(f"DecodeState has no attribute {name!r}")
+        warn_renamed(f"DecodeState.{name}", former[name])
+        return getattr(self, former[name])
 
 
 def _fed_state(
@@ -351,31 +356,37 @@ def _fed_state(
 ) -> DecodeState:
     """A state whose rows have their inputs, and no room for outputs."""
     rows, listed = layout.num_rows, np.asarray(layout.listed)
-    waiting = np.where(listed > 0, [*map(len, inputs.prompts)], 0).astype(np.int32)
+    num_pending = np.where(listed > 0, [*map(len, inputs.prompts)], 0).astype(np.int32)
     reasons = np.where(listed > 0, FinishReason.RUNNING, FinishReason.UNUSED)
-    shape = rows, vocab_size
+    shape, zeros, none = (rows, vocab_size), jnp.zeros(rows, jnp.int32), jnp.zeros((rows, 0))
     return DecodeState(
         cache=cache,
         layout=layout,
         samplers=Samplers.stack(inputs.samplers, bias_slots=bias_slots),
         # added to, because the state donates its logits
         logits=jnp.zeros(shape) if logits is None else jnp.broadcast_to(logits, shape) + 0.0,
-        ready=jnp.asarray((waiting == 0) & (listed > 0)),
+        has_logits=jnp.asarray((num_pending == 0) & (listed > 0)),
         pending=jnp.asarray(inputs.pending(max(queue, *map(len, inputs.prompts)) + max_width)),
-        waiting=jnp.asarray(waiting),
-        head=jnp.zeros(rows, jnp.int32),
+        num_pending=jnp.asarray(num_pending),
+        head=zeros,
         seeds=jnp.asarray(seed_words(inputs.seeds)),
-        drawn=jnp.zeros(rows, jnp.int32),
-        budgets=jnp.asarray(inputs.budgets, jnp.int32),
+        num_sampled=zeros,
+        num_taken=zeros,
+        max_new_tokens=jnp.asarray(inputs.max_new_tokens, jnp.int32),
         stops=jnp.zeros(0, jnp.int32),
         reasons=jnp.asarray(reasons, jnp.int32),
-        tokens=jnp.zeros((rows, 0), jnp.int32),
-        logprobs=jnp.zeros((rows, 0)),
+        session=zeros,
+        clock=zeros,
+        last_pass=zeros + jnp.iinfo(jnp.int32).max,
+        halts=zeros > 0,
+        tokens=none.astype(jnp.int32),
+        logprobs=none,
+        scored=zeros > 0,
         passes=jnp.zeros((), jnp.int32),
-        top_logits=None,
-        recorded=jnp.zeros(rows, bool),
-        steps=None,
-        record=None,
+        top_logits=TopLogits.empty((rows, 0), 0, vocab_size),
+        recorded=zeros > 0,
+        steps=Steps.none(rows, TokenAutomata.of(vocab_size=vocab_size)),
+        record=PassLog.empty(0, rows, max_width, cache.num_blocks),
         max_width=max_width,
     )
 
@@ -384,9 +395,12 @@ def _padded_stops(stops: Sequence[int]) -> list[int]:
     return [*stops, *[-1] * (-len(stops) % _STOPS if stops else _STOPS)]
 
 
-def _warn_kept(kept: int) -> int:
-    warn_renamed("kept", "num_top_logits", stacklevel=4)
-    return kept
+def _renamed(former: dict[str, Any], old: str, new: str, value: Any) -> Any:
+    """The value that is given by a former name, or else by the name of today."""
+    if old not in former:
+        return value
+    warn_renamed(old, new, stacklevel=4)
+    return former.pop(old)
 
 
 @functools.partial(jax.jit, donate_argnames=("logits",))
@@ -396,36 +410,45 @@ def _admit(
     row: Array,
     given: Array,
     seeds: Array,
-    budgets: Array,
-    drawn: Array,
-    waiting: Array,
+    max_new_tokens: Array,
+    num_sampled: Array,
+    num_pending: Array,
     recorded: Array,
+    scored: Array,
     pending: Array,
 ) -> DecodeState:
     def put(whole: Array, value: Any) -> Array:
         return whole.at[row].set(value, mode="drop")
 
+    steps = rest.steps
     return dataclasses.replace(
         rest,
         logits=put(logits, given),
-        ready=put(rest.ready, waiting == 0),
-        waiting=put(rest.waiting, waiting),
+        has_logits=put(rest.has_logits, num_pending == 0),
+        num_pending=put(rest.num_pending, num_pending),
         pending=put(rest.pending, pending),
         head=put(rest.head, 0),
         seeds=put(rest.seeds, seeds),
-        drawn=put(rest.drawn, drawn),
-        budgets=put(rest.budgets, budgets),
+        num_sampled=put(rest.num_sampled, num_sampled),
+        num_taken=put(rest.num_taken, num_sampled),
+        max_new_tokens=put(rest.max_new_tokens, max_new_tokens),
         recorded=put(rest.recorded, recorded > 0),
+        scored=put(rest.scored, scored > 0),
         reasons=put(rest.reasons, FinishReason.RUNNING.value),
+        session=put(rest.session, row),
+        clock=put(rest.clock, 0),
+        last_pass=put(rest.last_pass, jnp.iinfo(jnp.int32).max),
+        halts=put(rest.halts, False),
+        steps=dataclasses.replace(steps, ends=put(steps.ends, 0), answers=put(steps.answers, 0)),
     )
 
 
 @jax.jit
 def _retire(
-    blocks: Array, reasons: Array, waiting: Array, retired: Array
+    blocks: Array, reasons: Array, num_pending: Array, retired: Array
 ) -> tuple[Array, Array, Array]:
     return (
         jnp.where(retired[:, None], -1, blocks),
         jnp.where(retired, FinishReason.UNUSED.value, reasons),
-        jnp.where(retired, 0, waiting),
+        jnp.where(retired, 0, num_pending),
     )

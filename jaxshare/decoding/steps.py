@@ -17,8 +17,9 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from jaxshare.cache import KVCache
-from jaxshare.decoding.automaton import TokenAutomaton
+from jaxshare.decoding.automaton import TokenAutomata, TokenAutomaton
 from jaxshare.decoding.sampling import uniforms
+from jaxshare.decoding.sessions import Sessions
 from jaxshare.layout import Layout
 from jaxshare.seeds import seed_words, stream_seed
 
@@ -37,39 +38,43 @@ class Mark(enum.IntFlag):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """The state with which decode ends steps by itself.
+    """The state with which decode ends the steps of rows by itself.
 
-    R rows, X places for sampled tokens, N prepared openings, E tokens of the longest. Saved
-    sessions name their arrays by these fields.
+    R rows, X places for sampled tokens, N prepared openings, E tokens of the longest. Rows of one
+    session have the same settings and counters. Saved sessions name their arrays by these fields.
 
     Attributes:
-      ends, answers: find the end of a step, and the end of an answer, in what a row samples.
-      end_state, answer_state: int32[R], the state of each automaton; both start anew with a step.
+      automata: find the ends of steps, and the ends of answers, in what rows sample.
+      ends, answers: int32[R], each row's automaton for either. A row that writes without steps has
+        automaton 0, which finds nothing.
+      end_state, answer_state: int32[R], their states; both start anew with a step.
       answered: bool[R], whether the step being written holds an answer.
-      at_once: bool[], whether an answer ends a row where it closes, not with the step that holds
+      at_once: bool[R], whether an answer ends a row where it closes, not with the step that holds
         it.
-      together: bool[], whether one row's answer ends all rows.
-      on_stop: bool[], whether a stop token of one row ends all rows, as an answer does.
+      together: bool[R], whether one row's answer ends all rows of its session.
+      on_stop: bool[R], whether a stop token of one row ends all rows of its session.
       targets: int32[R], the block to whose end a finished step moves; -1 leaves it in place.
       number: int32[R], the step being written, from 1.
       base: int32[R], the step that the first prepared opening is for.
       prepared: int32[R], the number of prepared openings. A row that needs one more ends with
-        `FinishReason.STEP`, unmoved, and so do the rows after it whose steps end in the same pass,
-        so that steps always move in the order of the rows.
+        `FinishReason.STEP`, unmoved, and so do the rows of its session after it whose steps end in
+        the same pass, so that steps always move in the order of the rows.
       openings: int32[R, N, 2, E], tokens to feed after the one that ended a step: without and with
         the question.
       opening_sizes: int32[R, N, 2].
-      ask_every: int32[], sampled tokens, all rows together, between questions; 0 never asks.
-      since: int32[], tokens since the last question.
-      asked: int32[], questions so far.
+      ask_every: int32[R], sampled tokens, all rows of the session together, between questions; 0
+        never asks.
+      since: int32[R], tokens since the session's last question.
+      asked: int32[R], questions of the session so far.
       due: bool[R], rows whose next step asks.
-      seed: uint32[2], the key that chooses the worker to ask.
+      seed: uint32[R, 2], the session's key, which chooses the worker to ask.
       marks: int32[R, X], `Mark` flags of each sampled token.
-      at: int32[R, X], the passes that had run when it was sampled.
+      sampled_at: int32[R, X], the passes that its row had run when it was sampled.
     """
 
-    ends: TokenAutomaton
-    answers: TokenAutomaton
+    automata: TokenAutomata
+    ends: Array
+    answers: Array
     end_state: Array
     answer_state: Array
     answered: Array
@@ -88,7 +93,50 @@ class Steps:
     due: Array
     seed: Array
     marks: Array
-    at: Array
+    sampled_at: Array
+
+    @classmethod
+    def none(
+        cls,
+        rows: int,
+        automata: TokenAutomata,
+        *,
+        capacity: int = 0,
+        openings: int = 0,
+        longest: int = 0,
+    ) -> "Steps":
+        """Rows that write without steps.
+
+        Args:
+          rows: R.
+          automata: those that rows may use later.
+          capacity: X; openings: N; longest: E. With 0 they take no memory.
+        """
+        zeros = jnp.zeros(rows, jnp.int32)
+        return cls(
+            automata=automata,
+            ends=zeros,
+            answers=zeros,
+            end_state=zeros,
+            answer_state=zeros,
+            answered=zeros > 0,
+            at_once=zeros > 0,
+            together=zeros > 0,
+            on_stop=zeros > 0,
+            targets=zeros - 1,
+            number=zeros + 1,
+            base=zeros + 1,
+            prepared=zeros,
+            openings=jnp.zeros((rows, openings, 2, longest), jnp.int32),
+            opening_sizes=jnp.zeros((rows, openings, 2), jnp.int32),
+            ask_every=zeros,
+            since=zeros,
+            asked=zeros,
+            due=zeros > 0,
+            seed=jnp.zeros((rows, 2), jnp.uint32),
+            marks=jnp.zeros((rows, capacity), jnp.int32),
+            sampled_at=jnp.zeros((rows, capacity), jnp.int32),
+        )
 
     @classmethod
     def create(
@@ -97,7 +145,7 @@ class Steps:
         answers: TokenAutomaton,
         targets: Sequence[int],
         *,
-        room: int,
+        capacity: int,
         openings: int = 0,
         longest: int = 1,
         ask_every: int = 0,
@@ -106,41 +154,34 @@ class Steps:
         together: bool = True,
         on_stop: bool = False,
     ) -> "Steps":
-        """Steps about to start, with room for openings but none prepared.
+        """Steps of one session about to start, with room for openings but none prepared.
 
         Args:
           ends, answers: automata over the model's tokens.
           targets: for each row the block to which its finished steps move, or -1.
-          room: X, places for the tokens that a row samples.
+          capacity: X, places for the tokens that a row samples.
           openings: N.
           longest: E, the most tokens of an opening.
           ask_every, at_once, together, on_stop: see the class.
           seed: of the session; the choice of the worker to ask has its own stream under it.
         """
-        rows = len(targets)
-        zeros = jnp.zeros(rows, jnp.int32)
-        return cls(
-            ends=ends,
-            answers=answers,
+        automata = TokenAutomata.of([ends, answers], vocab_size=ends.classes.shape[0])
+        none = cls.none(
+            len(targets), automata, capacity=capacity, openings=max(openings, 1), longest=longest
+        )
+        zeros, words = none.ends, seed_words([stream_seed(seed, "asked")])[0]
+        return dataclasses.replace(
+            none,
+            ends=zeros + 1,
+            answers=zeros + 2,
             end_state=zeros + ends.start,
             answer_state=zeros + answers.start,
-            answered=zeros > 0,
-            at_once=jnp.asarray(at_once),
-            together=jnp.asarray(together),
-            on_stop=jnp.asarray(on_stop),
+            at_once=none.at_once | at_once,
+            together=none.together | together,
+            on_stop=none.on_stop | on_stop,
             targets=jnp.asarray(targets, jnp.int32),
-            number=zeros + 1,
-            base=zeros + 1,
-            prepared=zeros,
-            openings=jnp.zeros((rows, max(openings, 1), 2, longest), jnp.int32),
-            opening_sizes=jnp.zeros((rows, max(openings, 1), 2), jnp.int32),
-            ask_every=jnp.asarray(ask_every, jnp.int32),
-            since=jnp.zeros((), jnp.int32),
-            asked=jnp.zeros((), jnp.int32),
-            due=zeros > 0,
-            seed=jnp.asarray(seed_words([stream_seed(seed, "asked")])[0]),
-            marks=jnp.zeros((rows, room), jnp.int32),
-            at=jnp.zeros((rows, room), jnp.int32),
+            ask_every=zeros + ask_every,
+            seed=none.seed + words,
         )
 
     def prepare(
@@ -178,8 +219,8 @@ class Steps:
         return dataclasses.replace(
             self,
             number=self.number.at[row].set(number),
-            end_state=self.end_state.at[row].set(self.ends.start),
-            answer_state=self.answer_state.at[row].set(self.answers.start),
+            end_state=self.end_state.at[row].set(self.automata.starts[self.ends[row]]),
+            answer_state=self.answer_state.at[row].set(self.automata.starts[self.answers[row]]),
             answered=self.answered.at[row].set(False),
         )
 
@@ -189,8 +230,9 @@ class StepOutcome(NamedTuple):
 
     Attributes:
       done: bool[R], rows that need not write on, because there is an answer or, with `on_stop`, a
-        row has stopped.
-      full: bool[], whether a finished step has no room where it has to move: no row can write on.
+        row of their session has stopped.
+      full: bool[R], the rows of sessions in which a finished step has no room where it has to move:
+        none of them can write on.
       unprepared: bool[R], rows whose step has ended and that have no opening prepared.
       opens: bool[R], rows whose step has ended and moved; they go on with the token that ended it
         and the opening.
@@ -223,29 +265,31 @@ def after_sampling(
     steps: Steps,
     cache: KVCache,
     layout: Layout,
+    sessions: Sessions,
     token: Int[Array, " R"],
     index: Int[Array, " R"],
     sampled: Bool[Array, " R"],
     stopped: Bool[Array, " R"],
     running: Bool[Array, " R"],
-    passes: Int[Array, ""],
+    passes: Int[Array, " R"],
 ) -> tuple[Steps, KVCache, StepOutcome]:
     """Reads the tokens just sampled, and moves the steps that they end, those of lower rows first.
 
     Args:
+      sessions: of the rows.
       token, index: the tokens, and their places in `Steps.marks`.
       sampled, stopped, running: the rows that sampled, that sampled a stop token, and that may
         write on.
-      passes: the number so far.
+      passes: the number that each row has run.
     """
-    read = _read(steps, token, sampled, stopped, running)
+    read = _read(steps, sessions, token, sampled, stopped, running)
     opening = steps.number + 1 - steps.base
     unprepared = read.ended & ((opening < 0) | (opening >= steps.prepared))
     # The rows after an unprepared one wait for it, so that steps move in the order of the rows.
-    unprepared = read.ended & (jnp.cumsum(unprepared, dtype=jnp.int32) > 0)
+    unprepared = unprepared | (read.ended & (sessions.before(unprepared) > 0))
     moves = read.ended & ~unprepared
     to_target = moves & (steps.targets >= 0)
-    cache, left = _move(cache, layout, steps.targets, to_target)
+    cache, left = _move(cache, layout, sessions, steps.targets, to_target)
     opens = moves & ~left
     asks = (opens | unprepared | read.complete) & steps.due
 
@@ -253,7 +297,7 @@ def after_sampling(
     opening = jnp.clip(opening, 0, steps.openings.shape[1] - 1)
     outcome = StepOutcome(
         done=read.done,
-        full=jnp.any(left),
+        full=sessions.any(left),
         unprepared=unprepared,
         opens=opens,
         opening=steps.openings[row, opening, asking],
@@ -265,49 +309,62 @@ def after_sampling(
     marks = sum(jnp.where(where, mark.value, 0) for mark, where in events)
     # Rows that have not sampled write outside the arrays, which drop what they write.
     index = jnp.where(sampled, index, steps.marks.shape[1])
+    advanced = _advanced(steps, read, sampled, opens)
     steps = dataclasses.replace(
-        _with_question(_advanced(steps, read, sampled, opens), asks, sampled, running),
+        _with_question(advanced, sessions, asks, sampled, running),
         marks=steps.marks.at[row, index].set(marks, mode="drop"),
-        at=steps.at.at[row, index].set(passes, mode="drop"),
+        sampled_at=steps.sampled_at.at[row, index].set(passes, mode="drop"),
     )
     return steps, cache, outcome
 
 
-def _read(steps: Steps, token: Array, sampled: Array, stopped: Array, running: Array) -> _Reading:
-    end_state, ended = steps.ends.step(steps.end_state, token)
-    answer_state, closed = steps.answers.step(steps.answer_state, token)
+def _read(
+    steps: Steps,
+    sessions: Sessions,
+    token: Array,
+    sampled: Array,
+    stopped: Array,
+    running: Array,
+) -> _Reading:
+    end_state, ended = steps.automata.step(steps.ends, steps.end_state, token)
+    answer_state, closed = steps.automata.step(steps.answers, steps.answer_state, token)
     closed &= sampled
     answered = steps.answered | closed
     ended &= sampled & running
     stopped = sampled & stopped
     done = (ended | stopped | (steps.at_once & closed)) & answered
-    done |= (steps.together & jnp.any(done)) | (steps.on_stop & jnp.any(stopped))
+    done |= (steps.together & sessions.any(done)) | (steps.on_stop & sessions.any(stopped))
     return _Reading(end_state, answer_state, closed, answered, done, ended & done, ended & ~done)
 
 
 def _advanced(steps: Steps, read: _Reading, sampled: Array, opens: Array) -> Steps:
     """The automata after the sampled tokens; those of rows that open a step start anew."""
+    starts = steps.automata.starts
     end_state = jnp.where(sampled, read.end_state, steps.end_state)
     answer_state = jnp.where(sampled, read.answer_state, steps.answer_state)
     return dataclasses.replace(
         steps,
-        end_state=jnp.where(opens, steps.ends.start, end_state),
-        answer_state=jnp.where(opens, steps.answers.start, answer_state),
+        end_state=jnp.where(opens, starts[steps.ends], end_state),
+        answer_state=jnp.where(opens, starts[steps.answers], answer_state),
         answered=read.answered & ~opens,
         number=steps.number + opens.astype(jnp.int32),
     )
 
 
-def _with_question(steps: Steps, asks: Array, sampled: Array, running: Array) -> Steps:
+def _with_question(
+    steps: Steps, sessions: Sessions, asks: Array, sampled: Array, running: Array
+) -> Steps:
     """Counts the sampled tokens, and after `ask_every` of them makes a row due to be asked.
 
-    The row is a running one, chosen at random. Rows that have just asked are due no more.
+    The row is a running one of the session, chosen at random. Rows that have just asked are due no
+    more.
     """
-    since = steps.since + jnp.sum(sampled, dtype=jnp.int32)
-    ask = (steps.ask_every > 0) & (since >= steps.ask_every) & jnp.any(running)
-    uniform = uniforms(steps.seed[None], steps.asked[None])[0]
-    nth = (uniform * jnp.sum(running, dtype=jnp.float32)).astype(jnp.int32)
-    chosen = running & (jnp.cumsum(running, dtype=jnp.int32) - 1 == nth)
+    since = steps.since + sessions.total(sampled.astype(jnp.int32))
+    can_ask = sessions.total(running.astype(jnp.int32))
+    ask = (steps.ask_every > 0) & (since >= steps.ask_every) & (can_ask > 0)
+    uniform = uniforms(steps.seed, steps.asked)
+    nth = (uniform * can_ask.astype(jnp.float32)).astype(jnp.int32)
+    chosen = running & (sessions.before(running) == nth)
     return dataclasses.replace(
         steps,
         since=jnp.where(ask, since - steps.ask_every, since),
@@ -316,25 +373,26 @@ def _with_question(steps: Steps, asks: Array, sampled: Array, running: Array) ->
     )
 
 
-def _move(cache: KVCache, layout: Layout, targets: Array, moves: Array) -> tuple[KVCache, Array]:
+def _move(
+    cache: KVCache, layout: Layout, sessions: Sessions, targets: Array, moves: Array
+) -> tuple[KVCache, Array]:
     """Moves the blocks of bool[R] rows to their targets, in the order of the rows.
 
-    Stops at one that does not fit.
+    A block that does not fit stays, and so do those of the rows of its session after it.
 
     Returns:
       The cache, and bool[R]: the rows that have not moved.
     """
-    written = jnp.maximum(layout.written, 0)
+    written, rows = jnp.maximum(layout.written, 0), jnp.arange(moves.shape[0])
 
-    def fits(state: tuple[KVCache, Array]) -> Array:
-        cache, left = state
-        row = jnp.argmax(left)
-        end = cache.lengths[targets[row]] + cache.lengths[written[row]]
-        return jnp.any(left) & (end <= cache.capacities[targets[row]])
+    def move(state: tuple[KVCache, Array, Array]) -> tuple[KVCache, Array, Array]:
+        cache, to_do, left = state
+        row = jnp.argmax(to_do)
+        source, target = written[row], targets[row]
+        fits = cache.lengths[target] + cache.lengths[source] <= cache.capacities[target]
+        stays = ~fits & to_do & (sessions.first == sessions.first[row])
+        return cache.move(source, target, fits), to_do & (rows != row) & ~stays, left | stays
 
-    def move(state: tuple[KVCache, Array]) -> tuple[KVCache, Array]:
-        cache, left = state
-        row = jnp.argmax(left)
-        return cache.move(written[row], targets[row]), left.at[row].set(False)
-
-    return jax.lax.while_loop(fits, move, (cache, moves))
+    state = cache, moves, jnp.zeros_like(moves)
+    cache, _, left = jax.lax.while_loop(lambda state: jnp.any(state[1]), move, state)
+    return cache, left

@@ -33,7 +33,8 @@ class PassLog:
 
     Attributes:
       first: passes before the dispatch.
-      tokens: what each pass fed; counts: how many tokens of each row.
+      tokens: what each pass fed; counts: how many tokens of each row. A pass may be logged in parts,
+        of different rows.
       lengths: of the blocks after each pass.
       moved: the rows whose steps moved before each pass, and after the last. Lower rows move first.
     """
@@ -62,7 +63,12 @@ class PassLog:
 
     def start(self, passes: Int32[Array, ""]) -> "PassLog":
         """The log at the start of a dispatch, without the entries of the last one."""
-        return dataclasses.replace(self, first=passes, moved=jnp.zeros_like(self.moved))
+        return dataclasses.replace(
+            self,
+            first=passes,
+            counts=jnp.zeros_like(self.counts),
+            moved=jnp.zeros_like(self.moved),
+        )
 
     def log_pass(
         self,
@@ -71,24 +77,30 @@ class PassLog:
         counts: Int32[Array, " R"],
         lengths: Int32[Array, " B"],
     ) -> "PassLog":
-        """Logs a pass.
+        """Logs a pass, or a part of it.
 
         Args:
           passes: how many were run before it.
           tokens: what it fed.
-          counts: real tokens of each row.
+          counts: real tokens of each row; 0 for the rows of another part.
           lengths: of the blocks after it.
         """
-        entry = passes - self.first
+        if not self.capacity:
+            return self
+        entry, width = passes - self.first, tokens.shape[1]
+        old = jax.lax.dynamic_index_in_dim(self.tokens, entry, keepdims=False)[:, :width]
+        new = jnp.where((counts > 0)[:, None], tokens, old)
         return dataclasses.replace(
             self,
-            tokens=self.tokens.at[entry, :, : tokens.shape[1]].set(tokens, mode="drop"),
-            counts=self.counts.at[entry].set(counts, mode="drop"),
+            tokens=self.tokens.at[entry, :, :width].set(new, mode="drop"),
+            counts=self.counts.at[entry].add(counts, mode="drop"),
             lengths=self.lengths.at[entry].set(lengths, mode="drop"),
         )
 
     def log_moves(self, passes: Int32[Array, ""], rows: Bool[Array, " R"]) -> "PassLog":
         """Logs the rows whose steps ended, and whose blocks moved, after this many passes."""
+        if not self.capacity:
+            return self
         return dataclasses.replace(
             self, moved=self.moved.at[passes - self.first].set(rows, mode="drop")
         )

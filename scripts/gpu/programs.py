@@ -307,7 +307,7 @@ def decoding(
         Layout.from_blocks(listed),
         [[1, 2]] * step.rows,
         vocab_size=config.vocab_size,
-        budgets=64,
+        max_new_tokens=64,
         samplers=Sampler(0.7, top_p=0.9),
         stops=[2],
         max_width=step.width,
@@ -366,7 +366,7 @@ def _steps(rows: int, vocab_size: int) -> Steps:
         start=jnp.zeros((), jnp.int32),
     )
     return Steps.create(
-        automaton, automaton, [0] * rows, room=64, openings=8, longest=32, ask_every=100
+        automaton, automaton, [0] * rows, capacity=64, openings=8, longest=32, ask_every=100
     )
 
 

@@ -115,7 +115,7 @@ def begin(model: LoadedModel, options: argparse.Namespace, group: int) -> Decode
         vocab_size=model.config.vocab_size,
         samplers=Sampler(temperature=0.7),
         seeds=[stream_seed(0, group, row) for row in range(options.rows)],
-        budgets=options.tokens,
+        max_new_tokens=options.tokens,
         stops=model.generation.stop_tokens,
         logits=logits[0],
         max_width=1,

@@ -4,12 +4,6 @@ A pass costs what its rows cost, live or not. For small states the program for f
 longer to compile than it saves.
 """
 
-import dataclasses
-
-import jax
-import numpy as np
-
-from jaxshare import DecodeState
 from jaxshare.layout import bucket
 
 _NARROW_ABOVE = 256
@@ -18,22 +12,6 @@ _MIN_RATIO = 4
 """Rows of a state to live rows, at least, before it is narrowed."""
 _MIN_PASSES = 64
 """Passes that must be left for a program of its own to pay."""
-_ROW_FIELDS = (
-    "samplers",
-    "logits",
-    "ready",
-    "pending",
-    "waiting",
-    "head",
-    "seeds",
-    "drawn",
-    "budgets",
-    "reasons",
-    "tokens",
-    "logprobs",
-    "recorded",
-)
-"""The fields of a decode state whose arrays have one entry per row."""
 
 
 def narrowed_size(num_rows: int, num_live: int, passes_left: int) -> int:
@@ -47,10 +25,3 @@ def narrowed_size(num_rows: int, num_live: int, passes_left: int) -> int:
     if num_rows <= _NARROW_ABOVE or not num_live or _MIN_RATIO * num_live > num_rows:
         return 0
     return bucket(num_live) if passes_left >= _MIN_PASSES else 0
-
-
-def pick_rows(state: DecodeState, rows: np.ndarray) -> DecodeState:
-    """A state of these rows alone, in this order, over the same cache."""
-    values = {name: getattr(state, name) for name in _ROW_FIELDS}
-    layout = dataclasses.replace(state.layout, blocks=state.layout.blocks[rows])
-    return dataclasses.replace(state, layout=layout, **jax.tree.map(lambda x: x[rows], values))

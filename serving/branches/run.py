@@ -13,11 +13,12 @@ import numpy as np
 
 from jaxshare import DecodeState, FinishReason, Layout, Sampler, decode
 from jaxshare.compile_time import Stopwatch
+from jaxshare.decoding.row_transfer import take_rows
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.branches.arena import Arena
-from jaxshare.serving.branches.narrow import narrowed_size, pick_rows
+from jaxshare.serving.branches.narrow import narrowed_size
 from jaxshare.serving.branches.prefix import Prefix, exclusive
 from jaxshare.serving.branches.prompt_tree import Prompts
 from jaxshare.serving.branches.run_plan import check_settings, plan_run, read_and_check_prompts
@@ -246,7 +247,7 @@ class Branches:
             )
             self._state, self._sampled, arena.cache = state, None, state.cache
             reasons, num_sampled, lengths = (
-                np.asarray(x) for x in (state.reasons, state.drawn, state.cache.lengths)
+                np.asarray(x) for x in (state.reasons, state.num_sampled, state.cache.lengths)
             )
             state.cache.check()
             self._add_time(watch)
@@ -279,7 +280,7 @@ class Branches:
             [],
             vocab_size=model.config.vocab_size,
             samplers=self.sampler,
-            budgets=self.max_new_tokens,
+            max_new_tokens=self.max_new_tokens,
             stops=model.generation.stop_tokens,
             max_width=1,
             logprobs=True,
@@ -290,7 +291,7 @@ class Branches:
                 [[row] for row in rows],
                 jnp.zeros((self.rows, model.config.vocab_size)),
                 seeds=[0] * self.rows,
-                budgets=[0] * self.rows,
+                max_new_tokens=[0] * self.rows,
             )
         # compiles, runs nothing
         state = decode(model.module, model.params, state, passes=0).retire(rows)
@@ -321,7 +322,7 @@ class Branches:
             [residents.path(s, block) for s, block in zip(samples, blocks, strict=True)],
             residents.logits(samples, blocks, logits),
             seeds=[stream_seed(self.seed, s.prompt, s.index) for s in samples],
-            budgets=[self.max_new_tokens] * len(rows),
+            max_new_tokens=[self.max_new_tokens] * len(rows),
         )
         self._live |= {row: (sample, block) for row, sample, block in admitted}
         return state
@@ -350,7 +351,7 @@ class Branches:
             return state
         ended = [row for row in range(num_rows) if row not in self._live]
         live = sorted(self._live)
-        state = pick_rows(state.retire(ended), np.asarray([*live, *ended[: size - len(live)]]))
+        state = take_rows(state.retire(ended), np.asarray([*live, *ended[: size - len(live)]]))
         self._live = {new: self._live[old] for new, old in enumerate(live)}
         self._state, self._sampled = state, None
         return dataclasses.replace(
@@ -372,7 +373,8 @@ class Branches:
         assert self._state is not None
         if self._sampled is None:
             self._sampled = tuple(
-                np.asarray(x) for x in (self._state.drawn, self._state.tokens, self._state.logprobs)
+                np.asarray(x)
+                for x in (self._state.num_sampled, self._state.tokens, self._state.logprobs)
             )
         num_sampled, sampled, logprobs = self._sampled
         sample, count = self._live[row][0], int(num_sampled[row])

@@ -72,7 +72,7 @@ class DecodeRows:
             vocab_size=self._model.config.vocab_size,
             stops=self._model.generation.stop_tokens,
             queue=self._max_pending,
-            room=max(1024, bucket(max_new_tokens)),
+            capacity=max(1024, bucket(max_new_tokens)),
             bias_slots=max(8, bucket(edits)),
             max_width=1,
             num_top_logits=self._num_top_logits,
@@ -129,8 +129,8 @@ class DecodeRows:
             [blocks[row.index] for row in rows],
             self._entering_logits(rows),
             seeds=[request.seed for request in requests],
-            budgets=[request.max_new_tokens for request in requests],
-            drawn=[row.num_sampled for row in rows],
+            max_new_tokens=[request.max_new_tokens for request in requests],
+            num_sampled=[row.num_sampled for row in rows],
             pending=[row.unread.tolist() if row.logits is None else [] for row in rows],
             recorded=[request.resample is not None for request in requests],
         )
@@ -167,7 +167,7 @@ class DecodeRows:
         reasons, num_sampled, tokens, lengths, faults, total = jax.device_get(
             (
                 state.reasons,
-                state.drawn,
+                state.num_sampled,
                 state.tokens,
                 state.cache.lengths,
                 state.cache.faults,

@@ -19,7 +19,7 @@ def resize_blocks(session: SessionState, passes: int, reserve: int = 0) -> None:
     Steps that have moved give back all that they had. With `reserve`, steps give back as much as
     leaves that many tokens free in the blocks that steps move to.
     """
-    pending = np.asarray(session.state.waiting)
+    pending = np.asarray(session.state.num_pending)
     needs = {
         name: int(pending[session.roster.row(name)]) + passes + 1
         for name, reason in session.reasons.items()

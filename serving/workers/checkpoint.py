@@ -299,8 +299,7 @@ class SavedSession:
         state = jax.tree.unflatten(
             jax.tree.structure(small), [jnp.asarray(arrays[name]) for name in leaves(small)]
         )
-        assert state.steps is not None and fresh.steps is not None
-        steps = dataclasses.replace(state.steps, ends=fresh.steps.ends, answers=fresh.steps.answers)
+        steps = dataclasses.replace(state.steps, automata=fresh.steps.automata)
         cache = dataclasses.replace(
             state.cache,
             keys=cache.keys,
@@ -388,9 +387,13 @@ def _small(state: DecodeState) -> Any:
 
     It has no keys and values, no tables (the tokenizer gives them), no record of the last dispatch.
     """
-    steps = dataclasses.replace(state.steps, ends=None, answers=None)  # pyright: ignore
+    no_tables: Any = {"automata": None}
+    no_record: Any = {"record": None}
     return dataclasses.replace(
-        state, cache=dataclasses.replace(state.cache, keys=(), values=()), steps=steps, record=None
+        state,
+        cache=dataclasses.replace(state.cache, keys=(), values=()),
+        steps=dataclasses.replace(state.steps, **no_tables),
+        **no_record,
     )
 
 

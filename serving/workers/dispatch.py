@@ -70,15 +70,14 @@ def _decode(session: SessionState, passes: int) -> None:
 def _read_back(session: SessionState) -> dict[str, Any]:
     """The results of a dispatch on the host, in one transfer; by row where the device has rows."""
     state, steps = session.state, session.state.steps
-    assert steps is not None
     outputs = jax.device_get(
         {
             "passes": state.passes,
-            "num_sampled": state.drawn,
+            "num_sampled": state.num_sampled,
             "reasons": state.reasons,
             "tokens": state.tokens,
             "marks": steps.marks,
-            "sampled_at": steps.at,
+            "sampled_at": steps.sampled_at,
             "faults": state.cache.faults,
             "record": state.record,
         }

@@ -51,7 +51,9 @@ def flushed(session: SessionState, recorder: Recorder | None = None) -> KVCache:
       recorder: to record these tokens with.
     """
     state, roster = session.state, session.roster
-    pending, head, num_sampled = (np.asarray(a) for a in (state.waiting, state.head, state.drawn))
+    pending, head, num_sampled = (
+        np.asarray(a) for a in (state.num_pending, state.head, state.num_sampled)
+    )
     free = np.asarray(state.cache.lengths < state.cache.capacities)[roster.writes]
     taken = np.asarray([name is not None for name in roster.rows], bool)
     count = taken & (pending > 0) & (head == 0) & (num_sampled > 0) & free
@@ -94,13 +96,13 @@ def _guess_state(session: SessionState, blocks: Sequence[int], prompt: str) -> D
     """
     codec, max_tokens = session.texts.codec, session.settings["finisher_tokens"]
     no_step, closes, start = finisher_tables(codec, prompt, session.rule.automaton)
-    steps = Steps.create(no_step, closes, [-1], room=max_tokens, at_once=True)
+    steps = Steps.create(no_step, closes, [-1], capacity=max_tokens, at_once=True)
     return DecodeState.create(
         flushed(session),
         Layout.from_blocks([blocks], width=len(session.roster.blocks)),
         [codec.encode(prompt)],
         vocab_size=session.model.config.vocab_size,
-        budgets=max_tokens,
+        max_new_tokens=max_tokens,
         max_width=FEED_WIDTH,
         samplers=dataclasses.replace(session.sampler, temperature=0.0),
         stops=session.model.generation.stop_tokens,

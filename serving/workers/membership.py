@@ -50,13 +50,13 @@ def add_worker(session: SessionState, name: str, layout: WorkersLayout | None) -
     # Not the seed of a worker that had the row before, and sampled at the same positions.
     seed = stream_seed(session.settings["seed"], "joined", row, session.passes)
     state = session.state
-    assert state.steps is not None
     session.state = dataclasses.replace(
         state,
         reasons=state.reasons.at[row].set(FinishReason.RUNNING.value),
-        ready=state.ready.at[row].set(False),
-        drawn=state.drawn.at[row].set(0),
-        waiting=state.waiting.at[row].set(0),
+        has_logits=state.has_logits.at[row].set(False),
+        num_sampled=state.num_sampled.at[row].set(0),
+        num_taken=state.num_taken.at[row].set(0),
+        num_pending=state.num_pending.at[row].set(0),
         seeds=state.seeds.at[row].set(seed_words([seed])[0]),
         steps=dataclasses.replace(
             state.steps.begin(row, 1), due=state.steps.due.at[row].set(False)
@@ -105,7 +105,6 @@ def _check_can_join(session: SessionState, name: str) -> None:
         raise ValueError(
             f"the session is over ({session.ended}), so {name} cannot join it; start another one"
         )
-    assert session.state.steps is not None
     max_tokens = session.state.steps.openings.shape[-1]
     opening = session.texts.codec.encode(session.format.opening(name, 10**6, ask=True))
     if len(opening) > max_tokens:

@@ -45,7 +45,6 @@ def _end_step(session: SessionState, name: str, asked: bool) -> None:
             move_block(session, source, target)
     opening = session.transcript.next_step(name, session.passes, asked=asked)
     steps = session.state.steps
-    assert steps is not None
     number = session.transcript.cursors[name].step.number
     session.state = dataclasses.replace(session.state, steps=steps.begin(row, number))
     session.state = (

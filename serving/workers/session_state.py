@@ -174,7 +174,6 @@ class SessionState:
     def update_layout(self) -> None:
         """Brings the device's layout in line with the roster."""
         steps = self.state.steps
-        assert steps is not None
         self.rows = self.roster.device_layout
         steps = dataclasses.replace(steps, targets=jnp.asarray(self.roster.targets, jnp.int32))
         self.state = dataclasses.replace(self.state, layout=self.rows, steps=steps)
@@ -186,7 +185,6 @@ class SessionState:
         """
         for name, cursor in self.transcript.cursors.items():
             number, steps = cursor.step.number, self.state.steps
-            assert steps is not None
             soon = number + self.settings["passes_at_once"]
             if self.reencodes or soon < self.prepared[name]:
                 continue
@@ -337,7 +335,7 @@ class SessionView:
         """
         state = self._session.state
         queues, heads, num_pending, running = (
-            np.asarray(a) for a in (state.pending, state.head, state.waiting, state.running)
+            np.asarray(a) for a in (state.pending, state.head, state.num_pending, state.running)
         )
         count = np.where(running, np.minimum(num_pending, FEED_WIDTH), 0).astype(np.int32)
         width = max(1, count.max())

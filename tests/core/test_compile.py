@@ -77,7 +77,7 @@ def test_decode_compiles_once():
     assert names.count("_decode") == 1
     cache = tiny_cache().fork(0, 0, 5)
     with compilations() as names:
-        run(tiny_state(prompts[:2], [[0, 2, 1], [0, 1, 2]], budgets=[3, 0, 12, 1]))
+        run(tiny_state(prompts[:2], [[0, 2, 1], [0, 1, 2]], max_new_tokens=[3, 0, 12, 1]))
         run(tiny_state([[5]], [[4]], seeds=123, stops=[7]), passes=3)
         run(tiny_state([[5], [], [6]], [[0, 4], [], [2, 0, 1]], cache=done.cache, stops=[1, 2]))
         run(
@@ -169,7 +169,12 @@ def compiled_step(dtype: type):
     layout = Layout.from_blocks([[0, r + 1] for r in range(rows)])
     params = jax.tree.map(lambda p: p.astype(dtype), init(config))
     state = DecodeState.create(
-        cache, layout, [[1, 2]] * rows, vocab_size=512, budgets=MOST, samplers=Sampler(1.0, top_k=5)
+        cache,
+        layout,
+        [[1, 2]] * rows,
+        vocab_size=512,
+        max_new_tokens=MOST,
+        samplers=Sampler(1.0, top_k=5),
     )
 
     def step(params, cache, state):

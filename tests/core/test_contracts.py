@@ -44,7 +44,7 @@ def sampler(request):
 
 def cached(tokens: list[int]) -> KVCache:
     """A cache with the tokens in block 0."""
-    return run(tiny_state([tokens], [[0]], budgets=0)).cache
+    return run(tiny_state([tokens], [[0]], max_new_tokens=0)).cache
 
 
 def outputs(prompts, rows, **more) -> list[list[int]]:
@@ -84,7 +84,7 @@ def test_shared_equals_unshared(sampler):
 def test_a_prefix_in_two_blocks_equals_a_prefix_in_one(sampler):
     """A tree: the root in block 0, the next level in block 4, three leaves; and a fourth row that
     hangs from the root alone."""
-    tree = run(tiny_state([PREFIX[5:]], [[0, 4]], cache=cached(PREFIX[:5]), budgets=0)).cache
+    tree = run(tiny_state([PREFIX[5:]], [[0, 4]], cache=cached(PREFIX[:5]), max_new_tokens=0)).cache
     leaves = outputs(
         PROMPTS[:3], [[0, 4, 1], [0, 4, 2], [0, 3]], cache=tree, samplers=sampler, seeds=SEEDS
     )[:3]
@@ -135,7 +135,7 @@ def test_a_moved_block_reads_as_if_written_there():
     block was written seeing only itself, so the judge is a dense model that is given the very same
     views."""
     dense = DenseModel(TINY, tiny_params(), len(CAPACITIES))
-    parts = run(tiny_state([PREFIX, REST], [[1], [2]], budgets=0)).cache
+    parts = run(tiny_state([PREFIX, REST], [[1], [2]], max_new_tokens=0)).cache
     dense.forward([PREFIX, REST], [[1], [2]])
     moved = jax.jit(lambda c: c.move(2, 0).move(1, 0))(parts)
     dense.move(2, 0)

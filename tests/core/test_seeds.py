@@ -197,7 +197,7 @@ def test_workers_and_who_is_asked():
     check(keys)
     asked = [
         (int(high) << 32) + int(low)
-        for high, low in (np.asarray(session._session.state.steps.seed) for session in sessions)
+        for high, low in (np.asarray(session._session.state.steps.seed[0]) for session in sessions)
     ]
     assert len({*keys, *asked}) == len(keys) + len(SEEDS)
 

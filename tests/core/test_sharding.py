@@ -173,7 +173,7 @@ def run(model):
         [[5, 6, 7], [8, 9]],
         vocab_size=model.config.vocab_size,
         samplers=[Sampler(), Sampler(temperature=1.0, top_k=20, min_p=0.01), Sampler()],
-        budgets=24,
+        max_new_tokens=24,
         logprobs=True,
     )
     state = decode(model.module, model.params, state, passes=30, width=4)
@@ -243,10 +243,14 @@ def test_logits_that_are_lost_on_one_device_end_the_row():
     model = dataclasses.replace(model, params=params).on(make_mesh(tensor=4))
     cache = KVCache.create(model.config, (32,), jnp.float32, mesh=model.mesh)
     state = DecodeState.create(
-        cache, Layout.from_blocks([[0]]), [[1, 2, 3]], vocab_size=SPLITS.vocab_size, budgets=8
+        cache,
+        Layout.from_blocks([[0]]),
+        [[1, 2, 3]],
+        vocab_size=SPLITS.vocab_size,
+        max_new_tokens=8,
     )
     state = decode(model.module, model.params, state, passes=12)
-    assert state.reasons.tolist() == [8] and state.drawn.tolist() == [0]
+    assert state.reasons.tolist() == [8] and state.num_sampled.tolist() == [0]
 
 
 def test_a_cache_of_another_mesh_is_refused():
@@ -377,8 +381,8 @@ def test_groups_decode_side_by_side_and_end_when_they_like():
             prompts[group],
             vocab_size=SPLITS.vocab_size,
             samplers=[Sampler(), Sampler(temperature=0.8)],
-            budgets=budgets[group],
-            room=20,
+            max_new_tokens=budgets[group],
+            capacity=20,
             queue=8,
         )
 
@@ -395,8 +399,8 @@ def test_groups_decode_side_by_side_and_end_when_they_like():
     ) < int(found[1].passes)
     # They are states like any other, on their groups' devices.
     more, same = ([s.feed(0, [11]) for s in states] for states in (found, expected))
-    more = [dataclasses.replace(s, budgets=s.budgets + 4) for s in more]
-    same = [dataclasses.replace(s, budgets=s.budgets + 4) for s in same]
+    more = [dataclasses.replace(s, max_new_tokens=s.max_new_tokens + 4) for s in more]
+    same = [dataclasses.replace(s, max_new_tokens=s.max_new_tokens + 4) for s in same]
     assert [
         decode(r.module, r.params, s, passes=8).outputs()
         for r, s in zip(replicas, more, strict=True)

@@ -212,7 +212,7 @@ def follow(session: Workers, looks: list[int], acts: Acts | None = None) -> Trac
         trace = session.trace
         rows = trace.rows[trace.row_pass]
         for row in map(session.row, session.names):
-            if bool(session._session.state.ready[row]):
+            if bool(session._session.state.has_logits[row]):
                 numbers.append(int(np.flatnonzero(rows == row)[-1]))
                 logits.append(np.asarray(session._session.state.logits[row]))
         (acts or {}).get(look, lambda _: None)(session)
@@ -309,7 +309,7 @@ def test_a_session_keeps_no_trace_unless_asked():
     session = start(ask_every=25)
     with pytest.raises(ValueError, match="the session keeps no trace; create it with record=True"):
         _ = session.trace
-    assert session._session.state.record is None
+    assert session._session.state.record.capacity == 0
 
 
 # Gradients, against attention that gathers each query's keys

@@ -5,6 +5,7 @@ And against itself in other numbers of dispatches.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +94,7 @@ def test_several_dispatches_equal_one(cut, sampler):
         assert int(part.passes) <= dispatch * cut
         if not np.asarray(part.running).any():
             break
-    for name in ("tokens", "drawn", "reasons", "passes", "waiting"):
+    for name in ("tokens", "num_sampled", "reasons", "passes", "num_pending"):
         np.testing.assert_array_equal(getattr(part, name), getattr(whole, name))
     np.testing.assert_array_equal(part.cache.lengths, whole.cache.lengths)
     np.testing.assert_allclose(part.logprobs, whole.logprobs, atol=1e-6)
@@ -136,12 +137,12 @@ def test_stop_tokens_end_a_row_and_are_kept():
     # one of several; a stop token that is also the last of a budget is a stop
     several = run(tiny_state(PROMPTS, stops=[stop, free[0][2]]))
     assert reasons(several)[:2] == [FinishReason.STOP] * 2
-    last = run(tiny_state(PROMPTS, stops=[stop], budgets=[MOST, len(cut[1]), MOST, MOST]))
+    last = run(tiny_state(PROMPTS, stops=[stop], max_new_tokens=[MOST, len(cut[1]), MOST, MOST]))
     assert reasons(last)[1] == FinishReason.STOP and last.outputs()[1] == cut[1]
 
 
 def test_budgets_of_none_one_and_many():
-    done = run(tiny_state(PROMPTS, budgets=[0, 1, MOST, 3]))
+    done = run(tiny_state(PROMPTS, max_new_tokens=[0, 1, MOST, 3]))
     assert done.outputs() == [[], greedy(PROMPTS[1], 1), greedy(PROMPTS[2]), greedy(PROMPTS[3], 3)]
     assert reasons(done) == [FinishReason.LENGTH] * 4
     # A prompt is fed even where nothing may be sampled.
@@ -153,11 +154,11 @@ def test_budgets_of_none_one_and_many():
 def test_only_budgets_of_none():
     cache, layout = tiny_cache(), pad_rows(ROWS_ALONE, ROWS, LISTED)
     made = DecodeState.create(
-        cache, layout, PROMPTS, vocab_size=VOCAB, budgets=0, queue=QUEUE, max_width=WIDEST
+        cache, layout, PROMPTS, vocab_size=VOCAB, max_new_tokens=0, queue=QUEUE, max_width=WIDEST
     )
     assert made.tokens.shape == (ROWS, 0)
-    assert tiny_state(PROMPTS, budgets=0).tokens.shape == (ROWS, MOST)
-    done = run(tiny_state(PROMPTS, budgets=0))
+    assert tiny_state(PROMPTS, max_new_tokens=0).tokens.shape == (ROWS, MOST)
+    done = run(tiny_state(PROMPTS, max_new_tokens=0))
     assert done.outputs() == [[]] * 4 and reasons(done) == [FinishReason.LENGTH] * 4
 
 
@@ -189,7 +190,7 @@ def test_a_block_that_fills_ends_its_row_before_anything_is_lost():
         tiny_state(
             [[row[-1]] for row in done.outputs()],
             cache=roomy,
-            budgets=[MOST - 5, 0, MOST - 1, MOST - 1],
+            max_new_tokens=[MOST - 5, 0, MOST - 1, MOST - 1],
         )
     )
     assert [a + b for a, b in zip(done.outputs(), more.outputs(), strict=True)] == free
@@ -305,10 +306,10 @@ def test_feeding_goes_on_where_a_row_stopped():
     Sampled tokens stay, and the rest is as if all had been one prompt.
     """
     extra = RNG.integers(0, VOCAB, 9).tolist()
-    done = run(tiny_state(PROMPTS, budgets=[3, MOST, MOST, MOST]), passes=6)
+    done = run(tiny_state(PROMPTS, max_new_tokens=[3, MOST, MOST, MOST]), passes=6)
     first = done.outputs()
     assert [len(o) for o in first] == [3, 6, 6, 6] and reasons(done)[0] == FinishReason.LENGTH
-    fed = dataclasses.replace(done, budgets=done.budgets.at[0].set(8)).feed(
+    fed = dataclasses.replace(done, max_new_tokens=done.max_new_tokens.at[0].set(8)).feed(
         0, [first[0][-1], *extra]
     )
     assert reasons(fed) == [FinishReason.RUNNING] * 4
@@ -354,7 +355,7 @@ def test_a_row_ended_from_outside_stops():
 
 def test_stop_on_finish_comes_back_when_a_row_ends():
     """Rows that ended before the dispatch do not count."""
-    state = tiny_state(PROMPTS, budgets=[3, 5, 5, 9])
+    state = tiny_state(PROMPTS, max_new_tokens=[3, 5, 5, 9])
     seen = []
     for _ in range(3):
         state = run(state, stop_on_finish=True)
@@ -384,7 +385,7 @@ def test_a_row_that_has_ended_is_given_something_new(sampler):
     It and the others write what they would in a fresh state.
     """
     first, later = PROMPTS[1], [PROMPTS[0], PROMPTS[2], PROMPTS[3], PROMPTS[1]]
-    settings = {"samplers": sampler, "seeds": [3, 1, 4, 1], "budgets": [5, MOST, MOST, MOST]}
+    settings = {"samplers": sampler, "seeds": [3, 1, 4, 1], "max_new_tokens": [5, MOST, MOST, MOST]}
     undisturbed = run(tiny_state(later, **settings)).outputs()
     prefix, cache = prefilled(tiny_cache(), {0: first})
     state = run(tiny_state(later, cache=cache, **settings), stop_on_finish=True)
@@ -394,11 +395,11 @@ def test_a_row_that_has_ended_is_given_something_new(sampler):
     )
     state = dataclasses.replace(state, cache=state.cache.clear(1))
     before = int(state.passes)
-    state = state.admit([0], [[0, 1]], prefix, seeds=[2**32 - 5], budgets=[10])
+    state = state.admit([0], [[0, 1]], prefix, seeds=[2**32 - 5], max_new_tokens=[10])
     assert reasons(state)[0] == FinishReason.RUNNING and state.outputs()[0] == []
     done = run(state)
     fresh = run(
-        tiny_state([first], [[1]], samplers=sampler, seeds=[2**32 - 5, 0, 0, 0], budgets=10)
+        tiny_state([first], [[1]], samplers=sampler, seeds=[2**32 - 5, 0, 0, 0], max_new_tokens=10)
     )
     assert done.outputs() == [fresh.outputs()[0], *undisturbed[1:]] and len(done.outputs()[0]) == 10
     np.testing.assert_allclose(done.logprobs[0, :10], fresh.logprobs[0, :10], atol=2e-5)
@@ -419,7 +420,9 @@ def test_rows_that_were_not_in_use_are_given_something(count):
     logits, cache = prefilled(tiny_cache(), {b: p for b, p in enumerate(PROMPTS[:count], 1)})
     state = tiny_state([], [], cache=cache)
     rows, blocks = [3, 0, 2, 1][:count], [[b + 1] for b in range(count)]
-    state = state.admit(rows, blocks, logits, seeds=[0] * count, budgets=[MOST, 1, 7, 0][:count])
+    state = state.admit(
+        rows, blocks, logits, seeds=[0] * count, max_new_tokens=[MOST, 1, 7, 0][:count]
+    )
     expected = [[]] * ROWS
     for r, prompt, budget in zip(rows, PROMPTS[:count], [MOST, 1, 7, 0], strict=False):
         expected[r] = greedy(prompt, budget)
@@ -453,7 +456,7 @@ def test_several_rows_change_places(sampler):
         [[1], [3], [4]],
         logits[jnp.asarray([1, 2, 0])],
         seeds=[1, 2, 3],
-        budgets=[MOST, 4, 9],
+        max_new_tokens=[MOST, 4, 9],
     )
     done = run(state)
     alone = run(
@@ -462,7 +465,7 @@ def test_several_rows_change_places(sampler):
             [[1], [], [2], [3]],
             samplers=sampler,
             seeds=[2, 0, 3, 1],
-            budgets=[4, 0, 9, MOST],
+            max_new_tokens=[4, 0, 9, MOST],
         )
     ).outputs()
     assert done.outputs() == [alone[0], undisturbed[1], alone[2], alone[3]] and [
@@ -478,7 +481,7 @@ def test_admission_ends_at_a_stop_and_can_be_repeated():
     for budget in (MOST, 1, MOST):
         logits, cache = prefilled(state.cache.clear(2), {2: PROMPTS[1]})
         state = dataclasses.replace(state, cache=cache).admit(
-            [1], [[2]], logits, seeds=[0], budgets=[budget]
+            [1], [[2]], logits, seeds=[0], max_new_tokens=[budget]
         )
         state = run(state)
         assert state.outputs() == [[], expected[:budget], [], []]
@@ -496,49 +499,43 @@ def test_admission_ends_at_a_stop_and_can_be_repeated():
         (
             0,
             [1],
-            {"budgets": [-1]},
-            f"the budget of row 0 is -1; the state has room for 0 to {MOST} tokens a row",
-        ),
-        (
-            0,
-            [1],
-            {"budgets": [MOST + 1]},
-            f"the budget of row 0 is {MOST + 1}; the state has room for 0 to {MOST}",
+            {"max_new_tokens": [-1]},
+            "max_new_tokens of row 0 is -1; it must be at least 0",
         ),
         (0, [0, 2], {}, "rows 0 and 1 both write block 2"),
         (0, [0, 0], {}, "row 0 lists block 0 twice"),
         (0, [6], {}, "row 0 lists block 6, but the cache has blocks 0 to 5"),
         (0, [0, -1, 1], {}, "row 0 lists block -1; blocks are numbered"),
         (0, [1], {"seeds": []}, "seeds has 0 entries, but 1 rows are to be admitted"),
-        (0, [1], {"budgets": [1, 2]}, "budgets has 2 entries, but 1 rows"),
+        (0, [1], {"max_new_tokens": [1, 2]}, "max_new_tokens has 2 entries, but 1 rows"),
     ],
 )
 def test_admission_refuses(row, blocks, more, words):
     """A refusal leaves the state usable."""
-    state = run(tiny_state(PROMPTS, budgets=[1, MOST, MOST, MOST]), stop_on_finish=True)
+    state = run(tiny_state(PROMPTS, max_new_tokens=[1, MOST, MOST, MOST]), stop_on_finish=True)
     with pytest.raises(ValueError, match=words):
         state.admit(
-            [row], [blocks], jnp.zeros((1, VOCAB)), **{"seeds": [0], "budgets": [4], **more}
+            [row], [blocks], jnp.zeros((1, VOCAB)), **{"seeds": [0], "max_new_tokens": [4], **more}
         )
     assert run(state).outputs() == [greedy(PROMPTS[0], 1), *map(greedy, PROMPTS[1:])]
 
 
 def test_admission_counts():
-    state = run(tiny_state(PROMPTS, budgets=[1, 1, 1, 1]))
+    state = run(tiny_state(PROMPTS, max_new_tokens=[1, 1, 1, 1]))
     with pytest.raises(ValueError, match="logits has 1 entries, but 2 rows are to be admitted"):
-        state.admit([0, 1], [[1], [2]], jnp.zeros((1, VOCAB)), seeds=[0, 0], budgets=[1, 1])
+        state.admit([0, 1], [[1], [2]], jnp.zeros((1, VOCAB)), seeds=[0, 0], max_new_tokens=[1, 1])
     with pytest.raises(ValueError, match=r"rows must name each row once; got \[0, 0\]"):
-        state.admit([0, 0], [[1], [2]], jnp.zeros((2, VOCAB)), seeds=[0, 0], budgets=[1, 1])
+        state.admit([0, 0], [[1], [2]], jnp.zeros((2, VOCAB)), seeds=[0, 0], max_new_tokens=[1, 1])
 
 
 def test_a_row_that_is_retired_lists_nothing_and_another_may_write_its_block():
-    state = run(tiny_state(PROMPTS, budgets=[1, 1, MOST, MOST]))
+    state = run(tiny_state(PROMPTS, max_new_tokens=[1, 1, MOST, MOST]))
     block = int(state.layout.written[0])
     logits, cache = prefilled(state.cache.clear(block), {block: PROMPTS[0]})
     state = dataclasses.replace(state, cache=cache)
     with pytest.raises(ValueError, match=f"rows 0 and 1 both write block {block}"):
-        state.admit([1], [[block]], logits, seeds=[0], budgets=[3])
-    state = state.retire([0]).admit([1], [[block]], logits, seeds=[0], budgets=[3])
+        state.admit([1], [[block]], logits, seeds=[0], max_new_tokens=[3])
+    state = state.retire([0]).admit([1], [[block]], logits, seeds=[0], max_new_tokens=[3])
     assert (
         reasons(state)
         == [FinishReason.UNUSED, FinishReason.RUNNING, FinishReason.LENGTH, FinishReason.LENGTH]
@@ -548,7 +545,7 @@ def test_a_row_that_is_retired_lists_nothing_and_another_may_write_its_block():
 
 
 def test_former_names_work_and_warn():
-    state = tiny_state(PROMPTS, budgets=[3, 5, 5, 9])
+    state = tiny_state(PROMPTS, max_new_tokens=[3, 5, 5, 9])
     with pytest.warns(DeprecationWarning, match="until_any is now stop_on_finish"):
         state = run(state, until_any=True)
     assert reasons(state) == [FinishReason.LENGTH, *[FinishReason.RUNNING] * 3]
@@ -556,7 +553,44 @@ def test_former_names_work_and_warn():
         state = tiny_state(PROMPTS, kept=5)
     with pytest.warns(DeprecationWarning, match="kept is now top_logits"):
         kept = state.kept
-    assert kept is state.top_logits is not None and kept.tokens.shape[-1] == 5
+    assert kept is state.top_logits and kept.tokens.shape[-1] == 5
+    with pytest.warns(DeprecationWarning, match="drawn is now num_sampled"):
+        assert state.drawn.tolist() == [0] * ROWS
+    with pytest.warns(DeprecationWarning) as warned:
+        made = DecodeState.create(
+            tiny_cache(), state.layout, PROMPTS, vocab_size=VOCAB, budgets=3, room=7
+        )
+    assert [str(each.message).partition(";")[0] for each in warned] == [
+        "budgets is now max_new_tokens",
+        "room is now capacity",
+    ]
+    assert made.max_new_tokens.tolist() == [3] * ROWS and made.tokens.shape == (ROWS, 7)
+    with pytest.raises(TypeError, match="no argument 'rooms'"):
+        DecodeState.create(tiny_cache(), state.layout, PROMPTS, vocab_size=VOCAB, rooms=7)
+    with pytest.raises(AttributeError, match="no attribute 'mirth'"):
+        _ = state.mirth
+
+
+@pytest.mark.parametrize("capacity", [1, 3])
+def test_a_state_with_little_room_for_outputs_waits_until_they_are_taken(capacity):
+    """What is taken between dispatches is, put together, what one dispatch samples."""
+    whole = run(tiny_state(PROMPTS, max_new_tokens=[MOST, 2, 0, 5]))
+    state, outputs = tiny_state(PROMPTS, max_new_tokens=[MOST, 2, 0, 5], capacity=capacity), []
+    logprobs = [[] for _ in PROMPTS]
+    for _ in range(2 * MOST):
+        state = run(state)
+        outputs.append(state.outputs())
+        for row, new in enumerate(outputs[-1]):
+            logprobs[row] += state.logprobs[row, : len(new)].tolist()
+        if not bool(state.running.any()):
+            break
+        assert len(max(outputs[-1], key=len)) == capacity
+        state = state.without_outputs()
+    joined = [[*itertools.chain(*parts)] for parts in zip(*outputs, strict=True)]
+    assert joined == whole.outputs()
+    assert reasons(state) == reasons(whole)
+    for row, output in enumerate(whole.outputs()):
+        assert logprobs[row] == whole.logprobs[row, : len(output)].tolist()
 
 
 @pytest.mark.parametrize("more", [{"passes": -1}, {"width": 0}, {"width": WIDEST + 1}])
@@ -588,7 +622,7 @@ def test_the_cache_is_given_away():
         ([[1], [2], [3], [4], [5]], {}, "prompts has 5 entries, but the layout has 4 rows"),
         (PROMPTS, {"samplers": [Sampler()]}, "samplers has 1 entries, but the layout has 4 rows"),
         (PROMPTS, {"seeds": [1, 2]}, "seeds has 2 entries"),
-        (PROMPTS, {"budgets": [1]}, "budgets has 1 entries"),
+        (PROMPTS, {"max_new_tokens": [1]}, "max_new_tokens has 1 entries"),
         (
             [[1], [VOCAB], [3], [4]],
             {},
@@ -597,8 +631,12 @@ def test_the_cache_is_given_away():
         ([[1], [2], [3, -1], [4]], {}, "prompt of row 2 has token -1"),
         ([[1], [2], [], [4]], {}, "row 2 has an empty prompt and no logits to sample from"),
         ([[1], [2], [3]], {}, "row 3 has an empty prompt"),
-        (PROMPTS, {"budgets": [1, 2, -3, 4]}, "the budget of row 2 is -3; it must be at least 0"),
-        (PROMPTS, {"budgets": -1}, "the budget of row 0 is -1"),
+        (
+            PROMPTS,
+            {"max_new_tokens": [1, 2, -3, 4]},
+            "max_new_tokens of row 2 is -3; it must be at least 0",
+        ),
+        (PROMPTS, {"max_new_tokens": -1}, "max_new_tokens of row 0 is -1"),
     ],
 )
 def test_bad_input_is_refused(prompts, more, words):

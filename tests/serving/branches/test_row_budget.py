@@ -126,7 +126,7 @@ def test_what_a_row_takes_is_what_the_compiled_loop_holds():
             Layout.from_blocks([[r] for r in range(rows)]),
             [[1]] * rows,
             vocab_size=config.vocab_size,
-            budgets=8,
+            max_new_tokens=8,
             samplers=Sampler(0.7),
             max_width=1,
             logprobs=True,

@@ -37,7 +37,9 @@ def test_an_answer_that_is_short_or_empty_guesses_nothing_but_itself():
 def test_a_pass_over_guesses_draws_what_one_pass_a_token_would():
     """The same tokens as the decode loop's, for a prompt that is fed with its output."""
     prompt, hot, seed, new = [5, 17, 3, 44, 9], Sampler(temperature=1.3, top_p=0.95), 11, 8
-    made = run(tiny_state([prompt], ((1,),), budgets=new, samplers=hot, seeds=seed)).outputs()[0]
+    made = run(
+        tiny_state([prompt], ((1,),), max_new_tokens=new, samplers=hot, seeds=seed)
+    ).outputs()[0]
     for right in (0, 3, new - 1):
         guessed = [*made[:right], *[(token + 1) % VOCAB for token in made[right : new - 1]]]
         tokens, count = np.zeros((1, 16), np.int32), len(prompt) + len(guessed)

@@ -71,7 +71,7 @@ class Run:
             first or [[]] * len(rows),
             vocab_size=vocab,
             logits=logits,
-            budgets=budget,
+            max_new_tokens=budget,
             max_width=1,
         )
         self.rows = min(self.count, PREFILL_ROWS)

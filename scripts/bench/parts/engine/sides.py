@@ -200,8 +200,8 @@ class Raw:
             [[1]] * rows,
             samplers=sampler,
             vocab_size=model.config.vocab_size,
-            budgets=2**20,
-            room=1024,
+            max_new_tokens=2**20,
+            capacity=1024,
             max_width=1,
         )
 
@@ -214,7 +214,7 @@ class Raw:
             state = dataclasses.replace(
                 self.state,
                 cache=dataclasses.replace(self.state.cache, lengths=self._lengths + 0),
-                drawn=jnp.zeros(self.rows, jnp.int32),
+                num_sampled=jnp.zeros(self.rows, jnp.int32),
             )
             self.state = jax.block_until_ready(
                 decode(self.model.module, self.model.params, state, passes=self.passes)

@@ -139,7 +139,7 @@ class Decoding:
             layout,
             [[1]] * rows,
             vocab_size=model.config.vocab_size,
-            budgets=steps + 2,
+            max_new_tokens=steps + 2,
             max_width=1,
         )
 
@@ -154,7 +154,9 @@ class Decoding:
         """Seconds of one pass, the mean of a turn's."""
         cache = dataclasses.replace(self.state.cache, lengths=jnp.asarray(self._lengths))
         state = jax.block_until_ready(
-            dataclasses.replace(self.state, cache=cache, drawn=jnp.zeros(self.rows, jnp.int32))
+            dataclasses.replace(
+                self.state, cache=cache, num_sampled=jnp.zeros(self.rows, jnp.int32)
+            )
         )
         begin = time.perf_counter()
         self.state = jax.block_until_ready(self._loop(self.model.params, state))

@@ -72,7 +72,7 @@ class Run:
             combined(workers),
             [[1]] * workers,
             vocab_size=model.config.vocab_size,
-            budgets=steps + 2,
+            max_new_tokens=steps + 2,
             max_width=1,
         )
 
@@ -97,7 +97,9 @@ class Run:
         same length."""
         cache = dataclasses.replace(self.state.cache, lengths=jnp.asarray(self.lengths))
         state = jax.block_until_ready(
-            dataclasses.replace(self.state, cache=cache, drawn=jnp.zeros(self.workers, jnp.int32))
+            dataclasses.replace(
+                self.state, cache=cache, num_sampled=jnp.zeros(self.workers, jnp.int32)
+            )
         )
         begin = time.perf_counter()
         self.state = jax.block_until_ready(self.loop(self.model.params, state))

@@ -1,0 +1,57 @@
+"""Sessions of rows: rows that run in step, pass by pass, beside other rows that do not."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Int, Int32
+
+
+class Sessions(NamedTuple):
+    """The sessions of R rows, sorted once a dispatch. A row of no session is one by itself.
+
+    Attributes:
+      first: int32[R], the first row of each row's session.
+      order: int32[R], the rows, those of a session one after the other.
+      place: int32[R], where each row is in `order`; start: where its session starts there.
+    """
+
+    first: Array
+    order: Array
+    place: Array
+    start: Array
+
+    @classmethod
+    def of(cls, first: Int32[Array, " R"]) -> "Sessions":
+        """Sorts rows by the first row of their session."""
+        order = jnp.argsort(first, stable=True).astype(jnp.int32)
+        row = jnp.arange(first.shape[0], dtype=jnp.int32)
+        place = jnp.zeros_like(row).at[order].set(row)
+        return cls(first, order, place, place[first])
+
+    def total(self, counts: Int[Array, " R"]) -> Int[Array, " R"]:
+        """The sum over each row's session."""
+        return jax.ops.segment_sum(counts, self.first, self.first.shape[0])[self.first]
+
+    def any(self, marked: Bool[Array, " R"]) -> Bool[Array, " R"]:
+        """Marks all rows of the sessions that have a marked one."""
+        return self.total(marked.astype(jnp.int32)) > 0
+
+    def before(self, marked: Bool[Array, " R"]) -> Int[Array, " R"]:
+        """The marked rows of the same session that come before each row."""
+        earlier = self._earlier(marked)
+        return earlier[self.place] - earlier[self.start]
+
+    def first_that_fit(self, marked: Bool[Array, " R"], max_rows: int) -> Bool[Array, " R"]:
+        """Keeps the marks of the first sessions that have at most `max_rows` of them together.
+
+        A session is kept as a whole or not at all.
+        """
+        end = self._earlier(marked)[self.start] + self.total(marked.astype(jnp.int32))
+        return marked & (end <= max_rows)
+
+    def _earlier(self, marked: Array) -> Array:
+        """int32[R], by place in `order`: the marked rows before it."""
+        count = marked[self.order].astype(jnp.int32)
+        return jnp.cumsum(count, dtype=jnp.int32) - count

@@ -1,0 +1,281 @@
+"""Sessions of rows in one decode state: rows that run in step, beside others, and what each writes
+alone."""
+
+import dataclasses
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler, decode
+from jaxshare.decoding.automaton import ByteAutomaton, TokenAutomata
+from jaxshare.decoding.row_transfer import put_rows, take_rows
+from jaxshare.decoding.sessions import Sessions
+from jaxshare.decoding.steps import Steps
+from tests.helpers import MODEL, TINY, VOCAB, tiny_params
+
+HOT = Sampler(temperature=1.5)
+CAPACITY, QUEUE, OPENINGS, LONGEST, LISTED, WIDTH = 24, 32, 4, 6, 4, 4
+BLOCKS = 10
+
+
+@st.composite
+def sessions_of_rows(draw):
+    """The first row of each row's session; rows of several may be mixed."""
+    count = draw(st.integers(1, 8))
+    first: list[int] = []
+    for row in range(count):
+        first.append(draw(st.sampled_from([*{f for f in first if first[f] == f}, row])))
+    return np.asarray(first, np.int32), np.asarray([draw(st.booleans()) for _ in range(count)])
+
+
+@hypothesis.given(sessions_of_rows(), st.integers(1, 8))
+def test_sums_and_ranks_are_those_of_python(drawn, max_rows):
+    first, marked = drawn
+    sessions = Sessions.of(jnp.asarray(first))
+    members = {f: [r for r in range(len(first)) if first[r] == f] for f in sorted({*first})}
+    expected_any = [any(marked[m] for m in members[f]) for f in first]
+    before = [sum(marked[m] for m in members[f] if m < r) for r, f in enumerate(first)]
+    total = [sum((m + 1) * marked[m] for m in members[f]) for f in first]
+    np.testing.assert_array_equal(sessions.any(jnp.asarray(marked)), expected_any)
+    np.testing.assert_array_equal(sessions.before(jnp.asarray(marked)), before)
+    counts = jnp.asarray((np.arange(len(first)) + 1) * marked, jnp.int32)
+    np.testing.assert_array_equal(sessions.total(counts), total)
+    kept, used = np.zeros(len(first), bool), 0
+    for rows in members.values():
+        used += sum(marked[r] for r in rows)
+        for r in rows:
+            kept[r] = marked[r] and used <= max_rows
+    np.testing.assert_array_equal(sessions.first_that_fit(jnp.asarray(marked), max_rows), kept)
+
+
+def every(period: int, marked: int = 0) -> ByteAutomaton:
+    """Marks each `period`-th byte that is `marked` modulo 3."""
+
+    def step(state, byte):
+        after = (state + (byte % 3 == marked)) % period
+        return after, after == 0 and byte % 3 == marked
+
+    return ByteAutomaton.build(0, step)
+
+
+TOKENS = [bytes([token % 256]) * (1 + token % 2) for token in range(VOCAB)]
+
+
+@functools.cache
+def lifted(period: int, marked: int = 0):
+    return every(period, marked).lift(TOKENS)
+
+
+def test_each_row_reads_with_its_own_automaton():
+    kinds = [(2, 0), (5, 1), (3, 2)]
+    automata = TokenAutomata.of([lifted(*kind) for kind in kinds], vocab_size=VOCAB, max_entries=99)
+    assert automata.table.shape == (99,)
+    which = np.asarray([0, 3, 1, 2, 1])
+    states, texts = automata.starts[which], np.random.default_rng(0).integers(0, VOCAB, (7, 5))
+    told = [0] * len(which)
+    for tokens in texts:
+        states, marks = automata.step(jnp.asarray(which), states, jnp.asarray(tokens))
+        for row, kind in enumerate(which):
+            marked = False
+            if kind:
+                told[row], marked = every(*kinds[kind - 1]).read(TOKENS[tokens[row]], told[row])
+            assert (int(states[row]), bool(marks[row])) == (told[row], marked)
+
+
+class Part:
+    """A session of two workers, or a row by itself, and its blocks: a history, and one a row.
+
+    Args:
+      number: makes it different from the others.
+      rows: 2 for a session whose steps move to the history, 1 for a row by itself.
+    """
+
+    def __init__(self, number: int, rows: int):
+        self.number, self.rows = number, rows
+        self.blocks = [[0, 2, 1], [0, 1, 2]] if rows == 2 else [[0, 1]]
+        self.capacities = [160, *[40] * rows]
+
+    def state(self, *, automata: TokenAutomata | None = None) -> DecodeState:
+        """Alone."""
+        cache = KVCache.create(TINY, self.capacities, jnp.float32)
+        rng = np.random.default_rng(self.number)
+        steps = Steps.none(self.rows, automata or TokenAutomata.of(vocab_size=VOCAB), **ROOM)
+        if self.rows == 2:
+            steps = Steps.create(
+                lifted(3 + self.number),
+                lifted(31, 1),
+                [0, 0],
+                seed=self.number,
+                ask_every=5 + self.number,
+                **ROOM,
+            )
+            for row in range(2):
+                sizes = rng.integers(0, LONGEST + 1, (OPENINGS, 2))
+                pairs = [tuple(rng.integers(0, VOCAB, n).tolist() for n in two) for two in sizes]
+                steps = steps.prepare(row, 2, pairs)
+        state = DecodeState.create(
+            cache,
+            Layout.from_blocks(self.blocks, width=LISTED),
+            [rng.integers(0, VOCAB, 1 + 3 * r + self.number).tolist() for r in range(self.rows)],
+            vocab_size=VOCAB,
+            samplers=HOT,
+            seeds=self.number,
+            max_new_tokens=20,
+            capacity=CAPACITY,
+            queue=QUEUE,
+            bias_slots=2,
+            max_width=WIDTH,
+            steps=steps,
+        )
+        own = jnp.zeros(1, jnp.int32) if self.rows == 1 else state.session
+        return dataclasses.replace(state, session=own, seeds=state.seeds + 7 * self.number)
+
+
+ROOM = {"capacity": CAPACITY, "openings": OPENINGS, "longest": LONGEST}
+SAMPLED = ("tokens", "num_sampled", "reasons", "clock")
+
+
+def run(state: DecodeState, passes: int = 100, **more) -> DecodeState:
+    return decode(MODEL, tiny_params(), state, passes=passes, width=WIDTH, **more)
+
+
+@functools.cache
+def alone(number: int, rows: int, last_pass: int = 10**6) -> DecodeState:
+    state = Part(number, rows).state()
+    return run(dataclasses.replace(state, last_pass=jnp.full(rows, last_pass, jnp.int32)))
+
+
+def together(parts: list[Part], last_pass: list[int]) -> tuple[DecodeState, list[np.ndarray]]:
+    """One state with the rows of all parts, and a few that are not in use, and where they are.
+
+    It has the same shapes for all parts, so that tests share a program.
+    """
+    states = [part.state() for part in parts]
+    num_rows = 8
+    capacities = [n for part in parts for n in part.capacities]
+    capacities += [0] * (BLOCKS - len(capacities))
+    tables = [lifted(3 + part.number) for part in parts]
+    automata = TokenAutomata.of(
+        [table for one in tables for table in (one, lifted(31, 1))],
+        vocab_size=VOCAB,
+        max_automata=8,
+        max_entries=1024,
+    )
+    state = DecodeState.create(
+        KVCache.create(TINY, capacities, jnp.float32),
+        Layout.from_blocks([], num_rows=num_rows, width=LISTED + 1),
+        [],
+        vocab_size=VOCAB,
+        capacity=CAPACITY,
+        queue=QUEUE,
+        bias_slots=2,
+        max_width=WIDTH,
+        steps=Steps.none(num_rows, automata, **ROOM),
+    )
+    free, block, places = [*range(num_rows)][::-1], 0, []
+    for i, (part, small) in enumerate(zip(parts, states, strict=True)):
+        rows = np.asarray(sorted(free.pop(-1 - (i % 2)) for _ in range(part.rows)))
+        small = dataclasses.replace(small, last_pass=jnp.full(part.rows, last_pass[i], jnp.int32))
+        state = put_rows(state, small, rows, block=block, automaton=2 * i)
+        places.append(rows)
+        block += len(part.capacities)
+    return state, places
+
+
+@pytest.mark.parametrize("wide_rows", [2, 3, None])
+@pytest.mark.parametrize("dispatch", [100, 7])
+def test_sessions_in_one_state_write_what_each_writes_alone(wide_rows, dispatch):
+    """Two sessions and two rows by themselves, in rows that are mixed; openings need wide passes,
+    in which there is not room for all."""
+    parts = [Part(0, 2), Part(1, 1), Part(2, 2), Part(3, 1)]
+    state, places = together(parts, [10**6] * 4)
+    for _ in range(60):
+        state = run(state, dispatch, wide_rows=wide_rows)
+        if not bool(state.running.any()):
+            break
+    assert int(state.cache.faults) == 0
+    block, reached = 0, set()
+    for i, (part, rows) in enumerate(zip(parts, places, strict=True)):
+        small = take_rows(state, rows, block=block, automaton=2 * i)
+        expected = alone(part.number, part.rows)
+        for name in SAMPLED:
+            np.testing.assert_array_equal(
+                getattr(small, name), getattr(expected, name), err_msg=f"{name} of {i}"
+            )
+        for name in ("marks", "sampled_at", "number", "asked", "since", "due", "targets"):
+            if part.rows == 2:
+                found, wanted = (getattr(each.steps, name) for each in (small, expected))
+                np.testing.assert_array_equal(found, wanted, err_msg=f"{name} of {i}")
+        np.testing.assert_array_equal(small.session, expected.session)
+        np.testing.assert_array_equal(
+            state.cache.lengths[block : block + len(part.capacities)], expected.cache.lengths
+        )
+        np.testing.assert_array_equal(small.layout.blocks[:, :LISTED], expected.layout.blocks)
+        reached |= {int(mark) for mark in np.asarray(expected.steps.marks).reshape(-1)}
+        block += len(part.capacities)
+    assert {0, 1, 5} <= reached, "steps have ended, and questions were asked"
+
+
+def test_a_session_stops_at_its_last_pass_and_goes_on_from_there():
+    parts, last = [Part(0, 2), Part(3, 1), Part(2, 2)], [6, 3, 9]
+    state, places = together(parts, last)
+    state = run(state)
+    for part, rows, passes in zip(parts, places, last, strict=True):
+        expected = alone(part.number, part.rows, passes)
+        assert state.clock[rows].tolist() == [passes] * part.rows
+        for name in SAMPLED:
+            np.testing.assert_array_equal(getattr(state, name)[rows], getattr(expected, name))
+    state = run(dataclasses.replace(state, last_pass=state.last_pass + 10**6))
+    for part, rows in zip(parts, places, strict=True):
+        expected = alone(part.number, part.rows)
+        np.testing.assert_array_equal(state.tokens[rows], expected.tokens)
+
+
+def test_a_session_halts_where_one_of_its_rows_finishes_and_others_go_on():
+    parts = [Part(0, 2), Part(2, 2)]
+    state, places = together(parts, [10**6] * 2)
+    state = dataclasses.replace(
+        state,
+        halts=jnp.zeros_like(state.halts).at[places[0]].set(True),
+        max_new_tokens=state.max_new_tokens.at[places[0][1]].set(4),
+    )
+    state = run(state)
+    halted, other = places
+    assert state.reasons[halted].tolist() == [FinishReason.RUNNING, FinishReason.LENGTH]
+    assert state.num_sampled[halted][1] == 4 and state.num_sampled[halted][0] < 20
+    assert (state.clock[halted] < state.clock[other]).all()
+    np.testing.assert_array_equal(state.tokens[other], alone(2, 2).tokens)
+
+
+def test_a_step_that_does_not_fit_ends_its_own_session():
+    parts = [Part(0, 2), Part(2, 2)]
+    state, places = together(parts, [10**6] * 2)
+    capacities = state.cache.capacities.at[0].set(3)
+    state = run(
+        dataclasses.replace(state, cache=dataclasses.replace(state.cache, capacities=capacities))
+    )
+    assert FinishReason.CACHE_FULL in state.reasons[places[0]].tolist()
+    assert not bool(state.running.any()) and int(state.cache.faults) == 0
+    np.testing.assert_array_equal(state.tokens[places[1]], alone(2, 2).tokens)
+
+
+def test_rows_that_are_taken_and_put_back_are_the_same():
+    state, places = together([Part(0, 2), Part(1, 1)], [10**6] * 2)
+    state = run(state, 5)
+    kept = jax.tree.map(np.array, dataclasses.replace(state, cache=state.cache))
+    part = take_rows(state, places[0])
+    back = put_rows(state, part, places[0])
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(back), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("wide_rows", [0, 99])
+def test_decode_refuses_wide_rows_that_are_none_or_too_many(wide_rows):
+    state, _ = together([Part(0, 2)], [1])
+    with pytest.raises(ValueError, match=f"wide_rows is {wide_rows}; it must be from 1 to"):
+        run(state, wide_rows=wide_rows)
