@@ -1,4 +1,9 @@
-"""Prefill: feeding tokens to blocks in wide passes, several short blocks in one pass."""
+"""Prefill: feeding tokens to blocks in passes of one shape.
+
+A pass has a few rows of a few tokens each. Short texts are fed side by side, one a row. A long one
+takes several rows of the same pass: each has a block of its own and sees those of the rows before
+it, with what they bring in this pass. So one program serves texts of any length.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,10 +13,55 @@ from jax import Array
 
 from jaxshare import KVCache, Layout
 from jaxshare.models import LoadedModel
+from jaxshare.serving.kvcache.manager import spans
+from jaxshare.serving.kvcache.pool import Extent
+from jaxshare.serving.kvcache.prefix_tree import Node
 
-SHAPES = ((16, 16), (4, 64), (1, 256))
-"""(rows, tokens of a row) of a pass: short texts are fed side by side, and few programs serve all
-lengths."""
+ROWS, WIDTH = 8, 32
+"""Rows of a pass, and tokens of a row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The tokens that one row of a pass feeds.
+
+    Attributes:
+      node: that they belong to.
+      tokens: at most `WIDTH`.
+      seen: the extents that the row sees, in order; the last one is empty, and takes the tokens.
+    """
+
+    node: Node
+    tokens: np.ndarray
+    seen: tuple[Extent, ...]
+
+
+def next_pieces(path: Sequence[Node], max_rows: int) -> list[Piece]:
+    """The next tokens to feed of the nodes on a path, as many as a pass can take.
+
+    Args:
+      path: from the root's child on. Of the nodes after the first that is not full nothing is
+        cached.
+      max_rows: rows that the pass has left.
+    """
+    full = next((i for i, n in enumerate(path) if n.num_cached < len(n.tokens)), len(path))
+    pieces: list[Piece] = []
+    seen = tuple(spans(path[:full]))
+    for node in path[full:]:
+        extent, start = node.extent, node.num_cached
+        assert extent is not None
+        end = min(len(node.tokens), extent.capacity)
+        if start:
+            seen = *seen, Extent(extent.offset, start, start, extent.phase)
+        while start < end and len(pieces) < max_rows:
+            tokens = node.tokens[start : min(start + WIDTH, end)]
+            own = Extent(extent.offset + start, len(tokens), 0, extent.phase + start)
+            seen = *seen, own
+            pieces.append(Piece(node, tokens, seen))
+            start += len(tokens)
+        if start < len(node.tokens):
+            break
+    return pieces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +148,10 @@ def prefill(
         padded[0, : len(chunk)] = chunk
         logits, cache = model.forward(padded, np.asarray([len(chunk)]), cache, layout)
     return logits, cache
+
+
+SHAPES = ((16, 16), (4, 64), (1, 256))
+"""(rows, tokens of a row) of passes of `feed_all`."""
 
 
 def shape(remaining: int) -> tuple[int, int]:

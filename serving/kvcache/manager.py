@@ -6,20 +6,21 @@ import contextlib
 import dataclasses
 import enum
 import itertools
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import jax
 import numpy as np
 
 from jaxshare import KVCache
-from jaxshare.layout import bucket
+from jaxshare.layout import Layout, bucket
 from jaxshare.models import LoadedModel
+from jaxshare.serving.kvcache.fan_in import FanInGroups
 from jaxshare.serving.kvcache.policy import Observation, Policy
 from jaxshare.serving.kvcache.pool import Extent, Pool
 from jaxshare.serving.kvcache.prefix_tree import MIN_SHARED_TOKENS, Match, Node, PrefixTree
 from jaxshare.serving.kvcache.sharing_cost import PRIVATE_TILE, load_costs
+from jaxshare.serving.kvcache.speeds import FixedSpeeds
 
 GROWTH = 256
 """The most tokens by which a row is extended at a time."""
@@ -38,6 +39,9 @@ class KVRequest(Protocol):
       tokens: its prompt and output so far.
       remaining: tokens that may still come.
       agent, priority: for the policy.
+      cuts: the numbers of its first tokens that make a block which other requests read too,
+        ascending, where that is planned; None where the manager decides. Planned requests share
+        nothing else.
     """
 
     @property
@@ -48,6 +52,8 @@ class KVRequest(Protocol):
     def agent(self) -> str: ...
     @property
     def priority(self) -> int: ...
+    @property
+    def cuts(self) -> Sequence[int] | None: ...
 
 
 class KVMetrics(Protocol):
@@ -76,13 +82,14 @@ class KVManager:
       rows: requests that run at the same time.
       policy: the order of eviction.
       metrics: counters of evicted and fetched tokens.
+      speeds: of prefill and of copies; whether to keep or to compute again follows from them.
+      groups: sizes of fan-in groups to begin with.
 
     Attributes:
       pool, tree: the memory and the cached prefixes.
       leased, leased_tokens: the extents of sessions, and their tokens.
-      width: the largest number of blocks that a row has listed, as a bucket.
-      view_changed: whether the blocks differ from those of the last view.
-      feed_seconds: measured seconds per prefilled token, 0 before the first; set by the scheduler.
+      speeds: as given.
+      view_changed: whether the blocks differ from those of the last view of decoding rows.
     """
 
     def __init__(
@@ -94,14 +101,19 @@ class KVManager:
         rows: int,
         policy: Policy,
         metrics: KVMetrics,
+        speeds: FixedSpeeds,
+        groups: tuple[int, ...] = (),
     ):
-        self.view_changed, self.feed_seconds = True, 0.0
-        self._copy_seconds = 0.0  # per token fetched from host memory
+        self.view_changed, self.speeds = True, speeds
         self._model, self._tokens, self._host_tokens = model, tokens, host_tokens
-        self._policy, self._metrics = policy, metrics
+        self._policy, self._metrics, self._rows = policy, metrics, rows
         self.reset()
         self._costs, self._layers = load_costs(model), model.config.num_layers
-        self.width, self._slots = 8, 8 * rows
+        self._groups = FanInGroups(rows, groups)
+        # By the number of rows of a pass: the most blocks that a row has listed, and the slots of
+        # the cache, as buckets, so that few programs serve all views.
+        self._widths: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
 
     def reset(self) -> None:
         """Empties pool and tree, and ends all leases."""
@@ -116,20 +128,25 @@ class KVManager:
     def allocate(self, request: KVRequest, running: int, *, afresh: bool = False) -> Node | Wait:
         """Gives a request a node for its uncached tokens and some new ones, or a reason to wait.
 
+        The tokens between its cuts get nodes of their own before it.
+
         Args:
           request: the request.
           running: running requests of its agent, this one included.
           afresh: ignore cached prefixes, which may themselves fill the memory.
         """
-        tokens, tree = request.tokens, self.tree
-        match = Match(tree.root, 0, 0, 0) if afresh else tree.match(tokens, len(tokens) - 1)
-        if match.in_flight >= MIN_SHARED_TOKENS:
+        tokens, tree, planned = request.tokens, self.tree, request.cuts is not None
+        cuts = [cut for cut in request.cuts or () if cut < len(tokens)]
+        max_matched = max(cuts, default=0) if planned else len(tokens) - 1
+        match = tree.match(tokens, 0 if afresh else max_matched)
+        if match.in_flight >= (1 if planned else MIN_SHARED_TOKENS):
             return Wait.IN_FLIGHT
         parent = self._branch_at(match, request)
         path, num_cached = parent.path(), parent.segment.depth
-        rest = tokens[num_cached:]
-        extent = self._extent_after(path, len(rest), len(rest) + min(request.remaining, GROWTH))
-        if extent is None:
+        ends = [num_cached, *(cut for cut in cuts if cut > num_cached), len(tokens)]
+        runs = [tokens[start:end] for start, end in itertools.pairwise(ends)]
+        extents = self._extents_after(path, [*map(len, runs)], min(request.remaining, GROWTH))
+        if extents is None:
             return Wait.MEMORY
         shared = collections.Counter[str]()
         for node in path:
@@ -138,7 +155,9 @@ class KVManager:
         self._policy.observe(
             Observation(request.agent, tree.now, len(tokens), num_cached, shared, running)
         )
-        node = tree.add(parent, rest, extent)
+        node = parent
+        for run, extent in zip(runs, extents, strict=True):
+            node = tree.add(node, run, extent, private=planned and extent is extents[-1])
         tree.use(node, request.agent, request.priority)
         self.view_changed = True
         return node
@@ -163,7 +182,11 @@ class KVManager:
         if node is self.tree.root:
             return node
         assert node.parent is not None
-        if inside and not self._worth_splitting(match.node_tokens, node, request):
+        if (
+            request.cuts is None
+            and inside
+            and not self._worth_splitting(match.node_tokens, node, request)
+        ):
             return node.parent
         return self.tree.split(node, match.node_tokens) if inside or node.writing else node
 
@@ -183,22 +206,36 @@ class KVManager:
         more = costs.shared(tokens, rows) - rows * (
             costs.private(PRIVATE_TILE + tokens) - costs.private(PRIVATE_TILE)
         )
-        return (
-            more * 1e-6 * self._layers * request.remaining <= tokens * self.feed_seconds
-            or not self.feed_seconds
-        )
+        feed_seconds = self.speeds.feed_seconds
+        gain = tokens * feed_seconds
+        return not feed_seconds or more * 1e-6 * self._layers * request.remaining <= gain
 
-    def _extent_after(self, path: list[Node], min_tokens: int, tokens: int) -> Extent | None:
-        """An extent for tokens after these nodes, all of which are swapped in.
+    def _extents_after(
+        self, path: list[Node], sizes: Sequence[int], growth: int
+    ) -> list[Extent] | None:
+        """Extents of these sizes after these nodes, all of which are swapped in.
 
-        None if `min_tokens` cannot be free, and then nothing is evicted in vain.
+        The last one is larger by `growth`, as far as there is memory. None if all of them cannot
+        be free, and then nothing is evicted in vain.
         """
+        needed = sum(sizes)
         with _pinned(path):
             available = self.pool.free - sum(len(node.tokens) for node in path if node.copy)
-            available += self.tree.unused_tokens() if available < tokens else 0
-            if available >= min_tokens and all(self._swap_in(node) for node in path):
-                return self._take(min(tokens, available)) or self._take(min_tokens)
-        return None
+            if available < needed + growth:
+                available += self.tree.unused_tokens()
+            if available < needed or not all(self._swap_in(node) for node in path):
+                return None
+            extents: list[Extent] = []
+            for i, size in enumerate(sizes):
+                last = i == len(sizes) - 1
+                larger = self._take(size + min(growth, available - needed)) if last else None
+                extent = larger or self._take(size)
+                if extent is None:
+                    for taken in extents:
+                        self.pool.give_back(taken)
+                    return None
+                extents.append(extent)
+        return extents
 
     def _swap_in(self, node: Node) -> bool:
         """Fetches a node from host memory if it is there; False if there is no memory for it."""
@@ -207,11 +244,9 @@ class KVManager:
         extent = self._take(len(node.tokens))
         if extent is None:
             return False
-        start = time.perf_counter()
-        self.tree.swap_in(node, extent)
-        jax.block_until_ready(self.pool.cache.keys[0])
-        seconds = (time.perf_counter() - start) / len(node.tokens)
-        self._copy_seconds = ema(self._copy_seconds, seconds)
+        with self.speeds.copying(len(node.tokens)):
+            self.tree.swap_in(node, extent)
+            jax.block_until_ready(self.pool.cache.keys[0])
         self._metrics.swapped_in(len(node.tokens))
         self.view_changed = True
         return True
@@ -242,10 +277,18 @@ class KVManager:
         return node
 
     def release(self, node: Node) -> None:
-        """Releases the node of a finished or preempted request; its tokens stay for reuse."""
-        for each in node.path():
+        """Releases the node of a finished or preempted request; its tokens stay for reuse.
+
+        Private nodes are dropped.
+        """
+        path = node.path()
+        for each in path:
             each.ref_count -= 1
-        self.tree.finish(node)
+        for each in reversed(path):
+            if each.private:
+                self.tree.drop(each)
+            elif each.writing:
+                self.tree.finish(each)
         self.view_changed = True
 
     # Sessions.
@@ -303,38 +346,69 @@ class KVManager:
         # Fetching a copy takes about as long as making it.
         any_evicted = self.tree.evict(
             tokens,
-            worth_a_copy=2 * self._copy_seconds <= self.feed_seconds or not self.feed_seconds,
+            worth_a_copy=2 * self.speeds.copy_seconds <= self.speeds.feed_seconds
+            or not self.speeds.feed_seconds,
         )
         self._metrics.evicted(self.tree.evicted - evicted, self.tree.swapped - swapped)
         return any_evicted
 
     # Views for passes.
 
-    def view(
-        self, nodes: Mapping[int, Node], count: int
-    ) -> tuple[KVCache, list[list[int]], dict[int, tuple[int, int]]]:
-        """The cache of a pass of `count` rows, of which some write these nodes.
+    def view(self, rows: Mapping[int, Sequence[Extent]], count: int, *, decoding: bool) -> "View":
+        """The cache of a pass of `count` rows, of which some see these extents and write the last.
 
-        Neighbouring extents are one block where the same rows see all of them.
-
-        Returns:
-          The cache with the rows' blocks; for each row the blocks that it sees; and for each of
-            `nodes` (its own block, the tokens in that).
+        Args:
+          rows: the extents of each row, `spans` for instance.
+          count: R.
+          decoding: whether it is for the decode loop, where rows stay for many passes, so that
+            fan-in groups pay.
         """
         slots: dict[tuple[int, int, int], int] = {}
         spans: list[Extent] = []
         blocks: list[list[int]] = [[] for _ in range(count)]
-        for row, node in nodes.items():
-            for span in _merged_extents(node):
+        for row, listed in rows.items():
+            for span in listed:
                 key = span.offset, span.capacity, span.length
                 if key not in slots:
                     slots[key] = len(spans)
                     spans.append(span)
                 blocks[row].append(slots[key])
-        self.width = max(self.width, bucket(max(map(len, blocks))))
-        self._slots = max(self._slots, bucket(len(spans)))
-        own = {row: (blocks[row][-1], spans[blocks[row][-1]].length) for row in nodes}
-        return self.pool.view(spans, self._slots), blocks, own
+        width = max(self._widths.get(count, 8), bucket(max(map(len, blocks))))
+        num_slots = max(self._slots.get(count, 8 * count), bucket(len(spans)))
+        self._widths[count], self._slots[count] = width, num_slots
+        groups: tuple[int, ...] = ()
+        if decoding:
+            self.view_changed = False
+            fan_ins = collections.Counter(itertools.chain.from_iterable(blocks))
+            groups = self._groups.update(
+                [fan_ins[slot] for slot in range(len(spans))], [span.length for span in spans]
+            )
+        own = {row: (blocks[row][-1], spans[blocks[row][-1]].length) for row in rows}
+        return View(self.pool.view(spans, num_slots), blocks, own, width, groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """The blocks of a pass.
+
+    Attributes:
+      cache: with the blocks that the rows see.
+      blocks: for each row the blocks that it sees.
+      own: for each row in use its own block, and the tokens in that.
+      width: blocks that a row can list.
+      groups: of the layout.
+    """
+
+    cache: KVCache
+    blocks: list[list[int]]
+    own: dict[int, tuple[int, int]]
+    width: int
+    groups: tuple[int, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """The blocks as a layout."""
+        return Layout.from_blocks(self.blocks, width=self.width, groups=self.groups)
 
 
 @contextlib.contextmanager
@@ -347,14 +421,14 @@ def _pinned(path: list[Node]) -> Iterator[None]:
         node.ref_count -= 1
 
 
-def _merged_extents(node: Node) -> list[Extent]:
-    """The blocks that a row sees which writes this node.
+def spans(path: Sequence[Node]) -> list[Extent]:
+    """The blocks that a row sees which writes the last of these nodes.
 
     Neighbours with equal `ref_count` are merged: all rows that see one of them see both.
     """
     spans: list[Extent] = []
     ref_count = -1
-    for each in node.path():
+    for each in path:
         assert each.extent is not None
         if spans and ref_count == each.ref_count and spans[-1].precedes(each.extent):
             spans[-1].capacity += each.extent.capacity
@@ -363,11 +437,3 @@ def _merged_extents(node: Node) -> list[Extent]:
             spans.append(dataclasses.replace(each.extent))
         ref_count = each.ref_count
     return spans
-
-
-def ema(before: float, now: float) -> float:
-    """Moving average with weight 0.1.
-
-    A decrease replaces it, because the first sample includes compilation.
-    """
-    return now if not before else min(now, 0.9 * before + 0.1 * now)

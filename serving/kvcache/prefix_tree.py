@@ -35,6 +35,7 @@ class Node:
       writing: whether a request still writes to it.
       unmerged: whether it may hold tokens that a sibling holds, too, because it was created before
         they were compared.
+      private: whether it is for the request that writes it alone, and dropped when that is over.
       segment: the node as policies see it.
     """
 
@@ -47,6 +48,7 @@ class Node:
     ref_count: int = 0
     writing: bool = False
     unmerged: bool = True
+    private: bool = False
 
     @property
     def first_token(self) -> int:
@@ -159,6 +161,8 @@ class PrefixTree:
         while matched < max_tokens:
             best, cached, in_flight = None, 0, 0
             for child in node.children.get(int(tokens[matched]), ()):
+                if child.private:
+                    continue
                 common = _common_prefix(child.tokens, tokens[matched:max_tokens])
                 if (usable := min(common, child.num_cached)) > cached:
                     best, cached = child, usable
@@ -208,10 +212,12 @@ class PrefixTree:
         self.policy.split(head.segment, old)
         return head
 
-    def add(self, parent: Node, tokens: np.ndarray, extent: Extent) -> Node:
+    def add(
+        self, parent: Node, tokens: np.ndarray, extent: Extent, *, private: bool = False
+    ) -> Node:
         """Adds a node that is to be written, by a request that is to `use` it."""
         segment = Segment(len(tokens), b"", parent.segment.depth + len(tokens), {})
-        node = Node(tokens, None, segment, extent=extent, writing=True)
+        node = Node(tokens, None, segment, extent=extent, writing=True, private=private)
         parent.attach(node)
         return node
 
@@ -232,9 +238,22 @@ class PrefixTree:
             self.pool.give_back(node.extent)
             node.extent = extent
             return node
-        successor = self.add(node, self.remove_unwritten(node), extent)
+        successor = self.add(node, self.remove_unwritten(node), extent, private=node.private)
         node.writing, successor.ref_count = False, 1
         return successor
+
+    def complete(self, node: Node) -> None:
+        """Ends the writing of a node that is full, by a request that goes on after it."""
+        node.writing = False
+        node.segment.prefix_hash = _path_hash(node)
+
+    def drop(self, node: Node) -> None:
+        """Removes a node that no request uses and that has no children, with its tokens."""
+        assert node.extent is not None and not node.ref_count and not node.children
+        self.pool.give_back(node.extent)
+        node.extent = None
+        node.detach()
+        self.policy.evicted(node.segment)
 
     def finish(self, node: Node) -> None:
         """Ends the writing of a node whose request no longer counts in `ref_count`.

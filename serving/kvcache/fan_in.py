@@ -1,0 +1,59 @@
+"""Fan-in groups: how many rows read a block together where not all rows do (Hydragen section 3.3).
+
+The sizes of groups are shapes of the decode loop's program. So they are powers of two, at most two
+of them, and stay as they are for as long as they serve the blocks that rows share.
+"""
+
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxshare.layout import bucket
+
+_MIN_ROWS = 16
+"""With fewer rows a product over all of them costs little more than one over those that read."""
+_MIN_TOKENS = 1024
+"""Tokens in blocks of small fan-in, from which on another program pays."""
+
+
+class FanInGroups:
+    """The groups of a scheduler's layouts.
+
+    Args:
+      num_rows: rows of the decode loop.
+      sizes: the groups to begin with.
+
+    Attributes:
+      sizes: of the groups, ascending; `Layout.groups`.
+    """
+
+    def __init__(self, num_rows: int, sizes: tuple[int, ...] = ()):
+        self._num_rows, self.sizes = num_rows, sizes
+
+    def update(self, fan_ins: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...]:
+        """Chooses the groups for blocks of these fan-ins and sizes.
+
+        Blocks that the groups so far serve, and blocks of few tokens, change nothing.
+        """
+        rows, size = np.asarray(fan_ins, np.int64), np.asarray(tokens, np.int64)
+        few = (rows > 1) & (rows <= self._num_rows // 2)
+        served = np.zeros_like(few)
+        for group in self.sizes:  # one up to four times as large reads a block well
+            served |= (rows <= group) & (4 * rows > group)
+        if self._num_rows >= _MIN_ROWS and int(size[few & ~served].sum()) >= _MIN_TOKENS:
+            self.sizes = group_sizes(rows[few].tolist(), self._num_rows)
+        return self.sizes
+
+
+def group_sizes(fan_ins: Sequence[int], num_rows: int) -> tuple[int, ...]:
+    """The sizes of groups for these fan-ins.
+
+    One holds the largest that is well below all rows, and one those far below that.
+    """
+    few = [fan_in for fan_in in fan_ins if 1 < fan_in <= num_rows // 2]
+    if not few:
+        return ()
+    largest = bucket(max(few))
+    small = [fan_in for fan_in in few if fan_in <= largest // 4]
+    return tuple(sorted({largest, *([bucket(statistics.median_high(small))] if small else [])}))
