@@ -4,7 +4,7 @@ line."""
 from jaxshare.serving.branches.generate import Completions, generate
 from jaxshare.serving.branches.prefix import Prefix, Prefixes
 from jaxshare.serving.branches.prompt_tree import Branch
-from jaxshare.serving.branches.run import Branches, Completion
+from jaxshare.serving.branches.run import Branches
 from jaxshare.serving.branches.selection import (
     best_of_n,
     by_prompt,
@@ -12,6 +12,7 @@ from jaxshare.serving.branches.selection import (
     pass_at,
     pass_at_k,
 )
+from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.kvcache.sharing_cost import Costs
 from jaxshare.serving.workers.layouts import WorkersLayout, combined, contiguous, interleaved
 from jaxshare.serving.workers.prompts.format import COLLABORATIVE, PLAIN, Format, collaborative

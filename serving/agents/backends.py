@@ -8,7 +8,7 @@ from typing import Any
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.agents.requests import Message, ModelCall, Reply
-from jaxshare.serving.engine import End, Engine
+from jaxshare.serving.engine import Engine
 from jaxshare.serving.inputs import default_sampler
 
 _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
@@ -98,7 +98,7 @@ class EngineModel:
         finally:
             stream.cancel()  # no effect on a finished answer
         text = done.text if isinstance(prompt, list) else done.text.strip()
-        return Reply(text, len(done.tokens) + (done.finish_reason is End.STOP), done.prompt_tokens)
+        return Reply(text, len(done.tokens), done.prompt_tokens)
 
 
 def _plain_text(messages: Sequence[Message]) -> str:

@@ -3,7 +3,7 @@
 from jaxshare.serving.branches.generate import Completions, generate
 from jaxshare.serving.branches.prefix import Prefix, Prefixes
 from jaxshare.serving.branches.prompt_tree import Branch
-from jaxshare.serving.branches.run import Branches, Completion
+from jaxshare.serving.branches.run import Branches
 from jaxshare.serving.branches.selection import (
     best_of_n,
     by_prompt,
@@ -11,6 +11,7 @@ from jaxshare.serving.branches.selection import (
     pass_at,
     pass_at_k,
 )
+from jaxshare.serving.engine.completion import Completion
 
 __all__ = [
     "Branch",

@@ -11,7 +11,8 @@ from typing import Any
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.branches.prompt_tree import Prompts
-from jaxshare.serving.branches.run import Branches, Completion
+from jaxshare.serving.branches.run import Branches
+from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.kvcache.sharing_cost import Chosen
 from jaxshare.sharding import DATA, axis_size
 

@@ -9,7 +9,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.serving.branches.data_parallel import branches
 from jaxshare.serving.branches.prefix import Prefix
 from jaxshare.serving.branches.prompt_tree import Prompts
-from jaxshare.serving.branches.run import Completion
+from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.inputs import warn_of_equal_texts
 from jaxshare.serving.kvcache.sharing_cost import Chosen, Costs
 

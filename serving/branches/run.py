@@ -25,33 +25,12 @@ from jaxshare.serving.branches.run_plan import check_settings, plan_run, read_an
 from jaxshare.serving.branches.sharing_plan import Sample
 from jaxshare.serving.branches.waves import Residents, group_sizes
 from jaxshare.serving.engine import prefill
+from jaxshare.serving.engine.completion import Completion, without_stop
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler, token_bytes
 from jaxshare.serving.kvcache.sharing_cost import Costs
 
 _PASSES_PER_DISPATCH = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """One sampled continuation.
-
-    Attributes:
-      text: without the stop token.
-      tokens: with it.
-      reason: "stop" or "budget".
-      logprob: of all its tokens together, under the model itself (temperature 1, nothing cut).
-      prompt: number of the prompt that it continues: its index in the list, or among the ends of a
-        tree, depth first.
-      index: its number among the prompt's n completions.
-    """
-
-    text: str
-    tokens: list[int]
-    reason: str
-    logprob: float
-    prompt: int = 0
-    index: int = 0
 
 
 class Branches:
@@ -142,6 +121,7 @@ class Branches:
         self.sharing_plan, self.rows, self.costs = plan.sharing, plan.wave.rows, plan.costs
         self.rows_because, self._samples = plan.rows_because, plan.samples
         prefix_tokens, prefix_path = (prefix.tokens, prefix.path) if prefix else (0, ())
+        self._prompt_tokens = {p.number: prefix_tokens + len(p.tokens) for p in self.prompts}
         self.prompt_tokens = sum(prefix_tokens + len(prompt.tokens) for prompt in self.prompts)
         self.unique_tokens = prefix_tokens + plan.unique_tokens
         self.passes, self.seconds, self.compile_seconds, self.sampled_tokens = 0, 0.0, 0.0, 0
@@ -185,7 +165,7 @@ class Branches:
 
     def running(self) -> list[Completion]:
         """The unfinished completions, with what they have sampled so far."""
-        return [self._completion(row, "running") for row in sorted(self._live)]
+        return [self._completion(row, FinishReason.RUNNING) for row in sorted(self._live)]
 
     def stream(
         self, on_pass: Callable[["Branches"], None] | None = None, *, warm_up: bool = False
@@ -333,9 +313,7 @@ class Branches:
             raise RuntimeError(
                 f"row {row} ran out of room that was made for it; this is a mistake in jaxshare"
             )
-        completion = self._completion(
-            row, "budget" if reason is FinishReason.LENGTH else str(reason)
-        )
+        completion = self._completion(row, reason)
         residents.end(*self._live.pop(row), len(completion.tokens))
         return completion
 
@@ -368,7 +346,7 @@ class Branches:
         self.seconds += seconds
         self.compile_seconds += compiled
 
-    def _completion(self, row: int, reason: str) -> Completion:
+    def _completion(self, row: int, reason: FinishReason) -> Completion:
         """The tokens that a live row has sampled so far, as a completion."""
         assert self._state is not None
         if self._sampled is None:
@@ -378,14 +356,14 @@ class Branches:
             )
         num_sampled, sampled, logprobs = self._sampled
         sample, count = self._live[row][0], int(num_sampled[row])
-        tokens = sampled[row, :count].tolist()
-        shown = tokens[:-1] if reason == "stop" else tokens
+        tokens = tuple(sampled[row, :count].tolist())
         tokenizer: Any = self.model.tokenizer
         return Completion(
-            tokenizer.decode(shown) if tokenizer else "",
+            tokenizer.decode(without_stop(tokens, reason)) if tokenizer else "",
             tokens,
             reason,
             float(np.sum(logprobs[row, :count], dtype=np.float64)),
             sample.prompt,
             sample.index,
+            prompt_tokens=self._prompt_tokens[sample.prompt],
         )

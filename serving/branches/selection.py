@@ -8,15 +8,12 @@ pass_at(completions, lambda c: answers.boxed(c.text) == right[c.prompt], k=10)
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.workers.text import answers
 
-if TYPE_CHECKING:
-    from jaxshare.serving.branches.run import Completion
 
-
-def by_prompt(completions: "Iterable[Completion]") -> "dict[int, list[Completion]]":
+def by_prompt(completions: Iterable[Completion]) -> dict[int, list[Completion]]:
     """Groups completions by the number of their prompt.
 
     Prompts, and the completions of each, are in ascending order.
@@ -28,7 +25,7 @@ def by_prompt(completions: "Iterable[Completion]") -> "dict[int, list[Completion
 
 
 def majority_vote(
-    completions: "Iterable[Completion]", answer: Callable[[str], str | None] = answers.boxed
+    completions: Iterable[Completion], answer: Callable[[str], str | None] = answers.boxed
 ) -> str | None:
     r"""The most frequent answer.
 
@@ -45,17 +42,25 @@ def majority_vote(
     return answers.vote([answer(completion.text) for completion in completions])
 
 
-def mean_logprob(completion: "Completion") -> float:
+def mean_logprob(completion: Completion) -> float:
     """The mean log-probability per token, the stop token included; -inf without tokens.
 
     This compares long completions with short ones.
+
+    Raises:
+      ValueError: its log-probability was not computed.
     """
+    if completion.logprob is None:
+        raise ValueError(
+            f"completion {completion.index} of prompt {completion.prompt} has no log-probability, "
+            "which the engine does not compute; give a score of your own"
+        )
     return completion.logprob / len(completion.tokens) if completion.tokens else -math.inf
 
 
 def best_of_n(
-    completions: "Sequence[Completion]", score: "Callable[[Completion], float] | None" = None
-) -> "Completion":
+    completions: Sequence[Completion], score: Callable[[Completion], float] | None = None
+) -> Completion:
     """The completion of the highest score; the first of equals.
 
     Args:
@@ -63,7 +68,7 @@ def best_of_n(
       score: of a completion, a reward model's for instance; default `mean_logprob`.
 
     Raises:
-      ValueError: no completions, or a score that is not a number.
+      ValueError: no completions, a score that is not a number, or see `mean_logprob`.
     """
     if not completions:
         raise ValueError("there are no completions to choose from; give at least 1")
@@ -101,7 +106,7 @@ def pass_at_k(correct: int, n: int, k: int) -> float:
 
 
 def pass_at(
-    completions: "Iterable[Completion]", is_right: "Callable[[Completion], bool]", k: int
+    completions: Iterable[Completion], is_right: Callable[[Completion], bool], k: int
 ) -> float:
     """The pass@k of a set of prompts: the mean over prompts.
 

@@ -328,7 +328,7 @@ def _result(completion: Any, items: Sequence[Item], tree: bool) -> dict[str, Any
         "index": completion.index,
         "text": completion.text,
         "tokens": completion.tokens,
-        "reason": completion.reason,
+        "finish_reason": str(completion.finish_reason),
         "logprob": round(completion.logprob, 4),
     }
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxshare import FinishReason
 from jaxshare.serving import jsonl
 
 Key = tuple[int, tuple[int, ...], int]
@@ -14,7 +15,14 @@ OTHER, AGAIN = "give another --output", "--resume goes on with the job"
 """Advice for error messages."""
 
 _FORMAT = "jaxshare batch job 2"
-_RESULT = {"line": int, "index": int, "text": str, "tokens": list, "reason": str, "logprob": float}
+_RESULT = {
+    "line": int,
+    "index": int,
+    "text": str,
+    "tokens": list,
+    "finish_reason": str,
+    "logprob": float,
+}
 """The fields of every line of the output, beside the id."""
 
 
@@ -91,7 +99,7 @@ def read_keys(file: BinaryIO, output: Path) -> list[Key]:
 
 def sorted_lines(output: Path, order: Mapping[Key, tuple[int, int]]) -> list[bytes]:
     """The lines of the output in the order of the input, which `order` gives for each key."""
-    lines = read_file(output, "output").splitlines(keepends=True)
+    lines = map(_renamed, read_file(output, "output").splitlines(keepends=True))
     return sorted(lines, key=lambda line: order[_key(line, 0, output)])
 
 
@@ -117,9 +125,23 @@ def damaged_line(output: Path, number: int, reason: str) -> ValueError:
     )
 
 
+def _renamed(line: bytes) -> bytes:
+    """The line with the field `finish_reason`, where an earlier version has written `reason`."""
+    if b'"reason"' not in line:
+        return line
+    result = json.loads(line)
+    if not isinstance(result, dict) or "reason" not in result:
+        return line
+    former = {"reason": "finish_reason"}
+    result = {former.get(name, name): value for name, value in result.items()}
+    if result["finish_reason"] == "budget":
+        result["finish_reason"] = str(FinishReason.LENGTH)
+    return jsonl.line(result)
+
+
 def _key(line: bytes, number: int, output: Path) -> Key:
     try:
-        result = json.loads(line)
+        result = json.loads(_renamed(line))
         if wrong := [name for name, kind in _RESULT.items() if type(result[name]) is not kind]:
             raise TypeError(f"its {wrong[0]} is {json.dumps(result[wrong[0]])[:40]}")
         return result["line"], tuple(map(int, result.get("branch", ()))), result["index"]

@@ -13,6 +13,7 @@ from jaxshare.serving.branches.generate import Completions
 from jaxshare.serving.branches.generate import generate as generate_completions
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.cluster import process_mesh
+from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.inputs import default_sampler
 
 
@@ -155,7 +156,7 @@ def _complete(
 
 def _as_json(result: Completions) -> dict[str, Any]:
     return {
-        "completions": [dataclasses.asdict(c) for c in result.completions],
+        "completions": [_completion_as_json(c) for c in result.completions],
         "prompt_tokens": result.prompt_tokens,
         "passes": result.passes,
         "seconds": result.seconds,
@@ -167,11 +168,22 @@ def _as_json(result: Completions) -> dict[str, Any]:
     }
 
 
+def _completion_as_json(completion: Completion) -> dict[str, Any]:
+    return {
+        "text": completion.text,
+        "tokens": completion.tokens,
+        "finish_reason": str(completion.finish_reason),
+        "logprob": completion.logprob,
+        "prompt": completion.prompt,
+        "index": completion.index,
+    }
+
+
 def _print_texts(result: Completions, n: int) -> None:
     for i, completion in enumerate(result.completions):
         if n > 1:
             print(
-                f"{'' if i == 0 else chr(10)}--- {i + 1} of {n} ({completion.reason}, "
+                f"{'' if i == 0 else chr(10)}--- {i + 1} of {n} ({completion.finish_reason}, "
                 f"logprob {completion.logprob:.2f})"
             )
         print(completion.text, flush=True)

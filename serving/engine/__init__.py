@@ -2,8 +2,9 @@
 reuse (Hive, sections 6 to 8)."""
 
 from jaxshare.deprecated import renamed
+from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.engine import Engine
-from jaxshare.serving.engine.stream import End, RequestOutput, Stream, TokenChunk
+from jaxshare.serving.engine.stream import Stream, TokenChunk
 from jaxshare.serving.errors import (
     ClosedError,
     EngineError,
@@ -15,13 +16,12 @@ from jaxshare.serving.logits_cache.hotspot import Hotspot
 
 __all__ = [
     "ClosedError",
-    "End",
+    "Completion",
     "Engine",
     "EngineError",
     "Hotspot",
     "NotANumberError",
     "QueueFullError",
-    "RequestOutput",
     "Stream",
     "TokenChunk",
     "TooLongError",
@@ -30,7 +30,8 @@ __all__ = [
 __getattr__ = renamed(
     __name__,
     {
-        "Completion": "jaxshare.serving.engine.stream.RequestOutput",
+        "End": "jaxshare.FinishReason",
         "Piece": "jaxshare.serving.engine.stream.TokenChunk",
+        "RequestOutput": "jaxshare.serving.engine.completion.Completion",
     },
 )

@@ -2,8 +2,8 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.request import Request
-from jaxshare.serving.engine.stream import RequestOutput
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -147,8 +147,8 @@ class Metrics:
     def preempted(self) -> None:
         self._preempted.inc()
 
-    def finished(self, output: RequestOutput) -> None:
-        self._finished.labels(output.finish_reason.value).inc()
+    def finished(self, output: Completion) -> None:
+        self._finished.labels(str(output.finish_reason)).inc()
         self._seconds.observe(output.seconds)
         if output.first_token_seconds is not None:
             self._first_token.observe(output.first_token_seconds)

@@ -7,12 +7,13 @@ import time
 import jax
 import numpy as np
 
+from jaxshare import FinishReason
 from jaxshare.models import LoadedModel
+from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.fair_queue import FairQueue
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.speculation import DraftLookup
-from jaxshare.serving.engine.stream import End, RequestOutput
 from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import Hotspot
@@ -74,11 +75,11 @@ class OutputProcessor:
         request.num_replayed = len(tokens) + (request.stop_token is not None)
         if self.cut_at_stop_text(request):
             request.num_replayed = len(request.output)
-            self.finish(request, End.STOP_TEXT)
+            self.finish(request, FinishReason.STOP_TEXT)
         elif request.stop_token is not None:
-            self.finish(request, End.STOP)
+            self.finish(request, FinishReason.STOP)
         elif not request.remaining:
-            self.finish(request, End.LENGTH)
+            self.finish(request, FinishReason.LENGTH)
         else:
             self.publish(request)
 
@@ -89,10 +90,12 @@ class OutputProcessor:
         output = self.logits.latest_output(request.prompt)
         return DraftLookup(output) if len(output) else None
 
-    def finish(self, request: Request, reason: End, error: Exception | None = None) -> None:
+    def finish(
+        self, request: Request, reason: FinishReason, error: Exception | None = None
+    ) -> None:
         """Finishes a request: its last tokens, its final output, and all that is counted."""
         self.queue.finish(request)
-        if request.top_logits and reason is not End.ERROR:
+        if request.top_logits and reason is not FinishReason.ERROR:
             self._write_logits(request)
         self.publish(request)
         first = request.first_token_time and request.first_token_time - request.submit_time
@@ -104,7 +107,7 @@ class OutputProcessor:
             extra={
                 "call": request.number,
                 "agent": request.agent,
-                "end": reason.value,
+                "end": str(reason),
                 "prompt_tokens": output.prompt_tokens,
                 "reused_tokens": output.reused_tokens,
                 "new_tokens": len(output.tokens),
@@ -119,7 +122,7 @@ class OutputProcessor:
         A stepwise replay of the next request with the same prompt is then computed ahead.
         """
         assert self.logits is not None
-        sampled = [*request.output, *([] if request.stop_token is None else [request.stop_token])]
+        sampled = request.sampled
         top_logits = jax.tree.map(lambda *parts: np.concatenate(parts), *request.top_logits)
         replayed, new = sampled[: request.num_replayed], sampled[request.num_replayed :]
         # A stop text cuts the output before the tokens that were sampled last.
@@ -136,7 +139,7 @@ class OutputProcessor:
 
     def abort(self, request: Request, error: Exception) -> None:
         """Ends the stream of a request because the scheduler has failed."""
-        request.stream.put(output=_final_output(request, End.ERROR, None, error))
+        request.stream.put(output=_final_output(request, FinishReason.ERROR, None, error))
 
     def cut_at_stop_text(self, request: Request) -> bool:
         """Cuts the output before a stop text; False if there is none."""
@@ -151,6 +154,7 @@ class OutputProcessor:
             key=lambda n: detokenizer.stopped(request.output[:n]),
         )
         del request.output[shortest:]
+        request.stop_token = None  # it came after the stop text
         return True
 
     def publish(self, request: Request) -> None:
@@ -160,18 +164,21 @@ class OutputProcessor:
 
 
 def _final_output(
-    request: Request, reason: End, first_token_seconds: float | None, error: Exception | None
-) -> RequestOutput:
+    request: Request,
+    reason: FinishReason,
+    first_token_seconds: float | None,
+    error: Exception | None,
+) -> Completion:
     """The output of a request that finishes now, without its text."""
-    return RequestOutput(
-        tuple(request.output),
+    return Completion(
         "",
+        tuple(request.sampled),
         reason,
-        len(request.prompt),
-        request.num_reused or 0,
-        request.num_replayed,
-        request.preemptions,
-        first_token_seconds,
-        time.perf_counter() - request.submit_time,
-        error,
+        prompt_tokens=len(request.prompt),
+        reused_tokens=request.num_reused or 0,
+        replayed_tokens=request.num_replayed,
+        preemptions=request.preemptions,
+        first_token_seconds=first_token_seconds,
+        seconds=time.perf_counter() - request.submit_time,
+        error=error,
     )

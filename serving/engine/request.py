@@ -64,6 +64,11 @@ class Request:
         return np.concatenate([self.prompt, np.asarray(self.output, np.int32)])
 
     @property
+    def sampled(self) -> list[int]:
+        """The output so far with the stop token that ended it."""
+        return [*self.output, *([] if self.stop_token is None else [self.stop_token])]
+
+    @property
     def max_tokens(self) -> int:
         """Tokens of the prompt and the longest output together."""
         return len(self.prompt) + self.max_new_tokens

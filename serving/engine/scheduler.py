@@ -25,7 +25,6 @@ from jaxshare.serving.engine.output import OutputProcessor
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import RunningRequest, preemption_order
 from jaxshare.serving.engine.speculation import SHAPES, Draft, DraftBatch, verify
-from jaxshare.serving.engine.stream import End
 from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.kvcache.manager import KVManager, Wait, ema
 
@@ -33,8 +32,6 @@ log = logging.getLogger("jaxshare.engine")
 
 PENDING = 8
 """At most this many tokens are fed by the decode loop itself, beside the rows that sample."""
-
-_ENDS = {FinishReason.STOP: End.STOP, FinishReason.LENGTH: End.LENGTH}
 
 
 class Scheduler:
@@ -102,9 +99,9 @@ class Scheduler:
     def _finish_cancelled(self) -> None:
         for row in self.live:
             if row.request.cancelled:
-                self._finish(row, End.CANCELLED)
+                self._finish(row, FinishReason.CANCELLED)
         for request in [request for request in self.queue if request.cancelled]:
-            self.output.finish(request, End.CANCELLED)
+            self.output.finish(request, FinishReason.CANCELLED)
 
     def _set_metrics(self) -> None:
         decoding, pool = sum(row.decoding for row in self.live), self.kv.pool
@@ -369,9 +366,9 @@ class Scheduler:
         if reason is FinishReason.ERROR:
             self._fail_not_finite(row)
         elif stopped:
-            self._finish(row, End.STOP_TEXT)
-        elif reason in _ENDS:
-            self._finish(row, _ENDS[reason])
+            self._finish(row, FinishReason.STOP_TEXT)
+        elif reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._finish(row, reason)
         else:
             self.output.publish(request)
 
@@ -392,7 +389,7 @@ class Scheduler:
         row.extent.length = 0
         self._finish(
             row,
-            End.ERROR,
+            FinishReason.ERROR,
             NotANumberError(
                 f"the model's logits for request {row.request.number} are not numbers after "
                 f"{len(row.request.tokens)} tokens; its weights, or its dtype, cannot serve this "
@@ -412,7 +409,9 @@ class Scheduler:
         self._decode_rows.remove(row)
         self.kv.view_changed = True
 
-    def _finish(self, row: RunningRequest, reason: End, error: Exception | None = None) -> None:
+    def _finish(
+        self, row: RunningRequest, reason: FinishReason, error: Exception | None = None
+    ) -> None:
         self._release(row)
         self.output.finish(row.request, reason, error)
 

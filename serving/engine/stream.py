@@ -3,25 +3,12 @@
 import asyncio
 import collections
 import dataclasses
-import enum
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Self
 
-from jaxshare.deprecated import warn_renamed
-
-
-class End(enum.StrEnum):
-    """The reason why a request has finished."""
-
-    STOP = "stop"
-    """The model has sampled a stop token."""
-    STOP_TEXT = "stop text"
-    LENGTH = "length"
-    """The output has `max_new_tokens` tokens."""
-    CANCELLED = "cancelled"
-    ERROR = "error"
+from jaxshare.serving.engine.completion import Completion, without_stop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,39 +20,6 @@ class TokenChunk:
 
     tokens: tuple[int, ...]
     text: str
-
-
-@dataclasses.dataclass(frozen=True)
-class RequestOutput:
-    """The output of a finished request.
-
-    Attributes:
-      tokens: sampled tokens, up to the end of the text; without a stop token.
-      text: the decoded tokens, or "" where the model has no tokenizer.
-      finish_reason: why the request has finished.
-      prompt_tokens: tokens of the prompt; reused_tokens: those of them that were cached.
-      replayed_tokens: tokens of the output that came out of the Logits Cache.
-      preemptions: how often the request was preempted by another.
-      first_token_seconds, seconds: from the submission to the first token, and to the end.
-      error: the exception where `finish_reason` is ERROR.
-    """
-
-    tokens: tuple[int, ...]
-    text: str
-    finish_reason: End
-    prompt_tokens: int
-    reused_tokens: int
-    replayed_tokens: int
-    preemptions: int
-    first_token_seconds: float | None
-    seconds: float
-    error: Exception | None = None
-
-    @property
-    def end(self) -> End:
-        """The former name of `finish_reason`."""
-        warn_renamed("RequestOutput.end", "finish_reason")
-        return self.finish_reason
 
 
 class Stream:
@@ -89,7 +43,7 @@ class Stream:
         """Ends the request unless it has finished; its output is what was sampled so far."""
         self._cancel()
 
-    def wait(self, timeout: float | None = None) -> RequestOutput:
+    def wait(self, timeout: float | None = None) -> Completion:
         """Blocks the calling thread until the request has finished.
 
         Raises:
@@ -101,11 +55,11 @@ class Stream:
                 raise TimeoutError(f"the request has not finished within {timeout} seconds")
         return self._state.result()
 
-    async def _finished(self) -> RequestOutput:
+    async def _finished(self) -> Completion:
         await self._state.wait_until(lambda: self._state.output is not None)
         return self._state.result()
 
-    def __await__(self) -> Generator[Any, None, RequestOutput]:
+    def __await__(self) -> Generator[Any, None, Completion]:
         return self._finished().__await__()
 
     def __aiter__(self) -> Self:
@@ -174,17 +128,18 @@ class StreamState:
         self.detokenizer = detokenizer
         self.changed = threading.Condition()
         self.chunks: collections.deque[tuple[int, ...]] = collections.deque()
-        self.output: RequestOutput | None = None
+        self.output: Completion | None = None
         self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-        self._result: RequestOutput | None = None
+        self._result: Completion | None = None
 
-    def result(self) -> RequestOutput:
+    def result(self) -> Completion:
         """The output with its text. Raises the request's error if it has one."""
         assert self.output is not None
         if self.output.error:
             raise self.output.error
         if self._result is None:
-            text = self.detokenizer.text(self.output.tokens)
+            shown = without_stop(self.output.tokens, self.output.finish_reason)
+            text = self.detokenizer.text(shown)
             self._result = dataclasses.replace(self.output, text=text)
         return self._result
 
@@ -199,7 +154,7 @@ class StreamState:
                 self.waiters.append((loop, future))
             await future
 
-    def put(self, tokens: tuple[int, ...] = (), output: RequestOutput | None = None) -> None:
+    def put(self, tokens: tuple[int, ...] = (), output: Completion | None = None) -> None:
         """Adds tokens, or the final output without its text. Called in the engine's thread."""
         with self.changed:
             if tokens:

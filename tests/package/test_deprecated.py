@@ -12,6 +12,7 @@ import pytest
 
 import jaxshare
 from jaxshare.deprecated import MODULES, NAMES
+from jaxshare.serving.engine import Completion
 from tests.paths import FIXTURES
 
 OLD: dict[str, list[str]] = json.loads((FIXTURES / "names-0.1.json").read_text(encoding="utf-8"))
@@ -74,6 +75,19 @@ def test_an_old_name_is_the_new_thing(old):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         assert getattr(importlib.import_module(module), name).__name__ == NAMES[old]
+
+
+@pytest.mark.parametrize(
+    ("package", "old", "new"),
+    [
+        ("jaxshare", "Reason", jaxshare.FinishReason),
+        ("jaxshare.serving.engine", "End", jaxshare.FinishReason),
+        ("jaxshare.serving.engine", "RequestOutput", Completion),
+    ],
+)
+def test_an_old_name_of_a_package_warns_and_is_the_new_thing(package, old, new):
+    with pytest.warns(DeprecationWarning, match=rf"{package}\.{old} is now .*{new.__name__}"):
+        assert getattr(importlib.import_module(package), old) is new
 
 
 def test_a_name_that_never_was_is_no_attribute():

@@ -16,14 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxshare import Sampler
+from jaxshare import FinishReason, Sampler
 from jaxshare.attention.plan import make_plan
 from jaxshare.models import EMBEDDED, LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.branches.generate import Completions, generate
 from jaxshare.serving.branches.prompt_tree import Branch, Prompts
-from jaxshare.serving.branches.run import Branches, Completion
+from jaxshare.serving.branches.run import Branches
 from jaxshare.serving.cli import demo
+from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.kvcache.sharing_cost import Costs
 
@@ -109,7 +110,7 @@ def token_bytes() -> int:
 
 def texts(done: Completions) -> dict[tuple[int, int], list[int]]:
     """The tokens of each completion by (prompt, index), which are unique."""
-    found = {(c.prompt, c.index): c.tokens for c in done.completions}
+    found = {(c.prompt, c.index): [*c.tokens] for c in done.completions}
     assert len(found) == len(done.completions)
     return found
 
@@ -139,7 +140,7 @@ def test_greedy_equals_a_plain_loop_shared_or_not():
     expected, logprob = plain_greedy(tokens, 24)
     for share in (True, False):
         done = generate(model(), PROMPT, n=4, max_new_tokens=24, sampler=Sampler(), share=share)
-        assert [c.tokens for c in done.completions] == [expected] * 4
+        assert [[*c.tokens] for c in done.completions] == [expected] * 4
         np.testing.assert_allclose([c.logprob for c in done.completions], logprob, atol=1e-3)
 
 
@@ -182,11 +183,11 @@ def test_budgets_and_stops():
     done = generate(model(), PROMPT, n=4, max_new_tokens=1)
     assert [len(c.tokens) for c in done.completions] == [1] * 4 and done.completions[
         0
-    ].reason == "budget"
+    ].finish_reason is FinishReason.LENGTH
     stopped = [
         c
         for c in generate(model(), PROMPT, n=4, max_new_tokens=300, sampler=WARM).completions
-        if c.reason == "stop"
+        if c.finish_reason is FinishReason.STOP
     ]
     assert stopped
     for completion in stopped:
@@ -249,7 +250,7 @@ def check_forest(
         (p, i) for p, (_, n) in enumerate(ends) for i in range(n)
     ]
     for completion in done.completions:
-        assert completion.tokens == expected[completion.prompt][0]
+        assert [*completion.tokens] == expected[completion.prompt][0]
         assert completion.logprob == pytest.approx(expected[completion.prompt][1], abs=1e-3)
     unique = len(
         {tuple(tokens[:length]) for tokens, _ in ends for length in range(1, len(tokens) + 1)}
@@ -333,13 +334,28 @@ def test_what_pays_is_shared_and_the_rest_copied():
         sampler=Sampler(),
         costs=costs,
     )
-    assert [c.tokens for c in done.completions] == [
+    assert [[*c.tokens] for c in done.completions] == [
         plain_greedy(document + x, NEW)[0] for x in (first, first, second)
     ]
     assert (
         done.kv_bytes
         == (200 + 2 * 5 + 7 + sum(len(c.tokens) - 1 for c in done.completions)) * token_bytes()
     )
+
+
+def test_a_completion_says_why_it_ended_and_how_long_its_prompt_is():
+    found = at_once(HOT, True).completions
+    assert {c.finish_reason for c in found} == {FinishReason.STOP, FinishReason.LENGTH}
+    for completion in found:
+        *shown, last = completion.tokens
+        stopped = last in DIGITS
+        assert completion.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        assert not {*shown} & {*DIGITS} and (stopped or len(completion.tokens) == NEW)
+        assert completion.text == model().tokenizer.decode(shown if stopped else completion.tokens)
+        assert completion.prompt_tokens == len(WHOLE[completion.prompt])
+        assert completion.error is None and completion.logprob < 0
+        with pytest.warns(DeprecationWarning, match=r"reason is now Completion.finish_reason"):
+            assert completion.reason == ("stop" if stopped else "budget")
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -363,7 +379,7 @@ def test_waves_give_what_all_rows_at_once_give(max_rows, stops):
     for completion in run.stream(every_row_runs):
         done.append(completion)
     done.sort(key=lambda c: (c.prompt, c.index))
-    assert [(c.prompt, c.index, c.tokens) for c in done] == [
+    assert [(c.prompt, c.index, [*c.tokens]) for c in done] == [
         (*number, tokens) for number, tokens in texts(expected).items()
     ]
     np.testing.assert_allclose(
@@ -461,7 +477,7 @@ def test_a_text_depends_on_its_prompt_and_its_numbers_alone():
     assert neighbour[3, 0] != expected[3, 0]
 
     run = Branches(model(), FOREST, skip=[(0, 0), (2, 1), (2, 1), (9, 9)], **options)
-    left = {(c.prompt, c.index): c.tokens for c in run.stream()}
+    left = {(c.prompt, c.index): [*c.tokens] for c in run.stream()}
     assert left == {
         number: expected[number] for number in NUMBERS if number not in [(0, 0), (2, 1)]
     }
@@ -508,10 +524,10 @@ def test_completions_come_as_they_end():
     )
     stream = run.stream()
     first = next(stream)
-    assert (
-        isinstance(first, Completion) and texts(expected)[first.prompt, first.index] == first.tokens
-    )
-    passes, running = run.passes, {(c.prompt, c.index): c.tokens for c in run.running()}
+    assert isinstance(first, Completion) and texts(expected)[first.prompt, first.index] == [
+        *first.tokens
+    ]
+    passes, running = run.passes, {(c.prompt, c.index): [*c.tokens] for c in run.running()}
     assert len(running) == 2 and all(
         texts(expected)[number][: len(found)] == found for number, found in running.items()
     )
@@ -533,7 +549,7 @@ def test_the_prompts_text_and_tokens_are_the_same():
         max_new_tokens=24,
         sampler=Sampler(),
     )
-    assert [c.tokens for c in done.completions] == [
+    assert [[*c.tokens] for c in done.completions] == [
         plain_greedy(model().tokenizer.encode(PROMPT), 24)[0]
     ]
     assert done.completions[0].text == model().tokenizer.decode(done.completions[0].tokens)

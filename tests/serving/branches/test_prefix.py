@@ -67,7 +67,7 @@ def test_completions_below_a_prefix_are_those_of_whole_prompts(store):
             prefix=document,
             share=True,
         )
-        assert [c.tokens for c in done.completions] == greedy(
+        assert [[*c.tokens] for c in done.completions] == greedy(
             [DOCUMENT + question for question in QUESTIONS]
         )
         assert (done.prompt_tokens, done.unique_tokens) == (304 + 307, 300 + 4 + 7)
@@ -122,7 +122,7 @@ def test_extensions_see_what_precedes_them(store):
             prefix=prefix,
             share=True,
         )
-        assert [c.tokens for c in done.completions] == greedy(
+        assert [[*c.tokens] for c in done.completions] == greedy(
             [tokens + question for question in QUESTIONS]
         )
     sampled = [
@@ -148,7 +148,7 @@ def test_extensions_see_what_precedes_them(store):
 def test_without_prompts_the_prefix_itself_is_continued(store):
     with store.add(BOOK) as book:
         done = generate(model(), None, n=4, max_new_tokens=NEW, sampler=Sampler(), prefix=book)
-        assert [c.tokens for c in done.completions] == [plain_greedy(BOOK, NEW)[0]] * 4
+        assert [[*c.tokens] for c in done.completions] == [plain_greedy(BOOK, NEW)[0]] * 4
         np.testing.assert_allclose(
             [c.logprob for c in done.completions], plain_greedy(BOOK, NEW)[1], atol=1e-3
         )
@@ -170,7 +170,7 @@ def test_prefixes_are_text_too(store):
         done = generate(
             model(), ["4", "8"], n=2, max_new_tokens=NEW, sampler=Sampler(), prefix=sign, share=True
         )
-        assert [c.tokens for c in done.completions] == greedy(
+        assert [[*c.tokens] for c in done.completions] == greedy(
             [tokens + tokenizer.encode(text, add_special_tokens=False) for text in ("4", "8")]
         )
         assert done.prompt_tokens == 2 * (len(tokens) + 1)
@@ -249,7 +249,7 @@ def test_one_call_at_a_time(store):
             use()
     stream.close()
     assert store.arena.free == 500
-    assert [c.tokens for c in again().completions] == expected
+    assert [[*c.tokens] for c in again().completions] == expected
 
     def fail(run: Branches) -> None:
         raise KeyboardInterrupt
@@ -257,7 +257,7 @@ def test_one_call_at_a_time(store):
     with pytest.raises(KeyboardInterrupt):
         again(on_tokens=fail)
     assert store.arena.free == 500
-    assert [c.tokens for c in again().completions] == expected
+    assert [[*c.tokens] for c in again().completions] == expected
     book.drop()
 
 

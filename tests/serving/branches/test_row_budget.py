@@ -233,7 +233,9 @@ def test_few_rows_that_are_left_go_on_with_a_smaller_state(monkeypatch):
     )
     monkeypatch.setattr("jaxshare.serving.branches.narrow._NARROW_ABOVE", 10**6)
     whole = generate(stops, [PROMPT, TOKENS[20:29]], **options).completions
-    assert [(c.tokens, c.reason) for c in found] == [(c.tokens, c.reason) for c in whole]
+    assert [(c.tokens, c.finish_reason) for c in found] == [
+        (c.tokens, c.finish_reason) for c in whole
+    ]
     np.testing.assert_allclose(
         [c.logprob for c in found], [c.logprob for c in whole], rtol=1e-4, atol=1e-3
     )

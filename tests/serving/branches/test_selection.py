@@ -3,11 +3,11 @@
 import itertools
 import math
 import random
-import types
 from fractions import Fraction
 
 import pytest
 
+from jaxshare import FinishReason
 from jaxshare.serving.branches.selection import (
     best_of_n,
     by_prompt,
@@ -16,15 +16,19 @@ from jaxshare.serving.branches.selection import (
     pass_at,
     pass_at_k,
 )
+from jaxshare.serving.engine.completion import Completion
 
 
 def made(
-    text: str = "", *, tokens: int = 1, logprob: float = -1.0, prompt: int = 0, index: int = 0
+    text: str = "",
+    *,
+    tokens: int = 1,
+    logprob: float | None = -1.0,
+    prompt: int = 0,
+    index: int = 0,
 ):
-    """A completion with the fields that selection reads."""
-    return types.SimpleNamespace(
-        text=text, tokens=[7] * tokens, reason="stop", logprob=logprob, prompt=prompt, index=index
-    )
+    """A completion that selection reads."""
+    return Completion(text, (7,) * tokens, FinishReason.STOP, logprob, prompt, index)
 
 
 def test_by_prompt_is_in_order_of_prompt_and_index():
@@ -76,6 +80,8 @@ def test_the_best_of_bad_input():
         best_of_n([])
     with pytest.raises(ValueError, match=r"the score of completions\[1\] is not a number"):
         best_of_n([made("a"), made("b")], score=lambda c: math.nan if c.text == "b" else 1.0)
+    with pytest.raises(ValueError, match="completion 1 of prompt 0 has no log-probability"):
+        best_of_n([made("a"), made("b", logprob=None, index=1)])
 
 
 @pytest.mark.parametrize("n", range(1, 8))

@@ -17,9 +17,10 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from jaxshare import Sampler
+from jaxshare import FinishReason, Sampler
 from jaxshare.models import Generation
 from jaxshare.serving.cli import arguments, batch
+from jaxshare.serving.engine.completion import Completion
 
 BOS, USER, REPLY = 256, 257, 258
 CONTEXT, VOCAB = 100, 300
@@ -115,12 +116,12 @@ class Engine:
             self.passes += 1
             on_pass(self)
             self.wrote.append((prompt, index))
-            yield types.SimpleNamespace(
-                text=text(self.seed, self.prompts[prompt].text, index),
-                tokens=[*range(length)],
-                prompt=prompt,
-                reason="budget" if length == self.most else "stop",
+            yield Completion(
+                text(self.seed, self.prompts[prompt].text, index),
+                tuple(range(length)),
+                FinishReason.LENGTH if length == self.most else FinishReason.STOP,
                 logprob=-length / 3,
+                prompt=prompt,
                 index=index,
             )
 
@@ -197,7 +198,7 @@ def test_every_completion_is_in_the_output_in_the_order_of_the_input(job):
                     "index": index,
                     "text": text(9, prompt, index),
                     "tokens": [*range(length)],
-                    "reason": "budget" if length == 3 else "stop",
+                    "finish_reason": "length" if length == 3 else "stop",
                     "logprob": round(-length / 3, 4),
                 }
             )
@@ -610,13 +611,40 @@ def test_rows_that_were_taken_out_of_a_complete_job_are_sampled_again(job):
     )
 
 
+def test_the_output_of_an_earlier_version_is_continued(job):
+    """It had "reason" for "finish_reason", and "budget" for "length"."""
+    lines = [*LINES, {"prompt": 'a "reason"'}]
+    asked = ("--n", "2", "--max-new-tokens", "3")
+    job(lines, *asked, name="unbroken")
+    with pytest.raises(RuntimeError, match="killed"):
+        job(lines, *asked, lives=7)
+    former = {"length": "budget"}
+    job.output.write_text(
+        "".join(
+            json.dumps(
+                {
+                    {"finish_reason": "reason"}.get(name, name): former.get(value, value)
+                    if name == "finish_reason"
+                    else value
+                    for name, value in result.items()
+                }
+            )
+            + "\n"
+            for result in results(job.output)
+        )
+    )
+    assert {result["reason"] for result in results(job.output)} == {"budget", "stop"}
+    assert job(lines, *asked, "--resume")[0] == 0 and len(job.engines[0].wrote) == 4
+    assert job.output.read_bytes() == (job.folder / "unbroken").read_bytes()
+
+
 GOOD = {
     "id": 1,
     "line": 1,
     "index": 0,
     "text": "x",
     "tokens": [3],
-    "reason": "stop",
+    "finish_reason": "stop",
     "logprob": -1.0,
 }
 
@@ -634,6 +662,8 @@ GOOD = {
         (json.dumps(GOOD | {"branch": [0]}).encode(), "it is of no prompt of the input"),
         (json.dumps(GOOD | {"branch": [[]]}).encode(), "TypeError"),
         (json.dumps(GOOD | {"branch": 4}).encode(), "TypeError"),
+        (json.dumps(GOOD | {"finish_reason": None}).encode(), "its finish_reason is null"),
+        (b'["reason"]', "TypeError"),
         (json.dumps(GOOD).encode(), "it repeats line 1"),
     ],
 )

@@ -41,7 +41,8 @@ def test_generate_prints_completions(capsys):
         "3",
     )
     assert code == 0
-    assert "--- 1 of 2" in out and "--- 2 of 2" in out and "47+38" in out
+    assert "--- 1 of 2 (length, logprob -" in out and "--- 2 of 2 (length, " in out
+    assert "47+38" in out
 
 
 def test_generate_says_what_it_chose_and_warns_of_equal_texts():
@@ -103,6 +104,11 @@ def test_generate_json_is_one_object_and_repeats(capsys, tmp_path):
         len(c["tokens"]) <= 12 for c in first["completions"]
     )
     assert first["kv_bytes"] > 0 and first["tokens_per_second"] > 0
+    for index, completion in enumerate(first["completions"]):
+        assert {*completion} == {"text", "tokens", "finish_reason", "logprob", "prompt", "index"}
+        ended = "length" if len(completion["tokens"]) == 12 else "stop"
+        assert completion["finish_reason"] == ended and completion["logprob"] < 0
+        assert (completion["prompt"], completion["index"]) == (0, index)
 
 
 def test_chat_reads_messages_from_stdin(capsys, monkeypatch):

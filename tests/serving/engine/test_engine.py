@@ -17,16 +17,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxshare import KVCache, Layout, Sampler, models
+from jaxshare import FinishReason, KVCache, Layout, Sampler, models
 from jaxshare.models import Generation, LoadedModel
 from jaxshare.models.layers import Decoder
 from jaxshare.serving.engine import (
     ClosedError,
-    End,
+    Completion,
     Engine,
     NotANumberError,
     QueueFullError,
-    RequestOutput,
     TooLongError,
     prefill,
     scheduler,
@@ -64,15 +63,15 @@ def likeliest(tokens: tuple[int, ...]) -> int:
 _causal = jax.jit(lambda params, tokens: Decoder(CONFIG).apply(params, tokens, method="causal"))
 
 
-def alone(prompt, count: int) -> tuple[list[int], End]:
+def alone(prompt, count: int) -> tuple[list[int], FinishReason]:
     """The output of a greedy request by itself."""
     tokens, out = list(prompt), []
     for _ in range(count):
         if (token := likeliest(tuple(tokens))) == STOP:
-            return out, End.STOP
+            return [*out, STOP], FinishReason.STOP
         tokens.append(token)
         out.append(token)
-    return out, End.LENGTH
+    return out, FinishReason.LENGTH
 
 
 class Stepped(Engine):
@@ -102,11 +101,11 @@ def lasting(length: int, count: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     while True:
         prompt = [rng.randrange(3, 31) for _ in range(length)]
-        if alone(prompt, count)[1] is End.LENGTH:
+        if alone(prompt, count)[1] is FinishReason.LENGTH:
             return prompt
 
 
-def done(stream) -> RequestOutput:
+def done(stream) -> Completion:
     return stream.wait(0)
 
 
@@ -229,7 +228,7 @@ def schedule(rng: random.Random, calls: int, **more) -> Engine:
     for tokens, stream, count in asked:
         wanted, end = alone(tokens, count)
         found = done(stream)
-        if found.finish_reason is End.CANCELLED:
+        if found.finish_reason is FinishReason.CANCELLED:
             assert list(found.tokens) == wanted[: len(found.tokens)]
         else:
             assert (list(found.tokens), found.finish_reason) == (wanted, end)
@@ -404,7 +403,7 @@ def test_the_next_one_is_sampled_ahead():
     for _ in range(4):
         stream = engine.submit([5] * 20, WARM, max_new_tokens=20, resample="stepwise")
         engine.settle()
-        assert done(stream).finish_reason is not End.CANCELLED
+        assert done(stream).finish_reason is not FinishReason.CANCELLED
         time.sleep(0.05)
     assert engine.logits_cache.statistics.ahead >= 1
     engine.logits_cache.close()
@@ -466,8 +465,48 @@ def test_a_stream_gives_the_text_as_it_comes(speaking):
         == completion.text
         == speaking.tokenizer.decode(completion.tokens)
     )
+    assert completion.finish_reason is FinishReason.LENGTH
     assert tuple(token for piece in pieces for token in piece.tokens) == completion.tokens
     assert other.prompt_tokens == len(speaking.tokenizer.encode("1. 47 + 38"))
+
+
+@pytest.mark.parametrize("passes", [1, 64])
+def test_a_stop_token_is_sampled_but_not_in_the_text_nor_in_the_stream(speaking, passes):
+    def ask(model, **more):
+        with Engine(model, passes=passes, max_rows=4) as engine:
+            stream = engine.submit("1. 47 + 38", WARM, max_new_tokens=40, seed=1, **more)
+
+            async def read():
+                return [piece async for piece in stream], await stream
+
+            return asyncio.run(read())
+
+    (_, whole), decode = ask(speaking), speaking.tokenizer.decode
+    stop = whole.tokens[20]
+    end = whole.tokens.index(stop)
+    stopping = dataclasses.replace(speaking, generation=Generation(stop_tokens=(stop,)))
+    pieces, done = ask(stopping)
+    assert done.finish_reason is FinishReason.STOP and str(done.finish_reason) == "stop"
+    assert done.tokens == whole.tokens[: end + 1] and done.text == decode(whole.tokens[:end])
+    assert tuple(token for piece in pieces for token in piece.tokens) == done.tokens[:-1]
+    assert "".join(piece.text for piece in pieces) == done.text
+    assert done.logprob is None and (done.prompt, done.index) == (0, 0)
+
+    # A stop token after a stop text is none of the completion's, in one dispatch with it or not.
+    pieces, done = ask(stopping, stop=done.text[-3:])
+    assert done.finish_reason is FinishReason.STOP_TEXT
+    cut = whole.tokens[: len(done.tokens)]
+    assert done.tokens == cut and len(cut) <= end and done.text in decode(cut)
+    assert tuple(token for piece in pieces for token in piece.tokens) == cut
+
+
+def test_a_finish_reason_has_its_former_name(speaking):
+    with Engine(speaking) as engine:
+        done = engine.submit("1. 47 + 38", max_new_tokens=2).wait(60)
+    with pytest.warns(DeprecationWarning, match=r"RequestOutput.end is now Completion.finish_rea"):
+        assert done.end is FinishReason.LENGTH
+    with pytest.warns(DeprecationWarning, match=r"Completion.reason is now .*finish_reason"):
+        assert done.reason == "budget"
 
 
 def test_an_answer_ends_before_a_stop_text(speaking):
@@ -475,7 +514,7 @@ def test_an_answer_ends_before_a_stop_text(speaking):
         text = engine.submit("1. 47 + 38", WARM, max_new_tokens=40, seed=1).wait(60).text
         stop = text[len(text) // 2 : len(text) // 2 + 3]
         cut = engine.submit("1. 47 + 38", WARM, max_new_tokens=40, seed=1, stop=stop).wait(60)
-    assert cut.finish_reason is End.STOP_TEXT and cut.text == text[: text.index(stop)]
+    assert cut.finish_reason is FinishReason.STOP_TEXT and cut.text == text[: text.index(stop)]
 
 
 def test_a_call_is_cancelled_where_nobody_has_its_stream_and_where_it_is_asked(speaking):
@@ -485,18 +524,18 @@ def test_a_call_is_cancelled_where_nobody_has_its_stream_and_where_it_is_asked(s
         streams[0].cancel()
         del streams[3:]
         gc.collect()
-        assert streams[0].wait(60).finish_reason is End.CANCELLED
+        assert streams[0].wait(60).finish_reason is FinishReason.CANCELLED
         for stream in streams[1:]:
             stream.cancel()
         engine.drain(60)
-        assert state.output.finish_reason is End.CANCELLED
+        assert state.output.finish_reason is FinishReason.CANCELLED
 
 
 def test_a_reader_that_does_not_read_holds_nobody_up(speaking):
     with Engine(speaking, max_rows=2) as engine:
         unread = [engine.submit("1. 47 + 38", WARM, max_new_tokens=30, seed=i) for i in range(5)]
         engine.drain(60)
-        assert all(stream.wait(0).finish_reason is not End.CANCELLED for stream in unread)
+        assert all(stream.wait(0).finish_reason is not FinishReason.CANCELLED for stream in unread)
 
 
 def test_after_a_failure_of_the_device_the_engine_goes_on(speaking, monkeypatch, caplog):

@@ -11,7 +11,7 @@ import pytest
 
 from jaxshare import Sampler
 from jaxshare.serving import Workers
-from jaxshare.serving.engine import ClosedError, Engine, EngineError, RequestOutput, TooLongError
+from jaxshare.serving.engine import ClosedError, Completion, Engine, EngineError, TooLongError
 from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.kvcache.lease import LeaseTable
 from jaxshare.serving.kvcache.manager import KVManager
@@ -202,7 +202,7 @@ def test_a_failure_takes_the_memory_of_sessions_and_says_so(monkeypatch):
         with pytest.raises(ClosedError, match="has failed"):
             here.run()
         assert isinstance(
-            engine.submit(CALLS[0][0], Sampler(0.0), max_new_tokens=2).wait(), RequestOutput
+            engine.submit(CALLS[0][0], Sampler(0.0), max_new_tokens=2).wait(), Completion
         )
         run(session(engine))
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxshare import DecodeState, KVCache, Layout, Sampler, decode
 from jaxshare.models import LoadedModel
 from jaxshare.serving import generate
-from jaxshare.serving.engine import Engine, RequestOutput, Stream
+from jaxshare.serving.engine import Completion, Engine, Stream
 from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.kvcache.prefix_tree import Match
 
@@ -129,7 +129,7 @@ class Served:
                 )
         return time.perf_counter() - begin, steady_rate(seen)
 
-    def arriving(self, calls: Sequence[Call], at: Sequence[float]) -> list[RequestOutput]:
+    def arriving(self, calls: Sequence[Call], at: Sequence[float]) -> list[Completion]:
         """Submits every call at its time, in seconds from now."""
         begin, streams = time.perf_counter(), []
         for call, due in zip(calls, at, strict=True):

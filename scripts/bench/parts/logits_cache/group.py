@@ -9,7 +9,7 @@ from typing import Any
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
-from jaxshare.serving.engine import Engine, RequestOutput
+from jaxshare.serving.engine import Completion, Engine
 from scripts.bench.lib import alternate
 from scripts.bench.parts.logits_cache.options import CACHE_BYTES
 from scripts.bench.parts.logits_cache.report import BASELINE, HOTSPOT, SIDES, STEPWISE
@@ -83,7 +83,7 @@ def run_group(
             side: stack.enter_context(_engine(model, side, kept, kv_bytes, rows)) for side in SIDES
         }
 
-        def answer(side: str, turn: int, new_tokens: int) -> list[RequestOutput]:
+        def answer(side: str, turn: int, new_tokens: int) -> list[Completion]:
             seeds = [stream_seed(seed, puzzle, turn) for puzzle in puzzles]  # alike on every side
             return _answer(engines[side], side, prompts, sampler, new_tokens, seeds)
 
@@ -98,7 +98,7 @@ def run_group(
             if sampler.temperature
             else []
         )
-        outputs: dict[str, list[list[RequestOutput]]] = {side: [] for side in SIDES}
+        outputs: dict[str, list[list[Completion]]] = {side: [] for side in SIDES}
 
         def once(side: str) -> float:
             start = time.perf_counter()
@@ -130,7 +130,7 @@ def _answer(
     sampler: Sampler,
     new_tokens: int,
     seeds: Sequence[int],
-) -> list[RequestOutput]:
+) -> list[Completion]:
     """The answers to all prompts, submitted together, once the engine has nothing left to do."""
     streams = [
         engine.submit(
@@ -148,7 +148,7 @@ def _answer(
 
 
 def _requests(
-    outputs: Mapping[str, Sequence[Sequence[RequestOutput]]], puzzles: Sequence[int], turns: int
+    outputs: Mapping[str, Sequence[Sequence[Completion]]], puzzles: Sequence[int], turns: int
 ) -> list[Request]:
     """The requests of all turns; `outputs` is by side, turn and puzzle."""
     found = []
