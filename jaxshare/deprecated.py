@@ -58,7 +58,10 @@ MODULES: Mapping[str, str | tuple[str, ...]] = {
     "jaxshare.serving.agents.program": "jaxshare.serving.agents.compiler.program",
     "jaxshare.serving.agents.trace": "jaxshare.serving.agents.search_log",
     "jaxshare.serving.answers": "jaxshare.serving.workers.text.answers",
-    "jaxshare.serving.arena": ("jaxshare.serving.branches.arena", "jaxshare.serving.kvcache.pool"),
+    "jaxshare.serving.arena": (
+        "jaxshare.serving.branches.peak_use",
+        "jaxshare.serving.kvcache.pool",
+    ),
     "jaxshare.serving.baselines": (
         "jaxshare.serving.evaluation.baselines",
         "jaxshare.serving.evaluation.skeleton",
@@ -149,7 +152,7 @@ MODULES: Mapping[str, str | tuple[str, ...]] = {
     ),
     "jaxshare.serving.trees": "jaxshare.serving.branches.prompt_tree",
     "jaxshare.serving.tune_command": "jaxshare.serving.cli.tune",
-    "jaxshare.serving.waves": "jaxshare.serving.branches.waves",
+    "jaxshare.serving.waves": "jaxshare.serving.branches.peak_use",
     "jaxshare.sizes": "jaxshare.layout",
     "jaxshare.steps": "jaxshare.decoding.steps",
     "jaxshare.work": "jaxshare.pallas.work_items",

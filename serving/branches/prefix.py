@@ -6,21 +6,23 @@ Hydragen's code calls this preserve, extend and wipe.
 import contextlib
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 from jax import Array
 
 from jaxshare.arena import arena_size
 from jaxshare.models import LoadedModel
-from jaxshare.serving.branches.arena import Arena
-from jaxshare.serving.engine.prefill import Feed, feed_all
+from jaxshare.serving.engine.metrics import Metrics
+from jaxshare.serving.engine.prefill import feed_node
 from jaxshare.serving.inputs import check_context, encode, token_bytes
+from jaxshare.serving.kvcache.eviction import make_policy
+from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.pool import whole_tiles
-
-_SLOTS = 1024
-"""The initial maximum number of blocks in a store. A call with more rows raises it."""
+from jaxshare.serving.kvcache.prefix_tree import Node
+from jaxshare.serving.kvcache.speeds import FixedSpeeds
 
 
 class Prefixes:
-    """A store of prefixes in one cache, shared with the calls of `generate` that use them.
+    """Pinned prefixes in one memory, shared with the calls of `generate` that use them.
 
         store = Prefixes(model, max_tokens=16384)
         book = store.add(document)
@@ -30,7 +32,8 @@ class Prefixes:
 
     Attributes:
       model: as loaded.
-      arena: holds the prefixes, and the rows of calls that use them.
+      kv: the keys and values of the prefixes, and of the rows of calls that use them.
+      busy: whether a call uses them.
     """
 
     def __init__(
@@ -58,7 +61,20 @@ class Prefixes:
             )
         capacity = arena_size(tokens) if max_kv_bytes is None else whole_tiles(tokens)
         self.model = model.for_context(model.config.max_positions)
-        self.arena = Arena(model, capacity, _SLOTS)
+        self.busy = False
+        self.kv = KVManager(
+            self.model,
+            tokens=capacity,
+            host_tokens=0,
+            policy=make_policy("lru"),
+            metrics=Metrics(),
+            speeds=FixedSpeeds(),
+        )
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that no prefix has, and no row of a call."""
+        return self.kv.pool.free
 
     def add(self, text: str | Sequence[int]) -> "Prefix":
         """Prefills a prefix that starts a prompt.
@@ -71,25 +87,44 @@ class Prefixes:
 
     def check(self) -> None:
         """Raises ValueError if another call uses the store, or if its cache is lost."""
-        _check_available(self.arena)
+        if self.busy:
+            raise ValueError(
+                "another call uses this store of prefixes; let it end, or close its stream, first"
+            )
+        if self.kv.pool.cache.keys[0].is_deleted():
+            raise ValueError(
+                "a pass over this store of prefixes was interrupted, and its cache is lost; make a "
+                "new store"
+            )
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Refuses all other use meanwhile: passes donate the cache and return another.
+
+        Raises:
+          ValueError: see `check`.
+        """
+        self.check()
+        self.busy = True
+        try:
+            yield
+        finally:
+            self.busy = False
 
     def _add(self, parent: "Prefix | None", tokens: Sequence[int]) -> "Prefix":
-        total = (parent.tokens if parent else 0) + len(tokens)
-        check_context(self.model, total, 1, "the prefix")
-        with exclusive(self.arena):
-            block = self.arena.take(len(tokens))
-            if block is None:
+        before = parent.all_tokens if parent else []
+        check_context(self.model, len(before) + len(tokens), 1, "the prefix")
+        with self.exclusive():
+            node = self.kv.pin(parent.node if parent else None, np.asarray(tokens, np.int32))
+            if node is None:
+                pool = self.kv.pool
                 raise ValueError(
-                    f"the prefix has {len(tokens)} tokens, but of the store's {self.arena.tokens} "
-                    f"the largest piece that is free has {self.arena.largest}; drop a prefix or "
-                    "give the store more room"
+                    f"the prefix has {len(tokens)} tokens, but of the store's {pool.tokens} the "
+                    f"largest piece that is free has {pool.largest}; drop a prefix or give the "
+                    "store more room"
                 )
-            path = parent.path if parent else ()
-            logits, cache, _ = feed_all(
-                self.model, self.arena.settle(), [Feed(block, path, tokens)], len(path) + 1
-            )
-            self.arena.cache = cache
-        return Prefix(self, parent, block, total, logits[block])
+            feed_node(self.model, self.kv, node)
+        return Prefix(self, parent, node, [*before, *tokens])
 
 
 class Prefix:
@@ -97,19 +132,26 @@ class Prefix:
 
     Attributes:
       store: the store that holds it.
-      tokens: its number of tokens, those of the prefix that it extends included.
-      path: its blocks in the store's cache, from the root on.
-      logits: float32[V] after its last token.
+      node: of the store's prefix tree; it is pinned there.
+      all_tokens: its tokens, after those of the prefix that it extends.
     """
 
-    def __init__(
-        self, store: Prefixes, parent: "Prefix | None", block: int, tokens: int, logits: Array
-    ):
-        self.store, self.tokens, self.logits = store, tokens, logits
-        self.path: tuple[int, ...] = (*(parent.path if parent else ()), block)
+    def __init__(self, store: Prefixes, parent: "Prefix | None", node: Node, all_tokens: list[int]):
+        self.store, self.node, self.all_tokens = store, node, all_tokens
         self._parent, self._extensions, self._dropped = parent, 0, False
         if parent:
             parent._extensions += 1
+
+    @property
+    def tokens(self) -> int:
+        """The number of its tokens, those of the prefix that it extends included."""
+        return len(self.all_tokens)
+
+    @property
+    def logits(self) -> Array:
+        """float32[V] after its last token."""
+        assert self.node.logits is not None
+        return self.node.logits
 
     def extend(self, text: str | Sequence[int]) -> "Prefix":
         """Prefills a further prefix that continues this one, which stays as it is.
@@ -134,8 +176,8 @@ class Prefix:
             raise ValueError(
                 f"this prefix is extended by {self._extensions} more; drop those first"
             )
-        with exclusive(self.store.arena):
-            self.store.arena.give_back(self.path[-1])
+        with self.store.exclusive():
+            self.store.kv.unpin(self.node)
         self._dropped = True
         if self._parent:
             self._parent._extensions -= 1
@@ -150,31 +192,3 @@ class Prefix:
 
     def __exit__(self, *_: object) -> None:
         self.drop()
-
-
-@contextlib.contextmanager
-def exclusive(arena: Arena) -> Iterator[None]:
-    """Refuses all other use of the arena meanwhile: passes donate its cache and return another.
-
-    Raises:
-      ValueError: another call uses the arena, or its cache is lost.
-    """
-    _check_available(arena)
-    arena.busy = True
-    try:
-        yield
-    finally:
-        arena.busy = False
-
-
-def _check_available(arena: Arena) -> None:
-    """Raises ValueError if a call uses the arena, or if its cache is lost."""
-    if arena.busy:
-        raise ValueError(
-            "another call uses this store of prefixes; let it end, or close its stream, first"
-        )
-    if arena.cache.keys[0].is_deleted():
-        raise ValueError(
-            "a pass over this store of prefixes was interrupted, and its cache is lost; make a new "
-            "store"
-        )

@@ -4,31 +4,35 @@ Every node is stored once, and each pass reads it once for all rows below it (Hy
 """
 
 import collections
+import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from jaxshare import DecodeState, FinishReason, Layout, Sampler, decode
+from jaxshare import Sampler
 from jaxshare.compile_time import Stopwatch
-from jaxshare.decoding.row_transfer import take_rows
-from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
-from jaxshare.serving.branches.arena import Arena
-from jaxshare.serving.branches.narrow import narrowed_size
-from jaxshare.serving.branches.prefix import Prefix, exclusive
+from jaxshare.serving.branches.prefix import Prefix
 from jaxshare.serving.branches.prompt_tree import Prompts
 from jaxshare.serving.branches.run_plan import check_settings, plan_run, read_and_check_prompts
-from jaxshare.serving.branches.sharing_plan import Sample
-from jaxshare.serving.branches.waves import Residents, group_sizes
-from jaxshare.serving.engine import prefill
 from jaxshare.serving.engine.completion import Completion, without_stop
+from jaxshare.serving.engine.fair_queue import FairQueue
+from jaxshare.serving.engine.metrics import Metrics
+from jaxshare.serving.engine.output import OutputProcessor, unfinished_output
+from jaxshare.serving.engine.request import Request
+from jaxshare.serving.engine.scheduler import Scheduler
+from jaxshare.serving.engine.stream import Detokenizer
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler, token_bytes
+from jaxshare.serving.kvcache.eviction import make_policy
+from jaxshare.serving.kvcache.fan_in import group_sizes
+from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.sharing_cost import Costs
+from jaxshare.serving.kvcache.speeds import FixedSpeeds
 
 _PASSES_PER_DISPATCH = 16
 
@@ -36,8 +40,8 @@ _PASSES_PER_DISPATCH = 16
 class Branches:
     """A run over a tree of prompts; `stream` yields the completions as they end.
 
-    Rows run in waves: a row that ends is replaced at once by the next completion, in the
-    depth-first order of the tree, and a prefix is kept as long as rows below it are to come.
+    Completions are requests of a scheduler of their own, in the depth-first order of the tree: a
+    row that ends is replaced by the next one, and a prefix stays as long as there is memory.
 
     Args:
       model: from `jaxshare.models.load`.
@@ -118,21 +122,18 @@ class Branches:
             skip=skip,
             **bounds,
         )
-        self.sharing_plan, self.rows, self.costs = plan.sharing, plan.wave.rows, plan.costs
+        self.sharing_plan, self.rows, self.costs = plan.sharing, plan.peak.rows, plan.costs
         self.rows_because, self._samples = plan.rows_because, plan.samples
-        prefix_tokens, prefix_path = (prefix.tokens, prefix.path) if prefix else (0, ())
+        prefix_tokens = prefix.tokens if prefix else 0
         self._prompt_tokens = {p.number: prefix_tokens + len(p.tokens) for p in self.prompts}
         self.prompt_tokens = sum(prefix_tokens + len(prompt.tokens) for prompt in self.prompts)
         self.unique_tokens = prefix_tokens + plan.unique_tokens
         self.passes, self.seconds, self.compile_seconds, self.sampled_tokens = 0, 0.0, 0.0, 0
 
-        self._prefix, self._arena_tokens = prefix, plan.arena_tokens
-        self._slots = plan.wave.rows + plan.wave.blocks
-        self._width = bucket(len(prefix_path) + plan.sharing.depth + 1)
+        self._prefix, self._kv_tokens = prefix, plan.kv_tokens
+        self._live: dict[Request, None] = {}  # submitted and not finished
+        self._ended: collections.deque[Completion] = collections.deque()
         self._peak_tokens = 0
-        self._live: dict[int, tuple[Sample, int]] = {}  # row -> its sample, its own block
-        self._state: DecodeState | None = None
-        self._sampled: tuple[np.ndarray, ...] | None = None  # copied from the state to the host
 
     @property
     def max_samples_per_prompt(self) -> int:
@@ -164,13 +165,16 @@ class Branches:
         return self._peak_tokens * token_bytes(self.model)
 
     def running(self) -> list[Completion]:
-        """The unfinished completions, with what they have sampled so far."""
-        return [self._completion(row, FinishReason.RUNNING) for row in sorted(self._live)]
+        """The completions that `stream` has not yielded yet, with what they have sampled so far."""
+        unfinished = [unfinished_output(request) for request in self._live if request.sampled]
+        return [*map(self._with_text, [*self._ended, *unfinished])]
 
     def stream(
         self, on_pass: Callable[["Branches"], None] | None = None, *, warm_up: bool = False
     ) -> Iterator[Completion]:
         """Runs, and yields every completion as it ends. To be called once.
+
+        A completion of a prompt for which the model's logits are not finite has `error`.
 
         Args:
           on_pass: called between dispatches with this run.
@@ -181,189 +185,120 @@ class Branches:
         """
         if not self._samples:
             return
-        arena = (
-            self._prefix.store.arena
-            if self._prefix
-            else Arena(self.model, self._arena_tokens, self._slots)
-        )
-        with exclusive(arena):
-            if (needed := arena.used_slots + self._slots) > arena.slots:
-                arena.grow(bucket(needed))
-            residents = Residents(
-                arena,
-                model=self.model,
-                sharing=self.sharing_plan,
-                samples=self._samples,
-                prefix=self._prefix,
-                width=self._width,
-                max_new_tokens=self.max_new_tokens,
-            )
+        with self._prefix.store.exclusive() if self._prefix else contextlib.nullcontext():
+            self._scheduler = self._create_scheduler()
             try:
-                yield from self._run(arena, residents, on_pass, warm_up)
+                yield from self._run(self._scheduler, on_pass, warm_up)
             finally:
-                residents.clear()
+                self._scheduler.abandon()
                 self._live.clear()
-                self._state = None
+
+    def _create_scheduler(self) -> Scheduler:
+        """The scheduler of the run. It decides by no clock, so several processes decide alike."""
+        queue, policy = FairQueue(), make_policy("lru")
+        self._metrics = Metrics()
+        kv = (
+            self._prefix.store.kv
+            if self._prefix
+            else KVManager(
+                self.model,
+                tokens=self._kv_tokens,
+                host_tokens=0,
+                policy=policy,
+                metrics=self._metrics,
+                speeds=FixedSpeeds(),
+            )
+        )
+        output = OutputProcessor(
+            self.model, queue=queue, policy=policy, metrics=self._metrics, logits=None
+        )
+        return Scheduler(
+            self.model,
+            kv=kv,
+            queue=queue,
+            rows=self.rows,
+            passes=_PASSES_PER_DISPATCH,
+            metrics=self._metrics,
+            output=output,
+            prefill_first=True,
+            groups=group_sizes(
+                [min(block.rows, self.rows) for block in self.sharing_plan.blocks], self.rows
+            ),
+        )
 
     def _run(
         self,
-        arena: Arena,
-        residents: Residents,
+        scheduler: Scheduler,
         on_pass: Callable[["Branches"], None] | None,
         warm_up: bool,
     ) -> Iterator[Completion]:
-        queue = collections.deque(self._samples)
-        state = self._compiled_state(arena, warm_up)
+        # of other prefixes in the same store
+        others = scheduler.kv.cached_tokens - (self._prefix.tokens if self._prefix else 0)
+        requests = collections.deque(map(self._request, range(len(self._samples))))
         watch = Stopwatch.start()
-        while queue or self._live:
-            state = self._admit(state, residents, queue)
-            passes_before = state.passes
-            state = decode(
-                self.model.module,
-                self.model.params,
-                state,
-                passes=_PASSES_PER_DISPATCH,
-                stop_on_finish=bool(queue),
-            )
-            self._state, self._sampled, arena.cache = state, None, state.cache
-            reasons, num_sampled, lengths = (
-                np.asarray(x) for x in (state.reasons, state.num_sampled, state.cache.lengths)
-            )
-            state.cache.check()
+        if warm_up:
+            scheduler.warm_up(requests[0])
+        self.compile_seconds += watch.split()[1]
+        watch = Stopwatch.start()
+        while requests or self._live:
+            # More than are admitted at once: dispatches end early while others wait for a row.
+            while requests and len(scheduler.queue) < 2 * self.rows:
+                request = requests.popleft()
+                self._live[request] = None
+                scheduler.queue.add(request)
+            scheduler.step()
             self._add_time(watch)
-            self.passes += int(state.passes) - int(passes_before)
-            self._peak_tokens = max(self._peak_tokens, residents.cached(lengths))
-            live_tokens = sum(int(num_sampled[row]) for row in self._live)
-            self.sampled_tokens = residents.sampled + live_tokens
-            ended = [row for row in self._live if reasons[row] != FinishReason.RUNNING]
+            self.passes = self._metrics.passes
+            self.sampled_tokens = self._metrics.num_sampled
+            self._peak_tokens = max(self._peak_tokens, scheduler.peak_tokens - others)
+            self._live = {request: None for request in self._live if not request.finished}
             if on_pass:
                 on_pass(self)
-            for row in ended:
-                yield self._finish(row, FinishReason(int(reasons[row])), residents)
+            while self._ended:
+                yield self._with_text(self._ended.popleft())
             watch = Stopwatch.start()
-            if not queue:
-                state = self._narrow(state, num_sampled)
 
-    def _compiled_state(self, arena: Arena, warm_up: bool) -> DecodeState:
-        """The state of the decode loop with no row admitted, its program compiled.
-
-        Args:
-          arena: whose cache the state takes.
-          warm_up: compile admission and prefill, too.
-        """
-        model, rows, watch = self.model, range(self.rows), Stopwatch.start()
-        state = DecodeState.create(
-            arena.settle(),
-            Layout.from_blocks(
-                [], num_rows=self.rows, width=self._width, groups=self._groups(self.rows)
-            ),
-            [],
-            vocab_size=model.config.vocab_size,
-            samplers=self.sampler,
-            max_new_tokens=self.max_new_tokens,
-            stops=model.generation.stop_tokens,
-            max_width=1,
-            logprobs=True,
-        )
-        if warm_up:  # with the shapes of all rows being admitted; none of them may sample
-            state = state.admit(
-                rows,
-                [[row] for row in rows],
-                jnp.zeros((self.rows, model.config.vocab_size)),
-                seeds=[0] * self.rows,
-                max_new_tokens=[0] * self.rows,
-            )
-        # compiles, runs nothing
-        state = decode(model.module, model.params, state, passes=0).retire(rows)
-        arena.cache = state.cache
-        if warm_up:
-            lengths = {len(block.tokens) for block in self.sharing_plan.blocks}
-            lengths |= {len(sample.suffix) for sample in self._samples}
-            arena.cache = prefill.warm_up(model, arena.cache, sorted(lengths - {0}), self._width)
-        self.compile_seconds += watch.split()[1]
-        return state
-
-    def _admit(
-        self, state: DecodeState, residents: Residents, queue: "collections.deque[Sample]"
-    ) -> DecodeState:
-        """Gives free rows the next samples as far as memory allows, and prefills what they see."""
-        free_rows = [row for row in range(state.layout.num_rows) if row not in self._live]
-        admitted = residents.admit(queue, free_rows, idle=not self._live)
-        cache, logits, passes = residents.feed()
-        state = dataclasses.replace(state, cache=cache)
-        self.passes += passes
-        if not admitted:
-            return state
-        rows, samples, blocks = zip(*admitted, strict=True)
-        # A row that stays empty must not list a block any more that another one writes now.
-        state = state.retire([*{*free_rows}.difference(rows)])
-        state = state.admit(
-            rows,
-            [residents.path(s, block) for s, block in zip(samples, blocks, strict=True)],
-            residents.logits(samples, blocks, logits),
-            seeds=[stream_seed(self.seed, s.prompt, s.index) for s in samples],
-            max_new_tokens=[self.max_new_tokens] * len(rows),
-        )
-        self._live |= {row: (sample, block) for row, sample, block in admitted}
-        return state
-
-    def _finish(self, row: int, reason: FinishReason, residents: Residents) -> Completion:
-        """The completion of a row that has ended; the row is free afterwards."""
-        if reason is FinishReason.CACHE_FULL:
-            raise RuntimeError(
-                f"row {row} ran out of room that was made for it; this is a mistake in jaxshare"
-            )
-        completion = self._completion(row, reason)
-        residents.end(*self._live.pop(row), len(completion.tokens))
-        return completion
-
-    def _narrow(self, state: DecodeState, num_sampled: np.ndarray) -> DecodeState:
-        """A state with fewer rows, where that pays; no more samples are to come.
-
-        It has the live rows, in their order, and ended ones to fill it up.
-        """
-        left = self.max_new_tokens - min((int(num_sampled[row]) for row in self._live), default=0)
-        num_rows = state.layout.num_rows
-        size = narrowed_size(num_rows, len(self._live), left)
-        if not size:
-            return state
-        ended = [row for row in range(num_rows) if row not in self._live]
-        live = sorted(self._live)
-        state = take_rows(state.retire(ended), np.asarray([*live, *ended[: size - len(live)]]))
-        self._live = {new: self._live[old] for new, old in enumerate(live)}
-        self._state, self._sampled = state, None
-        return dataclasses.replace(
-            state, layout=dataclasses.replace(state.layout, groups=self._groups(size))
+    def _request(self, number: int) -> Request:
+        """The request of the sample of this number in the run's order."""
+        sample = self._samples[number]
+        sharing, before = self.sharing_plan, self._prefix.all_tokens if self._prefix else []
+        runs = [sharing.blocks[block].tokens for block in sharing.path(sample.block)]
+        ends = itertools.accumulate(map(len, runs), initial=len(before))
+        prompt = [*before, *itertools.chain(*runs), *sample.suffix]
+        return Request(
+            number,
+            np.asarray(prompt, np.int32),
+            self.sampler,
+            stream_seed(self.seed, sample.prompt, sample.index),
+            self.max_new_tokens,
+            "",
+            0,
+            self,
+            prompt_number=sample.prompt,
+            index=sample.index,
+            cuts=[end for end in ends if end],
+            scored=True,
         )
 
-    def _groups(self, num_rows: int) -> tuple[int, ...]:
-        return group_sizes(
-            [min(block.rows, num_rows) for block in self.sharing_plan.blocks], num_rows
-        )
+    # The sink of the requests.
+
+    detokenizer = Detokenizer(None, ())
+
+    def put(self, tokens: tuple[int, ...]) -> None:
+        """Ignores new tokens: `running` has them."""
+
+    def finish(self, output: Completion) -> Completion:
+        """Takes a completion that has ended."""
+        self._ended.append(output)
+        return output
+
+    def _with_text(self, completion: Completion) -> Completion:
+        tokenizer: Any = self.model.tokenizer
+        shown = [*without_stop(completion.tokens, completion.finish_reason)]
+        text = tokenizer.decode(shown) if tokenizer else ""
+        return dataclasses.replace(completion, text=text)
 
     def _add_time(self, watch: Stopwatch) -> None:
         seconds, compiled = watch.split()
         self.seconds += seconds
         self.compile_seconds += compiled
-
-    def _completion(self, row: int, reason: FinishReason) -> Completion:
-        """The tokens that a live row has sampled so far, as a completion."""
-        assert self._state is not None
-        if self._sampled is None:
-            self._sampled = tuple(
-                np.asarray(x)
-                for x in (self._state.num_sampled, self._state.tokens, self._state.logprobs)
-            )
-        num_sampled, sampled, logprobs = self._sampled
-        sample, count = self._live[row][0], int(num_sampled[row])
-        tokens = tuple(sampled[row, :count].tolist())
-        tokenizer: Any = self.model.tokenizer
-        return Completion(
-            tokenizer.decode(without_stop(tokens, reason)) if tokenizer else "",
-            tokens,
-            reason,
-            float(np.sum(logprobs[row, :count], dtype=np.float64)),
-            sample.prompt,
-            sample.index,
-            prompt_tokens=self._prompt_tokens[sample.prompt],
-        )

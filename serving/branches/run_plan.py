@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from jaxshare.arena import ALIGNMENT, arena_size
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
+from jaxshare.serving.branches.peak_use import PeakUse, peak_use
 from jaxshare.serving.branches.prefix import Prefix
 from jaxshare.serving.branches.prompt_tree import Prompt, Prompts, read_prompts
 from jaxshare.serving.branches.row_budget import MAX_ROWS, RowBudget
@@ -20,7 +21,6 @@ from jaxshare.serving.branches.sharing_plan import (
     plan_sharing,
     unique_tokens,
 )
-from jaxshare.serving.branches.waves import Wave, widest_wave
 from jaxshare.serving.inputs import check_context, encode, token_bytes
 from jaxshare.serving.kvcache import sharing_cost
 from jaxshare.serving.kvcache.pool import whole_tiles
@@ -34,20 +34,20 @@ class RunPlan:
     Attributes:
       sharing: which common prefixes are blocks, and what is in each row's own block.
       samples: the completions to sample, in order.
-      wave: the maximum of rows, blocks and tokens at a time.
+      peak: the maximum of rows, blocks and tokens at a time.
       rows_because: why this many rows, in words.
       costs: the costs by which sharing was decided; None where there was nothing to decide.
       unique_tokens: tokens of all prompts when every common prefix counts once.
-      arena_tokens: tokens of the arena to make for the run; 0 where it uses that of a prefix.
+      kv_tokens: of the memory to make for the run; 0 where it uses that of a prefix.
     """
 
     sharing: SharingPlan
     samples: tuple[Sample, ...]
-    wave: Wave
+    peak: PeakUse
     rows_because: str
     costs: Chosen | None
     unique_tokens: int
-    arena_tokens: int
+    kv_tokens: int
 
 
 def check_settings(
@@ -140,43 +140,43 @@ def plan_run(
         model,
         max_new_tokens,
         max_kv_bytes=max_kv_bytes,
-        arena_tokens=prefix.store.arena.free if prefix else None,
+        arena_tokens=prefix.store.free_tokens if prefix else None,
     )
     chosen: Chosen | None = None
     if share is None and can_share(tree):
         chosen = sharing_cost.choose(model) if costs is None else Chosen(costs, "as given")
     row_limit, skipped = MAX_ROWS if max_rows is None else max_rows, {*skip}
 
-    def planned(share: bool | None) -> tuple[SharingPlan, tuple[Sample, ...], Wave]:
+    def planned(share: bool | None) -> tuple[SharingPlan, tuple[Sample, ...], PeakUse]:
         sharing = plan_sharing(
             tree, chosen.costs if chosen else None, share, grow=max_new_tokens // 2
         )
         samples = tuple(s for s in sharing.samples if (s.prompt, s.index) not in skipped)
-        return sharing, samples, widest_wave(sharing, samples, max_new_tokens, row_limit, budget)
+        return sharing, samples, peak_use(sharing, samples, max_new_tokens, row_limit, budget)
 
-    sharing, samples, wave = planned(share)
+    sharing, samples, peak = planned(share)
     # Where memory bounds the number of rows, share everything, whatever the costs.
-    if share is None and wave.rows < min(row_limit, len(samples)):
-        sharing, samples, wave = planned(True)
-    if wave.max_sample_tokens > budget.tokens:
-        raise _too_large(model, wave, budget, len(prompts) > 1, prefix is not None)
+    if share is None and peak.rows < min(row_limit, len(samples)):
+        sharing, samples, peak = planned(True)
+    if peak.max_sample_tokens > budget.tokens:
+        raise _too_large(model, peak, budget, len(prompts) > 1, prefix is not None)
     return RunPlan(
         sharing,
         samples,
-        wave,
-        _why_rows(wave, len(samples), budget, max_rows, prefix is not None or bool(max_kv_bytes)),
+        peak,
+        _why_rows(peak, len(samples), budget, max_rows, prefix is not None or bool(max_kv_bytes)),
         chosen,
         unique_tokens(tree),
-        _arena_tokens(wave.tokens, budget.tokens) if prefix is None else 0,
+        _kv_tokens(peak.tokens, budget.tokens) if prefix is None else 0,
     )
 
 
 def _too_large(
-    model: LoadedModel, wave: Wave, budget: RowBudget, several: bool, has_prefix: bool
+    model: LoadedModel, peak: PeakUse, budget: RowBudget, several: bool, has_prefix: bool
 ) -> ValueError:
     """The error that the largest completion does not fit."""
-    worst = f" for prompt {wave.largest_prompt}" if several else ""
-    needed = wave.max_sample_tokens
+    worst = f" for prompt {peak.largest_prompt}" if several else ""
+    needed = peak.max_sample_tokens
     return ValueError(
         f"one completion and its prompt need room for {needed} tokens{worst}, "
         f"{needed * token_bytes(model):,} bytes of keys and values, but there is room for "
@@ -190,28 +190,28 @@ def _too_large(
 
 
 def _why_rows(
-    wave: Wave, num_samples: int, budget: RowBudget, max_rows: int | None, kv_bounded: bool
+    peak: PeakUse, num_samples: int, budget: RowBudget, max_rows: int | None, kv_bounded: bool
 ) -> str:
     """The reason for the number of rows.
 
     Args:
-      wave, num_samples, budget: of the run.
+      peak, num_samples, budget: of the run.
       max_rows: as given to the run.
       kv_bounded: keys and values have a bound of their own, given or the store's.
     """
-    if wave.rows >= num_samples:
+    if peak.rows >= num_samples:
         return "all completions"
-    if wave.rows == max_rows:
+    if peak.rows == max_rows:
         return "the number that was given"
-    if max_rows is None and wave.rows == MAX_ROWS:
+    if max_rows is None and peak.rows == MAX_ROWS:
         return "the maximum unless a number is given"
     # One row more, of the average size of these, would exceed the bound on keys and values.
-    if kv_bounded and wave.tokens * (wave.rows + 1) > budget.tokens * wave.rows:
+    if kv_bounded and peak.tokens * (peak.rows + 1) > budget.tokens * peak.rows:
         return f"as many as fit in {budget.tokens:,} tokens of keys and values"
     return f"as many as fit in {budget.free / 1e9:,.1f} GB of memory"
 
 
-def _arena_tokens(needed: int, bound: int) -> int:
+def _kv_tokens(needed: int, bound: int) -> int:
     """The size of an arena for `needed` tokens, within the bound.
 
     A little larger than needed, so that runs of nearly the same size share programs.

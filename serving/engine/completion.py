@@ -18,7 +18,7 @@ class Completion:
         the token that completes it.
       finish_reason: the reason why no more was sampled; RUNNING for an unfinished one.
       logprob: of all its tokens together, under the model itself (temperature 1, nothing cut); None
-        where it was not computed, as by the engine.
+        where it was not asked for.
       prompt: number of the prompt that it continues: its index in the list, or among the ends of a
         tree, depth first.
       index: its number among the prompt's n completions.
@@ -29,6 +29,7 @@ class Completion:
       first_token_seconds, seconds: from the submission to the engine to the first token, and to the
         end. Of a run over a tree they are None and 0: it counts the time of all together.
       error: the exception where `finish_reason` is ERROR.
+      logprobs: of each token, or None.
     """
 
     text: str
@@ -44,6 +45,7 @@ class Completion:
     first_token_seconds: float | None = None
     seconds: float = 0.0
     error: Exception | None = None
+    logprobs: tuple[float, ...] | None = None
 
     @property
     def reason(self) -> str:

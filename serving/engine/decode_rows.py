@@ -2,36 +2,48 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler
+from jaxshare import DecodeState, FinishReason, KVCache, Sampler, decode
+from jaxshare.decoding.row_transfer import take_rows
 from jaxshare.decoding.sampling import Samplers
+from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.request import Request
-from jaxshare.serving.engine.running_request import RunningRequest
+from jaxshare.serving.engine.running_request import WIDTH, RunningRequest
+from jaxshare.serving.kvcache.view import View
+
+WIDE_ROWS = 16
+"""Rows that a pass with several tokens of a row has room for, beside the others, which feed a token each."""
+MAX_PENDING = 64
+"""Tokens that a row may have pending."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
-    """The results of a dispatch.
+    """The results of a dispatch, for R rows with room for X tokens.
 
     Attributes:
       reasons: int32[R], `FinishReason` of each row.
-      num_sampled: int32[R], tokens that each row has sampled so far.
-      tokens: int32[R, X], these tokens.
+      num_held: int32[R], tokens that each row has sampled in the dispatch.
+      tokens: int32[R, X], these tokens; logprobs: float32[R, X], or [R, 0] if no row wants them.
+      top_logits: [R, X], or None if no row wants them.
       lengths: of the view's blocks.
       faults: of the cache; 0 for none.
-      passes: forward passes of the dispatch.
+      passes: passes of the dispatch.
     """
 
     reasons: np.ndarray
-    num_sampled: np.ndarray
+    num_held: np.ndarray
     tokens: np.ndarray
+    logprobs: np.ndarray
+    top_logits: TopLogits | None
     lengths: np.ndarray
     faults: np.ndarray
     passes: int
@@ -43,56 +55,45 @@ class DecodeRows:
     Args:
       model: as loaded.
       rows: the number of rows.
-      max_pending: tokens that a row may still have to feed when it enters.
+      passes: the most passes of a dispatch.
       num_top_logits: logits that are kept of each distribution; 0 for none.
     """
 
-    def __init__(self, model: LoadedModel, *, rows: int, max_pending: int, num_top_logits: int):
-        self._model, self._num_rows = model, rows
-        self._max_pending, self._num_top_logits = max_pending, num_top_logits
-        self._no_logits = jnp.zeros((rows, model.config.vocab_size))
+    def __init__(self, model: LoadedModel, *, rows: int, passes: int, num_top_logits: int):
+        self._model, self._num_rows, self._passes = model, rows, passes
+        self._num_top_logits = num_top_logits
         self._samplers = [Sampler()] * rows
         self._stacked: Samplers | None = None  # the same on the device
         self._left: list[int] = []  # rows that have left, but not yet the state
-        self._passes = 0  # of the state when it was last fetched
+        self._total_passes = 0  # of the state when it was last fetched
+        self._wanted = False, False  # log-probabilities and top logits by any row
         self.state: DecodeState | None = None
 
     def reset(self) -> None:
         """Drops the state after a failure, or to free its memory."""
-        self.state, self._passes = None, 0
+        self.state, self._total_passes = None, 0
         self._left.clear()
 
-    def create(self, cache: KVCache, layout: Layout, requests: Sequence[Request]) -> None:
-        """Creates the state, with an empty view, for requests of this size."""
-        max_new_tokens, edits = _sizes(requests)
+    def create(self, view: View, requests: Sequence[Request]) -> None:
+        """Creates the state, with an empty view, for requests with such samplers."""
         self.state = DecodeState.create(
-            cache,
-            layout,
+            view.cache,
+            view.layout,
             [],
             vocab_size=self._model.config.vocab_size,
             stops=self._model.generation.stop_tokens,
-            queue=self._max_pending,
-            capacity=max(1024, bucket(max_new_tokens)),
-            bias_slots=max(8, bucket(edits)),
-            max_width=1,
+            queue=MAX_PENDING,
+            capacity=self._passes + 1,
+            bias_slots=max(8, bucket(_max_edits(requests))),
+            max_width=WIDTH,
+            logprobs=True,
             num_top_logits=self._num_top_logits,
         )
 
     def grow(self, requests: Sequence[Request]) -> None:
-        """Grows the state to hold what these requests may sample and their samplers' edits."""
-        max_new_tokens, edits = _sizes(requests)
+        """Grows the state to hold the edits of these requests' samplers."""
         state = self._without_left_rows()
-        if (more := bucket(max_new_tokens) - state.tokens.shape[1]) > 0:
-
-            def widened(array: Array) -> Array:
-                return jnp.pad(array, ((0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)))
-
-            state = dataclasses.replace(
-                state,
-                tokens=widened(state.tokens),
-                top_logits=jax.tree.map(widened, state.top_logits),
-            )
-        if (slots := bucket(edits)) > state.samplers.bias_tokens.shape[1]:
+        if (slots := bucket(_max_edits(requests))) > state.samplers.bias_tokens.shape[1]:
             state = dataclasses.replace(state, samplers=self._stacked_samplers(slots))
         self.state = state
 
@@ -102,98 +103,127 @@ class DecodeRows:
             if self._samplers[row.index] != row.request.sampler:
                 self._samplers[row.index], self._stacked = row.request.sampler, None
 
-    def admit(
-        self, rows: Sequence[RunningRequest], cache: KVCache, blocks: list[list[int]], width: int
-    ) -> None:
+    def admit(self, rows: Sequence[RunningRequest], view: View) -> None:
         """Lets rows enter.
 
         Args:
-          rows: with at most `max_pending` unread tokens, or logits.
-          cache, blocks: the view of all rows in the loop, and the blocks that each row sees.
-          width: the layout's.
+          rows: with at most `MAX_PENDING` unread tokens, or logits.
+          view: of all rows in the loop.
         """
         assert self.state is not None
-        new = {row.index for row in rows}
-        layout = Layout.from_blocks(
-            [[] if i in new else listed for i, listed in enumerate(blocks)], width=width
-        )
         state = dataclasses.replace(
             self.state,
-            cache=cache,
-            layout=layout,
+            cache=view.cache,
+            layout=view.layout_without([row.index for row in rows]),
             samplers=self._stacked_samplers(self.state.samplers.bias_tokens.shape[1]),
         )
         requests = [row.request for row in rows]
         self.state = state.admit(
             [row.index for row in rows],
-            [blocks[row.index] for row in rows],
+            [view.blocks[row.index] for row in rows],
             self._entering_logits(rows),
             seeds=[request.seed for request in requests],
             max_new_tokens=[request.max_new_tokens for request in requests],
-            num_sampled=[row.num_sampled for row in rows],
+            num_sampled=[len(request.output) for request in requests],
             pending=[row.unread.tolist() if row.logits is None else [] for row in rows],
             recorded=[request.resample is not None for request in requests],
+            scored=[request.scored for request in requests],
         )
         for row in rows:
             row.logits = None
 
     def _entering_logits(self, rows: Sequence[RunningRequest]) -> Array:
-        # Always one for each row of the loop, so that one program serves any number of rows.
-        if not any(row.logits is not None for row in rows):
-            return self._no_logits
-        none = self._no_logits[0]
-        logits = [none if row.logits is None else row.logits for row in rows]
-        return jnp.stack(logits + [none] * (self._num_rows - len(rows)))
+        # For each row of the loop, and out of a rounded number, so that few programs serve all.
+        none = jnp.zeros(self._model.config.vocab_size)
+        different = {id(row.logits): row.logits for row in rows if row.logits is not None}
+        if not different:
+            return jnp.broadcast_to(none, (self._num_rows, len(none)))
+        place = {key: i for i, key in enumerate(different)}
+        index = [place.get(id(row.logits), 0) for row in rows]
+        index += [0] * (self._num_rows - len(rows))
+        stacked = [*different.values()]
+        stacked += [none] * (bucket(len(stacked)) - len(stacked))
+        return jnp.stack(stacked)[np.asarray(index)]
 
-    def before_dispatch(self, cache: KVCache, layout: Layout | None) -> DecodeState:
-        """The state for a dispatch.
+    def dispatch(
+        self,
+        rows: Sequence[RunningRequest],
+        cache: KVCache,
+        view: View | None,
+        *,
+        passes: int,
+        stop_on_finish: bool,
+    ) -> KVCache:
+        """Dispatches passes that sample for these rows; returns the cache.
 
         Args:
-          cache: a view of the rows in the loop; or, for the same view as in the last dispatch, any
-            cache with the current arrays.
-          layout: of the view, or None for the same view.
+          rows: all that are in the loop.
+          cache: with the current arrays.
+          view: of the rows, or None for the same one as in the last dispatch.
+          passes, stop_on_finish: see `jaxshare.decode`.
         """
-        state = self._without_left_rows()
-        if layout is not None:
-            return dataclasses.replace(state, cache=cache, layout=layout)
-        return dataclasses.replace(
-            state, cache=dataclasses.replace(state.cache, keys=cache.keys, values=cache.values)
+        state = self._without_left_rows().without_outputs()
+        if view is not None:
+            state = dataclasses.replace(state, cache=view.cache, layout=view.layout)
+        else:
+            own = dataclasses.replace(state.cache, keys=cache.keys, values=cache.values)
+            state = dataclasses.replace(state, cache=own)
+        self._wanted = (
+            any(row.request.scored for row in rows),
+            any(row.request.resample for row in rows),
         )
+        self.state = decode(
+            self._model.module,
+            self._model.params,
+            state,
+            passes=passes,
+            width=WIDTH,
+            wide_rows=min(WIDE_ROWS, self._num_rows),
+            stop_on_finish=stop_on_finish,
+        )
+        return self.state.cache
 
-    def fetch(self) -> "Dispatched":
+    def fetch(self) -> Dispatched:
         """Waits for a dispatch and fetches its results."""
         state = self.state
         assert state is not None
-        reasons, num_sampled, tokens, lengths, faults, total = jax.device_get(
-            (
-                state.reasons,
-                state.num_sampled,
-                state.tokens,
-                state.cache.lengths,
-                state.cache.faults,
-                state.passes,
-            )
+        scored, recorded = self._wanted
+        found = jax.device_get(
+            {
+                "reasons": state.reasons,
+                "num_sampled": state.num_sampled,
+                "num_taken": state.num_taken,
+                "tokens": state.tokens,
+                "logprobs": state.logprobs if scored else np.zeros((self._num_rows, 0)),
+                "top_logits": state.top_logits if recorded else None,
+                "lengths": state.cache.lengths,
+                "faults": state.cache.faults,
+                "passes": state.passes,
+            }
         )
-        passes, self._passes = int(total) - self._passes, int(total)
-        return Dispatched(reasons, num_sampled, tokens, lengths, faults, passes)
+        held = found.pop("num_sampled") - found.pop("num_taken")
+        total = int(found.pop("passes"))
+        passes, self._total_passes = total - self._total_passes, total
+        if found["faults"]:
+            state.cache.check()
+        return Dispatched(**found, num_held=held, passes=passes)
 
     def remove(self, row: RunningRequest) -> None:
-        """Takes a row out, and gives its request the top logits of what it sampled."""
-        assert self.state is not None
-        if row.request.resample and row.num_sampled > row.first_sampled:
-            top = jax.device_get(
-                jax.tree.map(lambda array: array[row.index], self.state.top_logits)
-            )
-            sampled = slice(row.first_sampled, row.num_sampled)
-            row.request.top_logits.append(jax.tree.map(lambda array: array[sampled], top))
+        """Takes a row out."""
         self._left.append(row.index)
         row.decoding = False
 
     def resume(self, row: RunningRequest) -> None:
         """Lets a row go on that has stopped at the end of its block."""
         assert self.state is not None
-        reasons = self.state.reasons.at[row.index].set(FinishReason.RUNNING.value)
-        self.state = dataclasses.replace(self.state, reasons=reasons)
+        self.state = self.state.end(row.index, FinishReason.RUNNING)
+
+    def narrow(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows alone, in this order; the others have left."""
+        state = self._without_left_rows()
+        self.state = take_rows(state, np.asarray(rows))
+        self._samplers = [self._samplers[row] for row in rows]
+        self._stacked, self._num_rows = None, len(rows)
 
     def _stacked_samplers(self, slots: int) -> Samplers:
         if self._stacked is None or self._stacked.bias_tokens.shape[1] != slots:
@@ -201,15 +231,14 @@ class DecodeRows:
         return self._stacked
 
     def _without_left_rows(self) -> DecodeState:
-        assert self.state is not None
+        state: Any = self.state
         if self._left:
-            self.state = self.state.retire(self._left)
+            self.state = state = state.retire(self._left)
             self._left.clear()
-        return self.state
+        return state
 
 
-def _sizes(requests: Sequence[Request]) -> tuple[int, int]:
-    """(the most tokens that one of them may sample, the most edits of one sampler)."""
-    max_new_tokens = max(request.max_new_tokens for request in requests)
+def _max_edits(requests: Sequence[Request]) -> int:
+    """The most edits of one sampler."""
     samplers = [request.sampler for request in requests]
-    return max_new_tokens, max(len(s.bias) + len(s.forbidden) for s in samplers)
+    return max(len(sampler.bias) + len(sampler.forbidden) for sampler in samplers)

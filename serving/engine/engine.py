@@ -31,6 +31,7 @@ from jaxshare.serving.kvcache.eviction import make_policy
 from jaxshare.serving.kvcache.lease import KVLease, LeaseTable
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.policy import Policy
+from jaxshare.serving.kvcache.speeds import MeasuredSpeeds
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import USUAL, Hotspot
 
@@ -109,7 +110,7 @@ class Engine:
         self._store: CheckpointStore | None = None
         self._changed = threading.Condition()
         self._submitted: list[Request] = []  # not in the scheduler's queue yet
-        self._requests: dict[Request, None] = {}  # all that have not finished
+        self._requests: dict[Request, StreamState] = {}  # all that have not finished
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -129,9 +130,9 @@ class Engine:
             self.model,
             tokens=tokens,
             host_tokens=host_tokens,
-            rows=rows,
             policy=policy,
             metrics=self.metrics,
+            speeds=MeasuredSpeeds(),
         )
         self._output = OutputProcessor(
             self.model,
@@ -213,10 +214,10 @@ class Engine:
             state,
             resample,
         )
-        self._enqueue(request, seed)
+        self._enqueue(request, state, seed)
         return Stream(state, functools.partial(_cancel, request))
 
-    def _enqueue(self, request: Request, seed: int | None) -> None:
+    def _enqueue(self, request: Request, state: StreamState, seed: int | None) -> None:
         """Accepts a request unless the engine is closed, full or too small; starts the thread."""
         with self._changed:
             self._check_open()
@@ -240,7 +241,7 @@ class Engine:
             else:
                 request.seed = stream_seed(seed)
             self._submitted.append(request)
-            self._requests[request] = None
+            self._requests[request] = state
             if self._thread is None:
                 # It ends when there is nothing to do. It is no daemon: the program must not end in
                 # the midst of a pass.
@@ -418,7 +419,7 @@ class Engine:
         with self._changed:
             if error:
                 self._abort_running(error)
-            self._requests = {r: None for r in self._requests if r.stream.output is None}
+            self._requests = {r: s for r, s in self._requests.items() if s.output is None}
             self._changed.notify_all()  # a session may wait for requests to finish
             if busy or self._submitted:
                 return True
@@ -427,8 +428,8 @@ class Engine:
 
     def _abort_running(self, error: Exception) -> None:
         """Ends all requests that the failed scheduler had, and resets it."""
-        for request in self._requests:
-            if request.stream.output is None and request not in self._submitted:
+        for request, state in self._requests.items():
+            if state.output is None and request not in self._submitted:
                 self._output.abort(request, error)
         with self._leases.exclusive():
             self._scheduler.reset()

@@ -17,6 +17,7 @@ class Metrics:
     Attributes:
       registry: the registry that Prometheus reads.
       passes: forward passes so far: those of prefill, of drafts, and those that sample.
+      num_sampled: tokens sampled so far, stop tokens included.
       reused: tokens of prompts that were cached when their requests were first admitted.
       compile_seconds: seconds in which the engine's own thread has compiled; sessions on the engine
         count theirs.
@@ -24,7 +25,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.passes = self.reused = 0
+        self.passes = self.reused = self.num_sampled = 0
         self.compile_seconds = 0.0
         self._create_state_gauges()
         self._create_token_counters()
@@ -127,6 +128,7 @@ class Metrics:
         self._tokens.labels("fed").inc(tokens)
 
     def sampled(self, tokens: int) -> None:
+        self.num_sampled += tokens
         self._tokens.labels("sampled").inc(tokens)
 
     def looked_up(self, replayed: int) -> None:

@@ -2,7 +2,7 @@
 
 import bisect
 import logging
-import time
+import math
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.speculation import DraftLookup
 from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.logits_cache.cache import LogitsCache
-from jaxshare.serving.logits_cache.hotspot import Hotspot
+from jaxshare.serving.logits_cache.hotspot import USUAL, Hotspot
 
 log = logging.getLogger("jaxshare.engine")
 
@@ -38,7 +38,7 @@ class OutputProcessor:
         policy: Policy,
         metrics: Metrics,
         logits: LogitsCache | None,
-        hotspot: Hotspot,
+        hotspot: Hotspot = USUAL,
     ):
         self.queue, self.policy, self.metrics = queue, policy, metrics
         self.logits, self.hotspot = logits, hotspot
@@ -68,7 +68,6 @@ class OutputProcessor:
         self.metrics.looked_up(len(tokens))
         if not tokens:
             return
-        request.first_token_time = time.perf_counter()
         if tokens[-1] in self.stops:
             request.stop_token = tokens.pop()
         request.output += tokens
@@ -95,11 +94,11 @@ class OutputProcessor:
     ) -> None:
         """Finishes a request: its last tokens, its final output, and all that is counted."""
         self.queue.finish(request)
+        request.finished = True
         if request.top_logits and reason is not FinishReason.ERROR:
             self._write_logits(request)
         self.publish(request)
-        first = request.first_token_time and request.first_token_time - request.submit_time
-        output = _final_output(request, reason, first, error)
+        output = request.stream.finish(_final_output(request, reason, error))
         self.policy.finished(request.agent, len(request.output))
         self.metrics.finished(output)
         log.info(
@@ -114,7 +113,6 @@ class OutputProcessor:
                 "seconds": round(output.seconds, 4),
             },
         )
-        request.stream.put(output=output)
 
     def _write_logits(self, request: Request) -> None:
         """Writes a request's distributions to the Logits Cache.
@@ -139,7 +137,7 @@ class OutputProcessor:
 
     def abort(self, request: Request, error: Exception) -> None:
         """Ends the stream of a request because the scheduler has failed."""
-        request.stream.put(output=_final_output(request, FinishReason.ERROR, None, error))
+        request.stream.finish(_final_output(request, FinishReason.ERROR, error))
 
     def cut_at_stop_text(self, request: Request) -> bool:
         """Cuts the output before a stop text; False if there is none."""
@@ -163,22 +161,27 @@ class OutputProcessor:
         request.num_streamed = len(request.output)
 
 
-def _final_output(
-    request: Request,
-    reason: FinishReason,
-    first_token_seconds: float | None,
-    error: Exception | None,
-) -> Completion:
+def _final_output(request: Request, reason: FinishReason, error: Exception | None) -> Completion:
     """The output of a request that finishes now, without its text."""
+    tokens = tuple(request.sampled)
+    # A stop text cuts the output before the tokens that were sampled last.
+    logprobs = tuple(request.logprobs[: len(tokens)]) if request.scored else None
     return Completion(
         "",
-        tuple(request.sampled),
+        tokens,
         reason,
+        logprob=None if logprobs is None else math.fsum(logprobs),
+        logprobs=logprobs,
+        prompt=request.prompt_number,
+        index=request.index,
         prompt_tokens=len(request.prompt),
         reused_tokens=request.num_reused or 0,
         replayed_tokens=request.num_replayed,
         preemptions=request.preemptions,
-        first_token_seconds=first_token_seconds,
-        seconds=time.perf_counter() - request.submit_time,
         error=error,
     )
+
+
+def unfinished_output(request: Request) -> Completion:
+    """The output of a request so far, without its text."""
+    return _final_output(request, FinishReason.RUNNING, None)

@@ -8,14 +8,16 @@ it, with what they bring in this pass. So one program serves texts of any length
 import dataclasses
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxshare import KVCache, Layout
 from jaxshare.models import LoadedModel
-from jaxshare.serving.kvcache.manager import spans
+from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.pool import Extent
 from jaxshare.serving.kvcache.prefix_tree import Node
+from jaxshare.serving.kvcache.view import ViewBuilder, spans
 
 ROWS, WIDTH = 8, 32
 """Rows of a pass, and tokens of a row."""
@@ -64,70 +66,42 @@ def next_pieces(path: Sequence[Node], max_rows: int) -> list[Piece]:
     return pieces
 
 
-@dataclasses.dataclass(frozen=True)
-class Feed:
-    """Tokens for an empty block, and the blocks before it in its rows' order."""
-
-    block: int
-    path: tuple[int, ...]
-    tokens: Sequence[int]
-
-
-def feed_all(
-    model: LoadedModel, cache: KVCache, feeds: Sequence[Feed], width: int
-) -> tuple[dict[int, Array], KVCache, int]:
-    """Feeds every block, after the blocks that it sees.
+class PrefillPasses:
+    """Runs passes over pieces.
 
     Args:
       model: as loaded.
-      cache: with free capacity in the blocks; it is donated.
-      feeds: one for each block, with at least one token; their paths may name each other's blocks.
-      width: the largest number of blocks that a row lists, the same for all calls that are to share
-        programs.
-
-    Returns:
-      The logits after the last token of each block, float32[V]; the cache; and the number of
-        forward passes.
+      kv: whose blocks are written.
     """
-    remaining = {feed.block: feed for feed in feeds}
-    num_fed = dict.fromkeys(remaining, 0)
-    logits: dict[int, Array] = {}
-    passes = 0
-    while remaining:
-        ready = [f for f in remaining.values() if not any(b in remaining for b in f.path)]
-        rows, max_tokens = shape(len(ready[0].tokens) - num_fed[ready[0].block])
-        batch = ready[:rows]
-        tokens, count = np.zeros((rows, max_tokens), np.int32), np.zeros(rows, np.int32)
-        for r, feed in enumerate(batch):
-            chunk = feed.tokens[num_fed[feed.block] : num_fed[feed.block] + max_tokens]
-            tokens[r, : len(chunk)], count[r] = chunk, len(chunk)
-        layout = Layout.from_blocks(
-            [[*feed.path, feed.block] for feed in batch], num_rows=rows, width=width
-        )
-        row_logits, cache = model.forward(tokens, count, cache, layout)
-        passes += 1
-        for r, feed in enumerate(batch):
-            num_fed[feed.block] += int(count[r])
-            if num_fed[feed.block] == len(feed.tokens):
-                logits[feed.block] = row_logits[r]
-                del remaining[feed.block]
-    return logits, cache, passes
+
+    def __init__(self, model: LoadedModel, kv: KVManager):
+        self._model, self._kv, self._views = model, kv, ViewBuilder(ROWS)
+
+    def run(self, pieces: Sequence[Piece]) -> tuple[Array, np.ndarray]:
+        """Feeds pieces, at most `ROWS` of them; returns their logits [R, V], and bool[R] whether
+        these are finite."""
+        tokens, counts = np.zeros((ROWS, WIDTH), np.int32), np.zeros(ROWS, np.int32)
+        for i, piece in enumerate(pieces):
+            tokens[i, : len(piece.tokens)], counts[i] = piece.tokens, len(piece.tokens)
+        kv = self._kv
+        view = self._views.build(kv.pool, {i: piece.seen for i, piece in enumerate(pieces)})
+        with kv.speeds.feeding(max(1, int(counts.sum()))):
+            logits, kv.pool.cache = self._model.forward(tokens, counts, view.cache, view.layout)
+            finite = np.asarray(jnp.isfinite(logits).all(axis=-1))
+        kv.view_changed = True
+        for piece in pieces:
+            assert piece.node.extent is not None
+            piece.node.extent.length += len(piece.tokens)
+        return logits, finite
 
 
-def warm_up(model: LoadedModel, cache: KVCache, lengths: Sequence[int], width: int) -> KVCache:
-    """Compiles what `feed_all` needs for texts of these lengths, by passes without tokens."""
-    shapes = {shape(rest) for n in lengths for rest in (n, n % SHAPES[-1][1]) if rest}
-    if len(set(lengths)) > 1:  # the rest of one text may be fed beside another text
-        widest = max(max_tokens for _, max_tokens in shapes)
-        shapes = {each for each in SHAPES if each[1] <= widest}
-    for rows, max_tokens in shapes:
-        _, cache = model.forward(
-            np.zeros((rows, max_tokens), np.int32),
-            np.zeros(rows, np.int32),
-            cache,
-            Layout.from_blocks([], num_rows=rows, width=width),
-        )
-    return cache
+def feed_node(model: LoadedModel, kv: KVManager, node: Node) -> None:
+    """Feeds all tokens of a node, after those of its path, and keeps the logits at its end."""
+    passes = PrefillPasses(model, kv)
+    while pieces := next_pieces(node.path(), ROWS):
+        logits, _ = passes.run(pieces)
+        node.logits = logits[len(pieces) - 1]
+    kv.tree.complete(node)
 
 
 def prefill(
@@ -141,19 +115,10 @@ def prefill(
       The logits after the last token, float32[1, V], and the cache.
     """
     layout = Layout.from_blocks([[block]])
-    _, width = SHAPES[-1]
+    width = 256
     for start in range(0, max(len(tokens), 1), width):
         chunk = list(tokens[start : start + width])
         padded = np.zeros((1, width), np.int32)
         padded[0, : len(chunk)] = chunk
         logits, cache = model.forward(padded, np.asarray([len(chunk)]), cache, layout)
     return logits, cache
-
-
-SHAPES = ((16, 16), (4, 64), (1, 256))
-"""(rows, tokens of a row) of passes of `feed_all`."""
-
-
-def shape(remaining: int) -> tuple[int, int]:
-    """(rows, tokens of a row) of a pass whose first row has `remaining` tokens to feed."""
-    return next((each for each in SHAPES if remaining <= each[1]), SHAPES[-1])

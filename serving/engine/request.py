@@ -2,17 +2,37 @@
 
 import collections
 import dataclasses
-import time
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from jaxshare import Sampler
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.seeds import stream_seed
-from jaxshare.serving.engine.stream import StreamState
+from jaxshare.serving.engine.completion import Completion
+from jaxshare.serving.engine.stream import Detokenizer
 from jaxshare.serving.kvcache.policy import prefix_hash
 
 _MAX_PROMPTS = 2**16
+
+
+class OutputSink(Protocol):
+    """What takes the output of a request: a stream, or a run that collects completions.
+
+    Attributes:
+      detokenizer: finds its stop texts.
+    """
+
+    @property
+    def detokenizer(self) -> Detokenizer: ...
+    def put(self, tokens: tuple[int, ...]) -> None:
+        """Takes new tokens of the text."""
+        ...
+
+    def finish(self, output: Completion) -> Completion:
+        """Takes the whole output, without its text; returns it with the times that it took."""
+        ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -24,7 +44,10 @@ class Request:
       prompt: int32 tokens.
       sampler, seed, max_new_tokens: how it is answered.
       agent, priority: the agent that it belongs to, and its priority over other requests.
-      stream: the state that it shares with its stream.
+      stream: takes its output.
+      prompt_number, index: of its completion.
+      cuts: see `jaxshare.serving.kvcache.manager.KVRequest`.
+      scored: whether log-probabilities are wanted; logprobs: of what was sampled so far.
       resample: "stepwise" or "hotspot" if the Logits Cache may answer it and keeps its
         distributions; None for neither.
       output: tokens sampled so far, of which the first `num_replayed` came from the cache;
@@ -33,7 +56,6 @@ class Request:
       top_logits: the distributions from which the output was sampled, without the replayed ones.
       next_seed: the seed of the next request with the same prompt, where seeds are derived.
       num_streamed: tokens of the output that its stream was given.
-      first_token_time: when its first token came.
     """
 
     number: int
@@ -43,9 +65,13 @@ class Request:
     max_new_tokens: int
     agent: str
     priority: int
-    stream: StreamState
+    stream: OutputSink
     resample: str | None = None
-    submit_time: float = dataclasses.field(default_factory=time.perf_counter)
+    prompt_number: int = 0
+    index: int = 0
+    cuts: Sequence[int] | None = None
+    scored: bool = False
+    logprobs: list[float] = dataclasses.field(default_factory=list)
     output: list[int] = dataclasses.field(default_factory=list)
     stop_token: int | None = None
     num_replayed: int = 0
@@ -55,8 +81,8 @@ class Request:
     next_seed: int | None = None
     num_streamed: int = 0
     preemptions: int = 0
-    first_token_time: float | None = None
     cancelled: bool = False
+    finished: bool = False
 
     @property
     def tokens(self) -> np.ndarray:

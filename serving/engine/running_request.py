@@ -10,6 +10,9 @@ from jaxshare.serving.engine.speculation import DraftLookup
 from jaxshare.serving.kvcache.pool import Extent
 from jaxshare.serving.kvcache.prefix_tree import Node
 
+WIDTH = 16
+"""Tokens of a row that a pass of the decode loop feeds at most."""
+
 
 @dataclasses.dataclass(eq=False)
 class RunningRequest:
@@ -22,8 +25,6 @@ class RunningRequest:
       decoding: whether it is in the decode loop; before that it is prefilled.
       logits: float32[V] after its last fed token, where it can sample at once.
       drafts: the lookup of draft tokens, where it has parted from an earlier output.
-      num_sampled: tokens that the decode loop had sampled for it at the last dispatch, and
-        `first_sampled` when it entered the loop.
       block, length: its own block in the last view, and the tokens in that.
     """
 
@@ -33,8 +34,6 @@ class RunningRequest:
     decoding: bool = False
     logits: Array | None = None
     drafts: DraftLookup | None = None
-    num_sampled: int = 0
-    first_sampled: int = 0
     block: int = 0
     length: int = 0
 
@@ -47,7 +46,20 @@ class RunningRequest:
     @property
     def unread(self) -> np.ndarray:
         """Tokens that are not cached yet."""
-        return self.node.tokens[self.extent.length :]
+        path = [node for node in self.node.path() if node.writing]
+        return np.concatenate([node.tokens[node.num_cached :] for node in path])
+
+    @property
+    def needs_prefill(self) -> bool:
+        """Returns whether it has more to feed than the decode loop takes.
+
+        The loop feeds few tokens, and those of its own node alone.
+        """
+        if self.decoding or self.logits is not None:
+            return False
+        return len(self.unread) > WIDTH or any(
+            node.writing for node in self.node.path() if node is not self.node
+        )
 
 
 def preemption_order(row: RunningRequest) -> tuple[int, int]:

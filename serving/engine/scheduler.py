@@ -1,37 +1,38 @@
 """The scheduler: admits requests, prefills them in chunks, runs the decode loop, and hands out
 what it samples.
 
-One step admits requests as long as there are rows and memory, runs one forward pass over a chunk of
-what is still to be prefilled, and dispatches the decode loop once. All of it runs in one thread;
-nothing here is called from another one.
+One step admits requests as long as there are rows and memory, runs a forward pass over a chunk of
+what is still to be prefilled, and dispatches the decode loop once. It has no thread and reads no
+clock: what it decides follows from the requests, the order in which they come, and the speeds that
+it is given.
 """
 
+import collections
 import logging
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from jaxshare import FinishReason, KVCache, Layout, decode
+from jaxshare import FinishReason
 from jaxshare.models import LoadedModel
-from jaxshare.seeds import seed_words
 from jaxshare.serving.engine import prefill
-from jaxshare.serving.engine.decode_rows import DecodeRows
+from jaxshare.serving.engine.decode_rows import DecodeRows, Dispatched
+from jaxshare.serving.engine.draft_pass import verify_drafts
 from jaxshare.serving.engine.fair_queue import FairQueue
 from jaxshare.serving.engine.metrics import Metrics
+from jaxshare.serving.engine.narrow import narrowed_size
 from jaxshare.serving.engine.output import OutputProcessor
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import RunningRequest, preemption_order
-from jaxshare.serving.engine.speculation import SHAPES, Draft, DraftBatch, verify
+from jaxshare.serving.engine.speculation import SHAPES
 from jaxshare.serving.errors import NotANumberError
-from jaxshare.serving.kvcache.manager import KVManager, Wait, ema
+from jaxshare.serving.kvcache.fan_in import FanInGroups
+from jaxshare.serving.kvcache.manager import KVManager, Wait
+from jaxshare.serving.kvcache.view import View, ViewBuilder, spans
 
 log = logging.getLogger("jaxshare.engine")
 
-PENDING = 8
-"""At most this many tokens are fed by the decode loop itself, beside the rows that sample."""
+_FINAL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Scheduler:
@@ -41,9 +42,15 @@ class Scheduler:
       model: as loaded, keys rotated as for its whole context.
       kv, queue: the keys and values, and the waiting requests.
       rows: requests that run at the same time.
-      passes: the most forward passes of one dispatch, after which the host processes the output.
+      passes: the most passes of one dispatch, after which the host processes the output.
       metrics: the engine's counters.
       output: processes sampled tokens.
+      prefill_first: prefill all that is admitted before anything more is sampled, which takes the
+        least time in all; otherwise a chunk at a time, so that no stream waits for long.
+      groups: sizes of fan-in groups to begin with.
+
+    Attributes:
+      peak_tokens: the most tokens that were cached, with `prefill_first`.
     """
 
     def __init__(
@@ -56,12 +63,18 @@ class Scheduler:
         passes: int,
         metrics: Metrics,
         output: OutputProcessor,
+        prefill_first: bool = False,
+        groups: tuple[int, ...] = (),
     ):
         self.model, self.kv, self.queue = model, kv, queue
         self.passes, self.metrics, self.output = passes, metrics, output
         self.rows: list[RunningRequest | None] = [None] * rows
+        self._prefill_first, self.peak_tokens = prefill_first, 0
+        self._views = ViewBuilder(rows, FanInGroups(rows, groups))
+        self._draft_views = {count: ViewBuilder(count) for count, _ in SHAPES}
+        self._prefill_passes = prefill.PrefillPasses(model, kv)
         self._decode_rows = DecodeRows(
-            model, rows=rows, max_pending=PENDING, num_top_logits=output.num_top_logits
+            model, rows=rows, passes=passes, num_top_logits=output.num_top_logits
         )
 
     @property
@@ -76,15 +89,13 @@ class Scheduler:
         self._finish_cancelled()
         for request in [r for r in self.queue if r.resample and not r.looked_up]:
             self.output.look_up(request)
-        if admit:
-            self._admit()
-        if long := [r for r in self.live if not r.decoding and len(r.unread) > PENDING]:
-            self._prefill(long)
-        ready = [
-            row
-            for row in self.live
-            if not row.decoding and (row.logits is not None or len(row.unread) <= PENDING)
-        ]
+        while True:
+            admitted = self._admit() if admit else 0
+            if long := [row for row in self.live if row.needs_prefill]:
+                self._prefill(long)
+            if not self._prefill_first or not (long or admitted):
+                break
+        ready = [row for row in self.live if not row.decoding and not row.needs_prefill]
         drafting = [row for row in ready if row.drafts and row.logits is None]
         undrafted = self._verify_drafts(drafting) if drafting else []
         self._start_decoding([row for row in ready if row in undrafted or row not in drafting])
@@ -93,6 +104,8 @@ class Scheduler:
             prefilling = any(not row.decoding for row in self.live)
             passes = max(1, self.passes // 4) if prefilling else self.passes
             self._decode(passes, stop_on_finish=len(self.queue) > 0)
+        if self._prefill_first and not len(self.queue):
+            self._narrow()
         self._set_metrics()
         return bool(self.live or len(self.queue))
 
@@ -117,23 +130,30 @@ class Scheduler:
 
     # Admission and preemption.
 
-    def _admit(self) -> None:
-        """Admits requests as long as there are rows and memory."""
+    def _admit(self) -> int:
+        """Admits requests as long as there are rows and memory; returns how many."""
+        free = [i for i, row in enumerate(self.rows) if row is None][::-1]
+        running = collections.Counter(row.request.agent for row in self.live)
+        admitted = 0
         for request in self.queue:
-            free = [i for i, row in enumerate(self.rows) if row is None]
             if not free and not self._preempt_for(request):
-                return
+                break
             free = free or [i for i, row in enumerate(self.rows) if row is None]
-            while (wait := self._try_admit(request, free[0])) is Wait.MEMORY and self._preempt_for(
-                request
-            ):
-                pass
+            count = 1 + running[request.agent]
+            while (wait := self._try_admit(request, free[-1], count)) is Wait.MEMORY:
+                if not self._preempt_for(request):
+                    break
             # The cached prefix may itself fill the memory that the request needs.
             if wait is Wait.MEMORY and not self.live:
-                wait = self._try_admit(request, free[0], afresh=True)
+                wait = self._try_admit(request, free[-1], count, afresh=True)
                 assert wait is None
             if wait is Wait.MEMORY:
-                return
+                break
+            if wait is None:
+                free.pop()
+                running[request.agent] += 1
+                admitted += 1
+        return admitted
 
     def _preempt_for(self, request: Request) -> bool:
         """Preempts a row of a lower priority; False if there is none."""
@@ -142,21 +162,26 @@ class Scheduler:
             self._preempt(min(lower, key=preemption_order))
         return bool(lower)
 
-    def _try_admit(self, request: Request, index: int, *, afresh: bool = False) -> Wait | None:
+    def _try_admit(
+        self, request: Request, index: int, running: int, *, afresh: bool = False
+    ) -> Wait | None:
         """Gives a request this row and memory, or returns why it has to wait."""
-        running = 1 + sum(row.request.agent == request.agent for row in self.live)
         node = self.kv.allocate(request, running, afresh=afresh)
         if isinstance(node, Wait):
             return node
         self.queue.take(request)
         drafts = self.output.draft_lookup(request)
-        self.rows[index] = RunningRequest(request, index, node, drafts=drafts)
-        num_cached = node.segment.depth - len(node.tokens)
+        self.rows[index] = row = RunningRequest(request, index, node, drafts=drafts)
+        num_unread = len(row.unread)
+        if not num_unread:
+            assert node.parent is not None
+            row.logits = node.parent.logits
+        num_cached = node.segment.depth - num_unread
         if request.num_reused is None:
             request.num_reused = min(num_cached, len(request.prompt))
         self.metrics.admitted(request, num_cached)
         extra = {"call": request.number, "agent": request.agent, "known": num_cached}
-        log.debug("admitted", extra={**extra, "to_feed": len(node.tokens)})
+        log.debug("admitted", extra={**extra, "to_feed": num_unread})
         return None
 
     def _preempt(self, row: RunningRequest) -> None:
@@ -174,112 +199,41 @@ class Scheduler:
 
     def _prefill(self, rows: Sequence[RunningRequest]) -> None:
         """One pass over the next tokens of the first rows, as many as its shape holds."""
-        count, width = prefill.shape(len(rows[0].unread))
-        batch = dict(enumerate(rows[:count]))
-        tokens, counts = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
-        for i, row in batch.items():
-            chunk = row.unread[:width]
-            tokens[i, : len(chunk)], counts[i] = chunk, len(chunk)
-        cache, layout = self._view(batch, count)
-        start = time.perf_counter()
-        logits, self.kv.pool.cache = self.model.forward(tokens, counts, cache, layout)
-        finite = np.asarray(jnp.isfinite(logits).all(axis=-1))
-        num_fed = int(counts.sum())
-        self.kv.feed_seconds = ema(self.kv.feed_seconds, (time.perf_counter() - start) / num_fed)
-        self.metrics.prefilled(num_fed)
-        for i, row in batch.items():
-            row.extent.length += int(counts[i])
-            self.queue.serve(row.request, int(counts[i]))
-            if not finite[i]:
-                self._fail_not_finite(row)
-            elif not len(row.unread):
+        batch: list[tuple[RunningRequest, prefill.Piece]] = []
+        for row in rows:
+            pieces = prefill.next_pieces(row.node.path(), prefill.ROWS - len(batch))
+            batch += [(row, piece) for piece in pieces]
+        logits, finite = self._prefill_passes.run([piece for _, piece in batch])
+        self.metrics.prefilled(sum(len(piece.tokens) for _, piece in batch))
+        failed = {row.index for i, (row, _) in enumerate(batch) if not finite[i]}
+        for i, (row, piece) in enumerate(batch):
+            self.queue.serve(row.request, len(piece.tokens))
+            if row.index in failed:
+                continue
+            if not len(row.unread):
                 row.logits = logits[i]
-        self.kv.view_changed = True
+            if piece.node is not row.node and piece.node.num_cached == len(piece.node.tokens):
+                self.kv.tree.complete(piece.node)
+                piece.node.logits = row.logits  # of a prompt that ends here, or None
+        for row in {id(row): row for row, _ in batch if row.index in failed}.values():
+            self._fail_not_finite(row)
 
     def _verify_drafts(self, rows: Sequence[RunningRequest]) -> list[RunningRequest]:
-        """One pass over the drafts of some of these rows.
-
-        Returns:
-          The rows that have no draft, which are for the decode loop.
-        """
-        drafts: list[tuple[RunningRequest, Draft]] = []
-        undrafted: list[RunningRequest] = []
-        max_rows = SHAPES[-1][0]
-        for row in rows:
-            draft = self._draft(row)
-            if draft is None:
-                undrafted.append(row)
-            elif len(drafts) < max_rows:
-                drafts.append((row, draft))
-        if not drafts:
-            return undrafted
-        batch = DraftBatch.of([draft for _, draft in drafts])
-        cache, layout = self._view({i: row for i, (row, _) in enumerate(drafts)}, len(batch.counts))
-        self.kv.pool.cache, sampled, finite, top_logits = verify(
-            self.model.module,
-            self.model.params,
-            cache,
-            layout,
-            batch.tokens,
-            batch.counts,
-            batch.stacked_samplers(),
-            seed_words(batch.seeds),
-            batch.positions,
-            self.output.num_top_logits,
+        """One pass over the drafts of some of these rows; returns those that have none."""
+        verified, undrafted = verify_drafts(
+            rows,
+            model=self.model,
+            kv=self.kv,
+            views=self._draft_views,
+            metrics=self.metrics,
+            stops=self.output.stops,
+            num_top_logits=self.output.num_top_logits,
         )
-        sampled, finite, top_logits = jax.device_get((sampled, finite, top_logits))
-        self.metrics.ran("guess", 1)
-        self.kv.view_changed = True
-        now = time.perf_counter()
-        for i, (row, draft) in enumerate(drafts):
-            if not finite[i]:
-                self._fail_not_finite(row)
-                continue
-            start = int(batch.starts[i])
-            tokens, reason = self._accept(
-                row, draft, sampled[i, start : batch.counts[i]].tolist(), start
-            )
-            part = slice(start, start + len(tokens))
-            row.request.top_logits.append(
-                jax.tree.map(lambda array, i=i, part=part: array[i, part], top_logits)
-            )
-            self._append(row, tokens, reason, now)
+        for each in verified:
+            if each.top_logits is not None:
+                each.row.request.top_logits.append(each.top_logits)
+            self._append(each.row, each.tokens, each.reason)
         return undrafted
-
-    def _draft(self, row: RunningRequest) -> Draft | None:
-        """The draft of a row, or None if it has none."""
-        request, max_tokens = row.request, SHAPES[-1][1]
-        assert row.drafts is not None
-        if row.extent.capacity - row.extent.length < max_tokens:
-            self.kv.extend_in_place(row.node, max(max_tokens, request.remaining))
-        capacity = min(max_tokens, row.extent.capacity - row.extent.length) - len(row.unread)
-        tokens = row.drafts.draft(request.output, min(capacity, request.remaining - 1))
-        if not tokens:
-            return None
-        unread = row.unread.tolist()
-        return Draft(unread, tokens, request.sampler, request.seed, len(request.output))
-
-    def _accept(
-        self, row: RunningRequest, draft: Draft, sampled: list[int], start: int
-    ) -> tuple[list[int], FinishReason]:
-        """Accepts the draft as far as it equals what was sampled, and one token more.
-
-        Returns:
-          The accepted tokens, up to a stop token, and whether they finish the request.
-        """
-        assert row.drafts is not None
-        num_drafted, right = len(draft.tokens), draft.num_accepted(sampled)
-        row.drafts.report(right, num_drafted)
-        self.metrics.drafted(right, num_drafted - right)
-        row.extent.length += start + 1 + right
-        tokens = sampled[: right + 1]
-        stop = next((n for n, token in enumerate(tokens) if token in self.output.stops), None)
-        if stop is not None:  # tokens that were fed after the stop token belong to no request
-            row.extent.length -= max(0, right - stop)
-            return tokens[: stop + 1], FinishReason.STOP
-        if len(row.request.output) + len(tokens) >= row.request.max_new_tokens:
-            return tokens, FinishReason.LENGTH
-        return tokens, FinishReason.RUNNING
 
     def _start_decoding(self, rows: Sequence[RunningRequest]) -> None:
         """Lets rows enter the decode loop that have few or no tokens left to prefill."""
@@ -287,17 +241,12 @@ class Scheduler:
             return
         for row in rows:
             row.decoding = True
-            row.num_sampled = row.first_sampled = len(row.request.output)
         requests = [row.request for row in rows]
         self._decode_rows.set_samplers(rows)
         if self._decode_rows.state is None:
-            self._decode_rows.create(*self._view({}, len(self.rows)), requests)
+            self._decode_rows.create(self._views.build(self.kv.pool, {}), requests)
         self._decode_rows.grow(requests)
-        cache, blocks = self._visible_blocks(
-            {row.index: row for row in self.live if row.decoding}, len(self.rows)
-        )
-        self.kv.view_changed = False
-        self._decode_rows.admit(rows, cache, blocks, self.kv.width)
+        self._decode_rows.admit(rows, self._view())
 
     def _decode(self, passes: int, stop_on_finish: bool) -> None:
         """One dispatch: passes that each sample a token for every row in the decode loop.
@@ -309,37 +258,26 @@ class Scheduler:
             capacity = row.extent.capacity - row.extent.length
             if capacity < min(passes, row.request.remaining):
                 self.kv.extend_in_place(row.node, row.request.remaining)
-        if self.kv.view_changed:
-            view = self._view({row.index: row for row in rows}, len(self.rows))
-            self.kv.view_changed = False
-        else:
-            view = self.kv.pool.cache, None
-        state = decode(
-            self.model.module,
-            self.model.params,
-            self._decode_rows.before_dispatch(*view),
+        self.kv.pool.cache = self._decode_rows.dispatch(
+            rows,
+            self.kv.pool.cache,
+            self._view() if self.kv.view_changed else None,
             passes=passes,
             stop_on_finish=stop_on_finish,
         )
-        self._decode_rows.state, self.kv.pool.cache = state, state.cache
         if request := next(iter(self.queue), None):
             self.kv.prepare(request)  # while the device is at work
         result = self._decode_rows.fetch()
         self.metrics.ran("decode", result.passes)
-        if result.faults:
-            state.cache.check()
-        now = time.perf_counter()
-        full: list[RunningRequest] = []
         for row in rows:
             length = int(result.lengths[row.block])
             row.extent.length += length - row.length
             row.length = length
-            end = result.num_sampled[row.index]
-            tokens = result.tokens[row.index, row.num_sampled : end].tolist()
-            row.num_sampled += len(tokens)
-            if (reason := FinishReason(int(result.reasons[row.index]))) is FinishReason.CACHE_FULL:
-                full.append(row)
-            self._append(row, tokens, reason, now)
+        if self._prefill_first:
+            self.peak_tokens = max(self.peak_tokens, self.kv.cached_tokens)
+        for row in rows:
+            self._take_output(row, result)
+        full = [r for r in rows if result.reasons[r.index] == FinishReason.CACHE_FULL]
         for row in full:
             if self.rows[row.index] is row:  # it may have been preempted meanwhile
                 self._extend(row)
@@ -348,13 +286,22 @@ class Scheduler:
             if still_decoding and row.drafts and row.drafts.matches(row.request.output):
                 self._stop_decoding(row)
 
-    def _append(
-        self, row: RunningRequest, tokens: list[int], reason: FinishReason, now: float
-    ) -> None:
+    def _take_output(self, row: RunningRequest, result: Dispatched) -> None:
+        """Takes what a row has sampled in a dispatch."""
+        index, new = row.index, slice(0, int(result.num_held[row.index]))
+        if row.request.scored:
+            row.request.logprobs += result.logprobs[index, new].tolist()
+        if row.request.resample and new.stop:
+            row.request.top_logits.append(
+                jax.tree.map(lambda array: array[index, new], result.top_logits)
+            )
+        reason = FinishReason(int(result.reasons[index]))
+        self._append(row, result.tokens[index, new].tolist(), reason)
+
+    def _append(self, row: RunningRequest, tokens: list[int], reason: FinishReason) -> None:
         """Appends sampled tokens to the output; streams or finishes it."""
         request = row.request
         if tokens:
-            request.first_token_time = request.first_token_time or now
             self.queue.serve(request, len(tokens))
             self.metrics.sampled(len(tokens))
         if reason is FinishReason.STOP:
@@ -367,7 +314,7 @@ class Scheduler:
             self._fail_not_finite(row)
         elif stopped:
             self._finish(row, FinishReason.STOP_TEXT)
-        elif reason in (FinishReason.STOP, FinishReason.LENGTH):
+        elif reason in _FINAL:
             self._finish(row, reason)
         else:
             self.output.publish(request)
@@ -382,11 +329,28 @@ class Scheduler:
         row.node = node
         self._decode_rows.resume(row)
 
+    def _narrow(self) -> None:
+        """Goes on with fewer rows, where that pays and no more requests are to come."""
+        live = self.live
+        left = max((row.request.remaining for row in live), default=0)
+        size = narrowed_size(len(self.rows), len(live), left)
+        if not size or not all(row.decoding for row in live):
+            return
+        ended = [i for i, row in enumerate(self.rows) if row is None]
+        self._decode_rows.narrow([row.index for row in live] + ended[: size - len(live)])
+        self._views = ViewBuilder(size, FanInGroups(size))
+        self.rows = [*live, *[None] * (size - len(live))]
+        for index, row in enumerate(live):
+            row.index = index
+        self.kv.view_changed = True
+
     # The end of a request.
 
     def _fail_not_finite(self, row: RunningRequest) -> None:
-        """Ends a request whose logits are not finite; nothing of its last node can be reused."""
-        row.extent.length = 0
+        """Ends a request whose logits are not finite; nothing that it was writing can be reused."""
+        for node in row.node.path():
+            if node.writing and node.extent:
+                node.extent.length = 0
         self._finish(
             row,
             FinishReason.ERROR,
@@ -422,23 +386,33 @@ class Scheduler:
         self._decode_rows.reset()
         self.kv.reset()
 
+    def abandon(self) -> None:
+        """Drops all rows, and what they have cached, but for pinned prefixes."""
+        if self.kv.pool.cache.keys[0].is_deleted():  # a pass was interrupted
+            return
+        for row in self.live:
+            self._release(row)
+        self.kv.drop_unused()
+
+    def warm_up(self, request: Request) -> None:
+        """Compiles what requests such as this one need; none may have been submitted."""
+        self._prefill_passes.run([])
+        self._decode_rows.create(self._views.build(self.kv.pool, {}), [request])
+        self.kv.pool.cache = self._decode_rows.dispatch(
+            [], self.kv.pool.cache, None, passes=0, stop_on_finish=False
+        )
+        self._decode_rows.fetch()
+
     def free(self) -> None:
         """Frees the accelerator's memory."""
         self._decode_rows.reset()
         self.kv.pool.free_arrays()
 
-    # Views for passes.
-
-    def _view(self, rows: Mapping[int, RunningRequest], count: int) -> tuple[KVCache, Layout]:
-        """(the cache with the blocks that these rows see, a layout of `count` rows)."""
-        cache, blocks = self._visible_blocks(rows, count)
-        return cache, Layout.from_blocks(blocks, width=self.kv.width)
-
-    def _visible_blocks(
-        self, rows: Mapping[int, RunningRequest], count: int
-    ) -> tuple[KVCache, list[list[int]]]:
-        """The same, with the blocks of each row instead of a layout."""
-        cache, blocks, own = self.kv.view({i: row.node for i, row in rows.items()}, count)
-        for i, row in rows.items():
-            row.block, row.length = own[i]
-        return cache, blocks
+    def _view(self) -> View:
+        """The blocks of all rows in the decode loop."""
+        rows = [row for row in self.live if row.decoding]
+        seen = {row.index: spans(row.node.path()) for row in rows}
+        view, self.kv.view_changed = self._views.build(self.kv.pool, seen), False
+        for row in rows:
+            row.block, row.length = view.own[row.index]
+        return view

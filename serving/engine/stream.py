@@ -4,6 +4,7 @@ import asyncio
 import collections
 import dataclasses
 import threading
+import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Self
@@ -131,6 +132,8 @@ class StreamState:
         self.output: Completion | None = None
         self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._result: Completion | None = None
+        self._submit_time = time.perf_counter()
+        self._first_token_seconds: float | None = None
 
     def result(self) -> Completion:
         """The output with its text. Raises the request's error if it has one."""
@@ -154,12 +157,34 @@ class StreamState:
                 self.waiters.append((loop, future))
             await future
 
-    def put(self, tokens: tuple[int, ...] = (), output: Completion | None = None) -> None:
-        """Adds tokens, or the final output without its text. Called in the engine's thread."""
+    def put(self, tokens: tuple[int, ...]) -> None:
+        """Adds tokens. Called in the engine's thread."""
+        if not tokens:
+            return
+        if self._first_token_seconds is None:
+            self._first_token_seconds = time.perf_counter() - self._submit_time
         with self.changed:
-            if tokens:
-                self.chunks.append(tokens)
-            self.output = self.output or output
+            self.chunks.append(tokens)
+        self._notify()
+
+    def finish(self, output: Completion) -> Completion:
+        """Sets the final output, without its text. Called in the engine's thread.
+
+        Returns:
+          The output with the times from its submission; the first one, where there are several.
+        """
+        with self.changed:
+            self.output = self.output or dataclasses.replace(
+                output,
+                seconds=time.perf_counter() - self._submit_time,
+                first_token_seconds=self._first_token_seconds,
+            )
+        self._notify()
+        return self.output
+
+    def _notify(self) -> None:
+        """Wakes all readers."""
+        with self.changed:
             self.changed.notify_all()
             waiters, self.waiters = self.waiters, []
         for loop, future in waiters:

@@ -3,19 +3,15 @@ request uses, and builds the cache and the blocks of each pass."""
 
 import collections
 import contextlib
-import dataclasses
 import enum
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import jax
 import numpy as np
 
-from jaxshare import KVCache
-from jaxshare.layout import Layout, bucket
 from jaxshare.models import LoadedModel
-from jaxshare.serving.kvcache.fan_in import FanInGroups
 from jaxshare.serving.kvcache.policy import Observation, Policy
 from jaxshare.serving.kvcache.pool import Extent, Pool
 from jaxshare.serving.kvcache.prefix_tree import MIN_SHARED_TOKENS, Match, Node, PrefixTree
@@ -39,9 +35,9 @@ class KVRequest(Protocol):
       tokens: its prompt and output so far.
       remaining: tokens that may still come.
       agent, priority: for the policy.
-      cuts: the numbers of its first tokens that make a block which other requests read too,
+      cuts: the numbers of its first tokens at which blocks end that other requests read too,
         ascending, where that is planned; None where the manager decides. Planned requests share
-        nothing else.
+        nothing else, and have memory for all that may come from the start.
     """
 
     @property
@@ -79,17 +75,16 @@ class KVManager:
     Args:
       model: as loaded.
       tokens: the capacity of the accelerator; host_tokens: that of host memory.
-      rows: requests that run at the same time.
       policy: the order of eviction.
       metrics: counters of evicted and fetched tokens.
       speeds: of prefill and of copies; whether to keep or to compute again follows from them.
-      groups: sizes of fan-in groups to begin with.
 
     Attributes:
       pool, tree: the memory and the cached prefixes.
       leased, leased_tokens: the extents of sessions, and their tokens.
       speeds: as given.
-      view_changed: whether the blocks differ from those of the last view of decoding rows.
+      view_changed: whether the blocks differ from those of the last view of decoding rows; the
+        scheduler resets it.
     """
 
     def __init__(
@@ -98,22 +93,15 @@ class KVManager:
         *,
         tokens: int,
         host_tokens: int,
-        rows: int,
         policy: Policy,
         metrics: KVMetrics,
         speeds: FixedSpeeds,
-        groups: tuple[int, ...] = (),
     ):
         self.view_changed, self.speeds = True, speeds
         self._model, self._tokens, self._host_tokens = model, tokens, host_tokens
-        self._policy, self._metrics, self._rows = policy, metrics, rows
+        self._policy, self._metrics = policy, metrics
         self.reset()
         self._costs, self._layers = load_costs(model), model.config.num_layers
-        self._groups = FanInGroups(rows, groups)
-        # By the number of rows of a pass: the most blocks that a row has listed, and the slots of
-        # the cache, as buckets, so that few programs serve all views.
-        self._widths: dict[int, int] = {}
-        self._slots: dict[int, int] = {}
 
     def reset(self) -> None:
         """Empties pool and tree, and ends all leases."""
@@ -121,6 +109,7 @@ class KVManager:
         self.tree = PrefixTree(self.pool, self._policy, self._host_tokens)
         self.leased: set[Extent] = set()
         self.leased_tokens = 0
+        self._unattached: list[Extent] = []  # taken, but of no node yet
         self.view_changed = True
 
     # Requests.
@@ -136,16 +125,19 @@ class KVManager:
           afresh: ignore cached prefixes, which may themselves fill the memory.
         """
         tokens, tree, planned = request.tokens, self.tree, request.cuts is not None
-        cuts = [cut for cut in request.cuts or () if cut < len(tokens)]
+        cuts = [cut for cut in request.cuts or () if cut <= len(tokens)]
         max_matched = max(cuts, default=0) if planned else len(tokens) - 1
         match = tree.match(tokens, 0 if afresh else max_matched)
+        if match.tokens == len(tokens) and match.node.logits is None:
+            match = tree.match(tokens, len(tokens) - 1)  # the last one is fed for its logits
         if match.in_flight >= (1 if planned else MIN_SHARED_TOKENS):
             return Wait.IN_FLIGHT
         parent = self._branch_at(match, request)
         path, num_cached = parent.path(), parent.segment.depth
         ends = [num_cached, *(cut for cut in cuts if cut > num_cached), len(tokens)]
         runs = [tokens[start:end] for start, end in itertools.pairwise(ends)]
-        extents = self._extents_after(path, [*map(len, runs)], min(request.remaining, GROWTH))
+        growth = request.remaining if planned else min(request.remaining, GROWTH)
+        extents = self._extents_after(path, [*map(len, runs)], growth, private=planned)
         if extents is None:
             return Wait.MEMORY
         shared = collections.Counter[str]()
@@ -211,30 +203,33 @@ class KVManager:
         return not feed_seconds or more * 1e-6 * self._layers * request.remaining <= gain
 
     def _extents_after(
-        self, path: list[Node], sizes: Sequence[int], growth: int
+        self, path: list[Node], sizes: Sequence[int], growth: int, *, private: bool
     ) -> list[Extent] | None:
         """Extents of these sizes after these nodes, all of which are swapped in.
 
-        The last one is larger by `growth`, as far as there is memory. None if all of them cannot
-        be free, and then nothing is evicted in vain.
+        The last one is larger by `growth`; if it is not private, as far as there is memory. None if
+        all of them cannot be free, and then nothing is evicted in vain.
         """
-        needed = sum(sizes)
+        sizes = [*sizes[:-1], sizes[-1] + growth] if private else sizes
+        growth, needed = 0 if private else growth, sum(sizes)
         with _pinned(path):
             available = self.pool.free - sum(len(node.tokens) for node in path if node.copy)
             if available < needed + growth:
                 available += self.tree.unused_tokens()
             if available < needed or not all(self._swap_in(node) for node in path):
                 return None
-            extents: list[Extent] = []
+            extents = self._unattached
             for i, size in enumerate(sizes):
                 last = i == len(sizes) - 1
-                larger = self._take(size + min(growth, available - needed)) if last else None
-                extent = larger or self._take(size)
+                more = min(growth, available - needed) if last else 0
+                extent = self._take(size + more, high=private and last) or self._take(size)
                 if extent is None:
                     for taken in extents:
                         self.pool.give_back(taken)
+                    extents.clear()
                     return None
                 extents.append(extent)
+        self._unattached = []
         return extents
 
     def _swap_in(self, node: Node) -> bool:
@@ -291,6 +286,41 @@ class KVManager:
                 self.tree.finish(each)
         self.view_changed = True
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens on the accelerator, those that no request uses included."""
+        nodes = self.tree.root.subtree()
+        return sum(node.extent.length for node in nodes if node.extent)
+
+    # Pinned prefixes.
+
+    def pin(self, parent: Node | None, tokens: np.ndarray) -> Node | None:
+        """A node for tokens after those of its parent, to be prefilled, that is never evicted.
+
+        Returns:
+          The node, or None where there is no memory for it.
+        """
+        extent = self._take(len(tokens))
+        if extent is None:
+            return None
+        node = self.tree.add(parent or self.tree.root, tokens, extent)
+        for each in node.path():
+            each.ref_count += 1
+        return node
+
+    def unpin(self, node: Node) -> None:
+        """Drops a pinned node that nothing else uses."""
+        for each in node.path():
+            each.ref_count -= 1
+        self.drop_unused()
+
+    def drop_unused(self) -> None:
+        """Drops all that no request uses and that is not pinned."""
+        while unused := [node for node in self.tree.root.subtree() if node.evictable]:
+            for node in unused:
+                self.tree.evict_node(node, worth_a_copy=False)
+        self.view_changed = True
+
     # Sessions.
 
     def lease(self, tokens: int) -> Extent | None:
@@ -311,9 +341,9 @@ class KVManager:
 
     # Memory.
 
-    def _take(self, tokens: int) -> Extent | None:
+    def _take(self, tokens: int, *, high: bool = False) -> Extent | None:
         """Takes an extent from the pool, after evicting and compacting as far as needed."""
-        while (extent := self.pool.take(tokens)) is None:
+        while (extent := self.pool.take(tokens, high=high)) is None:
             if not self._reclaim(tokens):
                 return None
         return extent
@@ -336,7 +366,8 @@ class KVManager:
             return False
         # A generator: the tree is walked only where extents have to move.
         cached = (node.extent for node in self.tree.root.subtree() if node.extent)
-        compacted = self.pool.compact(itertools.chain(cached, self.leased), tokens, within)
+        others = itertools.chain(self.leased, self._unattached)
+        compacted = self.pool.compact(itertools.chain(cached, others), tokens, within)
         self.view_changed |= compacted
         return compacted
 
@@ -352,64 +383,6 @@ class KVManager:
         self._metrics.evicted(self.tree.evicted - evicted, self.tree.swapped - swapped)
         return any_evicted
 
-    # Views for passes.
-
-    def view(self, rows: Mapping[int, Sequence[Extent]], count: int, *, decoding: bool) -> "View":
-        """The cache of a pass of `count` rows, of which some see these extents and write the last.
-
-        Args:
-          rows: the extents of each row, `spans` for instance.
-          count: R.
-          decoding: whether it is for the decode loop, where rows stay for many passes, so that
-            fan-in groups pay.
-        """
-        slots: dict[tuple[int, int, int], int] = {}
-        spans: list[Extent] = []
-        blocks: list[list[int]] = [[] for _ in range(count)]
-        for row, listed in rows.items():
-            for span in listed:
-                key = span.offset, span.capacity, span.length
-                if key not in slots:
-                    slots[key] = len(spans)
-                    spans.append(span)
-                blocks[row].append(slots[key])
-        width = max(self._widths.get(count, 8), bucket(max(map(len, blocks))))
-        num_slots = max(self._slots.get(count, 8 * count), bucket(len(spans)))
-        self._widths[count], self._slots[count] = width, num_slots
-        groups: tuple[int, ...] = ()
-        if decoding:
-            self.view_changed = False
-            fan_ins = collections.Counter(itertools.chain.from_iterable(blocks))
-            groups = self._groups.update(
-                [fan_ins[slot] for slot in range(len(spans))], [span.length for span in spans]
-            )
-        own = {row: (blocks[row][-1], spans[blocks[row][-1]].length) for row in rows}
-        return View(self.pool.view(spans, num_slots), blocks, own, width, groups)
-
-
-@dataclasses.dataclass(frozen=True)
-class View:
-    """The blocks of a pass.
-
-    Attributes:
-      cache: with the blocks that the rows see.
-      blocks: for each row the blocks that it sees.
-      own: for each row in use its own block, and the tokens in that.
-      width: blocks that a row can list.
-      groups: of the layout.
-    """
-
-    cache: KVCache
-    blocks: list[list[int]]
-    own: dict[int, tuple[int, int]]
-    width: int
-    groups: tuple[int, ...]
-
-    @property
-    def layout(self) -> Layout:
-        """The blocks as a layout."""
-        return Layout.from_blocks(self.blocks, width=self.width, groups=self.groups)
-
 
 @contextlib.contextmanager
 def _pinned(path: list[Node]) -> Iterator[None]:
@@ -419,21 +392,3 @@ def _pinned(path: list[Node]) -> Iterator[None]:
     yield
     for node in path:
         node.ref_count -= 1
-
-
-def spans(path: Sequence[Node]) -> list[Extent]:
-    """The blocks that a row sees which writes the last of these nodes.
-
-    Neighbours with equal `ref_count` are merged: all rows that see one of them see both.
-    """
-    spans: list[Extent] = []
-    ref_count = -1
-    for each in path:
-        assert each.extent is not None
-        if spans and ref_count == each.ref_count and spans[-1].precedes(each.extent):
-            spans[-1].capacity += each.extent.capacity
-            spans[-1].length += each.extent.length
-        else:
-            spans.append(dataclasses.replace(each.extent))
-        ref_count = each.ref_count
-    return spans

@@ -99,11 +99,22 @@ class Pool:
         """Tokens that belong to no extent."""
         return self._free_list.free
 
-    def take(self, capacity: int) -> Extent | None:
-        """A new empty extent, or None where no free run is large enough."""
-        offset = self._free_list.take(capacity)
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest free run."""
+        return self._free_list.largest
+
+    def take(self, capacity: int, *, high: bool = False) -> Extent | None:
+        """A new empty extent, or None where no free run is large enough.
+
+        Args:
+          capacity: in tokens.
+          high: place it as far to the end as possible, which keeps extents that are soon given back
+            apart from the others.
+        """
+        offset = self._free_list.take(capacity, high=high)
         if offset is None:
-            offset = self._free_list.take(capacity, aligned=False)
+            offset = self._free_list.take(capacity, high=high, aligned=False)
         return None if offset is None else Extent(offset, capacity)
 
     def extend(self, extent: Extent, tokens: int) -> bool:

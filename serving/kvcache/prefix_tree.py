@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from jax import Array
 
 from jaxshare.serving.kvcache.policy import Policy, Segment, prefix_hash
 from jaxshare.serving.kvcache.pool import Extent, HostCopy, Pool
@@ -36,6 +37,7 @@ class Node:
       unmerged: whether it may hold tokens that a sibling holds, too, because it was created before
         they were compared.
       private: whether it is for the request that writes it alone, and dropped when that is over.
+      logits: float32[V] after its last token, kept where requests start to sample there.
       segment: the node as policies see it.
     """
 
@@ -49,6 +51,7 @@ class Node:
     writing: bool = False
     unmerged: bool = True
     private: bool = False
+    logits: Array | None = None
 
     @property
     def first_token(self) -> int:

@@ -40,12 +40,12 @@ def the_store() -> Prefixes:
 @pytest.fixture
 def store() -> Iterator[Prefixes]:
     """An empty store, which every test must leave empty."""
-    arena = the_store().arena
-    yield the_store()
-    if arena.busy or arena.free != 512:
+    empty = the_store()
+    yield empty
+    if empty.busy or empty.free_tokens != 512:
         the_store.cache_clear()  # a failing test must not fail the others
-    assert not arena.busy
-    assert arena.free == 512
+    assert not empty.busy
+    assert empty.free_tokens == 512
 
 
 def greedy(prompts: list[list[int]]) -> list[list[int]]:
@@ -104,7 +104,7 @@ def test_extensions_see_what_precedes_them(store):
     chapter, other = book.extend(CHAPTER), book.extend(SECOND)
     piece = store.add(BOOK + CHAPTER)
     assert (book.tokens, chapter.tokens, piece.tokens) == (12, 17, 17)
-    assert store.arena.free == 512 - 12 - 5 - 7 - 17  # the book is stored once for both chapters
+    assert store.free_tokens == 512 - 12 - 5 - 7 - 17  # the book is stored once for both chapters
     for prefix, tokens in (
         (book, BOOK),
         (chapter, BOOK + CHAPTER),
@@ -186,12 +186,12 @@ def test_waves_below_a_prefix():
     tree = [Branch(tokens, n=2) for tokens in (FIRST, SECOND, CHAPTER)]
     options = {"max_new_tokens": NEW, "sampler": HOT, "prefix": book, "share": True, "max_rows": 4}
     loose = generate(with_stops(), tree, **options)
-    assert store.arena.free == 500
+    assert store.free_tokens == 500
     store.add([5] * 384)
     store.add([6] * 72)
-    assert store.arena.free == 7 + 5 + 4 * 8
+    assert store.free_tokens == 7 + 5 + 4 * 8
     tight = generate(with_stops(), tree, **options)
-    assert store.arena.free == 44
+    assert store.free_tokens == 44
     assert texts(tight) == texts(loose)
     assert len({len(c.tokens) for c in loose.completions}) > 1
     assert tight.kv_bytes <= (12 + 44) * token_bytes()
@@ -248,7 +248,7 @@ def test_one_call_at_a_time(store):
         ):
             use()
     stream.close()
-    assert store.arena.free == 500
+    assert store.free_tokens == 500
     assert [[*c.tokens] for c in again().completions] == expected
 
     def fail(run: Branches) -> None:
@@ -256,7 +256,7 @@ def test_one_call_at_a_time(store):
 
     with pytest.raises(KeyboardInterrupt):
         again(on_tokens=fail)
-    assert store.arena.free == 500
+    assert store.free_tokens == 500
     assert [[*c.tokens] for c in again().completions] == expected
     book.drop()
 

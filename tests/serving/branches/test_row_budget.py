@@ -44,7 +44,6 @@ def test_a_number_that_is_given_is_kept_with_a_prefix_or_without():
             ):
                 assert branches(n, max_rows=asked, **more).rows == rows
         assert branches(2048, prefix=prefix).rows == branches(2048).rows == 2048
-        assert store.arena.slots == 1024, "nothing is changed before a run runs"
 
 
 def test_rows_follow_from_memory(monkeypatch):
@@ -192,30 +191,9 @@ def test_memory_of_the_host_is_what_is_available_within_the_limit_of_the_group(t
 
 
 @pytest.mark.slow
-def test_a_store_gets_more_slots_than_it_was_made_with(monkeypatch):
-    """Rows beyond its first slots write the same texts as without it, and its prefixes stay."""
-    monkeypatch.setattr("jaxshare.serving.branches.prefix._SLOTS", 4)
-    store = Prefixes(model(), max_tokens=1024)
-    book, other = store.add(PROMPT), store.add(TOKENS[20:30])
-    assert store.arena.slots == 4
-    questions = [TOKENS[14:17], TOKENS[17:22]]
-    options = dict(n=3, max_new_tokens=NEW, sampler=HOT, seed=5, share=True)
-    found = generate(model(), questions, prefix=book, **options)
-    whole = generate(model(), [PROMPT + question for question in questions], **options)
-    assert [c.tokens for c in found.completions] == [
-        c.tokens for c in whole.completions
-    ] and found.rows == 6
-    assert store.arena.slots == 16 and store.arena.used_slots == 2
-    again = generate(model(), [TOKENS[14:17]], prefix=other, **options)
-    assert [c.tokens for c in again.completions] == [
-        c.tokens for c in generate(model(), [TOKENS[20:30] + TOKENS[14:17]], **options).completions
-    ]
-
-
-@pytest.mark.slow
 def test_few_rows_that_are_left_go_on_with_a_smaller_state(monkeypatch):
     """The texts are those of a run that keeps all rows; the last passes have fewer."""
-    monkeypatch.setattr("jaxshare.serving.branches.narrow._NARROW_ABOVE", 8)
+    monkeypatch.setattr("jaxshare.serving.engine.narrow._NARROW_ABOVE", 8)
     stops = dataclasses.replace(
         model(),
         generation=dataclasses.replace(model().generation, stop_tokens=tuple(range(0, 402, 9))),
@@ -225,13 +203,13 @@ def test_few_rows_that_are_left_go_on_with_a_smaller_state(monkeypatch):
     run = Branches(stops, [PROMPT, TOKENS[20:29]], **options)
     shapes = []
     found = sorted(
-        run.stream(lambda r: shapes.append(r._state.layout.num_rows)),
+        run.stream(lambda r: shapes.append(len(r._scheduler.rows))),
         key=lambda c: (c.prompt, c.index),
     )
     assert (
         shapes[0] == run.rows == 64 and shapes[-1] <= 16 and shapes == sorted(shapes, reverse=True)
     )
-    monkeypatch.setattr("jaxshare.serving.branches.narrow._NARROW_ABOVE", 10**6)
+    monkeypatch.setattr("jaxshare.serving.engine.narrow._NARROW_ABOVE", 10**6)
     whole = generate(stops, [PROMPT, TOKENS[20:29]], **options).completions
     assert [(c.tokens, c.finish_reason) for c in found] == [
         (c.tokens, c.finish_reason) for c in whole
@@ -258,7 +236,6 @@ def test_2048_rows_of_one_prompt_with_and_without_a_prefix():
             assert len(found) == 2048 and {i: found[i] for i in expected} == expected
             assert len({tuple(tokens) for tokens in found.values()}) > 2040
             assert run.passes <= NEW + 2
-    assert store.arena.slots >= 2049
 
 
 # Equal texts.

@@ -45,7 +45,8 @@ def session_of(model):
         seed=5,
         step_tokens=32,
     )
-    session.run((28,))
+    for _ in session.stream(40):  # in the midst of a step, so that there is something to attend to
+        pass
     return session
 
 

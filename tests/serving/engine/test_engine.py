@@ -27,8 +27,9 @@ from jaxshare.serving.engine import (
     NotANumberError,
     QueueFullError,
     TooLongError,
+    decode_rows,
     prefill,
-    scheduler,
+    running_request,
 )
 from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.kvcache import manager
@@ -48,8 +49,9 @@ def small_pieces(monkeypatch):
     """Makes few tokens many pieces: chunks of a prompt, extents, tokens that the decode loop
     feeds."""
     monkeypatch.setattr(manager, "GROWTH", 16)
-    monkeypatch.setattr(prefill, "SHAPES", ((4, 8), (1, 64)))
-    monkeypatch.setattr(scheduler, "PENDING", 2)
+    monkeypatch.setattr(prefill, "ROWS", 4)
+    monkeypatch.setattr(prefill, "WIDTH", 8)
+    monkeypatch.setattr(running_request, "WIDTH", 2)
 
 
 @functools.cache
@@ -305,11 +307,11 @@ def test_samples_depend_on_prompt_sampler_and_seed_alone():
 
 def test_calls_that_come_together_read_what_they_begin_with_once():
     engine = Stepped(tokens=1024)
-    book = [random.Random(0).randrange(3, 31) for _ in range(100)]
+    book = [random.Random(0).randrange(3, 31) for _ in range(120)]
     streams = [engine.submit([*book, 3 + i], Sampler(), max_new_tokens=4) for i in range(4)]
     engine.settle()
-    assert sorted(done(stream).reused_tokens for stream in streams) == [0, 100, 100, 100]
-    assert metric(engine, "jaxshare_tokens_total", how="fed") <= 101
+    assert sorted(done(stream).reused_tokens for stream in streams) == [0, 120, 120, 120]
+    assert metric(engine, "jaxshare_tokens_total", how="fed") <= 121
     for i, stream in enumerate(streams):
         assert list(done(stream).tokens) == alone([*book, 3 + i], 4)[0]
 
@@ -417,6 +419,7 @@ def test_logits_that_are_not_numbers_end_their_call_alone():
     )
     engine = Stepped(tokens=512)
     engine._scheduler.model = dataclasses.replace(MODEL, params=params)
+    engine._scheduler._decode_rows._model = engine._scheduler.model
     good = [[3, 4, 5, 6, 8, 9] * n + [11] for n in (1, 2, 9)]
     bad = [[3, 4, 5, 6, 8, 9] * 3 + [lost, 3], [lost] + [3] * 40]
     for prompts in ([*bad, *good], [*good, *bad], good):
@@ -545,7 +548,7 @@ def test_after_a_failure_of_the_device_the_engine_goes_on(speaking, monkeypatch,
             raise RuntimeError("the device is gone")
 
         with monkeypatch.context() as patch:
-            patch.setattr(scheduler, "decode", broken)
+            patch.setattr(decode_rows, "decode", broken)
             with pytest.raises(RuntimeError, match="the device is gone"):
                 engine.submit("1. 47 + 38", max_new_tokens=5).wait(60)
         engine.drain(60)

@@ -1,37 +1,105 @@
-"""Prefill in wide passes, several blocks per pass, against a dense transformer in float64 that is
+"""Prefill, several blocks per pass and several rows of a long one, against a dense transformer in float64 that is
 fed one path after the other."""
 
-import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshare import KVCache
 from jaxshare.models import Generation, LoadedModel
-from jaxshare.serving.engine.prefill import Feed, feed_all, warm_up
+from jaxshare.serving.engine import prefill
+from jaxshare.serving.engine.metrics import Metrics
+from jaxshare.serving.engine.prefill import Piece, PrefillPasses, next_pieces
+from jaxshare.serving.kvcache.eviction import make_policy
+from jaxshare.serving.kvcache.manager import KVManager
+from jaxshare.serving.kvcache.prefix_tree import Node
+from jaxshare.serving.kvcache.speeds import FixedSpeeds
 from tests.core.test_compile import compilations
 from tests.helpers import TINY, VOCAB, DenseModel, rotated, tiny_params
 
 MODEL = LoadedModel(TINY, tiny_params(), None, Generation())
 RNG = np.random.default_rng(3)
 TEXT = RNG.integers(0, VOCAB, 320).tolist()
-TOKENS, SLOTS, WIDTH = 1536, 48, 4
-"""The sizes of every cache and layout here, so that all tests share three programs."""
+TOKENS = 1536
 
 
 def text(tokens: int) -> list[int]:
     return RNG.integers(0, VOCAB, tokens).tolist()
 
 
-def cache_for(sizes: Sequence[int]) -> KVCache:
-    """Blocks of these capacities, the last one lowest in the arena."""
-    offsets = np.cumsum(sizes[::-1])[::-1] - np.asarray(sizes)
-    return KVCache.empty(TINY, TOKENS, SLOTS, jnp.float32).place(
-        range(len(sizes)), offsets.tolist(), sizes
+def manager() -> KVManager:
+    return KVManager(
+        MODEL,
+        tokens=TOKENS,
+        host_tokens=0,
+        policy=make_policy("lru"),
+        metrics=Metrics(),
+        speeds=FixedSpeeds(),
     )
+
+
+@functools.cache
+def passes() -> PrefillPasses:
+    """Of all tests, so that they share one program."""
+    return PrefillPasses(MODEL, manager())
+
+
+def add(kv: KVManager, parent: Node | None, tokens: list[int]) -> Node:
+    """A node with an extent of its own, not next to its parent's."""
+    kv.pool.take(1)
+    node = kv.pin(parent, np.asarray(tokens, np.int32))
+    assert node is not None
+    return node
+
+
+def feed(nodes: list[Node]) -> tuple[dict[int, np.ndarray], int]:
+    """Feeds all tokens on the paths to these nodes, as many nodes at a time as fit a pass.
+
+    Returns:
+      The logits at the end of each, by its index, and the number of passes.
+    """
+    runner, logits, count = passes(), {}, 0
+    while True:
+        batch: list[Piece] = []
+        busy: set[int] = set()
+        for node in nodes:
+            path = node.path()
+            if any(id(each) in busy for each in path):  # another one feeds what it sees
+                continue
+            busy |= {id(each) for each in path if each.num_cached < len(each.tokens)}
+            batch += next_pieces(path, prefill.ROWS - len(batch))
+        if not batch:
+            return logits, count
+        found, finite = runner.run(batch)
+        assert finite[: len(batch)].all()
+        count += 1
+        for row, piece in enumerate(batch):
+            if piece.node in nodes:
+                logits[nodes.index(piece.node)] = np.asarray(found[row])
+
+
+@pytest.fixture
+def kv() -> Iterator[KVManager]:
+    """The empty memory that all tests share."""
+    found = passes()._kv
+    found.reset()
+    yield found
+    found.pool.cache.check()
+
+
+def check(kv: KVManager, node: Node, dense: DenseModel, block: int) -> None:
+    """The node's extent holds the keys and values of a dense block."""
+    extent = node.extent
+    assert extent is not None and extent.length == len(node.tokens) and extent.phase == 0
+    span = slice(extent.offset, extent.offset + extent.length)
+    cache = kv.pool.cache
+    for shelf, keys, values in zip(dense.shelves, cache.keys, cache.values, strict=True):
+        rows = shelf.blocks[block][: extent.length]
+        k, v = (np.stack(side) for side in zip(*rows, strict=True))
+        k = rotated(k, np.arange(extent.length), TINY.rope, TINY.rope.attention_factor)
+        np.testing.assert_allclose(np.asarray(keys)[:, span].swapaxes(0, 1), k, atol=3e-4)
+        np.testing.assert_allclose(np.asarray(values)[:, span].swapaxes(0, 1), v, atol=3e-4)
 
 
 @functools.cache
@@ -41,127 +109,89 @@ def plain() -> tuple[DenseModel, np.ndarray]:
     return dense, dense.forward([TEXT], [[0]])[0]
 
 
-def check(
-    cache: KVCache, dense: DenseModel, block: int, tokens: int, dense_block: int | None = None
-) -> None:
-    """The block holds the keys and values of the first `tokens` of a dense one."""
-    at = int(cache.offsets[block])
-    assert int(cache.lengths[block]) == tokens
-    for shelf, keys, values in zip(dense.shelves, cache.keys, cache.values, strict=True):
-        k, v = (
-            np.stack(side)
-            for side in zip(
-                *shelf.blocks[block if dense_block is None else dense_block][:tokens], strict=True
-            )
-        )
-        k = rotated(k, np.arange(tokens), TINY.rope, TINY.rope.attention_factor)
-        np.testing.assert_allclose(
-            np.asarray(keys)[:, at : at + tokens].swapaxes(0, 1), k, atol=3e-4
-        )
-        np.testing.assert_allclose(
-            np.asarray(values)[:, at : at + tokens].swapaxes(0, 1), v, atol=3e-4
-        )
-
-
 @pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [(1, 1), (16, 1), (17, 1), (64, 1), (65, 1), (256, 1), (257, 2), (300, 2)],
+    ("tokens", "expected"), [(1, 1), (31, 1), (32, 1), (33, 1), (255, 1), (256, 1), (257, 2)]
 )
-def test_a_text_of_any_length_equals_a_plain_forward(tokens, expected):
-    logits, cache, passes = feed_all(
-        MODEL, cache_for([7, tokens]), [Feed(1, (), TEXT[:tokens])], WIDTH
-    )
+def test_a_text_of_any_length_equals_a_plain_forward(kv, tokens, expected):
+    node = add(kv, None, TEXT[:tokens])
+    logits, count = feed([node])
     dense, wanted = plain()
-    assert list(logits) == [1] and logits[1].shape == (VOCAB,) and passes == expected
-    np.testing.assert_allclose(logits[1], wanted[tokens - 1], atol=2e-3)
-    check(cache, dense, 1, tokens, 0)
-    assert np.asarray(cache.lengths).sum() == tokens
-    cache.check()
+    assert count == expected
+    np.testing.assert_allclose(logits[0], wanted[tokens - 1], atol=2e-3)
+    check(kv, node, dense, 0)
 
 
-TREE = [
-    Feed(3, (0, 2), text(64)),
-    Feed(1, (0,), text(300)),
-    Feed(4, (0, 2, 3), text(1)),
-    Feed(0, (), text(65)),
-    Feed(2, (0,), text(17)),
-    Feed(5, (), text(16)),
-]
-"""Children before their parents."""
+def test_a_text_goes_on_where_an_earlier_pass_has_ended(kv):
+    """The parts end anywhere; the last has one token."""
+    node = add(kv, None, TEXT[:40])
+    assert node.extent is not None
+    node.extent = kv.pool.take(320)
+    for end in (3, 36, 299, 300):
+        node.set_tokens(np.asarray(TEXT[:end], np.int32))
+        logits, _ = feed([node])
+        np.testing.assert_allclose(logits[0], plain()[1][end - 1], atol=2e-3)
+    check(kv, node, plain()[0], 0)
+
+
+TREE = ((-1, 65), (0, 300), (0, 17), (2, 64), (3, 1), (-1, 16))
+"""The parent and the tokens of each node."""
 
 
 @functools.cache
-def dense_tree() -> tuple[DenseModel, dict[int, np.ndarray]]:
-    """TREE in a dense model, and the logits after each block."""
-    dense, logits = DenseModel(TINY, tiny_params(), len(TREE)), {}
-    for feed in sorted(TREE, key=lambda feed: len(feed.path)):
-        logits[feed.block] = dense.forward([feed.tokens], [[*feed.path, feed.block]])[0][-1]
-    return dense, logits
+def dense_tree() -> tuple[list[list[int]], DenseModel, list[np.ndarray]]:
+    """The texts of TREE, in a dense model, and the logits after each."""
+    texts = [text(tokens) for _, tokens in TREE]
+    dense, logits = DenseModel(TINY, tiny_params(), len(TREE)), []
+    for i, (parent, _) in enumerate(TREE):
+        path = [i]
+        while (parent := TREE[path[0]][0]) >= 0:
+            path.insert(0, parent)
+        logits.append(dense.forward([texts[i]], [path])[0][-1])
+    return texts, dense, logits
 
 
-@pytest.mark.parametrize(
-    "calls", [[TREE], [TREE[3:], TREE[:3]]], ids=["at once", "parents in an earlier call"]
-)
-def test_a_tree_equals_plain_forwards_of_its_paths(calls):
-    sizes = {feed.block: len(feed.tokens) for feed in TREE}
-    cache, found = cache_for([sizes[b] for b in range(len(TREE))]), {}
-    for feeds in calls:
-        logits, cache, passes = feed_all(MODEL, cache, feeds, WIDTH)
-        # one of them takes two
-        assert set(logits) == {feed.block for feed in feeds} and passes <= len(feeds) + 1
-        found |= logits
-    dense, wanted = dense_tree()
-    for block in sizes:
-        np.testing.assert_allclose(found[block], wanted[block], atol=2e-3)
-        check(cache, dense, block, sizes[block])
-    cache.check()
+@pytest.mark.parametrize("leaves", [[1, 4, 5], [4, 1, 5], [5, 2, 0, 1, 4]])
+def test_a_tree_equals_plain_forwards_of_its_paths(kv, leaves):
+    """Whole paths in one pass, or a part after another."""
+    texts, dense, wanted = dense_tree()
+    nodes: list[Node] = []
+    for (parent, _), tokens in zip(TREE, texts, strict=True):
+        nodes.append(add(kv, nodes[parent] if parent >= 0 else None, tokens))
+    logits, _ = feed([nodes[leaf] for leaf in leaves])
+    for i, leaf in enumerate(leaves):
+        np.testing.assert_allclose(logits[i], wanted[leaf], atol=2e-3)
+    for block, node in enumerate(nodes):
+        check(kv, node, dense, block)
 
 
 @pytest.mark.parametrize(
     ("lengths", "expected"),
-    [
-        ([1 + i % 16 for i in range(33)], 3),
-        ([16] * 16, 1),
-        ([16] * 17, 2),
-        ([17, 64, 20, 33, 50], 2),
-        ([65, 65], 2),
-        ([300, *[9] * 19], 3),  # 256 tokens; the rest beside three short ones; all others
-        ([9, 40], 2),  # a longer one takes part as far as the pass goes, and has 24 left
-    ],
+    [([1 + i % 32 for i in range(17)], 3), ([32] * 8, 1), ([33] * 8, 2), ([100, 9, 100], 2)],
 )
-def test_short_siblings_are_fed_side_by_side(lengths, expected):
-    """One pass for the root, and few for all blocks below it; each as if fed alone."""
-    root = TEXT[:30]
-    feeds = [Feed(0, (), root), *(Feed(b, (0,), text(n)) for b, n in enumerate(lengths, 1))]
-    logits, cache, passes = feed_all(
-        MODEL, cache_for([len(feed.tokens) for feed in feeds]), feeds, WIDTH
-    )
-    assert passes == 1 + expected
-    dense = DenseModel(TINY, tiny_params(), len(feeds))
-    dense.forward([root], [[0]])
-    for feed in feeds[1:]:
-        wanted = dense.forward([feed.tokens], [[0, feed.block]])[0][-1]
-        np.testing.assert_allclose(logits[feed.block], wanted, atol=2e-3)
-        check(cache, dense, feed.block, len(feed.tokens))
-    assert np.asarray(cache.lengths).tolist() == [30, *lengths] + [0] * (SLOTS - len(feeds))
-    cache.check()
+def test_short_siblings_are_fed_side_by_side(kv, lengths, expected):
+    """One pass for the root, and few for all below it; each as if fed alone."""
+    root = add(kv, None, TEXT[:30])
+    assert feed([root])[1] == 1
+    texts = [text(tokens) for tokens in lengths]
+    nodes = [add(kv, root, tokens) for tokens in texts]
+    logits, count = feed(nodes)
+    assert count == expected
+    dense = DenseModel(TINY, tiny_params(), 1 + len(texts))
+    dense.forward([TEXT[:30]], [[0]])
+    for block, (node, tokens) in enumerate(zip(nodes, texts, strict=True), start=1):
+        wanted = dense.forward([tokens], [[0, block]])[0][-1]
+        np.testing.assert_allclose(logits[block - 1], wanted, atol=2e-3)
+        check(kv, node, dense, block)
 
 
-def test_nothing_to_feed():
-    cache = cache_for([5])
-    logits, after, passes = feed_all(MODEL, cache, [], WIDTH)
-    assert (logits, passes) == ({}, 0) and after is cache
+def test_nothing_to_feed(kv):
+    node = add(kv, None, TEXT[:5])
+    feed([node])
+    assert next_pieces(node.path(), 8) == [] == next_pieces([], 8) == next_pieces([], 0)
 
 
-def test_warming_up_writes_nothing_and_leaves_nothing_to_compile():
-    """Several texts of one length, with a model that no other test here compiles."""
-    small = LoadedModel(dataclasses.replace(TINY, num_layers=1), MODEL.params, None, Generation())
-    lengths = (300, 300, 300)
-    cache = KVCache.create(small.config, lengths, jnp.float32)
-    warm = warm_up(small, cache, lengths, WIDTH)
-    assert not any(
-        np.asarray(a).any() for a in (*warm.keys, *warm.values, warm.lengths, warm.faults)
-    )
+def test_one_program_feeds_all(kv):
+    feed([add(kv, None, TEXT[:5])])
     with compilations() as names:
-        feed_all(small, warm, [Feed(b, (), TEXT[:n]) for b, n in enumerate(lengths)], WIDTH)
+        feed([add(kv, None, TEXT[:300]), add(kv, None, TEXT[:17])])
     assert "_forward" not in names

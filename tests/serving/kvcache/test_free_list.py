@@ -1,10 +1,12 @@
 """The free list, against a set of free tokens."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshare.arena import alignment
 from jaxshare.serving.kvcache.free_list import FreeList
+from jaxshare.serving.kvcache.pool import whole_tiles
 
 SIZE = 700
 
@@ -74,3 +76,26 @@ def test_what_is_free_is_what_was_not_taken(data):
                 free_list.give_back(at, end - at)
         assert free_list.free == len(free)
         assert free_list.largest == max((end - begin for begin, end in stretches(free)), default=0)
+
+
+def test_low_and_high_runs_are_kept_apart():
+    """Prompts are below, rows above.
+
+    The tokens of ended rows are one free run again, whatever the order in which rows end.
+    """
+    runs = FreeList(1024)
+    assert [runs.take(size) for size in (130, 60, 256)] == [0, 130, 256]
+    rows = [runs.take(50, high=True) for _ in range(6)]
+    assert rows == [1024 - 50 * (i + 1) for i in range(6)]
+    for i in (1, 4, 0, 5, 3, 2):
+        assert rows[i] is not None
+        runs.give_back(rows[i], 50)
+    assert runs.take(512) == 512
+
+
+@pytest.mark.parametrize(
+    ("limit", "tokens"),
+    [(1, 1), (127, 127), (128, 128), (255, 128), (2047, 1920), (2048, 2048), (2559, 2048)],
+)
+def test_whole_tiles(limit, tokens):
+    assert whole_tiles(limit) == tokens

@@ -236,7 +236,16 @@ def test_moving_by_encoding_anew():
 
 @pytest.mark.slow
 def test_encoding_anew_differs_from_rotating_for_several_workers_alone():
-    assert run(start(ask_every=25)) != run(start(move="reencode", ask_every=25))
+    """The text can be the same all the same: what is cached of the steps is not."""
+    cached = []
+    for move in ("rotate", "reencode"):
+        session = start(ask_every=25, move=move)
+        run(session)
+        history, last = session.blocks.index("history"), session.cache.values[-1]
+        offset, length = (int(a[history]) for a in (session.cache.offsets, session.cache.lengths))
+        cached.append(np.asarray(last)[:, offset : offset + length])
+    common = min(each.shape[1] for each in cached)
+    assert not np.allclose(cached[0][:, :common], cached[1][:, :common], rtol=1e-2)
     assert run(start(NAMES[:1], move="reencode")) == run(start(NAMES[:1])), (
         "for one worker they are the same"
     )

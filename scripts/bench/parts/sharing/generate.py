@@ -245,7 +245,7 @@ def measure_levels(
         "problems": problems,
         "samples": samples,
         "new_tokens": new_tokens,
-        "store_tokens": store.arena.tokens,
+        "store_tokens": store.kv.pool.tokens,
         **summarise_levels(times, cost),
     }
 

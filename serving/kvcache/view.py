@@ -1,0 +1,98 @@
+"""Views: the blocks of a pass, and the rows that see them."""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+from jaxshare import KVCache
+from jaxshare.layout import Layout, bucket
+from jaxshare.serving.kvcache.fan_in import FanInGroups
+from jaxshare.serving.kvcache.pool import Extent, Pool
+from jaxshare.serving.kvcache.prefix_tree import Node
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """The blocks of a pass.
+
+    Attributes:
+      cache: with the blocks that the rows see.
+      blocks: for each row the blocks that it sees.
+      own: for each row in use its own block, and the tokens in that.
+      width: blocks that a row can list.
+      groups: of the layout.
+    """
+
+    cache: KVCache
+    blocks: list[list[int]]
+    own: dict[int, tuple[int, int]]
+    width: int
+    groups: tuple[int, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """The blocks as a layout."""
+        return self.layout_without(())
+
+    def layout_without(self, rows: Sequence[int]) -> Layout:
+        """The layout in which these rows list nothing."""
+        left = {*rows}
+        listed = [[] if row in left else blocks for row, blocks in enumerate(self.blocks)]
+        return Layout.from_blocks(listed, width=self.width, groups=self.groups)
+
+
+class ViewBuilder:
+    """Builds the views of passes of one kind. Their sizes only grow, so that few programs serve
+    all of them.
+
+    Args:
+      num_rows: R.
+      groups: chooses fan-in groups; None for passes that are too few of a kind to pay for them.
+    """
+
+    def __init__(self, num_rows: int, groups: FanInGroups | None = None):
+        self._num_rows, self._groups = num_rows, groups
+        self._width, self._slots = 8, 8 * num_rows
+
+    def build(self, pool: Pool, rows: Mapping[int, Sequence[Extent]]) -> View:
+        """The view of a pass in which some rows see these extents, and write the last."""
+        slots: dict[tuple[int, int, int], int] = {}
+        extents: list[Extent] = []
+        blocks: list[list[int]] = [[] for _ in range(self._num_rows)]
+        for row, listed in rows.items():
+            for extent in listed:
+                key = extent.offset, extent.capacity, extent.length
+                if key not in slots:
+                    slots[key] = len(extents)
+                    extents.append(extent)
+                blocks[row].append(slots[key])
+        self._width = max(self._width, bucket(max(map(len, blocks))))
+        self._slots = max(self._slots, bucket(len(extents)))
+        groups: tuple[int, ...] = ()
+        if self._groups:
+            fan_ins = collections.Counter(itertools.chain.from_iterable(blocks))
+            groups = self._groups.update(
+                [fan_ins[slot] for slot in range(len(extents))],
+                [extent.length for extent in extents],
+            )
+        own = {row: (blocks[row][-1], extents[blocks[row][-1]].length) for row in rows}
+        return View(pool.view(extents, self._slots), blocks, own, self._width, groups)
+
+
+def spans(path: Sequence[Node]) -> list[Extent]:
+    """The blocks that a row sees which writes the last of these nodes.
+
+    Neighbours with equal `ref_count` are merged: all rows that see one of them see both.
+    """
+    spans: list[Extent] = []
+    ref_count = -1
+    for each in path:
+        assert each.extent is not None
+        if spans and ref_count == each.ref_count and spans[-1].precedes(each.extent):
+            spans[-1].capacity += each.extent.capacity
+            spans[-1].length += each.extent.length
+        else:
+            spans.append(dataclasses.replace(each.extent))
+        ref_count = each.ref_count
+    return spans
