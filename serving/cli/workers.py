@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from tqdm import tqdm
 
-from jaxshare import models
+from jaxshare import FinishReason, models
 from jaxshare.models import LoadedModel
 from jaxshare.paths import check_file, check_folder
 from jaxshare.serving.checkpoints import SaveError, has_checkpoints
@@ -367,12 +367,12 @@ def _print_summary(result: Result, console: Console) -> None:
             highlight=False,
         )
     reason = {
-        "answer": "answer found",
-        "stopped": "all workers have stopped",
-        "budget": "the budget is used up",
-        "full": "the cache is full; everything written so far is above: give a smaller budget, or "
+        FinishReason.ANSWER: "answer found",
+        FinishReason.STOP: "all workers have stopped",
+        FinishReason.LENGTH: "the budget is used up",
+        FinishReason.CACHE_FULL: "the cache is full; everything written so far is above: give a smaller budget, or "
         "a model with a longer context",
-    }[result.ended]
+    }[result.finish_reason]
     console.print(
         f"{result.passes} passes, {result.tokens} tokens, "
         f"{result.tokens / max(result.seconds, 1e-9):,.0f} tokens/s after "

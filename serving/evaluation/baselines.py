@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from jaxshare import Sampler
+from jaxshare import FinishReason, Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.evaluation import streams
 from jaxshare.serving.evaluation.skeleton import skeleton_of_thought
@@ -202,7 +202,8 @@ METHODS: Mapping[str, Method] = {
 
 
 def _result(session: Workers, by_budget: Mapping[int, Answer]) -> Result:
-    return dataclasses.replace(session.result(by_budget), ended=session.ended or "budget")
+    reason = session.finish_reason or FinishReason.LENGTH
+    return dataclasses.replace(session.result(by_budget), finish_reason=reason)
 
 
 def _check_concatenated(session: Workers, budget: int, context: int) -> None:

@@ -15,7 +15,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 
-from jaxshare import Sampler
+from jaxshare import FinishReason, Sampler
 from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
@@ -88,11 +88,11 @@ def skeleton_of_thought(
     run = _SkeletonRun(problem, budget, finish_at, format, make, on_event or (lambda event: None))
     outline = _write_outline(run, seed)
     threads = _write_threads(model, run, outline, kind, workers, stream_seed(seed, "threads"))
-    ended = None
+    reason = None
     if run.passes < budget:
         notes = threads.texts(threads.passes) if threads else []
-        ended = _write_main(run, notes, stream_seed(seed, "main"))
-    return run.result(ended or "budget", watch.split()[1])
+        reason = _write_main(run, notes, stream_seed(seed, "main"))
+    return run.result(reason or FinishReason.LENGTH, watch.split()[1])
 
 
 # The three stages.
@@ -123,13 +123,13 @@ class _SkeletonRun:
     answers: dict[int, Answer] = dataclasses.field(default_factory=dict)
     passes: int = 0
 
-    def result(self, ended: str, compile_seconds: float) -> Result:
+    def result(self, reason: FinishReason, compile_seconds: float) -> Result:
         return Result(
             names=tuple(name for stage in self.stages for name in stage.names),
             steps=self.steps,
             answers=self.answers,
             passes=self.passes,
-            ended=ended,
+            finish_reason=reason,
             seconds=sum(stage.seconds for stage in self.stages),
             prefill_seconds=sum(stage.prefill_seconds for stage in self.stages),
             kv_bytes=self.stages[-1].result().kv_bytes,
@@ -192,7 +192,7 @@ def _write_threads(
     return threads
 
 
-def _write_main(run: _SkeletonRun, notes: Sequence[str], seed: int) -> str | None:
+def _write_main(run: _SkeletonRun, notes: Sequence[str], seed: int) -> FinishReason | None:
     """Goes on from the notes of all threads to the budget; why the stream has ended."""
     before = run.passes
     session = run.make(
@@ -213,7 +213,7 @@ def _write_main(run: _SkeletonRun, notes: Sequence[str], seed: int) -> str | Non
     run.stages.append(session)
     run.steps += [_shifted(step, before) for step in session.steps]
     run.passes += session.passes
-    return session.ended
+    return session.finish_reason
 
 
 def _shifted(step: Step, before: int) -> Step:
@@ -367,7 +367,7 @@ def _decode_threads(
     )
     schedule, complete = _known_schedule(session, workers, max_tokens)
     while (
-        session.ended is None
+        session.finish_reason is None
         and session.passes < session.budget
         and _last_pass(schedule) < budget
         and max(map(len, schedule)) < max_tokens

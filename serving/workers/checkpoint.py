@@ -33,11 +33,9 @@ from jaxshare.serving.workers.text.transcript import Event
 from jaxshare.trace.recorder import Recorder
 from jaxshare.trace.trace import Trace
 
-_FORMAT = "jaxshare session 3"
+_FORMAT = "jaxshare session 4"
 _TRACE = "trace"
 """The array that has the bytes of the trace."""
-_KEYS = {"roster": "party", "host_syncs": "waits"}
-"""The keys in files of fields that have other names here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +48,7 @@ class SessionMetadata:
         (`ModelConfig.for_context`).
       settings: the arguments of `Workers` by name; a layout function is None.
       roster: the workers, their rows and blocks.
-      passes, host_syncs, ended, seconds, prefill_seconds: see `Workers`.
+      passes, host_syncs, finish_reason, seconds, prefill_seconds: see `Workers`.
       reasons, prepared, people, events, answers: see `SessionState`.
       transcript: `Transcript.snapshot`.
     """
@@ -62,7 +60,7 @@ class SessionMetadata:
     roster: Roster
     passes: int
     host_syncs: int
-    ended: str | None
+    finish_reason: FinishReason | None
     seconds: float
     prefill_seconds: float
     reasons: Mapping[str, FinishReason]
@@ -83,7 +81,7 @@ class SessionMetadata:
             roster=session.roster,
             passes=session.passes,
             host_syncs=session.host_syncs,
-            ended=session.ended,
+            finish_reason=session.finish_reason,
             seconds=session.seconds,
             prefill_seconds=session.prefill_seconds,
             reasons=session.reasons,
@@ -99,15 +97,12 @@ class SessionMetadata:
 
         All of it is copied, because it is written while the session goes on.
         """
-        plain = {
-            _KEYS.get(field.name, field.name): getattr(self, field.name)
-            for field in dataclasses.fields(self)
-        }
         return {
-            **plain,
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
+            "finish_reason": self.finish_reason and int(self.finish_reason),
             "prepared": {**self.prepared},
             "settings": _settings_as_json(self.settings),
-            "party": self.roster.as_json(),
+            "roster": self.roster.as_json(),
             "reasons": {name: int(reason) for name, reason in self.reasons.items()},
             "people": sorted(self.people),
             "events": [dataclasses.asdict(event) for event in self.events],
@@ -119,15 +114,13 @@ class SessionMetadata:
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Self:
         """The metadata that `as_json` has written; other keys are left out."""
-        plain = {
-            field.name: given[_KEYS.get(field.name, field.name)]
-            for field in dataclasses.fields(cls)
-        }
+        reason = given["finish_reason"]
         return cls(
             **{
-                **plain,
+                **{field.name: given[field.name] for field in dataclasses.fields(cls)},
+                "finish_reason": reason and FinishReason(reason),
                 "settings": _settings_from_json(given["settings"]),
-                "roster": Roster.from_json(given["party"]),
+                "roster": Roster.from_json(given["roster"]),
                 "reasons": {
                     name: FinishReason(reason) for name, reason in given["reasons"].items()
                 },
@@ -374,7 +367,7 @@ def restore(session: SessionState, saved: SavedSession) -> None:
         session.rows = session.state.layout
         session.recorder = Recorder.of(trace, trace.capacities.tolist()) if trace else None
         session.passes, session.host_syncs = metadata.passes, metadata.host_syncs
-        session.ended, session.seconds = metadata.ended, metadata.seconds
+        session.finish_reason, session.seconds = metadata.finish_reason, metadata.seconds
         session.prefill_seconds = metadata.prefill_seconds
         session.reasons, session.prepared = {**metadata.reasons}, {**metadata.prepared}
         session.people, session.answers = {*metadata.people}, {**metadata.answers}

@@ -16,7 +16,7 @@ from jaxshare.serving.workers.session_state import FEED_WIDTH, SessionState
 def can_run(session: SessionState, last: int) -> bool:
     """Returns whether a session can run before it has `last` passes."""
     return (
-        session.ended is None
+        session.finish_reason is None
         and session.passes < last
         and FinishReason.RUNNING in session.reasons.values()
     )
@@ -44,7 +44,7 @@ def run_passes(session: SessionState, passes: int) -> None:
         if session.reasons[name] is FinishReason.ANSWER is not before[name]
     ]
     _resume_without_answer(session, answered, last)
-    session.ended = _why_over(session)
+    session.finish_reason = _why_over(session)
     end_steps(session, last)
     session.seconds += watch.split()[0]
 
@@ -128,24 +128,20 @@ def _resume_without_answer(
             session.reasons[name] = reason
 
 
-def _why_over(session: SessionState) -> str | None:
+def _why_over(session: SessionState) -> FinishReason | None:
     """Why the session is over, or None while a worker may go on."""
-    ended = _ended(session.reasons.values())
-    return "stopped" if ended == "answer" and session.settings["stop_on"] == "eos" else ended
+    reason = _why_all_over(session.reasons.values())
+    stops = session.settings["stop_on"] == "eos"  # where a stop token ends all as an answer does
+    return FinishReason.STOP if stops and reason is FinishReason.ANSWER else reason
 
 
-def _ended(reasons: Collection[FinishReason]) -> str | None:
+def _why_all_over(reasons: Collection[FinishReason]) -> FinishReason | None:
     """Why workers with these finish reasons are all over, or None while one may go on."""
     if FinishReason.ANSWER in reasons and not {FinishReason.RUNNING, FinishReason.PAUSED} & set(
         reasons
     ):
-        return "answer"
+        return FinishReason.ANSWER
     if {FinishReason.RUNNING, FinishReason.PAUSED, FinishReason.STEP} & set(reasons):
         return None
-    return (
-        "full"
-        if FinishReason.CACHE_FULL in reasons
-        else "budget"
-        if FinishReason.LENGTH in reasons
-        else "stopped"
-    )
+    first = (FinishReason.CACHE_FULL, FinishReason.LENGTH)
+    return next((reason for reason in first if reason in reasons), FinishReason.STOP)

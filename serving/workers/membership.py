@@ -101,9 +101,9 @@ def _check_can_join(session: SessionState, name: str) -> None:
             f"the session has room for {len(session.roster.rows)} workers; create it with a larger "
             f"max_workers to add {name}"
         )
-    if session.ended:
+    if session.finish_reason:
         raise ValueError(
-            f"the session is over ({session.ended}), so {name} cannot join it; start another one"
+            f"the session is over ({session.finish_reason}), so {name} cannot join it; start another one"
         )
     max_tokens = session.state.steps.openings.shape[-1]
     opening = session.texts.codec.encode(session.format.opening(name, 10**6, ask=True))

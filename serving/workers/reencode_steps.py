@@ -26,7 +26,7 @@ def end_steps(session: SessionState, last: Mapping[str, Mark]) -> None:
     """
     left = [name for name, reason in session.reasons.items() if reason is FinishReason.STEP]
     for name in sorted(left, key=session.roster.row):
-        if session.ended is None:
+        if session.finish_reason is None:
             _end_step(session, name, Mark.ASKED in last[name])
 
 
@@ -37,7 +37,7 @@ def _end_step(session: SessionState, name: str, asked: bool) -> None:
         target = session.roster.blocks.index(block)
         count = int(session.state.cache.lengths[source])
         if count > can_move(session, count, source, target):
-            session.ended = "full"
+            session.finish_reason = FinishReason.CACHE_FULL
             return
         if session.reencodes:
             _reencode(session, name, source, block, count)

@@ -4,7 +4,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jaxshare import FinishReason
+from jaxshare.deprecated import warn_renamed
 from jaxshare.serving.workers.text.transcript import Step
+
+_FORMER_WORDS = {
+    FinishReason.ANSWER: "answer",
+    FinishReason.STOP: "stopped",
+    FinishReason.CACHE_FULL: "full",
+    FinishReason.LENGTH: "budget",
+    FinishReason.PAUSED: "paused",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +45,8 @@ class Result:
       answers: by budget of forward passes, for each requested.
       passes: forward passes of the workers; those over the prompt and the finisher's are not
         counted.
-      ended: why the run is over: "answer", "stopped" (all workers have), "full" (the cache is) or
-        "budget"; "paused" if it is not.
+      finish_reason: the reason why the run is over: ANSWER, STOP (of all workers), CACHE_FULL or
+        LENGTH (the budget is used up); PAUSED if it is not.
       seconds: of wall time in the workers' passes; prefill_seconds: in those over the prompt.
         Compilation is not counted.
       kv_bytes: keys and values cached at the end, over all layers.
@@ -47,11 +57,17 @@ class Result:
     steps: list[Step]
     answers: dict[int, Answer]
     passes: int
-    ended: str
+    finish_reason: FinishReason
     seconds: float
     prefill_seconds: float
     kv_bytes: int
     compile_seconds: float = 0.0
+
+    @property
+    def ended(self) -> str:
+        """The former name of `finish_reason`, with the former words."""
+        warn_renamed("Result.ended", "Result.finish_reason")
+        return former_word(self.finish_reason)
 
     @property
     def tokens(self) -> int:
@@ -80,12 +96,17 @@ class Result:
             },
             "passes": self.passes,
             "tokens": self.tokens,
-            "ended": self.ended,
+            "finish_reason": str(self.finish_reason),
             "seconds": self.seconds,
             "prefill_seconds": self.prefill_seconds,
             "kv_bytes": self.kv_bytes,
             "compile_seconds": self.compile_seconds,
         }
+
+
+def former_word(reason: FinishReason) -> str:
+    """The word that `Workers.ended` and `Result.ended` had for a finish reason: "stopped"."""
+    return _FORMER_WORDS[reason]
 
 
 def check_finish_at(finish_at: Sequence[int], budget: int) -> None:

@@ -21,7 +21,7 @@ from jaxshare.serving.workers.growth import Growth
 from jaxshare.serving.workers.layouts import MakeLayout, WorkersLayout
 from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.prompts.session_prompt import SessionTexts
-from jaxshare.serving.workers.results import Answer, Result
+from jaxshare.serving.workers.results import Answer, Result, former_word
 from jaxshare.serving.workers.roster import Roster
 from jaxshare.serving.workers.text.answers import AnswerRule
 from jaxshare.serving.workers.text.transcript import Event, Step, Transcript
@@ -56,7 +56,7 @@ class SessionState:
       prepared: for each worker its first step without an opening on the device.
       people: names of the people who have spoken.
       answers: by budget. events: not yet yielded.
-      passes, host_syncs, ended, seconds, prefill_seconds, compile_seconds: see `Workers`.
+      passes, host_syncs, finish_reason, seconds, prefill_seconds, compile_seconds: see `Workers`.
       compiled: whether the decode loop has been compiled.
     """
 
@@ -85,7 +85,7 @@ class SessionState:
     events: collections.deque[Event] = dataclasses.field(default_factory=collections.deque)
     passes: int = 0
     host_syncs: int = 0
-    ended: str | None = None
+    finish_reason: FinishReason | None = None
     seconds: float = 0.0
     compile_seconds: float = 0.0
     compiled: bool = False
@@ -275,9 +275,15 @@ class SessionView:
         return self.host_syncs
 
     @property
+    def finish_reason(self) -> FinishReason | None:
+        """The reason why the session is over, or None while a worker may go on: see `Result`."""
+        return self._session.finish_reason
+
+    @property
     def ended(self) -> str | None:
-        """Why the session is over, or None: see `Result`."""
-        return self._session.ended
+        """The former name of `finish_reason`, with the former words."""
+        warn_renamed("Workers.ended", "Workers.finish_reason")
+        return None if self.finish_reason is None else former_word(self.finish_reason)
 
     @property
     def seconds(self) -> float:
@@ -345,13 +351,13 @@ class SessionView:
 
     def result(self, found: Mapping[int, Answer] | None = None) -> Result:
         """The result so far; `found` are the answers by budget."""
-        cache = self._session.state.cache
+        cache, used_up = self._session.state.cache, self.passes >= self.budget
         return Result(
             self.names,
             self.steps,
             dict(found or {}),
             self.passes,
-            self.ended or ("budget" if self.passes >= self.budget else "paused"),
+            self.finish_reason or (FinishReason.LENGTH if used_up else FinishReason.PAUSED),
             self.seconds,
             self.prefill_seconds,
             int(np.sum(np.asarray(cache.lengths))) * cache.token_bytes,

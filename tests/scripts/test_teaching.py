@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshare import KVCache, Layout, Sampler
+from jaxshare import FinishReason, KVCache, Layout, Sampler
 from jaxshare.attention.plan import make_plan
 from jaxshare.models import EMBEDDED, load, reencode_logits
 from jaxshare.models.config import ModelConfig
@@ -181,7 +181,7 @@ def test_a_lesson_is_the_trace_of_a_session_that_samples_its_tokens(
     )
     for _ in session.stream():
         pass
-    assert session.ended == "answer"
+    assert session.finish_reason is FinishReason.ANSWER
     names = lesson.trace.names
     ours, theirs = by_name(lesson.trace, names), by_name(session.trace, names)
     for name, array in ours.items():

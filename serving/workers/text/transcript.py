@@ -127,20 +127,20 @@ class Transcript:
         # The last step of a worker that has ended is one of the finished steps, and must be the
         # same object again.
         places = {id(step): i for i, step in enumerate(self.finished)}
-        voices = {
+        cursors = {
             name: {**dataclasses.asdict(cursor), "finished": places.get(id(cursor.step))}
             for name, cursor in self.cursors.items()
         }
-        return {"finished": finished, "voices": voices}
+        return {"finished": finished, "cursors": cursors}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Replaces the transcript by that of a snapshot."""
         self.finished = [Step(**step) for step in snapshot["finished"]]
         self.cursors = {}
-        for name, voice in snapshot["voices"].items():
-            index = voice["finished"]
-            step = Step(**voice["step"]) if index is None else self.finished[index]
-            fields = {key: voice[key] for key in voice if key not in ("step", "finished")}
+        for name, saved in snapshot["cursors"].items():
+            index = saved["finished"]
+            step = Step(**saved["step"]) if index is None else self.finished[index]
+            fields = {key: saved[key] for key in saved if key not in ("step", "finished")}
             self.cursors[name] = WorkerCursor(**fields, step=step)
 
     def read(self, outputs: Mapping[str, np.ndarray]) -> list[Event]:

@@ -235,7 +235,10 @@ def test_workers_and_inspect(capsys, tmp_path):
     )
     assert code == 0, err
     result = json.loads(out)
-    assert result["answers"]["320"]["value"] == "85, 84, 73, 67, 45" and result["ended"] == "answer"
+    assert (
+        result["answers"]["320"]["value"] == "85, 84, 73, 67, 45"
+        and result["finish_reason"] == "answer"
+    )
     assert result["answers"]["32"]["passes"] == 32 and result["answers"]["32"]["extra_passes"] > 0
     first = result["workers"]["Alice"][0]
     assert (

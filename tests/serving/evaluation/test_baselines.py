@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jaxshare import KVCache, Layout, Sampler
+from jaxshare import FinishReason, KVCache, Layout, Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.models.generation_config import Generation
 from jaxshare.seeds import stream_seed
@@ -63,7 +63,7 @@ def test_sequential_is_a_plain_loop():
     assert tokens(result, "Alice")[: len(expected)] == expected
     assert result.steps[0].text == model().tokenizer.decode(result.steps[0].tokens)
     assert result.passes == sum(len(step.tokens) for step in result.steps) + 1  # the stop token
-    assert result.ended == "answer"
+    assert result.finish_reason is FinishReason.ANSWER
 
 
 def test_sequential_solves_problems():
@@ -278,7 +278,8 @@ def test_threads_and_what_comes_before_and_after():
     }
     assert result.answers[200].value == "7" and result.answers[200].extra_passes == 0
     assert (
-        result.passes == result.answers[200].passes == outline + 13 + 2 and result.ended == "answer"
+        result.passes == result.answers[200].passes == outline + 13 + 2
+        and result.finish_reason is FinishReason.ANSWER
     )
 
 
@@ -323,7 +324,7 @@ def test_a_budget_counts_over_all_stages():
     assert [short.texts[title].count("x") for title in TITLES] == written == [2, 1, 1]
     assert (
         short.passes == outline + 3
-        and short.ended == "budget"
+        and short.finish_reason is FinishReason.LENGTH
         and short.answers[outline + 3].value == "9"
     )
     assert [step.ended for step in short.steps if step.worker in TITLES] == [

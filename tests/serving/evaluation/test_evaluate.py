@@ -997,9 +997,14 @@ def test_the_embedded_model_solves_sums_in_one_run_for_all_budgets():
     )
     seen = []
     run = solve(model, spec, seen.append)
-    early, late = scoring.Scorer(task.problems, None).score(
-        Run.read(json.dumps(vars(run)).encode())
-    )
+    scorer = scoring.Scorer(task.problems, None)
+    early, late = scorer.score(Run.read(json.dumps(vars(run)).encode()))
+    # Runs of an earlier version, which had "ended" for "finish_reason", are read as before.
+    assert run.result["finish_reason"] == "answer"
+    former = {**run.result, "ended": "answer"}
+    del former["finish_reason"]
+    given = {**vars(run), "result": former}
+    assert scorer.score(Run.read(json.dumps(given).encode())) == [early, late]
     assert (
         late.budget == 160
         and all(late.right)

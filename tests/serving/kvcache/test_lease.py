@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxshare import Sampler
+from jaxshare import FinishReason, Sampler
 from jaxshare.serving import Workers
 from jaxshare.serving.engine import ClosedError, Completion, Engine, EngineError, TooLongError
 from jaxshare.serving.inputs import token_bytes
@@ -132,7 +132,7 @@ def test_memory_goes_back_when_a_session_is_closed_or_forgotten():
             assert first and memory.pool.free == memory.pool.tokens - first
         assert lent() == 0 and memory.pool.free == memory.pool.tokens
         # its result is still there
-        assert here.passes == 0 and here.result().ended == "paused"
+        assert here.passes == 0 and here.result().finish_reason is FinishReason.PAUSED
         with pytest.raises(ClosedError, match="memory is gone"):
             next(here.stream())
         other = session(engine)

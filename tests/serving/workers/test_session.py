@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 import transformers
 
-from jaxshare import KVCache, Layout, Sampler, Samplers
+from jaxshare import FinishReason, KVCache, Layout, Sampler, Samplers
 from jaxshare.models import layers
 from jaxshare.seeds import seed_words, stream_seed
 from jaxshare.serving import Format, Workers, WorkersLayout, combined, contiguous, interleaved
@@ -330,7 +330,7 @@ def test_two_workers_share_the_work():
     options = dict(sampler=Sampler(), budget=320, format=None, max_workers=2)
     alone, both = start(NAMES[:1], **options).run(), start(**options).run()
     for result in (alone, both):
-        assert result.ended == "answer" and all(
+        assert result.finish_reason is FinishReason.ANSWER and all(
             arithmetic.check("".join(s.text for s in result.steps), problem())
         )
         assert (
@@ -369,14 +369,14 @@ def test_steps_longer_than_what_is_set_aside_change_nothing(layout, move):
     )
 
 
-def test_a_full_history_ends_the_session_with_all_that_was_written():
+def test_a_full_history_ends_the_session_with_all_that_was_written(tmp_path):
     roomy = start()
     used = len(
         model().tokenizer.encode(CHAT.prompt(model().tokenizer, problem().prompt(), NAMES[:2]))
     )
     tight = start(history_tokens=used + 60)
     got, expected = run(tight), run(roomy)
-    assert tight.ended == "full" and tight.passes < BUDGET
+    assert tight.finish_reason is FinishReason.CACHE_FULL and tight.passes < BUDGET
     assert int(tight.cache.lengths[0]) <= used + 60
     for name, steps in got.items():
         text = [token for _, tokens in steps for token in tokens]
@@ -384,7 +384,12 @@ def test_a_full_history_ends_the_session_with_all_that_was_written():
             text == [token for _, tokens in expected[name] for token in tokens][: len(text)]
             and len(text) > 10
         )
-    assert tight.result().as_json()["ended"] == "full"
+    assert tight.result().as_json()["finish_reason"] == "cache_full"
+    tight.save(tmp_path, wait=True)
+    over = Workers.restore(model(), tmp_path)
+    assert over.finish_reason is FinishReason.CACHE_FULL and list(over.stream()) == []
+    with pytest.raises(ValueError, match=r"the session is over \(cache_full\), so Dan cannot join"):
+        over.add("Dan")
 
 
 @pytest.mark.slow
@@ -469,7 +474,7 @@ def test_pausing_all_changes_nothing():
         assert (
             list(session.stream()) == []
             and session.passes == 24
-            and session.result().ended == "paused"
+            and session.result().finish_reason is FinishReason.PAUSED
         )
         for name in session.names:
             session.resume(name)

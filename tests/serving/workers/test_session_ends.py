@@ -6,9 +6,9 @@ import functools
 import numpy as np
 import pytest
 
-from jaxshare import Sampler, Samplers
+from jaxshare import FinishReason, Sampler, Samplers
 from jaxshare.models import LoadedModel
-from jaxshare.serving import Format, Workers, WorkersLayout, box_answers, code_answers
+from jaxshare.serving import Format, Result, Workers, WorkersLayout, box_answers, code_answers
 from jaxshare.serving.evaluation.arithmetic import instruction
 from tests.helpers import TINY, init
 from tests.serving.branches.test_branches import model as embedded
@@ -77,7 +77,7 @@ def force(workers: Workers, **texts: str) -> None:
         for name, text in texts.items()
     }
     usual = workers._session.state.samplers
-    while any(queues.values()) and workers.ended is None:
+    while any(queues.values()) and workers.finish_reason is None:
         before = workers.drawn
         samplers = [workers._session.sampler] * workers.rows.num_rows
         for name, queue in queues.items():
@@ -160,7 +160,7 @@ def test_a_step_may_use_all_the_room_that_there_is_for_what_moves():
     workers = Workers(small, PROBLEM, **options)
     workers.run()
     room = int(workers._session.growth.capacities[0])
-    assert workers.ended == "full" and room > 1500
+    assert workers.finish_reason is FinishReason.CACHE_FULL and room > 1500
     assert (
         room - 20
         < int(workers.cache.lengths[0]) + int(workers.cache.lengths[workers.blocks.index("Alice")])
@@ -170,7 +170,7 @@ def test_a_step_may_use_all_the_room_that_there_is_for_what_moves():
     go(again, room - 200)
     force(again, Alice=".\n\n")
     go(again, 40)
-    assert again.ended is None and again.steps[0].ended is not None, (
+    assert again.finish_reason is None and again.steps[0].ended is not None, (
         "it overlaps its place in the history, and is moved all the same"
     )
     assert again.steps[1].tokens
@@ -227,13 +227,13 @@ def test_boxes_that_are_no_answers_change_nothing():
         for one in (deaf, workers):
             force(one, Alice=f" It is {box}.\n\n", Bob=f" So {box}.\n\n" if i % 2 else " No.\n\n")
             go(one, 3)
-        assert workers.ended is None, box
+        assert workers.finish_reason is None, box
     assert texts(deaf) == texts(workers)
     np.testing.assert_array_equal(deaf.cache.lengths, workers.cache.lengths)
     assert workers.finish().extra_passes > 0, "nothing of it is the answer"
     force(workers, Bob=" It is \\boxed{85}.\n\n")
     assert (
-        workers.ended == "answer"
+        workers.finish_reason is FinishReason.ANSWER
         and workers.finish().value == "85"
         and workers.finish().extra_passes == 0
     )
@@ -243,9 +243,9 @@ def test_a_validator_of_ones_own_decides():
     workers = session(kind=box_answers(lambda text: text.count(",") == 1))
     force(workers, Alice=" First \\boxed{85}.\n\n")
     go(workers, 3)
-    assert workers.ended is None
+    assert workers.finish_reason is None
     force(workers, Bob=" Both \\boxed{85, 84}.\n\n")
-    assert (workers.ended, workers.finish().value) == ("answer", "85, 84")
+    assert (workers.finish_reason, workers.finish().value) == (FinishReason.ANSWER, "85, 84")
 
 
 def test_programs_end_a_session_where_they_parse_and_are_of_the_language():
@@ -258,16 +258,16 @@ def test_programs_end_a_session_where_they_parse_and_are_of_the_language():
     ):
         force(workers, Alice=f" Input:\n\n{block}\n\n")
         go(workers, 3)
-        assert workers.ended is None, block
+        assert workers.finish_reason is None, block
     force(workers, Bob=" So:\n\n```python\nprint(1)\n```\n\n")
-    assert (workers.ended, workers.finish().value) == ("answer", "print(1)")
+    assert (workers.finish_reason, workers.finish().value) == (FinishReason.ANSWER, "print(1)")
     other = session(kind=code_answers("cpp"))
     force(
         other,
         Alice=" So:\n\n```python\nprint(1)\n```\n\n",
         Bob=" So:\n\n```cpp\nint main() {}\n```\n\n",
     )
-    assert (other.ended, other.finish().value) == ("answer", "int main() {}")
+    assert (other.finish_reason, other.finish().value) == (FinishReason.ANSWER, "int main() {}")
 
 
 def test_the_early_stop_takes_what_there_is_from_an_unfinished_program():
@@ -285,7 +285,7 @@ def test_what_ends_a_session_can_be_chosen():
         workers._session.sampler, bias=dict.fromkeys(model().generation.stop_tokens, -1e6)
     )
     force(workers, Alice=" It is \\boxed{85}.\n\n")
-    assert workers.ended is None, "an answer is not what ends this one"
+    assert workers.finish_reason is None, "an answer is not what ends this one"
     samplers = [
         Sampler(bias={stop: 1e6}),
         *[workers._session.sampler] * (workers.rows.num_rows - 1),
@@ -294,21 +294,43 @@ def test_what_ends_a_session_can_be_chosen():
         workers._session.state, samplers=Samplers.stack(samplers, bias_slots=8)
     )
     go(workers, 50)
-    assert workers.ended == "stopped" == workers.result().ended and workers.passes < 50
+    assert (
+        workers.finish_reason is FinishReason.STOP is workers.result().finish_reason
+        and workers.passes < 50
+    )
     assert (workers.finish().value, workers.finish().extra_passes) == ("85", 0)
     never = session(stop_on="never", budget=100, sampler=Sampler(bias={stop: 1e6}))
-    assert never.run().ended == "budget" and stop not in [
+    assert never.run().finish_reason is FinishReason.LENGTH and stop not in [
         token for step in never.steps for token in step.tokens
     ]
+    with pytest.warns(DeprecationWarning, match=r"Workers.ended is now Workers.finish_reason"):
+        assert workers.ended == "stopped"
     with pytest.raises(ValueError, match="stop_on is 'box'; it must be one of answer, eos, never"):
         session(stop_on="box")
+
+
+@pytest.mark.parametrize(
+    ("reason", "printed", "former"),
+    [
+        (FinishReason.ANSWER, "answer", "answer"),
+        (FinishReason.STOP, "stop", "stopped"),
+        (FinishReason.CACHE_FULL, "cache_full", "full"),
+        (FinishReason.LENGTH, "length", "budget"),
+        (FinishReason.PAUSED, "paused", "paused"),
+    ],
+)
+def test_a_result_says_why_it_is_over_and_has_the_former_words(reason, printed, former):
+    result = Result(NAMES, [], {}, 5, reason, 0.0, 0.0, 0)
+    assert result.as_json()["finish_reason"] == printed and "ended" not in result.as_json()
+    with pytest.warns(DeprecationWarning, match=r"Result.ended is now Result.finish_reason"):
+        assert result.ended == former
 
 
 def test_answers_are_taken_from_single_steps():
     """A worker's open fence is not closed by another's, and one that opens a step is found."""
     workers = session(kind="code")
     force(workers, Alice=" So:\n```python\nx = (\n", Bob="```python\nprint(1)\n```\n\n")
-    assert (workers.ended, workers.finish().value) == ("answer", "print(1)")
+    assert (workers.finish_reason, workers.finish().value) == (FinishReason.ANSWER, "print(1)")
 
 
 # The early finisher.
