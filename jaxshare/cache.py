@@ -148,8 +148,8 @@ class KVCache:
         Where tokens are spread over devices, `tokens` is rounded up so that all keep as many.
 
         Raises:
-          ValueError: fewer than one token or slot, more tokens than can be addressed, or kv heads
-            that do not divide over the mesh.
+          ValueError: fewer than one token or slot, too many tokens, or kv heads that do not divide
+            over the mesh.
         """
         if tokens < 1 or num_blocks < 1:
             raise ValueError(
@@ -162,10 +162,9 @@ class KVCache:
         tokens += -tokens % CyclicSharding.over(mesh).period
         shape = config.num_kv_heads, tokens, config.head_dim
         zeros = np.zeros(num_blocks, np.int32)
-        device = None
         if mesh is not None:
             sharding.check_shape("the cache", shape, ARENA, mesh)
-            device = sharding.sharding(mesh, ARENA)
+        device = None if mesh is None else sharding.sharding(mesh, ARENA)
         return cls(
             keys=tuple(jnp.zeros(shape, dtype, device=device) for _ in range(config.num_layers)),
             values=tuple(jnp.zeros(shape, dtype, device=device) for _ in range(config.num_layers)),
@@ -236,11 +235,10 @@ class KVCache:
         where: bool | Bool[Array, ""] = True,
     ) -> "KVCache":
         """Appends the source block to the target, rotated to its new place, and empties the source.
-        Exact up to rounding.
 
-        Outside jit the old cache stays valid, so both take memory for a moment; inside a jitted
-        function that donates it, one. The work follows the source's length. Inside jit, a source
-        that does not fit stays where it is and sets a fault, and `where` False changes nothing.
+        Exact up to rounding. The work follows the source's length. Outside jit the old cache stays
+        valid. Inside jit, a source that does not fit stays where it is and sets a fault; with
+        `where` False nothing changes.
 
         Raises:
           ValueError: unknown block, same source and target, or no room (for concrete values).
@@ -320,10 +318,8 @@ class KVCache:
     def place(
         self, blocks: Sequence[int], offsets: Sequence[int], capacities: Sequence[int]
     ) -> "KVCache":
-        """Gives blocks new extents of the arena and empties them: how a host that manages the arena
-        allocates and frees blocks.
-
-        Nothing is copied. A block of capacity 0 is a free slot again. Not for use inside jit.
+        """Gives blocks new extents of the arena and empties them: how a host allocates and frees
+        blocks. A block of capacity 0 is a free slot again. Not for use inside jit.
 
         Args:
           blocks: the blocks, each once.
@@ -357,10 +353,9 @@ class KVCache:
         """Gives blocks other extents of the arena and takes their tokens there: how a block's
         capacity grows or shrinks.
 
-        An extent may overlap the one that its block has now. Keys keep their rotation, so that
-        nothing changes for rows that see the block. The work follows the lengths of the blocks
-        whose offset changes; where there are any, this cache is donated: use the returned one. Not
-        for use inside jit.
+        An extent may overlap the one that its block has now. Keys keep their rotation. The work
+        follows the lengths of the blocks whose offset changes; where there are any, this cache is
+        donated: use the returned one. Not for use inside jit.
 
         Args:
           blocks: the blocks, each once.
@@ -445,8 +440,7 @@ def _relocated(cache: KVCache, block: Array, offset: Array) -> KVCache:
 def _copied(
     cache: KVCache, source: Array, target: Array, count: Array, angles: tuple[Array, Array]
 ) -> KVCache:
-    """Copies `count` tokens of the arenas from `source` to `target`, keys rotated further by (cos,
-    sin) of each pair."""
+    """Copies `count` tokens of the arenas, keys rotated further by (cos, sin) of each pair."""
     sharded, none = cache.token_sharding, PartitionSpec()
     copy = copy_tokens if sharded.axis is None else functools.partial(copy_tokens_over, sharded)
     arenas = cache.specs.keys, cache.specs.values

@@ -5,6 +5,7 @@ DeprecationWarning that says what to write instead.
 differently now. Nothing else in the package uses either.
 """
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -195,7 +196,6 @@ NAMES: Mapping[str, str] = {
     "jaxshare.serving.engine.loop.Loop": "Scheduler",
     "jaxshare.serving.engine.loop.Row": "RunningRequest",
     "jaxshare.serving.engine.memory.Memory": "KVManager",
-    "jaxshare.serving.engine.memory.steadied": "ema",
     "jaxshare.serving.engine.queue.Queue": "FairQueue",
     "jaxshare.serving.engine.replies.Replies": "OutputProcessor",
     "jaxshare.serving.fleet.Fleet": "RayPool",
@@ -231,6 +231,26 @@ def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
         DeprecationWarning,
         stacklevel,
     )
+
+
+def renamed_arguments[**P, R](**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator for a function whose keyword arguments had other names.
+
+    Args:
+      names: what each old name is now.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for old in names.keys() & kwargs:
+                warn_renamed(old, names[old])
+                kwargs[names[old]] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def find(path: str) -> Any:

@@ -21,7 +21,7 @@ from jaxshare.decoding.row_inputs import Admission, RowInputs
 from jaxshare.decoding.sampling import Sampler, Samplers
 from jaxshare.decoding.steps import Steps
 from jaxshare.decoding.top_logits import TopLogits
-from jaxshare.deprecated import warn_renamed
+from jaxshare.deprecated import renamed_arguments, warn_renamed
 from jaxshare.layout import Layout
 from jaxshare.seeds import seed_words
 from jaxshare.trace.recorder import PassLog
@@ -114,6 +114,7 @@ class DecodeState:
     max_width: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
+    @renamed_arguments(budgets="max_new_tokens", room="capacity", kept="num_top_logits")
     def create(
         cls,
         cache: KVCache,
@@ -134,7 +135,6 @@ class DecodeState:
         num_top_logits: int = 0,
         steps: Steps | None = None,
         record: int = 0,
-        **former: Any,
     ) -> "DecodeState":
         """A state about to run. Raises ValueError for a wrong layout, and as `RowInputs` does.
 
@@ -154,13 +154,7 @@ class DecodeState:
           steps: for rows that write in steps, one session, with places for what a row samples;
             default none, and each row by itself.
           record: passes of a dispatch that can be logged; 0 logs none.
-          former: arguments by their former names, `budgets`, `room` and `kept`.
         """
-        max_new_tokens = _renamed(former, "budgets", "max_new_tokens", max_new_tokens)
-        capacity = _renamed(former, "room", "capacity", capacity)
-        num_top_logits = _renamed(former, "kept", "num_top_logits", num_top_logits)
-        if former:
-            raise TypeError(f"DecodeState.create has no argument {next(iter(former))!r}")
         layout.check(cache.num_blocks)
         rows = layout.num_rows
         inputs = RowInputs.create(rows, prompts, samplers, seeds, max_new_tokens)
@@ -189,11 +183,8 @@ class DecodeState:
           ValueError: no tokens, a row that is not in use, or more tokens than the queue holds.
         """
         if not tokens or int(self.reasons[row]) == FinishReason.UNUSED:
-            raise ValueError(
-                f"row {row} is not in use"
-                if tokens
-                else f"there are no tokens to feed to row {row}"
-            )
+            why = "is not in use" if tokens else "is given no tokens to feed"
+            raise ValueError(f"row {row} {why}")
         head, pending = int(self.head[row]), int(self.num_pending[row])
         queue = [*np.asarray(self.pending[row, head : head + pending]).tolist(), *tokens]
         if len(queue) > self._queue_capacity:
@@ -209,6 +200,7 @@ class DecodeState:
             reasons=self.reasons.at[row].set(FinishReason.RUNNING.value),
         )
 
+    @renamed_arguments(budgets="max_new_tokens", drawn="num_sampled")
     def admit(
         self,
         rows: Sequence[int],
@@ -216,12 +208,11 @@ class DecodeState:
         logits: Float[Array, "A V"],
         *,
         seeds: Sequence[int],
-        max_new_tokens: Sequence[int] = (),
+        max_new_tokens: Sequence[int],
         num_sampled: Sequence[int] | None = None,
         pending: Sequence[Sequence[int]] | None = None,
         recorded: Sequence[bool] | None = None,
         scored: Sequence[bool] | None = None,
-        **former: Any,
     ) -> "DecodeState":
         """Starts rows that are not running, each by itself; they keep their samplers.
 
@@ -240,16 +231,11 @@ class DecodeState:
             not used.
           recorded, scored: the rows whose top logits, or log-probabilities, are kept; default no
             top logits, and log-probabilities where the state has room for them.
-          former: arguments by their former names, `budgets` and `drawn`.
 
         Raises:
           ValueError: blocks that make no layout, or see `Admission.check_counts` and
             `Admission.check_rows`.
         """
-        max_new_tokens = _renamed(former, "budgets", "max_new_tokens", max_new_tokens)
-        num_sampled = _renamed(former, "drawn", "num_sampled", num_sampled)
-        if former:
-            raise TypeError(f"DecodeState.admit has no argument {next(iter(former))!r}")
         count = len(rows)
         admission = Admission(
             rows,
@@ -321,10 +307,8 @@ class DecodeState:
 
     def outputs(self) -> list[list[int]]:
         """The tokens that each row has sampled and that are not taken, on the host."""
-        return [
-            row[:n].tolist()
-            for row, n in zip(np.asarray(self.tokens), np.asarray(self.num_held), strict=True)
-        ]
+        tokens, counts = np.asarray(self.tokens), np.asarray(self.num_held)
+        return [row[:n].tolist() for row, n in zip(tokens, counts, strict=True)]
 
     def without_outputs(self) -> "DecodeState":
         """The state with room for as many sampled tokens as at first, after those are taken."""
@@ -393,14 +377,6 @@ def _fed_state(
 
 def _padded_stops(stops: Sequence[int]) -> list[int]:
     return [*stops, *[-1] * (-len(stops) % _STOPS if stops else _STOPS)]
-
-
-def _renamed(former: dict[str, Any], old: str, new: str, value: Any) -> Any:
-    """The value that is given by a former name, or else by the name of today."""
-    if old not in former:
-        return value
-    warn_renamed(old, new, stacklevel=4)
-    return former.pop(old)
 
 
 @functools.partial(jax.jit, donate_argnames=("logits",))

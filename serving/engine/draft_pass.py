@@ -56,15 +56,7 @@ def verify_drafts(
     Returns:
       The results, and the rows that have no draft, which are for the decode loop.
     """
-    drafts: list[tuple[RunningRequest, Draft]] = []
-    undrafted: list[RunningRequest] = []
-    max_rows = SHAPES[-1][0]
-    for row in rows:
-        draft = _draft(row, kv)
-        if draft is None:
-            undrafted.append(row)
-        elif len(drafts) < max_rows:
-            drafts.append((row, draft))
+    drafts, undrafted = _drafts(rows, kv)
     if not drafts:
         return [], undrafted
     batch = DraftBatch.of([draft for _, draft in drafts])
@@ -97,6 +89,21 @@ def verify_drafts(
         top = jax.tree.map(lambda array, i=i, part=part: array[i, part], top_logits)
         results.append(Verified(row, tokens, reason, top))
     return results, undrafted
+
+
+def _drafts(
+    rows: Sequence[RunningRequest], kv: KVManager
+) -> tuple[list[tuple[RunningRequest, Draft]], list[RunningRequest]]:
+    """The drafts of the first rows, as many as a pass takes, and the rows that have none."""
+    drafts: list[tuple[RunningRequest, Draft]] = []
+    undrafted: list[RunningRequest] = []
+    for row in rows:
+        draft = _draft(row, kv)
+        if draft is None:
+            undrafted.append(row)
+        elif len(drafts) < SHAPES[-1][0]:
+            drafts.append((row, draft))
+    return drafts, undrafted
 
 
 def _draft(row: RunningRequest, kv: KVManager) -> Draft | None:

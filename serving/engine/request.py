@@ -18,7 +18,7 @@ _MAX_PROMPTS = 2**16
 
 
 class OutputSink(Protocol):
-    """What takes the output of a request: a stream, or a run that collects completions.
+    """The taker of a request's output: a stream, or a run that collects completions.
 
     Attributes:
       detokenizer: finds its stop texts.

@@ -42,7 +42,10 @@ INTERNAL = {
     "jaxshare.serving.prompt_view": {"run"},
     "jaxshare.serving.prefixes": {"at_work", "check_free"},
     "jaxshare.serving.saved_sessions": {"write"},
-    "jaxshare.serving.waves": {"groups"},
+    "jaxshare.serving.arena": {"Arena"},
+    "jaxshare.serving.engine.memory": {"steadied"},
+    "jaxshare.serving.prefill": {"Feed", "feed_all", "shape", "warm_up"},
+    "jaxshare.serving.waves": {"groups", "Residents", "Wave", "widest_wave"},
     "jaxshare.serving.workers": {"check_names"},
     "jaxshare.serving.tuning": {*OLD["jaxshare.serving.tuning"]},
 }

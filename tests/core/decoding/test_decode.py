@@ -332,7 +332,7 @@ def test_fed_tokens_follow_pending_ones():
 @pytest.mark.parametrize(
     ("row", "tokens", "words"),
     [
-        (0, [], "there are no tokens to feed to row 0"),
+        (0, [], "row 0 is given no tokens to feed"),
         (3, [1], "row 3 is not in use"),
         (
             1,
@@ -560,12 +560,12 @@ def test_former_names_work_and_warn():
         made = DecodeState.create(
             tiny_cache(), state.layout, PROMPTS, vocab_size=VOCAB, budgets=3, room=7
         )
-    assert [str(each.message).partition(";")[0] for each in warned] == [
+    assert {str(each.message).partition(";")[0] for each in warned} == {
         "budgets is now max_new_tokens",
         "room is now capacity",
-    ]
+    }
     assert made.max_new_tokens.tolist() == [3] * ROWS and made.tokens.shape == (ROWS, 7)
-    with pytest.raises(TypeError, match="no argument 'rooms'"):
+    with pytest.raises(TypeError, match="argument 'rooms'"):
         DecodeState.create(tiny_cache(), state.layout, PROMPTS, vocab_size=VOCAB, rooms=7)
     with pytest.raises(AttributeError, match="no attribute 'mirth'"):
         _ = state.mirth
