@@ -223,7 +223,8 @@ class TokenAutomata:
             tables.append(table.reshape(-1))
         table = np.concatenate(tables).astype(np.int32)
         table = np.pad(table, (0, max(0, max_entries - len(table))))
-        return cls(jnp.asarray(classes), *map(jnp.asarray, numbers), jnp.asarray(table))
+        num_classes, first, starts = map(jnp.asarray, numbers)
+        return cls(jnp.asarray(classes), num_classes, first, starts, jnp.asarray(table))
 
     def step(
         self, which: Int[Array, "*R"], state: Int[Array, "*R"], token: Int[Array, "*R"]
