@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxshare.layout import bucket
 
-_MIN_ROWS = 16
+_MIN_ROWS = 32
 """With fewer rows a product over all of them costs little more than one over those that read."""
 _MIN_TOKENS = 1024
 """Tokens in blocks of small fan-in, from which on another program pays."""
