@@ -1,4 +1,6 @@
-"""The errors of the engine."""
+"""The errors of the engine, of which `NotANumberError` is also that of branches and workers."""
+
+from typing import Self
 
 
 class EngineError(RuntimeError):
@@ -18,4 +20,12 @@ class TooLongError(ValueError):
 
 
 class NotANumberError(EngineError):
-    """The model's logits for a request are not finite, so nothing can be sampled from them."""
+    """The model's logits are not finite, so that nothing can be sampled from them."""
+
+    @classmethod
+    def of(cls, what: str, after: str) -> Self:
+        """The error for `what`, such as "prompt 3", after so much, such as "24 tokens"."""
+        return cls(
+            f"the model's logits for {what} are not numbers after {after}; its weights, or its "
+            "dtype, cannot serve this prompt"
+        )

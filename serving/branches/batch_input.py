@@ -34,6 +34,12 @@ class Item:
     tokens: tuple[int, ...]
     n: int
 
+    @property
+    def name(self) -> str:
+        """The name of the prompt in an error, such as "the prompt of line 3"."""
+        branch = f"{_branch_name(self.branch)} of " if self.branch else ""
+        return f"the prompt of {branch}line {self.line}"
+
 
 def read_input(
     data: bytes, model: LoadedModel, options: argparse.Namespace

@@ -5,7 +5,7 @@ Each group has the model, a cache and completions of its own.
 
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator
 from typing import Any
 
 from jaxshare import Sampler
@@ -135,7 +135,7 @@ class Replicas:
 
     def stream(
         self, on_pass: "Callable[[Any], None] | None" = None, *, warm_up: bool = False
-    ) -> Iterator[Completion]:
+    ) -> Generator[Completion, None, None]:
         """Runs, and yields every completion as it ends. To be called once.
 
         Args:

@@ -1,5 +1,6 @@
 """Samples completions of prompts in one call."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -75,6 +76,8 @@ def generate(
 
     Raises:
       ValueError: see `Branches`.
+      NotANumberError: the model's logits for a prompt are not finite; `Branches.stream` gives the
+        other completions.
     """
     run = branches(
         model,
@@ -90,9 +93,15 @@ def generate(
         costs=costs,
     )
     warn_of_equal_texts(run.sampler, run.max_samples_per_prompt)
-    completions = sorted(run.stream(on_tokens, warm_up=warm_up), key=lambda c: (c.prompt, c.index))
+    completions: list[Completion] = []
+    # Closed at once where an error is raised: a store of prefixes is free again then.
+    with contextlib.closing(run.stream(on_tokens, warm_up=warm_up)) as stream:
+        for completion in stream:
+            if completion.error:
+                raise completion.error
+            completions.append(completion)
     return Completions(
-        completions,
+        sorted(completions, key=lambda c: (c.prompt, c.index)),
         run.prompt_tokens,
         run.unique_tokens,
         run.passes,

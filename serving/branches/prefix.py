@@ -13,6 +13,7 @@ from jaxshare.arena import arena_size
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.prefill import feed_node
+from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.inputs import check_context, encode, token_bytes
 from jaxshare.serving.kvcache.eviction import make_policy
 from jaxshare.serving.kvcache.manager import KVManager
@@ -82,6 +83,7 @@ class Prefixes:
         Raises:
           ValueError: an empty text, one that does not fit the model's context or the store, or a
             store that another call uses.
+          NotANumberError: the model's logits are not finite.
         """
         return self._add(None, encode(self.model, text))
 
@@ -123,7 +125,9 @@ class Prefixes:
                     f"largest piece that is free has {pool.largest}; drop a prefix or give the "
                     "store more room"
                 )
-            feed_node(self.model, self.kv, node)
+            if not feed_node(self.model, self.kv, node):
+                self.kv.unpin(node)
+                raise NotANumberError.of("the prefix", f"{len(before) + len(tokens)} tokens")
         return Prefix(self, parent, node, [*before, *tokens])
 
 
@@ -160,6 +164,7 @@ class Prefix:
 
         Raises:
           ValueError: see `Prefixes.add`, or this prefix has been dropped.
+          NotANumberError: see `Prefixes.add`.
         """
         self.check()
         return self.store._add(self, encode(self.store.model, text, first=False))

@@ -7,7 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from jaxshare.serving.engine.output import OutputProcessor, unfinished_output
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.scheduler import Scheduler
 from jaxshare.serving.engine.stream import Detokenizer
+from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler, token_bytes
 from jaxshare.serving.kvcache.eviction import make_policy
@@ -171,10 +172,11 @@ class Branches:
 
     def stream(
         self, on_pass: Callable[["Branches"], None] | None = None, *, warm_up: bool = False
-    ) -> Iterator[Completion]:
+    ) -> Generator[Completion, None, None]:
         """Runs, and yields every completion as it ends. To be called once.
 
-        A completion of a prompt for which the model's logits are not finite has `error`.
+        Where the model's logits are not finite, a completion has what was sampled before, and its
+        `error` is a `NotANumberError` with the number of its prompt; the others go on.
 
         Args:
           on_pass: called between dispatches with this run.
@@ -231,7 +233,7 @@ class Branches:
         scheduler: Scheduler,
         on_pass: Callable[["Branches"], None] | None,
         warm_up: bool,
-    ) -> Iterator[Completion]:
+    ) -> Generator[Completion, None, None]:
         # of other prefixes in the same store
         others = scheduler.kv.cached_tokens - (self._prefix.tokens if self._prefix else 0)
         requests = collections.deque(map(self._request, range(len(self._samples))))
@@ -288,7 +290,11 @@ class Branches:
         """Ignores new tokens: `running` has them."""
 
     def finish(self, output: Completion) -> Completion:
-        """Takes a completion that has ended."""
+        """Takes a completion that has ended; its error gets the number of its prompt."""
+        if output.error:
+            after = f"{output.prompt_tokens + len(output.tokens)} tokens"
+            error = NotANumberError.of(f"prompt {output.prompt}", after)
+            output = dataclasses.replace(output, error=error)
         self._ended.append(output)
         return output
 

@@ -35,10 +35,13 @@ from jaxshare.serving.cli.batch_output import AGAIN, OTHER, Key
 from jaxshare.serving.cluster import process_mesh, ray_pool
 from jaxshare.serving.cluster.model_spec import ModelSpec
 from jaxshare.serving.cluster.shards import Shards
+from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler, warn_of_equal_texts
 
 _SHARE = {"auto": None, "always": True, "never": False}
+_FAILED = 1
+"""The exit code when the model's logits for some completions were not finite."""
 _BAD_LINES = 3
 """The exit code when some lines could not be read; the others have run."""
 
@@ -154,7 +157,9 @@ def run_job(
       make_engine: makes what samples, as `Branches` does.
 
     Returns:
-      0, or 3 if lines of the input are bad: they are named on stderr, and the others have run.
+      0; 1 if the model's logits for some completions are not finite, which is said on stderr: each
+        has its error in the output, and the others have run; or 3 if lines of the input are bad:
+        they are named on stderr, and the others have run.
 
     Raises:
       ValueError: wrong settings, files that cannot be read or written, an output that is there
@@ -190,6 +195,8 @@ def run_job(
             _sample(options, engine, items, file, len(before), len(order))
         lines = batch_output.sorted_lines(output, order)
         finished = {"completions": len(order), "prompts": len(items), "bad_lines": bad_lines}
+        if failed := batch_output.num_failed(lines):
+            finished["failed"] = failed
         try:
             jsonl.write(output, lines, AGAIN)
             batch_output.write_job(job, settings, finished, lines)
@@ -321,6 +328,8 @@ def _sample(
 def _result(completion: Any, items: Sequence[Item], tree: bool) -> dict[str, Any]:
     """A line of the output."""
     item = items[completion.prompt]
+    num_tokens = len(item.tokens) + len(completion.tokens)
+    error = NotANumberError.of(item.name, f"{num_tokens} tokens") if completion.error else None
     return {
         "id": item.id,
         "line": item.line,
@@ -330,6 +339,7 @@ def _result(completion: Any, items: Sequence[Item], tree: bool) -> dict[str, Any
         "tokens": completion.tokens,
         "finish_reason": str(completion.finish_reason),
         "logprob": round(completion.logprob, 4),
+        **({"error": str(error)} if error else {}),
     }
 
 
@@ -369,4 +379,12 @@ def _report(
             "rows": engine.rows if engine else 0,
         }
         print(json.dumps(report))
+    if failed := finished.get("failed"):
+        print(
+            f"jaxshare: error: the model's logits for {failed} of {finished['completions']} "
+            f"completions are not numbers; their lines in {options.output} have the errors, and "
+            "the others are complete",
+            file=sys.stderr,
+        )
+        return _FAILED
     return _BAD_LINES if finished["bad_lines"] else 0

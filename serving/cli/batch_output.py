@@ -64,7 +64,7 @@ def read_finished(job: Path, settings: Mapping[str, Any], file: BinaryIO) -> dic
         known = json.loads(job.read_bytes())
         then, finished, digest = {**known["settings"]}, known["finished"], known["output"]
         if known["format"] != _FORMAT or (
-            finished and {*finished} != {"completions", "prompts", "bad_lines"}
+            finished and {*finished} - {"failed"} != {"completions", "prompts", "bad_lines"}
         ):
             raise ValueError(f"its format is not {_FORMAT!r}")
     except FileNotFoundError as error:
@@ -101,6 +101,12 @@ def sorted_lines(output: Path, order: Mapping[Key, tuple[int, int]]) -> list[byt
     """The lines of the output in the order of the input, which `order` gives for each key."""
     lines = map(_renamed, read_file(output, "output").splitlines(keepends=True))
     return sorted(lines, key=lambda line: order[_key(line, 0, output)])
+
+
+def num_failed(lines: Sequence[bytes]) -> int:
+    """The number of completions among these lines that have ended with an error."""
+    failed = str(FinishReason.ERROR)
+    return sum(json.loads(line)["finish_reason"] == failed for line in lines)
 
 
 def read_file(path: str | Path, what: str) -> bytes:

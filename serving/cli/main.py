@@ -19,6 +19,7 @@ from jaxshare.serving.cli import (
     workers,
 )
 from jaxshare.serving.cli.evaluation import evaluate, judge
+from jaxshare.serving.errors import NotANumberError
 
 _COMMANDS = (
     ("demo", demo, "one model as two workers and as sixteen branches over one shared cache"),
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(given, argparse.Namespace(args=args))
     try:
         return options.run(options)
-    except (ValueError, FileNotFoundError, NotImplementedError) as error:
+    except (ValueError, FileNotFoundError, NotImplementedError, NotANumberError) as error:
         if "debug" in options:
             traceback.print_exc()
         print(f"jaxshare: error: {error}", file=sys.stderr)

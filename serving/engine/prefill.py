@@ -8,6 +8,7 @@ it, with what they bring in this pass. So one program serves texts of any length
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -95,30 +96,37 @@ class PrefillPasses:
         return logits, finite
 
 
-def feed_node(model: LoadedModel, kv: KVManager, node: Node) -> None:
-    """Feeds all tokens of a node, after those of its path, and keeps the logits at its end."""
-    passes = PrefillPasses(model, kv)
+def feed_node(model: LoadedModel, kv: KVManager, node: Node) -> bool:
+    """Feeds all tokens of a node, after those of its path, and keeps the logits at its end.
+
+    Returns:
+      True if all logits are finite.
+    """
+    passes, all_finite = PrefillPasses(model, kv), True
     while pieces := next_pieces(node.path(), ROWS):
-        logits, _ = passes.run(pieces)
+        logits, finite = passes.run(pieces)
+        all_finite &= bool(finite[: len(pieces)].all())
         node.logits = logits[len(pieces) - 1]
     kv.tree.complete(node)
+    return all_finite
 
 
 def prefill(
     model: LoadedModel, tokens: Sequence[int], cache: KVCache, block: int
-) -> tuple[Array, KVCache]:
+) -> tuple[bool, KVCache]:
     """Feeds tokens to one block in wide passes.
 
     With no tokens one pass runs that writes nothing.
 
     Returns:
-      The logits after the last token, float32[1, V], and the cache.
+      True if all logits are finite, and the cache.
     """
     layout = Layout.from_blocks([[block]])
-    width = 256
+    width, finite = 256, []
     for start in range(0, max(len(tokens), 1), width):
         chunk = list(tokens[start : start + width])
         padded = np.zeros((1, width), np.int32)
         padded[0, : len(chunk)] = chunk
         logits, cache = model.forward(padded, np.asarray([len(chunk)]), cache, layout)
-    return logits, cache
+        finite.append(jnp.isfinite(logits).all())
+    return bool(np.all(jax.device_get(finite))), cache

@@ -351,15 +351,8 @@ class Scheduler:
         for node in row.node.path():
             if node.writing and node.extent:
                 node.extent.length = 0
-        self._finish(
-            row,
-            FinishReason.ERROR,
-            NotANumberError(
-                f"the model's logits for request {row.request.number} are not numbers after "
-                f"{len(row.request.tokens)} tokens; its weights, or its dtype, cannot serve this "
-                "prompt"
-            ),
-        )
+        name, tokens = f"request {row.request.number}", f"{len(row.request.tokens)} tokens"
+        self._finish(row, FinishReason.ERROR, NotANumberError.of(name, tokens))
 
     def _release(self, row: RunningRequest) -> None:
         """Frees a row; what it has written stays in the prefix tree for reuse."""

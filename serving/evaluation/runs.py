@@ -27,6 +27,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving import jsonl
 from jaxshare.serving.cluster.ray_pool import RayPool, Work
+from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.evaluation.baselines import METHODS
 from jaxshare.serving.evaluation.tasks import Problem
 from jaxshare.serving.workers.text.answers import AnswerRule, answer_rule, box_answers, has_entries
@@ -187,6 +188,7 @@ def solve(model: LoadedModel, spec: RunSpec, on_pass: Callable[[int], None] | No
     Raises:
       ValueError: a problem that the method refuses, such as one that does not fit the model's
         context.
+      NotANumberError: the model's logits for it are not finite.
     """
     on_event = (lambda event: on_pass(event.passes)) if on_pass else None
     result = METHODS[spec.method](
@@ -205,8 +207,12 @@ def solve(model: LoadedModel, spec: RunSpec, on_pass: Callable[[int], None] | No
     return Run(spec.workers, spec.problem, spec.number, spec.seed, spec.text, result.as_json())
 
 
+Refused = ValueError | NotANumberError
+"""The errors of a problem that cannot be run; the others are."""
+_REFUSED = ValueError, NotANumberError
+
 Execute = Callable[
-    [Sequence[RunSpec], Callable[[int], None]], Iterable[tuple[RunSpec, Run | ValueError]]
+    [Sequence[RunSpec], Callable[[int], None]], Iterable[tuple[RunSpec, Run | Refused]]
 ]
 """Makes runs: takes specs, which are independent of each other, and yields each with its run or its
 error, in any order, as they finish. It may call the second argument with the forward passes of the
@@ -220,20 +226,18 @@ def execute(model: LoadedModel) -> Execute:
     for replica in replicas:
         free.put(replica)
 
-    def make(
-        spec: RunSpec, on_pass: Callable[[int], None] | None
-    ) -> tuple[RunSpec, Run | ValueError]:
+    def make(spec: RunSpec, on_pass: Callable[[int], None] | None) -> tuple[RunSpec, Run | Refused]:
         replica = free.get()
         try:
             return spec, solve(replica, spec, on_pass)
-        except ValueError as error:
+        except _REFUSED as error:
             return spec, error
         finally:
             free.put(replica)
 
     def run(
         specs: Sequence[RunSpec], on_pass: Callable[[int], None]
-    ) -> Iterator[tuple[RunSpec, Run | ValueError]]:
+    ) -> Iterator[tuple[RunSpec, Run | Refused]]:
         if len(replicas) == 1:
             yield from (make(spec, on_pass) for spec in specs)
             return
@@ -261,7 +265,7 @@ def execute_on(pool: RayPool, load: Callable[[], LoadedModel]) -> Execute:
 
     def run(
         specs: Sequence[RunSpec], on_pass: Callable[[int], None]
-    ) -> Iterator[tuple[RunSpec, Run | ValueError]]:
+    ) -> Iterator[tuple[RunSpec, Run | Refused]]:
         pool.start(functools.partial(_solver, load), max_replicas=len(specs))
         for result in pool.run(specs):
             yield result.piece, result.value
@@ -275,10 +279,10 @@ def _solver(load: Callable[[], LoadedModel]) -> Work:
 
     def work(
         spec: RunSpec, arrived: Collection[Hashable]
-    ) -> Iterator[tuple[Hashable, Run | ValueError]]:
+    ) -> Iterator[tuple[Hashable, Run | Refused]]:
         try:
             yield spec.key, solve(model, spec)
-        except ValueError as error:
+        except _REFUSED as error:
             yield spec.key, ValueError(str(error))
 
     return work

@@ -22,6 +22,7 @@ from jaxshare.serving.checkpoints import (
     leaves,
     on_host,
 )
+from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.workers.block_moves import new_extents
 from jaxshare.serving.workers.layouts import MakeLayout, WorkersLayout
 from jaxshare.serving.workers.prompts.format import Format
@@ -48,6 +49,7 @@ class SessionMetadata:
         (`ModelConfig.for_context`).
       settings: the arguments of `Workers` by name; a layout function is None.
       roster: the workers, their rows and blocks.
+      error: the message of the error that has ended the session.
       passes, host_syncs, finish_reason, seconds, prefill_seconds: see `Workers`.
       reasons, prepared, people, events, answers: see `SessionState`.
       transcript: `Transcript.snapshot`.
@@ -61,6 +63,7 @@ class SessionMetadata:
     passes: int
     host_syncs: int
     finish_reason: FinishReason | None
+    error: str | None
     seconds: float
     prefill_seconds: float
     reasons: Mapping[str, FinishReason]
@@ -82,6 +85,7 @@ class SessionMetadata:
             passes=session.passes,
             host_syncs=session.host_syncs,
             finish_reason=session.finish_reason,
+            error=session.error and str(session.error),
             seconds=session.seconds,
             prefill_seconds=session.prefill_seconds,
             reasons=session.reasons,
@@ -368,6 +372,7 @@ def restore(session: SessionState, saved: SavedSession) -> None:
         session.recorder = Recorder.of(trace, trace.capacities.tolist()) if trace else None
         session.passes, session.host_syncs = metadata.passes, metadata.host_syncs
         session.finish_reason, session.seconds = metadata.finish_reason, metadata.seconds
+        session.error = NotANumberError(metadata.error) if metadata.error else None
         session.prefill_seconds = metadata.prefill_seconds
         session.reasons, session.prepared = {**metadata.reasons}, {**metadata.prepared}
         session.people, session.answers = {*metadata.people}, {**metadata.answers}

@@ -45,6 +45,7 @@ def run_passes(session: SessionState, passes: int) -> None:
     ]
     _resume_without_answer(session, answered, last)
     session.finish_reason = _why_over(session)
+    _fail_not_finite(session, outputs)
     end_steps(session, last)
     session.seconds += watch.split()[0]
 
@@ -126,6 +127,17 @@ def _resume_without_answer(
             )
             session.state = session.state.end(cursor.row, reason)
             session.reasons[name] = reason
+
+
+def _fail_not_finite(session: SessionState, outputs: Mapping[str, Any]) -> None:
+    """Ends the session with an error if a worker's logits were not finite."""
+    failed = [name for name in session.roster.names if session.reasons[name] is FinishReason.ERROR]
+    for name in failed[:1]:
+        cursor = session.transcript.cursors[name]
+        num_sampled = int(outputs["num_sampled"][cursor.row])
+        last = outputs["sampled_at"][cursor.row, num_sampled - 1]
+        # The pass of its last token, which does not depend on the passes of a dispatch.
+        session.fail(name, int(last) if num_sampled else cursor.step.began)
 
 
 def _why_over(session: SessionState) -> FinishReason | None:

@@ -6,10 +6,12 @@ Hogwild! Inference, section 4.1 and appendix C.
 import dataclasses
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
-from jaxshare import DecodeState, KVCache, Layout, decode
+from jaxshare import DecodeState, FinishReason, KVCache, Layout, decode
 from jaxshare.decoding.steps import Steps
+from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.workers.results import Answer
 from jaxshare.serving.workers.session_state import FEED_WIDTH, FINISHER, SessionState
 from jaxshare.serving.workers.text.step_automata import finisher_tables
@@ -18,6 +20,7 @@ from jaxshare.trace.recorder import Recorder
 
 def finish(session: SessionState, sees: Sequence[str] | None = None) -> Answer:
     """The answer of a session; see `Workers.finish`. `session.device` is held."""
+    session.check_finite()
     if sees is None and (answer := _given_answer(session)) is not None:
         return answer
     sees = session.roster.layout.overview(session.roster.names[-1]) if sees is None else sees
@@ -26,17 +29,15 @@ def finish(session: SessionState, sees: Sequence[str] | None = None) -> Answer:
     prompt = session.format.code_finisher if session.rule.code else session.format.finisher
     lengths = session.state.cache.lengths + 0  # a copy: the cache is donated
     state = _guess_state(session, blocks, prompt)
-    state = decode(
-        session.module,
-        session.model.params,
-        state,
-        passes=state.pending.shape[1] + session.settings["finisher_tokens"],
-        width=FEED_WIDTH,
-    )
-    stops, codec = session.model.generation.stop_tokens, session.texts.codec
-    text = prompt + codec.decode([token for token in state.outputs()[0] if token not in stops])
+    passes = state.pending.shape[1] + session.settings["finisher_tokens"]
+    state = decode(session.module, session.model.params, state, passes=passes, width=FEED_WIDTH)
     # Shorter lengths hide what was fed for the guess: the session goes on as if there was none.
     session.keep(dataclasses.replace(state.cache, lengths=lengths))
+    session.check_finite()
+    if int(state.reasons[0]) == FinishReason.ERROR:
+        raise NotANumberError.of("the early answer", f"{session.passes} passes")
+    stops, codec = session.model.generation.stop_tokens, session.texts.codec
+    text = prompt + codec.decode([token for token in state.outputs()[0] if token not in stops])
     value = session.rule.extract(text) or session.rule.guess(text)
     return Answer(value, text, session.passes, int(state.passes))
 
@@ -44,7 +45,8 @@ def finish(session: SessionState, sees: Sequence[str] | None = None) -> Answer:
 def flushed(session: SessionState, recorder: Recorder | None = None) -> KVCache:
     """The cache with the last token that each worker has sampled.
 
-    Otherwise the next pass would feed it, and still will, to the same place.
+    Otherwise the next pass would feed it, and still will, to the same place. The session fails
+    where logits after one of them are not finite, as they would be in that pass.
 
     Args:
       session: whose cache is donated.
@@ -63,7 +65,11 @@ def flushed(session: SessionState, recorder: Recorder | None = None) -> KVCache:
             [new[:n] for new, n in zip(tokens.tolist(), count.tolist(), strict=True)],
             roster.listed,
         )
-    return session.model.forward(tokens, count.astype(np.int32), state.cache, session.rows)[1]
+    logits, cache = session.model.forward(tokens, count.astype(np.int32), state.cache, session.rows)
+    broken = ~np.asarray(jnp.isfinite(logits).all(axis=-1)) & count
+    for name in [name for name in roster.names if broken[roster.row(name)]][:1]:
+        session.fail(name, session.passes)
+    return cache
 
 
 def _given_answer(session: SessionState) -> Answer | None:

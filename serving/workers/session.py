@@ -162,6 +162,10 @@ class Workers(SessionView):
 
         Args:
           until: stop at this many forward passes in all; default the session's budget.
+
+        Raises:
+          NotANumberError: a worker's logits are not finite. It ends the session for all workers,
+            and comes after all that was written before.
         """
         session, last = self._session, self.budget if until is None else min(until, self.budget)
         while session.events or dispatch.can_run(session, last):
@@ -171,6 +175,7 @@ class Workers(SessionView):
                     dispatch.run_passes(session, passes)
             while session.events:
                 yield session.events.popleft()
+        session.check_finite()
 
     def run(
         self,
@@ -197,6 +202,7 @@ class Workers(SessionView):
           ValueError: a budget to finish at that is below 1 or beyond the session's, fewer than 1
             pass between saves, or saves without keys and values of a session that keeps no trace.
           SaveError: see `save`.
+          NotANumberError: see `stream`.
         """
         check_finish_at(finish_at, self.budget)
         check_min(1, save_every=save_every)
@@ -231,6 +237,7 @@ class Workers(SessionView):
 
         Raises:
           ValueError: an unknown block, or blocks that are longer than the context together.
+          NotANumberError: the logits of a worker or after the early-stop prompt are not finite.
         """
         with self._session.device():
             return finisher.finish(self._session, sees)

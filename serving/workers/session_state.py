@@ -16,6 +16,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.models.layers import Decoder
 from jaxshare.models.tensor_parallel import ShardedDecoder
 from jaxshare.serving.engine.prefill import prefill
+from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.kvcache.lease import KVLease
 from jaxshare.serving.workers.growth import Growth
 from jaxshare.serving.workers.layouts import MakeLayout, WorkersLayout
@@ -56,6 +57,7 @@ class SessionState:
       prepared: for each worker its first step without an opening on the device.
       people: names of the people who have spoken.
       answers: by budget. events: not yet yielded.
+      error: the error where the session's finish reason is ERROR.
       passes, host_syncs, finish_reason, seconds, prefill_seconds, compile_seconds: see `Workers`.
       compiled: whether the decode loop has been compiled.
     """
@@ -86,6 +88,7 @@ class SessionState:
     passes: int = 0
     host_syncs: int = 0
     finish_reason: FinishReason | None = None
+    error: NotANumberError | None = None
     seconds: float = 0.0
     compile_seconds: float = 0.0
     compiled: bool = False
@@ -137,7 +140,28 @@ class SessionState:
     def append_text(self, tokens: Sequence[int], block: str) -> None:
         """Feeds a text to the end of a block, where it sees that block alone."""
         number = self.roster.blocks.index(block)
-        self.keep(feed_text(self.model, self.recorder, tokens, self.state.cache, number))
+        finite, cache = feed_text(self.model, self.recorder, tokens, self.state.cache, number)
+        self.keep(cache)
+        if not finite:
+            self.fail_all_that_see(block)
+
+    def fail(self, name: str, passes: int) -> None:
+        """Ends the session because a worker's logits are not finite after these passes."""
+        self.finish_reason = FinishReason.ERROR
+        self.error = NotANumberError.of(f"worker {name}", f"{passes} passes")
+
+    def fail_all_that_see(self, block: str) -> None:
+        """Ends the session because logits in a block that workers see are not finite.
+
+        Its keys and values would not show it, because a cache holds finite values only.
+        """
+        names, sees = self.roster.names, self.roster.layout.sees
+        self.fail(next((name for name in names if block in sees[name]), names[0]), self.passes)
+
+    def check_finite(self) -> None:
+        """Raises the NotANumberError that has ended the session, if one has."""
+        if self.error:
+            raise self.error
 
     def free_tokens(self, block: str) -> int:
         """The number of tokens that a block can still take."""
@@ -207,11 +231,15 @@ def feed_text(
     tokens: Sequence[int],
     cache: KVCache,
     block: int,
-) -> KVCache:
-    """Feeds a text to the end of a block, and records it; returns the cache."""
+) -> tuple[bool, KVCache]:
+    """Feeds a text to the end of a block, and records it.
+
+    Returns:
+      True if the model's logits after it are finite, and the cache.
+    """
     if recorder:
         recorder.text(tokens, block)
-    return prefill(model, tokens, cache, block)[1]
+    return prefill(model, tokens, cache, block)
 
 
 class SessionView:

@@ -124,7 +124,7 @@ def create_session(
     capacities = [plan.sizes.get(block, 0) for block in plan.roster.blocks]
     recorder = Recorder(len(capacities), capacities) if settings["record"] else None
     lease = engine.lease(capacities) if engine else None
-    cache, growth, prefill_seconds = _fill_cache(model, plan, capacities, recorder, lease)
+    cache, growth, broken, prefill_seconds = _fill_cache(model, plan, capacities, recorder, lease)
     sampler = _with_forbidden(settings["sampler"], model, format, settings["stop_on"])
     rows = plan.roster.device_layout
     session = SessionState(
@@ -152,6 +152,8 @@ def create_session(
     for row, name in enumerate(names):
         session.transcript.join(name, row, 0, plan.texts.first_opening(plan.roster, name))
     session.prepare_openings()
+    for block in broken[:1]:
+        session.fail_all_that_see(block)
     session.compile_seconds = watch.split()[1]
     return session
 
@@ -252,11 +254,12 @@ def _fill_cache(
     capacities: Sequence[int],
     recorder: Recorder | None,
     lease: KVLease | None,
-) -> tuple[KVCache, Growth, float]:
+) -> tuple[KVCache, Growth, list[str], float]:
     """Creates the cache, or attaches it on an engine, and feeds what blocks hold at the start.
 
     Returns:
-      The cache, the extents of its blocks, and the seconds of the passes without compilation.
+      The cache; the extents of its blocks; the blocks whose logits are not finite; and the seconds
+        of the passes without compilation.
     """
     with lease.exclusive() if lease else contextlib.nullcontext():
         cache = (
@@ -266,16 +269,17 @@ def _fill_cache(
         )
         growth = Growth(np.asarray(cache.offsets), np.asarray(cache.capacities))
         _, cache = prefill(model, [], cache, block=0)  # compiles
-        watch = Stopwatch.start()
+        watch, broken = Stopwatch.start(), []
         for block, tokens in plan.contents.items():
             if tokens:
                 number = plan.roster.blocks.index(block)
-                cache = feed_text(model, recorder, tokens, cache, number)
+                finite, cache = feed_text(model, recorder, tokens, cache, number)
+                broken += [] if finite else [block]
         jax.block_until_ready(cache.keys)
         seconds, _ = watch.split()
         if lease:
             lease.detach(cache)
-    return cache, growth, seconds
+    return cache, growth, broken, seconds
 
 
 def _with_forbidden(sampler: Sampler, model: LoadedModel, format: Format, stop_on: str) -> Sampler:

@@ -193,8 +193,8 @@ def run_evaluation(
       make_execute: gives what makes the runs.
 
     Returns:
-      0, or 3 if lines of the task are bad or the method refuses problems: they are named on stderr,
-        and the others have been run.
+      0, or 3 if lines of the task are bad, or problems that the method refuses or for which the
+        model's logits are not finite: they are named on stderr, and the others have been run.
 
     Raises:
       ValueError: wrong settings, files that cannot be read or written, a folder that is in use or

@@ -1,16 +1,19 @@
 """Prefill, several blocks per pass and several rows of a long one, against a dense transformer in float64 that is
 fed one path after the other."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxshare.models import Generation, LoadedModel
 from jaxshare.serving.engine import prefill
 from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.prefill import Piece, PrefillPasses, next_pieces
+from jaxshare.serving.engine.prefill import Piece, PrefillPasses, feed_node, next_pieces
 from jaxshare.serving.kvcache.eviction import make_policy
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.prefix_tree import Node
@@ -182,6 +185,37 @@ def test_short_siblings_are_fed_side_by_side(kv, lengths, expected):
         wanted = dense.forward([tokens], [[0, block]])[0][-1]
         np.testing.assert_allclose(logits[block - 1], wanted, atol=2e-3)
         check(kv, node, dense, block)
+
+
+def lost(token: int) -> LoadedModel:
+    """The model with the embedding of a token that is not finite."""
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf.at[token].set(jnp.nan) if path[-1].key == "embedding" else leaf,
+        MODEL.params,
+    )
+    return dataclasses.replace(MODEL, params=params)
+
+
+def test_rows_with_logits_that_are_not_finite_are_found_and_no_others(kv):
+    """A cache holds finite values only: what is fed after them has finite logits of its own."""
+    token = next(t for t in range(VOCAB) if t not in TEXT[:300])
+    clean = [t for t in TEXT if t != token]
+    root = add(kv, None, clean[:20])
+    model = lost(token)
+    assert feed_node(model, kv, root)
+    bad = add(kv, root, [*clean[:7], token, *clean[:280]])  # in its first pass
+    below, good = add(kv, root, [*clean[:9], token]), add(kv, root, clean[:30])
+    assert not feed_node(model, kv, bad) and not feed_node(model, kv, below)
+    pieces = [piece for node in (good,) for piece in next_pieces(node.path(), 8)]
+    other = next_pieces(add(kv, root, [token, *clean[:40]]).path(), 8 - len(pieces))
+    logits, finite = PrefillPasses(model, kv).run([*pieces, *other])
+    assert finite[: len(pieces)].all() and not finite[len(pieces)]
+    dense = DenseModel(TINY, tiny_params(), 2)
+    dense.forward([clean[:20]], [[0]])
+    wanted = dense.forward([clean[:30]], [[0, 1]])[0][-1]
+    np.testing.assert_allclose(logits[len(pieces) - 1], wanted, atol=2e-3)
+    cache = kv.pool.cache
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in (*cache.keys, *cache.values))
 
 
 def test_nothing_to_feed(kv):

@@ -196,7 +196,7 @@ def test_a_failure_takes_the_memory_of_sessions_and_says_so(monkeypatch):
         here = session(engine)
         next(here.stream())
         with monkeypatch.context() as patch:
-            patch.setattr("jaxshare.serving.engine.scheduler.decode", lambda *_, **__: 1 / 0)
+            patch.setattr("jaxshare.serving.engine.decode_rows.decode", lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 engine.submit(CALLS[0][0], WARM, seed=0, max_new_tokens=5).wait()
         with pytest.raises(ClosedError, match="has failed"):
