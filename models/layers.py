@@ -4,6 +4,7 @@ Axis letters: R rows, T new tokens of a row, H query heads, K kv heads, D head d
 MLP dim, V vocabulary, L layers, N traces of a batch, A selected tokens of a trace.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from jaxshare.attention.plan import make_plan
 from jaxshare.cache import KVCache
 from jaxshare.decoding.state import DecodeModel
 from jaxshare.layout import Layout, is_concrete
+from jaxshare.models.cached_layer import run_layer
 from jaxshare.models.config import ModelConfig
 from jaxshare.rope import rotate
 from jaxshare.sharding import psum
@@ -225,15 +227,17 @@ class Decoder(nn.Module):
           vocabulary is split they are this device's part.
         """
         plan = make_plan(cache, layout, count, tokens.shape[1])
-
-        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            nonlocal cache
-            cache = cache.append(layer, k, v, plan)
-            return block_attention(
-                q, cache.keys[layer], cache.values[layer], plan, implementation=self.implementation
+        x, keys, values = self._embed(tokens), [*cache.keys], [*cache.values]
+        if self.is_initializing():
+            self._trunk(tokens, lambda layer, q, k, v: q)
+        layer = Layer(self.config, self.axis, parent=None)
+        for i in range(self.config.num_layers):
+            params = self.variables["params"][f"layers_{i}"]
+            x, keys[i], values[i] = run_layer(
+                layer, params, x, keys[i], values[i], plan, self.implementation
             )
-
-        x = self._trunk(tokens, attend)
+        x = self.norm(x)
+        cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
         if not every:
             # The cache stores finite values only, so later tokens would not show an overflow.
             real = jnp.arange(x.shape[1]) < plan.count[:, None]

@@ -20,12 +20,20 @@ class TooLongError(ValueError):
 
 
 class NotANumberError(EngineError):
-    """The model's logits are not finite, so that nothing can be sampled from them."""
+    """The model's logits are not finite, so that nothing can be sampled from them.
+
+    Attributes:
+      after: what came before them, such as "24 tokens".
+    """
+
+    after = ""
 
     @classmethod
     def of(cls, what: str, after: str) -> Self:
         """The error for `what`, such as "prompt 3", after so much, such as "24 tokens"."""
-        return cls(
+        error = cls(
             f"the model's logits for {what} are not numbers after {after}; its weights, or its "
             "dtype, cannot serve this prompt"
         )
+        error.after = after
+        return error

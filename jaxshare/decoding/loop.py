@@ -130,12 +130,6 @@ def _decode(
         finished = stop_on_finish & jnp.any(running_before & ~state.running)
         return (state.passes < last) & ~finished & jnp.any(able(state))
 
-    def feed_if(condition: Array, state: DecodeState, feed: Callable) -> DecodeState:
-        # A loop of one iteration or none, because a conditional would copy the cache.
-        return jax.lax.while_loop(
-            lambda s: s[1], lambda s: (feed(s[0]), jnp.zeros((), bool)), (state, condition)
-        )[0]
-
     def step(state: DecodeState) -> DecodeState:
         rows = able(state)
         if width == 1:
@@ -148,13 +142,23 @@ def _decode(
         narrow = rows & ~wide
         wide = sessions.first_that_fit(wide, wide_rows)
         state = _advanced(state, sessions, wide | narrow)
-        state = feed_if(
+        state = _apply_if(
             jnp.any(wide), state, lambda s: _feed(model, params, s, wide, width, wide_rows)
         )
-        state = feed_if(jnp.any(narrow), state, lambda s: _feed(model, params, s, narrow, 1))
+        state = _apply_if(jnp.any(narrow), state, lambda s: _feed(model, params, s, narrow, 1))
         return _sample(state, sessions)
 
     return jax.lax.while_loop(goes_on, step, _sample(state, sessions))
+
+
+def _apply_if(
+    condition: Array, state: DecodeState, change: Callable[[DecodeState], DecodeState]
+) -> DecodeState:
+    """The changed state where bool[] `condition` holds, and else the same."""
+    # A loop of one iteration or none, because a conditional would copy the cache.
+    return jax.lax.while_loop(
+        lambda s: s[1], lambda s: (change(s[0]), jnp.zeros((), bool)), (state, condition)
+    )[0]
 
 
 def _has_room(state: DecodeState) -> Array:
@@ -250,7 +254,12 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
     )
     if not state.steps.marks.shape[1]:
         return sampled
-    return _end_steps(sampled, sessions, token, index, due, stopped)
+    in_steps = due & ((state.steps.ends > 0) | (state.steps.answers > 0))
+    return _apply_if(
+        jnp.any(in_steps),
+        sampled,
+        lambda s: _end_steps(s, sessions, token, index, due, stopped),
+    )
 
 
 def _draw(state: DecodeState, due: Array) -> tuple[Array, Array]:

@@ -56,7 +56,21 @@ def take_rows(
       block: what the numbers of blocks start from: block `block` is 0 in the result.
       automaton: the same for the automata that rows use, but for the one that finds nothing.
     """
-    return _take(state, jnp.asarray(rows), jnp.asarray(block), jnp.asarray(automaton))
+    # Without what stays whole: a program returns a copy of it.
+    none: Any = {"cache": None, "record": None}
+    steps = dataclasses.replace(state.steps, **_NOT_OF_ROWS)
+    taken = _take(
+        dataclasses.replace(state, steps=steps, **none),
+        jnp.asarray(rows),
+        jnp.asarray(block),
+        jnp.asarray(automaton),
+    )
+    return dataclasses.replace(
+        taken,
+        cache=state.cache,
+        steps=dataclasses.replace(taken.steps, automata=state.steps.automata),
+        record=PassLog.empty(0, len(rows), state.max_width, state.cache.num_blocks),
+    )
 
 
 def put_rows(
@@ -90,25 +104,52 @@ def put_rows(
     return dataclasses.replace(put, cache=state.cache)
 
 
+def with_room_for(state: DecodeState, part: DecodeState) -> DecodeState:
+    """The state with as much room in each row as another one has, or more; see `put_rows`."""
+
+    def grown(array: Array, like: Array, unused: int = 0) -> Array:
+        sizes = zip(array.shape[1:], like.shape[1:], strict=True)
+        more = [(0, 0), *((0, max(0, size - has)) for has, size in sizes)]
+        return jnp.pad(array, more, constant_values=unused) if np.any(more) else array
+
+    steps, samplers = state.steps, state.samplers
+    return dataclasses.replace(
+        state,
+        layout=Layout(grown(state.layout.blocks, part.layout.blocks, -1), state.layout.groups),
+        samplers=dataclasses.replace(
+            samplers,
+            bias_tokens=grown(samplers.bias_tokens, part.samplers.bias_tokens, -1),
+            bias_values=grown(samplers.bias_values, part.samplers.bias_values),
+        ),
+        pending=grown(state.pending, part.pending),
+        tokens=grown(state.tokens, part.tokens),
+        steps=dataclasses.replace(
+            steps,
+            **{
+                name: grown(getattr(steps, name), getattr(part.steps, name))
+                for name in ("openings", "opening_sizes", "marks", "sampled_at")
+            },
+        ),
+    )
+
+
 @jax.jit
 def _take(state: DecodeState, rows: Array, block: Array, automaton: Array) -> DecodeState:
     def part(tree: Any) -> Any:
         return jax.tree.map(lambda array: array[rows], tree)
 
     place = jnp.zeros(state.layout.num_rows, jnp.int32).at[rows].set(jnp.arange(len(rows)))
-    steps: Steps = part(dataclasses.replace(state.steps, **_NOT_OF_ROWS))
+    steps: Steps = part(state.steps)
     return dataclasses.replace(
         state,
         layout=Layout(_shifted(part(state.layout.blocks), -block), state.layout.groups),
         session=place[part(state.session)],
         steps=dataclasses.replace(
             steps,
-            automata=state.steps.automata,
             ends=jnp.where(steps.ends > 0, steps.ends - automaton, 0),
             answers=jnp.where(steps.answers > 0, steps.answers - automaton, 0),
             targets=_shifted(steps.targets, -block),
         ),
-        record=PassLog.empty(0, len(rows), state.max_width, state.cache.num_blocks),
         **{name: part(getattr(state, name)) for name in _ROW_FIELDS},
     )
 
@@ -132,6 +173,11 @@ def _put(
         size = tuple(slice(0, n) for n in new.shape[1:])
         return whole.at[(rows, *size)].set(new)
 
+    unused = jnp.full((len(rows), state.samplers.bias_tokens.shape[1]), -1)
+    samplers = dataclasses.replace(
+        state.samplers, bias_tokens=state.samplers.bias_tokens.at[rows].set(unused)
+    )
+    state = dataclasses.replace(state, samplers=samplers)
     steps = part.steps
     steps = dataclasses.replace(
         steps,

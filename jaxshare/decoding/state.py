@@ -144,10 +144,9 @@ class DecodeState:
             for all rows, and of one seed row r gets `stream_seed(seeds, r)`.
           stops: tokens that end a row.
           logits: after what each row has cached, for rows that have nothing to feed.
-          queue: tokens that a row's queue holds, for `feed`; at least the longest prompt.
-          capacity: X, sampled tokens of a row that the state holds; default the largest of
-            `max_new_tokens`. With fewer, take them between dispatches (`without_outputs`). It is a
-            shape: states of one capacity share a program.
+          queue: tokens that a row's queue holds; at least the longest prompt.
+          capacity: X, sampled tokens of a row that the state holds, a shape; default the largest of
+            `max_new_tokens`. With fewer, take them between dispatches (`without_outputs`).
           bias_slots: places for a row's biased and forbidden tokens; default what these need.
           logprobs: keep the log-probabilities of the tokens that all rows sample.
           num_top_logits: logits to keep of each distribution that a `recorded` row draws from.
@@ -162,7 +161,7 @@ class DecodeState:
         queue = max(queue, 1 + (steps.openings.shape[-1] if steps else 0))
         shape = rows, max(inputs.max_new_tokens) if capacity is None else capacity
         rowwise = jnp.zeros(rows, jnp.int32)
-        return dataclasses.replace(
+        state = dataclasses.replace(
             _fed_state(cache, layout, inputs, vocab_size, logits, queue, bias_slots, max_width),
             stops=jnp.asarray(_padded_stops(stops), jnp.int32),
             tokens=jnp.zeros(shape, jnp.int32),
@@ -175,6 +174,7 @@ class DecodeState:
             session=rowwise if steps else jnp.arange(rows, dtype=jnp.int32),
             record=PassLog.empty(record, rows, max_width, cache.num_blocks),
         )
+        return _with_own_buffers(state)
 
     def feed(self, row: int, tokens: Sequence[int]) -> "DecodeState":
         """Appends tokens to a row's queue, and lets a row that had stopped run on.
@@ -312,7 +312,7 @@ class DecodeState:
 
     def without_outputs(self) -> "DecodeState":
         """The state with room for as many sampled tokens as at first, after those are taken."""
-        return dataclasses.replace(self, num_taken=self.num_sampled)
+        return dataclasses.replace(self, num_taken=self.num_sampled + 0)
 
     def __getattr__(self, name: str) -> Any:
         former = {
@@ -326,6 +326,18 @@ class DecodeState:
             raise AttributeError(f"DecodeState has no attribute {name!r}")
         warn_renamed(f"DecodeState.{name}", former[name])
         return getattr(self, former[name])
+
+
+def _with_own_buffers(state: DecodeState) -> DecodeState:
+    """The state with a buffer for each array, so that a caller's jit can take all as donated."""
+    seen: set[int] = set()
+
+    def own(array: Array) -> Array:
+        repeated = id(array) in seen
+        seen.add(id(array))
+        return jnp.copy(array) if repeated else array
+
+    return jax.tree.map(own, state)
 
 
 def _fed_state(

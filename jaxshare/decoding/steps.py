@@ -359,9 +359,11 @@ def _with_question(
     The row is a running one of the session, chosen at random. Rows that have just asked are due no
     more.
     """
-    since = steps.since + sessions.total(sampled.astype(jnp.int32))
+    new = sessions.total(sampled.astype(jnp.int32))
+    since = steps.since + new
     can_ask = sessions.total(running.astype(jnp.int32))
-    ask = (steps.ask_every > 0) & (since >= steps.ask_every) & (can_ask > 0)
+    # Passes in which others alone sample change nothing.
+    ask = (steps.ask_every > 0) & (since >= steps.ask_every) & (can_ask > 0) & (new > 0)
     uniform = uniforms(steps.seed, steps.asked)
     nth = (uniform * can_ask.astype(jnp.float32)).astype(jnp.int32)
     chosen = running & (sessions.before(running) == nth)

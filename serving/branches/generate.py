@@ -2,17 +2,24 @@
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.branches.data_parallel import branches
+from jaxshare.serving.branches.on_engine import complete_on
 from jaxshare.serving.branches.prefix import Prefix
 from jaxshare.serving.branches.prompt_tree import Prompts
+from jaxshare.serving.branches.run_plan import check_settings, read_and_check_prompts
+from jaxshare.serving.branches.sharing_plan import build_prefix_tree, unique_tokens
 from jaxshare.serving.engine.completion import Completion
-from jaxshare.serving.inputs import warn_of_equal_texts
+from jaxshare.serving.inputs import default_sampler, token_bytes, warn_of_equal_texts
 from jaxshare.serving.kvcache.sharing_cost import Chosen, Costs
+
+if TYPE_CHECKING:
+    from jaxshare.serving.engine import Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +30,11 @@ class Completions:
       completions: in the order of the prompts, n of each.
       prompt_tokens: tokens of all prompts together.
       unique_tokens: the same with every common prefix counted once.
-      passes: forward passes, those over the prompts included.
-      seconds: of wall time in them, without compilation.
-      kv_bytes: the peak of cached keys and values, over all layers.
+      passes: forward passes, those over the prompts included. On an engine they are all that it has
+        run meanwhile.
+      seconds: of wall time in them, without compilation; on an engine with it.
+      kv_bytes: the peak of cached keys and values, over all layers; on an engine those of the
+        prompts and the completions.
       rows: the maximum number of completions that ran at a time.
       costs: the costs by which sharing was decided; None where there was nothing to decide.
       compile_seconds: of wall time in compilation.
@@ -62,6 +71,7 @@ def generate(
     costs: Costs | None = None,
     warm_up: bool = False,
     on_tokens: Callable[[Any], None] | None = None,
+    engine: "Engine | None" = None,
 ) -> Completions:
     """Samples n completions of each prompt, and shares the prompts' common prefixes.
 
@@ -73,25 +83,41 @@ def generate(
       max_rows, max_kv_bytes, costs: see `Branches`.
       warm_up: compile everything before the clock starts.
       on_tokens: called between dispatches with the run so far.
+      engine: of the same model, in whose memory and passes the completions run, beside its other
+        requests and sessions. It shares prefixes by itself, so that `share`, `prefix`, `max_rows`,
+        `max_kv_bytes`, `costs`, `warm_up` and `on_tokens` are not for it. The texts are the same.
 
     Raises:
-      ValueError: see `Branches`.
+      ValueError: see `Branches`, or an engine of another model or with one of those settings.
+      TooLongError, QueueFullError, ClosedError: see `Engine.submit`.
       NotANumberError: the model's logits for a prompt are not finite; `Branches.stream` gives the
         other completions.
     """
-    run = branches(
-        model,
-        prompts,
-        n=n,
-        max_new_tokens=max_new_tokens,
-        sampler=sampler,
-        seed=seed,
-        share=share,
-        prefix=prefix,
-        max_rows=max_rows,
-        max_kv_bytes=max_kv_bytes,
-        costs=costs,
-    )
+    if engine:
+        _check_none(
+            share=share,
+            prefix=prefix,
+            max_rows=max_rows,
+            max_kv_bytes=max_kv_bytes,
+            costs=costs,
+            warm_up=warm_up or None,
+            on_tokens=on_tokens,
+        )
+        return _generate_on(engine, model, prompts, n, max_new_tokens, sampler, seed)
+    options = {"share": share, "prefix": prefix, "max_rows": max_rows}
+    options |= {"max_kv_bytes": max_kv_bytes, "costs": costs, "sampler": sampler, "seed": seed}
+    run = branches(model, prompts, n=n, max_new_tokens=max_new_tokens, **options)
+    return _completions(run, on_tokens, warm_up)
+
+
+def _check_none(**options: Any) -> None:
+    """Raises ValueError for the first option that is given, but is not for an engine."""
+    if given := [name for name, value in options.items() if value is not None]:
+        raise ValueError(f"{given[0]} is not for a call with an engine; leave it out")
+
+
+def _completions(run: Any, on_tokens: Callable[[Any], None] | None, warm_up: bool) -> Completions:
+    """Runs branches to their end."""
     warn_of_equal_texts(run.sampler, run.max_samples_per_prompt)
     completions: list[Completion] = []
     # Closed at once where an error is raised: a store of prefixes is free again then.
@@ -110,4 +136,41 @@ def generate(
         run.rows,
         run.costs,
         run.compile_seconds,
+    )
+
+
+def _generate_on(
+    engine: "Engine",
+    model: LoadedModel,
+    prompts: Prompts | None,
+    n: int,
+    max_new_tokens: int,
+    sampler: Sampler | None,
+    seed: int,
+) -> Completions:
+    """Samples completions in the passes of an engine; see `generate`."""
+    if model.params is not engine.model.params:
+        raise ValueError("the engine is of another model; call generate with engine.model")
+    if prompts is None:
+        raise ValueError("there are no prompts; give at least one")
+    check_settings(
+        model, prompts, None, max_new_tokens=max_new_tokens, max_rows=None, max_kv_bytes=None
+    )
+    read = read_and_check_prompts(model, prompts, n, prefix=None, max_new_tokens=max_new_tokens)
+    sampler = sampler or default_sampler(model)
+    warn_of_equal_texts(sampler, max(prompt.n for prompt in read))
+    started, passes = time.perf_counter(), engine.metrics.passes
+    completions = [
+        *complete_on(engine, read, max_new_tokens=max_new_tokens, sampler=sampler, seed=seed)
+    ]
+    unique = unique_tokens(build_prefix_tree(read))
+    sampled = sum(len(completion.tokens) for completion in completions)
+    return Completions(
+        completions,
+        sum(len(prompt.tokens) for prompt in read),
+        unique,
+        engine.metrics.passes - passes,
+        time.perf_counter() - started,
+        (unique + sampled) * token_bytes(model),
+        engine.rows,
     )

@@ -53,7 +53,8 @@ def mean_logprob(completion: Completion) -> float:
     if completion.logprob is None:
         raise ValueError(
             f"completion {completion.index} of prompt {completion.prompt} has no log-probability, "
-            "which the engine does not compute; give a score of your own"
+            "which an engine computes where it is asked to; submit it with logprobs=True, or give a "
+            "score of your own"
         )
     return completion.logprob / len(completion.tokens) if completion.tokens else -math.inf
 

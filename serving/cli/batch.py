@@ -157,9 +157,8 @@ def run_job(
       make_engine: makes what samples, as `Branches` does.
 
     Returns:
-      0; 1 if the model's logits for some completions are not finite, which is said on stderr: each
-        has its error in the output, and the others have run; or 3 if lines of the input are bad:
-        they are named on stderr, and the others have run.
+      0; 1 if the model's logits for some completions are not finite: each has its error in the
+        output; or 3 if lines of the input are bad. Both are said on stderr, and the others have run.
 
     Raises:
       ValueError: wrong settings, files that cannot be read or written, an output that is there

@@ -12,17 +12,22 @@ from jax import Array
 from jaxshare import DecodeState, FinishReason, KVCache, Sampler, decode
 from jaxshare.decoding.row_transfer import take_rows
 from jaxshare.decoding.sampling import Samplers
+from jaxshare.decoding.steps import Steps
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import WIDTH, RunningRequest
+from jaxshare.serving.engine.session_passes import (
+    MIN_BIAS_SLOTS,
+    PlacedSession,
+    RowShape,
+    SessionRows,
+)
 from jaxshare.serving.kvcache.view import View
 
 WIDE_ROWS = 16
 """Rows that a pass with several tokens of a row has room for, beside the others, which feed a token each."""
-MAX_PENDING = 64
-"""Tokens that a row may have pending."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +62,28 @@ class DecodeRows:
       rows: the number of rows.
       passes: the most passes of a dispatch.
       num_top_logits: logits that are kept of each distribution; 0 for none.
+      sessions: whether sessions can join.
     """
 
-    def __init__(self, model: LoadedModel, *, rows: int, passes: int, num_top_logits: int):
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        rows: int,
+        passes: int,
+        num_top_logits: int,
+        sessions: bool = False,
+    ):
         self._model, self._num_rows, self._passes = model, rows, passes
         self._num_top_logits = num_top_logits
         self._samplers = [Sampler()] * rows
         self._stacked: Samplers | None = None  # the same on the device
+        self._wide_rows = WIDE_ROWS
         self._left: list[int] = []  # rows that have left, but not yet the state
         self._total_passes = 0  # of the state when it was last fetched
         self._wanted = False, False  # log-probabilities and top logits by any row
+        self._session_rows = SessionRows(model.config.vocab_size) if sessions else None
+        self._sessions: Sequence[PlacedSession] = ()  # in the dispatch under way
         self.state: DecodeState | None = None
 
     def reset(self) -> None:
@@ -76,19 +93,30 @@ class DecodeRows:
 
     def create(self, view: View, requests: Sequence[Request]) -> None:
         """Creates the state, with an empty view, for requests with such samplers."""
-        self.state = DecodeState.create(
+        shape, steps = RowShape.of(self._passes), None
+        if self._session_rows:
+            steps = Steps.none(
+                self._num_rows,
+                self._session_rows.automata,
+                capacity=shape.outputs,
+                openings=shape.openings,
+                longest=shape.opening_tokens,
+            )
+        state = DecodeState.create(
             view.cache,
             view.layout,
             [],
             vocab_size=self._model.config.vocab_size,
             stops=self._model.generation.stop_tokens,
-            queue=MAX_PENDING,
-            capacity=self._passes + 1,
-            bias_slots=max(8, bucket(_max_edits(requests))),
+            queue=shape.pending,
+            capacity=shape.outputs,
+            bias_slots=max(MIN_BIAS_SLOTS, bucket(_max_edits(requests))),
             max_width=WIDTH,
             logprobs=True,
             num_top_logits=self._num_top_logits,
+            steps=steps,
         )
+        self.state = dataclasses.replace(state, session=jnp.arange(self._num_rows, dtype=jnp.int32))
 
     def grow(self, requests: Sequence[Request]) -> None:
         """Grows the state to hold the edits of these requests' samplers."""
@@ -153,11 +181,13 @@ class DecodeRows:
         *,
         passes: int,
         stop_on_finish: bool,
+        sessions: Sequence[PlacedSession] = (),
     ) -> KVCache:
         """Dispatches passes that sample for these rows; returns the cache.
 
         Args:
           rows: all that are in the loop.
+          sessions: those that take part; the view must be of them, too.
           cache: with the current arrays.
           view: of the rows, or None for the same one as in the last dispatch.
           passes, stop_on_finish: see `jaxshare.decode`.
@@ -172,13 +202,19 @@ class DecodeRows:
             any(row.request.scored for row in rows),
             any(row.request.resample for row in rows),
         )
+        self._sessions = sessions
+        if sessions:
+            assert self._session_rows
+            state = self._session_rows.put(state, sessions)
+            largest = max(each.request.num_rows for each in sessions)
+            self._wide_rows = max(self._wide_rows, bucket(largest))
         self.state = decode(
             self._model.module,
             self._model.params,
             state,
             passes=passes,
             width=WIDTH,
-            wide_rows=min(WIDE_ROWS, self._num_rows),
+            wide_rows=min(self._wide_rows, self._num_rows),
             stop_on_finish=stop_on_finish,
         )
         return self.state.cache
@@ -199,13 +235,19 @@ class DecodeRows:
                 "lengths": state.cache.lengths,
                 "faults": state.cache.faults,
                 "passes": state.passes,
+                "phases": state.cache.phases if self._sessions else np.zeros(0),
             }
         )
         held = found.pop("num_sampled") - found.pop("num_taken")
-        total = int(found.pop("passes"))
+        total, phases = int(found.pop("passes")), found.pop("phases")
         passes, self._total_passes = total - self._total_passes, total
         if found["faults"]:
             state.cache.check()
+        for each in self._sessions:
+            assert self._session_rows
+            self._session_rows.take(state, each, found["lengths"], phases)
+            self._left += each.rows.tolist()
+        self._sessions = ()
         return Dispatched(**found, num_held=held, passes=passes)
 
     def remove(self, row: RunningRequest) -> None:
@@ -241,4 +283,4 @@ class DecodeRows:
 def _max_edits(requests: Sequence[Request]) -> int:
     """The most edits of one sampler."""
     samplers = [request.sampler for request in requests]
-    return max(len(sampler.bias) + len(sampler.forbidden) for sampler in samplers)
+    return max((len(s.bias) + len(s.forbidden) for s in samplers), default=0)

@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -18,20 +19,17 @@ from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.checkpoints import CheckpointStore, SavedCheckpoint
 from jaxshare.serving.engine import checkpoint, validation
-from jaxshare.serving.engine.fair_queue import FairQueue
+from jaxshare.serving.engine.create_scheduler import create_scheduler
 from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.output import OutputProcessor
 from jaxshare.serving.engine.request import DerivedSeeds, Request
-from jaxshare.serving.engine.scheduler import Scheduler
+from jaxshare.serving.engine.session_passes import SessionPasses
 from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamState
+from jaxshare.serving.engine.submitted_sessions import SubmittedSessions
 from jaxshare.serving.errors import ClosedError, EngineError, QueueFullError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler
-from jaxshare.serving.kvcache.eviction import make_policy
 from jaxshare.serving.kvcache.lease import KVLease, LeaseTable
-from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.policy import Policy
-from jaxshare.serving.kvcache.speeds import MeasuredSpeeds
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import USUAL, Hotspot
 
@@ -51,6 +49,7 @@ class Engine:
 
     Attributes:
       model: as loaded.
+      rows, passes: as given: rows at the same time, and passes of a dispatch.
       metrics: see `Metrics`.
     """
 
@@ -84,73 +83,36 @@ class Engine:
           max_queue: requests that may wait beside those.
           passes: the most forward passes of a dispatch; between dispatches the engine streams
             tokens and admits requests.
-          seed: the seed of requests that have none.
-          sampler: for requests that have none; by default the checkpoint's own settings.
+          seed, sampler: for requests that have none; by default the checkpoint's own settings.
           logits_cache: bytes of host memory for the Logits Cache, which requests with `resample`
             use; or an existing one.
-          kept_logits: how many of the largest logits to keep, beside the mass of the rest.
+          kept_logits: number of the largest logits to keep, beside the mass of the rest.
           hotspot: the rule for requests with `resample="hotspot"`.
 
         Raises:
-          ValueError: an unknown policy, a number below 1, memory for less than one token, host
-            memory for less than one block, a Logits Cache of another model, or a model on devices
-            of several processes.
+          ValueError: an unknown policy, a number below 1, memory for less than one token or block,
+            a Logits Cache of another model, or a model on devices of several processes.
         """
         validation.check_engine(
             model, max_rows=max_rows, max_queue=max_queue, passes=passes, kept_logits=kept_logits
         )
-        tokens, host_tokens = validation.memory_sizes(model, kv_bytes, host_kv_bytes, max_rows)
+        tokens, host = validation.memory_sizes(model, kv_bytes, host_kv_bytes, max_rows)
         self.model, self.metrics = model.for_context(model.config.max_positions), Metrics()
-        self._sampler, self._max_queue = sampler or default_sampler(model), max_queue
+        self.rows, self.passes, self._max_queue = max_rows, passes, max_queue
+        self._sampler = sampler or default_sampler(model)
         logits = validation.logits_cache_for(self.model, logits_cache, kept_logits)
-        self._create_scheduler(tokens, host_tokens, policy, max_rows, passes, logits, hotspot)
+        sizes = tokens, host, max_rows, passes
+        self._scheduler = create_scheduler(self.model, self.metrics, sizes, policy, logits, hotspot)
+        self._output = self._scheduler.output
         self._leases = LeaseTable(self._scheduler.kv)
-        self._numbers = itertools.count()
-        self._seeds = DerivedSeeds(seed)
+        self._numbers, self._seeds = itertools.count(), DerivedSeeds(seed)
         self._store: CheckpointStore | None = None
         self._changed = threading.Condition()
         self._submitted: list[Request] = []  # not in the scheduler's queue yet
+        self._sessions = SubmittedSessions(self._changed)
         self._requests: dict[Request, StreamState] = {}  # all that have not finished
-        self._closed = False
+        self._closed, self._step_seconds = False, 0.0  # of the last step
         self._thread: threading.Thread | None = None
-
-    def _create_scheduler(
-        self,
-        tokens: int,
-        host_tokens: int,
-        policy: str | Policy,
-        rows: int,
-        passes: int,
-        logits: LogitsCache | None,
-        hotspot: Hotspot,
-    ) -> None:
-        queue = FairQueue()
-        policy = make_policy(policy) if isinstance(policy, str) else policy
-        kv = KVManager(
-            self.model,
-            tokens=tokens,
-            host_tokens=host_tokens,
-            policy=policy,
-            metrics=self.metrics,
-            speeds=MeasuredSpeeds(),
-        )
-        self._output = OutputProcessor(
-            self.model,
-            queue=queue,
-            policy=policy,
-            metrics=self.metrics,
-            logits=logits,
-            hotspot=hotspot,
-        )
-        self._scheduler = Scheduler(
-            self.model,
-            kv=kv,
-            queue=queue,
-            rows=rows,
-            passes=passes,
-            metrics=self.metrics,
-            output=self._output,
-        )
 
     @property
     def logits_cache(self) -> LogitsCache | None:
@@ -170,6 +132,7 @@ class Engine:
         agent_id: str | None = None,
         priority: int = 0,
         resample: str | None = None,
+        logprobs: bool = False,
     ) -> Stream:
         """Submits a request; from any thread, without waiting.
 
@@ -187,6 +150,7 @@ class Engine:
           resample: for a prompt that is sampled several times: "stepwise" takes from the Logits
             Cache what it holds of this prompt, exactly, and adds what is computed; "hotspot" does
             the same but samples again only where the model was uncertain, which is APPROXIMATE.
+          logprobs: compute those of the sampled tokens, under the model itself; not with `resample`.
 
         Raises:
           TooLongError: the request does not fit the model's context, or never the memory.
@@ -200,20 +164,20 @@ class Engine:
         warn_of_greedy(self.model, sampler)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         validation.check_request(
-            self.model, sampler, stops, max_new_tokens, resample, self.logits_cache is not None
+            self.model,
+            sampler,
+            stops,
+            max_new_tokens,
+            resample,
+            logprobs,
+            self.logits_cache is not None,
         )
         state = StreamState(Detokenizer(self.model.tokenizer, stops))
+        number, agent = next(self._numbers), agent_id or ""
         request = Request(
-            next(self._numbers),
-            tokens,
-            sampler,
-            0,
-            max_new_tokens,
-            agent_id or "",
-            priority,
-            state,
-            resample,
+            number, tokens, sampler, 0, max_new_tokens, agent, priority, state, resample
         )
+        request.scored = logprobs
         self._enqueue(request, state, seed)
         return Stream(state, functools.partial(_cancel, request))
 
@@ -242,11 +206,14 @@ class Engine:
                 request.seed = stream_seed(seed)
             self._submitted.append(request)
             self._requests[request] = state
-            if self._thread is None:
-                # It ends when there is nothing to do. It is no daemon: the program must not end in
-                # the midst of a pass.
-                self._thread = threading.Thread(target=self._work, name="jaxshare-engine")
-                self._thread.start()
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        """Starts the thread, unless it runs. It ends when there is nothing to do."""
+        if self._thread is None:
+            # It is no daemon: the program must not end in the midst of a pass.
+            self._thread = threading.Thread(target=self._work, name="jaxshare-engine")
+            self._thread.start()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -289,6 +256,21 @@ class Engine:
                 self._leases.cancel(tokens)
                 raise
         return self._leases.lease(capacities, tokens, offsets)
+
+    def run_session(self, session: SessionPasses) -> BaseException | None:
+        """Runs passes of a session's rows, at most `rows`, in a dispatch with all that runs besides.
+
+        Returns:
+          An interrupt, to raise when the results have been taken, or None.
+
+        Raises:
+          ClosedError: the engine was shut down or has failed, or the session's memory is gone.
+        """
+        with self._changed:
+            self._check_open()
+            self._sessions.submit(session)
+            self._start_thread()
+            return self._sessions.wait(session)
 
     # Checkpoints.
 
@@ -398,36 +380,45 @@ class Engine:
         return self
 
     def _work(self) -> None:
-        """Runs the engine's thread."""
         while self._step():
             pass
 
     def _step(self) -> bool:
         """Runs one step; False if there was nothing to do, so that the thread may end."""
         with self._changed:
+            if not self._closed:
+                self._sessions.linger(self._step_seconds)
             for request in self._submitted:
                 self._scheduler.queue.add(request)
             self._submitted.clear()
-        compiled = compile_seconds()
+            self._scheduler.sessions.add(self._sessions.take())
+        compiled, begun = compile_seconds(), time.perf_counter()
         try:
             with self._leases.exclusive():
                 busy, error = self._scheduler.step(admit=not self._leases.num_waiting), None
         except Exception as failure:  # a bug, or the device: no request may hang because of it
             log.exception("the engine's scheduler failed")
             busy, error = False, failure
-        self.metrics.compiled(compile_seconds() - compiled)
+        compiled = compile_seconds() - compiled
+        self._step_seconds = time.perf_counter() - begun - compiled
+        self.metrics.compiled(compiled)
         with self._changed:
             if error:
                 self._abort_running(error)
+            self._sessions.end(self._scheduler.sessions.running, compiled)
+            if self._closed:
+                waiting = [*self._scheduler.sessions.clear(), *self._sessions.take()]
+                self._sessions.fail(waiting, ClosedError("the engine is shut down; make another"))
             self._requests = {r: s for r, s in self._requests.items() if s.output is None}
             self._changed.notify_all()  # a session may wait for requests to finish
-            if busy or self._submitted:
+            if busy or self._submitted or self._sessions.expected:
                 return True
             self._thread = None
             return False
 
     def _abort_running(self, error: Exception) -> None:
-        """Ends all requests that the failed scheduler had, and resets it."""
+        """Ends all requests and sessions that the failed scheduler had, and resets it."""
+        self._sessions.fail(self._scheduler.sessions.clear(), error)
         for request, state in self._requests.items():
             if state.output is None and request not in self._submitted:
                 self._output.abort(request, error)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from jaxshare import FinishReason
 from jaxshare.models import LoadedModel
@@ -24,11 +25,12 @@ from jaxshare.serving.engine.narrow import narrowed_size
 from jaxshare.serving.engine.output import OutputProcessor
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import RunningRequest, preemption_order
+from jaxshare.serving.engine.session_passes import PlacedSession, SessionPasses, WaitingSessions
 from jaxshare.serving.engine.speculation import SHAPES
 from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.kvcache.fan_in import FanInGroups
 from jaxshare.serving.kvcache.manager import KVManager, Wait
-from jaxshare.serving.kvcache.view import View, ViewBuilder, spans
+from jaxshare.serving.kvcache.view import SessionBlocks, View, ViewBuilder, spans
 
 log = logging.getLogger("jaxshare.engine")
 
@@ -48,8 +50,10 @@ class Scheduler:
       prefill_first: prefill all that is admitted before anything more is sampled, which takes the
         least time in all; otherwise a chunk at a time, so that no stream waits for long.
       groups: sizes of fan-in groups to begin with.
+      takes_sessions: whether sessions may take part.
 
     Attributes:
+      sessions: that wait for passes.
       peak_tokens: the most tokens that were cached, with `prefill_first`.
     """
 
@@ -65,6 +69,7 @@ class Scheduler:
         output: OutputProcessor,
         prefill_first: bool = False,
         groups: tuple[int, ...] = (),
+        takes_sessions: bool = False,
     ):
         self.model, self.kv, self.queue = model, kv, queue
         self.passes, self.metrics, self.output = passes, metrics, output
@@ -74,8 +79,13 @@ class Scheduler:
         self._draft_views = {count: ViewBuilder(count) for count, _ in SHAPES}
         self._prefill_passes = prefill.PrefillPasses(model, kv)
         self._decode_rows = DecodeRows(
-            model, rows=rows, passes=passes, num_top_logits=output.num_top_logits
+            model,
+            rows=rows,
+            passes=passes,
+            num_top_logits=output.num_top_logits,
+            sessions=takes_sessions,
         )
+        self.sessions = WaitingSessions()
 
     @property
     def live(self) -> list[RunningRequest]:
@@ -99,21 +109,22 @@ class Scheduler:
         drafting = [row for row in ready if row.drafts and row.logits is None]
         undrafted = self._verify_drafts(drafting) if drafting else []
         self._start_decoding([row for row in ready if row in undrafted or row not in drafting])
-        if any(row.decoding for row in self.live):
+        sessions = self.sessions.place([i for i, row in enumerate(self.rows) if row is None])
+        if sessions or any(row.decoding for row in self.live):
             # A prefilling row must not wait long for its next chunk, nor a request for a row.
             prefilling = any(not row.decoding for row in self.live)
             passes = max(1, self.passes // 4) if prefilling else self.passes
-            self._decode(passes, stop_on_finish=len(self.queue) > 0)
+            self._decode(passes, sessions, stop_on_finish=len(self.queue) > 0)
         if self._prefill_first and not len(self.queue):
             self._narrow()
         self._set_metrics()
-        return bool(self.live or len(self.queue))
+        return bool(self.live or len(self.queue) or len(self.sessions))
 
     def _finish_cancelled(self) -> None:
         for row in self.live:
             if row.request.cancelled:
                 self._finish(row, FinishReason.CANCELLED)
-        for request in [request for request in self.queue if request.cancelled]:
+        for request in [r for r in self.queue if r.cancelled]:
             self.output.finish(request, FinishReason.CANCELLED)
 
     def _set_metrics(self) -> None:
@@ -132,13 +143,15 @@ class Scheduler:
 
     def _admit(self) -> int:
         """Admits requests as long as there are rows and memory; returns how many."""
-        free = [i for i, row in enumerate(self.rows) if row is None][::-1]
+        free = self._free_rows()
         running = collections.Counter(row.request.agent for row in self.live)
         admitted = 0
         for request in self.queue:
             if not free and not self._preempt_for(request):
                 break
-            free = free or [i for i, row in enumerate(self.rows) if row is None]
+            free = free or self._free_rows()
+            if not free:
+                break
             count = 1 + running[request.agent]
             while (wait := self._try_admit(request, free[-1], count)) is Wait.MEMORY:
                 if not self._preempt_for(request):
@@ -154,6 +167,11 @@ class Scheduler:
                 running[request.agent] += 1
                 admitted += 1
         return admitted
+
+    def _free_rows(self) -> list[int]:
+        """The rows that requests may take, the first one last; a session may have to get others."""
+        free = [i for i, row in enumerate(self.rows) if row is None]
+        return free[self.sessions.kept_rows :][::-1]
 
     def _preempt_for(self, request: Request) -> bool:
         """Preempts a row of a lower priority; False if there is none."""
@@ -248,23 +266,41 @@ class Scheduler:
         self._decode_rows.grow(requests)
         self._decode_rows.admit(rows, self._view())
 
-    def _decode(self, passes: int, stop_on_finish: bool) -> None:
+    def _decode(
+        self,
+        passes: int,
+        sessions: Sequence[tuple[SessionPasses, np.ndarray, SessionBlocks]],
+        *,
+        stop_on_finish: bool,
+    ) -> None:
         """One dispatch: passes that each sample a token for every row in the decode loop.
 
         With `stop_on_finish` the dispatch ends when a row does.
         """
+        if sessions:
+            passes = min(passes, max(session.passes for session, _, _ in sessions))
+            self.kv.view_changed = True
+            if self._decode_rows.state is None:
+                self._decode_rows.create(self._views.build(self.kv.pool, {}), [])
         rows = [row for row in self.live if row.decoding]
         for row in rows:
             capacity = row.extent.capacity - row.extent.length
             if capacity < min(passes, row.request.remaining):
                 self.kv.extend_in_place(row.node, row.request.remaining)
+        view = self._view([each for _, _, each in sessions]) if self.kv.view_changed else None
         self.kv.pool.cache = self._decode_rows.dispatch(
             rows,
             self.kv.pool.cache,
-            self._view() if self.kv.view_changed else None,
+            view,
             passes=passes,
             stop_on_finish=stop_on_finish,
+            sessions=[
+                PlacedSession(session, taken, view.first[i])
+                for i, (session, taken, _) in enumerate(sessions)
+                if view
+            ],
         )
+        self.kv.view_changed |= bool(sessions)  # whose blocks are not those of the next one
         if request := next(iter(self.queue), None):
             self.kv.prepare(request)  # while the device is at work
         result = self._decode_rows.fetch()
@@ -376,6 +412,7 @@ class Scheduler:
         """Empties memory, rows and queue after a failure, which may have consumed the cache."""
         self.rows = [None] * len(self.rows)
         self.queue = self.output.queue = FairQueue()
+        self.sessions.clear()
         self._decode_rows.reset()
         self.kv.reset()
 
@@ -397,15 +434,15 @@ class Scheduler:
         self._decode_rows.fetch()
 
     def free(self) -> None:
-        """Frees the accelerator's memory."""
+        """Frees memory."""
         self._decode_rows.reset()
         self.kv.pool.free_arrays()
 
-    def _view(self) -> View:
-        """The blocks of all rows in the decode loop."""
+    def _view(self, sessions: Sequence[SessionBlocks] = ()) -> View:
+        """The blocks of all rows in the decode loop, and of sessions that take part."""
         rows = [row for row in self.live if row.decoding]
         seen = {row.index: spans(row.node.path()) for row in rows}
-        view, self.kv.view_changed = self._views.build(self.kv.pool, seen), False
+        view, self.kv.view_changed = self._views.build(self.kv.pool, seen, sessions), False
         for row in rows:
             row.block, row.length = view.own[row.index]
         return view

@@ -110,6 +110,7 @@ def check_request(
     stops: tuple[str, ...],
     max_new_tokens: int,
     resample: str | None,
+    logprobs: bool,
     has_logits_cache: bool,
 ) -> None:
     """Refuses options that the engine cannot serve.
@@ -128,6 +129,11 @@ def check_request(
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
     if resample not in (None, "stepwise", "hotspot"):
         raise ValueError(f"resample is {resample!r}; it must be None, 'stepwise' or 'hotspot'")
+    if logprobs and resample:
+        raise ValueError(
+            "logprobs cannot be had with resample, which takes tokens from the Logits Cache; leave "
+            "one of them out"
+        )
     if resample and not has_logits_cache:
         raise ValueError(
             f"resample is {resample!r}, but the engine has no Logits Cache; make it with "

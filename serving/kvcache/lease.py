@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -172,12 +173,27 @@ class KVLease:
           ClosedError: the lease has ended.
         """
         with self._table.exclusive():
-            if self._table.closed or not self.close.alive or self._extent not in self._kv.leased:
-                raise ClosedError(
-                    "the session's memory is gone: it was closed, or its engine was shut down or "
-                    "has failed"
-                )
+            self._check()
             yield
+
+    def _check(self) -> None:
+        """Raises ClosedError if the lease has ended."""
+        if self._table.closed or not self.close.alive or self._extent not in self._kv.leased:
+            raise ClosedError(
+                "the session's memory is gone: it was closed, or its engine was shut down or has "
+                "failed"
+            )
+
+    def blocks(self, cache: KVCache) -> list[Extent]:
+        """Where the session's blocks are now, and what is in them. Under the lock.
+
+        Raises:
+          ClosedError: the lease has ended.
+        """
+        self._check()
+        offsets = self._offsets + self._extent.offset
+        table = jax.device_get((cache.capacities, cache.lengths, cache.phases))
+        return [Extent(*map(int, block)) for block in zip(offsets, *table, strict=True)]
 
     def attach(self, cache: KVCache | None = None) -> KVCache:
         """The session's cache with the current arrays; empty blocks for None. Under the lock."""

@@ -22,6 +22,7 @@ class View:
       own: for each row in use its own block, and the tokens in that.
       width: blocks that a row can list.
       groups: of the layout.
+      first: for each session the number of its first block.
     """
 
     cache: KVCache
@@ -29,6 +30,7 @@ class View:
     own: dict[int, tuple[int, int]]
     width: int
     groups: tuple[int, ...]
+    first: list[int]
 
     @property
     def layout(self) -> Layout:
@@ -40,6 +42,19 @@ class View:
         left = {*rows}
         listed = [[] if row in left else blocks for row, blocks in enumerate(self.blocks)]
         return Layout.from_blocks(listed, width=self.width, groups=self.groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionBlocks:
+    """The blocks of a session, which keep their numbers, one after the other.
+
+    Attributes:
+      extents: of the blocks.
+      listed: for each row the blocks that it sees.
+    """
+
+    extents: Sequence[Extent]
+    listed: Sequence[Sequence[int]]
 
 
 class ViewBuilder:
@@ -55,8 +70,19 @@ class ViewBuilder:
         self._num_rows, self._groups = num_rows, groups
         self._width, self._slots = 8, 8 * num_rows
 
-    def build(self, pool: Pool, rows: Mapping[int, Sequence[Extent]]) -> View:
-        """The view of a pass in which some rows see these extents, and write the last."""
+    def build(
+        self,
+        pool: Pool,
+        rows: Mapping[int, Sequence[Extent]],
+        sessions: Sequence[SessionBlocks] = (),
+    ) -> View:
+        """The view of a pass.
+
+        Args:
+          pool: that the blocks are in.
+          rows: for some rows the extents that they see, of which they write the last.
+          sessions: those whose rows take part besides.
+        """
         slots: dict[tuple[int, int, int], int] = {}
         extents: list[Extent] = []
         blocks: list[list[int]] = [[] for _ in range(self._num_rows)]
@@ -67,17 +93,22 @@ class ViewBuilder:
                     slots[key] = len(extents)
                     extents.append(extent)
                 blocks[row].append(slots[key])
+        own = {row: (blocks[row][-1], extents[blocks[row][-1]].length) for row in rows}
+        fan_ins = collections.Counter(itertools.chain.from_iterable(blocks))
+        first: list[int] = []
+        for session in sessions:
+            first.append(len(extents))
+            extents += session.extents
+            fan_ins.update(first[-1] + b for b in itertools.chain.from_iterable(session.listed))
         self._width = max(self._width, bucket(max(map(len, blocks))))
         self._slots = max(self._slots, bucket(len(extents)))
         groups: tuple[int, ...] = ()
         if self._groups:
-            fan_ins = collections.Counter(itertools.chain.from_iterable(blocks))
             groups = self._groups.update(
                 [fan_ins[slot] for slot in range(len(extents))],
                 [extent.length for extent in extents],
             )
-        own = {row: (blocks[row][-1], extents[blocks[row][-1]].length) for row in rows}
-        return View(pool.view(extents, self._slots), blocks, own, self._width, groups)
+        return View(pool.view(extents, self._slots), blocks, own, self._width, groups, first)
 
 
 def spans(path: Sequence[Node]) -> list[Extent]:

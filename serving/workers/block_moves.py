@@ -19,6 +19,24 @@ def resize_blocks(session: SessionState, passes: int, reserve: int = 0) -> None:
     Steps that have moved give back all that they had. With `reserve`, steps give back as much as
     leaves that many tokens free in the blocks that steps move to.
     """
+    extents = _resized(session, passes, reserve)
+    if not extents:
+        return
+    session.keep(session.state.cache.relocate([*extents], *zip(*extents.values(), strict=True)))
+    # the host ends a step that has grown, so no opening must be prepared for it
+    session.prepared = dict.fromkeys(session.prepared, 0)
+    if session.recorder:
+        for block, (_, capacity) in extents.items():
+            session.recorder.widen(block, capacity)
+
+
+def needs_resizing(session: SessionState, passes: int) -> bool:
+    """Returns whether `resize_blocks` would change anything; it needs no device."""
+    return bool(_resized(session, passes))
+
+
+def _resized(session: SessionState, passes: int, reserve: int = 0) -> dict[int, Extent]:
+    """The extents that `resize_blocks` gives blocks."""
     pending = np.asarray(session.state.num_pending)
     needs = {
         name: int(pending[session.roster.row(name)]) + passes + 1
@@ -26,17 +44,7 @@ def resize_blocks(session: SessionState, passes: int, reserve: int = 0) -> None:
         if reason is FinishReason.RUNNING
     }
     cache = session.state.cache
-    extents = new_extents(
-        session, cache, np.asarray(cache.lengths), {} if reserve else needs, reserve
-    )
-    if not extents:
-        return
-    session.keep(cache.relocate([*extents], *zip(*extents.values(), strict=True)))
-    # the host ends a step that has grown, so no opening must be prepared for it
-    session.prepared = dict.fromkeys(session.prepared, 0)
-    if session.recorder:
-        for block, (_, capacity) in extents.items():
-            session.recorder.widen(block, capacity)
+    return new_extents(session, cache, np.asarray(cache.lengths), {} if reserve else needs, reserve)
 
 
 def new_extents(

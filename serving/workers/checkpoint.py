@@ -34,7 +34,10 @@ from jaxshare.serving.workers.text.transcript import Event
 from jaxshare.trace.recorder import Recorder
 from jaxshare.trace.trace import Trace
 
-_FORMAT = "jaxshare session 4"
+_FORMAT = "jaxshare session 5"
+_NOT_SAVED = ("tokens", "logprobs", "top_logits", "record")
+_NOT_SAVED_OF_STEPS = ("automata", "openings", "opening_sizes", "base", "prepared")
+_NOT_SAVED_OF_STEPS += ("marks", "sampled_at")
 _TRACE = "trace"
 """The array that has the bytes of the trace."""
 
@@ -51,7 +54,7 @@ class SessionMetadata:
       roster: the workers, their rows and blocks.
       error: the message of the error that has ended the session.
       passes, host_syncs, finish_reason, seconds, prefill_seconds: see `Workers`.
-      reasons, prepared, people, events, answers: see `SessionState`.
+      reasons, people, events, answers: see `SessionState`.
       transcript: `Transcript.snapshot`.
     """
 
@@ -67,7 +70,6 @@ class SessionMetadata:
     seconds: float
     prefill_seconds: float
     reasons: Mapping[str, FinishReason]
-    prepared: Mapping[str, int]
     people: Collection[str]
     transcript: Mapping[str, Any]
     events: Sequence[Event]
@@ -89,7 +91,6 @@ class SessionMetadata:
             seconds=session.seconds,
             prefill_seconds=session.prefill_seconds,
             reasons=session.reasons,
-            prepared=session.prepared,
             people=session.people,
             transcript=session.transcript.snapshot(),
             events=session.events,
@@ -104,7 +105,6 @@ class SessionMetadata:
         return {
             **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
             "finish_reason": self.finish_reason and int(self.finish_reason),
-            "prepared": {**self.prepared},
             "settings": _settings_as_json(self.settings),
             "roster": self.roster.as_json(),
             "reasons": {name: int(reason) for name, reason in self.reasons.items()},
@@ -166,7 +166,7 @@ def save(
     Raises:
       SaveError: see `CheckpointStore.save`.
     """
-    state = session.state
+    state = session.state.without_outputs()
     arrays: dict[str, Any] = {name: on_host(array) for name, array in leaves(_small(state)).items()}
     metadata: dict[str, Any] = {
         **SessionMetadata.of(session).as_json(),
@@ -296,7 +296,9 @@ class SavedSession:
         state = jax.tree.unflatten(
             jax.tree.structure(small), [jnp.asarray(arrays[name]) for name in leaves(small)]
         )
-        steps = dataclasses.replace(state.steps, automata=fresh.steps.automata)
+        steps = dataclasses.replace(
+            state.steps, **{name: getattr(fresh.steps, name) for name in _NOT_SAVED_OF_STEPS}
+        )
         cache = dataclasses.replace(
             state.cache,
             keys=cache.keys,
@@ -304,7 +306,8 @@ class SavedSession:
             offsets=cache.offsets,
             capacities=cache.capacities,
         )
-        return dataclasses.replace(state, cache=cache, steps=steps, record=fresh.record), trace
+        others = {name: getattr(fresh, name) for name in _NOT_SAVED}
+        return dataclasses.replace(state, cache=cache, steps=steps, **others), trace
 
     def _arrays(self, fresh: DecodeState, model: LoadedModel) -> dict[str, Any]:
         """The arrays of the save, with the shapes and shardings of a fresh session's."""
@@ -374,7 +377,8 @@ def restore(session: SessionState, saved: SavedSession) -> None:
         session.finish_reason, session.seconds = metadata.finish_reason, metadata.seconds
         session.error = NotANumberError(metadata.error) if metadata.error else None
         session.prefill_seconds = metadata.prefill_seconds
-        session.reasons, session.prepared = {**metadata.reasons}, {**metadata.prepared}
+        session.reasons = {**metadata.reasons}
+        session.prepared = dict.fromkeys(metadata.reasons, 0)
         session.people, session.answers = {*metadata.people}, {**metadata.answers}
         session.events = collections.deque(metadata.events)
         session.transcript.restore(metadata.transcript)
@@ -383,15 +387,14 @@ def restore(session: SessionState, saved: SavedSession) -> None:
 def _small(state: DecodeState) -> Any:
     """The small part of a state that must be saved.
 
-    It has no keys and values, no tables (the tokenizer gives them), no record of the last dispatch.
+    It has no keys and values, no tables (the tokenizer gives them), no openings (they are prepared
+    again), and nothing of the last dispatch, which has been read.
     """
-    no_tables: Any = {"automata": None}
-    no_record: Any = {"record": None}
     return dataclasses.replace(
         state,
         cache=dataclasses.replace(state.cache, keys=(), values=()),
-        steps=dataclasses.replace(state.steps, **no_tables),
-        **no_record,
+        steps=dataclasses.replace(state.steps, **dict.fromkeys(_NOT_SAVED_OF_STEPS)),
+        **dict.fromkeys(_NOT_SAVED),
     )
 
 

@@ -8,7 +8,8 @@ import jax
 from jaxshare import FinishReason, decode
 from jaxshare.compile_time import Stopwatch
 from jaxshare.decoding.steps import Mark
-from jaxshare.serving.workers.block_moves import resize_blocks
+from jaxshare.serving.engine.session_passes import SessionPasses, outputs_of
+from jaxshare.serving.workers.block_moves import needs_resizing, resize_blocks
 from jaxshare.serving.workers.reencode_steps import end_steps
 from jaxshare.serving.workers.session_state import FEED_WIDTH, SessionState
 
@@ -23,16 +24,90 @@ def can_run(session: SessionState, last: int) -> bool:
 
 
 def run_passes(session: SessionState, passes: int) -> None:
-    """Runs some passes in one dispatch, and reads what they wrote; `session.device` is held."""
-    watch = Stopwatch.start()
-    resize_blocks(session, passes)
+    """Runs some passes in one dispatch, and reads what they wrote.
+
+    On an engine they are passes of its requests and other sessions, too, and there may be fewer.
+    """
+    watch, elsewhere, interrupt = Stopwatch.start(), 0.0, None
+    with session.compiling():
+        if not session.unread:  # or else an interrupt came before they were
+            session.state = session.state.without_outputs()
+            if session.shares_passes:
+                elsewhere, interrupt = _run_on_engine(session, passes)
+            else:
+                _run_alone(session, passes)
+        _read(session)
+    session.seconds += watch.split()[0] - elsewhere
+    session.compile_seconds += elsewhere
+    if interrupt:
+        raise interrupt
+
+
+def _run_alone(session: SessionState, passes: int) -> None:
+    """Dispatches passes of the session's own rows.
+
+    The first time a dispatch of no passes compiles the loop, whose wall time counts as compilation.
+    """
+    with session.device():
+        resize_blocks(session, passes)
+        session.prepare_openings()
+        settings: dict[str, Any] = dict(width=FEED_WIDTH, stop_on_finish=_halts(session))
+        module, params = session.module, session.model.params
+        if not session.compiled:
+            session.state = jax.block_until_ready(
+                decode(module, params, session.state, passes=0, **settings)
+            )
+            session.compiled = True
+        session.state = decode(module, params, session.state, passes=passes, **settings)
+        session.unread = True
+        jax.block_until_ready(session.state.passes)
+
+
+def _run_on_engine(session: SessionState, passes: int) -> tuple[float, BaseException | None]:
+    """Runs passes in a dispatch of the engine.
+
+    Returns:
+      The seconds of compilation that it took, and an interrupt to raise at the end.
+    """
+    assert session.engine and session.lease
+    if needs_resizing(session, passes):
+        with session.device():
+            resize_blocks(session, passes)
     session.prepare_openings()
-    _decode(session, passes)
-    outputs, roster = _read_back(session), session.roster
-    session.passes = int(outputs["passes"])
+    lease, state = session.lease, session.state
+    request = SessionPasses(
+        owner=session.lease,
+        state=state,
+        automata=session.automata,
+        blocks=lambda: lease.blocks(state.cache),
+        listed=session.roster.listed,
+        passes=min(passes, session.engine.passes),
+        halts=_halts(session),
+    )
+    interrupt = session.engine.run_session(request)
+    session.state, session.unread = request.state, True
+    return request.compile_seconds, interrupt
+
+
+def _halts(session: SessionState) -> bool:
+    """Returns whether the host must act as soon as a worker has finished a step."""
+    return session.reencodes or any(map(session.has_grown, session.roster.names))
+
+
+def read_unread(session: SessionState) -> None:
+    """Reads the last dispatch, if an interrupt came before it was read."""
+    if session.unread:
+        _read(session)
+
+
+def _read(session: SessionState) -> None:
+    """Reads the results of a dispatch, and ends the steps that are left to the host."""
+    outputs, roster = _fetch(session), session.roster
+    session.passes = int(outputs["clock"][0])
     if session.recorder:
         session.recorder.read(outputs["record"], session.passes, roster.listed, roster.targets)
     session.events.extend(session.transcript.read(outputs))
+    session.unread = False
     before, session.reasons = (
         session.reasons,
         {name: FinishReason(int(outputs["reasons"][roster.row(name)])) for name in roster.names},
@@ -45,43 +120,17 @@ def run_passes(session: SessionState, passes: int) -> None:
     ]
     _resume_without_answer(session, answered, last)
     session.finish_reason = _why_over(session)
-    _fail_not_finite(session, outputs)
-    end_steps(session, last)
-    session.seconds += watch.split()[0]
+    _fail_not_finite(session)
+    if FinishReason.STEP in session.reasons.values():
+        with session.device():
+            end_steps(session, last)
 
 
-def _decode(session: SessionState, passes: int) -> None:
-    """Dispatches the decode loop.
-
-    The first time a dispatch of no passes compiles it, whose wall time counts as compilation.
-    """
-    settings: dict[str, Any] = dict(
-        width=FEED_WIDTH,
-        stop_on_finish=session.reencodes or any(map(session.has_grown, session.roster.names)),
-    )
-    module, params = session.module, session.model.params
-    if not session.compiled:
-        session.state = jax.block_until_ready(
-            decode(module, params, session.state, passes=0, **settings)
-        )
-        session.compiled = True
-    session.state = decode(module, params, session.state, passes=passes, **settings)
-
-
-def _read_back(session: SessionState) -> dict[str, Any]:
+def _fetch(session: SessionState) -> dict[str, Any]:
     """The results of a dispatch on the host, in one transfer; by row where the device has rows."""
-    state, steps = session.state, session.state.steps
+    state = session.state
     outputs = jax.device_get(
-        {
-            "passes": state.passes,
-            "num_sampled": state.num_sampled,
-            "reasons": state.reasons,
-            "tokens": state.tokens,
-            "marks": steps.marks,
-            "sampled_at": steps.sampled_at,
-            "faults": state.cache.faults,
-            "record": state.record,
-        }
+        {**outputs_of(state), "faults": state.cache.faults, "record": state.record}
     )
     session.host_syncs += 1
     if outputs["faults"]:
@@ -90,9 +139,9 @@ def _read_back(session: SessionState) -> dict[str, Any]:
 
 
 def _last_mark(outputs: Mapping[str, Any], row: int) -> Mark:
-    """The mark of the last token that a row has sampled; none before the first."""
-    num_sampled = int(outputs["num_sampled"][row])
-    return Mark(int(outputs["marks"][row, num_sampled - 1])) if num_sampled else Mark(0)
+    """The mark of the last token that a row has sampled in a dispatch; none if it has not."""
+    num_held = int(outputs["num_sampled"][row] - outputs["num_taken"][row])
+    return Mark(int(outputs["marks"][row, num_held - 1])) if num_held else Mark(0)
 
 
 def _resume_without_answer(
@@ -113,31 +162,20 @@ def _resume_without_answer(
             continue
         for name in group:
             cursor = session.transcript.cursors[name]
-            stopped = (
-                bool(cursor.read)
-                and int(session.state.tokens[cursor.row, cursor.read - 1])
-                in session.model.generation.stop_tokens
-            )
-            reason = (
-                FinishReason.STOP
-                if stopped
-                else FinishReason.STEP
-                if Mark.STEP in last[name]
-                else FinishReason.RUNNING
-            )
+            if cursor.step.ended is None:
+                reason = FinishReason.RUNNING
+            else:  # by a token that ends steps, or by a stop token
+                reason = FinishReason.STEP if Mark.STEP in last[name] else FinishReason.STOP
             session.state = session.state.end(cursor.row, reason)
             session.reasons[name] = reason
 
 
-def _fail_not_finite(session: SessionState, outputs: Mapping[str, Any]) -> None:
+def _fail_not_finite(session: SessionState) -> None:
     """Ends the session with an error if a worker's logits were not finite."""
     failed = [name for name in session.roster.names if session.reasons[name] is FinishReason.ERROR]
     for name in failed[:1]:
-        cursor = session.transcript.cursors[name]
-        num_sampled = int(outputs["num_sampled"][cursor.row])
-        last = outputs["sampled_at"][cursor.row, num_sampled - 1]
         # The pass of its last token, which does not depend on the passes of a dispatch.
-        session.fail(name, int(last) if num_sampled else cursor.step.began)
+        session.fail(name, session.transcript.cursors[name].sampled_at)
 
 
 def _why_over(session: SessionState) -> FinishReason | None:

@@ -9,6 +9,7 @@ Hogwild! Inference (sections 3 and 4.1, appendices A, C and E): the loop runs on
 steps there; the host syncs once in a few passes, to yield the text.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Self
@@ -68,9 +69,10 @@ class Workers(SessionView):
       passes_at_once: forward passes between two host syncs. It never changes what is written.
       together: one worker's answer ends the session for all; False lets the others write on.
       implementation: attention backend.
-      engine: an engine of the same model, which has the blocks in its memory and whose requests and
-        other sessions take turns with the passes. The memory for all that the session may write is
-        taken at once, and released when the session is closed or collected. Workers write what they
+      engine: an engine of the same model, which has the blocks in its memory. The workers' rows run
+        in the same passes as its requests and other sessions (run sessions in threads of their own
+        for that). The memory for all that the session may write is taken at once, and released when
+        the session is closed or collected. Workers write what they
         write without an engine (for a model whose rotation depends on the length of the context: at
         the model's full context).
       record: keep a `trace` of all that is fed and of the blocks that each row sees, which
@@ -154,6 +156,11 @@ class Workers(SessionView):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _device(self) -> contextlib.AbstractContextManager[None]:
+        """Holds the cache for work on it, after all of it has been read."""
+        dispatch.read_unread(self._session)
+        return self._session.device()
+
     def stream(self, until: int | None = None) -> Iterator[Event]:
         """Lets the workers write, and yields their text as it appears.
 
@@ -171,8 +178,7 @@ class Workers(SessionView):
         while session.events or dispatch.can_run(session, last):
             if not session.events:
                 passes = min(session.settings["passes_at_once"], last - session.passes)
-                with session.device():
-                    dispatch.run_passes(session, passes)
+                dispatch.run_passes(session, passes)
             while session.events:
                 yield session.events.popleft()
         session.check_finite()
@@ -239,7 +245,7 @@ class Workers(SessionView):
           ValueError: an unknown block, or blocks that are longer than the context together.
           NotANumberError: the logits of a worker or after the early-stop prompt are not finite.
         """
-        with self._session.device():
+        with self._device():
             return finisher.finish(self._session, sees)
 
     def say(self, text: str, name: str = PERSON) -> None:
@@ -250,17 +256,17 @@ class Workers(SessionView):
         Raises:
           ValueError: no text, more than the history has room for, or the name of a worker.
         """
-        with self._session.device():
+        with self._device():
             membership.say(self._session, text, name)
 
     def pause(self, name: str) -> None:
         """Stops a worker where it is, if it has not ended; the others see what it has written."""
-        with self._session.device():
+        with self._device():
             self._session.set_reason(name, FinishReason.RUNNING, FinishReason.PAUSED)
 
     def resume(self, name: str) -> None:
         """Lets a paused worker go on."""
-        with self._session.device():
+        with self._device():
             self._session.set_reason(name, FinishReason.PAUSED, FinishReason.RUNNING)
 
     def add(self, name: str, layout: WorkersLayout | None = None) -> None:
@@ -275,7 +281,7 @@ class Workers(SessionView):
           ValueError: a name that is taken or empty, no room for one more worker, or a layout that
             does not fit.
         """
-        with self._session.device():
+        with self._device():
             membership.add_worker(self._session, name, layout)
 
     def remove(self, name: str) -> None:
@@ -286,7 +292,7 @@ class Workers(SessionView):
         Raises:
           ValueError: no such worker, the last one, or no room for what it has written.
         """
-        with self._session.device():
+        with self._device():
             membership.remove_worker(self._session, name)
 
     def save(self, folder: str | os.PathLike, *, cache: bool = True, wait: bool = False) -> int:
@@ -310,7 +316,7 @@ class Workers(SessionView):
           ValueError: keys and values are to be left out, but the session keeps no trace.
           SaveError: it cannot be written, or the one before it could not.
         """
-        with self._session.device():
+        with self._device():
             checkpoint.check_can_save(self._session, cache)
             self._saves = CheckpointStore.of(folder, self._saves)
             trace = self.trace if self._session.recorder else None

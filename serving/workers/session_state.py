@@ -4,13 +4,14 @@ import collections
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler
 from jaxshare.compile_time import compile_seconds
+from jaxshare.decoding.automaton import TokenAutomaton
 from jaxshare.deprecated import warn_renamed
 from jaxshare.models import LoadedModel
 from jaxshare.models.layers import Decoder
@@ -28,6 +29,9 @@ from jaxshare.serving.workers.text.answers import AnswerRule
 from jaxshare.serving.workers.text.transcript import Event, Step, Transcript
 from jaxshare.trace.recorder import Recorder
 from jaxshare.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from jaxshare.serving.engine import Engine
 
 FINISHER = "finisher"
 """The block that the early finisher writes."""
@@ -49,7 +53,8 @@ class SessionState:
       texts: prompt and openings as tokens; instructions: the text of the prompt, in which answers
         are shown.
       growth: extents of the blocks as long as no step outgrows its own.
-      lease: the blocks' memory on an engine, if the session is on one.
+      engine, lease: the engine that the session is on, and the blocks' memory there, or None.
+      automata: that find the ends of steps and of answers.
       roster: the workers, their rows and blocks; rows: the layout on the device.
       state: caches, rows and steps on the device.
       recorder: of the trace, if one is kept.
@@ -60,6 +65,7 @@ class SessionState:
       error: the error where the session's finish reason is ERROR.
       passes, host_syncs, finish_reason, seconds, prefill_seconds, compile_seconds: see `Workers`.
       compiled: whether the decode loop has been compiled.
+      unread: whether the last dispatch has not been read yet.
     """
 
     settings: dict[str, Any]
@@ -74,7 +80,9 @@ class SessionState:
     texts: SessionTexts
     instructions: str
     growth: Growth
+    engine: "Engine | None"
     lease: KVLease | None
+    automata: tuple[TokenAutomaton, TokenAutomaton]
     roster: Roster
     rows: Layout
     state: DecodeState
@@ -92,6 +100,7 @@ class SessionState:
     seconds: float = 0.0
     compile_seconds: float = 0.0
     compiled: bool = False
+    unread: bool = False
 
     def __post_init__(self) -> None:
         self.transcript = Transcript(
@@ -108,18 +117,35 @@ class SessionState:
         """int32[B], of the blocks now."""
         return np.asarray(self.state.cache.capacities)
 
+    @property
+    def shares_passes(self) -> bool:
+        """Returns whether its rows take part in the passes of an engine.
+
+        Passes that are recorded, or that use another backend than the engine's, are its own.
+        """
+        return (
+            self.engine is not None
+            and self.recorder is None
+            and self.module == self.engine.model.module
+        )
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Counts the seconds of compilation."""
+        start, before = compile_seconds(), self.compile_seconds
+        try:
+            yield
+        finally:  # calls inside may have counted a part of this already
+            self.compile_seconds = before + compile_seconds() - start
+
     @contextlib.contextmanager
     def device(self) -> Iterator[None]:
         """Holds the cache for work on it, and counts the seconds of compilation.
 
         The cache of a session on an engine must not be used outside of this.
         """
-        start, before = compile_seconds(), self.compile_seconds
-        try:
-            with self._attached():
-                yield
-        finally:  # calls inside may have counted a part of this already
-            self.compile_seconds = before + compile_seconds() - start
+        with self.compiling(), self._attached():
+            yield
 
     @contextlib.contextmanager
     def _attached(self) -> Iterator[None]:

@@ -12,8 +12,10 @@ from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler
 from jaxshare.compile_time import Stopwatch
 from jaxshare.decoding.automaton import TokenAutomaton
 from jaxshare.decoding.steps import Steps
+from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.prefill import prefill
+from jaxshare.serving.engine.session_passes import MIN_BIAS_SLOTS, RowShape
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import cache_dtype, default_sampler
 from jaxshare.serving.kvcache.lease import KVLease
@@ -37,9 +39,6 @@ from jaxshare.trace.recorder import Recorder
 
 if TYPE_CHECKING:
     from jaxshare.serving.engine import Engine
-
-_MIN_OPENINGS = 64
-"""The openings of steps that the device has places for, at least, for each worker."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +106,8 @@ def create_session(
     """The state of a new session: its prompt is encoded, and nothing is written yet.
 
     Args:
-      model: with a tokenizer.
-      settings: the arguments of `Workers` by name, as given.
-      implementation, engine: see `Workers`.
+      model, implementation, engine: see `Workers`.
+      settings: its other arguments by name, as given.
 
     Raises:
       ValueError, TooLongError, EngineError, ClosedError: see `Workers`.
@@ -140,10 +138,12 @@ def create_session(
         texts=plan.texts,
         instructions=format.instructions(names) + settings["problem"],
         growth=growth,
+        engine=engine,
         lease=lease,
+        automata=plan.tables,
         roster=plan.roster,
         rows=rows,
-        state=_decode_state(model, settings, plan, rows, cache, sampler),
+        state=_decode_state(model, settings, plan, rows, cache, sampler, engine),
         recorder=recorder,
         reasons=dict.fromkeys(names, FinishReason.RUNNING),
         prepared=dict.fromkeys(names, 0),
@@ -176,6 +176,11 @@ def _checked(
     _check_settings(settings)
     if engine and model.params is not engine.model.params:
         raise ValueError("the engine is of another model; give the session engine.model")
+    if engine and _max_workers(settings) > engine.rows:
+        raise ValueError(
+            f"the session has room for {_max_workers(settings)} workers, but the engine runs "
+            f"{engine.rows} rows at a time; create the engine with a larger max_rows"
+        )
     check_problem(model, settings["problem"])
     given, sampler = settings["format"], settings["sampler"]
     settings["format"] = format_of(model, given)
@@ -303,19 +308,27 @@ def _decode_state(
     rows: Layout,
     cache: KVCache,
     sampler: Sampler,
+    engine: "Engine | None",
 ) -> DecodeState:
-    """The state on the device of workers that are about to open their first steps."""
-    roster, texts, passes_at_once = plan.roster, plan.texts, settings["passes_at_once"]
+    """The state on the device of workers that are about to open their first steps.
+
+    Its rows have the shape for an engine's dispatches, or else for the session's own.
+    """
+    roster, texts = plan.roster, plan.texts
     max_opening = texts.max_opening(roster)
-    max_tokens = rounded_budget(settings["budget"]) + 1  # that a row samples
+    shape = RowShape.of(
+        engine.passes if engine else settings["passes_at_once"],
+        pending=len(texts.separator) + max_opening,
+        opening_tokens=max_opening,
+    )
     ends, closes = plan.tables
     steps = Steps.create(
         ends,
         closes,
         roster.targets,
-        capacity=max_tokens,
-        openings=max(_MIN_OPENINGS, 2 * passes_at_once),
-        longest=max_opening,
+        capacity=shape.outputs,
+        openings=shape.openings,
+        longest=shape.opening_tokens,
         together=settings["together"],
         on_stop=settings["stop_on"] == "eos",
         ask_every=settings["ask_every"] if settings["format"].question else 0,
@@ -328,10 +341,12 @@ def _decode_state(
         vocab_size=model.config.vocab_size,
         samplers=sampler,
         seeds=settings["seed"],
-        max_new_tokens=max_tokens,
+        max_new_tokens=rounded_budget(settings["budget"]) + 1,
         stops=model.generation.stop_tokens,
         max_width=FEED_WIDTH,
         steps=steps,
-        queue=len(texts.separator) + max_opening,
-        record=passes_at_once if settings["record"] else 0,
+        queue=shape.pending,
+        capacity=shape.outputs,
+        bias_slots=max(MIN_BIAS_SLOTS, bucket(len(sampler.bias) + len(sampler.forbidden))),
+        record=settings["passes_at_once"] if settings["record"] else 0,
     )

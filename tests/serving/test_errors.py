@@ -200,7 +200,9 @@ def let_sample_lost(session: Workers, name: str) -> None:
     samplers = [session._session.sampler] * session.rows.num_rows
     samplers[session.row(name)] = greedy(**SAMPLES_LOST)
     state = session._session.state
-    session._session.state = dataclasses.replace(state, samplers=Samplers.stack(samplers))
+    session._session.state = dataclasses.replace(
+        state, samplers=Samplers.stack(samplers, bias_slots=8)
+    )
 
 
 def until(session: Workers, passes: int) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxshare import FinishReason
 from jaxshare.decoding.steps import Mark
 
 
@@ -65,6 +64,7 @@ class WorkerCursor:
         sampled included.
       read: the number of its sampled tokens that have been read.
       shown: characters of the step's text that events have carried.
+      sampled_at: passes when its last token was sampled; when it joined, before the first.
     """
 
     row: int
@@ -73,6 +73,10 @@ class WorkerCursor:
     block: list[int]
     read: int = 0
     shown: int = 0
+    sampled_at: int = 0
+
+
+_READ = ("clock", "num_sampled", "num_taken", "number", "tokens", "marks", "sampled_at")
 
 
 class Transcript:
@@ -112,7 +116,9 @@ class Transcript:
         """Starts a worker's first step, opened by the tokens `first_opening`."""
         opening = self._decode(first_opening).lstrip()
         step = Step(name, 1, opening, passes)
-        self.cursors[name] = WorkerCursor(row, step, opening, list(first_opening))
+        self.cursors[name] = WorkerCursor(
+            row, step, opening, list(first_opening), sampled_at=passes
+        )
 
     def leave(self, name: str, passes: int) -> None:
         """Ends a worker's unfinished step, its last one."""
@@ -144,25 +150,18 @@ class Transcript:
             self.cursors[name] = WorkerCursor(**fields, step=step)
 
     def read(self, outputs: Mapping[str, np.ndarray]) -> list[Event]:
-        """Reads the tokens that have been sampled since the last call.
+        """Reads the tokens that a dispatch has sampled.
 
         Args:
-          outputs: of a dispatch: passes [], and by row num_sampled [R], reasons [R], tokens [R, X],
-            marks [R, X], sampled_at [R, X].
+          outputs: by row, see `jaxshare.serving.engine.session_passes.outputs_of`.
 
         Returns:
           The new text, in the order of the passes.
         """
         events, before = [], len(self.finished)
         for name, cursor in self.cursors.items():
-            events += self._read(
-                name,
-                cursor,
-                int(outputs["passes"]),
-                int(outputs["num_sampled"][cursor.row]),
-                FinishReason(int(outputs["reasons"][cursor.row])),
-                *(outputs[key][cursor.row] for key in ("tokens", "marks", "sampled_at")),
-            )
+            row = {key: array[cursor.row] for key, array in outputs.items() if key in _READ}
+            events += self._read(name, cursor, **row)
         self.finished[before:] = sorted(
             self.finished[before:], key=lambda step: (step.ended, self.cursors[step.worker].row)
         )
@@ -172,32 +171,34 @@ class Transcript:
         self,
         name: str,
         cursor: WorkerCursor,
-        passes: int,
+        clock: int,
         num_sampled: int,
-        reason: FinishReason,
+        num_taken: int,
+        number: int,
         tokens: np.ndarray,
         marks: np.ndarray,
         sampled_at: np.ndarray,
     ) -> list[Event]:
         events = []
-        for i in range(cursor.read, num_sampled):
-            token, mark, last = int(tokens[i]), Mark(int(marks[i])), i + 1 == num_sampled
+        for i in range(cursor.read - int(num_taken), int(num_sampled - num_taken)):
+            token, mark, at = int(tokens[i]), Mark(int(marks[i])), int(sampled_at[i])
+            cursor.sampled_at = at
             if token not in self._stops:
                 cursor.step.tokens.append(token)
                 cursor.block.append(token)
             cursor.step.answer |= Mark.ANSWER in mark
             if not (Mark.STEP in mark or token in self._stops):
                 continue
-            cursor.step.ended = int(sampled_at[i])
+            cursor.step.ended = at
             self.finished.append(cursor.step)
-            events += self._new_text(cursor, int(sampled_at[i]))
-            # the worker has ended, or the host opens its next step
-            if not (last and reason in (FinishReason.STOP, FinishReason.ANSWER, FinishReason.STEP)):
-                self.next_step(name, int(sampled_at[i]), asked=Mark.ASKED in mark)
-        cursor.read = num_sampled
+            events += self._new_text(cursor, at)
+            # otherwise the worker has ended, or the host opens its next step
+            if cursor.step.number < number:
+                self.next_step(name, at, asked=Mark.ASKED in mark)
+        cursor.read = int(num_sampled)
         if cursor.step.ended is not None:
             return events
-        return [*events, *self._new_text(cursor, passes)]
+        return [*events, *self._new_text(cursor, int(clock))]
 
     def next_step(self, name: str, passes: int, *, asked: bool) -> list[int]:
         """Starts a worker's next step; returns the tokens that open it."""

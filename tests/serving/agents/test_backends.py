@@ -27,7 +27,7 @@ from jaxshare.serving.agents import (
 )
 from jaxshare.serving.agents.backends import EngineModel, NoAnswerError, ScriptedModel
 from jaxshare.serving.agents.search import BestOfN
-from jaxshare.serving.engine import scheduler
+from jaxshare.serving.engine import decode_rows
 from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.inputs import token_bytes
 from tests.helpers import TINY, init
@@ -250,7 +250,7 @@ def test_a_pass_that_fails_fails_what_is_under_way_and_not_the_next(monkeypatch,
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
-        patch.setattr(scheduler, "decode", broken)
+        patch.setattr(decode_rows, "decode", broken)
         answers(shared, call())
     assert answers(shared, call())[0].new_tokens == 12
 

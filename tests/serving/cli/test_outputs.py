@@ -8,7 +8,7 @@ from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
-from jaxshare import __version__, models
+from jaxshare import FinishReason, __version__, models
 from jaxshare.serving.checkpoints import CheckpointStore, SaveError
 from jaxshare.serving.cli import main
 from jaxshare.serving.kvcache import sharing_cost
@@ -145,7 +145,9 @@ class Session:
     """Stands in for `Workers`: its first save fails, and so does the one that its end waits for."""
 
     names, passes, settings = ("Alice",), 0, MappingProxyType({})
-    result = Result(("Alice",), [], {8: Answer("85", "85", 8, 0)}, 8, "answer", 0.5, 0.1, 64, 2.5)
+    result = Result(
+        ("Alice",), [], {8: Answer("85", "85", 8, 0)}, 8, FinishReason.ANSWER, 0.5, 0.1, 64, 2.5
+    )
 
     def __init__(self, model, **settings):
         self.runs: list[str | None] = []

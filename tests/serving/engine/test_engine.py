@@ -420,6 +420,7 @@ def test_logits_that_are_not_numbers_end_their_call_alone():
     engine = Stepped(tokens=512)
     engine._scheduler.model = dataclasses.replace(MODEL, params=params)
     engine._scheduler._decode_rows._model = engine._scheduler.model
+    engine._scheduler._prefill_passes._model = engine._scheduler.model
     good = [[3, 4, 5, 6, 8, 9] * n + [11] for n in (1, 2, 9)]
     bad = [[3, 4, 5, 6, 8, 9] * 3 + [lost, 3], [lost] + [3] * 40]
     for prompts in ([*bad, *good], [*good, *bad], good):

@@ -32,7 +32,7 @@ ROOM = 2048
 
 def made(tokens: int = ROOM, **more) -> Engine:
     return Engine(
-        model(), kv_bytes=tokens * token_bytes(model()), **{"max_rows": 4, "passes": 8, **more}
+        model(), kv_bytes=tokens * token_bytes(model()), **{"max_rows": 8, "passes": 8, **more}
     )
 
 

@@ -1,0 +1,40 @@
+"""One layer of a pass over a cache, traced once for all layers of a model."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jax import Array
+from jaxtyping import Float
+
+from jaxshare.arena import write_tokens
+from jaxshare.attention.api import block_attention
+from jaxshare.attention.plan import Plan
+from jaxshare.rope import rotate
+
+
+@functools.partial(jax.jit, static_argnames=("layer", "implementation"))
+def run_layer(
+    layer: nn.Module,
+    params: Mapping[str, Any],
+    x: Float[Array, "R T M"],
+    keys: Array,
+    values: Array,
+    plan: Plan,
+    implementation: str | tuple[str, ...] | None,
+) -> tuple[Float[Array, "R T M"], Array, Array]:
+    """One layer of a pass: its output, and its arenas with the new tokens.
+
+    Layers have the same shapes, so that all of them are traced once.
+    """
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        nonlocal keys, values
+        k = rotate(k, plan.key_cos[:, :, None], plan.key_sin[:, :, None])
+        keys, values = write_tokens(keys, k, plan), write_tokens(values, v, plan)
+        return block_attention(q, keys, values, plan, implementation=implementation)
+
+    out: Any = layer.apply({"params": params}, x, attend)
+    return out, keys, values

@@ -1,0 +1,79 @@
+"""Completions of prompts as requests of a running engine, in the same passes as its other rows."""
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from jaxshare import Sampler
+from jaxshare.seeds import stream_seed
+from jaxshare.serving.branches.prompt_tree import Prompt
+from jaxshare.serving.engine.completion import Completion
+from jaxshare.serving.engine.stream import Stream
+from jaxshare.serving.errors import NotANumberError, QueueFullError
+
+if TYPE_CHECKING:
+    from jaxshare.serving.engine import Engine
+
+
+def complete_on(
+    engine: "Engine",
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    sampler: Sampler,
+    seed: int,
+) -> Iterator[Completion]:
+    """Samples completions of prompts, and yields them in the order of the prompts.
+
+    Requests that have not finished are cancelled where the caller stops.
+
+    Args:
+      engine: of the model.
+      prompts: as tokens, with the number of completions of each.
+      max_new_tokens, sampler, seed: see `Branches`.
+
+    Raises:
+      NotANumberError: the model's logits for a prompt are not finite.
+      TooLongError, QueueFullError, ClosedError: see `Engine.submit`.
+    """
+    waiting: collections.deque[tuple[int, int, Stream]] = collections.deque()
+    with contextlib.ExitStack() as cancelled:
+        for number, index, tokens in _samples(prompts):
+            stream = None
+            while stream is None:
+                try:
+                    stream = engine.submit(
+                        tokens,
+                        sampler,
+                        max_new_tokens=max_new_tokens,
+                        seed=stream_seed(seed, number, index),
+                        logprobs=True,
+                    )
+                except QueueFullError:
+                    if not waiting:  # it is full of others' requests
+                        raise
+                    yield _result(*waiting.popleft())
+            cancelled.callback(stream.cancel)
+            waiting.append((number, index, stream))
+        while waiting:
+            yield _result(*waiting.popleft())
+
+
+def _samples(prompts: Sequence[Prompt]) -> Iterator[tuple[int, int, Sequence[int]]]:
+    for prompt in prompts:
+        for index in range(prompt.n):
+            yield prompt.number, index, prompt.tokens
+
+
+def _result(number: int, index: int, stream: Stream) -> Completion:
+    """The completion of a request, with the number of its prompt.
+
+    Raises:
+      NotANumberError: with that number, too.
+    """
+    try:
+        return dataclasses.replace(stream.wait(), prompt=number, index=index)
+    except NotANumberError as error:
+        raise NotANumberError.of(f"prompt {number}", error.after) from error

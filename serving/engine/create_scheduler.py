@@ -1,0 +1,55 @@
+"""A scheduler with its parts: memory, queue and the processing of output."""
+
+from jaxshare.models import LoadedModel
+from jaxshare.serving.engine.fair_queue import FairQueue
+from jaxshare.serving.engine.metrics import Metrics
+from jaxshare.serving.engine.output import OutputProcessor
+from jaxshare.serving.engine.scheduler import Scheduler
+from jaxshare.serving.kvcache.eviction import make_policy
+from jaxshare.serving.kvcache.manager import KVManager
+from jaxshare.serving.kvcache.policy import Policy
+from jaxshare.serving.kvcache.speeds import MeasuredSpeeds
+from jaxshare.serving.logits_cache.cache import LogitsCache
+from jaxshare.serving.logits_cache.hotspot import Hotspot
+
+
+def create_scheduler(
+    model: LoadedModel,
+    metrics: Metrics,
+    sizes: tuple[int, int, int, int],
+    policy: str | Policy,
+    logits: LogitsCache | None,
+    hotspot: Hotspot,
+) -> Scheduler:
+    """The scheduler of an engine, with memory of its own.
+
+    Args:
+      model: as loaded, keys rotated as for its whole context.
+      metrics: of the engine.
+      sizes: tokens of the memory on the accelerator and on the host, rows, and passes of a
+        dispatch.
+      policy: the order of eviction, or its name.
+      logits, hotspot: the Logits Cache, and the rule for samples that leave it.
+    """
+    tokens, host_tokens, rows, passes = sizes
+    queue = FairQueue()
+    policy = make_policy(policy) if isinstance(policy, str) else policy
+    return Scheduler(
+        model,
+        kv=KVManager(
+            model,
+            tokens=tokens,
+            host_tokens=host_tokens,
+            policy=policy,
+            metrics=metrics,
+            speeds=MeasuredSpeeds(),
+        ),
+        queue=queue,
+        rows=rows,
+        passes=passes,
+        metrics=metrics,
+        output=OutputProcessor(
+            model, queue=queue, policy=policy, metrics=metrics, logits=logits, hotspot=hotspot
+        ),
+        takes_sessions=True,
+    )

@@ -1,0 +1,280 @@
+"""Requests of sessions for passes of their rows, one dispatch each.
+
+Between dispatches rows can be paused and blocks moved. For a dispatch the rows join those of the
+requests, and leave again with all that they carry.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxshare import DecodeState
+from jaxshare.decoding.automaton import TokenAutomata, TokenAutomaton
+from jaxshare.decoding.row_transfer import put_rows, take_rows, with_room_for
+from jaxshare.layout import bucket
+from jaxshare.serving.errors import ClosedError
+from jaxshare.serving.kvcache.pool import Extent
+from jaxshare.serving.kvcache.view import SessionBlocks
+
+MAX_PENDING = 64
+"""Tokens that a row may have pending, at least."""
+MIN_BIAS_SLOTS = 8
+"""Places for a row's biased and forbidden tokens, at least."""
+_OPENINGS, _OPENING_TOKENS = 64, 32
+"""Openings of steps that a row has places for, and their tokens, at least."""
+_MAX_PAIRS, _MAX_ENTRIES = 4, 2**14
+"""Pairs of automata that the state has places for, and entries of their tables, at first."""
+_FOR_EVER = np.iinfo(np.int32).max
+
+Automata = tuple[TokenAutomaton, TokenAutomaton]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowShape:
+    """The places that a row of a decode state has. Rows of one shape can join each other's states.
+
+    Attributes:
+      outputs: X, sampled tokens.
+      pending: P, tokens to feed.
+      openings, opening_tokens: N and E, of steps.
+    """
+
+    outputs: int
+    pending: int
+    openings: int
+    opening_tokens: int
+
+    @classmethod
+    def of(cls, passes: int, *, pending: int = 0, opening_tokens: int = 0) -> "RowShape":
+        """The shape for dispatches of so many passes.
+
+        Args:
+          passes: of a dispatch.
+          pending: the most tokens that a row ever has pending.
+          opening_tokens: the most tokens of an opening.
+        """
+        return cls(
+            passes + 1,
+            max(MAX_PENDING, bucket(pending)),
+            max(_OPENINGS, 2 * passes),
+            max(_OPENING_TOKENS, bucket(opening_tokens)),
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class SessionPasses:
+    """Passes of a session's rows.
+
+    Attributes:
+      owner: the session, which asks for one dispatch at a time.
+      state: its rows; after the dispatch as they are then. Its arenas are not used.
+      automata: with which its rows find the ends of steps and of answers.
+      blocks: gives where the session's blocks are, under the device lock.
+      listed: for each row the blocks that it sees.
+      passes: the most to run.
+      halts: whether the session runs no further pass once a row has finished.
+      compile_seconds: that the dispatch has taken besides.
+      error: the exception where it failed.
+      done: whether it is over.
+    """
+
+    owner: object
+    state: DecodeState
+    automata: Automata
+    blocks: Callable[[], list[Extent]]
+    listed: Sequence[Sequence[int]]
+    passes: int
+    halts: bool
+    compile_seconds: float = 0.0
+    error: Exception | None = None
+    done: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """The rows that it takes."""
+        return self.state.layout.num_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedSession:
+    """A session's rows in the decode loop.
+
+    Attributes:
+      request: the passes that it asks for.
+      rows: int[r], ascending.
+      block: the number of its first block in the view.
+    """
+
+    request: SessionPasses
+    rows: np.ndarray
+    block: int
+
+
+class WaitingSessions:
+    """The sessions that wait for a dispatch, in the order in which they came.
+
+    Attributes:
+      running: those that have been in a dispatch, or were refused, since the host last cleared it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: collections.deque[SessionPasses] = collections.deque()
+        self._go_first = False  # as one has waited for rows
+        self.running: list[SessionPasses] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sessions: Iterable[SessionPasses]) -> None:
+        """Lets sessions wait."""
+        self._waiting.extend(sessions)
+
+    def clear(self) -> list[SessionPasses]:
+        """Removes all, those that run included; returns them."""
+        found = [*self._waiting, *self.running]
+        self._waiting.clear()
+        self.running.clear()
+        return found
+
+    @property
+    def kept_rows(self) -> int:
+        """The rows that requests must leave to the first one, which could not run without."""
+        return self._waiting[0].num_rows if self._waiting and self._go_first else 0
+
+    def place(self, free: Sequence[int]) -> list[tuple[SessionPasses, np.ndarray, SessionBlocks]]:
+        """The sessions that take part in the next dispatch, their rows, and their blocks.
+
+        Args:
+          free: rows that they may take.
+        """
+        placed: list[tuple[SessionPasses, np.ndarray, SessionBlocks]] = []
+        while self._waiting and self._waiting[0].num_rows <= len(free):
+            session = self._waiting.popleft()
+            self.running.append(session)
+            try:
+                blocks = SessionBlocks(session.blocks(), session.listed)
+            except ClosedError as error:
+                session.error = error
+                continue
+            placed.append((session, np.asarray(free[: session.num_rows]), blocks))
+            free = free[session.num_rows :]
+        self._go_first = bool(self._waiting) and not placed
+        return placed
+
+
+def outputs_of(state: DecodeState) -> dict[str, Any]:
+    """The arrays of a state that tell what a dispatch has sampled, for each row.
+
+    They are the session's passes so far ("clock"), the tokens that it holds with their marks and
+    passes, how many were sampled and taken, the step being written, and why rows have finished.
+    """
+    return {
+        "clock": state.clock,
+        "num_sampled": state.num_sampled,
+        "num_taken": state.num_taken,
+        "reasons": state.reasons,
+        "number": state.steps.number,
+        "tokens": state.tokens,
+        "marks": state.steps.marks,
+        "sampled_at": state.steps.sampled_at,
+    }
+
+
+class SessionRows:
+    """Puts sessions into the decode loop's state, and takes them out.
+
+    Args:
+      vocab_size: of the model.
+    """
+
+    def __init__(self, vocab_size: int):
+        self._vocab_size, self._pairs = vocab_size, list[Automata]()
+        self.automata = self._joined()
+
+    def put(self, state: DecodeState, sessions: Sequence[PlacedSession]) -> DecodeState:
+        """The state with these sessions; it must have no outputs."""
+        state = self._with_automata(state, [each.request.automata for each in sessions])
+        for each in sessions:
+            request = each.request
+            part, rows = request.state.without_outputs(), request.num_rows
+            part = dataclasses.replace(
+                part,
+                last_pass=part.clock + request.passes,
+                halts=jnp.full(rows, request.halts),
+            )
+            state = put_rows(
+                with_room_for(state, part),
+                part,
+                each.rows,
+                block=each.block,
+                automaton=self._first(request.automata),
+            )
+        return state
+
+    def take(
+        self, state: DecodeState, each: PlacedSession, lengths: np.ndarray, phases: np.ndarray
+    ) -> None:
+        """Gives a session its rows back, with what they have sampled.
+
+        Args:
+          state: after the dispatch.
+          each: the session.
+          lengths, phases: of the blocks of the view.
+        """
+        request, old = each.request, each.request.state
+        taken = take_rows(
+            state, each.rows, block=each.block, automaton=self._first(request.automata)
+        )
+        blocks = slice(each.block, each.block + old.cache.num_blocks)
+        table = jax.device_put((lengths[blocks], phases[blocks]))
+        request.state = dataclasses.replace(
+            taken,
+            cache=dataclasses.replace(old.cache, lengths=table[0], phases=table[1]),
+            layout=old.layout,
+            steps=dataclasses.replace(taken.steps, automata=old.steps.automata),
+            record=old.record,
+            passes=old.passes,
+            last_pass=jnp.full_like(taken.last_pass, _FOR_EVER),
+            halts=jnp.zeros_like(taken.halts),
+        )
+
+    def _first(self, automata: Automata) -> int:
+        """The number of automata before a pair."""
+        return 2 * self._find(automata)
+
+    def _find(self, automata: Automata) -> int:
+        pairs = enumerate(self._pairs)
+        return next(
+            (i for i, pair in pairs if all(a is b for a, b in zip(pair, automata, strict=True))), -1
+        )
+
+    def _with_automata(self, state: DecodeState, needed: Sequence[Automata]) -> DecodeState:
+        new = [pair for pair in needed if self._find(pair) < 0]
+        if not new:
+            return state
+        if len(self._pairs) + len(new) > _MAX_PAIRS:
+            self._pairs = []
+            new = list(needed)
+        for pair in new:
+            if self._find(pair) < 0:
+                self._pairs.append(pair)
+        self.automata = self._joined()
+        steps = dataclasses.replace(state.steps, automata=self.automata)
+        return dataclasses.replace(state, steps=steps)
+
+    def _joined(self) -> TokenAutomata:
+        return TokenAutomata.of(
+            [automaton for pair in self._pairs for automaton in pair],
+            vocab_size=self._vocab_size,
+            max_automata=2 * max(_MAX_PAIRS, bucket(len(self._pairs))),
+            max_entries=bucket(max(_MAX_ENTRIES, _entries(self._pairs))),
+        )
+
+
+def _entries(pairs: Sequence[Automata]) -> int:
+    return 1 + sum(automaton.transitions.size for pair in pairs for automaton in pair)

@@ -1,0 +1,86 @@
+"""The sessions of a running engine: threads that wait for passes, and the thread that runs them."""
+
+import threading
+from collections.abc import Iterable
+
+from jaxshare.serving.engine.session_passes import SessionPasses
+
+_LINGER, _MIN_LINGER = 0.1, 0.005
+"""How long to wait for sessions that have just run: this part of the last step, and these seconds
+at least."""
+
+
+class SubmittedSessions:
+    """Sessions that have asked for passes, and are not in the scheduler yet.
+
+    Args:
+      changed: the condition under which all of this is used; it is notified elsewhere.
+    """
+
+    def __init__(self, changed: threading.Condition):
+        self._changed = changed
+        self._submitted: list[SessionPasses] = []
+        self._recent: set[object] = set()  # of the last dispatch, which will ask for more
+
+    @property
+    def expected(self) -> bool:
+        """Returns whether sessions wait, or have just run."""
+        return bool(self._submitted or self._recent)
+
+    def submit(self, session: SessionPasses) -> None:
+        """Lets a session wait for its dispatch."""
+        self._submitted.append(session)
+        self._changed.notify_all()
+
+    def wait(self, session: SessionPasses) -> BaseException | None:
+        """Blocks the calling thread until a session's dispatch is over.
+
+        Returns:
+          An interrupt that came in the midst of it, or None. One that comes before it is raised,
+            and the session does not run.
+
+        Raises:
+          Exception: the error of the session.
+        """
+        interrupt: BaseException | None = None
+        while not session.done:
+            try:
+                self._changed.wait_for(lambda: session.done)
+            except BaseException as error:
+                if session in self._submitted:
+                    self._submitted.remove(session)
+                    raise
+                interrupt = error
+        if session.error:
+            raise session.error
+        return interrupt
+
+    def linger(self, step_seconds: float) -> None:
+        """Lets the sessions of the last dispatch ask for their next one, for a part of its time.
+
+        They would take turns otherwise: each would miss the dispatch that begins while it reads
+        what it has written.
+        """
+        recent = self._recent
+        if recent:
+            self._changed.wait_for(
+                lambda: recent <= {session.owner for session in self._submitted},
+                max(_MIN_LINGER, _LINGER * step_seconds),
+            )
+
+    def take(self) -> list[SessionPasses]:
+        """Gives the sessions that have been submitted, for the scheduler."""
+        found, self._submitted = self._submitted, []
+        return found
+
+    def end(self, sessions: list[SessionPasses], compile_seconds: float) -> None:
+        """Ends those that have been in a dispatch, and clears the list."""
+        for session in sessions:
+            session.compile_seconds, session.done = compile_seconds, True
+        self._recent = {session.owner for session in sessions if not session.error}
+        sessions.clear()
+
+    def fail(self, sessions: Iterable[SessionPasses], error: Exception) -> None:
+        """Ends sessions with an error, unless they have another one."""
+        for session in sessions:
+            session.error, session.done = session.error or error, True
