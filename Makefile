@@ -26,7 +26,7 @@ HOGWILD_ENV := .venv-hogwild/.installed
 HOGWILD_PYTHON := .venv-hogwild/bin/python
 
 WHAT ?= decode
-BENCHES := agents attention collaboration decode devices engine logits_cache residency sharing workers
+BENCHES := agents attention collaboration decode devices engine logits_cache mixed residency sharing workers
 BENCH_NEEDS_attention := $(CUDA)
 BENCH_NEEDS_decode := $(TORCH_ENV)
 BENCH_NEEDS_sharing := $(TORCH_ENV)
