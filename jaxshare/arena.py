@@ -196,6 +196,18 @@ def copy_order(
     return order
 
 
+def append_tokens(
+    keys: Array,
+    values: Array,
+    k: Float[Array, "R T K D"],
+    v: Float[Array, "R T K D"],
+    plan: Appends,
+) -> tuple[Array, Array]:
+    """One layer's arenas with new keys and values, the keys rotated; see `KVCache.append`."""
+    k = rotate(k, plan.key_cos[:, :, None], plan.key_sin[:, :, None])
+    return write_tokens(keys, k, plan), write_tokens(values, v, plan)
+
+
 def write_tokens(
     arena: Float[Array, "K tokens D"], new: Float[Array, "R T K D"], plan: Appends
 ) -> Float[Array, "K tokens D"]:

@@ -24,6 +24,7 @@ from jaxshare import sharding
 from jaxshare.arena import (
     ARENA,
     Appends,
+    append_tokens,
     check_block,
     check_capacities,
     check_disjoint,
@@ -32,10 +33,9 @@ from jaxshare.arena import (
     copy_tokens,
     copy_tokens_over,
     extents,
-    write_tokens,
 )
 from jaxshare.layout import is_concrete
-from jaxshare.rope import Rope, rotate
+from jaxshare.rope import Rope
 from jaxshare.sharding import CyclicSharding, on_each
 
 
@@ -217,11 +217,11 @@ class KVCache:
             their block (Hogwild! appendix B).
           plan: of this pass.
         """
-        k = rotate(k, plan.key_cos[:, :, None], plan.key_sin[:, :, None])
+        keys, values = append_tokens(self.keys[layer], self.values[layer], k, v, plan)
         return dataclasses.replace(
             self,
-            keys=_replaced(self.keys, layer, write_tokens(self.keys[layer], k, plan)),
-            values=_replaced(self.values, layer, write_tokens(self.values[layer], v, plan)),
+            keys=_replaced(self.keys, layer, keys),
+            values=_replaced(self.values, layer, values),
         )
 
     def advance(self, plan: Appends) -> "KVCache":

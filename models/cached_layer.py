@@ -9,10 +9,9 @@ import jax
 from jax import Array
 from jaxtyping import Float
 
-from jaxshare.arena import write_tokens
+from jaxshare.arena import append_tokens
 from jaxshare.attention.api import block_attention
 from jaxshare.attention.plan import Plan
-from jaxshare.rope import rotate
 
 
 @functools.partial(jax.jit, static_argnames=("layer", "implementation"))
@@ -32,8 +31,7 @@ def run_layer(
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         nonlocal keys, values
-        k = rotate(k, plan.key_cos[:, :, None], plan.key_sin[:, :, None])
-        keys, values = write_tokens(keys, k, plan), write_tokens(values, v, plan)
+        keys, values = append_tokens(keys, values, k, v, plan)
         return block_attention(q, keys, values, plan, implementation=implementation)
 
     out: Any = layer.apply({"params": params}, x, attend)
