@@ -133,9 +133,8 @@ def _decode(
     def step(state: DecodeState) -> DecodeState:
         rows = able(state)
         if width == 1:
-            return _sample(
-                _advanced(_feed(model, params, state, rows, 1), sessions, rows), sessions
-            )
+            state = _advanced(state, sessions, rows)
+            return _sample(_feed(model, params, state, rows, 1), sessions)
         wide = sessions.any(rows & (state.num_pending > 1)) & rows
         if wide_rows == state.layout.num_rows:
             wide = rows & jnp.any(wide)  # a wide pass has a place for each row anyway

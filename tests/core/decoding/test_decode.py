@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler
+from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler, decode
 from jaxshare.models.layers import forward
 from jaxshare.seeds import stream_seed
 from tests.helpers import (
@@ -82,6 +82,30 @@ def test_the_width_changes_nothing_but_the_number_of_passes(width):
     longest = max(map(len, PROMPTS))
     assert int(wide.passes) == MOST  # one feeds all prompts; the short ones start at once
     assert int(narrow.passes) == (longest + MOST - 1 if width == 1 else MOST)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_the_record_has_what_each_pass_has_fed(width):
+    prompts, passes = [p[:6] for p in PROMPTS], 7
+    state = DecodeState.create(
+        tiny_cache(),
+        Layout.from_blocks(ROWS_ALONE),
+        prompts,
+        vocab_size=VOCAB,
+        max_new_tokens=passes,
+        max_width=4,
+        record=passes,
+    )
+    begun = np.asarray(state.cache.lengths)
+    state = decode(MODEL, tiny_params(), state, passes=passes, width=width)
+    counts = np.asarray(state.record.counts)
+    fed = np.asarray(state.record.tokens)
+    for row, prompt in enumerate(prompts):
+        found = [t for p in range(passes) for t in fed[p, row, : counts[p, row]].tolist()]
+        assert found == [*prompt, *greedy(prompt)][: len(found)]
+    lengths = begun + np.cumsum(np.pad(counts, ((0, 0), (1, len(begun) - 5))), axis=0)
+    np.testing.assert_array_equal(state.record.lengths, lengths)
+    assert counts.all()
 
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(1.3, top_k=30)], ids=["greedy", "sampled"])
