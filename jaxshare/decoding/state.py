@@ -158,20 +158,20 @@ class DecodeState:
         rows = layout.num_rows
         inputs = RowInputs.create(rows, prompts, samplers, seeds, max_new_tokens)
         inputs.check(layout, vocab_size, has_logits=logits is not None)
-        queue = max(queue, 1 + (steps.openings.shape[-1] if steps else 0))
+        steps = steps or Steps.none(rows, TokenAutomata.of(vocab_size=vocab_size))
+        queue = max(queue, 1 + steps.openings.shape[-1])
         shape = rows, max(inputs.max_new_tokens) if capacity is None else capacity
-        rowwise = jnp.zeros(rows, jnp.int32)
         state = dataclasses.replace(
             _fed_state(cache, layout, inputs, vocab_size, logits, queue, bias_slots, max_width),
             stops=jnp.asarray(_padded_stops(stops), jnp.int32),
             tokens=jnp.zeros(shape, jnp.int32),
             logprobs=jnp.zeros(shape if logprobs else (rows, 0)),
-            scored=rowwise < int(logprobs),
+            scored=jnp.full(rows, logprobs),
             top_logits=TopLogits.empty(
                 shape if num_top_logits else (rows, 0), num_top_logits, vocab_size
             ),
-            steps=steps or Steps.none(rows, TokenAutomata.of(vocab_size=vocab_size)),
-            session=rowwise if steps else jnp.arange(rows, dtype=jnp.int32),
+            steps=steps,
+            session=jnp.where(steps.ends > 0, 0, jnp.arange(rows, dtype=jnp.int32)),
             record=PassLog.empty(record, rows, max_width, cache.num_blocks),
         )
         return _with_own_buffers(state)

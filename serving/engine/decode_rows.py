@@ -102,7 +102,7 @@ class DecodeRows:
                 openings=shape.openings,
                 longest=shape.opening_tokens,
             )
-        state = DecodeState.create(
+        self.state = DecodeState.create(
             view.cache,
             view.layout,
             [],
@@ -116,7 +116,6 @@ class DecodeRows:
             num_top_logits=self._num_top_logits,
             steps=steps,
         )
-        self.state = dataclasses.replace(state, session=jnp.arange(self._num_rows, dtype=jnp.int32))
 
     def grow(self, requests: Sequence[Request]) -> None:
         """Grows the state to hold the edits of these requests' samplers."""

@@ -434,7 +434,7 @@ class Scheduler:
         self._decode_rows.fetch()
 
     def free(self) -> None:
-        """Frees memory."""
+        """Frees the accelerator's memory."""
         self._decode_rows.reset()
         self.kv.pool.free_arrays()
 

@@ -60,7 +60,6 @@ def _run_alone(session: SessionState, passes: int) -> None:
             session.compiled = True
         session.state = decode(module, params, session.state, passes=passes, **settings)
         session.unread = True
-        jax.block_until_ready(session.state.passes)
 
 
 def _run_on_engine(session: SessionState, passes: int) -> tuple[float, BaseException | None]:
