@@ -6,8 +6,11 @@
     compile_seconds() - start  # seconds that this thread has compiled meanwhile
 """
 
+import contextlib
+import re
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Self
 
 from jax import monitoring
@@ -59,6 +62,40 @@ def compile_seconds() -> float:
     that comes from JAX's persistent cache takes the seconds that tracing, lowering and reading it
     take."""
     return _clocks.own.seconds
+
+
+_COMPILER = "/jax/core/compile/backend_compile_duration"
+_NAMES = {"_decode": "the decode loop", "_forward": "a forward pass"}
+
+
+@contextlib.contextmanager
+def reported_compiles(write: Callable[[str], object], *, after: float = 1.5) -> Iterator[None]:
+    """Calls `write` with a line for each program that the compiler works on for longer than `after`
+    seconds, while it does. A program that comes from JAX's persistent cache is not reported.
+
+    Each line is written from a thread of its own.
+    """
+    timers: dict[int, threading.Timer] = {}
+
+    def begin(event: str, _: float, fun_name: str = "", **__: str | int) -> None:
+        if event == _COMPILER:
+            function = re.sub(r"^jit\((.*)\)$", r"\1", fun_name)
+            line = f"compiling {_NAMES.get(function, function)} ..."
+            timers[threading.get_ident()] = timer = threading.Timer(after, write, [line])
+            timer.daemon = True
+            timer.start()
+
+    def end(event: str, _: float, **__: str | int) -> None:
+        if event == _COMPILER and (timer := timers.pop(threading.get_ident(), None)):
+            timer.cancel()
+
+    monitoring.register_scalar_listener(begin)
+    monitoring.register_event_duration_secs_listener(end)
+    try:
+        yield
+    finally:
+        monitoring.unregister_scalar_listener(begin)
+        monitoring.unregister_event_duration_listener(end)
 
 
 class Stopwatch:

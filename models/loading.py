@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Float32
 
+from jaxshare import compile_cache
 from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
 from jaxshare.models import layers, orbax_io
@@ -199,6 +200,8 @@ def load(
 ) -> LoadedModel:
     """Loads a checkpoint in Hugging Face form, or in the Orbax form that `jaxshare convert` writes.
 
+    Switches on the persistent compilation cache (`jaxshare.compile_cache`).
+
     Args:
       path: a folder, a hub id such as "Qwen/Qwen3-0.6B", or "embedded" for the small model that
         comes with the package.
@@ -216,6 +219,7 @@ def load(
       ValueError: an unknown dtype, a tokenizer that cannot be read, or heads or MLP that do not
         divide over the mesh.
     """
+    compile_cache.enable()
     target_dtype = None if dtype is None else _dtype(dtype)
     folder = _folder(path, revision, _FILES)
     config = ModelConfig.from_json(folder)

@@ -239,7 +239,7 @@ class Branches:
         requests = collections.deque(map(self._request, range(len(self._samples))))
         watch = Stopwatch.start()
         if warm_up:
-            scheduler.warm_up(requests[0])
+            scheduler.warm_up([requests[0]])
         self.compile_seconds += watch.split()[1]
         watch = Stopwatch.start()
         while requests or self._live:

@@ -6,7 +6,10 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from jaxshare import __version__
+from tqdm import tqdm
+
+from jaxshare import __version__, compile_cache
+from jaxshare.compile_time import reported_compiles
 from jaxshare.serving.cli import (
     agents,
     batch,
@@ -82,7 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given, args = agents.split(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(given, argparse.Namespace(args=args))
     try:
-        return options.run(options)
+        compile_cache.enable(getattr(options, "compile_cache", None))
+        with reported_compiles(_say):
+            return options.run(options)
     except (ValueError, FileNotFoundError, NotImplementedError, NotANumberError) as error:
         if "debug" in options:
             traceback.print_exc()
@@ -93,18 +98,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _say(line: str) -> None:
+    tqdm.write(f"jaxshare: {line}", file=sys.stderr)  # above a progress bar, if there is one
+
+
 class _Parser(argparse.ArgumentParser):
-    """A parser whose commands take --debug at any depth."""
+    """A parser whose commands take --debug and --compile-cache at any depth."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
-        # Suppressed by default, so that the parser of a command does not overwrite a --debug that
-        # was given before the command's name.
+        # Suppressed by default, so that the parser of a command does not overwrite what was given
+        # before the command's name.
         self.add_argument(
             "--debug",
             action="store_true",
             default=argparse.SUPPRESS,
             help="show the traceback of an error",
+        )
+        self.add_argument(
+            "--compile-cache",
+            metavar="FOLDER",
+            default=argparse.SUPPRESS,
+            help="where compiled programs are kept for later runs, or `off` (default: "
+            f"${compile_cache.VARIABLE}, or the user's cache folder)",
         )
 
 

@@ -249,6 +249,15 @@ class DecodeRows:
         self._sessions = ()
         return Dispatched(**found, num_held=held, passes=passes)
 
+    def warm_up(self, view: View) -> KVCache:
+        """Compiles the loop, and what lets rows enter and leave; returns the cache."""
+        self.admit([], view)
+        assert self.state is not None
+        self.state = self.state.retire([])
+        cache = self.dispatch([], view.cache, None, passes=0, stop_on_finish=False)
+        self.fetch()
+        return cache
+
     def remove(self, row: RunningRequest) -> None:
         """Takes a row out."""
         self._left.append(row.index)

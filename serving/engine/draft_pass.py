@@ -14,7 +14,7 @@ from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.running_request import RunningRequest
 from jaxshare.serving.engine.speculation import SHAPES, Draft, DraftBatch, verify
 from jaxshare.serving.kvcache.manager import KVManager
-from jaxshare.serving.kvcache.view import ViewBuilder, spans
+from jaxshare.serving.kvcache.view import View, ViewBuilder, spans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,21 +62,9 @@ def verify_drafts(
     batch = DraftBatch.of([draft for _, draft in drafts])
     seen = {i: spans(row.node.path()) for i, (row, _) in enumerate(drafts)}
     view = views[len(batch.counts)].build(kv.pool, seen)
-    kv.pool.cache, *found = verify(
-        model.module,
-        model.params,
-        view.cache,
-        view.layout,
-        batch.tokens,
-        batch.counts,
-        batch.stacked_samplers(),
-        seed_words(batch.seeds),
-        batch.positions,
-        num_top_logits,
-    )
+    sampled, finite, top_logits = _verify(model, kv, view, batch, num_top_logits)
     kv.view_changed = True
     metrics.ran("guess", 1)
-    sampled, finite, top_logits = jax.device_get(found)
     results = []
     for i, (row, draft) in enumerate(drafts):
         if not finite[i]:
@@ -89,6 +77,33 @@ def verify_drafts(
         top = jax.tree.map(lambda array, i=i, part=part: array[i, part], top_logits)
         results.append(Verified(row, tokens, reason, top))
     return results, undrafted
+
+
+def compile_verification(
+    model: LoadedModel, kv: KVManager, views: Mapping[int, ViewBuilder], num_top_logits: int
+) -> None:
+    """Compiles the passes over drafts. Arguments as those of `verify_drafts`."""
+    for shape in SHAPES:
+        view = views[shape[0]].build(kv.pool, {})
+        _verify(model, kv, view, DraftBatch.empty(*shape), num_top_logits)
+
+
+def _verify(
+    model: LoadedModel, kv: KVManager, view: View, batch: DraftBatch, num_top_logits: int
+) -> Any:
+    kv.pool.cache, *found = verify(
+        model.module,
+        model.params,
+        view.cache,
+        view.layout,
+        batch.tokens,
+        batch.counts,
+        batch.stacked_samplers(),
+        seed_words(batch.seeds),
+        batch.positions,
+        num_top_logits,
+    )
+    return jax.device_get(found)
 
 
 def _drafts(

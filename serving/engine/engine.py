@@ -272,6 +272,31 @@ class Engine:
             self._start_thread()
             return self._sessions.wait(session)
 
+    # Its life.
+
+    def warm_up(self) -> float:
+        """Compiles what requests and sessions need, so that none of them waits for it.
+
+        With the persistent compilation cache (`jaxshare.compile_cache`) a later process reads what
+        this one has compiled. Samplers that forbid or favour more tokens than a row has places for
+        (8 at first), prompts of many pieces and the blocks of many sessions may still need a larger
+        program.
+
+        Returns:
+          The seconds that it took.
+
+        Raises:
+          ClosedError: the engine was shut down.
+        """
+        begin = time.perf_counter()
+        with self._leases.exclusive():
+            with self._changed:
+                self._check_open()
+                idle = not self._requests and not self._sessions.expected
+            if idle:
+                self._scheduler.warm_up()
+        return time.perf_counter() - begin
+
     # Checkpoints.
 
     def save(self, folder: str | os.PathLike, *, wait: bool = False) -> int:
@@ -334,7 +359,7 @@ class Engine:
                 checkpoint.restore_seeds(save, self._seeds)
             return checkpoint.restore(save, self.model, kv, self.logits_cache)
 
-    # Its life.
+    # Its end.
 
     def drain(self, timeout: float | None = None) -> None:
         """Blocks the calling thread until all requests have finished.

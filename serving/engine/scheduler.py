@@ -18,7 +18,7 @@ from jaxshare import FinishReason
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine import prefill
 from jaxshare.serving.engine.decode_rows import DecodeRows, Dispatched
-from jaxshare.serving.engine.draft_pass import verify_drafts
+from jaxshare.serving.engine.draft_pass import compile_verification, verify_drafts
 from jaxshare.serving.engine.fair_queue import FairQueue
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.narrow import narrowed_size
@@ -424,14 +424,16 @@ class Scheduler:
             self._release(row)
         self.kv.drop_unused()
 
-    def warm_up(self, request: Request) -> None:
-        """Compiles what requests such as this one need; none may have been submitted."""
+    def warm_up(self, requests: Sequence[Request] = ()) -> None:
+        """Compiles what requests need that are sampled as these are; nothing may be running."""
         self._prefill_passes.run([])
-        self._decode_rows.create(self._views.build(self.kv.pool, {}), [request])
-        self.kv.pool.cache = self._decode_rows.dispatch(
-            [], self.kv.pool.cache, None, passes=0, stop_on_finish=False
-        )
-        self._decode_rows.fetch()
+        view = self._views.build(self.kv.pool, {})
+        if self._decode_rows.state is None:
+            self._decode_rows.create(view, requests)
+        self.kv.pool.cache = self._decode_rows.warm_up(view)
+        if self.output.logits:
+            compile_verification(self.model, self.kv, self._draft_views, self.output.num_top_logits)
+        self.kv.view_changed = True
 
     def free(self) -> None:
         """Frees the accelerator's memory."""

@@ -108,17 +108,16 @@ class DraftBatch:
     positions: np.ndarray
 
     @classmethod
+    def empty(cls, rows: int, width: int) -> "DraftBatch":
+        """A batch of this shape without a draft."""
+        none = np.zeros(rows, np.int32)
+        tokens = np.zeros((rows, width), np.int32)
+        return cls(tokens, none, none.copy(), [Sampler()] * rows, [0] * rows, none.copy())
+
+    @classmethod
     def of(cls, drafts: Sequence[Draft]) -> "DraftBatch":
         """Packs at most as many drafts as the largest shape has rows."""
-        rows, width = next(shape for shape in SHAPES if len(drafts) <= shape[0])
-        batch = cls(
-            np.zeros((rows, width), np.int32),
-            np.zeros(rows, np.int32),
-            np.zeros(rows, np.int32),
-            [Sampler()] * rows,
-            [0] * rows,
-            np.zeros(rows, np.int32),
-        )
+        batch = cls.empty(*next(shape for shape in SHAPES if len(drafts) <= shape[0]))
         for i, draft in enumerate(drafts):
             whole = [*draft.unread, *draft.tokens]
             batch.tokens[i, : len(whole)], batch.counts[i] = whole, len(whole)

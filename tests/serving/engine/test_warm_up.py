@@ -1,0 +1,51 @@
+"""What is compiled before a request comes, no request waits for; and hosts share their programs."""
+
+import collections
+import contextlib
+import functools
+
+import pytest
+from jax import monitoring
+
+from jaxshare import Sampler, models
+from jaxshare.serving.engine import ClosedError, Engine
+
+WARM = Sampler(temperature=0.9)
+PROMPT = "1. 47 + 38\n2. 12 * 3"
+
+
+@functools.cache
+def model():
+    return models.load("embedded")
+
+
+@contextlib.contextmanager
+def counted_compiles():
+    """The programs that are asked of the compiler or of its cache meanwhile, by name."""
+    count = collections.Counter()
+
+    def listen(event, _, fun_name="", **__):
+        if event == "/jax/core/compile/backend_compile_duration":
+            count[fun_name] += 1
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield count
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("resample", [None, "stepwise"])
+def test_after_a_warm_up_no_request_waits_for_the_compiler(resample):
+    settings = dict(max_new_tokens=12, seed=1, resample=resample)
+    with Engine(model(), max_rows=3, passes=5, logits_cache=2**20 if resample else 0) as engine:
+        assert engine.warm_up() > 0
+        with counted_compiles() as compiled:
+            first, again = (engine.submit(PROMPT, WARM, **settings).wait() for _ in range(2))
+        assert first.tokens == again.tokens
+        assert not {"jit(_decode)", "jit(_forward)", "jit(_admit)", "jit(verify)"} & {*compiled}
+        with counted_compiles() as compiled:
+            engine.warm_up()
+        assert not compiled
+    with pytest.raises(ClosedError):
+        engine.warm_up()
