@@ -187,10 +187,10 @@ class DecodeState:
             raise ValueError(f"row {row} {why}")
         head, pending = int(self.head[row]), int(self.num_pending[row])
         queue = [*np.asarray(self.pending[row, head : head + pending]).tolist(), *tokens]
-        if len(queue) > self._queue_capacity:
+        if len(queue) > self.queue_capacity:
             raise ValueError(
                 f"row {row} would have {len(queue)} tokens pending, but its queue holds "
-                f"{self._queue_capacity}; create the state with a longer queue"
+                f"{self.queue_capacity}; create the state with a longer queue"
             )
         return dataclasses.replace(
             self,
@@ -263,7 +263,7 @@ class DecodeState:
         admission.check_rows(
             np.asarray(self.reasons) == FinishReason.RUNNING,
             max_listed=blocks.shape[1],
-            max_pending=self._queue_capacity,
+            max_pending=self.queue_capacity,
         )
         layout = dataclasses.replace(self.layout, blocks=jnp.asarray(admission.listed(blocks)))
         layout.check(self.cache.num_blocks)
@@ -301,8 +301,8 @@ class DecodeState:
         return self.num_sampled - self.num_taken
 
     @property
-    def _queue_capacity(self) -> int:
-        """P. What follows in `pending` is slack for the slice that the widest pass takes."""
+    def queue_capacity(self) -> int:
+        """P, tokens that a row can have pending. What follows in `pending` is slack for the slice that the widest pass takes."""
         return self.pending.shape[1] - self.max_width
 
     def outputs(self) -> list[list[int]]:

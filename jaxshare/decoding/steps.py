@@ -20,8 +20,11 @@ from jaxshare.cache import KVCache
 from jaxshare.decoding.automaton import TokenAutomata, TokenAutomaton
 from jaxshare.decoding.sampling import uniforms
 from jaxshare.decoding.sessions import Sessions
-from jaxshare.layout import Layout
+from jaxshare.layout import Layout, bucket
 from jaxshare.seeds import seed_words, stream_seed
+
+_MIN_ENTRIES = 2**14
+"""Entries of the automata's tables, at least, so that other automata need no other program."""
 
 
 class Mark(enum.IntFlag):
@@ -165,7 +168,12 @@ class Steps:
           ask_every, at_once, together, on_stop: see the class.
           seed: of the session; the choice of the worker to ask has its own stream under it.
         """
-        automata = TokenAutomata.of([ends, answers], vocab_size=ends.classes.shape[0])
+        entries = 1 + ends.transitions.size + answers.transitions.size
+        automata = TokenAutomata.of(
+            [ends, answers],
+            vocab_size=ends.classes.shape[0],
+            max_entries=max(_MIN_ENTRIES, bucket(entries)),
+        )
         none = cls.none(
             len(targets), automata, capacity=capacity, openings=max(openings, 1), longest=longest
         )

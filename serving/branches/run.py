@@ -18,7 +18,12 @@ from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.branches.prefix import Prefix
 from jaxshare.serving.branches.prompt_tree import Prompts
-from jaxshare.serving.branches.run_plan import check_settings, plan_run, read_and_check_prompts
+from jaxshare.serving.branches.run_plan import (
+    FEW_ROWS,
+    check_settings,
+    plan_run,
+    read_and_check_prompts,
+)
 from jaxshare.serving.engine.completion import Completion, without_stop
 from jaxshare.serving.engine.fair_queue import FairQueue
 from jaxshare.serving.engine.metrics import Metrics
@@ -131,7 +136,7 @@ class Branches:
         self.unique_tokens = prefix_tokens + plan.unique_tokens
         self.passes, self.seconds, self.compile_seconds, self.sampled_tokens = 0, 0.0, 0.0, 0
 
-        self._prefix, self._kv_tokens = prefix, plan.kv_tokens
+        self._prefix, self._kv_tokens, self._state_rows = prefix, plan.kv_tokens, plan.state_rows
         self._live: dict[Request, None] = {}  # submitted and not finished
         self._ended: collections.deque[Completion] = collections.deque()
         self._peak_tokens = 0
@@ -218,14 +223,16 @@ class Branches:
             self.model,
             kv=kv,
             queue=queue,
-            rows=self.rows,
+            rows=self._state_rows,
             passes=_PASSES_PER_DISPATCH,
             metrics=self._metrics,
             output=output,
             prefill_first=True,
             groups=group_sizes(
-                [min(block.rows, self.rows) for block in self.sharing_plan.blocks], self.rows
+                [min(block.rows, self.rows) for block in self.sharing_plan.blocks],
+                self._state_rows,
             ),
+            takes_sessions=self._state_rows <= FEW_ROWS,  # as an engine, whose program it can use
         )
 
     def _run(

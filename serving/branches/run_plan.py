@@ -23,8 +23,13 @@ from jaxshare.serving.branches.sharing_plan import (
 )
 from jaxshare.serving.inputs import check_context, encode, token_bytes
 from jaxshare.serving.kvcache import sharing_cost
-from jaxshare.serving.kvcache.pool import whole_tiles
+from jaxshare.serving.kvcache.pool import standard_tokens, whole_tiles
 from jaxshare.serving.kvcache.sharing_cost import Chosen, Costs
+
+FEW_ROWS = 16
+"""Rows up to which runs take a program for other hosts, too, rather than one of their own."""
+_STANDARD_BYTES = 64 * 2**20
+"""Bytes of memory that a run may take, although it needs fewer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +44,7 @@ class RunPlan:
       costs: the costs by which sharing was decided; None where there was nothing to decide.
       unique_tokens: tokens of all prompts when every common prefix counts once.
       kv_tokens: of the memory to make for the run; 0 where it uses that of a prefix.
+      state_rows: rows of the decode state.
     """
 
     sharing: SharingPlan
@@ -48,6 +54,7 @@ class RunPlan:
     costs: Chosen | None
     unique_tokens: int
     kv_tokens: int
+    state_rows: int
 
 
 def check_settings(
@@ -160,6 +167,9 @@ def plan_run(
         sharing, samples, peak = planned(True)
     if peak.max_sample_tokens > budget.tokens:
         raise _too_large(model, peak, budget, len(prompts) > 1, prefix is not None)
+    # A power of two for a few, which run all at once: runs of nearly as many share programs.
+    few = peak.rows == len(samples) <= FEW_ROWS
+    rows = bucket(peak.rows) if few else peak.rows
     return RunPlan(
         sharing,
         samples,
@@ -167,7 +177,8 @@ def plan_run(
         _why_rows(peak, len(samples), budget, max_rows, prefix is not None or bool(max_kv_bytes)),
         chosen,
         unique_tokens(tree),
-        _kv_tokens(peak.tokens, budget.tokens) if prefix is None else 0,
+        _kv_tokens(model, peak.tokens, rows, budget.tokens) if prefix is None else 0,
+        rows,
     )
 
 
@@ -211,11 +222,15 @@ def _why_rows(
     return f"as many as fit in {budget.free / 1e9:,.1f} GB of memory"
 
 
-def _kv_tokens(needed: int, bound: int) -> int:
+def _kv_tokens(model: LoadedModel, needed: int, rows: int, bound: int) -> int:
     """The size of an arena for `needed` tokens, within the bound.
 
-    A little larger than needed, so that runs of nearly the same size share programs.
+    A little larger than needed, and for few rows at least the standard size unless that is large,
+    so that runs of nearly the same size share programs.
     """
+    standard = standard_tokens(model, rows, _STANDARD_BYTES)
+    if rows <= FEW_ROWS and needed <= standard <= bound:
+        return standard
     step = max(ALIGNMENT, bucket(needed) // 16)
     rounded = arena_size(needed + -needed % step)
     return next(

@@ -61,7 +61,7 @@ def verify_drafts(
         return [], undrafted
     batch = DraftBatch.of([draft for _, draft in drafts])
     seen = {i: spans(row.node.path()) for i, (row, _) in enumerate(drafts)}
-    view = views[len(batch.counts)].build(kv.pool, seen)
+    view = views[len(batch.counts)].build(kv.pool.cache, seen)
     sampled, finite, top_logits = _verify(model, kv, view, batch, num_top_logits)
     kv.view_changed = True
     metrics.ran("guess", 1)
@@ -84,7 +84,7 @@ def compile_verification(
 ) -> None:
     """Compiles the passes over drafts. Arguments as those of `verify_drafts`."""
     for shape in SHAPES:
-        view = views[shape[0]].build(kv.pool, {})
+        view = views[shape[0]].build(kv.pool.cache, {})
         _verify(model, kv, view, DraftBatch.empty(*shape), num_top_logits)
 
 

@@ -75,7 +75,8 @@ class Engine:
           model: from `jaxshare.models.load`. One on a mesh computes the same on all data groups;
             give each of `model.replicas()` an engine.
           kv_bytes: accelerator memory (on a mesh, of all devices of a group) for keys and values;
-            by default enough for all rows at the model's full context, but at most 2 GiB.
+            by default enough for all rows with 2,048 tokens each, and for one at the model's full
+            context, but at most 2 GiB.
           host_kv_bytes: host memory for evicted keys and values; 0 for none.
           policy: the order of eviction: "contribution", "lru", "lfu", "slru", "priority", or a
             `jaxshare.serving.kvcache.policy.Policy`.

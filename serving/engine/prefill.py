@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxshare import KVCache, Layout
+from jaxshare import KVCache
 from jaxshare.models import LoadedModel
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.pool import Extent
@@ -22,6 +22,8 @@ from jaxshare.serving.kvcache.view import ViewBuilder, spans
 
 ROWS, WIDTH = 8, 32
 """Rows of a pass, and tokens of a row."""
+_LISTED = 16
+"""Blocks that a row can list, at first: those of a long text that come before it, and a prefix."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +60,25 @@ def next_pieces(path: Sequence[Node], max_rows: int) -> list[Piece]:
             seen = *seen, Extent(extent.offset, start, start, extent.phase)
         while start < end and len(pieces) < max_rows:
             tokens = node.tokens[start : min(start + WIDTH, end)]
-            own = Extent(extent.offset + start, len(tokens), 0, extent.phase + start)
-            seen = *seen, own
+            seen = *seen, _part(extent, start, len(tokens))
             pieces.append(Piece(node, tokens, seen))
             start += len(tokens)
         if start < len(node.tokens):
             break
     return pieces
+
+
+def _part(extent: Extent, start: int, tokens: int) -> Extent:
+    """Places of an extent for some tokens that it does not hold yet, as a block of their own."""
+    return Extent(extent.offset + start, tokens, 0, extent.phase + start)
+
+
+def _packed(texts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens int32[ROWS, WIDTH] and counts int32[ROWS] of a pass that feeds these texts."""
+    tokens, counts = np.zeros((ROWS, WIDTH), np.int32), np.zeros(ROWS, np.int32)
+    for i, text in enumerate(texts):
+        tokens[i, : len(text)], counts[i] = text, len(text)
+    return tokens, counts
 
 
 class PrefillPasses:
@@ -76,16 +90,13 @@ class PrefillPasses:
     """
 
     def __init__(self, model: LoadedModel, kv: KVManager):
-        self._model, self._kv, self._views = model, kv, ViewBuilder(ROWS)
+        self._model, self._kv, self._views = model, kv, ViewBuilder(ROWS, width=_LISTED)
 
     def run(self, pieces: Sequence[Piece]) -> tuple[Array, np.ndarray]:
         """Feeds pieces, at most `ROWS` of them; returns their logits [R, V], and bool[R] whether
         these are finite."""
-        tokens, counts = np.zeros((ROWS, WIDTH), np.int32), np.zeros(ROWS, np.int32)
-        for i, piece in enumerate(pieces):
-            tokens[i, : len(piece.tokens)], counts[i] = piece.tokens, len(piece.tokens)
-        kv = self._kv
-        view = self._views.build(kv.pool, {i: piece.seen for i, piece in enumerate(pieces)})
+        kv, (tokens, counts) = self._kv, _packed([piece.tokens for piece in pieces])
+        view = self._views.build(kv.pool.cache, {i: piece.seen for i, piece in enumerate(pieces)})
         with kv.speeds.feeding(max(1, int(counts.sum()))):
             logits, kv.pool.cache = self._model.forward(tokens, counts, view.cache, view.layout)
             finite = np.asarray(jnp.isfinite(logits).all(axis=-1))
@@ -114,19 +125,34 @@ def feed_node(model: LoadedModel, kv: KVManager, node: Node) -> bool:
 def prefill(
     model: LoadedModel, tokens: Sequence[int], cache: KVCache, block: int
 ) -> tuple[bool, KVCache]:
-    """Feeds tokens to one block in wide passes.
+    """Feeds tokens to one block of a cache, which sees nothing else.
 
     With no tokens one pass runs that writes nothing.
 
     Returns:
       True if all logits are finite, and the cache.
     """
-    layout = Layout.from_blocks([[block]])
-    width, finite = 256, []
-    for start in range(0, max(len(tokens), 1), width):
-        chunk = list(tokens[start : start + width])
-        padded = np.zeros((1, width), np.int32)
-        padded[0, : len(chunk)] = chunk
-        logits, cache = model.forward(padded, np.asarray([len(chunk)]), cache, layout)
+    table = jax.device_get((cache.offsets, cache.capacities, cache.lengths, cache.phases))
+    extent = Extent(*(int(array[block]) for array in table))
+    if extent.length + len(tokens) > extent.capacity:
+        raise ValueError(
+            f"{len(tokens)} tokens do not fit block {block}, which has {extent.length} and room "
+            f"for {extent.capacity}; create the cache with a larger one"
+        )
+    views, finite = ViewBuilder(ROWS, width=_LISTED), []
+    for first in range(0, max(len(tokens), 1), ROWS * WIDTH):
+        texts, seen = list[np.ndarray](), list[Extent]()
+        if extent.length:
+            seen = [dataclasses.replace(extent, capacity=extent.length)]
+        listed: dict[int, list[Extent]] = {}
+        for start in range(first, min(first + ROWS * WIDTH, len(tokens)), WIDTH):
+            texts.append(np.asarray(tokens[start : start + WIDTH], np.int32))
+            seen.append(_part(extent, extent.length + start - first, len(texts[-1])))
+            listed[len(listed)] = [*seen]
+        view = views.build(cache, listed)
+        logits, fed = model.forward(*_packed(texts), view.cache, view.layout)
+        cache = dataclasses.replace(cache, keys=fed.keys, values=fed.values, faults=fed.faults)
         finite.append(jnp.isfinite(logits).all())
+        extent.length += sum(map(len, texts))
+    cache = dataclasses.replace(cache, lengths=cache.lengths.at[block].set(extent.length))
     return bool(np.all(jax.device_get(finite))), cache

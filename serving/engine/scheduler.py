@@ -50,7 +50,7 @@ class Scheduler:
       prefill_first: prefill all that is admitted before anything more is sampled, which takes the
         least time in all; otherwise a chunk at a time, so that no stream waits for long.
       groups: sizes of fan-in groups to begin with.
-      takes_sessions: whether sessions may take part.
+      takes_sessions: whether sessions may take part; the decode state has places for them.
 
     Attributes:
       sessions: that wait for passes.
@@ -262,7 +262,7 @@ class Scheduler:
         requests = [row.request for row in rows]
         self._decode_rows.set_samplers(rows)
         if self._decode_rows.state is None:
-            self._decode_rows.create(self._views.build(self.kv.pool, {}), requests)
+            self._decode_rows.create(self._views.build(self.kv.pool.cache, {}), requests)
         self._decode_rows.grow(requests)
         self._decode_rows.admit(rows, self._view())
 
@@ -281,7 +281,7 @@ class Scheduler:
             passes = min(passes, max(session.passes for session, _, _ in sessions))
             self.kv.view_changed = True
             if self._decode_rows.state is None:
-                self._decode_rows.create(self._views.build(self.kv.pool, {}), [])
+                self._decode_rows.create(self._views.build(self.kv.pool.cache, {}), [])
         rows = [row for row in self.live if row.decoding]
         for row in rows:
             capacity = row.extent.capacity - row.extent.length
@@ -427,7 +427,7 @@ class Scheduler:
     def warm_up(self, requests: Sequence[Request] = ()) -> None:
         """Compiles what requests need that are sampled as these are; nothing may be running."""
         self._prefill_passes.run([])
-        view = self._views.build(self.kv.pool, {})
+        view = self._views.build(self.kv.pool.cache, {})
         if self._decode_rows.state is None:
             self._decode_rows.create(view, requests)
         self.kv.pool.cache = self._decode_rows.warm_up(view)
@@ -444,7 +444,7 @@ class Scheduler:
         """The blocks of all rows in the decode loop, and of sessions that take part."""
         rows = [row for row in self.live if row.decoding]
         seen = {row.index: spans(row.node.path()) for row in rows}
-        view, self.kv.view_changed = self._views.build(self.kv.pool, seen, sessions), False
+        view, self.kv.view_changed = self._views.build(self.kv.pool.cache, seen, sessions), False
         for row in rows:
             row.block, row.length = view.own[row.index]
         return view

@@ -21,7 +21,7 @@ from jaxshare.serving.errors import ClosedError
 from jaxshare.serving.kvcache.pool import Extent
 from jaxshare.serving.kvcache.view import SessionBlocks
 
-MAX_PENDING = 64
+MAX_PENDING = 128
 """Tokens that a row may have pending, at least."""
 MIN_BIAS_SLOTS = 8
 """Places for a row's biased and forbidden tokens, at least."""

@@ -9,7 +9,7 @@ from jaxshare.arena import ALIGNMENT, arena_size
 from jaxshare.models import LoadedModel
 from jaxshare.serving.errors import TooLongError
 from jaxshare.serving.inputs import encode, encode_messages, token_bytes
-from jaxshare.serving.kvcache.pool import whole_tiles
+from jaxshare.serving.kvcache.pool import standard_tokens, whole_tiles
 from jaxshare.serving.logits_cache.cache import LogitsCache
 
 _MAX_DEFAULT_BYTES = 2 * 1024**3
@@ -42,12 +42,11 @@ def memory_sizes(
       ValueError: there is no memory for one token, or host memory for less than one block.
     """
     size = token_bytes(model)
-    full_context = arena_size(max_rows * model.config.max_positions)
-    tokens = (
-        min(full_context, whole_tiles(_MAX_DEFAULT_BYTES // size))
-        if kv_bytes is None
-        else whole_tiles(kv_bytes // size)
-    )
+    if kv_bytes is None:
+        one_context = min(arena_size(model.config.max_positions), _MAX_DEFAULT_BYTES // size)
+        tokens = max(standard_tokens(model, max_rows, _MAX_DEFAULT_BYTES), whole_tiles(one_context))
+    else:
+        tokens = whole_tiles(kv_bytes // size)
     if tokens < 1:
         raise ValueError(
             f"kv_bytes is {kv_bytes}, but one token's keys and values take {size}; raise kv_bytes"

@@ -1,13 +1,13 @@
 """The pool: the accelerator's memory for keys and values, in extents, and copies of extents in host
 memory.
 
-Each pass is given its blocks anew (`Pool.view`), so splitting, shrinking or extending an extent in
+Each pass is given its blocks anew (`View`), so splitting, shrinking or extending an extent in
 place are arithmetic on the host, and copy nothing.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,23 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxshare import KVCache, sharding
-from jaxshare.arena import ALIGNMENT, ARENA, LARGE_TILE, Arenas, put, take
+from jaxshare.arena import ALIGNMENT, ARENA, LARGE_TILE, Arenas, arena_size, put, take
 from jaxshare.models import LoadedModel
 from jaxshare.serving.inputs import cache_dtype, token_bytes
 from jaxshare.serving.kvcache.free_list import FreeList
 from jaxshare.sharding import STRIPE, CyclicSharding, on_each
+
+_TOKENS_OF_A_ROW = 2048
+"""Tokens of a row in a memory of the standard size, unless the model's context is shorter."""
+
+
+def standard_tokens(model: LoadedModel, rows: int, max_bytes: int) -> int:
+    """The standard size, in tokens, of memory for so many rows, within these bytes.
+
+    A program is compiled for one size of the memory, so hosts of equally many rows take the same.
+    """
+    tokens = rows * min(_TOKENS_OF_A_ROW, model.config.max_positions)
+    return min(arena_size(tokens), whole_tiles(max_bytes // token_bytes(model)))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -85,7 +97,7 @@ class Pool:
     Attributes:
       tokens: its capacity.
       bytes_per_token: of keys and values in all layers.
-      cache: the arena. After a pass over a `view` of it the new one has to be stored here.
+      cache: the arena. After a pass over a view of it the new one has to be stored here.
     """
 
     def __init__(self, model: LoadedModel, tokens: int):
@@ -189,16 +201,6 @@ class Pool:
                 array.delete()
 
     # Views for passes.
-
-    def view(self, spans: Sequence[Extent], slots: int) -> KVCache:
-        """The arena with these extents as its blocks 0, 1, 2...; the other slots are unused."""
-        table = np.zeros((4, slots), np.int32)
-        for slot, span in enumerate(spans):
-            table[:, slot] = span.offset, span.length, span.capacity, span.phase
-        offsets, lengths, capacities, phases = jax.device_put(tuple(table))
-        return dataclasses.replace(
-            self.cache, offsets=offsets, lengths=lengths, capacities=capacities, phases=phases
-        )
 
     # Copies.
 

@@ -5,10 +5,13 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
+import jax
+import numpy as np
+
 from jaxshare import KVCache
 from jaxshare.layout import Layout, bucket
 from jaxshare.serving.kvcache.fan_in import FanInGroups
-from jaxshare.serving.kvcache.pool import Extent, Pool
+from jaxshare.serving.kvcache.pool import Extent
 from jaxshare.serving.kvcache.prefix_tree import Node
 
 
@@ -64,22 +67,23 @@ class ViewBuilder:
     Args:
       num_rows: R.
       groups: chooses fan-in groups; None for passes that are too few of a kind to pay for them.
+      width: blocks that a row can list, at first.
     """
 
-    def __init__(self, num_rows: int, groups: FanInGroups | None = None):
+    def __init__(self, num_rows: int, groups: FanInGroups | None = None, *, width: int = 8):
         self._num_rows, self._groups = num_rows, groups
-        self._width, self._slots = 8, 8 * num_rows
+        self._width, self._slots = width, 8 * num_rows
 
     def build(
         self,
-        pool: Pool,
+        cache: KVCache,
         rows: Mapping[int, Sequence[Extent]],
         sessions: Sequence[SessionBlocks] = (),
     ) -> View:
         """The view of a pass.
 
         Args:
-          pool: that the blocks are in.
+          cache: whose arena the blocks are in.
           rows: for some rows the extents that they see, of which they write the last.
           sessions: those whose rows take part besides.
         """
@@ -108,7 +112,18 @@ class ViewBuilder:
                 [fan_ins[slot] for slot in range(len(extents))],
                 [extent.length for extent in extents],
             )
-        return View(pool.view(extents, self._slots), blocks, own, self._width, groups, first)
+        return View(_over(cache, extents, self._slots), blocks, own, self._width, groups, first)
+
+
+def _over(cache: KVCache, extents: Sequence[Extent], slots: int) -> KVCache:
+    """The arena with these extents as its blocks 0, 1, 2...; the other slots are unused."""
+    table = np.zeros((4, slots), np.int32)
+    for slot, extent in enumerate(extents):
+        table[:, slot] = extent.offset, extent.length, extent.capacity, extent.phase
+    offsets, lengths, capacities, phases = jax.device_put(tuple(table))
+    return dataclasses.replace(
+        cache, offsets=offsets, lengths=lengths, capacities=capacities, phases=phases
+    )
 
 
 def spans(path: Sequence[Node]) -> list[Extent]:

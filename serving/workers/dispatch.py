@@ -1,14 +1,15 @@
 """The dispatches of a session: some passes on the device, then one sync that reads the results."""
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jaxshare import FinishReason, decode
+from jaxshare import DecodeState, FinishReason, decode
 from jaxshare.compile_time import Stopwatch
 from jaxshare.decoding.steps import Mark
-from jaxshare.serving.engine.session_passes import SessionPasses, outputs_of
+from jaxshare.serving.engine.session_passes import Automata, SessionPasses, outputs_of
 from jaxshare.serving.workers.block_moves import needs_resizing, resize_blocks
 from jaxshare.serving.workers.reencode_steps import end_steps
 from jaxshare.serving.workers.session_state import FEED_WIDTH, SessionState
@@ -44,22 +45,59 @@ def run_passes(session: SessionState, passes: int) -> None:
 
 
 def _run_alone(session: SessionState, passes: int) -> None:
-    """Dispatches passes of the session's own rows.
-
-    The first time a dispatch of no passes compiles the loop, whose wall time counts as compilation.
-    """
+    """Dispatches passes of the session's own rows."""
     with session.device():
         resize_blocks(session, passes)
         session.prepare_openings()
-        settings: dict[str, Any] = dict(width=FEED_WIDTH, stop_on_finish=_halts(session))
-        module, params = session.module, session.model.params
-        if not session.compiled:
-            session.state = jax.block_until_ready(
-                decode(module, params, session.state, passes=0, **settings)
-            )
-            session.compiled = True
-        session.state = decode(module, params, session.state, passes=passes, **settings)
+        session.state = _decode(session, session.state, passes, halts=_halts(session))
         session.unread = True
+
+
+def _decode(session: SessionState, state: DecodeState, passes: int, *, halts: bool) -> DecodeState:
+    """Runs passes of rows over the session's blocks. `session.device` is held.
+
+    The first time a dispatch of no passes compiles the loop, whose wall time counts as compilation.
+    """
+    module, params = session.module, session.model.params
+    settings: dict[str, Any] = dict(width=FEED_WIDTH, stop_on_finish=halts)
+    if not session.compiled:
+        state = jax.block_until_ready(decode(module, params, state, passes=0, **settings))
+        session.compiled = True
+    return decode(module, params, state, passes=passes, **settings)
+
+
+def run_beside(
+    session: SessionState,
+    state: DecodeState,
+    passes: int,
+    *,
+    automata: Automata,
+    listed: Sequence[Sequence[int]],
+) -> DecodeState:
+    """Runs passes of other rows over the session's blocks, whose lengths stay as they are.
+
+    Args:
+      session: whose own rows wait.
+      state: of the rows, with the form of the session's; its logits and top logits are donated.
+      passes: the most to run, in one dispatch.
+      automata: with which the rows find the ends of steps and of answers.
+      listed: for each row the blocks that it sees.
+
+    Returns:
+      The state after it, with the lengths that it has made.
+    """
+    if session.shares_passes:
+        request, _, interrupt = _run_requested(session, state, passes, automata, listed)
+        if interrupt:
+            raise interrupt
+        return request.state
+    with session.device():
+        own = session.state.cache
+        lengths, phases = own.lengths + 0, own.phases + 0  # copies: the cache is donated
+        arrays = dataclasses.replace(state.cache, keys=own.keys, values=own.values)
+        state = _decode(session, dataclasses.replace(state, cache=arrays), passes, halts=False)
+        session.keep(dataclasses.replace(state.cache, lengths=lengths, phases=phases))
+    return state
 
 
 def _run_on_engine(session: SessionState, passes: int) -> tuple[float, BaseException | None]:
@@ -68,24 +106,45 @@ def _run_on_engine(session: SessionState, passes: int) -> tuple[float, BaseExcep
     Returns:
       The seconds of compilation that it took, and an interrupt to raise at the end.
     """
-    assert session.engine and session.lease
     if needs_resizing(session, passes):
         with session.device():
             resize_blocks(session, passes)
     session.prepare_openings()
-    lease, state = session.lease, session.state
-    request = SessionPasses(
-        owner=session.lease,
-        state=state,
-        automata=session.automata,
-        blocks=lambda: lease.blocks(state.cache),
-        listed=session.roster.listed,
-        passes=min(passes, session.engine.passes),
+    request, elsewhere, interrupt = _run_requested(
+        session,
+        session.state,
+        passes,
+        session.automata,
+        session.roster.listed,
         halts=_halts(session),
     )
-    interrupt = session.engine.run_session(request)
     session.state, session.unread = request.state, True
-    return request.compile_seconds, interrupt
+    return elsewhere, interrupt
+
+
+def _run_requested(
+    session: SessionState,
+    state: DecodeState,
+    passes: int,
+    automata: Automata,
+    listed: Sequence[Sequence[int]],
+    *,
+    halts: bool = False,
+) -> tuple[SessionPasses, float, BaseException | None]:
+    """Runs passes of rows in a dispatch of the session's engine; also as `_run_on_engine`."""
+    assert session.engine and session.lease
+    lease = session.lease
+    request = SessionPasses(
+        owner=lease,
+        state=state,
+        automata=automata,
+        blocks=lambda: lease.blocks(state.cache),
+        listed=listed,
+        passes=min(passes, session.engine.passes),
+        halts=halts,
+    )
+    interrupt = session.engine.run_session(request)
+    return request, request.compile_seconds, interrupt
 
 
 def _halts(session: SessionState) -> bool:

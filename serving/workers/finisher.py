@@ -6,12 +6,15 @@ Hogwild! Inference, section 4.1 and appendix C.
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from jaxshare import DecodeState, FinishReason, KVCache, Layout, decode
+from jaxshare import DecodeState, FinishReason, Layout
 from jaxshare.decoding.steps import Steps
 from jaxshare.serving.errors import NotANumberError
+from jaxshare.serving.workers.dispatch import run_beside
 from jaxshare.serving.workers.results import Answer
 from jaxshare.serving.workers.session_state import FEED_WIDTH, FINISHER, SessionState
 from jaxshare.serving.workers.text.step_automata import finisher_tables
@@ -19,7 +22,7 @@ from jaxshare.trace.recorder import Recorder
 
 
 def finish(session: SessionState, sees: Sequence[str] | None = None) -> Answer:
-    """The answer of a session; see `Workers.finish`. `session.device` is held."""
+    """The answer of a session; see `Workers.finish`."""
     session.check_finite()
     if sees is None and (answer := _given_answer(session)) is not None:
         return answer
@@ -27,30 +30,28 @@ def finish(session: SessionState, sees: Sequence[str] | None = None) -> Answer:
     blocks = session.roster.numbers([*sees, FINISHER])
     _check_context(session, sees, blocks)
     prompt = session.format.code_finisher if session.rule.code else session.format.finisher
-    lengths = session.state.cache.lengths + 0  # a copy: the cache is donated
-    state = _guess_state(session, blocks, prompt)
-    passes = state.pending.shape[1] + session.settings["finisher_tokens"]
-    state = decode(session.module, session.model.params, state, passes=passes, width=FEED_WIDTH)
-    # Shorter lengths hide what was fed for the guess: the session goes on as if there was none.
-    session.keep(dataclasses.replace(state.cache, lengths=lengths))
+    lengths = flush(session)
     session.check_finite()
-    if int(state.reasons[0]) == FinishReason.ERROR:
-        raise NotANumberError.of("the early answer", f"{session.passes} passes")
+    guess, passes = _guess(session, lengths, blocks, prompt)
     stops, codec = session.model.generation.stop_tokens, session.texts.codec
-    text = prompt + codec.decode([token for token in state.outputs()[0] if token not in stops])
+    text = prompt + codec.decode([token for token in guess if token not in stops])
     value = session.rule.extract(text) or session.rule.guess(text)
-    return Answer(value, text, session.passes, int(state.passes))
+    return Answer(value, text, session.passes, passes)
 
 
-def flushed(session: SessionState, recorder: Recorder | None = None) -> KVCache:
-    """The cache with the last token that each worker has sampled.
+def flush(session: SessionState, recorder: Recorder | None = None) -> Array:
+    """Feeds the last token that each worker has sampled.
 
-    Otherwise the next pass would feed it, and still will, to the same place. The session fails
-    where logits after one of them are not finite, as they would be in that pass.
+    Otherwise the next pass would feed it, and still will, to the same place: shorter lengths hide
+    it again. The session fails where logits after one of them are not finite, as they would be in
+    that pass.
 
     Args:
-      session: whose cache is donated.
+      session: whose blocks keep their lengths.
       recorder: to record these tokens with.
+
+    Returns:
+      int32[B], the lengths with these tokens.
     """
     state, roster = session.state, session.roster
     pending, head, num_sampled = (
@@ -59,17 +60,28 @@ def flushed(session: SessionState, recorder: Recorder | None = None) -> KVCache:
     free = np.asarray(state.cache.lengths < state.cache.capacities)[roster.writes]
     taken = np.asarray([name is not None for name in roster.rows], bool)
     count = taken & (pending > 0) & (head == 0) & (num_sampled > 0) & free
-    tokens = np.asarray(state.pending)[:, :1]
     if recorder:
+        tokens = np.asarray(state.pending)[:, :1].tolist()
         recorder.feed(
-            [new[:n] for new, n in zip(tokens.tolist(), count.tolist(), strict=True)],
-            roster.listed,
+            [new[:n] for new, n in zip(tokens, count.tolist(), strict=True)], roster.listed
         )
-    logits, cache = session.model.forward(tokens, count.astype(np.int32), state.cache, session.rows)
-    broken = ~np.asarray(jnp.isfinite(logits).all(axis=-1)) & count
+    reasons = np.where(count, FinishReason.RUNNING.value, FinishReason.UNUSED.value)
+    part = dataclasses.replace(
+        state.without_outputs(),
+        # Copies: the session goes on with its own.
+        logits=state.logits + 0.0,
+        top_logits=jax.tree.map(jnp.copy, state.top_logits),
+        num_pending=jnp.asarray(count, jnp.int32),
+        max_new_tokens=state.num_sampled + 0,  # none is sampled
+        reasons=jnp.asarray(reasons, jnp.int32),
+        session=jnp.arange(len(count), dtype=jnp.int32),
+        halts=jnp.zeros(len(count), bool),
+    )
+    after = run_beside(session, part, 1, automata=session.automata, listed=roster.listed)
+    broken = np.asarray(after.reasons) == FinishReason.ERROR
     for name in [name for name in roster.names if broken[roster.row(name)]][:1]:
         session.fail(name, session.passes)
-    return cache
+    return after.cache.lengths
 
 
 def _given_answer(session: SessionState) -> Answer | None:
@@ -95,22 +107,55 @@ def _check_context(session: SessionState, sees: Sequence[str], blocks: Sequence[
         )
 
 
-def _guess_state(session: SessionState, blocks: Sequence[int], prompt: str) -> DecodeState:
-    """One row that sees `blocks`, writes to the last, and is to sample greedily after the prompt.
+def _guess(
+    session: SessionState, lengths: Array, blocks: Sequence[int], prompt: str
+) -> tuple[list[int], int]:
+    """Samples greedily in a row that sees blocks of these lengths, after a prompt in the last one.
 
-    It takes over the session's cache, with the last token of each worker.
+    Returns:
+      The tokens, and the passes that it took.
     """
-    codec, max_tokens = session.texts.codec, session.settings["finisher_tokens"]
+    codec, own = session.texts.codec, session.state
+    max_tokens, fed = session.settings["finisher_tokens"], codec.encode(prompt)
     no_step, closes, start = finisher_tables(codec, prompt, session.rule.automaton)
-    steps = Steps.create(no_step, closes, [-1], capacity=max_tokens, at_once=True)
-    return DecodeState.create(
-        flushed(session),
-        Layout.from_blocks([blocks], width=len(session.roster.blocks)),
-        [codec.encode(prompt)],
+    # On an engine any number of rows can run. Alone, the session's program is for as many as these.
+    rows = 1 if session.shares_passes else own.layout.num_rows
+    listed = [blocks, *[()] * (rows - 1)]
+    capacity, num_openings, longest = own.tokens.shape[1], *own.steps.openings.shape[1::2]
+    steps = Steps.create(
+        no_step,
+        closes,
+        [-1] * rows,
+        capacity=capacity,
+        openings=num_openings,
+        longest=longest,
+        at_once=True,
+    )
+    state = DecodeState.create(
+        dataclasses.replace(own.cache, lengths=lengths + 0),
+        Layout.from_blocks(listed, width=own.layout.blocks.shape[1], groups=own.layout.groups),
+        [fed, *[()] * (rows - 1)],
         vocab_size=session.model.config.vocab_size,
         max_new_tokens=max_tokens,
         max_width=FEED_WIDTH,
         samplers=dataclasses.replace(session.sampler, temperature=0.0),
         stops=session.model.generation.stop_tokens,
         steps=dataclasses.replace(steps, answer_state=steps.answer_state + start),
+        queue=own.queue_capacity,
+        capacity=capacity,
+        bias_slots=own.samplers.bias_tokens.shape[1],
+        record=own.record.capacity,
     )
+    found: list[int] = []
+    while int(state.reasons[0]) == FinishReason.RUNNING:
+        state = run_beside(
+            session,
+            state.without_outputs(),
+            capacity - 1,
+            automata=(no_step, closes),
+            listed=listed,
+        )
+        found += state.outputs()[0]
+    if int(state.reasons[0]) == FinishReason.ERROR:
+        raise NotANumberError.of("the early answer", f"{session.passes} passes")
+    return found, int(state.clock[0])

@@ -7,7 +7,7 @@ import numpy as np
 from jaxshare import FinishReason
 from jaxshare.seeds import seed_words, stream_seed
 from jaxshare.serving.workers.block_moves import can_move, move_block
-from jaxshare.serving.workers.finisher import flushed
+from jaxshare.serving.workers.finisher import flush
 from jaxshare.serving.workers.layouts import WorkersLayout
 from jaxshare.serving.workers.roster import check_names
 from jaxshare.serving.workers.session_state import SessionState
@@ -66,26 +66,29 @@ def add_worker(session: SessionState, name: str, layout: WorkersLayout | None) -
 
 
 def remove_worker(session: SessionState, name: str) -> None:
-    """Removes a worker; see `Workers.remove`. `session.device` is held."""
+    """Removes a worker; see `Workers.remove`."""
     roster, row = session.roster, session.roster.row(name)
     if len(roster.names) == 1:
         raise ValueError(f"{name} is the only worker; a session needs at least one")
     block = roster.layout.moves.get(name, roster.layout.prompt)
     source, target = roster.block(name), roster.blocks.index(block)
-    lengths = session.state.cache.lengths + 0  # a copy: the cache is donated
-    count = int(lengths[source])
+    count = int(session.state.cache.lengths[source])
     # one more than it has, for the last token sampled, which has not been fed yet
     if count >= (free := can_move(session, count + 1, source, target)):
         raise ValueError(
             f"{name} has {count} tokens in its block, but the block {block!r} has room for {free} "
             "more; create the session with more history_tokens"
         )
-    cache = flushed(session, session.recorder)
-    session.keep(dataclasses.replace(cache, lengths=lengths.at[source].set(cache.lengths[source])))
-    if session.recorder:
-        for other, length in enumerate(np.asarray(session.state.cache.lengths).tolist()):
-            session.recorder.cut(other, length)
-    move_block(session, source, target)
+    flushed = flush(session, session.recorder)
+    with session.device():
+        cache = session.state.cache
+        session.keep(
+            dataclasses.replace(cache, lengths=cache.lengths.at[source].set(flushed[source]))
+        )
+        if session.recorder:
+            for other, length in enumerate(np.asarray(session.state.cache.lengths).tolist()):
+                session.recorder.cut(other, length)
+        move_block(session, source, target)
     session.transcript.leave(name, session.passes)
     del session.reasons[name]
     session.roster = roster.left(name)

@@ -245,7 +245,8 @@ class Workers(SessionView):
           ValueError: an unknown block, or blocks that are longer than the context together.
           NotANumberError: the logits of a worker or after the early-stop prompt are not finite.
         """
-        with self._device():
+        dispatch.read_unread(self._session)
+        with self._session.compiling():
             return finisher.finish(self._session, sees)
 
     def say(self, text: str, name: str = PERSON) -> None:
@@ -292,8 +293,8 @@ class Workers(SessionView):
         Raises:
           ValueError: no such worker, the last one, or no room for what it has written.
         """
-        with self._device():
-            membership.remove_worker(self._session, name)
+        dispatch.read_unread(self._session)
+        membership.remove_worker(self._session, name)
 
     def save(self, folder: str | os.PathLike, *, cache: bool = True, wait: bool = False) -> int:
         """Saves the session between two passes; see `restore`.

@@ -234,9 +234,8 @@ def _sizes(
     headers: Mapping[str, Sequence[int]],
 ) -> dict[str, int]:
     """The tokens that fit in each block; see `block_sizes`."""
-    codec, format = texts.codec, settings["format"]
-    prompts = (format.finisher, format.code_finisher)
-    finisher = max(len(codec.encode(text)) for text in prompts) + settings["finisher_tokens"]
+    codec = texts.codec
+    finisher = _finisher_prompt(settings, texts) + settings["finisher_tokens"]
     return block_sizes(
         roster.layout,
         roster.reserved,
@@ -251,6 +250,12 @@ def _sizes(
         passes_at_once=settings["passes_at_once"],
         history_tokens=settings["history_tokens"],
     )
+
+
+def _finisher_prompt(settings: Mapping[str, Any], texts: SessionTexts) -> int:
+    """The tokens of the longest prompt of an early finisher."""
+    prompts = settings["format"].finisher, settings["format"].code_finisher
+    return max(len(texts.codec.encode(text)) for text in prompts)
 
 
 def _fill_cache(
@@ -318,7 +323,7 @@ def _decode_state(
     max_opening = texts.max_opening(roster)
     shape = RowShape.of(
         engine.passes if engine else settings["passes_at_once"],
-        pending=len(texts.separator) + max_opening,
+        pending=max(len(texts.separator) + max_opening, _finisher_prompt(settings, texts)),
         opening_tokens=max_opening,
     )
     ends, closes = plan.tables

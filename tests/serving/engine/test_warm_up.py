@@ -4,10 +4,12 @@ import collections
 import contextlib
 import functools
 
+import jax
 import pytest
 from jax import monitoring
 
 from jaxshare import Sampler, models
+from jaxshare.serving import Workers, generate
 from jaxshare.serving.engine import ClosedError, Engine
 
 WARM = Sampler(temperature=0.9)
@@ -35,10 +37,9 @@ def counted_compiles():
         monitoring.unregister_event_duration_listener(listen)
 
 
-@pytest.mark.parametrize("resample", [None, "stepwise"])
-def test_after_a_warm_up_no_request_waits_for_the_compiler(resample):
-    settings = dict(max_new_tokens=12, seed=1, resample=resample)
-    with Engine(model(), max_rows=3, passes=5, logits_cache=2**20 if resample else 0) as engine:
+def test_after_a_warm_up_no_request_waits_for_the_compiler():
+    settings = dict(max_new_tokens=12, seed=1, resample="stepwise")
+    with Engine(model(), max_rows=3, passes=5, logits_cache=2**20) as engine:
         assert engine.warm_up() > 0
         with counted_compiles() as compiled:
             first, again = (engine.submit(PROMPT, WARM, **settings).wait() for _ in range(2))
@@ -49,3 +50,22 @@ def test_after_a_warm_up_no_request_waits_for_the_compiler(resample):
         assert not compiled
     with pytest.raises(ClosedError):
         engine.warm_up()
+
+
+def test_a_session_generate_and_an_engine_share_their_programs():
+    jax.clear_caches()
+    with counted_compiles() as compiled:
+        with Workers(model(), PROMPT, names=("Alice", "Bob"), budget=24, seed=1) as session:
+            session.run()
+            alone = session.finish(sees=session.layout.overview("Bob"))
+        assert (compiled["jit(_decode)"], compiled["jit(_forward)"]) == (1, 1)
+        generate(model(), [PROMPT] * 3, n=4, max_new_tokens=8, sampler=WARM)
+        with Engine(model()) as engine:
+            engine.submit(PROMPT * 9, WARM, max_new_tokens=8).wait()
+            generate(model(), PROMPT, n=8, max_new_tokens=8, sampler=WARM, engine=engine)
+            with Workers(
+                model(), PROMPT, names=("Alice", "Bob"), budget=24, seed=1, engine=engine
+            ) as session:
+                session.run()
+                assert session.finish(sees=session.layout.overview("Bob")) == alone
+    assert (compiled["jit(_decode)"], compiled["jit(_forward)"]) == (2, 2)
