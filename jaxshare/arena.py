@@ -269,6 +269,9 @@ def _write_windows(
         return jax.lax.dynamic_update_slice_in_dim(arena, window, start, axis=1)
 
     if new.shape[0] <= _UNROLLED_ROWS:
+        # The barrier keeps what made the new tokens out of each row's kernel, where it would be
+        # compiled again.
+        new = jax.lax.optimization_barrier(new)
         for r in range(new.shape[0]):
             arena = write_row(r, arena)
         return arena

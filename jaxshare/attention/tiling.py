@@ -145,6 +145,10 @@ _GROUP_TILING = Tiling(128, 4)
 """Blocks that a group reads are often short."""
 
 
+_FEW_COMPARISONS = 2**16
+"""Pairs of an item and a run up to which all of them are compared to find each item's run."""
+
+
 def _readers(reads: Reads, max_readers: int) -> tuple[Array, Array]:
     """The first `max_readers` rows that read each block, and where they list it: int32[B,
     max_readers] both, 0 after the last."""
@@ -188,7 +192,9 @@ def _cut(lengths: Array, tiling: Tiling, arena: int) -> _Pieces:
     # A run has at most one piece that is not full, so this many are enough.
     max_items = arena // size + lengths.shape[0]
     item = jnp.arange(-(-max_items // at_once) * at_once)
-    run = jnp.searchsorted(ends, item, side="right", method="sort").astype(jnp.int32)
+    # Both find the same. Comparing all is one kernel, and sorting a dozen: few items compile sooner.
+    method = "compare_all" if item.shape[0] * ends.shape[0] <= _FEW_COMPARISONS else "sort"
+    run = jnp.searchsorted(ends, item, side="right", method=method).astype(jnp.int32)
     run = jnp.minimum(run, lengths.shape[0] - 1)
     first = (item - jnp.where(run > 0, ends[run - 1], 0)) * size
     return _Pieces(run, first, ends[-1], Tiling(size, at_once))

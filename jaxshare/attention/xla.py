@@ -24,6 +24,9 @@ _LOG2_E = 1.4426950408889634
 _MAX_QUERIES_AT_ONCE = 32
 """Queries of an item up to which all of an arena may be read in one product: the scores of more
 would take too much memory."""
+_FEW_ITERATIONS = 2
+"""Iterations that a whole arena takes, below which it is always gathered: compiling a product over
+all of it, too, would take longer than that saves."""
 _MANY_ROWS, _ROWS_PER_READER = 256, 16
 """From this many rows on, and from this many times the rows that an iteration reads for, an
 iteration changes the state of those rows alone. With fewer, going over all rows is faster; with
@@ -106,28 +109,28 @@ def _shared(queries: _RotatedQueries, keys: Array, values: Array, tiles: Tiles) 
     kv_heads, rows, width, group, dim = queries.q.shape
     flat = rows * width * group
 
-    def add(running: _OnlineSoftmax, item: Array, k: Array, v: Array) -> _OnlineSoftmax:
+    def add(running: _OnlineSoftmax, items: Tiles, k: Array, v: Array) -> _OnlineSoftmax:
         """Takes W items with their windows k, v [K * W, size, D] into all rows."""
-        shape = (kv_heads, item.shape[0], flat)
+        shape = (kv_heads, items.start.shape[0], flat)
         query = jax.vmap(
             lambda slot: queries.towards(slice(None), jnp.arange(rows), slot, keys.dtype),
             out_axes=1,
-        )(tiles.slot[item])
+        )(items.slot)
         scores = _product(query.reshape(-1, flat, dim), k, 2).reshape(*shape, -1)
         last = jnp.broadcast_to(
-            tiles.last[item][..., None], (shape[1], rows, width, group)
+            items.last[..., None], (shape[1], rows, width, group)
         ).reshape(shape[1], -1)
         if width == 1 and shape[1] == 1:
             # All rows that see the item see the same tokens of it, so one bias serves all of them,
             # and the others get a weight of 0.
-            sees = (last > tiles.first[item][:, None])[0]
+            sees = (last > items.first[:, None])[0]
             scores = (
-                scores + _bias(tiles.first[item], jnp.max(last, axis=1), scores.shape[-1])[:, None]
+                scores + _bias(items.first, jnp.max(last, axis=1), scores.shape[-1])[:, None]
             )
             top = jnp.maximum(running.top, jnp.where(sees, _over_items(scores, jnp.max), -jnp.inf))
             under = jnp.where(sees, _finite(top), jnp.inf)
         else:
-            scores = _masked(scores, tiles.first[item], last)
+            scores = _masked(scores, items.first, last)
             top = jnp.maximum(running.top, _over_items(scores, jnp.max))
             under = _finite(top)
         weights = _weights(scores - under[:, None, :, None], v.dtype)
@@ -153,16 +156,16 @@ def _grouped(queries: _RotatedQueries, keys: Array, values: Array, tiles: Tiles)
     readers = tiles.row.shape[1]
     few = rows >= max(_MANY_ROWS, _ROWS_PER_READER * tiles.at_once * readers)
 
-    def add(running: _OnlineSoftmax, item: Array, k: Array, v: Array) -> _OnlineSoftmax:
+    def add(running: _OnlineSoftmax, items: Tiles, k: Array, v: Array) -> _OnlineSoftmax:
         """Takes W items with their windows k, v [K * W, size, D] into the rows that read them."""
-        row, slot = tiles.row[item], tiles.slot[item]  # [W, Q]
-        shape = (kv_heads, item.shape[0], readers * width * group)
+        row, slot = items.row, items.slot  # [W, Q]
+        shape = (kv_heads, row.shape[0], readers * width * group)
         query = queries.towards(row, row, slot, keys.dtype)  # [K, W, Q, T, G, D]
         scores = _product(query.reshape(-1, shape[2], dim), k, 2).reshape(*shape, -1)
         last = jnp.broadcast_to(
-            tiles.last[item][..., None], (shape[1], readers, width, group)
+            items.last[..., None], (shape[1], readers, width, group)
         ).reshape(shape[1], -1)
-        scores = _masked(scores, tiles.first[item], last)
+        scores = _masked(scores, items.first, last)
         row = row.reshape(-1)
 
         def by_reader(x: Array) -> Array:
@@ -209,7 +212,7 @@ def _grouped(queries: _RotatedQueries, keys: Array, values: Array, tiles: Tiles)
 
 
 def _take_all(
-    add: Callable[[_OnlineSoftmax, Array, Array, Array], _OnlineSoftmax],
+    add: Callable[[_OnlineSoftmax, Tiles, Array, Array], _OnlineSoftmax],
     running: _OnlineSoftmax,
     keys: Array,
     values: Array,
@@ -221,8 +224,10 @@ def _take_all(
 
     def gathered(running: _OnlineSoftmax) -> _OnlineSoftmax:
         def body(i: Array, running: _OnlineSoftmax) -> _OnlineSoftmax:
-            item = i * at_once + jnp.arange(at_once)
-            return add(running, item, _windows(keys, tiles, item), _windows(values, tiles, item))
+            items = _select(
+                tiles, lambda x: jax.lax.dynamic_slice_in_dim(x, i * at_once, at_once)
+            )
+            return add(running, items, _windows(keys, items), _windows(values, items))
 
         return jax.lax.fori_loop(0, -(-tiles.count // at_once), body, running)
 
@@ -236,10 +241,11 @@ def _take_all(
             .set(jnp.arange(real.shape[0]), mode="drop")
         )
         k, v = (a.reshape(-1, tiles.size, dim) for a in (keys, values))
-        return add(running, item, k, v)
+        return add(running, _select(tiles, lambda x: x[item]), k, v)
 
     many = tiles.last.shape[1] * tiles.last.shape[2] > _MAX_QUERIES_AT_ONCE
-    if at_once == 1 or many or arena % tiles.size or arena == tiles.size:
+    few = arena < _FEW_ITERATIONS * at_once * tiles.size
+    if at_once == 1 or many or few or arena % tiles.size:
         return gathered(running)
     real = jnp.arange(tiles.start.shape[0]) < tiles.count
     aligned = jnp.all(~real | ((tiles.start % tiles.size == 0) & (tiles.first == 0)))
@@ -255,12 +261,18 @@ def _over_items(x: Array, reduce: Callable[..., Array]) -> Array:
     return reduce(jax.lax.optimization_barrier(reduce(x, axis=1)), axis=-1)
 
 
-def _windows(arena: Array, tiles: Tiles, item: Array) -> Array:
+def _select(tiles: Tiles, select: Callable[[Array], Array]) -> Tiles:
+    """Those of the items that `select` takes of an array of all of them."""
+    names = "start", "first", "row", "slot", "last"
+    return dataclasses.replace(tiles, **{name: select(getattr(tiles, name)) for name in names})
+
+
+def _windows(arena: Array, items: Tiles) -> Array:
     """The windows of W items, [K * W, size, D]."""
     window = jax.vmap(
-        lambda start: jax.lax.dynamic_slice_in_dim(arena, start, tiles.size, axis=1), out_axes=1
+        lambda start: jax.lax.dynamic_slice_in_dim(arena, start, items.size, axis=1), out_axes=1
     )
-    return window(tiles.start[item]).reshape(-1, tiles.size, arena.shape[2])
+    return window(items.start).reshape(-1, items.size, arena.shape[2])
 
 
 def _bias(first: Array, last: Array, size: int) -> Array:
