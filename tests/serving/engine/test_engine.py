@@ -42,6 +42,11 @@ CONFIG = dataclasses.replace(TINY, num_layers=1, vocab_size=31, max_positions=51
 MODEL = LoadedModel(CONFIG, init(CONFIG), None, Generation(stop_tokens=(STOP,)))
 SIZE = token_bytes(MODEL)
 WARM = Sampler(temperature=0.7)
+ROWS, MOST_PASSES = 4, 64
+"""Of all engines whose subject is neither, so that tests share programs. How many of these passes
+a dispatch takes is data."""
+SHORT, LONG = ({"logits_cache": 10**6, "kept_logits": kept} for kept in (8, 31))
+"""Logits caches that keep a part of a distribution, and all of it."""
 
 
 @pytest.fixture(autouse=True)
@@ -76,16 +81,24 @@ def alone(prompt, count: int) -> tuple[list[int], FinishReason]:
     return out, FinishReason.LENGTH
 
 
+def engine_of(model: LoadedModel, passes: int = 4, **more) -> Engine:
+    """An engine with dispatches of up to `passes` passes."""
+    engine = Engine(model, **{"max_rows": ROWS, "passes": MOST_PASSES, **more})
+    engine._scheduler.passes = passes
+    return engine
+
+
 class Stepped(Engine):
     """An engine whose steps the test runs itself, so that a schedule is the same every time."""
 
-    def __init__(self, tokens: int = 256, host: int = 0, **more):
+    def __init__(self, tokens: int = 512, host: int = 0, passes: int = 4, **more):
         super().__init__(
             MODEL,
             kv_bytes=tokens * SIZE,
             host_kv_bytes=host * SIZE,
-            **{"max_rows": 4, "passes": 4, **more},
+            **{"max_rows": ROWS, "passes": MOST_PASSES, **more},
         )
+        self._scheduler.passes = passes
         self._thread = threading.current_thread()
 
     def step(self) -> bool:
@@ -143,10 +156,11 @@ def schedule(rng: random.Random, calls: int, **more) -> Engine:
     agents and priorities, some cancelled."""
     engine = Stepped(
         **{
+            "tokens": 256,
             "host": rng.choice([0, 128]),
             "passes": rng.choice([1, 3, 8]),
+            **SHORT,
             "logits_cache": 30_000,
-            "kept_logits": 8,
             **more,
         }
     )
@@ -274,7 +288,7 @@ def test_a_schedule_evicts_swaps_fetches_and_preempts():
 
 def test_cold_warm_and_swapped_answers_are_the_same():
     prompt = list(range(3, 31)) * 4
-    engine = Stepped(tokens=256, host=256, policy="lru")
+    engine = Stepped(tokens=256, host=256, policy="lru", **SHORT)
     wanted, _ = alone(prompt, 20)
     reused = []
     for other in (None, None, [5] * 200, None):
@@ -306,7 +320,7 @@ def test_samples_depend_on_prompt_sampler_and_seed_alone():
 
 
 def test_calls_that_come_together_read_what_they_begin_with_once():
-    engine = Stepped(tokens=1024)
+    engine = Stepped()
     book = [random.Random(0).randrange(3, 31) for _ in range(120)]
     streams = [engine.submit([*book, 3 + i], Sampler(), max_new_tokens=4) for i in range(4)]
     engine.settle()
@@ -317,7 +331,7 @@ def test_calls_that_come_together_read_what_they_begin_with_once():
 
 
 def test_a_short_common_beginning_is_not_worth_a_block():
-    engine = Stepped(tokens=1024)
+    engine = Stepped()
     streams = [
         engine.submit([5, 6, 7, 8 + i, *[9 + i] * 30], Sampler(), max_new_tokens=4)
         for i in range(4)
@@ -327,7 +341,7 @@ def test_a_short_common_beginning_is_not_worth_a_block():
 
 
 def test_a_higher_priority_takes_the_row_and_nothing_is_lost():
-    engine = Stepped(max_rows=1, tokens=512)
+    engine = Stepped(max_rows=1)
     first, second = lasting(20, 40), lasting(20, 5, seed=1)
     low = engine.submit(first, Sampler(), max_new_tokens=40, priority=0)
     while not low._state.chunks:
@@ -342,7 +356,7 @@ def test_a_higher_priority_takes_the_row_and_nothing_is_lost():
 
 
 def test_agents_are_served_in_turn():
-    engine = Stepped(max_rows=1, tokens=512)
+    engine = Stepped(max_rows=1)
     many = [
         engine.submit([5 + i] * 10, Sampler(), max_new_tokens=8, agent_id="many") for i in range(6)
     ]
@@ -356,8 +370,8 @@ def test_agents_are_served_in_turn():
 
 def test_a_replay_gives_what_fresh_sampling_would():
     prompt = [5, 6, 7, 8, 9] * 6
-    for kept in (31, 8):
-        engine, replayed = Stepped(tokens=4096, logits_cache=10**7, kept_logits=kept), 0
+    for tokens, kept in ((1024, LONG), (256, SHORT)):
+        engine, replayed = Stepped(tokens, **{**kept, "logits_cache": 10**7}), 0
         for seed in range(25):
             streams = [
                 engine.submit(prompt, WARM, max_new_tokens=40, seed=seed, resample=how)
@@ -375,7 +389,7 @@ def test_a_replay_gives_what_fresh_sampling_would():
 def test_after_a_replay_one_token_is_computed_and_nothing_is_read_in_again():
     prompt = [5, 6, 7, 8, 9] * 6
     engine, cold = (
-        Stepped(tokens=4096, logits_cache=10**7, kept_logits=31),
+        Stepped(1024, **LONG),
         Sampler(temperature=0.3, forbidden=(STOP,)),
     )
     for seed in range(10):
@@ -388,7 +402,7 @@ def test_after_a_replay_one_token_is_computed_and_nothing_is_read_in_again():
 
 
 def test_a_call_that_was_computed_comes_back_whole():
-    engine = Stepped(tokens=512, logits_cache=10**6)
+    engine = Stepped(1024, **LONG)
     for resample, prompt in (("stepwise", lasting(20, 30)), ("hotspot", lasting(20, 30, seed=1))):
         streams = []
         for _ in range(2):
@@ -401,7 +415,7 @@ def test_a_call_that_was_computed_comes_back_whole():
 
 
 def test_the_next_one_is_sampled_ahead():
-    engine = Stepped(tokens=512, logits_cache=10**6)
+    engine = Stepped(1024, **LONG)
     for _ in range(4):
         stream = engine.submit([5] * 20, WARM, max_new_tokens=20, resample="stepwise")
         engine.settle()
@@ -417,7 +431,7 @@ def test_logits_that_are_not_numbers_end_their_call_alone():
         lambda path, leaf: leaf.at[lost].set(jnp.nan) if path[-1].key == "embedding" else leaf,
         MODEL.params,
     )
-    engine = Stepped(tokens=512)
+    engine = Stepped()
     engine._scheduler.model = dataclasses.replace(MODEL, params=params)
     engine._scheduler._decode_rows._model = engine._scheduler.model
     engine._scheduler._prefill_passes._model = engine._scheduler.model
@@ -455,7 +469,7 @@ def speaking() -> LoadedModel:
 
 def test_a_stream_gives_the_text_as_it_comes(speaking):
     async def whole():
-        with Engine(speaking, passes=4, max_rows=4) as engine:
+        with engine_of(speaking) as engine:
             stream = engine.submit(
                 [{"role": "user", "content": "1. 47 + 38"}], WARM, max_new_tokens=40, seed=1
             )
@@ -477,7 +491,7 @@ def test_a_stream_gives_the_text_as_it_comes(speaking):
 @pytest.mark.parametrize("passes", [1, 64])
 def test_a_stop_token_is_sampled_but_not_in_the_text_nor_in_the_stream(speaking, passes):
     def ask(model, **more):
-        with Engine(model, passes=passes, max_rows=4) as engine:
+        with engine_of(model, passes) as engine:
             stream = engine.submit("1. 47 + 38", WARM, max_new_tokens=40, seed=1, **more)
 
             async def read():
@@ -505,7 +519,7 @@ def test_a_stop_token_is_sampled_but_not_in_the_text_nor_in_the_stream(speaking,
 
 
 def test_a_finish_reason_has_its_former_name(speaking):
-    with Engine(speaking) as engine:
+    with engine_of(speaking) as engine:
         done = engine.submit("1. 47 + 38", max_new_tokens=2).wait(60)
     with pytest.warns(DeprecationWarning, match=r"RequestOutput.end is now Completion.finish_rea"):
         assert done.end is FinishReason.LENGTH
@@ -514,7 +528,7 @@ def test_a_finish_reason_has_its_former_name(speaking):
 
 
 def test_an_answer_ends_before_a_stop_text(speaking):
-    with Engine(speaking, passes=4, max_rows=4) as engine:
+    with engine_of(speaking) as engine:
         text = engine.submit("1. 47 + 38", WARM, max_new_tokens=40, seed=1).wait(60).text
         stop = text[len(text) // 2 : len(text) // 2 + 3]
         cut = engine.submit("1. 47 + 38", WARM, max_new_tokens=40, seed=1, stop=stop).wait(60)
@@ -522,11 +536,11 @@ def test_an_answer_ends_before_a_stop_text(speaking):
 
 
 def test_a_call_is_cancelled_where_nobody_has_its_stream_and_where_it_is_asked(speaking):
-    with Engine(speaking, passes=1, max_rows=2) as engine:
-        streams = [engine.submit("1. 47 + 38", WARM, max_new_tokens=400, seed=i) for i in range(4)]
-        state = streams[3]._state
+    with engine_of(speaking, passes=1) as engine:
+        streams = [engine.submit("1. 47 + 38", WARM, max_new_tokens=400, seed=i) for i in range(6)]
+        state = streams[5]._state
         streams[0].cancel()
-        del streams[3:]
+        del streams[5:]
         gc.collect()
         assert streams[0].wait(60).finish_reason is FinishReason.CANCELLED
         for stream in streams[1:]:
@@ -536,14 +550,14 @@ def test_a_call_is_cancelled_where_nobody_has_its_stream_and_where_it_is_asked(s
 
 
 def test_a_reader_that_does_not_read_holds_nobody_up(speaking):
-    with Engine(speaking, max_rows=2) as engine:
-        unread = [engine.submit("1. 47 + 38", WARM, max_new_tokens=30, seed=i) for i in range(5)]
+    with engine_of(speaking) as engine:
+        unread = [engine.submit("1. 47 + 38", WARM, max_new_tokens=30, seed=i) for i in range(9)]
         engine.drain(60)
         assert all(stream.wait(0).finish_reason is not FinishReason.CANCELLED for stream in unread)
 
 
 def test_after_a_failure_of_the_device_the_engine_goes_on(speaking, monkeypatch, caplog):
-    with Engine(speaking, max_rows=2) as engine:
+    with engine_of(speaking) as engine:
 
         def broken(*_, **__):
             raise RuntimeError("the device is gone")
@@ -604,9 +618,11 @@ def test_what_cannot_be_is_refused_at_once(speaking):
     streams = [engine.submit([5], max_new_tokens=5) for _ in range(2)]
     with pytest.raises(QueueFullError, match="2 requests wait already"):
         engine.submit([5], max_new_tokens=5)
+    for stream in streams:
+        stream.cancel()
     while engine._step():
         pass
-    assert len(streams) == 2
+    assert all(done(stream).finish_reason is FinishReason.CANCELLED for stream in streams)
     engine.shutdown()
     with pytest.raises(ClosedError, match="shut down"):
         engine.submit([5], max_new_tokens=5)
