@@ -117,16 +117,14 @@ def _shared(queries: _RotatedQueries, keys: Array, values: Array, tiles: Tiles) 
             out_axes=1,
         )(items.slot)
         scores = _product(query.reshape(-1, flat, dim), k, 2).reshape(*shape, -1)
-        last = jnp.broadcast_to(
-            items.last[..., None], (shape[1], rows, width, group)
-        ).reshape(shape[1], -1)
+        last = jnp.broadcast_to(items.last[..., None], (shape[1], rows, width, group)).reshape(
+            shape[1], -1
+        )
         if width == 1 and shape[1] == 1:
             # All rows that see the item see the same tokens of it, so one bias serves all of them,
             # and the others get a weight of 0.
             sees = (last > items.first[:, None])[0]
-            scores = (
-                scores + _bias(items.first, jnp.max(last, axis=1), scores.shape[-1])[:, None]
-            )
+            scores = scores + _bias(items.first, jnp.max(last, axis=1), scores.shape[-1])[:, None]
             top = jnp.maximum(running.top, jnp.where(sees, _over_items(scores, jnp.max), -jnp.inf))
             under = jnp.where(sees, _finite(top), jnp.inf)
         else:
@@ -162,9 +160,9 @@ def _grouped(queries: _RotatedQueries, keys: Array, values: Array, tiles: Tiles)
         shape = (kv_heads, row.shape[0], readers * width * group)
         query = queries.towards(row, row, slot, keys.dtype)  # [K, W, Q, T, G, D]
         scores = _product(query.reshape(-1, shape[2], dim), k, 2).reshape(*shape, -1)
-        last = jnp.broadcast_to(
-            items.last[..., None], (shape[1], readers, width, group)
-        ).reshape(shape[1], -1)
+        last = jnp.broadcast_to(items.last[..., None], (shape[1], readers, width, group)).reshape(
+            shape[1], -1
+        )
         scores = _masked(scores, items.first, last)
         row = row.reshape(-1)
 
@@ -224,9 +222,7 @@ def _take_all(
 
     def gathered(running: _OnlineSoftmax) -> _OnlineSoftmax:
         def body(i: Array, running: _OnlineSoftmax) -> _OnlineSoftmax:
-            items = _select(
-                tiles, lambda x: jax.lax.dynamic_slice_in_dim(x, i * at_once, at_once)
-            )
+            items = _select(tiles, lambda x: jax.lax.dynamic_slice_in_dim(x, i * at_once, at_once))
             return add(running, items, _windows(keys, items), _windows(values, items))
 
         return jax.lax.fori_loop(0, -(-tiles.count // at_once), body, running)

@@ -6,7 +6,7 @@ A plan says which prefixes are shared, how many rows run at a time, and how much
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from jaxshare.arena import ALIGNMENT, arena_size
+from jaxshare.arena import LARGE_TILE, arena_size
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.serving.branches.peak_use import PeakUse, peak_use
@@ -231,7 +231,7 @@ def _kv_tokens(model: LoadedModel, needed: int, rows: int, bound: int) -> int:
     standard = standard_tokens(model, rows, _STANDARD_BYTES)
     if rows <= FEW_ROWS and needed <= standard <= bound:
         return standard
-    step = max(ALIGNMENT, bucket(needed) // 16)
+    step = max(LARGE_TILE, bucket(needed) // 16)
     rounded = arena_size(needed + -needed % step)
     return next(
         (

@@ -49,8 +49,11 @@ class FanInGroups:
 def group_sizes(fan_ins: Sequence[int], num_rows: int) -> tuple[int, ...]:
     """The sizes of groups for these fan-ins.
 
-    One holds the largest that is well below all rows, and one those far below that.
+    One holds the largest that is well below all rows, and one those far below that. There are none
+    where a product over all rows costs little more.
     """
+    if num_rows < _MIN_ROWS:
+        return ()
     few = [fan_in for fan_in in fan_ins if 1 < fan_in <= num_rows // 2]
     if not few:
         return ()

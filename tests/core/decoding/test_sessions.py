@@ -20,7 +20,7 @@ from tests.helpers import MODEL, TINY, VOCAB, tiny_params
 
 HOT = Sampler(temperature=1.5)
 CAPACITY, QUEUE, OPENINGS, LONGEST, LISTED, WIDTH = 24, 32, 4, 6, 4, 4
-BLOCKS = 10
+BLOCKS, TOKENS_IN_ALL = 10, 2 * (160 + 2 * 40) + 2 * (160 + 40)
 
 
 @st.composite
@@ -85,6 +85,13 @@ def test_each_row_reads_with_its_own_automaton():
             if kind:
                 told[row], marked = every(*kinds[kind - 1]).read(TOKENS[tokens[row]], told[row])
             assert (int(states[row]), bool(marks[row])) == (told[row], marked)
+
+
+def test_sessions_with_automata_of_about_the_same_size_have_tables_of_one_shape():
+    ends = [lifted(period) for period in (3, 5)]
+    small, large = (Steps.create(each, lifted(31, 1), [-1], capacity=1) for each in ends)
+    assert ends[0].transitions.size < ends[1].transitions.size
+    assert small.automata.table.shape == large.automata.table.shape
 
 
 class Part:
@@ -159,6 +166,7 @@ def together(parts: list[Part], last_pass: list[int]) -> tuple[DecodeState, list
     num_rows = 8
     capacities = [n for part in parts for n in part.capacities]
     capacities += [0] * (BLOCKS - len(capacities))
+    capacities[-1] += TOKENS_IN_ALL - sum(capacities)
     tables = [lifted(3 + part.number) for part in parts]
     automata = TokenAutomata.of(
         [table for one in tables for table in (one, lifted(31, 1))],
