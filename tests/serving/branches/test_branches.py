@@ -57,7 +57,8 @@ WHOLE = [BOOK + QUESTION, BOOK + CHAPTER, BOOK + CHAPTER + SECTION, OTHER]
 NUMBERS = [(0, 0), (1, 0), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1)]
 """(prompt, index) of its completions."""
 NEW = 8
-DIGITS = tuple(range(18, 28))
+DIGITS = tuple(range(18, 26))
+"""As many as the places for stop tokens of every state, so that they change no shape."""
 
 
 @functools.cache
@@ -116,7 +117,7 @@ def texts(done: Completions) -> dict[tuple[int, int], list[int]]:
 
 
 def with_stops() -> LoadedModel:
-    """The model with the digits as stop tokens, so that rows end at different times."""
+    """The model with digits as stop tokens, so that rows end at different times."""
     return dataclasses.replace(
         model(), generation=dataclasses.replace(model().generation, stop_tokens=DIGITS)
     )
