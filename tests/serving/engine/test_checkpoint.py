@@ -17,6 +17,9 @@ from tests.helpers import init
 from tests.serving.engine.test_engine import (
     CONFIG,
     MODEL,
+    MOST_PASSES,
+    ROWS,
+    SHORT,
     SIZE,
     WARM,
     alone,
@@ -39,8 +42,9 @@ class Stepped(SteppedEngine):
             model,
             kv_bytes=tokens * SIZE * model.kv_repeats,
             host_kv_bytes=host * SIZE,
-            **{"max_rows": 4, "passes": 4, **more},
+            **{"max_rows": ROWS, "passes": MOST_PASSES, **more},
         )
+        self._scheduler.passes = 4
         self._thread = threading.current_thread()
 
     def shutdown(self, *, cancel: bool = True) -> None:
@@ -137,7 +141,7 @@ def test_a_save_in_the_midst_of_calls_has_what_they_have_got_to(tmp_path):
         check_memory(after)
 
 
-@pytest.mark.parametrize(("tokens", "host"), [(96, 0), (96, 128), (64, 512), (2048, 0)])
+@pytest.mark.parametrize(("tokens", "host"), [(96, 0), (96, 128), (96, 512), (512, 0)])
 def test_what_there_is_no_room_for_is_left_out_and_the_rest_is_right(tmp_path, tokens, host):
     with Stepped(512, policy="lru") as before:
         asked(before)
@@ -160,7 +164,7 @@ def test_what_there_is_no_room_for_is_left_out_and_the_rest_is_right(tmp_path, t
 
 
 def test_what_lies_in_host_memory_is_saved_too(tmp_path):
-    with Stepped(128, 512, policy="lru") as before, Stepped(128, 512, policy="lru") as after:
+    with Stepped(96, 512, policy="lru") as before, Stepped(96, 512, policy="lru") as after:
         for prompt in PROMPTS:
             asked(before, [prompt])
         assert {node["where"] for node in tree(before).values()} == {"host", "device"}
@@ -177,8 +181,7 @@ def test_what_lies_in_host_memory_is_saved_too(tmp_path):
 
 
 def test_the_logits_cache_is_saved_and_replays_alike(tmp_path):
-    settings = {"logits_cache": 10**6, "kept_logits": 8}
-    with Stepped(512, **settings) as before, Stepped(512, **settings) as after:
+    with Stepped(256, **SHORT) as before, Stepped(256, **SHORT) as after:
         for _ in range(3):
             asked(before, sampler=Sampler(temperature=1.0), resample="stepwise")
         before.save(tmp_path, wait=True)
