@@ -137,7 +137,7 @@ def test_generate_raises_the_error_of_a_prompt_and_gives_its_memory_back(model):
     prompts = [GOOD[0], f"{GOOD[1]} {LOST}"]
     with raises("prompt 1", f"{length(prompts[1])} tokens"):
         generate(model, prompts, max_new_tokens=NEW, sampler=greedy())
-    store = Prefixes(model, max_tokens=1024)
+    store = Prefixes(model, max_tokens=512)
     with store.add(GOOD[0]) as prefix:
 
         def ask(*questions: str) -> list[Completion]:
@@ -152,17 +152,20 @@ def test_generate_raises_the_error_of_a_prompt_and_gives_its_memory_back(model):
         assert ask(" 8", " 9") == expected
         with raises("the prefix", f"{length(GOOD[0]) + 1} tokens"):
             prefix.extend(LOST)
-    with raises("the prefix", f"{length(LOST + GOOD[0] * 99)} tokens"):
-        store.add(LOST + GOOD[0] * 99)
+    with raises("the prefix", f"{length(LOST + GOOD[0] * 30)} tokens"):
+        store.add(LOST + GOOD[0] * 30)
     assert store.free_tokens == store.kv.pool.tokens
 
 
 def test_what_was_sampled_before_is_kept(model):
-    run = Branches(model, GOOD[0], max_new_tokens=NEW, sampler=greedy(**SAMPLES_LOST))
-    [completion] = run.stream()
-    assert (completion.text, completion.tokens) == (LOST, (lost_token(),))
-    assert completion.finish_reason is FinishReason.ERROR and completion.logprob < 0
-    assert str(completion.error) == message("prompt 0", f"{length(GOOD[0]) + 1} tokens")
+    # Two rows, as in the test before this one, whose program this one uses.
+    run = Branches(model, GOOD[0], n=2, max_new_tokens=NEW, sampler=greedy(**SAMPLES_LOST))
+    completions = [*run.stream()]
+    assert len(completions) == 2
+    for completion in completions:
+        assert (completion.text, completion.tokens) == (LOST, (lost_token(),))
+        assert completion.finish_reason is FinishReason.ERROR and completion.logprob < 0
+        assert str(completion.error) == message("prompt 0", f"{length(GOOD[0]) + 1} tokens")
 
 
 # Requests.
