@@ -41,15 +41,20 @@ def made(tokens: int = 16384, **more) -> Engine:
     return Engine(model(), kv_bytes=tokens * token_bytes(model()), **settings)
 
 
+def narrow(**more) -> Engine:
+    """An engine of four rows, of one shape, so that tests share programs."""
+    return made(**{"max_rows": 4, "logits_cache": 2**20, **more})
+
+
 @functools.cache
 def alone(kind: int) -> tuple:
-    with made() as engine, start(kind, engine) as session:
+    with narrow() as engine, start(kind, engine) as session:
         return run(session)
 
 
 @functools.cache
 def calls_alone() -> list[tuple[int, ...]]:
-    with made() as engine:
+    with narrow() as engine:
         return [
             engine.submit(text, WARM, seed=seed, max_new_tokens=30).wait().tokens
             for text, seed in CALLS
@@ -105,7 +110,7 @@ def test_sessions_and_calls_share_passes_and_each_is_as_alone():
 
 
 def test_sessions_join_and_leave_a_running_engine():
-    with made(max_rows=4) as engine:
+    with narrow() as engine:
         stream = engine.submit(CALLS[0][0], WARM, seed=0, max_new_tokens=30)
         first = start(0, engine)
         events = first.stream()
@@ -131,7 +136,7 @@ def test_sessions_that_wait_are_told_of_the_end_of_the_engine():
         made(max_rows=2) as engine,
     ):
         start(0, engine)
-    engine = made(max_rows=4)
+    engine = narrow()
     session = start(0, engine)
     next(session.stream())
     engine.shutdown()
@@ -142,7 +147,7 @@ def test_sessions_that_wait_are_told_of_the_end_of_the_engine():
 
 def test_a_call_is_not_starved_by_sessions_nor_a_session_by_calls():
     """Four rows are the session's or the calls'; both come to an end."""
-    with made(max_rows=4) as engine:
+    with narrow() as engine:
         session = start(2, engine)
         streams = [engine.submit(text, WARM, seed=seed, max_new_tokens=30) for text, seed in CALLS]
         assert run(session) == alone(2)
@@ -161,7 +166,7 @@ def completions_alone() -> list:
 
 
 def test_completions_of_a_tree_on_an_engine_are_those_of_a_run_of_their_own():
-    with made(max_rows=4, max_queue=2, logits_cache=2**20) as engine:
+    with narrow(max_queue=2) as engine:
         session = start(0, engine)
         options = {"n": 3, "max_new_tokens": 20, "sampler": WARM, "seed": 5, "engine": engine}
         found, worked = at_once(
