@@ -103,7 +103,7 @@ def test_wheel_holds_every_file_of_the_packages(wheel):
     assert names == expected
     assert {
         "jaxshare/py.typed",
-        "jaxshare/serving/cli.py",
+        "jaxshare/serving/cli/main.py",
         "jaxshare/models/embedded/config.json",
     } <= names
     assert any(
