@@ -233,9 +233,10 @@ class Decoder(nn.Module):
         layer = Layer(self.config, self.axis, parent=None)
         for i in range(self.config.num_layers):
             params = self.variables["params"][f"layers_{i}"]
-            x, keys[i], values[i] = run_layer(
-                layer, params, x, keys[i], values[i], plan, self.implementation
-            )
+            with jax.named_scope(f"layers_{i}"):  # which profiles and compiled programs tell apart
+                x, keys[i], values[i] = run_layer(
+                    layer, params, x, keys[i], values[i], plan, self.implementation
+                )
         x = self.norm(x)
         cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
         if not every:

@@ -11,11 +11,13 @@ import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from scripts.gpu import compile as check
-from scripts.gpu import compiler
+from scripts.gpu import compiler, programs
 from scripts.gpu import hlo as xla_text
+from tests.helpers import TINY
 from tests.paths import ROOT
 
 
@@ -343,6 +345,15 @@ def test_launches_of_a_pass_are_told_apart_by_layer():
     # Layer 0 has its append besides: what it has more than the others, all layers share. The loop's
     # counter belongs to none either.
     assert check.pass_launches(text, 3) == {"layer": 2, "outside": 4 + 3, "loops": 0}
+
+
+def test_a_decode_step_names_the_layer_of_each_instruction():
+    """Layers are traced once, and the names are what tells them apart in a compiled program."""
+    step = programs.Step("2 rows", 2, "shared", 16, 1, False)
+    decoding = programs.decoding(step, "xla", TINY, history=64)
+    lowered = jax.jit(decoding.function).lower(*decoding.arguments).as_text(debug_info=True)
+    assert decoding.layers == 2
+    assert all(f"/layers_{i}/" in lowered for i in range(decoding.layers))
 
 
 def collective(name: str, kind: str, shape: str, axes: str, module: str) -> str:
