@@ -357,9 +357,11 @@ def test_ctrl_c_ends_the_cluster_that_was_started_and_resume_goes_on(tmp_path):
 
 
 NODES = """
-import sys, tempfile
-from ray.cluster_utils import Cluster
+import os, sys, tempfile
 with tempfile.TemporaryDirectory(prefix="jaxshare-", dir="/tmp") as folder:
+    os.environ["RAY_TMPDIR"] = folder  # the address of the cluster is written into ray/ of it
+    os.mkdir(f"{folder}/ray")
+    from ray.cluster_utils import Cluster
     more = dict(num_cpus=1, object_store_memory=100 * 2**20)
     head = {**more, "include_dashboard": False, "temp_dir": folder}
     cluster = Cluster(initialize_head=True, head_node_args=head)
