@@ -408,7 +408,6 @@ def _admit(
     def put(whole: Array, value: Any) -> Array:
         return whole.at[row].set(value, mode="drop")
 
-    steps = rest.steps
     return dataclasses.replace(
         rest,
         logits=put(logits, given),
@@ -427,7 +426,7 @@ def _admit(
         clock=put(rest.clock, 0),
         last_pass=put(rest.last_pass, jnp.iinfo(jnp.int32).max),
         halts=put(rest.halts, False),
-        steps=dataclasses.replace(steps, ends=put(steps.ends, 0), answers=put(steps.answers, 0)),
+        steps=rest.steps.without(row),
     )
 
 

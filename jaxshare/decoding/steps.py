@@ -232,6 +232,28 @@ class Steps:
             answered=self.answered.at[row].set(False),
         )
 
+    def without(self, rows: Int[Array, " A"]) -> "Steps":
+        """Lets rows write without steps, whatever session had them; others are not changed.
+
+        Args:
+          rows: row numbers; one that does not exist is ignored.
+        """
+
+        def put(whole: Array, value: int | bool) -> Array:
+            return whole.at[rows].set(value, mode="drop")
+
+        return dataclasses.replace(
+            self,
+            ends=put(self.ends, 0),
+            answers=put(self.answers, 0),
+            answered=put(self.answered, False),
+            at_once=put(self.at_once, False),
+            together=put(self.together, False),
+            on_stop=put(self.on_stop, False),
+            ask_every=put(self.ask_every, 0),
+            due=put(self.due, False),
+        )
+
 
 class StepOutcome(NamedTuple):
     """The result of `after_sampling`.

@@ -1,0 +1,109 @@
+"""An engine whose steps a test runs itself, and clients of it that take turns.
+
+A client is a thread that runs only in its turns, which end where it waits for the engine. So a
+schedule of sessions and calls is the same every time.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxshare.arena import extents
+from jaxshare.models import LoadedModel
+from jaxshare.serving.engine import Engine
+from jaxshare.serving.inputs import token_bytes
+from jaxshare.serving.kvcache.speeds import FixedSpeeds
+
+_PATIENCE = 300  # seconds after which a turn is not to come back
+
+
+class Client:
+    """Runs a function in turns.
+
+    Attributes:
+      over: whether the function has returned; result: its value.
+    """
+
+    def __init__(self, work: Callable[[], Any]):
+        self._work = work
+        self._go, self._parked = threading.Semaphore(0), threading.Semaphore(0)
+        self.over, self.result = False, None
+        self._error: BaseException | None = None
+        self.waits: Callable[[], bool] = lambda: False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def turn(self) -> None:
+        """Lets the function go on until it waits or returns; raises its error."""
+        if self.over or self.waits():
+            return
+        self._go.release()
+        assert self._parked.acquire(timeout=_PATIENCE), "a client does not come back"
+        if self._error:
+            raise self._error
+
+    def wait_while(self, waits: Callable[[], bool]) -> None:
+        """Ends the turn; the next one comes when `waits` is false. For the function itself."""
+        self.waits = waits
+        self._parked.release()
+        self._go.acquire()
+        self.waits = lambda: False
+
+    def _run(self) -> None:
+        self._go.acquire()
+        _running.client = self
+        try:
+            self.result = self._work()
+        except BaseException as error:
+            self._error = error
+        self.over = True
+        self._parked.release()
+
+
+_running = threading.local()
+
+
+def current() -> Client:
+    """The client whose turn it is, for its own function."""
+    return _running.client
+
+
+class Stepped(Engine):
+    """An engine without a thread and without a clock."""
+
+    def __init__(self, model: LoadedModel, *, tokens: int, host: int = 0, **more: Any):
+        size = token_bytes(model)
+        super().__init__(model, kv_bytes=tokens * size, host_kv_bytes=host * size, **more)
+        # What copies and passes take decides what is evicted; it must not be measured.
+        self._scheduler.kv.speeds = FixedSpeeds(1e-4, 1e-5)
+        self._thread = threading.current_thread()
+
+    def step(self) -> bool:
+        self._step_seconds = 0.0
+        self._sessions._recent.clear()  # or else it waits for them
+        busy = self._step()
+        self._thread = threading.current_thread()
+        return busy
+
+    def run_session(self, session: Any) -> BaseException | None:
+        with self._changed:
+            self._check_open()
+            self._sessions.submit(session)
+        current().wait_while(lambda: not session.done)
+        return self._sessions.wait(session)
+
+    def lease(self, capacities: Any) -> Any:
+        tokens = extents(np.asarray(capacities, np.int64))[1]
+        if not self._fits(tokens):
+            self._leases.num_waiting += 1  # nothing is admitted, as where a thread waits for memory
+            current().wait_while(lambda: not self._fits(tokens))
+            self._leases.num_waiting -= 1
+        return super().lease(capacities)
+
+    def _fits(self, tokens: int) -> bool:
+        """Returns whether a session would be given so many tokens at once."""
+        left, kv = self._leases.available - tokens, self._scheduler.kv
+        free = kv.pool.free + kv.tree.unused_tokens()
+        return free >= tokens and all(call.max_tokens <= left for call in self._requests)
