@@ -61,7 +61,8 @@ class Steps:
       base: int32[R], the step that the first prepared opening is for.
       prepared: int32[R], the number of prepared openings. A row that needs one more ends with
         `FinishReason.STEP`, unmoved, and so do the rows of its session after it whose steps end in
-        the same pass, so that steps always move in the order of the rows.
+        the same pass, so that steps always move in the order of the rows. So do the rows after one
+        whose step ends with an answer.
       openings: int32[R, N, 2, E], tokens to feed after the one that ended a step: without and with
         the question.
       opening_sizes: int32[R, N, 2].
@@ -315,8 +316,10 @@ def after_sampling(
     read = _read(steps, sessions, token, sampled, stopped, running)
     opening = steps.number + 1 - steps.base
     unprepared = read.ended & ((opening < 0) | (opening >= steps.prepared))
-    # The rows after an unprepared one wait for it, so that steps move in the order of the rows.
-    unprepared = unprepared | (read.ended & (sessions.before(unprepared) > 0))
+    # The rows after an unprepared one wait for it, so that steps move in the order of the rows, and
+    # so do those after one with an answer, which may turn out to be none.
+    waits = unprepared | (read.complete & (steps.targets >= 0))
+    unprepared = unprepared | (read.ended & (sessions.before(waits) > 0))
     moves = read.ended & ~unprepared
     to_target = moves & (steps.targets >= 0)
     cache, left = _move(cache, layout, sessions, steps.targets, to_target)

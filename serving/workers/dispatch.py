@@ -148,8 +148,14 @@ def _run_requested(
 
 
 def _halts(session: SessionState) -> bool:
-    """Returns whether the host must act as soon as a worker has finished a step."""
-    return session.reencodes or any(map(session.has_grown, session.roster.names))
+    """Returns whether the host must act as soon as a worker has finished a step.
+
+    It must where one worker's answer leaves the others running: if the answer turns out to be none,
+    the worker goes on, and must not have missed a pass.
+    """
+    settings = session.settings
+    answers = settings["stop_on"] == "answer" and not settings["together"]
+    return answers or session.reencodes or any(map(session.has_grown, session.roster.names))
 
 
 def read_unread(session: SessionState) -> None:

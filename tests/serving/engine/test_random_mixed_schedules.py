@@ -12,7 +12,7 @@ from jaxshare import FinishReason, Sampler
 from jaxshare.serving.engine import prefill, running_request
 from jaxshare.serving.kvcache import manager
 from tests.serving.engine import mixed_schedules
-from tests.serving.engine.mixed_schedules import BIAS, STOP, Call, Visit
+from tests.serving.engine.mixed_schedules import BIAS, BRACE, FENCES, STOP, Call, Visit
 from tests.serving.engine.stepped import Client
 
 
@@ -32,7 +32,7 @@ def visit(**settings) -> Visit:
         "problem": "1 + 1",
         "names": ("Alice", "Bob"),
         "layout": "combined",
-        "sampler": Sampler(temperature=1.5, bias=BIAS, forbidden=mixed_schedules.FENCES),
+        "sampler": Sampler(temperature=1.5, bias=BIAS, forbidden=FENCES),
         "seed": 0,
         "ask_every": 0,
         "stop_on": "never",
@@ -70,3 +70,20 @@ def test_a_call_ends_at_a_stop_token_in_the_row_of_a_session_that_has_ended_at_o
     assert {found.finish_reason for _, _, found in done} == {FinishReason.STOP}
     assert max(len(found.tokens) for _, _, found in done) > 4, "none ran beside the session"
     mixed_schedules.check_baseline(engine)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_answers_that_turn_out_to_be_none_cost_no_pass_and_change_no_order(together):
+    """Of each worker alone or of all together, however many passes a dispatch has."""
+    engine, none = mixed_schedules.start_engine(mixed_schedules.make(0)), 0
+    braces = Sampler(temperature=1.5, bias={**BIAS, BRACE: 9.0}, forbidden=FENCES)
+    for seed in range(6):
+        told = visit(stop_on="answer", together=together, seed=seed, sampler=braces)
+        client = Client(functools.partial(mixed_schedules.visit, engine, told))
+        while not client.over:
+            client.turn()
+            engine.step()
+        mixed_schedules.check_visit(seed, told, client.result)
+        steps = [tokens for steps in client.result.written.values() for _, tokens in steps]
+        none += sum(BRACE in tokens for tokens in steps[:-1])
+    assert none > 6, "few answers turned out to be none"
