@@ -8,7 +8,10 @@ import dataclasses
 import functools
 import random
 import re
-from pathlib import Path
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -20,8 +23,10 @@ from jaxshare.models import LoadedModel
 from jaxshare.models.layers import Decoder
 from jaxshare.seeds import stream_seed
 from jaxshare.serving import Workers
-from jaxshare.serving.engine import Completion, Stream, TooLongError
+from jaxshare.serving.engine import Completion, Engine, EngineError, Stream, TooLongError
+from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.workers.text.answers import AnswerRule
+from jaxshare.serving.workers.text.transcript import Step
 from tests.helpers import TINY, init
 from tests.serving.branches.test_branches import model as embedded
 from tests.serving.engine.stepped import Client, Stepped
@@ -32,14 +37,17 @@ from tests.serving.workers.test_session import CHAT
 TOKENS, ROWS, PASSES, LONGEST = 1408, 6, 4, 160
 CONFIG = dataclasses.replace(TINY, vocab_size=402, max_positions=1024)
 POINT, BREAK, BRACE, STOP = 16, 265, 95, 2
-BIAS = {POINT: 9.0, BREAK: 9.0, BRACE: 8.0, STOP: 4.0}
-FENCES = (6, 66, 96)  # after which no step ends for long
+BIAS = {POINT: 9.0, BREAK: 9.0, BRACE: 10.0, STOP: 4.0}
+UNWANTED = (1, 6, 66, 96)
+"""A token without text, and those after which no step ends for long."""
 SAMPLERS = [
-    Sampler(temperature=1.5, bias=BIAS, forbidden=FENCES),
-    Sampler(temperature=2.5, bias=BIAS, forbidden=FENCES, top_k=40),
-    Sampler(temperature=1.0, bias=BIAS, forbidden=FENCES, top_p=0.9),
-    Sampler(bias={BREAK: 5.0}, forbidden=FENCES),
+    Sampler(temperature=1.5, bias=BIAS, forbidden=UNWANTED),
+    Sampler(temperature=2.5, bias=BIAS, forbidden=UNWANTED, top_k=40),
+    Sampler(temperature=1.0, bias=BIAS, forbidden=UNWANTED, top_p=0.9),
+    Sampler(bias={BREAK: 5.0}, forbidden=UNWANTED),
 ]
+COLD = [SAMPLERS[-1], dataclasses.replace(SAMPLERS[0], temperature=0.5)]
+"""With which an answer is often the same again."""
 NAMES = ("Alice", "Bob", "Carol", "Dan", "Erin")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
@@ -68,8 +76,8 @@ class Call:
     """A call, or one completion of a branch of a tree.
 
     Attributes:
-      follows: the number of an earlier call whose text comes first, as far as it is known; -1 for
-        none. The first `keep` tokens of it are taken; with -1 its prompt, and nothing more.
+      follows: chooses an earlier call whose text comes first, as far as it is known; -1 for none.
+        The first `keep` tokens of it are taken.
       cancelled: turns after which it is cancelled, or None.
     """
 
@@ -115,27 +123,26 @@ def make(seed: int) -> Schedule:
         "host": rng.choice([0, 256]),
         "policy": rng.choice(["contribution", "lru", "lfu", "slru", "priority"]),
         "logits_cache": 10**6,
-        "kept_logits": 32,
+        "kept_logits": 250,
     }
     book = tuple(rng.randrange(3, 402) for _ in range(80))
     arrivals: list[tuple[int, Call | Visit]] = []
-    calls = 0
     for _ in range(rng.randrange(5, 9)):
-        turn, kind = rng.randrange(12), rng.random()
+        turn, kind = rng.randrange(20), rng.random()
         if kind < 0.4:
-            new: list[Call | Visit] = [_visit(rng)]
-        elif kind < 0.6:
-            new = [*_tree(rng, book)]
+            arrivals.append((turn, _visit(rng)))
+        elif kind < 0.55:
+            arrivals += [(turn, call) for call in _tree(rng, book)]
+        elif kind < 0.7:
+            arrivals += [(turn + 6 * i, call) for i, call in enumerate(_again(rng, book))]
         else:
-            new = [_call(rng, book, calls)]
-        calls += sum(isinstance(each, Call) for each in new)
-        arrivals += [(turn, each) for each in new]
+            arrivals.append((turn, _call(rng, book)))
     if any(isinstance(each, Visit) and each.is_large for _, each in arrivals):
         engine["taken"] = 0
     return Schedule(seed, engine, sorted(arrivals, key=lambda arrival: arrival[0]))
 
 
-def _call(rng: random.Random, book: tuple[int, ...], calls: int) -> Call:
+def _call(rng: random.Random, book: tuple[int, ...]) -> Call:
     own = tuple(rng.randrange(3, 402) for _ in range(rng.randrange(1, 16)))
     options = {
         "sampler": rng.choice(SAMPLERS),
@@ -147,11 +154,20 @@ def _call(rng: random.Random, book: tuple[int, ...], calls: int) -> Call:
     options |= rng.choice([{}, {"resample": "stepwise"}, {"logprobs": True}])
     return Call(
         book[: rng.randrange(80)] + own,
-        rng.randrange(calls) if calls and rng.random() < 0.6 else -1,
-        rng.choice([-1, -1, rng.randrange(90), 1000]),
+        rng.choice([-1, rng.randrange(20)]),
+        rng.choice([rng.randrange(90), 1000]),
         options,
         rng.randrange(1, 12) if rng.random() < 0.1 else None,
     )
+
+
+def _again(rng: random.Random, book: tuple[int, ...]) -> list[Call]:
+    """Calls with one prompt, whose answers the Logits Cache knows in parts."""
+    first = _call(rng, book)
+    options = {**first.options, "resample": "stepwise", "sampler": rng.choice(COLD)}
+    options.pop("logprobs", None)
+    options["max_new_tokens"] += 5
+    return [Call(first.tokens, -1, 0, {**options, "seed": seed}) for seed in range(3)]
 
 
 def _tree(rng: random.Random, book: tuple[int, ...]) -> list[Call]:
@@ -214,6 +230,7 @@ def _visit(rng: random.Random) -> Visit:
 class Visited:
     """What a session has come to: its texts, its passes, the lengths of blocks, and its end."""
 
+    steps: list[Step]
     written: dict[str, list[tuple[int, list[int]]]]
     passes: int
     lengths: dict[str, int]
@@ -226,16 +243,24 @@ class Played:
 
     calls: list[tuple[Call, list[int], Completion]]
     visits: list[tuple[Visit, Visited]]
-    engine: Stepped
+    engine: Engine
 
 
-def start_engine(schedule: Schedule) -> Stepped:
+def start_engine(schedule: Schedule, kind: type[Engine] = Stepped) -> Any:
     """The small engine of a schedule."""
     options = {key: value for key, value in schedule.engine.items() if key != "taken"}
-    return Stepped(model(), tokens=TOKENS, max_rows=ROWS, passes=PASSES, **options)
+    host = options.pop("host") * token_bytes(model())
+    return kind(
+        model(),
+        kv_bytes=TOKENS * token_bytes(model()),
+        host_kv_bytes=host,
+        max_rows=ROWS,
+        passes=PASSES,
+        **options,
+    )
 
 
-def play(schedule: Schedule, folder: Path | None = None) -> Played:
+def play(schedule: Schedule) -> Played:
     """Runs a schedule in one thread's turns."""
     engine, rng = start_engine(schedule), random.Random(schedule.seed)
     # So memory is of any size, and arrays of one.
@@ -272,14 +297,53 @@ def play(schedule: Schedule, folder: Path | None = None) -> Played:
     )
 
 
-def _submit(engine: Stepped, call: Call, calls: list, turn: int) -> bool:
+def play_in_threads(schedule: Schedule) -> Played:
+    """Runs a schedule on an engine with a thread of its own, and each session in another."""
+    engine, visits = start_engine(schedule, Engine), list[tuple[Visit, Future]]()
+    calls: list[tuple[Call, list[int], Stream, int]] = []
+    taken = engine.lease([schedule.engine["taken"]]) if schedule.engine["taken"] else None
+    with ThreadPoolExecutor(len(schedule.arrivals)) as threads:
+        for turn, what in schedule.arrivals:
+            time.sleep(0.002 * turn)
+            if isinstance(what, Visit):
+                visits.append((what, threads.submit(_when_it_fits, visit, engine, what)))
+                continue
+            while not _submit(engine, what, calls, turn):
+                time.sleep(0.01)
+            if what.cancelled is not None:
+                threading.Timer(0.01 * what.cancelled, calls[-1][2].cancel).start()
+        found = [(what, done.result(_PATIENCE)) for what, done in visits]
+        done = [(call, tokens, stream.wait(_PATIENCE)) for call, tokens, stream, _ in calls]
+    if taken:
+        taken.close()
+    engine.drain(_PATIENCE)
+    check_baseline(engine)
+    engine.shutdown()
+    return Played(done, found, engine)
+
+
+_PATIENCE = 120  # seconds
+
+
+def _when_it_fits(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Runs a function again where other sessions had the memory that it needs."""
+    for _ in range(10 * _PATIENCE):
+        try:
+            return work(*arguments)
+        except EngineError as error:
+            assert "but other sessions have" in str(error)
+            time.sleep(0.1)
+    raise TimeoutError("the other sessions do not end")
+
+
+def _submit(engine: Engine, call: Call, calls: list, turn: int) -> bool:
     """Submits a call; False where sessions have its memory now."""
     tokens = [*call.tokens]
-    if 0 <= call.follows < len(calls):
-        _, before, stream, _ = calls[call.follows]
+    if call.follows >= 0 and calls:
+        _, before, stream, _ = calls[call.follows % len(calls)]
         known = stream._state.output.tokens if stream._state.output else ()
         whole = [token for token in (*before, *known) if token != STOP]
-        tokens = before if call.keep < 0 else [*whole[: min(call.keep, 90)], *tokens[-5:]]
+        tokens = [*whole[: min(call.keep, 90)], *tokens[-5:]]
     try:
         stream = engine.submit(tokens, **call.options)
     except TooLongError as error:
@@ -307,6 +371,7 @@ def visit(engine: Any, what: Visit) -> Visited:
                 getattr(session, act)(name)
         lengths = np.asarray(session._session.state.cache.lengths).tolist()
         return Visited(
+            session.steps,
             written(session),
             session.passes,
             dict(zip(session.blocks, lengths, strict=True)),
@@ -323,7 +388,7 @@ def written(session: Workers) -> dict[str, list[tuple[int, list[int]]]]:
     return found
 
 
-def check_baseline(engine: Stepped) -> None:
+def check_baseline(engine: Engine) -> None:
     """All memory is free again, but for what is kept for reuse, and that can be dropped."""
     check_memory(engine)
     scheduler = engine._scheduler

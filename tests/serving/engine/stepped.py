@@ -13,7 +13,6 @@ import numpy as np
 from jaxshare.arena import extents
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine import Engine
-from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.kvcache.speeds import FixedSpeeds
 
 _PATIENCE = 300  # seconds after which a turn is not to come back
@@ -73,9 +72,8 @@ def current() -> Client:
 class Stepped(Engine):
     """An engine without a thread and without a clock."""
 
-    def __init__(self, model: LoadedModel, *, tokens: int, host: int = 0, **more: Any):
-        size = token_bytes(model)
-        super().__init__(model, kv_bytes=tokens * size, host_kv_bytes=host * size, **more)
+    def __init__(self, model: LoadedModel, **options: Any):
+        super().__init__(model, **options)
         # What copies and passes take decides what is evicted; it must not be measured.
         self._scheduler.kv.speeds = FixedSpeeds(1e-4, 1e-5)
         self._thread = threading.current_thread()

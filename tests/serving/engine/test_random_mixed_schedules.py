@@ -4,7 +4,10 @@ cancelled and preempted: every text is the one that it has alone, and all memory
 The oracles compute every text afresh, without a cache: see `mixed_schedules`.
 """
 
+import dataclasses
 import functools
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -12,7 +15,16 @@ from jaxshare import FinishReason, Sampler
 from jaxshare.serving.engine import prefill, running_request
 from jaxshare.serving.kvcache import manager
 from tests.serving.engine import mixed_schedules
-from tests.serving.engine.mixed_schedules import BIAS, BRACE, FENCES, STOP, Call, Visit
+from tests.serving.engine.mixed_schedules import (
+    BIAS,
+    BRACE,
+    STOP,
+    UNWANTED,
+    Call,
+    Played,
+    Schedule,
+    Visit,
+)
 from tests.serving.engine.stepped import Client
 
 
@@ -32,7 +44,7 @@ def visit(**settings) -> Visit:
         "problem": "1 + 1",
         "names": ("Alice", "Bob"),
         "layout": "combined",
-        "sampler": Sampler(temperature=1.5, bias=BIAS, forbidden=FENCES),
+        "sampler": Sampler(temperature=1.5, bias=BIAS, forbidden=UNWANTED),
         "seed": 0,
         "ask_every": 0,
         "stop_on": "never",
@@ -47,6 +59,60 @@ def visit(**settings) -> Visit:
     }
     settings = {**usual, **settings}
     return Visit(settings, (), settings["budget"])
+
+
+def metric(played: Played, name: str, **labels: str) -> float:
+    registry = played.engine.metrics.registry
+    return registry.get_sample_value(f"jaxshare_{name}_total", labels) or 0.0
+
+
+def run(seed: int, play: Callable[[Schedule], Played] = mixed_schedules.play) -> Counter[str]:
+    """Runs and checks the schedule of a seed; returns what happened in it."""
+    schedule = mixed_schedules.make(seed)
+    try:
+        played = play(schedule)
+        mixed_schedules.check(played)
+    except BaseException as error:
+        error.add_note(f"seed {seed}: {schedule}")
+        raise
+    ends = [str(found.finish_reason) for _, found in played.visits]
+    steps = [steps for _, found in played.visits for steps in found.written.values()]
+    evicted = (metric(played, "evicted_tokens", to=to) for to in ("host", "nowhere"))
+    return Counter(
+        preemptions=int(metric(played, "preemptions")),
+        evicted=int(sum(evicted)),
+        replayed=int(metric(played, "tokens", how="replayed")),
+        cancelled=sum(d.finish_reason is FinishReason.CANCELLED for _, _, d in played.calls),
+        stopped=sum(done.finish_reason is FinishReason.STOP for _, _, done in played.calls),
+        answers=ends.count("answer"),
+        moved=sum(len(each) - 1 for each in steps),
+        calls=len(played.calls),
+        sessions=len(played.visits),
+    )
+
+
+KINDS_OF_EVENTS = 9
+
+
+def test_texts_are_those_of_each_alone():
+    """In a dozen schedules, in which everything happens that can."""
+    happened = sum(map(run, range(12)), Counter())
+    assert len(happened) == KINDS_OF_EVENTS, happened
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(12, 312, 30))
+def test_texts_are_those_of_each_alone_in_hundreds_of_schedules(first):
+    happened = sum(map(run, range(first, first + 30)), Counter())
+    assert len(happened) == KINDS_OF_EVENTS, happened
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(1000, 1002), pytest.param(range(1002, 1022), marks=pytest.mark.slow)]
+)
+def test_texts_are_those_of_each_alone_in_threads(seeds):
+    for seed in seeds:
+        run(seed, mixed_schedules.play_in_threads)
 
 
 def test_a_call_ends_at_a_stop_token_in_the_row_of_a_session_that_has_ended_at_one():
@@ -76,7 +142,7 @@ def test_a_call_ends_at_a_stop_token_in_the_row_of_a_session_that_has_ended_at_o
 def test_answers_that_turn_out_to_be_none_cost_no_pass_and_change_no_order(together):
     """Of each worker alone or of all together, however many passes a dispatch has."""
     engine, none = mixed_schedules.start_engine(mixed_schedules.make(0)), 0
-    braces = Sampler(temperature=1.5, bias={**BIAS, BRACE: 9.0}, forbidden=FENCES)
+    braces = Sampler(temperature=1.5, bias={**BIAS, BRACE: 9.0}, forbidden=UNWANTED)
     for seed in range(6):
         told = visit(stop_on="answer", together=together, seed=seed, sampler=braces)
         client = Client(functools.partial(mixed_schedules.visit, engine, told))
@@ -87,3 +153,34 @@ def test_answers_that_turn_out_to_be_none_cost_no_pass_and_change_no_order(toget
         steps = [tokens for steps in client.result.written.values() for _, tokens in steps]
         none += sum(BRACE in tokens for tokens in steps[:-1])
     assert none > 6, "few answers turned out to be none"
+
+
+def test_a_step_that_has_just_opened_goes_on_where_anothers_answer_turns_out_to_be_none():
+    """While the tokens that open it are fed, so that the last one sampled ended the step before."""
+    engine, opening = mixed_schedules.start_engine(mixed_schedules.make(0)), 0
+    format = dataclasses.replace(
+        mixed_schedules.CHAT, step_header="{name} {step}, and on it goes with this:"
+    )
+    braces = Sampler(temperature=1.5, bias={**BIAS, BRACE: 8.0, STOP: -9.0}, forbidden=UNWANTED)
+    for seed in (16, 17, 26):
+        told = visit(
+            names=mixed_schedules.NAMES[:3],
+            stop_on="answer",
+            budget=30,
+            seed=seed,
+            sampler=braces,
+            format=format,
+        )
+        client = Client(functools.partial(mixed_schedules.visit, engine, told))
+        while not client.over:
+            client.turn()
+            engine.step()
+        mixed_schedules.check_visit(seed, told, client.result)
+        steps = client.result.steps
+        opening += sum(
+            step.ended == other.began + 1
+            for step in steps
+            for other in steps
+            if BRACE in step.tokens and step.worker != other.worker and other.number > 1
+        )
+    assert opening >= 3, "no step had just opened"
