@@ -246,12 +246,14 @@ class Played:
     engine: Engine
 
 
-def start_engine(schedule: Schedule, kind: type[Engine] = Stepped) -> Any:
+def start_engine(
+    schedule: Schedule, kind: type[Engine] = Stepped, loaded: LoadedModel | None = None
+) -> Any:
     """The small engine of a schedule."""
     options = {key: value for key, value in schedule.engine.items() if key != "taken"}
     host = options.pop("host") * token_bytes(model())
     return kind(
-        model(),
+        loaded or model(),
         kv_bytes=TOKENS * token_bytes(model()),
         host_kv_bytes=host,
         max_rows=ROWS,

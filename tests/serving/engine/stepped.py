@@ -22,26 +22,26 @@ class Client:
     """Runs a function in turns.
 
     Attributes:
-      over: whether the function has returned; result: its value.
+      over: whether the function has ended; result: its value; failure: its error, or None.
     """
 
     def __init__(self, work: Callable[[], Any]):
         self._work = work
         self._go, self._parked = threading.Semaphore(0), threading.Semaphore(0)
         self.over, self.result = False, None
-        self._error: BaseException | None = None
+        self.failure: BaseException | None = None
         self.waits: Callable[[], bool] = lambda: False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def turn(self) -> None:
-        """Lets the function go on until it waits or returns; raises its error."""
+    def turn(self, *, raises: bool = True) -> None:
+        """Lets the function go on until it waits or ends; raises its error, if it should."""
         if self.over or self.waits():
             return
         self._go.release()
         assert self._parked.acquire(timeout=_PATIENCE), "a client does not come back"
-        if self._error:
-            raise self._error
+        if self.failure and raises:
+            raise self.failure
 
     def wait_while(self, waits: Callable[[], bool]) -> None:
         """Ends the turn; the next one comes when `waits` is false. For the function itself."""
@@ -56,7 +56,7 @@ class Client:
         try:
             self.result = self._work()
         except BaseException as error:
-            self._error = error
+            self.failure = error
         self.over = True
         self._parked.release()
 

@@ -6,8 +6,14 @@ of the sessions without an engine.
 
 import dataclasses
 import functools
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +23,7 @@ from jaxshare.serving import Branch, Workers, generate
 from jaxshare.serving.branches.selection import best_of_n
 from jaxshare.serving.engine import ClosedError, Engine
 from jaxshare.serving.inputs import token_bytes
+from tests.paths import ROOT
 from tests.serving.branches.test_branches import model, problem
 from tests.serving.workers.test_session import CHAT, NAMES, WARM, written
 
@@ -190,3 +197,53 @@ def test_completions_of_a_tree_on_an_engine_are_those_of_a_run_of_their_own():
         other = dataclasses.replace(model(), params={**model().params})
         with pytest.raises(ValueError, match="another model"):
             generate(other, TREE, engine=engine)
+
+
+KILLED = """
+    import sys, threading, time
+    from tests.serving.engine.test_mixed_load import CALLS, WARM, made, start
+
+    def wait(event):
+        time.sleep(0.02)
+
+    with made() as engine:
+        for text, seed in CALLS:
+            engine.submit(text, WARM, seed=seed, max_new_tokens=200)
+        for kind in map(int, sys.argv[2:]):
+            options = {"on_event": wait, "save_to": f"{sys.argv[1]}/{kind}", "save_every": 4}
+            threading.Thread(target=start(kind, engine).run, kwargs=options).start()
+        time.sleep(600)
+"""
+
+
+def saves(folder: Path) -> int:
+    """The number of the newest complete save in a folder."""
+    return max((int(path.name) for path in folder.glob("*") if path.name.isdigit()), default=0)
+
+
+@pytest.mark.slow
+def test_sessions_that_were_killed_on_an_engine_go_on_beside_others_as_unbroken_ones(tmp_path):
+    """The process ends by SIGKILL in the midst of their passes and saves."""
+    kinds = (0, 1, 2)
+    folders = [tmp_path / str(kind) for kind in kinds]
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path), *map(str, kinds)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 400
+    while not all(saves(folder) > 1 for folder in folders):
+        assert process.poll() is None and time.monotonic() < until, process.communicate()
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    with made() as engine:
+        stream = engine.submit(CALLS[0][0], WARM, seed=0, max_new_tokens=30)
+        sessions = [
+            Workers.restore(engine.model, folder, engine=engine) for folder in reversed(folders)
+        ]
+        assert all(
+            0 < session.passes < alone(kind)[2]
+            for session, kind in zip(reversed(sessions), kinds, strict=True)
+        ), "a session had ended before the process was killed"
+        found = at_once(*(functools.partial(run, session) for session in sessions))
+        assert found[::-1] == [alone(kind) for kind in kinds]
+        assert stream.wait().tokens == calls_alone()[0]

@@ -9,10 +9,11 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 
+import jax.numpy as jnp
 import pytest
 
 from jaxshare import FinishReason, Sampler
-from jaxshare.serving.engine import prefill, running_request
+from jaxshare.serving.engine import NotANumberError, prefill, running_request
 from jaxshare.serving.kvcache import manager
 from tests.serving.engine import mixed_schedules
 from tests.serving.engine.mixed_schedules import (
@@ -24,6 +25,7 @@ from tests.serving.engine.mixed_schedules import (
     Played,
     Schedule,
     Visit,
+    model,
 )
 from tests.serving.engine.stepped import Client
 
@@ -184,3 +186,63 @@ def test_a_step_that_has_just_opened_goes_on_where_anothers_answer_turns_out_to_
             if BRACE in step.tokens and step.worker != other.worker and other.number > 1
         )
     assert opening >= 3, "no step had just opened"
+
+
+def together(engine, visits: list[Visit], calls: list[Call]) -> tuple[list, list]:
+    """Runs sessions and calls in the same passes; the clients and the streams."""
+    clients = [Client(functools.partial(mixed_schedules.visit, engine, told)) for told in visits]
+    streams = []
+    while not all(client.over for client in clients) or engine._requests:
+        for client in clients:
+            client.turn(raises=False)
+        if not streams:
+            streams = [engine.submit(call.tokens, **call.options) for call in calls]
+        engine.step()
+    return clients, streams
+
+
+WARM = Sampler(temperature=1.5, bias=BIAS, forbidden=UNWANTED)
+CALLS = [
+    Call((5, 6, 7 + i), -1, 0, {"sampler": WARM, "seed": i, "max_new_tokens": 20}) for i in range(2)
+]
+
+
+def test_a_history_that_is_full_ends_its_session_and_changes_nothing_beside_it():
+    engine = mixed_schedules.start_engine(mixed_schedules.make(0))
+    full, other = visit(history_tokens=60, seed=3), visit(seed=4)
+    clients, streams = together(engine, [full, other], CALLS)
+    found = clients[0].result
+    assert found.finish_reason is FinishReason.CACHE_FULL and found.lengths["history"] <= 60
+    plain = mixed_schedules.PlainSession(model(), full.settings, mixed_schedules.holds_answer)
+    plain.run(found.passes)
+    assert sum(len(steps) for steps in found.written.values()) > 2
+    for name in full.settings["names"]:
+        both = [[t for _, step in w[name] for t in step] for w in (found.written, plain.written)]
+        assert both[0] == both[1]
+    mixed_schedules.check_visit(1, other, clients[1].result)
+    done = [(c, [*c.tokens], s.wait(0)) for c, s in zip(CALLS, streams, strict=True)]
+    mixed_schedules.check_calls(done)
+    mixed_schedules.check_baseline(engine)
+
+
+def test_logits_that_are_not_numbers_end_what_has_them_and_change_nothing_beside_it():
+    """A token whose embedding is no number: of a call's prompt, and drawn by a worker."""
+    lost = 42
+    params = {"params": {**model().params["params"]}}
+    embedding = params["params"]["embed"]["embedding"]
+    params["params"]["embed"] = {"embedding": embedding.at[lost].set(jnp.nan)}
+    broken = dataclasses.replace(model(), params=params)
+    engine = mixed_schedules.start_engine(mixed_schedules.make(0), loaded=broken)
+    safe = dataclasses.replace(WARM, forbidden=(*UNWANTED, lost))
+    calls = [Call(c.tokens, -1, 0, {**c.options, "sampler": safe}) for c in CALLS]
+    calls.insert(1, Call((5, 6, lost), -1, 0, calls[0].options))
+    draws_it = visit(seed=3, sampler=dataclasses.replace(WARM, bias={lost: 1e6}))
+    other = visit(seed=4, sampler=safe)
+    clients, (first, failed, last) = together(engine, [draws_it, other], calls)
+    with pytest.raises(NotANumberError, match="logits for request 1 are"):
+        failed.wait(0)
+    assert isinstance(clients[0].failure, NotANumberError)
+    mixed_schedules.check_visit(1, other, clients[1].result)
+    done = [(c, [*c.tokens], s.wait(0)) for c, s in ((calls[0], first), (calls[2], last))]
+    mixed_schedules.check_calls(done)
+    mixed_schedules.check_baseline(engine)
