@@ -244,16 +244,19 @@ def _fail_not_finite(session: SessionState) -> None:
 
 def _why_over(session: SessionState) -> FinishReason | None:
     """Why the session is over, or None while a worker may go on."""
-    reason = _why_all_over(session.reasons.values())
     stops = session.settings["stop_on"] == "eos"  # where a stop token ends all as an answer does
+    together = stops or session.settings["together"]
+    reason = _why_all_over(session.reasons.values(), together=together)
     return FinishReason.STOP if stops and reason is FinishReason.ANSWER else reason
 
 
-def _why_all_over(reasons: Collection[FinishReason]) -> FinishReason | None:
-    """Why workers with these finish reasons are all over, or None while one may go on."""
-    if FinishReason.ANSWER in reasons and not {FinishReason.RUNNING, FinishReason.PAUSED} & set(
-        reasons
-    ):
+def _why_all_over(reasons: Collection[FinishReason], *, together: bool) -> FinishReason | None:
+    """Why workers with these finish reasons are all over, or None while one may go on.
+
+    One that is paused may, unless another's answer ends them together.
+    """
+    goes_on = {FinishReason.RUNNING} if together else {FinishReason.RUNNING, FinishReason.PAUSED}
+    if FinishReason.ANSWER in reasons and not goes_on & set(reasons):
         return FinishReason.ANSWER
     if {FinishReason.RUNNING, FinishReason.PAUSED, FinishReason.STEP} & set(reasons):
         return None

@@ -157,6 +157,19 @@ def test_answers_that_turn_out_to_be_none_cost_no_pass_and_change_no_order(toget
     assert none > 6, "few answers turned out to be none"
 
 
+def test_an_answer_ends_a_session_of_which_a_worker_is_paused():
+    """Its workers end together; a paused one would have nothing to go on for."""
+    engine, ends = mixed_schedules.start_engine(mixed_schedules.make(0)), []
+    braces = Sampler(temperature=1.5, bias={**BIAS, BRACE: 10.0}, forbidden=UNWANTED)
+    for seed in range(6):
+        told = visit(stop_on="answer", seed=seed, sampler=braces)
+        told = dataclasses.replace(told, acts=((2, "pause", "Bob"),))
+        clients, _ = together(engine, [told], [])
+        mixed_schedules.check_visit(seed, told, clients[0].result)
+        ends.append(clients[0].result.finish_reason)
+    assert FinishReason.ANSWER in ends
+
+
 def test_a_step_that_has_just_opened_goes_on_where_anothers_answer_turns_out_to_be_none():
     """While the tokens that open it are fed, so that the last one sampled ended the step before."""
     engine, opening = mixed_schedules.start_engine(mixed_schedules.make(0)), 0
