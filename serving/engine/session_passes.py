@@ -25,8 +25,8 @@ MAX_PENDING = 128
 """Tokens that a row may have pending, at least."""
 MIN_BIAS_SLOTS = 8
 """Places for a row's biased and forbidden tokens, at least."""
-_OPENINGS, _OPENING_TOKENS = 64, 32
-"""Openings of steps that a row has places for, and their tokens, at least."""
+_OUTPUTS, _OPENINGS, _OPENING_TOKENS = 32, 64, 32
+"""Sampled tokens, openings of steps and tokens of one that a row has places for, at least."""
 _MAX_PAIRS, _MAX_ENTRIES = 4, 2**14
 """Pairs of automata that the state has places for, and entries of their tables, at first."""
 _FOR_EVER = np.iinfo(np.int32).max
@@ -59,7 +59,7 @@ class RowShape:
           opening_tokens: the most tokens of an opening.
         """
         return cls(
-            passes + 1,
+            max(_OUTPUTS, bucket(passes + 1)),
             max(MAX_PENDING, bucket(pending)),
             max(_OPENINGS, 2 * passes),
             max(_OPENING_TOKENS, bucket(opening_tokens)),

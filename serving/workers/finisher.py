@@ -151,7 +151,7 @@ def _guess(
         state = run_beside(
             session,
             state.without_outputs(),
-            capacity - 1,
+            session.settings["passes_at_once"],
             automata=(no_step, closes),
             listed=listed,
         )
