@@ -310,7 +310,7 @@ def test_a_pass_reads_every_cached_token_once(share):
         state = run._scheduler._decode_rows.state
         assert state is not None
         plan = jax.jit(make_plan, static_argnums=3)(
-            state.cache, state.layout, np.ones(7, np.int32), 1
+            state.cache, state.layout, np.ones(state.layout.num_rows, np.int32), 1
         )
         found.append(int(plan.read_tokens))
 
