@@ -199,7 +199,6 @@ def load(
     mesh: Mesh | None = None,
 ) -> LoadedModel:
     """Loads a checkpoint in Hugging Face form, or in the Orbax form that `jaxshare convert` writes.
-
     Switches on the persistent compilation cache (`jaxshare.compile_cache`).
 
     Args:

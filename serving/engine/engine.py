@@ -74,9 +74,8 @@ class Engine:
         Args:
           model: from `jaxshare.models.load`. One on a mesh computes the same on all data groups;
             give each of `model.replicas()` an engine.
-          kv_bytes: accelerator memory (on a mesh, of all devices of a group) for keys and values;
-            by default enough for all rows with 2,048 tokens each, and for one at the model's full
-            context, but at most 2 GiB.
+          kv_bytes: accelerator memory (on a mesh, of all devices of a group) for keys and values; by
+            default for rows of 2,048 tokens and one of a full context, but at most 2 GiB.
           host_kv_bytes: host memory for evicted keys and values; 0 for none.
           policy: the order of eviction: "contribution", "lru", "lfu", "slru", "priority", or a
             `jaxshare.serving.kvcache.policy.Policy`.
@@ -276,18 +275,10 @@ class Engine:
     # Its life.
 
     def warm_up(self) -> float:
-        """Compiles what requests and sessions need, so that none of them waits for it.
+        """Compiles what requests and sessions need, so that none waits for it; returns the seconds.
 
-        With the persistent compilation cache (`jaxshare.compile_cache`) a later process reads what
-        this one has compiled. Samplers that forbid or favour more tokens than a row has places for
-        (8 at first), prompts of many pieces and the blocks of many sessions may still need a larger
-        program.
-
-        Returns:
-          The seconds that it took.
-
-        Raises:
-          ClosedError: the engine was shut down.
+        Samplers that forbid or favour more than 8 tokens, prompts of many pieces and many sessions
+        may need a larger program later. Raises ClosedError if the engine was shut down.
         """
         begin = time.perf_counter()
         with self._leases.exclusive():
