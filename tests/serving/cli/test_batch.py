@@ -764,7 +764,14 @@ def test_a_terminal_gets_a_progress_bar(job, monkeypatch):
 
 # Real jobs, killed.
 
-QUESTIONS = ["47 + 38", "12 * 7", "90 - 17", "81 - 36"]
+SHOWN = "1. 47 + 38\n2. 12 * 7\n3. 93 - 16\n4. 64 + 19\n5. "
+MIXED = [
+    {"prompt": f"{SHOWN}47 + 38"},
+    {"prompt": f"{SHOWN}12 * 7"},
+    {"messages": [{"role": "user", "content": "1. 90 - 17"}]},
+    {"tokens": [5, 6, 7, 8, 9]},
+]
+"""Lines of all kinds, two of which have a long common prefix."""
 ARGUMENTS = [
     "--n",
     "4",
@@ -783,7 +790,7 @@ ARGUMENTS = [
 def begin(folder: Path, name: str, *more: str) -> subprocess.Popen:
     """Starts `jaxshare batch` on the embedded model; processes share what they compile."""
     (folder / "in.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"1. {q}"}) + "\n" for q in QUESTIONS), encoding="utf-8"
+        "".join(json.dumps(line) + "\n" for line in MIXED), encoding="utf-8"
     )
     environment = {
         **os.environ,
