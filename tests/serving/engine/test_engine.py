@@ -370,9 +370,12 @@ def test_agents_are_served_in_turn():
 
 def test_a_replay_gives_what_fresh_sampling_would():
     prompt = [5, 6, 7, 8, 9] * 6
+    # The first number of seed 24 is 1.6e-7 from the edge of two tokens of this prompt, which is
+    # less than what two programs' roundings of its logits differ by. All others are 4e-5 or more away.
+    seeds = [seed for seed in range(26) if seed != 24]
     for tokens, kept in ((1024, LONG), (256, SHORT)):
         engine, replayed = Stepped(tokens, **{**kept, "logits_cache": 10**7}), 0
-        for seed in range(25):
+        for seed in seeds:
             streams = [
                 engine.submit(prompt, WARM, max_new_tokens=40, seed=seed, resample=how)
                 for how in ("stepwise", None)
