@@ -77,15 +77,15 @@ def reported_compiles(write: Callable[[str], object], *, after: float = 1.5) -> 
     """
     timers: dict[int, threading.Timer] = {}
 
-    def begin(event: str, _: float, fun_name: str = "", **__: str | int) -> None:
+    def begin(event: str, value: float | int, **metadata: str | int) -> None:
         if event == _COMPILER:
-            function = re.sub(r"^jit\((.*)\)$", r"\1", fun_name)
+            function = re.sub(r"^jit\((.*)\)$", r"\1", str(metadata.get("fun_name", "")))
             line = f"compiling {_NAMES.get(function, function)} ..."
             timers[threading.get_ident()] = timer = threading.Timer(after, write, [line])
             timer.daemon = True
             timer.start()
 
-    def end(event: str, _: float, **__: str | int) -> None:
+    def end(event: str, duration_secs: float, **metadata: str | int) -> None:
         if event == _COMPILER and (timer := timers.pop(threading.get_ident(), None)):
             timer.cancel()
 
