@@ -36,8 +36,15 @@ from jaxshare.trace.trace import Trace
 
 _FORMAT = "jaxshare session 5"
 _NOT_SAVED = ("tokens", "logprobs", "top_logits", "record")
-_NOT_SAVED_OF_STEPS = ("automata", "openings", "opening_sizes", "base", "prepared")
-_NOT_SAVED_OF_STEPS += ("marks", "sampled_at")
+_NOT_SAVED_OF_STEPS = (
+    "automata",
+    "openings",
+    "opening_sizes",
+    "base",
+    "prepared",
+    "marks",
+    "sampled_at",
+)
 _TRACE = "trace"
 """The array that has the bytes of the trace."""
 
