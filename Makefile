@@ -26,11 +26,12 @@ HOGWILD_ENV := .venv-hogwild/.installed
 HOGWILD_PYTHON := .venv-hogwild/bin/python
 
 WHAT ?= decode
-BENCHES := agents attention collaboration decode devices engine logits_cache mixed residency sharing workers
+BENCHES := agents attention before collaboration decode devices engine logits_cache mixed residency sharing workers
 BENCH_NEEDS_attention := $(CUDA)
 BENCH_NEEDS_decode := $(TORCH_ENV)
 BENCH_NEEDS_sharing := $(TORCH_ENV)
 BENCH_NEEDS_workers := $(if $(HOGWILD),$(HOGWILD_ENV))
+BENCH_OPTIONS_before := --earlier '$(EARLIER)'
 BENCH_OPTIONS_decode := --torch-python $(TORCH_PYTHON)
 BENCH_OPTIONS_sharing := --torch-python $(TORCH_PYTHON)
 BENCH_OPTIONS_workers := $(if $(HOGWILD),--hogwild '$(HOGWILD)' --hogwild-python $(HOGWILD_PYTHON))
