@@ -36,15 +36,7 @@ from jaxshare.trace.trace import Trace
 
 _FORMAT = "jaxshare session 5"
 _NOT_SAVED = ("tokens", "logprobs", "top_logits", "record")
-_NOT_SAVED_OF_STEPS = (
-    "automata",
-    "openings",
-    "opening_sizes",
-    "base",
-    "prepared",
-    "marks",
-    "sampled_at",
-)
+_REMADE = ("automata", "openings", "opening_sizes", "base", "prepared", "marks", "sampled_at")
 _TRACE = "trace"
 """The array that has the bytes of the trace."""
 
@@ -304,7 +296,7 @@ class SavedSession:
             jax.tree.structure(small), [jnp.asarray(arrays[name]) for name in leaves(small)]
         )
         steps = dataclasses.replace(
-            state.steps, **{name: getattr(fresh.steps, name) for name in _NOT_SAVED_OF_STEPS}
+            state.steps, **{name: getattr(fresh.steps, name) for name in _REMADE}
         )
         cache = dataclasses.replace(
             state.cache,
@@ -400,7 +392,7 @@ def _small(state: DecodeState) -> Any:
     return dataclasses.replace(
         state,
         cache=dataclasses.replace(state.cache, keys=(), values=()),
-        steps=dataclasses.replace(state.steps, **dict.fromkeys(_NOT_SAVED_OF_STEPS)),
+        steps=dataclasses.replace(state.steps, **dict.fromkeys(_REMADE)),
         **dict.fromkeys(_NOT_SAVED),
     )
 
