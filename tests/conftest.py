@@ -55,7 +55,7 @@ hypothesis.settings.register_profile("explore", deadline=None, derandomize=False
 hypothesis.settings.load_profile("jaxshare")
 
 
-_MOST_MAPS = 25_000
+_MOST_MAPS = 45_000
 _LONG = {
     "workers/test_session.py",
     "workers/test_checkpoint.py",

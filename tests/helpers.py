@@ -8,15 +8,29 @@ every row and every pass.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxshare import DecodeState, FinishReason, KVCache, Layout, Rope, Sampler, Samplers, decode
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder
+
+
+def mostly_slow(values: Iterable[Any], quick: int = 1, *, several: bool = False) -> list[Any]:
+    """Parameters of a test, of which `make test` takes the first `quick` and `make test-all` all;
+    `several` where each is a tuple of the values of several names."""
+    return [
+        value
+        if i < quick
+        else pytest.param(*(value if several else (value,)), marks=pytest.mark.slow)
+        for i, value in enumerate(values)
+    ]
+
 
 TINY = ModelConfig(
     architecture="llama",

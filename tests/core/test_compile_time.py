@@ -7,6 +7,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,6 +110,7 @@ def test_generate_reports_compilation_apart():
     assert 0.05 < first[3] / second[3] < 20, "both runs are as fast, compiled by the first"
 
 
+@pytest.mark.slow
 def test_the_engine_reports_compilation_apart():
     start = time.perf_counter()
     with Engine(model(), max_rows=3) as engine:

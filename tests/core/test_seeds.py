@@ -164,6 +164,7 @@ def test_two_seeds_of_a_job_share_no_text():
     assert len(texts[0]) == len(texts[1]) == 48 and not texts[0] & texts[1]
 
 
+@pytest.mark.slow
 def test_a_completion_is_that_of_its_key_alone():
     """Wherever it is among others: what makes texts independent of data groups, replicas and
     resumed jobs."""
@@ -222,6 +223,7 @@ class Enough(Exception):
     """A session has been made, and need not run."""
 
 
+@pytest.mark.slow
 def test_baselines_of_several_streams(monkeypatch):
     found, make = [], streams.independent_streams
 

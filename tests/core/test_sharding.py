@@ -31,7 +31,7 @@ SHAPES = [
     for k in (1, 2, 4, 8)
     if d * t * k in (1, 2, 4, 8)
 ]
-FEW = {("GQA", (1, 1, 2)), ("MQA", (1, 2, 2))}
+FEW = {("MQA", (1, 2, 2))}
 """What is tried always; the others take too long for that."""
 
 

@@ -126,6 +126,7 @@ def test_the_example_of_a_fleet_answers_rightly():
     ]
 
 
+@pytest.mark.slow
 def test_the_commands_on_the_embedded_model_answer_rightly(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main([*commands("generate embedded"), "--json"]) == 0

@@ -59,6 +59,7 @@ def test_summary_has_the_median_of_rounds():
     ]
 
 
+@pytest.mark.slow
 def test_a_small_run_reports_as_json(tmp_path, capsys):
     output = tmp_path / "result.json"
     small = ["--quick", "--agents", "10", "--states", "2", "--rounds", "1"]

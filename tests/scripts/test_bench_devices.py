@@ -46,6 +46,7 @@ def test_a_tensor_parallel_layer_sends_two_sums_of_activations():
     )
 
 
+@pytest.mark.slow
 def test_a_layer_over_kv_sends_what_queries_found():
     sent = bench.counted(SMALL, (("tensor", 2), ("kv", 2)), 256)
     heads, rows = SMALL.num_heads // 2, bench.COUNTED_ROWS

@@ -102,6 +102,7 @@ def test_a_profile_is_that_of_the_distributions():
     )
 
 
+@pytest.mark.slow
 def test_the_random_model_is_certain_of_most_tokens_and_in_doubt_after_forks():
     small = models.MODEL | {
         "num_hidden_layers": 2,

@@ -102,7 +102,8 @@ def by_number(completions) -> dict[tuple[int, int], Completion]:
 # Completions of prompts.
 
 
-@pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [True, False])
 def test_a_completion_has_the_error_of_its_prompt_and_the_others_are_as_ever(model, whole, share):
     beginning = "Alice and Bob " * 30
     tree = [
@@ -258,6 +259,7 @@ def test_a_problem_or_words_that_are_not_numbers_end_the_session(model):
         check_over(session, "worker Alice", "0 passes")
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_numbers_end_a_session_at_its_start(folder):
     broken = load(folder)
     params = {"params": {**broken.params["params"]}}
@@ -271,6 +273,7 @@ def test_weights_that_are_not_numbers_end_a_session_at_its_start(folder):
         generate(broken, GOOD[0])
 
 
+@pytest.mark.slow
 def test_the_early_answer_may_be_what_is_not_a_number(model):
     """The session goes on as if there had been no guess; a token of a worker is the worker's."""
     plain, session = start(model), start(model, format=dataclasses.replace(CHAT, finisher=LOST))
@@ -289,6 +292,7 @@ def test_the_early_answer_may_be_what_is_not_a_number(model):
     check_over(session, "worker Alice", "11 passes")
 
 
+@pytest.mark.slow
 def test_an_evaluation_goes_on_with_the_other_problems(model):
     problems = [Problem("good", "1. 47 + 38"), Problem("bad", f"1. 47 {LOST} 38")]
     specs = run_specs(
@@ -332,6 +336,7 @@ def batch(tmp_path, folder, capsys) -> Iterator:
     return run
 
 
+@pytest.mark.slow
 def test_batch_writes_the_error_of_a_line_and_completes_the_others(batch, whole):
     code, out, err = batch("--json")
     said = (
@@ -366,6 +371,7 @@ def test_batch_writes_the_error_of_a_line_and_completes_the_others(batch, whole)
     assert batch("--resume")[0] == 1 and batch.output.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_other_commands_say_the_error_in_one_sentence(folder, capsys):
     prompt = f"1. 47 {LOST} 38"
     commands = {

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jaxshare import Layout, Rope, block_attention, make_plan
 from jaxshare.attention import api, xla
 from jaxshare.attention.api import BACKENDS
-from tests.helpers import Shelf, cache_with, pad_rows, rotated
+from tests.helpers import Shelf, cache_with, mostly_slow, pad_rows, rotated
 
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 4e-2}
 """Absolute, for values of unit variance. bfloat16 rounds keys, queries and weights to 2**-9, and
@@ -224,13 +224,16 @@ def test_groups_of_rows(case):
     check(GROUPED, case, implementations=("xla",))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(cases(GROUPED_WIDE))
 def test_groups_of_rows_with_ragged_tokens(case):
     check(GROUPED_WIDE, case, implementations=("xla",))
 
 
-@pytest.mark.parametrize("shape", [GROUPED, WIDE], ids=["groups", "ragged"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param(GROUPED, marks=pytest.mark.slow), WIDE], ids=["groups", "ragged"]
+)
 def test_iterations_that_change_only_the_rows_they_read_for(shape, monkeypatch):
     """The path for many rows. Rows read several tiles of a block, some of them in one iteration,
     and blocks one after the other."""
@@ -298,7 +301,7 @@ def test_blocks_of_one_row_each_that_fill_the_arena(data):
 
 
 @pytest.mark.parametrize(("shape", "tile"), [(ALIGNED, 128), (LARGE, 512)])
-@pytest.mark.parametrize("part", [1.0, 0.55, 0.1])
+@pytest.mark.parametrize("part", mostly_slow([0.55, 1.0, 0.1]))
 @pytest.mark.parametrize("on_tiles", [True, False])
 def test_workers_over_blocks_that_all_of_them_see(shape, tile, part, on_tiles):
     """An arena that is full, half full or nearly empty, large blocks on its tiles or beside them:
@@ -334,18 +337,21 @@ def test_prompts_beside_single_tokens(case):
     check(PROMPT, case)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(cases(dataclasses.replace(GQA, dtype=jnp.bfloat16)))
 def test_one_token_a_row_in_bfloat16(case):
     check(dataclasses.replace(GQA, dtype=jnp.bfloat16), case)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(cases(dataclasses.replace(WIDE, dtype=jnp.bfloat16)))
 def test_ragged_tokens_in_bfloat16(case):
     check(dataclasses.replace(WIDE, dtype=jnp.bfloat16), case)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.data())
 def test_seventy_rows(data):
@@ -376,6 +382,7 @@ def test_a_short_prefix_at_the_end_of_the_arena_that_half_of_the_rows_see():
     check(dataclasses.replace(MANY_ROWS, arena=65 + 100 + 4 * 70), case, implementations=("xla",))
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(st.data())
 def test_a_tree_of_seventy_rows_in_groups(data):
@@ -504,6 +511,7 @@ def test_a_cache_of_another_dtype_leaves_the_dtype_of_q(implementation):
     np.testing.assert_allclose(out[0, :2], expected[0, :2], atol=TOLERANCE[jnp.bfloat16])
 
 
+@pytest.mark.slow
 def test_scale():
     (cache, layout, count, q, k, v), _ = place(
         ONE_ROW, Case([[0, 1]], [1], [20, 4, 0, 0], list(range(4)), [0] * 4, [0] * 4, 2)

@@ -17,6 +17,7 @@ from tests.helpers import (
     DenseModel,
     Shelf,
     cache_with,
+    mostly_slow,
     pad_rows,
     tiny_cache,
     tiny_params,
@@ -41,7 +42,7 @@ def measured(cache: KVCache, layout: Layout, count, q, k, v):
     return block_attention_share(q, cache.append(0, k, v, plan).keys[0], plan, SCALE)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mostly_slow(["float32", "bfloat16"]))
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_shares_are_those_of_a_plain_softmax(case, dtype):
     lengths, rows, count = case
@@ -148,6 +149,7 @@ class Watched(Shelf):
         return super().attend(rows, count, q, rope, scale)
 
 
+@pytest.mark.slow
 def test_a_model_gives_the_masses_of_all_layers():
     rng = np.random.default_rng(3)
     rows, count = [[0, 2, 1], [0, 1, 2]], [2, 1]

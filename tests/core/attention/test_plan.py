@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxshare import Rope, make_plan
 from jaxshare.attention.plan import Tiling
 from jaxshare.cache import Fault
-from tests.helpers import cache_with, pad_rows
+from tests.helpers import cache_with, mostly_slow, pad_rows
 
 ROWS, LISTED, BLOCKS, ARENA = 5, 4, 7, 400
 ROPE = Rope.yarn(8, 10_000.0, 4.0, 128)
@@ -180,8 +180,8 @@ def arena_tokens_read(plan, rows, count) -> dict[tuple[int, int, int], int]:
 
 @pytest.mark.parametrize(
     ("tiles", "groups"),
-    [(True, ()), (False, ()), (True, (2, 4)), (False, (3,))],
-    ids=["small tiles", "default tiles", "small tiles in groups", "default tiles in groups"],
+    mostly_slow([(True, ()), (False, (3,)), (False, ()), (True, (2, 4))], 2, several=True),
+    ids=["small tiles", "default tiles in groups", "default tiles", "small tiles in groups"],
 )
 @settings(max_examples=60)
 @given(cases())
@@ -207,7 +207,9 @@ def seen_by(rows, count, after):
     return readers
 
 
-@pytest.mark.parametrize("groups", [(), (2, 4)], ids=["no groups", "groups"])
+@pytest.mark.parametrize(
+    "groups", [pytest.param((), marks=pytest.mark.slow), (2, 4)], ids=["no groups", "groups"]
+)
 @settings(max_examples=60)
 @given(cases())
 def test_what_a_pass_reads_is_what_is_seen_each_block_once(groups, case):

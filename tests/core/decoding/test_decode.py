@@ -25,6 +25,7 @@ from tests.helpers import (
     TINY,
     VOCAB,
     WIDEST,
+    mostly_slow,
     pad_rows,
     reasons,
     run,
@@ -74,7 +75,7 @@ def test_greedy_equals_a_plain_loop():
     done.cache.check()
 
 
-@pytest.mark.parametrize("width", [1, 64])
+@pytest.mark.parametrize("width", mostly_slow([64, 1]))
 def test_the_width_changes_nothing_but_the_number_of_passes(width):
     narrow, wide = run(tiny_state(PROMPTS), width=width), run(tiny_state(PROMPTS))
     assert narrow.outputs() == wide.outputs() == [greedy(p) for p in PROMPTS]
@@ -84,7 +85,7 @@ def test_the_width_changes_nothing_but_the_number_of_passes(width):
     assert int(narrow.passes) == (longest + MOST - 1 if width == 1 else MOST)
 
 
-@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("width", mostly_slow([4, 1]))
 def test_the_record_has_what_each_pass_has_fed(width):
     prompts, passes = [p[:6] for p in PROMPTS], 7
     state = DecodeState.create(
@@ -595,7 +596,7 @@ def test_former_names_work_and_warn():
         _ = state.mirth
 
 
-@pytest.mark.parametrize("capacity", [1, 3])
+@pytest.mark.parametrize("capacity", mostly_slow([3, 1]))
 def test_a_state_with_little_room_for_outputs_waits_until_they_are_taken(capacity):
     """What is taken between dispatches is, put together, what one dispatch samples."""
     whole = run(tiny_state(PROMPTS, max_new_tokens=[MOST, 2, 0, 5]))

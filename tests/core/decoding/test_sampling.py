@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from jaxshare import Sampler, Samplers
 from jaxshare.decoding.sampling import _draw, logprob, uniforms
+from tests.helpers import mostly_slow
 
 ROWS, ROUNDS = 4096, 8
 """Draws are made ROWS at a time, ROUNDS positions each."""
@@ -77,6 +78,8 @@ def counts(sampler: Sampler, logits: np.ndarray) -> np.ndarray:
 
 SETTINGS = [
     Sampler(temperature=1.0),
+    Sampler(0.8, top_k=40, top_p=0.5, min_p=0.4),
+    Sampler(1.0, top_k=3, bias={3: 9.0}, forbidden=(1,)),
     Sampler(temperature=0.5),
     Sampler(temperature=2.0),
     Sampler(1.0, top_k=1),
@@ -87,19 +90,17 @@ SETTINGS = [
     Sampler(1.0, top_p=1e-6),
     Sampler(1.0, min_p=0.3),
     Sampler(1.0, min_p=1.0),
-    Sampler(0.8, top_k=40, top_p=0.5, min_p=0.4),
     Sampler(1.0, top_k=20, top_p=0.8),
     Sampler(1.0, bias={3: 2.0, 5: -3.0}, forbidden=(0, 2)),
-    Sampler(1.0, top_k=3, bias={3: 9.0}, forbidden=(1,)),
 ]
 
 
-@pytest.mark.parametrize("sampler", SETTINGS, ids=str)
+@pytest.mark.parametrize("sampler", mostly_slow(SETTINGS, 4), ids=str)
 def test_draws_follow_the_distribution(sampler):
     compare(sampler, gentle(300))
 
 
-@pytest.mark.parametrize("vocab", [7, 256, 1000])
+@pytest.mark.parametrize("vocab", mostly_slow([256, 7, 1000]))
 def test_draws_follow_the_distribution_whatever_the_vocabulary(vocab):
     compare(Sampler(1.0), gentle(vocab, 1))
 

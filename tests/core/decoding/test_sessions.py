@@ -16,7 +16,7 @@ from jaxshare.decoding.automaton import ByteAutomaton, TokenAutomata
 from jaxshare.decoding.row_transfer import put_rows, take_rows
 from jaxshare.decoding.sessions import Sessions
 from jaxshare.decoding.steps import Steps
-from tests.helpers import MODEL, TINY, VOCAB, tiny_params
+from tests.helpers import MODEL, TINY, VOCAB, mostly_slow, tiny_params
 
 HOT = Sampler(temperature=1.5)
 CAPACITY, QUEUE, OPENINGS, LONGEST, LISTED, WIDTH = 24, 32, 4, 6, 4, 4
@@ -195,8 +195,10 @@ def together(parts: list[Part], last_pass: list[int]) -> tuple[DecodeState, list
     return state, places
 
 
-@pytest.mark.parametrize("wide_rows", [2, 3, None])
-@pytest.mark.parametrize("dispatch", [100, 7])
+@pytest.mark.parametrize(
+    ("wide_rows", "dispatch"),
+    mostly_slow([(2, 7), (2, 100), (3, 7), (3, 100), (None, 7), (None, 100)], several=True),
+)
 def test_sessions_in_one_state_write_what_each_writes_alone(wide_rows, dispatch):
     """Two sessions and two rows by themselves, in rows that are mixed; openings need wide passes,
     in which there is not room for all."""

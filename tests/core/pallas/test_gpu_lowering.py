@@ -15,6 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxshare.pallas.device import H200, assume_device
 from scripts.gpu import programs
+from tests.helpers import mostly_slow
 
 # JAX warns wherever the backend lowers. That it will be removed is known, and the reason why
 # nothing else imports its files.
@@ -111,7 +112,7 @@ def test_a_decode_step_lowers_for_cuda(backend):
     )
 
 
-@pytest.mark.parametrize("spread", programs.SPREADS, ids=str)
+@pytest.mark.parametrize("spread", mostly_slow(programs.SPREADS), ids=str)
 def test_a_decode_step_on_several_devices_lowers_for_cuda(spread):
     """Each device runs the kernels on its part.
 

@@ -88,6 +88,7 @@ def test_shared_and_private_blocks_that_start_anywhere():
     check(DECODE, case([[0, 3, 1], [], []], [1, 0, 0], [0, 129, 0, 64], seed=1))
 
 
+@pytest.mark.slow
 def test_more_queries_than_a_warpgroup_takes():
     check(WIDE, case([[0, n] for n in range(1, 6)], [1] * 5, [300, 5, 0, 64, 1, 17], gaps=[1] * 6))
 
@@ -144,7 +145,7 @@ def test_log_sum_exps_for_other_devices(monkeypatch):
 @pytest.mark.parametrize(
     "dim",
     [
-        pytest.param(dim, marks=() if dim in (80, 128) else pytest.mark.slow)
+        pytest.param(dim, marks=() if dim == 80 else pytest.mark.slow)
         for dim in HEAD_DIMS
         if dim != 64
     ],
@@ -165,6 +166,7 @@ def test_every_head_dim(dim):
     check(shape, case([[0, 1], [0, 2]], [1, 1], [150, 66, 0], gaps=[1, 0, 0]))
 
 
+@pytest.mark.slow
 def test_an_arena_smaller_than_a_tile():
     shape = dataclasses.replace(DECODE, rows=1, listed=1, blocks=1, heads=2, kv_heads=1, arena=13)
     check(shape, case([[0]], [1], [11]))

@@ -18,6 +18,7 @@ from jaxshare.pallas.device import H200, Device, assume_device
 from jaxshare.pallas.tiles import HEAD_DIMS, TritonTiles, use_tiles
 from tests.core.attention.test_attention import Case, Shape, cases, place
 from tests.core.pallas.interpreted import SOME_LENGTHS, case, compare, compare_spread
+from tests.helpers import mostly_slow
 
 # JAX warns wherever the backend lowers. That it will be removed is known, and the reason why
 # nothing else imports its files.
@@ -110,6 +111,7 @@ def test_empty_blocks_and_rows_that_bring_nothing():
     )
 
 
+@pytest.mark.slow
 def test_many_rows_over_a_shared_block():
     check(
         MANY_ROWS,
@@ -117,7 +119,7 @@ def test_many_rows_over_a_shared_block():
     )
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", mostly_slow([4, 2]))
 def test_tokens_that_are_spread_over_devices(devices):
     """Blocks are merged over the devices by the log-sum-exps that the kernels give.
 
@@ -148,7 +150,7 @@ def test_a_prompt():
 @pytest.mark.parametrize(
     "dim",
     [
-        pytest.param(dim, marks=() if dim in (96, 256) else pytest.mark.slow)
+        pytest.param(dim, marks=() if dim == 96 else pytest.mark.slow)
         for dim in HEAD_DIMS
         if dim != 64
     ],
@@ -169,9 +171,7 @@ def test_every_head_dim(dim):
     check(shape, case([[0, 1], [0, 2]], [1, 1], [150, 66, 0], gaps=[1, 0, 0]))
 
 
-@pytest.mark.parametrize(
-    "group", [16, *(pytest.param(group, marks=pytest.mark.slow) for group in range(1, 16))]
-)
+@pytest.mark.parametrize("group", mostly_slow(range(1, 17), 0))
 def test_every_number_of_query_heads(group):
     shape = dataclasses.replace(
         DECODE, rows=2, heads=2 * group, listed=2, blocks=3, dtype=jnp.float16
@@ -179,6 +179,7 @@ def test_every_number_of_query_heads(group):
     check(shape, case([[0, 1], [0, 2]], [1, 1], [150, 66, 0], gaps=[1, 0, 0], seed=group))
 
 
+@pytest.mark.slow
 def test_no_rotation():
     check(
         dataclasses.replace(DECODE, rotary=0),
@@ -186,6 +187,7 @@ def test_no_rotation():
     )
 
 
+@pytest.mark.slow
 def test_an_arena_smaller_than_a_tile():
     shape = dataclasses.replace(DECODE, rows=1, listed=1, blocks=1, heads=2, kv_heads=1, arena=13)
     check(shape, case([[0]], [1], [11]))

@@ -27,6 +27,7 @@ from jaxshare.serving.cli import demo
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.kvcache.sharing_cost import Costs
+from tests.helpers import mostly_slow
 
 PROMPT = "<|im_start|>user\nSolve: 47 + 38<|im_end|>\n<|im_start|>assistant\n"
 WARM = Sampler(temperature=1.6, top_p=0.98)
@@ -359,7 +360,7 @@ def test_a_completion_says_why_it_ended_and_how_long_its_prompt_is():
             assert completion.reason == ("stop" if stopped else "budget")
 
 
-@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("stops", mostly_slow([True, False]))
 @pytest.mark.parametrize("max_rows", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_waves_give_what_all_rows_at_once_give(max_rows, stops):
     """Rows that end are replaced at once: while completions wait, every row runs."""

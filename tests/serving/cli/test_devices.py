@@ -15,6 +15,7 @@ from jaxshare.serving.engine import Engine
 from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.workers.inspection.probe import attention_shares
 from jaxshare.sharding import make_mesh
+from tests.helpers import mostly_slow
 
 SAMPLER = Sampler(temperature=1.2, top_p=0.95)
 MESHES = [
@@ -90,9 +91,7 @@ def branches_alone():
     return generate(model_on(), TREE, max_new_tokens=12, sampler=SAMPLER, seed=2, share=True)
 
 
-@pytest.mark.parametrize(
-    "shape", [pytest.param((1, 2, 2), marks=pytest.mark.slow), (2, 2, 1), *MESHES[1:]]
-)
+@pytest.mark.parametrize("shape", mostly_slow([*MESHES[1:], (2, 2, 1), (1, 2, 2)], len(MESHES[1:])))
 def test_branches_write_on_a_mesh_what_they_write_on_one_device(shape):
     """With two data groups: each writes some of them."""
     expected = branches_alone()

@@ -324,6 +324,7 @@ def equal(found: Path, expected: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_job_that_loses_a_replica_writes_what_an_unbroken_one_does(cluster, tmp_path):
     address, pid = cluster
     process = start(tmp_path, "pool", "--ray", address, "--json")

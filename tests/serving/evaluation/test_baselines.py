@@ -283,6 +283,7 @@ def test_threads_and_what_comes_before_and_after():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "passes"),
     [

@@ -589,6 +589,7 @@ def test_answers_are_compared_as_mathematics_by_math_verify(evaluation, monkeypa
     assert json.loads(out)["points"][0]["accuracy"] == 1.0
 
 
+@pytest.mark.slow
 def test_runs_are_made_here(evaluation):
     """A model that writes a box after an empty line, which ends the problem."""
     rows = [

@@ -54,6 +54,7 @@ def alone() -> dict:
     return found
 
 
+@pytest.mark.slow
 def test_sessions_and_calls_run_beside_each_other_and_do_not_change_each_other(alone):
     with made() as engine:
         here = session(engine)

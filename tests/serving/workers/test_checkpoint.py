@@ -84,7 +84,8 @@ def test_a_save_changes_nothing_and_later_ones_stand_beside_it(tmp_path, whole):
         Workers.restore(model(), tmp_path, number=1)
 
 
-@pytest.mark.parametrize("cache", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [True, False])
 def test_workers_that_came_and_went_and_people_that_spoke_are_restored(tmp_path, cache):
     def first() -> Workers:
         session = start(record=not cache)
@@ -167,6 +168,7 @@ def restored_small(tmp_path, passes: int, **options) -> None:
     assert_goes_on(Workers.restore(model(), tmp_path), session)
 
 
+@pytest.mark.slow
 def test_a_save_without_keys_and_values_goes_on_as_the_unbroken_session(tmp_path):
     restored_small(tmp_path, AT)
 

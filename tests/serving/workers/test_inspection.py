@@ -154,6 +154,7 @@ def test_a_worker_that_feeds_nothing_is_left_out():
     assert list(attention_shares(resting)) == ["Bob"]
 
 
+@pytest.mark.slow
 def test_recording_changes_nothing_of_what_workers_write():
     problem, whole = arithmetic.make_problem(random.Random(0)).prompt(), demo.load_embedded()
     # Its first layer alone compiles sooner, and writes nonsense.

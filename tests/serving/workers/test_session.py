@@ -224,6 +224,7 @@ def test_private_and_shared_blocks_mix_in_a_layout_of_ones_own():
     assert filled(session) == lengths
 
 
+@pytest.mark.slow
 def test_moving_by_encoding_anew():
     session = start(move="reencode", ask_every=25)
     got = run(session)
@@ -342,6 +343,7 @@ def test_two_workers_share_the_work():
     assert both.texts == start(**options, implementation="reference").run().texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "move"),
     [
@@ -369,6 +371,7 @@ def test_steps_longer_than_what_is_set_aside_change_nothing(layout, move):
     )
 
 
+@pytest.mark.slow
 def test_a_full_history_ends_the_session_with_all_that_was_written(tmp_path):
     roomy = start()
     used = len(

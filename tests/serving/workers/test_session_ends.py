@@ -106,6 +106,7 @@ def history(workers: Workers) -> np.ndarray:
 # Steps of any length.
 
 
+@pytest.mark.slow
 def test_a_step_of_5000_tokens_is_one_step_wherever_it_is_written():
     tight, roomy = session(), session(step_tokens=5600)
     for workers in (tight, roomy):
@@ -192,6 +193,7 @@ def test_a_long_step_goes_on_after_a_save(tmp_path):
     np.testing.assert_array_equal(history(whole), history(restored))
 
 
+@pytest.mark.slow
 def test_the_trace_of_long_steps_is_computed_again():
     from jaxshare.models import reencode
 
