@@ -219,7 +219,10 @@ def follow(session: Workers, looks: list[int], acts: Acts | None = None) -> Trac
     trace = session.trace
     got, cache = reencode(session.model, trace, at=numbers)
     np.testing.assert_allclose(got, np.stack(logits), **CLOSE)
-    assert_same_cache(cache, session.cache, **CLOSE)
+    # A step that had a larger extent for a while has it to the end in the trace.
+    assert np.all(np.asarray(cache.capacities) >= np.asarray(session.cache.capacities))
+    same = dataclasses.replace(cache, capacities=session.cache.capacities)
+    assert_same_cache(same, session.cache, **CLOSE)
     return trace
 
 
