@@ -196,7 +196,7 @@ def test_few_rows_that_are_left_go_on_with_a_smaller_state(monkeypatch):
     monkeypatch.setattr("jaxshare.serving.engine.narrow._NARROW_ABOVE", 8)
     stops = dataclasses.replace(
         model(),
-        generation=dataclasses.replace(model().generation, stop_tokens=tuple(range(0, 402, 9))),
+        generation=dataclasses.replace(model().generation, stop_tokens=tuple(range(0, 402, 20))),
     )
     sampler = Sampler(temperature=3)
     options = dict(n=32, max_new_tokens=120, sampler=sampler, seed=3, share=True)
