@@ -2,9 +2,7 @@
 
 import functools
 import itertools
-import logging
 import os
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Self
@@ -13,19 +11,18 @@ import numpy as np
 
 from jaxshare import Sampler
 from jaxshare.arena import extents
-from jaxshare.compile_time import compile_seconds
 from jaxshare.deprecated import find, warn_renamed
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.checkpoints import CheckpointStore, SavedCheckpoint
-from jaxshare.serving.engine import checkpoint, validation
+from jaxshare.serving.engine import agreement, checkpoint, decisions, validation
 from jaxshare.serving.engine.create_scheduler import create_scheduler
+from jaxshare.serving.engine.engine_loop import EngineLoop
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.request import DerivedSeeds, Request
 from jaxshare.serving.engine.session_passes import SessionPasses
 from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamState
-from jaxshare.serving.engine.submitted_sessions import SubmittedSessions
-from jaxshare.serving.errors import ClosedError, EngineError, QueueFullError
+from jaxshare.serving.errors import EngineError, QueueFullError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler
 from jaxshare.serving.kvcache.lease import KVLease, LeaseTable
@@ -33,10 +30,8 @@ from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import USUAL, Hotspot
 
-log = logging.getLogger("jaxshare.engine")
 
-
-class Engine:
+class Engine(EngineLoop):
     """Serves requests to one model, as many at a time as there are rows and memory.
 
         with Engine(model) as engine:
@@ -73,7 +68,8 @@ class Engine:
 
         Args:
           model: from `jaxshare.models.load`. One on a mesh computes the same on all data groups;
-            give each of `model.replicas()` an engine.
+            give each of `model.replicas()` an engine. Where the mesh has devices of several
+            processes, each of them runs the same program; see `jaxshare.serving.engine.agreement`.
           kv_bytes: accelerator memory (on a mesh, of all devices of a group) for keys and values; by
             default for rows of 2,048 tokens and one of a full context, but at most 2 GiB.
           host_kv_bytes: host memory for evicted keys and values; 0 for none.
@@ -91,28 +87,33 @@ class Engine:
 
         Raises:
           ValueError: an unknown policy, a number below 1, memory for less than one token or block,
-            a Logits Cache of another model, or a model on devices of several processes.
+            a Logits Cache of another model, or host memory with a model on devices of several
+            processes.
+          EngineError: the processes of the model give different settings, or one gives none.
         """
         validation.check_engine(
-            model, max_rows=max_rows, max_queue=max_queue, passes=passes, kept_logits=kept_logits
+            model,
+            host_kv_bytes,
+            max_rows=max_rows,
+            max_queue=max_queue,
+            passes=passes,
+            kept_logits=kept_logits,
         )
         tokens, host = validation.memory_sizes(model, kv_bytes, host_kv_bytes, max_rows)
-        self.model, self.metrics = model.for_context(model.config.max_positions), Metrics()
+        self.model, metrics = model.for_context(model.config.max_positions), Metrics()
         self.rows, self.passes, self._max_queue = max_rows, passes, max_queue
         self._sampler = sampler or default_sampler(model)
         logits = validation.logits_cache_for(self.model, logits_cache, kept_logits)
         sizes = tokens, host, max_rows, passes
-        self._scheduler = create_scheduler(self.model, self.metrics, sizes, policy, logits, hotspot)
-        self._output = self._scheduler.output
-        self._leases = LeaseTable(self._scheduler.kv)
+        scheduler = create_scheduler(self.model, metrics, sizes, policy, logits, hotspot)
+        leases = LeaseTable(scheduler.kv, agreement.device_lock(model.mesh))
+        super().__init__(scheduler, leases, metrics)
+        self._output = scheduler.output
         self._numbers, self._seeds = itertools.count(), DerivedSeeds(seed)
         self._store: CheckpointStore | None = None
-        self._changed = threading.Condition()
-        self._submitted: list[Request] = []  # not in the scheduler's queue yet
-        self._sessions = SubmittedSessions(self._changed)
-        self._requests: dict[Request, StreamState] = {}  # all that have not finished
-        self._closed, self._step_seconds = False, 0.0  # of the last step
-        self._thread: threading.Thread | None = None
+        if self._leases.shared:
+            settings = decisions.settings_of(self.model, sizes, policy, logits, hotspot)
+            decisions.agree_on_settings(self._leases, self._scheduler, settings)
 
     @property
     def logits_cache(self) -> LogitsCache | None:
@@ -154,7 +155,7 @@ class Engine:
 
         Raises:
           TooLongError: the request does not fit the model's context, or never the memory.
-          QueueFullError: `max_queue` requests wait already.
+          QueueFullError: `max_queue` requests wait already. Several processes wait instead.
           ClosedError: the engine was shut down.
           ValueError: an empty prompt, a token outside the vocabulary, text without a tokenizer,
             messages that the template refuses, or options out of range.
@@ -185,39 +186,41 @@ class Engine:
         """Accepts a request unless the engine is closed, full or too small; starts the thread."""
         with self._changed:
             self._check_open()
-            pool = self._scheduler.kv.pool
+            pool, shared = self._scheduler.kv.pool, self._leases.shared
             validation.check_length(
                 len(request.prompt),
                 request.max_new_tokens,
                 context=self.model.config.max_positions,
                 capacity=pool.tokens,
-                available=self._leases.available,
+                # What depends on time several processes decide together, before a step.
+                available=pool.tokens if shared else self._leases.available,
                 bytes_per_token=pool.bytes_per_token,
             )
-            waiting = len(self._submitted) + len(self._scheduler.queue)
-            if waiting >= self._max_queue:
-                raise QueueFullError(
-                    f"{waiting} requests wait already, which is max_queue; try again when some "
-                    "have finished, or make the engine with a larger max_queue"
-                )
+            self._wait_for_place()
+            request.given_seed = seed
             if seed is None:
                 request.seed, request.next_seed = self._seeds.next(request.prompt)
             else:
                 request.seed = stream_seed(seed)
             self._submitted.append(request)
             self._requests[request] = state
+            self._changed.notify_all()  # another process may have decided on it already
             self._start_thread()
 
-    def _start_thread(self) -> None:
-        """Starts the thread, unless it runs. It ends when there is nothing to do."""
-        if self._thread is None:
-            # It is no daemon: the program must not end in the midst of a pass.
-            self._thread = threading.Thread(target=self._work, name="jaxshare-engine")
-            self._thread.start()
+    def _wait_for_place(self) -> None:
+        """Refuses a request where the queue is full, or waits where processes could differ."""
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the engine is shut down; make another")
+        def waiting() -> int:
+            return len(self._submitted) + len(self._scheduler.queue)
+
+        if self._leases.shared and self._leases.decides:
+            self._changed.wait_for(lambda: self._closed or waiting() < self._max_queue)
+            self._check_open()
+        elif not self._leases.shared and waiting() >= self._max_queue:
+            raise QueueFullError(
+                f"{waiting()} requests wait already, which is max_queue; try again when some "
+                "have finished, or make the engine with a larger max_queue"
+            )
 
     # Sessions.
 
@@ -227,7 +230,7 @@ class Engine:
         session = find("jaxshare.serving.workers.Workers")
         return session(self.model, problem, engine=self, **options)
 
-    def lease(self, capacities: Sequence[int]) -> KVLease:
+    def lease(self, capacities: Sequence[int], name: str = "") -> KVLease:
         """Leases memory for the blocks of a session.
 
         Waits for requests that do not fit beside it. Later requests that need more than the rest of
@@ -235,6 +238,7 @@ class Engine:
 
         Args:
           capacities: of the blocks, in tokens.
+          name: what several processes find the session by: a digest of all that it is made from.
 
         Raises:
           TooLongError: the session needs more memory than the engine has.
@@ -242,20 +246,23 @@ class Engine:
           ClosedError: the engine was shut down.
         """
         offsets, tokens = extents(np.asarray(capacities, np.int64))
-        with self._changed:
+        leases, name = self._leases, f"{name} {list(map(int, capacities))}"
+        with leases.exclusive(f"reserve {name}") if leases.shared else self._changed:
             self._check_open()
-            self._leases.reserve(tokens)
-            try:
+            leases.reserve(tokens)
+        try:
+            with self._changed:
                 self._changed.wait_for(
                     lambda: (
                         self._closed
-                        or all(r.max_tokens <= self._leases.available for r in self._requests)
+                        or not leases.decides
+                        or all(r.max_tokens <= leases.available for r in self._requests)
                     )
                 )
-            except BaseException:
-                self._leases.cancel(tokens)
-                raise
-        return self._leases.lease(capacities, tokens, offsets)
+        except BaseException:
+            leases.cancel(tokens)
+            raise
+        return leases.lease(capacities, tokens, offsets, name)
 
     def run_session(self, session: SessionPasses) -> BaseException | None:
         """Runs passes of a session's rows, at most `rows`, in a dispatch with all that runs besides.
@@ -281,11 +288,14 @@ class Engine:
         may need a larger program later. Raises ClosedError if the engine was shut down.
         """
         begin = time.perf_counter()
-        with self._leases.exclusive():
+
+        def propose() -> dict[str, bool]:
             with self._changed:
                 self._check_open()
-                idle = not self._requests and not self._sessions.expected
-            if idle:
+                return {"idle": not self._requests and not self._sessions.expected}
+
+        with self._leases.exclusive("warm up", propose) as agreed:
+            if agreed["idle"]:
                 self._scheduler.warm_up()
         return time.perf_counter() - begin
 
@@ -311,6 +321,7 @@ class Engine:
           SaveError: it cannot be written, or the one before it could not.
           ClosedError: the engine was shut down.
         """
+        validation.check_checkpoints(self.model, folder)
         with self._leases.exclusive():
             with self._changed:
                 self._check_open()
@@ -339,6 +350,7 @@ class Engine:
           EngineError: this engine has served requests already.
           ClosedError: it was shut down.
         """
+        validation.check_checkpoints(self.model, folder)
         with SavedCheckpoint(folder, number) as save, self._leases.exclusive():
             checkpoint.check(save, self.model)
             kv = self._scheduler.kv
@@ -376,10 +388,10 @@ class Engine:
             self._closed = True
             if cancel:
                 for request in self._requests:
-                    request.cancelled = True
+                    request.cancel_wanted = True
         self.drain()
         self._leases.close()
-        with self._leases.exclusive():
+        with self._leases.exclusive(agreement.END):
             self._scheduler.free()
             if self._store:
                 self._store.close()
@@ -396,52 +408,6 @@ class Engine:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
-    def _work(self) -> None:
-        while self._step():
-            pass
-
-    def _step(self) -> bool:
-        """Runs one step; False if there was nothing to do, so that the thread may end."""
-        with self._changed:
-            if not self._closed:
-                self._sessions.linger(self._step_seconds)
-            for request in self._submitted:
-                self._scheduler.queue.add(request)
-            self._submitted.clear()
-            self._scheduler.sessions.add(self._sessions.take())
-        compiled, begun = compile_seconds(), time.perf_counter()
-        try:
-            with self._leases.exclusive():
-                busy, error = self._scheduler.step(admit=not self._leases.num_waiting), None
-        except Exception as failure:  # a bug, or the device: no request may hang because of it
-            log.exception("the engine's scheduler failed")
-            busy, error = False, failure
-        compiled = compile_seconds() - compiled
-        self._step_seconds = time.perf_counter() - begun - compiled
-        self.metrics.compiled(compiled)
-        with self._changed:
-            if error:
-                self._abort_running(error)
-            self._sessions.end(self._scheduler.sessions.running, compiled)
-            if self._closed:
-                waiting = [*self._scheduler.sessions.clear(), *self._sessions.take()]
-                self._sessions.fail(waiting, ClosedError("the engine is shut down; make another"))
-            self._requests = {r: s for r, s in self._requests.items() if s.output is None}
-            self._changed.notify_all()  # a session may wait for requests to finish
-            if busy or self._submitted or self._sessions.expected:
-                return True
-            self._thread = None
-            return False
-
-    def _abort_running(self, error: Exception) -> None:
-        """Ends all requests and sessions that the failed scheduler had, and resets it."""
-        self._sessions.fail(self._scheduler.sessions.clear(), error)
-        for request, state in self._requests.items():
-            if state.output is None and request not in self._submitted:
-                self._output.abort(request, error)
-        with self._leases.exclusive():
-            self._scheduler.reset()
-
 
 def _cancel(request: Request) -> None:
-    request.cancelled = True
+    request.cancel_wanted = True

@@ -56,6 +56,9 @@ class Request:
       top_logits: the distributions from which the output was sampled, without the replayed ones.
       next_seed: the seed of the next request with the same prompt, where seeds are derived.
       num_streamed: tokens of the output that its stream was given.
+      given_seed: the seed as it was submitted, or None.
+      cancel_wanted: whether it is to be cancelled, which is decided before a step; cancelled:
+        whether that was decided.
     """
 
     number: int
@@ -81,8 +84,10 @@ class Request:
     next_seed: int | None = None
     num_streamed: int = 0
     preemptions: int = 0
+    cancel_wanted: bool = False
     cancelled: bool = False
     finished: bool = False
+    given_seed: int | None = None
 
     @property
     def tokens(self) -> np.ndarray:

@@ -18,6 +18,7 @@ from jaxshare.decoding.automaton import TokenAutomata, TokenAutomaton
 from jaxshare.decoding.row_transfer import put_rows, take_rows, with_room_for
 from jaxshare.layout import bucket
 from jaxshare.serving.errors import ClosedError
+from jaxshare.serving.kvcache.lease import KVLease
 from jaxshare.serving.kvcache.pool import Extent
 from jaxshare.serving.kvcache.view import SessionBlocks
 
@@ -71,7 +72,7 @@ class SessionPasses:
     """Passes of a session's rows.
 
     Attributes:
-      owner: the session, which asks for one dispatch at a time.
+      owner: the lease of the session, which asks for one dispatch at a time.
       state: its rows; after the dispatch as they are then. Its arenas are not used.
       automata: with which its rows find the ends of steps and of answers.
       blocks: gives where the session's blocks are, under the device lock.
@@ -83,7 +84,7 @@ class SessionPasses:
       done: whether it is over.
     """
 
-    owner: object
+    owner: KVLease
     state: DecodeState
     automata: Automata
     blocks: Callable[[], list[Extent]]
@@ -98,6 +99,13 @@ class SessionPasses:
     def num_rows(self) -> int:
         """The rows that it takes."""
         return self.state.layout.num_rows
+
+    @property
+    def text(self) -> str:
+        """The passes in words. They are the same in every process."""
+        return (
+            f"{self.passes} passes{' to a halt' * self.halts} of rows {[*map(list, self.listed)]}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

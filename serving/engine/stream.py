@@ -85,10 +85,13 @@ class Detokenizer:
     Args:
       tokenizer: None if there are no texts.
       stops: the text ends before the first of these.
+
+    Attributes:
+      stops: as given.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]):
-        self._tokenizer, self._stops = tokenizer, stops
+        self._tokenizer, self.stops = tokenizer, stops
         self._tokens: list[int] = []
         self._num_shown = 0
 
@@ -98,7 +101,7 @@ class Detokenizer:
 
     def stopped(self, tokens: Sequence[int]) -> bool:
         """Returns whether the text of these tokens contains a stop text."""
-        return bool(self._stops) and self._cut(tokens)[1]
+        return bool(self.stops) and self._cut(tokens)[1]
 
     def next_text(self, tokens: Sequence[int], last: bool) -> str:
         """Text that the next tokens add.
@@ -109,7 +112,7 @@ class Detokenizer:
         text = self.text(self._tokens)
         if not last:
             held = max(
-                (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
+                (n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
                 default=0,
             )
             text = text[: len(text) - held].rstrip("\ufffd")
@@ -118,7 +121,7 @@ class Detokenizer:
 
     def _cut(self, tokens: Sequence[int]) -> tuple[str, bool]:
         text = "" if self._tokenizer is None else self._tokenizer.decode(tokens)
-        end = min((start for stop in self._stops if (start := text.find(stop)) >= 0), default=None)
+        end = min((start for stop in self.stops if (start := text.find(stop)) >= 0), default=None)
         return text[:end], end is not None
 
 

@@ -15,21 +15,24 @@ class SubmittedSessions:
 
     Args:
       changed: the condition under which all of this is used; it is notified elsewhere.
+
+    Attributes:
+      submitted: the passes that sessions have asked for.
     """
 
     def __init__(self, changed: threading.Condition):
         self._changed = changed
-        self._submitted: list[SessionPasses] = []
+        self.submitted: list[SessionPasses] = []
         self._recent: set[object] = set()  # of the last dispatch, which will ask for more
 
     @property
     def expected(self) -> bool:
         """Returns whether sessions wait, or have just run."""
-        return bool(self._submitted or self._recent)
+        return bool(self.submitted or self._recent)
 
     def submit(self, session: SessionPasses) -> None:
         """Lets a session wait for its dispatch."""
-        self._submitted.append(session)
+        self.submitted.append(session)
         self._changed.notify_all()
 
     def wait(self, session: SessionPasses) -> BaseException | None:
@@ -47,8 +50,8 @@ class SubmittedSessions:
             try:
                 self._changed.wait_for(lambda: session.done)
             except BaseException as error:
-                if session in self._submitted:
-                    self._submitted.remove(session)
+                if session in self.submitted:
+                    self.submitted.remove(session)
                     raise
                 interrupt = error
         if session.error:
@@ -64,13 +67,19 @@ class SubmittedSessions:
         recent = self._recent
         if recent:
             self._changed.wait_for(
-                lambda: recent <= {session.owner for session in self._submitted},
+                lambda: recent <= {session.owner for session in self.submitted},
                 max(_MIN_LINGER, _LINGER * step_seconds),
             )
 
     def take(self) -> list[SessionPasses]:
         """Gives the sessions that have been submitted, for the scheduler."""
-        found, self._submitted = self._submitted, []
+        found, self.submitted = self.submitted, []
+        return found
+
+    def take_one(self, number: int) -> SessionPasses:
+        """Gives the session whose lease has this number, for the scheduler."""
+        found = next(each for each in self.submitted if each.owner.number == number)
+        self.submitted.remove(found)
         return found
 
     def end(self, sessions: list[SessionPasses], compile_seconds: float) -> None:

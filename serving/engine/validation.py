@@ -1,5 +1,6 @@
 """Checks of the engine's settings and of requests, before anything is computed."""
 
+import os
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from jaxshare import Sampler
 from jaxshare.arena import ALIGNMENT, arena_size
 from jaxshare.models import LoadedModel
+from jaxshare.serving.checkpoints import SaveError
 from jaxshare.serving.errors import TooLongError
 from jaxshare.serving.inputs import encode, encode_messages, token_bytes
 from jaxshare.serving.kvcache.pool import standard_tokens, whole_tiles
@@ -17,8 +19,8 @@ Messages = Sequence[Mapping[str, str]]
 Prompt = str | Messages | Sequence[int] | np.ndarray
 
 
-def check_engine(model: LoadedModel, **at_least_1: int) -> None:
-    """Refuses settings below 1, and a model on devices of several processes.
+def check_engine(model: LoadedModel, host_kv_bytes: int, **at_least_1: int) -> None:
+    """Refuses settings below 1, and host memory for a model on devices of several processes.
 
     Raises:
       ValueError: as described.
@@ -26,11 +28,31 @@ def check_engine(model: LoadedModel, **at_least_1: int) -> None:
     for name, value in at_least_1.items():
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
-    if model.mesh is not None and model.mesh.is_multi_process:
+    if host_kv_bytes and is_shared(model):
         raise ValueError(
-            "the model is on devices of several processes, which would admit different requests at "
-            "different times; give the engine a model on this process's devices"
+            f"host_kv_bytes is {host_kv_bytes}, but the model is on devices of several processes, "
+            "each of which can read only its own part of the keys and values; give 0, and more "
+            "kv_bytes"
         )
+
+
+def check_checkpoints(model: LoadedModel, folder: str | os.PathLike) -> None:
+    """Refuses checkpoints of an engine whose model is on devices of several processes.
+
+    Raises:
+      SaveError: as described.
+    """
+    if is_shared(model):
+        raise SaveError(
+            f"the checkpoint in {os.fspath(folder)} would hold keys and values of devices of "
+            "several processes, each of which can read only its own; save and restore engines "
+            "whose model is on this process's devices"
+        )
+
+
+def is_shared(model: LoadedModel) -> bool:
+    """Returns whether the model is on devices of several processes."""
+    return model.mesh is not None and model.mesh.is_multi_process
 
 
 def memory_sizes(

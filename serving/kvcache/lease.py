@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxshare import KVCache
 from jaxshare.serving.errors import ClosedError, EngineError, TooLongError
+from jaxshare.serving.kvcache.device_lock import Agreed, DeviceLock, Turn
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.pool import Extent
 
@@ -21,51 +22,85 @@ from jaxshare.serving.kvcache.pool import Extent
 class LeaseTable:
     """All leases of an engine's memory, and the device lock.
 
+    Args:
+      kv: the memory.
+      lock: the device lock; by default one for this process alone.
+
     Attributes:
       num_waiting: sessions that wait for memory. No requests are admitted meanwhile, or there would
         never be enough.
     """
 
-    def __init__(self, kv: KVManager):
+    def __init__(self, kv: KVManager, lock: DeviceLock | None = None):
         self.num_waiting = 0
-        self._kv = kv
+        self._kv, self._lock = kv, lock or DeviceLock()
         self._changed = threading.Condition()
-        self._tickets: collections.deque[object] = collections.deque()
-        self._busy = self._closed = False
-        self._num_unlocks = self._reserved = 0
-        self._released: collections.deque[Extent] = collections.deque()  # not given back yet
+        self._closed = False
+        self._num_unlocks = self._reserved = self._num_leases = 0
+        self._extents: dict[int, Extent] = {}  # by the lease's number
+        self._released: collections.deque[int] = collections.deque()  # not given back yet
 
     @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Acquires the device lock: exclusive use of memory and device, in the order of arrival."""
-        ticket = object()
-        with self._changed:
-            self._tickets.append(ticket)
+    def exclusive(
+        self,
+        name: str = "",
+        propose: Callable[[], Agreed] = dict,
+        prepare: Callable[[Agreed], None] = lambda agreed: None,
+    ) -> Iterator[Agreed]:
+        """Acquires the device lock: exclusive use of memory and device, in the order of arrival.
+
+        Memory that was released before is given back first.
+
+        Args:
+          name, propose, prepare: see `Turn`.
+
+        Returns:
+          What this use is about.
+        """
+
+        def propose_all() -> Agreed:
+            return {**propose(), "released": list(self._released)}
+
+        with self._lock.held(Turn(name, propose_all, prepare)) as agreed:
+            with self._changed:  # so that no thread counts the tokens twice
+                for number in agreed["released"]:
+                    self._kv.end_lease(self._extents.pop(number))
+                    if number in self._released:
+                        self._released.remove(number)
             try:
-                self._changed.wait_for(lambda: not self._busy and self._tickets[0] is ticket)
-                self._busy = True
+                yield agreed
             finally:
-                # An interrupted wait must not block the later tickets.
-                self._tickets.remove(ticket)
-                self._changed.notify_all()
-        try:
-            while self._released:
-                self._kv.end_lease(self._released.popleft())
-            yield
-        finally:
-            with self._changed:
-                self._busy = False
-                self._num_unlocks += 1
-                self._changed.notify_all()
+                with self._changed:
+                    self._num_unlocks += 1
+                    self._changed.notify_all()
+
+    @property
+    def shared(self) -> bool:
+        """Whether several processes run the engine."""
+        return self._lock.shared
+
+    @property
+    def decides(self) -> bool:
+        """Whether this process decides what the engine does, as one that is alone does."""
+        return self._lock.decides
+
+    def fail(self, error: Exception) -> None:
+        """Ends the engine in all processes, after an error of this one."""
+        self._lock.fail(error)
+        self.close()
 
     @property
     def available(self) -> int:
-        """Tokens that are neither leased nor reserved. Not for use under the device lock."""
-        if self._released:
-            with self.exclusive():
-                pass
+        """Tokens that are neither leased nor reserved."""
         with self._changed:
-            return self._kv.pool.tokens - self._kv.leased_tokens - self._reserved
+            # Several processes count what they release only when all give it back.
+            released = [] if self._lock.shared else [*self._released]
+            unused = sum(self._leased_tokens(number) for number in released)
+            return self._kv.pool.tokens - self._kv.leased_tokens - self._reserved + unused
+
+    def _leased_tokens(self, number: int) -> int:
+        extent = self._extents[number]
+        return extent.capacity if extent in self._kv.leased else 0
 
     def reserve(self, tokens: int) -> None:
         """Reserves tokens for a session; `lease` or `cancel` has to follow.
@@ -96,28 +131,34 @@ class LeaseTable:
         with self._changed:
             self._reserved -= tokens
 
-    def lease(self, capacities: Sequence[int], tokens: int, offsets: np.ndarray) -> "KVLease":
+    def lease(
+        self, capacities: Sequence[int], tokens: int, offsets: np.ndarray, name: str = ""
+    ) -> "KVLease":
         """Leases reserved tokens; waits until requests that use them have finished.
 
         Args:
           capacities: of the blocks.
           tokens: of all blocks together, with gaps.
           offsets: of the blocks within these tokens.
+          name: of the session, the same in every process.
 
         Raises:
           ClosedError: the engine was shut down.
         """
-        extent = None
+        extent, number = None, -1
         with self._changed:
             self.num_waiting += 1
         try:
             while not extent:
-                with self.exclusive():
+                with self.exclusive(f"lease {name}"):
                     if self._closed:
                         raise ClosedError("the engine is shut down; make another")
                     with self._changed:  # so that no thread counts the tokens twice
                         if extent := self._kv.lease(tokens):
                             self._reserved -= tokens
+                            number = self._num_leases
+                            self._num_leases += 1
+                            self._extents[number] = extent
                         seen = self._num_unlocks + 1  # this lock itself counts
                 with self._changed:
                     self._changed.wait_for(
@@ -128,11 +169,11 @@ class LeaseTable:
                 self.num_waiting -= 1
                 self._reserved -= 0 if extent else tokens
         assert extent
-        return KVLease(self, self._kv, extent, offsets, capacities)
+        return KVLease(self, self._kv, number, extent, offsets, capacities)
 
-    def release(self, extent: Extent) -> None:
+    def release(self, number: int) -> None:
         """Releases a lease. Safe from any thread, even while another holds the lock."""
-        self._released.append(extent)
+        self._released.append(number)
 
     def close(self) -> None:
         """Ends all leases."""
@@ -150,19 +191,23 @@ class KVLease:
 
     Outside of `exclusive` the arrays of a cache from here do not belong to the session: other
     passes write to them, and blocks may be moved.
+
+    Attributes:
+      number: of the lease, in the order in which they were granted.
     """
 
     def __init__(
         self,
         table: LeaseTable,
         kv: KVManager,
+        number: int,
         extent: Extent,
         offsets: np.ndarray,
         capacities: Sequence[int],
     ):
-        self._table, self._kv, self._extent = table, kv, extent
+        self._table, self._kv, self.number, self._extent = table, kv, number, extent
         self._offsets, self._capacities = offsets.astype(np.int32), np.asarray(capacities, np.int32)
-        self.close = weakref.finalize(self, table.release, extent)
+        self.close = weakref.finalize(self, table.release, number)
         self.close.atexit = False
 
     @contextlib.contextmanager
@@ -172,7 +217,7 @@ class KVLease:
         Raises:
           ClosedError: the lease has ended.
         """
-        with self._table.exclusive():
+        with self._table.exclusive(f"session {self.number}"):
             self._check()
             yield
 

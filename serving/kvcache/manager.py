@@ -83,6 +83,7 @@ class KVManager:
       pool, tree: the memory and the cached prefixes.
       leased, leased_tokens: the extents of sessions, and their tokens.
       speeds: as given.
+      costs: by which it is decided whether to read tokens as a block of their own.
       view_changed: whether the blocks differ from those of the last view of decoding rows; the
         scheduler resets it.
     """
@@ -101,7 +102,7 @@ class KVManager:
         self._model, self._tokens, self._host_tokens = model, tokens, host_tokens
         self._policy, self._metrics = policy, metrics
         self.reset()
-        self._costs, self._layers = load_costs(model), model.config.num_layers
+        self.costs, self._layers = load_costs(model), model.config.num_layers
 
     def reset(self) -> None:
         """Empties pool and tree, and ends all leases."""
@@ -142,7 +143,8 @@ class KVManager:
             return Wait.MEMORY
         shared = collections.Counter[str]()
         for node in path:
-            others = node.segment.owners.keys() - {request.agent}
+            # In an order that is the same in every process, as policies add what they are told.
+            others = [owner for owner in node.segment.owners if owner != request.agent]
             shared.update(dict.fromkeys(others, len(node.tokens)))
         self._policy.observe(
             Observation(request.agent, tree.now, len(tokens), num_cached, shared, running)
@@ -191,7 +193,7 @@ class KVManager:
         as one block with the nodes before it, and costs nothing. A few tokens at the very beginning
         are common to all prompts, so they would soon be a block of all rows.
         """
-        rows, costs = node.ref_count + 1, self._costs
+        rows, costs = node.ref_count + 1, self.costs
         if rows < 2 or tokens < MIN_SHARED_TOKENS:
             at_root = node.parent is self.tree.root
             return rows < 2 and (not at_root or tokens >= MIN_SHARED_TOKENS)

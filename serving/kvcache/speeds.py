@@ -21,6 +21,15 @@ class FixedSpeeds:
     def __init__(self, feed_seconds: float = 0.0, copy_seconds: float = 0.0):
         self.feed_seconds, self.copy_seconds = feed_seconds, copy_seconds
 
+    @property
+    def measured(self) -> tuple[float, float]:
+        """What they should be from now on: `feed_seconds` and `copy_seconds`."""
+        return self.feed_seconds, self.copy_seconds
+
+    def use(self, feed_seconds: float, copy_seconds: float) -> None:
+        """Takes over speeds that were measured, by this process or by another one."""
+        self.feed_seconds, self.copy_seconds = feed_seconds, copy_seconds
+
     @contextlib.contextmanager
     def feeding(self, tokens: int) -> Iterator[None]:
         """Surrounds a prefill of this many tokens, from its dispatch to its results."""
@@ -33,7 +42,7 @@ class FixedSpeeds:
 
 
 class MeasuredSpeeds(FixedSpeeds):
-    """Speeds that follow from measurements.
+    """Speeds that are measured; decisions follow from them once they are taken over with `use`.
 
     Args:
       clock: the seconds now.
@@ -41,19 +50,23 @@ class MeasuredSpeeds(FixedSpeeds):
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         super().__init__()
-        self._clock = clock
+        self._clock, self._feed, self._copy = clock, 0.0, 0.0
+
+    @property
+    def measured(self) -> tuple[float, float]:
+        return self._feed, self._copy
 
     @contextlib.contextmanager
     def feeding(self, tokens: int) -> Iterator[None]:
         start = self._clock()
         yield
-        self.feed_seconds = _ema(self.feed_seconds, (self._clock() - start) / tokens)
+        self._feed = _ema(self._feed, (self._clock() - start) / tokens)
 
     @contextlib.contextmanager
     def copying(self, tokens: int) -> Iterator[None]:
         start = self._clock()
         yield
-        self.copy_seconds = _ema(self.copy_seconds, (self._clock() - start) / tokens)
+        self._copy = _ema(self._copy, (self._clock() - start) / tokens)
 
 
 def _ema(before: float, now: float) -> float:

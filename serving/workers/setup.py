@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -64,6 +65,12 @@ class _SessionPlan:
     sizes: Mapping[str, int]
     needed: int
 
+    def digest(self, settings: Mapping[str, Any]) -> str:
+        """A hash of what a session's texts follow from. It is the same in every process."""
+        names = ("names", "problem", "sampler", "seed", "budget", "stop_on", "together", "move")
+        given = [settings[name] for name in names], sorted(self.contents.items())
+        return hashlib.blake2b(repr(given).encode(), digest_size=8).hexdigest()
+
     @classmethod
     def create(cls, model: LoadedModel, settings: Mapping[str, Any]) -> Self:
         """The plan of a session with these settings, which `_checked` has returned."""
@@ -121,7 +128,7 @@ def create_session(
     loaded, model = model, model.for_context(context)
     capacities = [plan.sizes.get(block, 0) for block in plan.roster.blocks]
     recorder = Recorder(len(capacities), capacities) if settings["record"] else None
-    lease = engine.lease(capacities) if engine else None
+    lease = engine.lease(capacities, plan.digest(settings)) if engine else None
     cache, growth, broken, prefill_seconds = _fill_cache(model, plan, capacities, recorder, lease)
     sampler = _with_forbidden(settings["sampler"], model, format, settings["stop_on"])
     rows = plan.roster.device_layout

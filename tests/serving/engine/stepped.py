@@ -92,13 +92,13 @@ class Stepped(Engine):
         current().wait_while(lambda: not session.done)
         return self._sessions.wait(session)
 
-    def lease(self, capacities: Any) -> Any:
+    def lease(self, capacities: Any, name: str = "") -> Any:
         tokens = extents(np.asarray(capacities, np.int64))[1]
         if not self._fits(tokens):
             self._leases.num_waiting += 1  # nothing is admitted, as where a thread waits for memory
             current().wait_while(lambda: not self._fits(tokens))
             self._leases.num_waiting -= 1
-        return super().lease(capacities)
+        return super().lease(capacities, name)
 
     def _fits(self, tokens: int) -> bool:
         """Returns whether a session would be given so many tokens at once."""

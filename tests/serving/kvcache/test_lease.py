@@ -225,7 +225,7 @@ def test_turns_go_to_who_has_waited_longest():
         for n in range(4):
             threads.append(threading.Thread(target=wait, args=(n,)))
             threads[-1].start()
-            while len(leases._tickets) <= n:
+            while len(leases._lock._tickets) <= n:
                 time.sleep(0.001)
     for thread in threads:
         thread.join()
@@ -239,7 +239,7 @@ def test_turns_go_to_who_has_waited_longest():
         raise KeyboardInterrupt
 
     with leases.exclusive(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leases._changed, "wait_for", interrupted)
+        patch.setattr(leases._lock._changed, "wait_for", interrupted)
         with pytest.raises(KeyboardInterrupt), leases.exclusive():
             pass
     with leases.exclusive():
