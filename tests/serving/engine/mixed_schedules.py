@@ -262,9 +262,14 @@ def start_engine(
     )
 
 
-def play(schedule: Schedule) -> Played:
-    """Runs a schedule in one thread's turns."""
-    engine, rng = start_engine(schedule), random.Random(schedule.seed)
+def play(
+    schedule: Schedule,
+    loaded: LoadedModel | None = None,
+    watch: Callable[[Engine], object] = lambda engine: None,
+) -> Played:
+    """Runs a schedule in one thread's turns; `watch` sees the engine first."""
+    engine, rng = start_engine(schedule, loaded=loaded), random.Random(schedule.seed)
+    watch(engine)
     # So memory is of any size, and arrays of one.
     taken = engine.lease([schedule.engine["taken"]]) if schedule.engine["taken"] else None
     waiting, turn = [*schedule.arrivals], 0

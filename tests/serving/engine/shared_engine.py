@@ -6,31 +6,31 @@ what its scheduler decides.
 It writes one line of JSON: {"texts": ..., "log": ...}, of which the log has an entry for each step.
 """
 
-import dataclasses
-import functools
 import json
 import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxshare import FinishReason, Sampler
+from jaxshare import Sampler
 from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.serving import Workers, generate
-from jaxshare.serving.engine import Engine, EngineError
+from jaxshare.serving.engine import Engine, prefill, running_request
 from jaxshare.serving.engine.scheduler import Scheduler
 from jaxshare.serving.inputs import token_bytes
+from jaxshare.serving.kvcache import manager
+from jaxshare.serving.kvcache.sharing_cost import Costs
 from jaxshare.sharding import make_mesh
 
 WARM = Sampler(temperature=1.2, top_p=0.95)
 TOKENS = 1280
-SEEDS = range(4)
+SEEDS = (1, 5)
 """Of the schedules in turns."""
 
 
@@ -61,13 +61,18 @@ def log_decisions(scheduler: Scheduler) -> list[dict[str, Any]]:
             "sessions": [[each.request.owner.number, each.rows.tolist()] for each in sessions],
         },
     )
-    watch(scheduler.kv.tree, "evict_node", lambda node, _: [node.segment.depth, len(node.tokens)])
+    watch(
+        scheduler.kv.tree,
+        "evict_node",
+        lambda node, worth_a_copy: [node.segment.depth, len(node.tokens)],
+    )
     watch(scheduler.output, "finish", lambda request, reason, *_: [request.number, str(reason)])
     step = scheduler.step
 
     def logged(admit: bool = True) -> bool:
         busy = step(admit)
-        log.append({**entry, "free": scheduler.kv.pool.free, "busy": busy})
+        if entry:
+            log.append({**entry, "free": scheduler.kv.pool.free, "busy": busy})
         entry.clear()
         return busy
 
@@ -132,9 +137,7 @@ def work(engine: Engine, seed: int, problem: str, delay: Callable[[], None]) -> 
 def branch(engine: Engine, delay: Callable[[], None]) -> Any:
     delay()
     tree = ["Compute these: 17 + 25 =", "Compute these: 6 * 7 ="]
-    done = generate(
-        engine.model, tree, n=2, max_new_tokens=12, sampler=WARM, seed=2, engine=engine
-    )
+    done = generate(engine.model, tree, n=2, max_new_tokens=12, sampler=WARM, seed=2, engine=engine)
     return [completion.tokens for completion in done.completions]
 
 
@@ -192,16 +195,25 @@ def play_turns(mesh: Any) -> dict[str, Any]:
 
     model = mixed_schedules.model()
     model = model if mesh is None else model.on(mesh)
+    manager.GROWTH, prefill.ROWS, prefill.WIDTH, running_request.WIDTH = 16, 4, 8, 2
     texts, logs = [], []
+
+    def watch(engine: Engine) -> None:
+        # What is predicted for a mesh is not what is predicted for one device.
+        engine._scheduler.kv.costs = Costs(1.0, 0.5, 0.01, 0.5, 0.5)
+        logs.append(log_decisions(engine._scheduler))
+
     for seed in SEEDS:
         schedule = mixed_schedules.make(seed)
         schedule.engine["host"] = 0
-        log: list[dict[str, Any]] = []
-        played = mixed_schedules.play(schedule, model, log)
+        played = mixed_schedules.play(schedule, model, watch)
+        played.engine._thread = None
+        played.engine.shutdown()
         mixed_schedules.check_calls(played.calls)
-        texts.append([done.tokens for _, _, done in played.calls])
-        texts.append([[v.written, v.passes, v.lengths] for _, v in played.visits])
-        logs.append(log)
+        for number, (what, found) in enumerate(played.visits):
+            mixed_schedules.check_visit(number, what, found)
+        texts += [done.tokens for _, _, done in played.calls]
+        texts += [[visited.written, visited.passes] for _, visited in played.visits]
     return {"texts": texts, "log": logs}
 
 
@@ -210,11 +222,11 @@ def main(kind: str, address: str = "", process: str = "0") -> None:
     if address:
         jax.distributed.initialize(address, num_processes=2, process_id=int(process))
         mesh = make_mesh(tensor=2, kv=jax.device_count() // 2)
-    if kind == "threads":
-        found = play_threads(load(EMBEDDED, mesh=mesh), delays(int(process)))
-    else:
-        found = play_turns(mesh)
-    print(json.dumps(found))
+    kinds = {
+        "threads": lambda: play_threads(load(EMBEDDED, mesh=mesh), delays(int(process))),
+        "turns": lambda: play_turns(mesh),
+    }
+    print(json.dumps(kinds[kind]()))
 
 
 if __name__ == "__main__":

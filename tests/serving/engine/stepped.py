@@ -81,6 +81,9 @@ class Stepped(Engine):
     def step(self) -> bool:
         self._step_seconds = 0.0
         self._sessions._recent.clear()  # or else it waits for them
+        if self._leases.shared and not self._decisions.has_work:
+            with self._leases.exclusive("nothing"):  # gives back what was released
+                return False
         busy = self._step()
         self._thread = threading.current_thread()
         return busy
