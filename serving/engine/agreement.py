@@ -113,7 +113,8 @@ class _SharedLock(DeviceLock):
         super().__init__()
         self._store, self._folder = store, folder
         self._number = 0  # of the next turn
-        self._error: Exception | None = None
+        self._error: Exception | None = None  # of all turns from now on
+        self._reason = ""
 
     def _key(self, kind: str, *more: int) -> str:
         return "/".join(map(str, (self._folder, self._number, kind, *more)))
@@ -126,9 +127,9 @@ class _SharedLock(DeviceLock):
         with self._changed:
             if self._error:
                 return
-            self._error = _ended(error)
+            self._error, self._reason = _ended(error), str(error)
             self._changed.notify_all()
-        self._tell(str(error))
+        self._tell(self._reason)
 
     def _tell(self, error: str) -> None:
         """Tells the other processes of an error."""
@@ -240,8 +241,8 @@ class FollowerLock(_SharedLock):
                 self._busy, self._head = False, None
                 self._number += 1
                 self._changed.notify_all()
-            if self._error:  # of another thread, which could not tell it during this turn
-                self._tell(str(self._error))
+            if self._reason:  # of another thread, which could not tell it during this turn
+                self._tell(self._reason)
 
     def fail(self, error: Exception) -> None:
         self._fail(error)
@@ -280,9 +281,10 @@ class FollowerLock(_SharedLock):
             with self._changed:
                 self._reading = False
                 if record is not None:
-                    self._head, self._head_time = json.loads(record), time.monotonic()
-                    if self._head["name"] in (END, FAILED):
-                        self._error = self._error or self._told(self._head)
+                    self._head = head = json.loads(record)
+                    self._head_time = time.monotonic()
+                    if head["name"] in (END, FAILED):
+                        self._error = self._error or self._told(head)
                 self._changed.notify_all()
 
     def _told(self, record: Mapping[str, Any]) -> Exception:
@@ -291,7 +293,10 @@ class FollowerLock(_SharedLock):
         return self._failed(record["agreed"]["error"])
 
     def _failed(self, error: str) -> EngineError:
-        return EngineError(f"the engine of process {self._leader} has failed: {error}")
+        return EngineError(
+            f"the engine of process {self._leader} has failed: {error}; make another in every "
+            "process"
+        )
 
     def _give_up(self, record: Mapping[str, Any]) -> None:
         self.fail(
