@@ -58,21 +58,31 @@ class LeaseTable:
           What this use is about.
         """
 
+        # Every process gives the same memory back before anything else of the turn.
         def propose_all() -> Agreed:
-            return {**propose(), "released": list(self._released)}
+            released = list(self._released)
+            self._give_back(released)
+            return {**propose(), "released": released}
 
-        with self._lock.held(Turn(name, propose_all, prepare)) as agreed:
-            with self._changed:  # so that no thread counts the tokens twice
-                for number in agreed["released"]:
-                    self._kv.end_lease(self._extents.pop(number))
-                    if number in self._released:
-                        self._released.remove(number)
+        def prepare_all(agreed: Agreed) -> None:
+            self._give_back(agreed["released"])
+            prepare(agreed)
+
+        with self._lock.held(Turn(name, propose_all, prepare_all)) as agreed:
             try:
                 yield agreed
             finally:
                 with self._changed:
                     self._num_unlocks += 1
                     self._changed.notify_all()
+
+    def _give_back(self, numbers: Sequence[int]) -> None:
+        """Ends leases that were released."""
+        with self._changed:  # so that no thread counts the tokens twice
+            for number in numbers:
+                self._kv.end_lease(self._extents.pop(number))
+                if number in self._released:
+                    self._released.remove(number)
 
     @property
     def shared(self) -> bool:

@@ -52,6 +52,7 @@ def both(*more: dict[str, Any]) -> Iterator[list[Engine]]:
     locks = [LeaderLock(store, "e", (1,)), FollowerLock(store, "e", 1, 0)]
     given = threading.local()
     settings = more or ({}, {})
+    model()  # once, before two threads ask for it
 
     def make(process: int) -> Engine:
         given.lock = locks[process]
