@@ -208,6 +208,19 @@ def test_a_failure_takes_the_memory_of_sessions_and_says_so(monkeypatch):
         run(session(engine))
 
 
+def test_a_request_is_taken_at_once_while_released_memory_is_not_given_back_yet():
+    with made() as engine:
+        lease = engine.lease([64])
+        with engine._leases.exclusive():
+            lease.close()
+            thread = threading.Thread(target=ask, args=(engine, 2))
+            thread.start()
+            thread.join(10)
+            assert not thread.is_alive()
+        engine.drain(100)
+        assert engine._leases.available == ROOM
+
+
 def test_turns_go_to_who_has_waited_longest():
     class Nothing(KVManager):
         def __init__(self):
