@@ -174,9 +174,13 @@ def agree_on_settings(
 ) -> None:
     """Compares the engine's settings in all processes, which then decide by the same costs.
 
+    A process that is alone has nothing to agree on.
+
     Raises:
       EngineError: they differ.
     """
+    if not leases.shared:
+        return
 
     def propose() -> Agreed:
         return {"settings": settings, "costs": scheduler.kv.costs.as_json()}

@@ -15,8 +15,9 @@ from jaxshare.deprecated import find, warn_renamed
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.checkpoints import CheckpointStore, SavedCheckpoint
-from jaxshare.serving.engine import agreement, checkpoint, decisions, validation
+from jaxshare.serving.engine import agreement, checkpoint, validation
 from jaxshare.serving.engine.create_scheduler import create_scheduler
+from jaxshare.serving.engine.decisions import agree_on_settings, settings_of
 from jaxshare.serving.engine.engine_loop import EngineLoop
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.request import DerivedSeeds, Request
@@ -68,8 +69,8 @@ class Engine(EngineLoop):
 
         Args:
           model: from `jaxshare.models.load`. One on a mesh computes the same on all data groups;
-            give each of `model.replicas()` an engine. Where the mesh has devices of several
-            processes, each of them runs the same program; see `jaxshare.serving.engine.agreement`.
+            give each of `model.replicas()` an engine. Several processes of one mesh run the same
+            program; see `jaxshare.serving.engine.agreement`.
           kv_bytes: accelerator memory (on a mesh, of all devices of a group) for keys and values; by
             default for rows of 2,048 tokens and one of a full context, but at most 2 GiB.
           host_kv_bytes: host memory for evicted keys and values; 0 for none.
@@ -87,17 +88,11 @@ class Engine(EngineLoop):
 
         Raises:
           ValueError: an unknown policy, a number below 1, memory for less than one token or block,
-            a Logits Cache of another model, or host memory with a model on devices of several
-            processes.
-          EngineError: the processes of the model give different settings, or one gives none.
+            a Logits Cache of another model, or host memory with a model of several processes.
+          EngineError: the processes of the model give different settings.
         """
         validation.check_engine(
-            model,
-            host_kv_bytes,
-            max_rows=max_rows,
-            max_queue=max_queue,
-            passes=passes,
-            kept_logits=kept_logits,
+            max_rows=max_rows, max_queue=max_queue, passes=passes, kept_logits=kept_logits
         )
         tokens, host = validation.memory_sizes(model, kv_bytes, host_kv_bytes, max_rows)
         self.model, metrics = model.for_context(model.config.max_positions), Metrics()
@@ -108,17 +103,16 @@ class Engine(EngineLoop):
         scheduler = create_scheduler(self.model, metrics, sizes, policy, logits, hotspot)
         leases = LeaseTable(scheduler.kv, agreement.device_lock(model.mesh))
         super().__init__(scheduler, leases, metrics)
-        self._output = scheduler.output
         self._numbers, self._seeds = itertools.count(), DerivedSeeds(seed)
         self._store: CheckpointStore | None = None
-        if self._leases.shared:
-            settings = decisions.settings_of(self.model, sizes, policy, logits, hotspot)
-            decisions.agree_on_settings(self._leases, self._scheduler, settings)
+        agree_on_settings(
+            leases, scheduler, settings_of(self.model, sizes, policy, logits, hotspot)
+        )
 
     @property
     def logits_cache(self) -> LogitsCache | None:
         """The Logits Cache."""
-        return self._output.logits
+        return self._scheduler.output.logits
 
     # Requests.
 

@@ -19,8 +19,8 @@ Messages = Sequence[Mapping[str, str]]
 Prompt = str | Messages | Sequence[int] | np.ndarray
 
 
-def check_engine(model: LoadedModel, host_kv_bytes: int, **at_least_1: int) -> None:
-    """Refuses settings below 1, and host memory for a model on devices of several processes.
+def check_engine(**at_least_1: int) -> None:
+    """Refuses settings below 1.
 
     Raises:
       ValueError: as described.
@@ -28,12 +28,6 @@ def check_engine(model: LoadedModel, host_kv_bytes: int, **at_least_1: int) -> N
     for name, value in at_least_1.items():
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
-    if host_kv_bytes and is_shared(model):
-        raise ValueError(
-            f"host_kv_bytes is {host_kv_bytes}, but the model is on devices of several processes, "
-            "each of which can read only its own part of the keys and values; give 0, and more "
-            "kv_bytes"
-        )
 
 
 def check_checkpoints(model: LoadedModel, folder: str | os.PathLike) -> None:
@@ -61,8 +55,15 @@ def memory_sizes(
     """(tokens on the accelerator, tokens in host memory) for these numbers of bytes.
 
     Raises:
-      ValueError: there is no memory for one token, or host memory for less than one block.
+      ValueError: there is no memory for one token, host memory for less than one block, or host
+        memory for a model on devices of several processes.
     """
+    if host_kv_bytes and is_shared(model):
+        raise ValueError(
+            f"host_kv_bytes is {host_kv_bytes}, but the model is on devices of several processes, "
+            "each of which can read only its own part of the keys and values; give 0, and more "
+            "kv_bytes"
+        )
     size = token_bytes(model)
     if kv_bytes is None:
         one_context = min(arena_size(model.config.max_positions), _MAX_DEFAULT_BYTES // size)
