@@ -1,5 +1,5 @@
-"""What an engine decides before each step of its scheduler, in a form that other processes can do
-the same from."""
+"""The decisions of an engine before each step of its scheduler, in a form from which other
+processes can do the same."""
 
 import hashlib
 import threading
@@ -22,7 +22,7 @@ from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import Hotspot
 
 _ALONE = {"too_long": ""}
-"""What is said of a request that no other process has to find."""
+"""The record of a request that no other process has to find."""
 
 
 class StepDecisions:
@@ -53,7 +53,7 @@ class StepDecisions:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """True if a step would do anything."""
         scheduler = self._scheduler
         running = scheduler.live or len(scheduler.queue) or len(scheduler.sessions)
         return bool(running or self.submitted or self._sessions.submitted)
@@ -104,7 +104,7 @@ class StepDecisions:
             self._match(agreed)
 
     def _missing(self, agreed: Agreed) -> str:
-        """What this process's program has not submitted yet, in words."""
+        """Names the first thing that this process's program has not submitted yet; "" for none."""
         waiting = [digest(request) for request in self.submitted]
         for each in agreed["requests"]:
             if each["digest"] not in waiting:

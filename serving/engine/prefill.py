@@ -20,7 +20,7 @@ from jaxshare.serving.kvcache.pool import Extent
 from jaxshare.serving.kvcache.prefix_tree import Node
 from jaxshare.serving.kvcache.view import ViewBuilder, spans
 
-ROWS, WIDTH = 8, 32
+ROWS, WIDTH = 4, 64
 """Rows of a pass, and tokens of a row."""
 _LISTED = 16
 """Blocks that a row can list, at first: those of a long text that come before it, and a prefix."""

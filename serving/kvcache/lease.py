@@ -86,12 +86,12 @@ class LeaseTable:
 
     @property
     def shared(self) -> bool:
-        """Whether several processes run the engine."""
+        """True if several processes run the engine."""
         return self._lock.shared
 
     @property
     def decides(self) -> bool:
-        """Whether this process decides what the engine does, as one that is alone does."""
+        """True if this process decides what the engine does, as one that is alone does."""
         return self._lock.decides
 
     def fail(self, error: Exception) -> None:

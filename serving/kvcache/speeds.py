@@ -23,7 +23,7 @@ class FixedSpeeds:
 
     @property
     def measured(self) -> tuple[float, float]:
-        """What they should be from now on: `feed_seconds` and `copy_seconds`."""
+        """The measured values of `feed_seconds` and `copy_seconds`, for `use`."""
         return self.feed_seconds, self.copy_seconds
 
     def use(self, feed_seconds: float, copy_seconds: float) -> None:

@@ -169,7 +169,7 @@ def test_a_tree_equals_plain_forwards_of_its_paths(kv, leaves):
 
 @pytest.mark.parametrize(
     ("lengths", "expected"),
-    [([1 + i % 32 for i in range(17)], 3), ([32] * 8, 1), ([33] * 8, 2), ([100, 9, 100], 2)],
+    [([1 + i % 32 for i in range(17)], 5), ([64] * 4, 1), ([65] * 4, 2), ([100, 9, 100], 2)],
 )
 def test_short_siblings_are_fed_side_by_side(kv, lengths, expected):
     """One pass for the root, and few for all below it; each as if fed alone."""
