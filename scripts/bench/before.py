@@ -37,9 +37,9 @@ from scripts.bench.lib import (
 from scripts.bench.peer import Worker, WorkerError
 
 NOW, EARLIER = "now", "earlier"
-WORKERS, ROWS, PROMPT = (1, 2, 4), 64, 512
+COUNTS, ROWS, PROMPT = (1, 2, 4), 64, 512
 PASS_GOAL, BRANCHES_GOAL = 1.03, 0.97
-_PEER = Path(__file__).parent / "peers" / "checkout.py"
+WORKER = "scripts.bench.peers.checkout"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def cases(scale: Scale, seed: int) -> dict[str, dict[str, Any]]:
                 "count": n,
                 "budget": scale.passes,
             }
-            for n in WORKERS
+            for n in COUNTS
         },
         f"{ROWS} rows of one prompt": {**branches, "prompts": [prompt(PROMPT)], "n": ROWS},
         f"{ROWS} rows of {ROWS} prompts": {
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     workers: dict[str, Worker] = {}
     try:
         for side, folder in folders.items():
-            workers[side] = Worker(sys.executable, str(_PEER), off, folder)
+            workers[side] = Worker(sys.executable, WORKER, {**off, "CHECKOUT": str(folder)})
             try:
                 workers[side].begin()
             except WorkerError as error:

@@ -12,7 +12,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Self
 
 from scripts.bench.lib import ROOT, alternate, cores
@@ -40,9 +39,9 @@ class WorkerError(RuntimeError):
 class Worker:
     """A side that runs under another interpreter, and only while it answers a request.
 
-    Its script, a module or the path of a file, speaks one JSON object a line on stdin and stdout. It begins with {"versions": ...};
+    Its script speaks one JSON object a line on stdin and stdout. It begins with {"versions": ...};
     each answer to a request has what the script did between the answer before and the request,
-    `idle_seconds` and `idle_cpu_seconds`, or is {"error": SENTENCE}. It runs in `folder`.
+    `idle_seconds` and `idle_cpu_seconds`, or is {"error": SENTENCE}.
 
     Attributes:
       idle_here, idle_there: what each process did while the other was at work, since `reset_idle`.
@@ -51,13 +50,11 @@ class Worker:
       WorkerError: the script said that something failed, or ended.
     """
 
-    def __init__(
-        self, python: str, module: str, environment: Mapping[str, str], folder: Path = ROOT
-    ):
+    def __init__(self, python: str, module: str, environment: Mapping[str, str]):
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115, `close` closes it
         self._process = subprocess.Popen(
-            [python, *([module] if module.endswith(".py") else ["-m", module])],
-            cwd=folder,
+            [python, "-m", module],
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -35,7 +35,7 @@ def test_goals_are_about_passes_and_calls():
 def test_a_side_runs_the_checkout_that_it_is_given(tmp_path):
     (tmp_path / "jaxshare").mkdir()
     (tmp_path / "jaxshare" / "__init__.py").write_text("raise ImportError('an early one')")
-    worker = Worker(sys.executable, str(before._PEER), {}, tmp_path)
+    worker = Worker(sys.executable, before.WORKER, {"CHECKOUT": str(tmp_path)})
     with pytest.raises(WorkerError, match="ImportError: an early one"):
         worker.begin()
     worker.close()

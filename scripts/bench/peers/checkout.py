@@ -1,8 +1,8 @@
 """One checkout's side of scripts/bench/before.py. One JSON object a line, in on stdin, out on
 stdout.
 
-It is run as a file, in the folder of the checkout that is measured, and imports nothing but what
-every version since 0.1 has.
+The environment variable CHECKOUT names the folder that is measured. Nothing is imported from it
+but what every version since 0.1 has.
 
     (at the start)                                   -> versions
     {"do": "workers", "count": N, "budget": PASSES}  -> seconds, passes, digest: of N workers over one problem
@@ -20,6 +20,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from scripts.bench.peers.conversation import Conversation
 
 NAMES = ("Alice", "Bob", "Carol", "Dan")
 PROBLEM = "1. 47 + 38\n2. 12 * 3\n3. 81 - 27\n4. 96 / 4"
@@ -78,10 +80,9 @@ def _module(finder: Any) -> str:
 
 
 def main() -> None:
-    # A library that prints must not print into the conversation.
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    sys.path.insert(0, str(Path.cwd()))
+    conversation = Conversation()
+    folder = Path(os.environ["CHECKOUT"])
+    sys.path.insert(0, str(folder))
     # An editable installation of another checkout would find its parts before this one's.
     sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in _module(f)]
     try:
@@ -89,25 +90,13 @@ def main() -> None:
 
         import jaxshare
 
-        if not Path(jaxshare.__file__).is_relative_to(Path.cwd()):
+        if not Path(jaxshare.__file__).is_relative_to(folder):
             raise ImportError(f"jaxshare is imported from {Path(jaxshare.__file__).parent}")
         side = Checkout()
     except Exception as error:
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=out, flush=True)
-        return
-    found = {"python": platform.python_version(), "jax": jax.__version__}
-    print(json.dumps({"versions": found}), file=out, flush=True)
-    idle, idle_cpu = time.perf_counter(), time.process_time()
-    for line in sys.stdin:
-        request = json.loads(line)
-        idle, idle_cpu = time.perf_counter() - idle, time.process_time() - idle_cpu
-        try:
-            answer = getattr(side, request.pop("do"))(**request)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        idle_times = {"idle_seconds": idle, "idle_cpu_seconds": idle_cpu}
-        idle, idle_cpu = time.perf_counter(), time.process_time()
-        print(json.dumps({**answer, **idle_times}), file=out, flush=True)
+        return conversation.say(error=f"{type(error).__name__}: {error}")
+    conversation.say(versions={"python": platform.python_version(), "jax": jax.__version__})
+    conversation.answer_requests(side)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,12 @@ request; what cannot be done is answered with {"error": SENTENCE}.
 """
 
 import itertools
-import json
-import os
 import platform
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+from scripts.bench.peers.conversation import Conversation
 
 KERNELS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
 TRIALS = 3
@@ -108,40 +107,23 @@ class Session:
 
 def main(make: Callable[[Any], Any]) -> None:
     """Answers requests by the methods, of their names, of what `make` makes of the module torch."""
-    # A library that prints must not print into the conversation.
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-
-    def answer(**said: Any) -> None:
-        print(json.dumps(said), file=out, flush=True)
-
+    conversation = Conversation()
     try:
         import torch
     except ImportError as error:
-        return answer(error=str(error))
+        return conversation.say(error=str(error))
     if not torch.cuda.is_available():
-        return answer(error=f"PyTorch {torch.__version__} finds no CUDA device")
-    answer(
+        return conversation.say(error=f"PyTorch {torch.__version__} finds no CUDA device")
+    conversation.say(
         versions={
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
         }
     )
-    session, since, since_cpu = make(torch), time.perf_counter(), time.process_time()
+    session = make(torch)
     with torch.inference_mode():
-        for line in sys.stdin:
-            request = json.loads(line)
-            idle = {
-                "idle_seconds": time.perf_counter() - since,
-                "idle_cpu_seconds": time.process_time() - since_cpu,
-            }
-            try:
-                said = getattr(session, request.pop("do"))(**request)
-            except Exception as error:
-                said = {"error": f"{type(error).__name__}: {error}"}
-            since, since_cpu = time.perf_counter(), time.process_time()
-            answer(**said, **idle)
+        conversation.answer_requests(session)
 
 
 if __name__ == "__main__":

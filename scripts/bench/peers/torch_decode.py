@@ -13,12 +13,11 @@ this process took in them, `idle_cpu_seconds`. What cannot be done is answered w
 SENTENCE}.
 """
 
-import json
-import os
 import platform
-import sys
 import time
 from typing import Any
+
+from scripts.bench.peers.conversation import Conversation
 
 
 class Session:
@@ -81,33 +80,21 @@ def _near(logits: Any) -> list[float]:
 
 def main(session: Any) -> None:
     """Answers requests by the methods of `session` that have their names."""
-    # A library that prints must not print into the conversation.
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    conversation = Conversation()
     try:
         import torch
         import transformers
     except ImportError as error:
-        print(json.dumps({"error": str(error)}), file=out)
-        return
-    found = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    print(json.dumps({"versions": found}), file=out, flush=True)
-    idle, idle_cpu = time.perf_counter(), time.process_time()
+        return conversation.say(error=str(error))
+    conversation.say(
+        versions={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+    )
     with torch.inference_mode():
-        for line in sys.stdin:
-            request = json.loads(line)
-            idle, idle_cpu = time.perf_counter() - idle, time.process_time() - idle_cpu
-            try:
-                answer = getattr(session, request.pop("do"))(**request)
-            except Exception as error:
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            idle_times = {"idle_seconds": idle, "idle_cpu_seconds": idle_cpu}
-            idle, idle_cpu = time.perf_counter(), time.process_time()
-            print(json.dumps({**answer, **idle_times}), file=out, flush=True)
+        conversation.answer_requests(session)
 
 
 if __name__ == "__main__":
