@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,6 +14,7 @@ from jaxshare.decoding.automaton import TokenAutomaton
 from jaxshare.decoding.steps import Steps
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
+from jaxshare.serving.engine.decisions import text_digest
 from jaxshare.serving.engine.prefill import prefill
 from jaxshare.serving.engine.session_passes import MIN_BIAS_SLOTS, RowShape
 from jaxshare.serving.greedy import warn_of_greedy
@@ -69,7 +69,7 @@ class _SessionPlan:
         """A hash of what a session's texts follow from. It is the same in every process."""
         names = ("names", "problem", "sampler", "seed", "budget", "stop_on", "together", "move")
         given = [settings[name] for name in names], sorted(self.contents.items())
-        return hashlib.blake2b(repr(given).encode(), digest_size=8).hexdigest()
+        return text_digest(repr(given).encode())
 
     @classmethod
     def create(cls, model: LoadedModel, settings: Mapping[str, Any]) -> Self:

@@ -22,6 +22,7 @@ from jaxshare.pallas.tiles import HEAD_DIMS, MosaicTiles, use_tiles
 from jaxshare.sharding import CyclicSharding
 from tests.core.attention.test_attention import Case, Shape, cases, place
 from tests.core.pallas.interpreted import SOME_LENGTHS, TOLERANCE, case, compare
+from tests.helpers import mostly_slow
 
 INTERPRETED = Device("interpreted", 90, multiprocessors=2, interpret=True)
 """Two work items, so that most cuts fall inside blocks."""
@@ -142,14 +143,7 @@ def test_log_sum_exps_for_other_devices(monkeypatch):
     np.testing.assert_allclose(mixed[:2], out[:2], atol=TOLERANCE[shape.dtype])
 
 
-@pytest.mark.parametrize(
-    "dim",
-    [
-        pytest.param(dim, marks=() if dim == 80 else pytest.mark.slow)
-        for dim in HEAD_DIMS
-        if dim != 64
-    ],
-)
+@pytest.mark.parametrize("dim", mostly_slow([80, *sorted({*HEAD_DIMS} - {64, 80})]))
 def test_every_head_dim(dim):
     shape = Shape(
         rows=2,

@@ -147,14 +147,7 @@ def test_a_prompt():
     check(PROMPT, case([[0, 1], [0, 2]], [70, 33], [100, 3, 0, 0], gaps=[3, 1, 0, 0]))
 
 
-@pytest.mark.parametrize(
-    "dim",
-    [
-        pytest.param(dim, marks=() if dim == 96 else pytest.mark.slow)
-        for dim in HEAD_DIMS
-        if dim != 64
-    ],
-)
+@pytest.mark.parametrize("dim", mostly_slow([96, *sorted({*HEAD_DIMS} - {64, 96})]))
 def test_every_head_dim(dim):
     shape = Shape(
         rows=2,
@@ -171,7 +164,8 @@ def test_every_head_dim(dim):
     check(shape, case([[0, 1], [0, 2]], [1, 1], [150, 66, 0], gaps=[1, 0, 0]))
 
 
-@pytest.mark.parametrize("group", mostly_slow(range(1, 17), 0))
+@pytest.mark.slow
+@pytest.mark.parametrize("group", range(1, 17))
 def test_every_number_of_query_heads(group):
     shape = dataclasses.replace(
         DECODE, rows=2, heads=2 * group, listed=2, blocks=3, dtype=jnp.float16

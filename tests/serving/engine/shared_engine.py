@@ -21,12 +21,12 @@ import numpy as np
 from jaxshare import Sampler
 from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.serving import Workers, generate
-from jaxshare.serving.engine import Engine, prefill, running_request
+from jaxshare.serving.engine import Engine
 from jaxshare.serving.engine.scheduler import Scheduler
 from jaxshare.serving.inputs import token_bytes
-from jaxshare.serving.kvcache import manager
 from jaxshare.serving.kvcache.sharing_cost import Costs
 from jaxshare.sharding import make_mesh
+from tests.serving.engine.stepped import SMALL_PIECES
 
 WARM = Sampler(temperature=1.2, top_p=0.95)
 TOKENS = 1280
@@ -195,7 +195,8 @@ def play_turns(mesh: Any) -> dict[str, Any]:
 
     model = mixed_schedules.model()
     model = model if mesh is None else model.on(mesh)
-    manager.GROWTH, prefill.ROWS, prefill.WIDTH, running_request.WIDTH = 16, 4, 8, 2
+    for module, name, value in SMALL_PIECES:
+        setattr(module, name, value)
     texts, logs = [], []
 
     def watch(engine: Engine) -> None:

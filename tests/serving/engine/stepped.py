@@ -9,13 +9,32 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from jaxshare.arena import extents
 from jaxshare.models import LoadedModel
-from jaxshare.serving.engine import Engine
+from jaxshare.serving.engine import Engine, prefill, running_request
+from jaxshare.serving.kvcache import manager
 from jaxshare.serving.kvcache.speeds import FixedSpeeds
 
 _PATIENCE = 300  # seconds after which a turn is not to come back
+
+
+SMALL_PIECES = (
+    (manager, "GROWTH", 16),
+    (prefill, "ROWS", 4),
+    (prefill, "WIDTH", 8),
+    (running_request, "WIDTH", 2),
+)
+"""Settings that make few tokens many pieces: extents, chunks of a prompt, and tokens that the
+decode loop feeds."""
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """`SMALL_PIECES`, for the tests of a module that imports this."""
+    for module, name, value in SMALL_PIECES:
+        monkeypatch.setattr(module, name, value)
 
 
 class Client:

@@ -14,6 +14,7 @@ from jaxshare.serving.checkpoints import CheckpointStore, SaveError
 from jaxshare.serving.engine import ClosedError, Engine, EngineError
 from jaxshare.sharding import make_mesh
 from tests.helpers import init
+from tests.serving.engine.stepped import small_pieces
 from tests.serving.engine.test_engine import (
     CONFIG,
     MODEL,
@@ -26,7 +27,6 @@ from tests.serving.engine.test_engine import (
     check_memory,
     done,
     lasting,
-    small_pieces,
 )
 from tests.serving.engine.test_engine import Stepped as SteppedEngine
 

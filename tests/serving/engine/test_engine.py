@@ -28,14 +28,14 @@ from jaxshare.serving.engine import (
     QueueFullError,
     TooLongError,
     decode_rows,
-    prefill,
-    running_request,
 )
 from jaxshare.serving.inputs import token_bytes
-from jaxshare.serving.kvcache import manager
 from jaxshare.serving.kvcache.lease import KVLease
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from tests.helpers import TINY, init
+from tests.serving.engine.stepped import small_pieces
+
+__all__ = ["small_pieces"]  # the fixture
 
 STOP, LONGEST = 2, 192
 CONFIG = dataclasses.replace(TINY, num_layers=1, vocab_size=31, max_positions=512)
@@ -47,16 +47,6 @@ ROWS, MOST_PASSES = 4, 64
 a dispatch takes is data."""
 SHORT, LONG = ({"logits_cache": 10**6, "kept_logits": kept} for kept in (8, 31))
 """Logits caches that keep a part of a distribution, and all of it."""
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    """Makes few tokens many pieces: chunks of a prompt, extents, tokens that the decode loop
-    feeds."""
-    monkeypatch.setattr(manager, "GROWTH", 16)
-    monkeypatch.setattr(prefill, "ROWS", 4)
-    monkeypatch.setattr(prefill, "WIDTH", 8)
-    monkeypatch.setattr(running_request, "WIDTH", 2)
 
 
 @functools.cache

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxshare import FinishReason, Sampler
-from jaxshare.serving.engine import NotANumberError, prefill, running_request
-from jaxshare.serving.kvcache import manager
+from jaxshare.serving.engine import NotANumberError
 from tests.serving.engine import mixed_schedules
 from tests.serving.engine.mixed_schedules import (
     BIAS,
@@ -27,17 +26,9 @@ from tests.serving.engine.mixed_schedules import (
     Visit,
     model,
 )
-from tests.serving.engine.stepped import Client
+from tests.serving.engine.stepped import Client, small_pieces
 
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    """Makes few tokens many pieces: chunks of a prompt, extents, tokens that the decode loop
-    feeds."""
-    monkeypatch.setattr(manager, "GROWTH", 16)
-    monkeypatch.setattr(prefill, "ROWS", 4)
-    monkeypatch.setattr(prefill, "WIDTH", 8)
-    monkeypatch.setattr(running_request, "WIDTH", 2)
+__all__ = ["small_pieces"]  # the fixture
 
 
 def visit(**settings) -> Visit:
