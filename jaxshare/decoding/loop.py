@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxshare.cache import KVCache
+from jaxshare.decoding.changes import Changes
 from jaxshare.decoding.sampling import largest, logprob, whole_rows
 from jaxshare.decoding.sessions import Sessions
 from jaxshare.decoding.state import DecodeModel, DecodeState, FinishReason
@@ -33,6 +35,7 @@ def decode(
     width: int = 1,
     wide_rows: int | None = None,
     stop_on_finish: bool = False,
+    changes: Changes | None = None,
     until_any: bool | None = None,
 ) -> DecodeState:
     """Runs up to `passes` passes in one dispatch.
@@ -53,6 +56,7 @@ def decode(
         not fit wait. At least the rows of the largest session. Static.
       stop_on_finish: return as soon as a row finishes, so that the host can give it more to do.
         Data.
+      changes: to make first. A program for changes serves any, but is another than one for none.
       until_any: the deprecated name of `stop_on_finish`.
 
     Raises:
@@ -65,16 +69,15 @@ def decode(
     wide_rows = state.layout.num_rows if wide_rows is None else wide_rows
     _check(state, passes, width, wide_rows)
     donated: Any = {"cache": None, "logits": None, "top_logits": None}
-    rest = dataclasses.replace(state, **donated)
     return _decode(
         model,
         params,
         state.cache,
         state.logits,
         state.top_logits,
-        rest,
-        jnp.asarray(passes, jnp.int32),
-        jnp.asarray(stop_on_finish),
+        dataclasses.replace(state, **donated),
+        changes,
+        np.asarray([passes, stop_on_finish], np.int32),
         width,
         wide_rows,
     )
@@ -110,14 +113,15 @@ def _decode(
     logits: Array,
     top_logits: TopLogits,
     rest: DecodeState,
-    passes: Array,
-    stop_on_finish: Array,
+    changes: Changes | None,
+    limits: Array,
     width: int,
     wide_rows: int,
 ) -> DecodeState:
     state = dataclasses.replace(rest, cache=cache, logits=logits, top_logits=top_logits)
+    state = state.with_changes(changes) if changes else state
     state = dataclasses.replace(state, record=state.record.start(state.passes))
-    running_before, last = state.running, state.passes + passes
+    running_before, last, stop_on_finish = state.running, state.passes + limits[0], limits[1] > 0
     sessions = Sessions.of(state.session)
 
     def able(state: DecodeState) -> Array:

@@ -11,9 +11,10 @@ from typing import Self
 import numpy as np
 from jaxtyping import Bool, Int
 
+from jaxshare.decoding.changes import Start
 from jaxshare.decoding.sampling import Sampler
-from jaxshare.layout import Layout, bucket
-from jaxshare.seeds import seed_words, stream_seed
+from jaxshare.layout import Layout
+from jaxshare.seeds import stream_seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,33 +172,20 @@ class Admission:
             blocks[row] = [*seen, *[-1] * (blocks.shape[1] - len(seen))]
         return blocks
 
-    def arrays(self, num_rows: int, num_logits: int, queue_width: int) -> tuple[np.ndarray, ...]:
-        """The inputs as arrays of A entries, one for each row, and padding.
-
-        A is a rounded number, so that a few rows more or less share a program. Entries beyond the
-        admitted rows name row `num_rows`, which does not exist; the device drops them.
-
-        Returns:
-          row int32[A], seeds uint32[A, 2], max_new_tokens, num_sampled, number of pending tokens,
-          recorded and scored int32[A], pending int32[A, queue_width].
-        """
-        size = max(bucket(len(self.rows)), num_logits)
-        unused = [0] * (size - len(self.rows))
-        return (
-            np.asarray([*self.rows, *[num_rows] * len(unused)], np.int32),
-            seed_words([*self.seeds, *unused]),
-            *(
-                np.asarray([*values, *unused], np.int32)
-                for values in (
-                    self.max_new_tokens,
-                    self.num_sampled,
-                    map(len, self.pending),
-                    self.recorded,
-                    self.scored,
-                )
-            ),
-            _queues(self.pending, size, queue_width),
-        )
+    def starts(self) -> list[Start]:
+        """The inputs of the rows, one by one."""
+        return [
+            Start(*values)
+            for values in zip(
+                self.seeds,
+                self.max_new_tokens,
+                self.num_sampled,
+                self.pending,
+                self.recorded,
+                self.scored,
+                strict=True,
+            )
+        ]
 
 
 def _queues(lists: Sequence[Sequence[int]], rows: int, width: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxshare.cache import KVCache
 from jaxshare.decoding.automaton import TokenAutomata
+from jaxshare.decoding.changes import Action, Changes
 from jaxshare.decoding.finish_reason import FinishReason
 from jaxshare.decoding.row_inputs import Admission, RowInputs
 from jaxshare.decoding.sampling import Sampler, Samplers
@@ -248,43 +249,84 @@ class DecodeState:
             [True] * count if scored is None else scored,
         )
         admission.check_counts(logits.shape[0])
-        layout = self._admitted_layout(admission)
-        row, *new = admission.arrays(layout.num_rows, logits.shape[0], self.pending.shape[1])
-        if more := len(row) - logits.shape[0]:
-            logits = jnp.concatenate([logits, jnp.zeros((more, logits.shape[1]))])
-        others: Any = {"cache": None, "logits": None, "top_logits": None}
-        rest = dataclasses.replace(self, layout=layout, **others)
-        admitted = _admit(self.logits, rest, row, logits, *new)
-        return dataclasses.replace(admitted, cache=self.cache, top_logits=self.top_logits)
-
-    def _admitted_layout(self, admission: Admission) -> Layout:
-        """The layout with the blocks of the admitted rows, all of it checked."""
-        blocks = np.asarray(self.layout.blocks)
+        listed = np.asarray(self.layout.blocks)
         admission.check_rows(
             np.asarray(self.reasons) == FinishReason.RUNNING,
-            max_listed=blocks.shape[1],
+            max_listed=listed.shape[1],
             max_pending=self.queue_capacity,
         )
-        layout = dataclasses.replace(self.layout, blocks=jnp.asarray(admission.listed(blocks)))
-        layout.check(self.cache.num_blocks)
-        return layout
+        listed = admission.listed(listed)
+        dataclasses.replace(self.layout, blocks=listed).check(self.cache.num_blocks)
+        changes = Changes.none(self.pending.shape[1], listed)
+        for row, start in zip(rows, admission.starts(), strict=True):
+            changes.admit(row, start)
+        return self.with_logits(rows, logits).changed(changes)
 
     def retire(self, rows: Sequence[int]) -> "DecodeState":
         """Takes rows out of use; they can be admitted again.
 
         They list no block any more, so that others may write those.
         """
-        retired = np.zeros(self.layout.num_rows, bool)
-        retired[list(rows)] = True
-        blocks, reasons, num_pending = _retire(
-            self.layout.blocks, self.reasons, self.num_pending, retired
+        changes = Changes.none(self.pending.shape[1], np.asarray(self.layout.blocks))
+        changes.act(rows, Action.RETIRE)
+        return self.changed(changes)
+
+    def changed(self, changes: Changes) -> "DecodeState":
+        """The state after these changes, in a dispatch of their own; `decode` can make them, too."""
+        # Without what stays whole: a program returns a copy of it.
+        none, own = {"keys": None, "values": None}, self.cache
+        cache: Any = dataclasses.replace(own, **none)
+        rest: Any = {"cache": cache, "logits": None, "top_logits": None}
+        state = _changed(dataclasses.replace(self, **rest), changes)
+        return dataclasses.replace(
+            state,
+            cache=dataclasses.replace(state.cache, keys=own.keys, values=own.values),
+            logits=self.logits,
+            top_logits=self.top_logits,
         )
+
+    def with_changes(self, changes: Changes) -> "DecodeState":
+        """The state after these changes; inside jit. Logits stay as they are."""
+        action, max_new_tokens, num_sampled, num_pending, recorded, scored = changes.rows.T
+        admitted, retired = action == Action.ADMIT, action == Action.RETIRE
+        runs = admitted | (action == Action.RESUME)
+
+        def put(whole: Array, value: Array | int | bool) -> Array:
+            return jnp.where(admitted.reshape(-1, *[1] * (whole.ndim - 1)), value, whole)
+
+        blocks = jnp.where(retired[:, None], -1, changes.listed(self.layout.blocks))
+        reasons = jnp.where(retired, FinishReason.UNUSED.value, self.reasons)
+        taken = jnp.where(changes.takes_outputs, self.num_sampled, self.num_taken)
         return dataclasses.replace(
             self,
+            cache=self.cache if changes.table is None else changes.cache(self.cache),
             layout=dataclasses.replace(self.layout, blocks=blocks),
-            reasons=reasons,
-            num_pending=num_pending,
+            reasons=jnp.where(runs, FinishReason.RUNNING.value, reasons),
+            has_logits=put(self.has_logits, num_pending == 0),
+            num_pending=put(jnp.where(retired, 0, self.num_pending), num_pending),
+            pending=put(self.pending, changes.pending),
+            head=put(self.head, 0),
+            seeds=put(self.seeds, changes.seeds),
+            num_sampled=put(self.num_sampled, num_sampled),
+            num_taken=put(taken, num_sampled),
+            max_new_tokens=put(self.max_new_tokens, max_new_tokens),
+            recorded=put(self.recorded, recorded > 0),
+            scored=put(self.scored, scored > 0),
+            session=put(self.session, jnp.arange(len(action), dtype=jnp.int32)),
+            clock=put(self.clock, 0),
+            last_pass=put(self.last_pass, jnp.iinfo(jnp.int32).max),
+            halts=put(self.halts, False),
+            steps=self.steps.without(admitted),
         )
+
+    def with_logits(
+        self, rows: Sequence[int], logits: Float[Array | np.ndarray, "A V"]
+    ) -> "DecodeState":
+        """The state with the logits of some rows, which are donated; further logits are ignored."""
+        # A row that does not exist is dropped.
+        places = [*rows, *[self.layout.num_rows] * (logits.shape[0] - len(rows))]
+        put = _put_logits(self.logits, np.asarray(places, np.int32), logits)
+        return dataclasses.replace(self, logits=put)
 
     def end(self, row: int, reason: FinishReason = FinishReason.STOP) -> "DecodeState":
         """Ends a row from outside."""
@@ -391,51 +433,11 @@ def _padded_stops(stops: Sequence[int]) -> list[int]:
     return [*stops, *[-1] * (-len(stops) % _STOPS if stops else _STOPS)]
 
 
-@functools.partial(jax.jit, donate_argnames=("logits",))
-def _admit(
-    logits: Array,
-    rest: DecodeState,
-    row: Array,
-    given: Array,
-    seeds: Array,
-    max_new_tokens: Array,
-    num_sampled: Array,
-    num_pending: Array,
-    recorded: Array,
-    scored: Array,
-    pending: Array,
-) -> DecodeState:
-    def put(whole: Array, value: Any) -> Array:
-        return whole.at[row].set(value, mode="drop")
-
-    return dataclasses.replace(
-        rest,
-        logits=put(logits, given),
-        has_logits=put(rest.has_logits, num_pending == 0),
-        num_pending=put(rest.num_pending, num_pending),
-        pending=put(rest.pending, pending),
-        head=put(rest.head, 0),
-        seeds=put(rest.seeds, seeds),
-        num_sampled=put(rest.num_sampled, num_sampled),
-        num_taken=put(rest.num_taken, num_sampled),
-        max_new_tokens=put(rest.max_new_tokens, max_new_tokens),
-        recorded=put(rest.recorded, recorded > 0),
-        scored=put(rest.scored, scored > 0),
-        reasons=put(rest.reasons, FinishReason.RUNNING.value),
-        session=put(rest.session, row),
-        clock=put(rest.clock, 0),
-        last_pass=put(rest.last_pass, jnp.iinfo(jnp.int32).max),
-        halts=put(rest.halts, False),
-        steps=rest.steps.without(row),
-    )
-
-
 @jax.jit
-def _retire(
-    blocks: Array, reasons: Array, num_pending: Array, retired: Array
-) -> tuple[Array, Array, Array]:
-    return (
-        jnp.where(retired[:, None], -1, blocks),
-        jnp.where(retired, FinishReason.UNUSED.value, reasons),
-        jnp.where(retired, 0, num_pending),
-    )
+def _changed(state: DecodeState, changes: Changes) -> DecodeState:
+    return state.with_changes(changes)
+
+
+@functools.partial(jax.jit, donate_argnames=("logits",))
+def _put_logits(logits: Array, rows: Array, new: Array) -> Array:
+    return logits.at[rows].set(new, mode="drop")

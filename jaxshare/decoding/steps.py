@@ -233,15 +233,11 @@ class Steps:
             answered=self.answered.at[row].set(False),
         )
 
-    def without(self, rows: Int[Array, " A"]) -> "Steps":
-        """Lets rows write without steps, whatever session had them; others are not changed.
-
-        Args:
-          rows: row numbers; one that does not exist is ignored.
-        """
+    def without(self, rows: Bool[Array, " R"]) -> "Steps":
+        """Lets marked rows write without steps, whatever session had them; others stay."""
 
         def put(whole: Array, value: int | bool) -> Array:
-            return whole.at[rows].set(value, mode="drop")
+            return jnp.where(rows, value, whole)
 
         return dataclasses.replace(
             self,

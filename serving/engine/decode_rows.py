@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxshare import DecodeState, FinishReason, KVCache, Sampler, decode
+from jaxshare import DecodeState, Sampler, decode
+from jaxshare.decoding.changes import Action, Changes, Start
 from jaxshare.decoding.row_transfer import take_rows
 from jaxshare.decoding.sampling import Samplers
 from jaxshare.decoding.steps import Steps
@@ -22,9 +22,12 @@ from jaxshare.serving.engine.session_passes import (
     MIN_BIAS_SLOTS,
     PlacedSession,
     RowShape,
+    SessionPasses,
     SessionRows,
 )
-from jaxshare.serving.kvcache.view import View
+from jaxshare.serving.kvcache.fan_in import FanInGroups
+from jaxshare.serving.kvcache.manager import KVManager
+from jaxshare.serving.kvcache.view import SessionBlocks, ViewBuilder, spans
 
 WIDE_ROWS = 16
 """Rows that a pass with several tokens of a row has room for, beside the others, which feed a token each."""
@@ -40,7 +43,6 @@ class Dispatched:
       tokens: int32[R, X], these tokens; logprobs: float32[R, X], or [R, 0] if no row wants them.
       top_logits: [R, X], or None if no row wants them.
       lengths: of the view's blocks.
-      faults: of the cache; 0 for none.
       passes: passes of the dispatch.
     """
 
@@ -50,7 +52,6 @@ class Dispatched:
     logprobs: np.ndarray
     top_logits: TopLogits | None
     lengths: np.ndarray
-    faults: np.ndarray
     passes: int
 
 
@@ -59,40 +60,51 @@ class DecodeRows:
 
     Args:
       model: as loaded.
+      kv: the keys and values.
       rows: the number of rows.
       passes: the most passes of a dispatch.
       num_top_logits: logits that are kept of each distribution; 0 for none.
+      groups: sizes of fan-in groups to begin with.
       sessions: whether sessions can join.
     """
 
     def __init__(
         self,
         model: LoadedModel,
+        kv: KVManager,
         *,
         rows: int,
         passes: int,
         num_top_logits: int,
+        groups: tuple[int, ...] = (),
         sessions: bool = False,
     ):
-        self._model, self._num_rows, self._passes = model, rows, passes
+        self._model, self._kv, self._num_rows, self._passes = model, kv, rows, passes
         self._num_top_logits = num_top_logits
+        self._views = ViewBuilder(rows, FanInGroups(rows, groups))
+        self._view = self._views.build(kv.pool.cache, {})  # of the last dispatch
         self._samplers = [Sampler()] * rows
         self._stacked: Samplers | None = None  # the same on the device
         self._wide_rows = WIDE_ROWS
-        self._left: list[int] = []  # rows that have left, but not yet the state
+        self._bias_slots = MIN_BIAS_SLOTS
+        # Rows that leave, resume and enter with the next dispatch.
+        self._left: list[int] = []
+        self._resumed: list[int] = []
+        self._entering: dict[int, RunningRequest] = {}
         self._total_passes = 0  # of the state when it was last fetched
-        self._wanted = False, False  # log-probabilities and top logits by any row
         self._session_rows = SessionRows(model.config.vocab_size) if sessions else None
+        self._wanted = False, False  # log-probabilities and top logits by any row
         self._sessions: Sequence[PlacedSession] = ()  # in the dispatch under way
         self.state: DecodeState | None = None
 
     def reset(self) -> None:
         """Drops the state after a failure, or to free its memory."""
         self.state, self._total_passes = None, 0
-        self._left.clear()
+        for each in (self._left, self._resumed, self._entering):
+            each.clear()
 
-    def create(self, view: View, requests: Sequence[Request]) -> None:
-        """Creates the state, with an empty view, for requests with such samplers."""
+    def create(self, requests: Sequence[Request]) -> None:
+        """Creates the state, with nothing in it, for requests with such samplers."""
         shape, steps = RowShape.of(self._passes), None
         if self._session_rows:
             steps = Steps.none(
@@ -102,111 +114,71 @@ class DecodeRows:
                 openings=shape.openings,
                 longest=shape.opening_tokens,
             )
+        self._bias_slots = max(MIN_BIAS_SLOTS, bucket(_max_edits(requests)))
+        self._view = self._views.build(self._kv.pool.cache, {})
         self.state = DecodeState.create(
-            view.cache,
-            view.layout,
+            self._view.cache,
+            self._view.layout,
             [],
             vocab_size=self._model.config.vocab_size,
             stops=self._model.generation.stop_tokens,
             queue=shape.pending,
             capacity=shape.outputs,
-            bias_slots=max(MIN_BIAS_SLOTS, bucket(_max_edits(requests))),
+            bias_slots=self._bias_slots,
             max_width=WIDTH,
             logprobs=True,
             num_top_logits=self._num_top_logits,
             steps=steps,
         )
 
-    def grow(self, requests: Sequence[Request]) -> None:
-        """Grows the state to hold the edits of these requests' samplers."""
-        state = self._without_left_rows()
-        if (slots := bucket(_max_edits(requests))) > state.samplers.bias_tokens.shape[1]:
-            state = dataclasses.replace(state, samplers=self._stacked_samplers(slots))
-        self.state = state
-
-    def set_samplers(self, rows: Sequence[RunningRequest]) -> None:
-        """Sets the samplers of rows that are about to enter."""
-        for row in rows:
-            if self._samplers[row.index] != row.request.sampler:
-                self._samplers[row.index], self._stacked = row.request.sampler, None
-
-    def admit(self, rows: Sequence[RunningRequest], view: View) -> None:
-        """Lets rows enter.
+    def admit(self, rows: Sequence[RunningRequest]) -> None:
+        """Lets rows enter with the next dispatch.
 
         Args:
           rows: with at most `MAX_PENDING` unread tokens, or logits.
-          view: of all rows in the loop.
         """
-        assert self.state is not None
-        state = dataclasses.replace(
-            self.state,
-            cache=view.cache,
-            layout=view.layout_without([row.index for row in rows]),
-            samplers=self._stacked_samplers(self.state.samplers.bias_tokens.shape[1]),
-        )
-        requests = [row.request for row in rows]
-        self.state = state.admit(
-            [row.index for row in rows],
-            [view.blocks[row.index] for row in rows],
-            self._entering_logits(rows),
-            seeds=[request.seed for request in requests],
-            max_new_tokens=[request.max_new_tokens for request in requests],
-            num_sampled=[len(request.output) for request in requests],
-            pending=[row.unread.tolist() if row.logits is None else [] for row in rows],
-            recorded=[request.resample is not None for request in requests],
-            scored=[request.scored for request in requests],
-        )
+        self._bias_slots = max(self._bias_slots, bucket(_max_edits([row.request for row in rows])))
         for row in rows:
-            row.logits = None
-
-    def _entering_logits(self, rows: Sequence[RunningRequest]) -> Array:
-        # For each row of the loop, and out of a rounded number, so that few programs serve all.
-        none = jnp.zeros(self._model.config.vocab_size)
-        different = {id(row.logits): row.logits for row in rows if row.logits is not None}
-        if not different:
-            return jnp.broadcast_to(none, (self._num_rows, len(none)))
-        place = {key: i for i, key in enumerate(different)}
-        index = [place.get(id(row.logits), 0) for row in rows]
-        index += [0] * (self._num_rows - len(rows))
-        stacked = [*different.values()]
-        stacked += [none] * (bucket(len(stacked)) - len(stacked))
-        return jnp.stack(stacked)[np.asarray(index)]
+            row.decoding = True
+            if self._samplers[row.index] != row.request.sampler:
+                self._samplers[row.index], self._stacked = row.request.sampler, None
+            self._entering[row.index] = row
 
     def dispatch(
         self,
         rows: Sequence[RunningRequest],
-        cache: KVCache,
-        view: View | None,
         *,
         passes: int,
         stop_on_finish: bool,
-        sessions: Sequence[PlacedSession] = (),
-    ) -> KVCache:
-        """Dispatches passes that sample for these rows; returns the cache.
+        sessions: Sequence[tuple[SessionPasses, np.ndarray, SessionBlocks]] = (),
+    ) -> None:
+        """Dispatches passes that sample for these rows.
 
         Args:
           rows: all that are in the loop.
-          sessions: those that take part; the view must be of them, too.
-          cache: with the current arrays.
-          view: of the rows, or None for the same one as in the last dispatch.
           passes, stop_on_finish: see `jaxshare.decode`.
+          sessions: those that take part, the rows that they take, and their blocks.
         """
-        state = self._without_left_rows().without_outputs()
-        if view is not None:
-            state = dataclasses.replace(state, cache=view.cache, layout=view.layout)
-        else:
-            own = dataclasses.replace(state.cache, keys=cache.keys, values=cache.values)
-            state = dataclasses.replace(state, cache=own)
-        self._wanted = (
-            any(row.request.scored for row in rows),
-            any(row.request.resample for row in rows),
+        changes = self._changes(rows, [blocks for _, _, blocks in sessions])
+        state, arena = self._state_with_inputs(), self._kv.pool.cache
+        state = dataclasses.replace(
+            state,
+            cache=dataclasses.replace(
+                state.cache, keys=arena.keys, values=arena.values, faults=arena.faults
+            ),
         )
-        self._sessions = sessions
-        if sessions:
+        placed = [
+            PlacedSession(session, taken, block)
+            for (session, taken, _), block in zip(sessions, self._view.first, strict=True)
+        ]
+        if placed:
             assert self._session_rows
-            state = self._session_rows.put(state, sessions)
-            largest = max(each.request.num_rows for each in sessions)
+            state = self._session_rows.put(state.changed(changes), placed)
+            largest = max(each.request.num_rows for each in placed)
             self._wide_rows = max(self._wide_rows, bucket(largest))
+            changes = Changes.none(
+                state.pending.shape[1], self._view.listed, self._view.table, keeps_view=True
+            )
         self.state = decode(
             self._model.module,
             self._model.params,
@@ -215,8 +187,69 @@ class DecodeRows:
             width=WIDTH,
             wide_rows=min(self._wide_rows, self._num_rows),
             stop_on_finish=stop_on_finish,
+            changes=changes,
         )
-        return self.state.cache
+        # The next view has no blocks of these sessions.
+        self._kv.pool.cache, self._kv.view_changed = self.state.cache, bool(placed)
+        self._sessions = placed
+        self._wanted = (
+            any(row.request.scored for row in rows),
+            any(row.request.resample for row in rows),
+        )
+
+    def _changes(
+        self, rows: Sequence[RunningRequest], sessions: Sequence[SessionBlocks]
+    ) -> Changes:
+        """The changes since the last dispatch: the blocks, and rows that enter, leave or resume."""
+        assert self.state is not None
+        changed = bool(sessions or self._entering) or self._kv.view_changed
+        if changed:
+            seen = {row.index: spans(row.node.path()) for row in rows}
+            self._view = self._views.build(self._kv.pool.cache, seen, sessions)
+            for row in rows:
+                row.block, row.length = self._view.own[row.index]
+        changes = Changes.none(
+            self.state.pending.shape[1],
+            self._view.listed,
+            self._view.table,
+            keeps_view=not changed,
+            takes_outputs=True,
+        )
+        changes.act(self._left, Action.RETIRE)
+        changes.act(self._resumed, Action.RESUME)
+        for index, row in self._entering.items():
+            changes.admit(index, _start(row))
+        self._left.clear()
+        self._resumed.clear()
+        return changes
+
+    def _state_with_inputs(self) -> DecodeState:
+        """The state with the samplers of all rows, and the logits of those that enter with some."""
+        assert self.state is not None
+        if self._stacked is None or self._stacked.bias_tokens.shape[1] != self._bias_slots:
+            self._stacked = Samplers.stack(self._samplers, bias_slots=self._bias_slots)
+        state = dataclasses.replace(self.state, samplers=self._stacked)
+        if self._view.groups != state.layout.groups:
+            layout = dataclasses.replace(state.layout, groups=self._view.groups)
+            state = dataclasses.replace(state, layout=layout)
+        rows = [row for row in self._entering.values() if row.logits is not None]
+        if rows:
+            state = state.with_logits([row.index for row in rows], self._entering_logits(rows))
+        for row in rows:
+            row.logits = None
+        self._entering.clear()
+        return state
+
+    def _entering_logits(self, rows: Sequence[RunningRequest]) -> Array:
+        # For each row of the loop, and out of a rounded number, so that few programs serve all.
+        none = jnp.zeros(self._model.config.vocab_size)
+        different = {id(row.logits): row.logits for row in rows if row.logits is not None}
+        place = {key: i for i, key in enumerate(different)}
+        index = [place[id(row.logits)] for row in rows]
+        index += [0] * (self._num_rows - len(rows))
+        stacked = [*different.values()]
+        stacked += [none] * (bucket(len(stacked)) - len(stacked))
+        return jnp.stack(stacked)[np.asarray(index)]
 
     def fetch(self) -> Dispatched:
         """Waits for a dispatch and fetches its results."""
@@ -240,7 +273,7 @@ class DecodeRows:
         held = found.pop("num_sampled") - found.pop("num_taken")
         total, phases = int(found.pop("passes")), found.pop("phases")
         passes, self._total_passes = total - self._total_passes, total
-        if found["faults"]:
+        if found.pop("faults"):
             state.cache.check()
         for each in self._sessions:
             assert self._session_rows
@@ -249,43 +282,46 @@ class DecodeRows:
         self._sessions = ()
         return Dispatched(**found, num_held=held, passes=passes)
 
-    def warm_up(self, view: View) -> KVCache:
-        """Compiles the loop, and what lets rows enter and leave; returns the cache."""
-        self.admit([], view)
+    def warm_up(self) -> None:
+        """Compiles the loop, and what lets rows enter and leave."""
         assert self.state is not None
-        self.state = self.state.retire([])
-        cache = self.dispatch([], view.cache, None, passes=0, stop_on_finish=False)
+        logits = jnp.zeros((self._num_rows, self._model.config.vocab_size))
+        self.state = self.state.with_logits([], logits)
+        self.dispatch([], passes=0, stop_on_finish=False)
         self.fetch()
-        return cache
 
     def remove(self, row: RunningRequest) -> None:
-        """Takes a row out."""
-        self._left.append(row.index)
+        """Takes a row out with the next dispatch."""
         row.decoding = False
+        if self._entering.pop(row.index, None) is None:
+            self._left.append(row.index)
 
     def resume(self, row: RunningRequest) -> None:
         """Lets a row go on that has stopped at the end of its block."""
-        assert self.state is not None
-        self.state = self.state.end(row.index, FinishReason.RUNNING)
+        self._resumed.append(row.index)
 
     def narrow(self, rows: Sequence[int]) -> None:
         """Goes on with these rows alone, in this order; the others have left."""
-        state = self._without_left_rows()
-        self.state = take_rows(state, np.asarray(rows))
+        assert self.state is not None and not self._entering
+        self._views = ViewBuilder(len(rows), FanInGroups(len(rows)))
+        place = {row: i for i, row in enumerate(rows)}
+        self.state = take_rows(self.state, np.asarray(rows))
+        self._left = [place[row] for row in self._left if row in place]
+        self._resumed = [place[row] for row in self._resumed]
         self._samplers = [self._samplers[row] for row in rows]
         self._stacked, self._num_rows = None, len(rows)
 
-    def _stacked_samplers(self, slots: int) -> Samplers:
-        if self._stacked is None or self._stacked.bias_tokens.shape[1] != slots:
-            self._stacked = Samplers.stack(self._samplers, bias_slots=slots)
-        return self._stacked
 
-    def _without_left_rows(self) -> DecodeState:
-        state: Any = self.state
-        if self._left:
-            self.state = state = state.retire(self._left)
-            self._left.clear()
-        return state
+def _start(row: RunningRequest) -> Start:
+    request = row.request
+    return Start(
+        request.seed,
+        request.max_new_tokens,
+        len(request.output),
+        row.unread.tolist() if row.logits is None else (),
+        request.resample is not None,
+        request.scored,
+    )
 
 
 def _max_edits(requests: Sequence[Request]) -> int:

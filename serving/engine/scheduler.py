@@ -25,12 +25,11 @@ from jaxshare.serving.engine.narrow import narrowed_size
 from jaxshare.serving.engine.output import OutputProcessor
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import RunningRequest, preemption_order
-from jaxshare.serving.engine.session_passes import PlacedSession, SessionPasses, WaitingSessions
+from jaxshare.serving.engine.session_passes import SessionPasses, WaitingSessions
 from jaxshare.serving.engine.speculation import SHAPES
 from jaxshare.serving.errors import NotANumberError
-from jaxshare.serving.kvcache.fan_in import FanInGroups
 from jaxshare.serving.kvcache.manager import KVManager, Wait
-from jaxshare.serving.kvcache.view import SessionBlocks, View, ViewBuilder, spans
+from jaxshare.serving.kvcache.view import SessionBlocks, ViewBuilder
 
 log = logging.getLogger("jaxshare.engine")
 
@@ -75,14 +74,15 @@ class Scheduler:
         self.passes, self.metrics, self.output = passes, metrics, output
         self.rows: list[RunningRequest | None] = [None] * rows
         self._prefill_first, self.peak_tokens = prefill_first, 0
-        self._views = ViewBuilder(rows, FanInGroups(rows, groups))
         self._draft_views = {count: ViewBuilder(count) for count, _ in SHAPES}
         self._prefill_passes = prefill.PrefillPasses(model, kv)
         self._decode_rows = DecodeRows(
             model,
+            kv,
             rows=rows,
             passes=passes,
             num_top_logits=output.num_top_logits,
+            groups=groups,
             sessions=takes_sessions,
         )
         self.sessions = WaitingSessions()
@@ -257,14 +257,9 @@ class Scheduler:
         """Lets rows enter the decode loop that have few or no tokens left to prefill."""
         if not rows:
             return
-        for row in rows:
-            row.decoding = True
-        requests = [row.request for row in rows]
-        self._decode_rows.set_samplers(rows)
         if self._decode_rows.state is None:
-            self._decode_rows.create(self._views.build(self.kv.pool.cache, {}), requests)
-        self._decode_rows.grow(requests)
-        self._decode_rows.admit(rows, self._view())
+            self._decode_rows.create([row.request for row in rows])
+        self._decode_rows.admit(rows)
 
     def _decode(
         self,
@@ -279,28 +274,16 @@ class Scheduler:
         """
         if sessions:
             passes = min(passes, max(session.passes for session, _, _ in sessions))
-            self.kv.view_changed = True
             if self._decode_rows.state is None:
-                self._decode_rows.create(self._views.build(self.kv.pool.cache, {}), [])
+                self._decode_rows.create([])
         rows = [row for row in self.live if row.decoding]
         for row in rows:
             capacity = row.extent.capacity - row.extent.length
             if capacity < min(passes, row.request.remaining):
                 self.kv.extend_in_place(row.node, row.request.remaining)
-        view = self._view([each for _, _, each in sessions]) if self.kv.view_changed else None
-        self.kv.pool.cache = self._decode_rows.dispatch(
-            rows,
-            self.kv.pool.cache,
-            view,
-            passes=passes,
-            stop_on_finish=stop_on_finish,
-            sessions=[
-                PlacedSession(session, taken, view.first[i])
-                for i, (session, taken, _) in enumerate(sessions)
-                if view
-            ],
+        self._decode_rows.dispatch(
+            rows, passes=passes, stop_on_finish=stop_on_finish, sessions=sessions
         )
-        self.kv.view_changed |= bool(sessions)  # whose blocks are not those of the next one
         if request := next(iter(self.queue), None):
             self.kv.prepare(request)  # while the device is at work
         result = self._decode_rows.fetch()
@@ -374,7 +357,6 @@ class Scheduler:
             return
         ended = [i for i, row in enumerate(self.rows) if row is None]
         self._decode_rows.narrow([row.index for row in live] + ended[: size - len(live)])
-        self._views = ViewBuilder(size, FanInGroups(size))
         self.rows = [*live, *[None] * (size - len(live))]
         for index, row in enumerate(live):
             row.index = index
@@ -427,10 +409,9 @@ class Scheduler:
     def warm_up(self, requests: Sequence[Request] = ()) -> None:
         """Compiles what requests need that are sampled as these are; nothing may be running."""
         self._prefill_passes.run([])
-        view = self._views.build(self.kv.pool.cache, {})
         if self._decode_rows.state is None:
-            self._decode_rows.create(view, requests)
-        self.kv.pool.cache = self._decode_rows.warm_up(view)
+            self._decode_rows.create(requests)
+        self._decode_rows.warm_up()
         if self.output.logits:
             compile_verification(self.model, self.kv, self._draft_views, self.output.num_top_logits)
         self.kv.view_changed = True
@@ -439,12 +420,3 @@ class Scheduler:
         """Frees the accelerator's memory."""
         self._decode_rows.reset()
         self.kv.pool.free_arrays()
-
-    def _view(self, sessions: Sequence[SessionBlocks] = ()) -> View:
-        """The blocks of all rows in the decode loop, and of sessions that take part."""
-        rows = [row for row in self.live if row.decoding]
-        seen = {row.index: spans(row.node.path()) for row in rows}
-        view, self.kv.view_changed = self._views.build(self.kv.pool.cache, seen, sessions), False
-        for row in rows:
-            row.block, row.length = view.own[row.index]
-        return view

@@ -20,7 +20,8 @@ class View:
     """The blocks of a pass.
 
     Attributes:
-      cache: with the blocks that the rows see.
+      arena: a cache with the arena that they are in.
+      table: int32[4, B], of the blocks: offset, length, capacity and phase.
       blocks: for each row the blocks that it sees.
       own: for each row in use its own block, and the tokens in that.
       width: blocks that a row can list.
@@ -28,7 +29,8 @@ class View:
       first: for each session the number of its first block.
     """
 
-    cache: KVCache
+    arena: KVCache
+    table: np.ndarray
     blocks: list[list[int]]
     own: dict[int, tuple[int, int]]
     width: int
@@ -36,15 +38,25 @@ class View:
     first: list[int]
 
     @property
+    def cache(self) -> KVCache:
+        """The arena with the blocks that the rows see."""
+        offsets, lengths, capacities, phases = jax.device_put(tuple(self.table))
+        return dataclasses.replace(
+            self.arena, offsets=offsets, lengths=lengths, capacities=capacities, phases=phases
+        )
+
+    @property
     def layout(self) -> Layout:
         """The blocks as a layout."""
-        return self.layout_without(())
+        return Layout.from_blocks(self.blocks, width=self.width, groups=self.groups)
 
-    def layout_without(self, rows: Sequence[int]) -> Layout:
-        """The layout in which these rows list nothing."""
-        left = {*rows}
-        listed = [[] if row in left else blocks for row, blocks in enumerate(self.blocks)]
-        return Layout.from_blocks(listed, width=self.width, groups=self.groups)
+    @property
+    def listed(self) -> np.ndarray:
+        """The blocks as int32[R, N]."""
+        listed = np.full((len(self.blocks), self.width), -1, np.int32)
+        for row, blocks in enumerate(self.blocks):
+            listed[row, : len(blocks)] = blocks
+        return listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,18 +124,16 @@ class ViewBuilder:
                 [fan_ins[slot] for slot in range(len(extents))],
                 [extent.length for extent in extents],
             )
-        return View(_over(cache, extents, self._slots), blocks, own, self._width, groups, first)
+        table = _table(extents, self._slots)
+        return View(cache, table, blocks, own, self._width, groups, first)
 
 
-def _over(cache: KVCache, extents: Sequence[Extent], slots: int) -> KVCache:
-    """The arena with these extents as its blocks 0, 1, 2...; the other slots are unused."""
+def _table(extents: Sequence[Extent], slots: int) -> np.ndarray:
+    """These extents as blocks 0, 1, 2...; the other slots are unused."""
     table = np.zeros((4, slots), np.int32)
     for slot, extent in enumerate(extents):
         table[:, slot] = extent.offset, extent.length, extent.capacity, extent.phase
-    offsets, lengths, capacities, phases = jax.device_put(tuple(table))
-    return dataclasses.replace(
-        cache, offsets=offsets, lengths=lengths, capacities=capacities, phases=phases
-    )
+    return table
 
 
 def spans(path: Sequence[Node]) -> list[Extent]:
