@@ -12,8 +12,6 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int32
 
-from jaxshare.arena import LARGE_TILE
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +82,10 @@ class Reads(NamedTuple):
 
 def shared_tiles(reads: Reads, largest_group: int, tiling: Tiling | None) -> Tiles:
     """Tiles of the blocks that more rows than `largest_group` read; all rows read them together."""
-    rows, _, width = reads.seen.shape
+    rows = reads.seen.shape[0]
     pieces = _cut(
         jnp.where(reads.fan_in > largest_group, reads.lengths, 0),
-        tiling or _shared_tiling(rows * width, reads.arena),
+        tiling or _TILING,
         reads.arena,
     )
     match = reads.blocks == pieces.run[:, None, None]  # [I, R, N]
@@ -101,7 +99,7 @@ def group_tiles(reads: Reads, smaller: int, group: int, tiling: Tiling | None) -
     them together."""
     pieces = _cut(
         jnp.where((reads.fan_in > smaller) & (reads.fan_in <= group), reads.lengths, 0),
-        tiling or _GROUP_TILING,
+        tiling or _FEW_QUERIES_TILING,
         reads.arena,
     )
     row, slot = (x[pieces.run] for x in _readers(reads, group))  # [I, group]
@@ -111,11 +109,11 @@ def group_tiles(reads: Reads, smaller: int, group: int, tiling: Tiling | None) -
 
 def private_tiles(reads: Reads, tiling: Tiling | None) -> Tiles:
     """Tiles of the blocks that one row reads."""
-    rows, slots, width = reads.seen.shape
+    _, slots, width = reads.seen.shape
     alone = reads.reads & (reads.fan_in[reads.block] == 1)
     pieces = _cut(
         jnp.where(alone, reads.lengths[reads.block], 0).reshape(-1),
-        tiling or _private_tiling(width, rows),
+        tiling or (_FEW_QUERIES_TILING if width <= _FEW_QUERIES else _TILING),
         reads.arena,
     )
     row, slot = pieces.run[:, None] // slots, pieces.run[:, None] % slots
@@ -123,26 +121,14 @@ def private_tiles(reads: Reads, tiling: Tiling | None) -> Tiles:
     return _tiles(reads, pieces, offset, row, slot, jnp.ones(row.shape, bool))
 
 
-def _shared_tiling(queries: int, arena: int) -> Tiling:
-    """Few queries: several tiles in one batched product, large ones that are read without gathering
-    where they fill the arena. Many: one large tile, whose product is big enough alone."""
-    if queries > 8:
-        return Tiling(LARGE_TILE, 1)
-    if arena >= 4 * LARGE_TILE and arena % LARGE_TILE == 0:
-        return Tiling(LARGE_TILE, 2)
-    return Tiling(128, 4)
-
-
-def _private_tiling(queries: int, rows: int) -> Tiling:
-    """The more queries a row brings, the larger its tiles, and the fewer of them in one product.
-    Many rows take fewer iterations with more."""
-    if queries <= 8:
-        return Tiling(128, 4 if rows < 256 else 16)
-    return Tiling(256, 2) if queries <= 32 else Tiling(LARGE_TILE, 1)
-
-
-_GROUP_TILING = Tiling(128, 4)
-"""Blocks that a group reads are often short."""
+_TILING = Tiling(128, 4)
+"""Of blocks that all rows read, and of those that one row reads with many queries. Larger tiles
+read long blocks no faster, and short ones, of which steps of workers and pieces of prompts have
+many, several times as slowly."""
+_FEW_QUERIES_TILING = Tiling(64, 32)
+"""Of blocks that one row, or a group, reads with few queries. A product for so few is small, and
+XLA runs a batch of many of them several times as fast as one of few."""
+_FEW_QUERIES = 8
 
 
 _FEW_COMPARISONS = 2**16

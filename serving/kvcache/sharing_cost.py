@@ -99,7 +99,7 @@ class Costs:
 
 
 DEFAULT = Costs(
-    shared_start=71, shared_tile=121, shared_token_row=0.028, private_row=12, private_tile=12
+    shared_start=220, shared_tile=60, shared_token_row=0.024, private_row=0, private_tile=16
 )
 """Costs of two CPU cores, measured with 8 heads and 4 kv heads of dimension 64 in bfloat16: for a
 CPU that has not been calibrated."""
