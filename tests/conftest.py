@@ -58,13 +58,23 @@ hypothesis.settings.load_profile("jaxshare")
 _MOST_MAPS = 45_000
 _LONG = {
     "workers/test_session.py",
+    "workers/test_session_ends.py",
     "workers/test_checkpoint.py",
-    "cli/test_devices.py",
     "core/test_sharding.py",
     "engine/test_engine.py",
+    "engine/test_random_mixed_schedules.py",
+    "engine/test_mixed_load.py",
+    "engine/test_warm_up.py",
+    "serving/test_errors.py",
     "branches/test_branches.py",
-    "cli/test_batch.py",
+    "attention/test_attention.py",
+    "decoding/test_decode.py",
+    "pallas/test_mosaic_gpu.py",
+    "models/test_parity.py",
     "cli/test_main.py",
+    # Long with `make test-all` alone.
+    "cli/test_devices.py",
+    "cli/test_batch.py",
     "kvcache/test_lease.py",
 }
 

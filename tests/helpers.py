@@ -8,15 +8,20 @@ every row and every pass.
 
 import dataclasses
 import functools
+import json
+import shutil
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from jaxshare import DecodeState, FinishReason, KVCache, Layout, Rope, Sampler, Samplers, decode
+from jaxshare.models import EMBEDDED, LoadedModel
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder
 
@@ -81,6 +86,32 @@ def init(config: ModelConfig, seed: int = 0, spread: float = 1.5):
         )
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+def first_layers(model: LoadedModel, count: int) -> LoadedModel:
+    """A model cut off after its first layers: its tokenizer and its widths, in programs that
+    compile sooner, for tests that do not look at what it has learned."""
+    whole = model.params["params"]
+    cut = {f"layers_{i}" for i in range(count, model.config.num_layers)}
+    return dataclasses.replace(
+        model,
+        config=dataclasses.replace(model.config, num_layers=count),
+        params={"params": {name: leaf for name, leaf in whole.items() if name not in cut}},
+    )
+
+
+def folder_of_first_layers(path: Path, count: int) -> Path:
+    """A copy of the embedded model's folder, of a model cut off after its first layers."""
+    shutil.copytree(EMBEDDED, path)
+    file, weights = path / "config.json", path / "model.safetensors"
+    config, tensors = json.loads(file.read_text()), safetensors.numpy.load_file(weights)
+    for layer in range(count, config["num_hidden_layers"]):
+        for name in [name for name in tensors if name.startswith(f"model.layers.{layer}.")]:
+            del tensors[name]
+    kinds = config["layer_types"][:count]
+    file.write_text(json.dumps(config | {"num_hidden_layers": count, "layer_types": kinds}))
+    safetensors.numpy.save_file(tensors, weights)
+    return path
 
 
 def rotated(x: np.ndarray, positions: np.ndarray, rope: Rope, factor: float = 1.0) -> np.ndarray:

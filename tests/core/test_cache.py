@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxshare import KVCache, Layout, Rope, make_plan
 from jaxshare.cache import Fault
-from tests.helpers import TINY, cache_with, rotated
+from tests.helpers import TINY, cache_with, mostly_slow, rotated
 
 YARN = Rope.yarn(8, 10_000.0, 8.0, 512)
 KV_HEADS, DIM = 2, 12  # partial rotary: 8 of 12
@@ -183,9 +183,25 @@ def appended(cache, layout, count, k, v, width):
     return cache.append(0, k, v, plan).advance(plan)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-# at last more tokens than the arena has
-@pytest.mark.parametrize(("rows", "width"), [(3, 1), (12, 1), (3, 40), (12, 40), (3, 200)])
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype"),
+    mostly_slow(
+        [
+            (12, 40, jnp.float32),
+            (3, 200, jnp.bfloat16),  # more tokens than the arena has
+            (3, 1, jnp.bfloat16),
+            (12, 1, jnp.float32),
+            (3, 40, jnp.float32),
+            (3, 1, jnp.float32),
+            (3, 200, jnp.float32),
+            (12, 1, jnp.bfloat16),
+            (3, 40, jnp.bfloat16),
+            (12, 40, jnp.bfloat16),
+        ],
+        4,
+        several=True,
+    ),
+)
 def test_append_rotates_to_the_index_in_the_block_and_touches_nothing_else(rows, width, dtype):
     cache, _, _ = filled(LENGTHS, phases=(0, 7, 100, 0, 0), dtype=dtype)
     layout = Layout.from_blocks([[4, 0], [0, 1], [2]], num_rows=rows)

@@ -43,16 +43,12 @@ def run(tmp_path, decide):
     return done.stdout.split()
 
 
-def test_the_next_process_reads_what_one_has_compiled(tmp_path):
+def test_loading_a_model_switches_it_on_and_the_next_process_reads_what_one_has_compiled(tmp_path):
     folder = tmp_path / "home" / "jaxshare" / "compiled"
-    assert run(tmp_path, ENABLE) == ["False", str(folder)]
+    load = "from jaxshare.models import load; load('embedded')"
+    assert run(tmp_path, load) == ["False", str(folder)]
     assert any(folder.iterdir())
     assert run(tmp_path, ENABLE) == ["True", str(folder)]
-
-
-def test_loading_a_model_switches_it_on(tmp_path):
-    found = run(tmp_path, "from jaxshare.models import load; load('embedded')")
-    assert found[1] == str(tmp_path / "home" / "jaxshare" / "compiled")
 
 
 @pytest.fixture

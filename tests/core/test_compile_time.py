@@ -1,6 +1,8 @@
 """Compilation is timed apart: spans inside each other count once, threads have clocks of their own,
 and no speed counts it."""
 
+import dataclasses
+import functools
 import threading
 import time
 
@@ -19,7 +21,7 @@ from jaxshare.serving.branches.generate import generate
 from jaxshare.serving.branches.run import Branches
 from jaxshare.serving.cluster.shards import Cost, Shards
 from jaxshare.serving.engine import Engine
-from tests.helpers import TINY, tiny_params
+from tests.helpers import TINY, init
 
 SPANS = st.recursive(st.just([]), lambda inside: st.lists(inside, max_size=3), max_leaves=12)
 """The shape of spans: each is a list of those inside it."""
@@ -85,8 +87,10 @@ def test_nested_functions_are_not_counted_twice():
     assert watch.split()[1] == 0
 
 
+@functools.cache
 def model() -> LoadedModel:
-    return LoadedModel(TINY, tiny_params(), None, Generation())
+    config = dataclasses.replace(TINY, num_layers=1)
+    return LoadedModel(config, init(config), None, Generation())
 
 
 def timed(**settings) -> tuple[float, float, float, float]:

@@ -23,6 +23,8 @@ SPLITS = dataclasses.replace(
     TINY, vocab_size=104, num_heads=8, num_kv_heads=4, intermediate_size=64
 )
 """TINY, with sizes that divide over eight devices; 101 tokens would not."""
+ONE_LAYER = dataclasses.replace(SPLITS, num_layers=1)
+"""For what does not depend on how many layers there are."""
 HEADS = {"MHA": 8, "GQA": 4, "MQA": 1}
 SHAPES = [
     (d, t, k)
@@ -219,7 +221,7 @@ def test_passes_on_a_mesh_are_those_of_one_device(heads, shape):
 
 
 def test_a_vocabulary_that_does_not_divide_is_whole_on_every_device():
-    config = dataclasses.replace(SPLITS, vocab_size=103)
+    config = dataclasses.replace(ONE_LAYER, vocab_size=103)
     model = model_of(config)
     split = model.on(make_mesh(tensor=4))
     assert split.params["params"]["embed"]["embedding"].sharding.spec == P()
@@ -237,7 +239,7 @@ def test_a_vocabulary_that_does_not_divide_is_whole_on_every_device():
 
 def test_logits_that_are_lost_on_one_device_end_the_row():
     """The vocabulary's last quarter, which one device has, gives a NaN."""
-    model = model_of(SPLITS)
+    model = model_of(ONE_LAYER)
     params = jax.tree.map(lambda x: x, model.params)
     params["params"]["head"]["kernel"] = params["params"]["head"]["kernel"].at[100].set(jnp.nan)
     model = dataclasses.replace(model, params=params).on(make_mesh(tensor=4))
@@ -339,19 +341,20 @@ def collectives(model, layers):
 
 
 def test_tensor_parallel_passes_have_two_all_reduces_a_layer():
-    two, five = (collectives(make_mesh(tensor=4), layers) for layers in (2, 5))
-    assert {kind for kind, _ in five} <= {"all-reduce", "all-gather"}
+    one, three = (collectives(make_mesh(tensor=4), layers) for layers in (1, 3))
+    assert {kind for kind, _ in three} <= {"all-reduce", "all-gather"}
     assert (
-        sum(kind == "all-reduce" for kind, _ in five) - sum(kind == "all-reduce" for kind, _ in two)
-        == 2 * 3
+        sum(kind == "all-reduce" for kind, _ in three)
+        - sum(kind == "all-reduce" for kind, _ in one)
+        == 2 * 2
     )
-    assert [x for x in five if x[0] == "all-gather"] == [x for x in two if x[0] == "all-gather"]
+    assert [x for x in three if x[0] == "all-gather"] == [x for x in one if x[0] == "all-gather"]
 
 
 def test_nothing_that_is_sent_is_as_large_as_a_cache():
     """Over kv only queries' results travel, over tensor only activations; the largest array of both
     is a row of chunks of logits."""
-    found = collectives(make_mesh(tensor=2, kv=2), 2)
+    found = collectives(make_mesh(tensor=2, kv=2), 1)
     rows, heads, dim, vocab, hidden = (
         2,
         SPLITS.num_heads // 2,
@@ -369,7 +372,7 @@ def test_nothing_that_is_sent_is_as_large_as_a_cache():
 
 def test_groups_decode_side_by_side_and_end_when_they_like():
     mesh = make_mesh(data=2, tensor=2, kv=2)
-    plain = model_of(SPLITS)
+    plain = model_of(ONE_LAYER)
     model = plain.on(mesh)
     prompts, budgets = [[[1, 2, 3], [4]], [[5, 6], [7, 8, 9]]], [(6, 9), (20, 13)]
 
@@ -402,9 +405,9 @@ def test_groups_decode_side_by_side_and_end_when_they_like():
     more = [dataclasses.replace(s, max_new_tokens=s.max_new_tokens + 4) for s in more]
     same = [dataclasses.replace(s, max_new_tokens=s.max_new_tokens + 4) for s in same]
     assert [
-        decode(r.module, r.params, s, passes=8).outputs()
+        decode(r.module, r.params, s, passes=8, width=4).outputs()
         for r, s in zip(replicas, more, strict=True)
-    ] == [decode(plain.module, plain.params, s, passes=8).outputs() for s in same]
+    ] == [decode(plain.module, plain.params, s, passes=8, width=4).outputs() for s in same]
 
 
 def test_groups_that_do_not_fit_are_refused():

@@ -165,6 +165,7 @@ def test_a_damaged_checkpoint_is_refused(folder, tmp_path, sizes):
     gc.collect()  # an abandoned read would report its error here
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_gets_one_sentence(folder, tmp_path):
     """Runs a whole process: reads still running after an error would report theirs at its end."""
     broken = damaged(folder, tmp_path / "broken")

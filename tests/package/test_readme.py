@@ -87,6 +87,7 @@ def test_the_agents_example_answers_rightly():
     assert printed(3) == "['85, 84, 77, 83, 45', '55, 78, 18, 99, 196'] True\n"
 
 
+@pytest.mark.slow
 def test_the_engine_example_answers_rightly():
     answers, reused, *replayed = printed(4).splitlines()
     assert re.findall(r"boxed\{(\d+)\}", answers) == ["85", "90", "98"]

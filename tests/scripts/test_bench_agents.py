@@ -7,6 +7,7 @@ import json
 import pytest
 
 from scripts.bench import agents as bench
+from tests.helpers import mostly_slow
 
 
 @pytest.mark.parametrize(("kind", "each"), [("model", 11), ("tool", 11), ("next", 21)])
@@ -17,7 +18,7 @@ def test_every_agent_waits_as_often_as_is_said(kind, each):
     assert transitions == 5 * each + 6 and tasks == 0 and seconds > 0
 
 
-@pytest.mark.parametrize("kind", bench.KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(bench.KINDS))
 def test_runs_leave_nothing_behind(kind):
     left = bench.leaks(bench.KINDS[kind], 20, 5)
     assert left["tasks"] == left["runs"] == 0

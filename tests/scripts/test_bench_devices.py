@@ -36,6 +36,7 @@ def test_collectives_are_read_with_their_sizes_and_groups():
     assert found[0].sent == 2 * 7 / 8 * 32 * 5120 * 4 and found[2].sent == 3 / 4 * 32 * 1024 * 4
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_layer_sends_two_sums_of_activations():
     sent = bench.counted(SMALL, (("tensor", 4),), 256)
     assert [(c.kind, c.bytes, c.group) for c in sent.layer] == [

@@ -293,6 +293,7 @@ def small_model():
     return bench.small_model()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "contribution", "optimum"])
 def test_the_engine_with_room_for_all_finds_what_the_tree_finds(policy):
     rng = np.random.default_rng(1)
@@ -308,6 +309,7 @@ def test_the_engine_with_room_for_all_finds_what_the_tree_finds(policy):
     assert seen.found == best.found | {"c": best.found["c"] - 1}
 
 
+@pytest.mark.slow
 def test_the_engine_under_pressure_lets_go_and_loses_no_call():
     trace = work.workflow(1, 0)
     seen = bench.serve(small_model(), trace, 4096, make_policy("contribution"))

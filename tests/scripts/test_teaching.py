@@ -148,7 +148,7 @@ def by_name(trace: Trace, names: tuple[str, ...]) -> dict[str, np.ndarray]:
     ("layout", "count", "seed", "move"),
     [
         ("combined", 4, 1, "rotate"),
-        ("combined", 2, 1, "reencode"),
+        pytest.param("combined", 2, 1, "reencode", marks=pytest.mark.slow),
         pytest.param("interleaved", 4, 2, "reencode", marks=pytest.mark.slow),
         *(
             pytest.param(layout, count, seed, "rotate", marks=pytest.mark.slow)
@@ -618,6 +618,7 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.slow
 def test_two_steps_lower_the_loss_of_a_tiny_model(script, format):
     train = train_workers
     args, _ = train.parse(["--steps", "8", "--learning-rate", "0.02"])

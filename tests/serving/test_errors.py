@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from jaxshare.serving.cli.main import main
 from jaxshare.serving.engine import Engine, NotANumberError
 from jaxshare.serving.evaluation.runs import execute, run_specs
 from jaxshare.serving.evaluation.tasks import Problem
+from tests.helpers import folder_of_first_layers
 from tests.serving.workers.test_session import CHAT
 
 LOST = "@"
@@ -33,10 +33,9 @@ NEW = 6
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """The model's folder. Embedding and head are separate in it, because a token that nothing reads
-    must have a logit that is a number."""
-    path = tmp_path_factory.mktemp("lost") / "model"
-    shutil.copytree(EMBEDDED, path)
+    """The model's folder, of one layer. Embedding and head are separate in it, because a token that
+    nothing reads must have a logit that is a number."""
+    path = folder_of_first_layers(tmp_path_factory.mktemp("lost") / "model", 1)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     tensors = safetensors.numpy.load_file(path / "model.safetensors")
@@ -172,6 +171,7 @@ def test_what_was_sampled_before_is_kept(model):
 # Requests.
 
 
+@pytest.mark.slow
 def test_a_request_has_the_same_error(model):
     with Engine(model, max_rows=4, passes=4) as engine:
         streams = [

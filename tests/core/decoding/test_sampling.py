@@ -58,13 +58,13 @@ def gentle(vocab: int, seed: int = 0) -> np.ndarray:
     return (np.random.default_rng(seed).normal(size=vocab) * 0.5).astype(np.float32)
 
 
-def counts(sampler: Sampler, logits: np.ndarray) -> np.ndarray:
+def counts(sampler: Sampler, logits: np.ndarray, rounds: int = ROUNDS) -> np.ndarray:
     samplers = jax.tree.map(
         lambda a: jnp.repeat(a, ROWS, axis=0), Samplers.stack([sampler], bias_slots=4)
     )
     spread = jnp.broadcast_to(jnp.asarray(logits), (ROWS, len(logits)))
     seen = np.zeros(len(logits), np.int64)
-    for position in range(ROUNDS):
+    for position in range(rounds):
         tokens = sample(
             samplers,
             spread,
@@ -72,14 +72,14 @@ def counts(sampler: Sampler, logits: np.ndarray) -> np.ndarray:
             jnp.full(ROWS, position, jnp.int32),
         )
         seen += np.bincount(np.asarray(tokens), minlength=len(logits))
-    assert seen.sum() == ROWS * ROUNDS and len(seen) == len(logits)
+    assert seen.sum() == ROWS * rounds and len(seen) == len(logits)
     return seen
 
 
 SETTINGS = [
-    Sampler(temperature=1.0),
     Sampler(0.8, top_k=40, top_p=0.5, min_p=0.4),
     Sampler(1.0, top_k=3, bias={3: 9.0}, forbidden=(1,)),
+    Sampler(temperature=1.0),
     Sampler(temperature=0.5),
     Sampler(temperature=2.0),
     Sampler(1.0, top_k=1),
@@ -95,7 +95,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("sampler", mostly_slow(SETTINGS, 4), ids=str)
+@pytest.mark.parametrize("sampler", mostly_slow(SETTINGS, 2), ids=str)
 def test_draws_follow_the_distribution(sampler):
     compare(sampler, gentle(300))
 
@@ -194,14 +194,14 @@ def test_ties_are_kept_together():
     logits = np.full(300, -5.0, np.float32)
     logits[[10, 100, 200]], logits[299] = 1.0, 1.2
     for sampler in (Sampler(1.0, top_k=2), Sampler(1.0, top_p=0.5), Sampler(1.0, min_p=0.8)):
-        seen = counts(sampler, logits)
+        seen = counts(sampler, logits, rounds=1)
         assert set(np.flatnonzero(seen)) == {10, 100, 200, 299}
-    assert set(np.flatnonzero(counts(Sampler(1.0, top_k=1), logits))) == {299}
+    assert set(np.flatnonzero(counts(Sampler(1.0, top_k=1), logits, rounds=1))) == {299}
 
 
 def test_negative_and_signed_zero_logits_are_ordered():
     logits = np.asarray([-0.0, 0.0, -1e-30, -7.0, 1e-30] + [-9.0] * 295, np.float32)
-    assert set(np.flatnonzero(counts(Sampler(1.0, top_k=2), logits))) <= {0, 1, 4}
+    assert set(np.flatnonzero(counts(Sampler(1.0, top_k=2), logits, rounds=1))) <= {0, 1, 4}
     assert set(np.flatnonzero(counts(Sampler(1.0, top_k=5), logits))) == {0, 1, 2, 3, 4}
 
 

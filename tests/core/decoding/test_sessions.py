@@ -33,6 +33,7 @@ def sessions_of_rows(draw):
     return np.asarray(first, np.int32), np.asarray([draw(st.booleans()) for _ in range(count)])
 
 
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(sessions_of_rows(), st.integers(1, 8))
 def test_sums_and_ranks_are_those_of_python(drawn, max_rows):
     first, marked = drawn

@@ -80,7 +80,7 @@ def check(backend: str, case) -> None:
     ), case
 
 
-@pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.parametrize("case", mostly_slow(FEW, 3), ids=str)
 @pytest.mark.parametrize("backend", TARGETS)
 def test_it_lowers_for_cuda(backend, case):
     check(backend, case)
@@ -101,6 +101,7 @@ def test_the_whole_grid_lowers_for_cuda(backend, head_dim):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [*TARGETS, "xla"])
 def test_a_decode_step_lowers_for_cuda(backend):
     """The plan, the appends, the moves of finished steps and sampling around it included."""

@@ -143,7 +143,7 @@ def tokens(shape: Shape, fields: dict[str, int], i: int, limit: int) -> range:
 
 
 @pytest.mark.parametrize(
-    "name", mostly_slow(["pending", "decode", "many rows", "many items", "prompt", "one row"], 2)
+    "name", mostly_slow(["pending", "decode", "many rows", "many items", "prompt", "one row"])
 )
 @settings(max_examples=15)
 @given(st.data())

@@ -7,12 +7,14 @@ import random
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxshare import Sampler, models
 from jaxshare.models import Generation, LoadedModel
+from jaxshare.models.layers import Decoder
 from jaxshare.serving import generate
 from jaxshare.serving.agents import (
     Message,
@@ -71,6 +73,11 @@ def prompt(loaded: LoadedModel, one: ModelCall) -> list[int]:
     )
 
 
+@jax.jit
+def causal(params, tokens):
+    return Decoder(CONFIG).apply(params, tokens, method="causal")
+
+
 def greedy(loaded: LoadedModel, one: ModelCall, room: int = 128) -> list[int]:
     """The most probable tokens, each by a causal pass over the whole text before it."""
     tokens = prompt(loaded, one)
@@ -78,7 +85,7 @@ def greedy(loaded: LoadedModel, one: ModelCall, room: int = 128) -> list[int]:
     while len(tokens) < begin + one.options.max_new_tokens and tokens[-1] != 2:
         padded = np.zeros((1, room), np.int32)
         padded[0, : len(tokens)] = tokens
-        logits = loaded.module.apply(loaded.params, jnp.asarray(padded), method="causal")
+        logits = causal(loaded.params, jnp.asarray(padded))
         tokens.append(int(np.argmax(logits[0, len(tokens) - 1])))
     return tokens[begin:]
 
@@ -115,12 +122,17 @@ def test_an_answer_depends_on_its_own_call_alone(loaded, shared):
     assert len({reply.text for reply in together}) == len(asked)
 
 
+@pytest.mark.slow
 def test_a_small_memory_changes_no_answer(loaded, shared):
     asked = [
         call(f"{n}. 47 + 38", seed=n, temperature=1.0, max_new_tokens=10 * n) for n in (1, 2, 3, 10)
     ]
     tight = EngineModel(loaded, max_rows=4, kv_bytes=256 * token_bytes(loaded))
     assert answers(tight, *asked) == answers(shared, *asked)
+
+
+def test_a_call_that_a_small_memory_has_no_room_for_is_refused(loaded):
+    tight = EngineModel(loaded, max_rows=4, kv_bytes=256 * token_bytes(loaded))
     with pytest.raises(ValueError, match=r"need keys and values of .* tokens.*raise kv_bytes"):
         answers(tight, call(max_new_tokens=300))
 

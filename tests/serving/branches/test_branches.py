@@ -8,7 +8,7 @@ import functools
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from jaxshare.serving.cli import demo
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.kvcache.sharing_cost import Costs
-from tests.helpers import mostly_slow
+from tests.helpers import first_layers, mostly_slow
 
 PROMPT = "<|im_start|>user\nSolve: 47 + 38<|im_end|>\n<|im_start|>assistant\n"
 WARM = Sampler(temperature=1.6, top_p=0.98)
@@ -63,8 +63,15 @@ DIGITS = tuple(range(18, 26))
 
 
 @functools.cache
-def model() -> LoadedModel:
+def embedded() -> LoadedModel:
+    """The embedded model as it is."""
     return demo.load_embedded()
+
+
+@functools.cache
+def model() -> LoadedModel:
+    """Its first two layers: nothing here depends on what it has learned."""
+    return first_layers(embedded(), 2)
 
 
 @functools.cache
@@ -72,37 +79,41 @@ def problem(seed: int = 0) -> arithmetic.SumsProblem:
     return arithmetic.make_problem(random.Random(seed))
 
 
-def plain_greedy(tokens: Sequence[int], count: int) -> tuple[list[int], float]:
+def plain_greedy(
+    tokens: Sequence[int], count: int, of: Callable[[], LoadedModel] = model
+) -> tuple[list[int], float]:
     """The greedy tokens of a plain loop, and their log-probability.
 
     The loop runs whole sequences with plain causal attention.
     """
-    made, total = _plain_greedy(tuple(tokens), count)
+    made, total = _plain_greedy(tuple(tokens), count, of)
     return list(made), total
 
 
 @functools.cache
-def _plain_greedy(prompt: tuple[int, ...], count: int) -> tuple[tuple[int, ...], float]:
+def _plain_greedy(
+    prompt: tuple[int, ...], count: int, of: Callable[[], LoadedModel]
+) -> tuple[tuple[int, ...], float]:
     tokens, total = list(prompt), 0.0
     for _ in range(count):
-        logits = plain_logits(tokens)[-1]
+        logits = plain_logits(tokens, of)[-1]
         tokens.append(int(logits.argmax()))
         total += logits.max() - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
-        if tokens[-1] in model().generation.stop_tokens:
+        if tokens[-1] in of().generation.stop_tokens:
             break
     return tuple(tokens[len(prompt) :]), total
 
 
-def plain_logits(tokens: Sequence[int]) -> np.ndarray:
+def plain_logits(tokens: Sequence[int], of: Callable[[], LoadedModel] = model) -> np.ndarray:
     """The logits, float64[T, V], after each token of one whole sequence."""
     padded = np.zeros((1, next(size for size in (64, 256, 512) if len(tokens) <= size)), np.int32)
     padded[0, : len(tokens)] = tokens
-    return np.asarray(_causal()(model().params, padded), np.float64)[0, : len(tokens)]
+    return np.asarray(_causal(of)(of().params, padded), np.float64)[0, : len(tokens)]
 
 
 @functools.cache
-def _causal():
-    return jax.jit(lambda params, tokens: model().module.apply(params, tokens, method="causal"))
+def _causal(of: Callable[[], LoadedModel]):
+    return jax.jit(lambda params, tokens: of().module.apply(params, tokens, method="causal"))
 
 
 def token_bytes() -> int:
@@ -125,7 +136,7 @@ def with_stops() -> LoadedModel:
 
 
 @functools.cache
-def at_once(sampler: Sampler, stops: bool = False, seed: int = 5) -> Completions:
+def at_once(sampler: Sampler, stops: bool = False, seed: int = 7) -> Completions:
     """Runs all rows of the forest at once."""
     return generate(
         with_stops() if stops else model(),
@@ -173,7 +184,8 @@ def test_samples_are_the_same_shared_or_not_and_for_any_n():
 def test_a_shared_prompt_is_cached_once():
     tokens = model().tokenizer.encode(PROMPT)
     for share, copies in ((True, 1), (False, 4)):
-        done = generate(model(), PROMPT, n=4, max_new_tokens=24, sampler=WARM, share=share)
+        # With this seed none ends early.
+        done = generate(model(), PROMPT, n=4, max_new_tokens=24, sampler=WARM, seed=7, share=share)
         # The last token that a completion samples is never fed.
         cached = copies * len(tokens) + sum(len(c.tokens) - 1 for c in done.completions)
         assert done.kv_bytes == cached * token_bytes()
@@ -294,7 +306,7 @@ def test_a_tree_keeps_its_32_different_tokens_once():
     # 7 passes feed sampled tokens; before, the books are fed first, then the nodes below them, and
     # the section last.
     assert done.passes == 7 + 3
-    unshared = generate(model(), FOREST, max_new_tokens=NEW, sampler=HOT, seed=5, share=False)
+    unshared = generate(model(), FOREST, max_new_tokens=NEW, sampler=HOT, seed=7, share=False)
     assert texts(unshared) == texts(done)
     assert unshared.kv_bytes == (17 + 19 + 3 * 23 + 2 * 6 + 7 * 7) * token_bytes()
 
@@ -315,7 +327,7 @@ def test_a_pass_reads_every_cached_token_once(share):
         )
         found.append(int(plan.read_tokens))
 
-    generate(model(), FOREST, max_new_tokens=NEW, sampler=HOT, seed=5, share=share, on_tokens=read)
+    generate(model(), FOREST, max_new_tokens=NEW, sampler=HOT, seed=7, share=share, on_tokens=read)
     cached = (32 if share else 117) + 7 * 7
     assert found == [cached + 7]  # each row feeds one
 
@@ -374,7 +386,7 @@ def test_waves_give_what_all_rows_at_once_give(max_rows, stops):
         FOREST,
         max_new_tokens=NEW,
         sampler=HOT,
-        seed=5,
+        seed=7,
         share=True,
         max_rows=max_rows,
     )
@@ -414,7 +426,7 @@ def test_a_bound_on_memory_is_kept_and_changes_no_text(tokens):
         FOREST,
         max_new_tokens=NEW,
         sampler=HOT,
-        seed=5,
+        seed=7,
         max_kv_bytes=tokens * token_bytes(),
     )
     assert texts(done) == texts(at_once(HOT, True))
@@ -464,7 +476,7 @@ def test_a_prefix_that_fragments_memory_is_fed_again():
 
 
 def test_a_text_depends_on_its_prompt_and_its_numbers_alone():
-    options = {"max_new_tokens": NEW, "sampler": HOT, "seed": 5, "share": True, "max_rows": 3}
+    options = {"max_new_tokens": NEW, "sampler": HOT, "seed": 7, "share": True, "max_rows": 3}
     expected = texts(at_once(HOT))
     # only the question takes its n from the call
     more = texts(generate(model(), FOREST, n=2, **options))
@@ -492,7 +504,7 @@ def test_the_same_prompt_twice_gives_different_samples():
             [*FOREST[:1], OTHER, OTHER],
             max_new_tokens=NEW,
             sampler=HOT,
-            seed=5,
+            seed=7,
             share=True,
             max_rows=3,
         )

@@ -860,6 +860,7 @@ def killed_jobs_equal_unbroken_ones(folder: Path, kills: int) -> None:
     pytest.fail(f"only {landed} of {3 * kills} jobs were killed before their end")
 
 
+@pytest.mark.slow
 def test_a_job_killed_once(tmp_path):
     killed_jobs_equal_unbroken_ones(tmp_path, kills=1)
 

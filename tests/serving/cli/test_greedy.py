@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -20,6 +19,7 @@ from jaxshare.serving.engine import Engine
 from jaxshare.serving.evaluation.baselines import sequential
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.workers.prompts.presets import advises_sampling
+from tests.helpers import folder_of_first_layers, mostly_slow
 
 CARD = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
 """The generation_config.json of a Qwen3. The embedded model has that architecture, and
@@ -107,8 +107,8 @@ def test_whatever_samples_says_so(warnings, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    """The embedded model, sampled as a Qwen3 is."""
-    shutil.copytree(models.EMBEDDED, tmp_path / "Qwen3-tiny")
+    """The embedded model's first layer, sampled as a Qwen3 is."""
+    folder_of_first_layers(tmp_path / "Qwen3-tiny", 1)
     own = json.loads((models.EMBEDDED / "generation_config.json").read_text())
     (tmp_path / "Qwen3-tiny" / "generation_config.json").write_text(json.dumps(own | CARD))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Solve: 47 + 38"}\n')
@@ -136,12 +136,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize(
     "command",
-    [
-        pytest.param("generate", marks=pytest.mark.slow),
-        "batch",
-        pytest.param("workers", marks=pytest.mark.slow),
-        "evaluate",
-    ],
+    mostly_slow(["batch", "evaluate", "generate", "workers"]),
 )
 def test_every_command_that_samples_says_so_once(command, folder, warnings, monkeypatch, capsys):
     monkeypatch.chdir(folder)

@@ -11,11 +11,22 @@ import pytest
 
 from jaxshare import models
 from jaxshare.serving.cli import main
+from tests.helpers import folder_of_first_layers
 
 QUESTION = (
     "Solve these problems and return comma-separated answers \\boxed{answer1, ..., answer5}:\n"
     "1. 47 + 38"
 )
+
+
+SHAPE = ("--n", "2", "--max-new-tokens", "30")
+"""Of commands that share programs."""
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory) -> str:
+    """The folder of a model of one layer, for what does not depend on the words."""
+    return str(folder_of_first_layers(tmp_path_factory.mktemp("shallow") / "model", 1))
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -31,10 +42,7 @@ def test_generate_prints_completions(capsys):
         "--prompt",
         QUESTION,
         "--chat",
-        "--n",
-        "2",
-        "--max-new-tokens",
-        "30",
+        *SHAPE,
         "--temperature",
         "0.7",
         "--seed",
@@ -45,7 +53,7 @@ def test_generate_prints_completions(capsys):
     assert "47+38" in out
 
 
-def test_generate_says_what_it_chose_and_warns_of_equal_texts():
+def test_generate_says_what_it_chose_and_warns_of_equal_texts(shallow):
     """On stderr, in plain sentences, as a user's own process shows them."""
     done = subprocess.run(
         [
@@ -53,7 +61,7 @@ def test_generate_says_what_it_chose_and_warns_of_equal_texts():
             "-m",
             "jaxshare.serving.cli.main",
             "generate",
-            "embedded",
+            shallow,
             "--prompt",
             QUESTION,
             "--n",
@@ -90,32 +98,30 @@ def test_generate_json_is_one_object_and_repeats(capsys, tmp_path):
         "embedded",
         "--prompt-file",
         str(tmp_path / "prompt.txt"),
-        "--max-new-tokens",
-        "12",
+        "--chat",
+        *SHAPE,
         "--json",
         "--temperature",
         "0.9",
-        "--n",
-        "3",
     )
     first, second = (json.loads(run(capsys, *arguments)[1]) for _ in range(2))
     assert [c["text"] for c in first["completions"]] == [c["text"] for c in second["completions"]]
-    assert len(first["completions"]) == 3 and all(
-        len(c["tokens"]) <= 12 for c in first["completions"]
+    assert len(first["completions"]) == 2 and all(
+        len(c["tokens"]) <= 30 for c in first["completions"]
     )
     assert first["kv_bytes"] > 0 and first["tokens_per_second"] > 0
     for index, completion in enumerate(first["completions"]):
         assert {*completion} == {"text", "tokens", "finish_reason", "logprob", "prompt", "index"}
-        ended = "length" if len(completion["tokens"]) == 12 else "stop"
+        ended = "length" if len(completion["tokens"]) == 30 else "stop"
         assert completion["finish_reason"] == ended and completion["logprob"] < 0
         assert (completion["prompt"], completion["index"]) == (0, index)
 
 
-def test_chat_reads_messages_from_stdin(capsys, monkeypatch):
+def test_chat_reads_messages_from_stdin(capsys, monkeypatch, shallow):
     import io
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("1. 47 + 38\n\n2. 12 + 5\n"))
-    code, out, _ = run(capsys, "generate", "embedded", "--chat", "--max-new-tokens", "8", "--json")
+    code, out, _ = run(capsys, "generate", shallow, "--chat", "--max-new-tokens", "8", "--json")
     first, second = map(json.loads, out.splitlines())
     # the first turn is part of the second's prompt
     assert code == 0 and second["prompt_tokens"] > first["prompt_tokens"] + 8

@@ -20,6 +20,7 @@ from jaxshare.serving.cli import main
 from jaxshare.serving.cluster.model_spec import ModelSpec
 from jaxshare.serving.cluster.ray_pool import RayPool
 from jaxshare.serving.cluster.shards import cut
+from tests.helpers import mostly_slow
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not find the tests
 
@@ -195,15 +196,18 @@ def test_tasks_are_done_on_several_replicas_and_a_lost_one_goes_on_elsewhere(
 
 @pytest.mark.parametrize(
     ("task", "kind", "words"),
-    [
-        (
-            ("always", 0),
-            ValueError,
-            r"\('always', 0\) ended 3 replicas one after the other, the last on node .*; take it "
-            r"out of the input",
-        ),
-        (("wrong", 1), LookupError, "nothing of this kind"),
-    ],
+    mostly_slow(
+        [
+            (("wrong", 1), LookupError, "nothing of this kind"),
+            (
+                ("always", 0),
+                ValueError,
+                r"\('always', 0\) ended 3 replicas one after the other, the last on node .*; take "
+                r"it out of the input",
+            ),
+        ],
+        several=True,
+    ),
 )
 def test_a_task_that_cannot_be_done_is_an_error(cluster, tmp_path, task, kind, words):
     with RayPool(cluster[0], replicas=1) as pool:
@@ -222,14 +226,17 @@ def dying():
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [
-        (
-            failing,
-            rf"node {re.escape(socket.gethostname())} \([\d.]+\) cannot make its replica: there is "
-            r"no folder /models/x",
-        ),
-        (dying, "3 replicas one after the other died as they started, the last on node"),
-    ],
+    mostly_slow(
+        [
+            (
+                failing,
+                rf"node {re.escape(socket.gethostname())} \([\d.]+\) cannot make its replica: "
+                r"there is no folder /models/x",
+            ),
+            (dying, "3 replicas one after the other died as they started, the last on node"),
+        ],
+        several=True,
+    ),
 )
 def test_a_replica_that_cannot_start_is_an_error(cluster, make, words):
     with RayPool(cluster[0], replicas=1) as pool, pytest.raises(ValueError, match=words):

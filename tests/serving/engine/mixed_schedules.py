@@ -28,7 +28,7 @@ from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.workers.text.answers import AnswerRule
 from jaxshare.serving.workers.text.transcript import Step
 from tests.helpers import TINY, init
-from tests.serving.branches.test_branches import model as embedded
+from tests.serving.branches.test_branches import embedded
 from tests.serving.engine.stepped import Client, Stepped
 from tests.serving.engine.test_engine import check_memory
 from tests.serving.workers.plain_session import PlainSession, drawn

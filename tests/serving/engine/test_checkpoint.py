@@ -13,7 +13,7 @@ from jaxshare.models.generation_config import Generation
 from jaxshare.serving.checkpoints import CheckpointStore, SaveError
 from jaxshare.serving.engine import ClosedError, Engine, EngineError
 from jaxshare.sharding import make_mesh
-from tests.helpers import init
+from tests.helpers import init, mostly_slow
 from tests.serving.engine.stepped import small_pieces
 from tests.serving.engine.test_engine import (
     CONFIG,
@@ -99,7 +99,7 @@ def same(a: dict, b: dict) -> None:
             np.testing.assert_array_equal(b[tokens][name], value, err_msg=f"{name} of {tokens}")
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru", "contribution"])
+@pytest.mark.parametrize("policy", mostly_slow(["contribution", "lru", "slru"]))
 def test_a_restored_engine_knows_what_the_saved_one_knew_and_answers_alike(tmp_path, policy):
     with Stepped(512, policy=policy) as before, Stepped(512, policy=policy) as after:
         asked(before)

@@ -242,6 +242,7 @@ def schedule(rng: random.Random, calls: int, **more) -> Engine:
     return engine
 
 
+@pytest.mark.slow
 @settings(
     max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

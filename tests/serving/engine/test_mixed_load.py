@@ -19,12 +19,14 @@ import numpy as np
 import pytest
 
 from jaxshare import FinishReason
+from jaxshare.models import LoadedModel
 from jaxshare.serving import Branch, Workers, generate
 from jaxshare.serving.branches.selection import best_of_n
 from jaxshare.serving.engine import ClosedError, Engine
 from jaxshare.serving.inputs import token_bytes
+from tests.helpers import first_layers
 from tests.paths import ROOT
-from tests.serving.branches.test_branches import model, problem
+from tests.serving.branches.test_branches import embedded, problem
 from tests.serving.workers.test_session import CHAT, NAMES, WARM, written
 
 BUDGET = 40
@@ -36,6 +38,12 @@ KINDS = [
     {"names": NAMES[:2], "step_tokens": 16, "sampler": dataclasses.replace(WARM, top_k=9)},
 ]
 CALLS = [(problem(seed).prompt(), seed) for seed in range(5)]
+
+
+@functools.cache
+def model() -> LoadedModel:
+    """The embedded model's first layer: nothing here depends on the words."""
+    return first_layers(embedded(), 1)
 
 
 def start(kind: int, engine: Engine | None = None, **more) -> Workers:
@@ -94,6 +102,7 @@ def run(session: Workers) -> tuple:
     return written(session), result.finish_reason, session.passes
 
 
+@pytest.mark.slow
 def test_sessions_and_calls_share_passes_and_each_is_as_alone():
     with made() as engine:
         sessions = [start(kind, engine) for kind in range(len(KINDS))]
@@ -133,8 +142,8 @@ def test_sessions_join_and_leave_a_running_engine():
         assert stream.wait().tokens == calls_alone()[0]
         with first, second:
             pass
-        third = start(1, engine)
-        assert run(third) == alone(1)
+        third = start(0, engine)
+        assert run(third) == alone(0)
 
 
 def test_sessions_that_wait_are_told_of_the_end_of_the_engine():
@@ -172,6 +181,7 @@ def completions_alone() -> list:
     return generate(model(), TREE, n=3, max_new_tokens=20, sampler=WARM, seed=5).completions
 
 
+@pytest.mark.slow
 def test_completions_of_a_tree_on_an_engine_are_those_of_a_run_of_their_own():
     with narrow(max_queue=2) as engine:
         session = start(0, engine)
@@ -189,6 +199,10 @@ def test_completions_of_a_tree_on_an_engine_are_those_of_a_run_of_their_own():
             np.testing.assert_allclose(ours.logprob, theirs.logprob, atol=2e-4)
         assert best_of_n(found.completions[:2]).tokens == best_of_n(expected[:2]).tokens
         assert engine.submit(CALLS[0][0], WARM, max_new_tokens=2).wait().logprobs is None
+
+
+def test_what_branches_on_an_engine_cannot_have_is_refused():
+    with narrow() as engine:
         with pytest.raises(ValueError, match="logprobs cannot be had with resample"):
             engine.submit(CALLS[0][0], logprobs=True, resample="stepwise")
         for option, value in (("share", True), ("max_rows", 3), ("warm_up", True)):

@@ -14,6 +14,7 @@ import pytest
 
 from jaxshare import FinishReason, Sampler
 from jaxshare.serving.engine import NotANumberError
+from tests.helpers import mostly_slow
 from tests.serving.engine import mixed_schedules
 from tests.serving.engine.mixed_schedules import (
     BIAS,
@@ -87,9 +88,10 @@ def run(seed: int, play: Callable[[Schedule], Played] = mixed_schedules.play) ->
 KINDS_OF_EVENTS = 9
 
 
-def test_texts_are_those_of_each_alone():
-    """In a dozen schedules, in which everything happens that can."""
-    happened = sum(map(run, range(12)), Counter())
+@pytest.mark.parametrize("seeds", mostly_slow([(3, 5, 6, 11), range(12)]), ids=["few", "a dozen"])
+def test_texts_are_those_of_each_alone(seeds):
+    """In schedules in which everything happens that can."""
+    happened = sum(map(run, seeds), Counter())
     assert len(happened) == KINDS_OF_EVENTS, happened
 
 
@@ -131,7 +133,7 @@ def test_a_call_ends_at_a_stop_token_in_the_row_of_a_session_that_has_ended_at_o
     mixed_schedules.check_baseline(engine)
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("together", mostly_slow([False, True]))
 def test_answers_that_turn_out_to_be_none_cost_no_pass_and_change_no_order(together):
     """Of each worker alone or of all together, however many passes a dispatch has."""
     engine, none = mixed_schedules.start_engine(mixed_schedules.make(0)), 0
@@ -161,6 +163,7 @@ def test_an_answer_ends_a_session_of_which_a_worker_is_paused():
     assert FinishReason.ANSWER in ends
 
 
+@pytest.mark.slow
 def test_a_step_that_has_just_opened_goes_on_where_anothers_answer_turns_out_to_be_none():
     """While the tokens that open it are fed, so that the last one sampled ended the step before."""
     engine, opening = mixed_schedules.start_engine(mixed_schedules.make(0)), 0

@@ -11,6 +11,7 @@ from jax import monitoring
 from jaxshare import Sampler, models
 from jaxshare.serving import Workers, generate
 from jaxshare.serving.engine import ClosedError, Engine
+from tests.helpers import first_layers
 
 WARM = Sampler(temperature=0.9)
 PROMPT = "1. 47 + 38\n2. 12 * 3"
@@ -18,7 +19,7 @@ PROMPT = "1. 47 + 38\n2. 12 * 3"
 
 @functools.cache
 def model():
-    return models.load("embedded")
+    return first_layers(models.load("embedded"), 1)
 
 
 @contextlib.contextmanager

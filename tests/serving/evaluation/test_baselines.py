@@ -28,7 +28,8 @@ from jaxshare.serving.evaluation.baselines import (
     skeleton_of_thought,
 )
 from tests.helpers import TINY, init
-from tests.serving.branches.test_branches import model, plain_greedy, problem
+from tests.serving.branches.test_branches import embedded as model
+from tests.serving.branches.test_branches import plain_greedy, problem
 
 WARM = Sampler(temperature=2.4, top_k=8)
 EMBEDDED = dict(budget=240, finisher_tokens=24)
@@ -58,7 +59,7 @@ def warm(seed: int, finish_at: tuple[int, ...] = (30, 100, 240)) -> Result:
 
 def test_sequential_is_a_plain_loop():
     result = sequential(model(), problem().prompt(), **EMBEDDED)
-    expected, _ = plain_greedy(prompt(), 256 - len(prompt()))
+    expected, _ = plain_greedy(prompt(), 256 - len(prompt()), model)
     assert len(expected) > 60
     assert tokens(result, "Alice")[: len(expected)] == expected
     assert result.steps[0].text == model().tokenizer.decode(result.steps[0].tokens)

@@ -15,7 +15,8 @@ from jaxshare.serving.engine import ClosedError, Completion, Engine, EngineError
 from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.kvcache.lease import LeaseTable
 from jaxshare.serving.kvcache.manager import KVManager
-from tests.serving.branches.test_branches import model, problem
+from tests.serving.branches.test_branches import embedded as model
+from tests.serving.branches.test_branches import problem
 from tests.serving.workers.test_session import BUDGET, CHAT, WARM, run, start, written
 
 SETTINGS = {

@@ -24,8 +24,9 @@ from jaxshare.serving.checkpoints import CheckpointStore, SavedCheckpoint, SaveE
 from jaxshare.serving.cli import main
 from jaxshare.sharding import make_mesh
 from jaxshare.trace.trace import Trace
+from tests.helpers import mostly_slow
 from tests.models.test_reencoding import assert_same_cache
-from tests.serving.branches.test_branches import model
+from tests.serving.branches.test_branches import embedded as model
 from tests.serving.kvcache.test_lease import made
 from tests.serving.workers.test_session import BUDGET, run, start, written
 
@@ -399,7 +400,9 @@ def start_on(mesh: dict) -> Workers:
     return Workers(on(mesh), **session.settings)
 
 
-@pytest.mark.parametrize("mesh", [None, {"kv": 2}, {"tensor": 4, "kv": 2}, {"kv": 3}])
+@pytest.mark.parametrize(
+    "mesh", mostly_slow([None, {"tensor": 4, "kv": 2}, {"kv": 2}, {"kv": 3}], 2)
+)
 def test_what_a_cache_holds_can_be_read_and_written_wherever_it_lies(mesh):
     """Against plain indexing; 300 tokens of 1, 0, 250 and 49, in one arena and then in another."""
     loaded = on(mesh)

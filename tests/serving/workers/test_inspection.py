@@ -31,7 +31,7 @@ from jaxshare.serving.workers.inspection.probe import (
     attention_shares,
 )
 from tests.core.attention.test_block_share import Watched
-from tests.helpers import MODEL, TINY, VOCAB, DenseModel, pad_rows, tiny_params
+from tests.helpers import MODEL, TINY, VOCAB, DenseModel, mostly_slow, pad_rows, tiny_params
 
 BLOCKS, CAPACITIES = (
     ("history", "Bob", "notes", "Alice", "spare 1", "unused 1"),
@@ -231,7 +231,9 @@ SNAPSHOTS = {
     "eight": made_up(8, 16_000, 30, 3),
     "crowded": made_up(16, 100, 1, 2),
 }
-some_snapshot = pytest.mark.parametrize("snapshot", SNAPSHOTS.values(), ids=SNAPSHOTS)
+some_snapshot = pytest.mark.parametrize(
+    "snapshot", mostly_slow(SNAPSHOTS.values(), 2), ids=SNAPSHOTS
+)
 
 
 @some_snapshot

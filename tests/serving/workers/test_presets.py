@@ -24,6 +24,7 @@ from jaxshare.serving.workers.prompts.format import COLLABORATIVE, PLAIN, Format
 from jaxshare.serving.workers.prompts.presets import FORMATS, OPTIONS, format_named, format_of
 from jaxshare.serving.workers.prompts.preview import prompt_view
 from jaxshare.serving.workers.session import Workers
+from tests.helpers import first_layers, folder_of_first_layers
 
 NAMES = ("Alice", "Bob", "Carol")
 PROBLEM = "What is 12 * 7?"
@@ -476,7 +477,7 @@ def test_mistakes_with_show_prompt(without_parameters, capsys, arguments):
     [(None, "combined"), ("collaborative+no-examples+no-suggestions", "contiguous")],
 )
 def test_a_session_feeds_what_is_shown(format, layout):
-    model = demo.load_embedded()
+    model = first_layers(demo.load_embedded(), 1)
     if format:  # room for a prompt of the default format
         model = dataclasses.replace(
             model, config=dataclasses.replace(model.config, max_positions=8192)
@@ -499,9 +500,10 @@ def test_a_session_feeds_what_is_shown(format, layout):
 
 
 def test_a_saved_session_goes_on_with_its_own_prompts(tmp_path, capsys):
+    folder = folder_of_first_layers(tmp_path / "model", 1)
     file, command = (
         tmp_path / "own.json",
-        ["workers", "embedded", "--problem", PROBLEM, "--budget", "8"],
+        ["workers", str(folder), "--problem", PROBLEM, "--budget", "8"],
     )
     saved = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "4", "--json"]
     texts = json.loads((models.EMBEDDED / "workers.json").read_text())

@@ -20,7 +20,9 @@ from jaxshare.seeds import seed_words, stream_seed
 from jaxshare.serving import Format, Workers, WorkersLayout, combined, contiguous, interleaved
 from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.workers.text import answers
-from tests.serving.branches.test_branches import model, plain_greedy, problem
+from tests.helpers import mostly_slow
+from tests.serving.branches.test_branches import embedded as model
+from tests.serving.branches.test_branches import plain_greedy, problem
 
 # The embedded model has not learned these texts, but its vocabulary can write them, and what it
 # writes has sentences and blank lines.
@@ -104,19 +106,25 @@ def plain_run(
     rows = [layout.sees[name] for name in names]
 
     def forward(tokens: list[list[int]], rows: Sequence[Sequence[str]]) -> np.ndarray:
+        """One program for all: 16 tokens at a time."""
         nonlocal cache
-        padded = np.zeros(
-            (3, next(width for width in (1, 16, 512) if width >= max(map(len, tokens)))), np.int32
-        )
-        for r, row in enumerate(tokens):
-            padded[r, : len(row)] = row
-        count = [*map(len, tokens), *[0] * (3 - len(tokens))]
         numbers = Layout.from_blocks(
-            [[blocks.index(b) for b in row] for row in rows], num_rows=3, width=8
+            [[blocks.index(b) for b in row] for row in rows], num_rows=3, width=5
         )
-        logits, cache = layers.forward(
-            loaded.config, loaded.params, padded, count, cache, numbers, implementation="reference"
-        )
+        for begin in range(0, max(map(len, tokens)), 16):
+            padded, count = np.zeros((3, 16), np.int32), [0] * 3
+            for r, row in enumerate(tokens):
+                count[r] = len(row[begin : begin + 16])
+                padded[r, : count[r]] = row[begin : begin + 16]
+            logits, cache = layers.forward(
+                loaded.config,
+                loaded.params,
+                padded,
+                count,
+                cache,
+                numbers,
+                implementation="reference",
+            )
         return np.asarray(logits)
 
     forward([prompt], [[layout.prompt]])
@@ -253,18 +261,25 @@ def test_encoding_anew_differs_from_rotating_for_several_workers_alone():
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        "combined",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("contiguous", "interleaved")),
-    ],
+    ("layout", "dispatches"),
+    mostly_slow(
+        [
+            ("combined", (1, 5)),
+            ("combined", (32,)),  # a program of its own
+            ("contiguous", (1, 5, 32)),
+            ("interleaved", (1, 5, 32)),
+        ],
+        several=True,
+    ),
 )
-def test_the_same_seed_gives_the_same_run_whatever_the_dispatch_and_the_streaming(layout):
+def test_the_same_seed_gives_the_same_run_whatever_the_dispatch_and_the_streaming(
+    layout, dispatches
+):
     options = dict(layout=layout, ask_every=20)
-    sessions = [start(**options), *(start(passes_at_once=n, **options) for n in (1, 5, 32))]
+    sessions = [start(**options), *(start(passes_at_once=n, **options) for n in dispatches)]
     runs = [run(session) for session in sessions]
-    assert runs[0] == runs[1] == runs[2] == runs[3]
-    assert asked(sessions[0]) == asked(sessions[1]) == asked(sessions[3])
+    assert all(each == runs[0] for each in runs)
+    assert all(asked(session) == asked(sessions[0]) for session in sessions)
     halting = start(**options)
     halting.run([7, 30, 69])
     assert written(halting) == runs[0]
@@ -327,6 +342,7 @@ def test_the_question_is_asked_once_in_so_many_tokens():
     assert run(silent) and not any(asked(silent).values())
 
 
+@pytest.mark.slow
 def test_two_workers_share_the_work():
     options = dict(sampler=Sampler(), budget=320, format=None, max_workers=2)
     alone, both = start(NAMES[:1], **options).run(), start(**options).run()
@@ -395,9 +411,10 @@ def test_a_full_history_ends_the_session_with_all_that_was_written(tmp_path):
         over.add("Dan")
 
 
-@pytest.mark.slow
 # finishing early
 
+
+@pytest.mark.slow
 def test_a_guess_is_what_a_plain_loop_would_write():
     session = start(NAMES[:1], sampler=Sampler(), finisher_tokens=12)
     for _ in session.stream(40):
@@ -413,7 +430,7 @@ def test_a_guess_is_what_a_plain_loop_would_write():
     numbers = [s.number for s in session.steps]
     for step in session.steps:
         fed += (encode(CHAT.opening("Alice", step.number)) if step.number > 1 else []) + step.tokens
-    made, _ = plain_greedy(fed + encode(finisher), 12)
+    made, _ = plain_greedy(fed + encode(finisher), 12, model)
     text = finisher + tokenizer.decode(made, skip_special_tokens=True)
     closed = next(
         (

@@ -10,8 +10,8 @@ from jaxshare import FinishReason, Sampler, Samplers
 from jaxshare.models import LoadedModel
 from jaxshare.serving import Format, Result, Workers, WorkersLayout, box_answers, code_answers
 from jaxshare.serving.evaluation.arithmetic import instruction
-from tests.helpers import TINY, init
-from tests.serving.branches.test_branches import model as embedded
+from tests.helpers import TINY, init, mostly_slow
+from tests.serving.branches.test_branches import embedded
 
 NAMES = ("Alice", "Bob")
 BARE = Format(
@@ -135,6 +135,7 @@ def test_a_step_of_5000_tokens_is_one_step_wherever_it_is_written():
     )
 
 
+@pytest.mark.slow
 def test_a_code_block_of_2000_tokens_moves_whole():
     workers, opening = session(stop_on="never"), "Here it is:\n\n```python\n"
     force(workers, Alice=opening)
@@ -149,6 +150,7 @@ def test_a_code_block_of_2000_tokens_moves_whole():
     assert step.text.startswith(f"Alice 1:{opening}") and step.text.endswith("\n```\n\n")
 
 
+@pytest.mark.slow
 def test_a_step_may_use_all_the_room_that_there_is_for_what_moves():
     """Alone, a worker stops when it has filled the history's capacity; a shorter step fits
     there."""
@@ -301,14 +303,23 @@ def test_what_ends_a_session_can_be_chosen():
         and workers.passes < 50
     )
     assert (workers.finish().value, workers.finish().extra_passes) == ("85", 0)
-    never = session(stop_on="never", budget=100, sampler=Sampler(bias={stop: 1e6}))
-    assert never.run().finish_reason is FinishReason.LENGTH and stop not in [
-        token for step in never.steps for token in step.tokens
-    ]
+    never = session(stop_on="never", sampler=Sampler(bias={stop: 1e6}))
+    go(never, 40)
+    assert never.finish_reason is None and len(never.steps[0].tokens) > 10
+    assert stop not in [token for step in never.steps for token in step.tokens]
     with pytest.warns(DeprecationWarning, match=r"Workers.ended is now Workers.finish_reason"):
         assert workers.ended == "stopped"
     with pytest.raises(ValueError, match="stop_on is 'box'; it must be one of answer, eos, never"):
         session(stop_on="box")
+
+
+@pytest.mark.slow
+def test_a_session_that_nothing_ends_runs_to_its_budget():
+    stop = model().generation.stop_tokens[0]
+    never = session(stop_on="never", budget=100, sampler=Sampler(bias={stop: 1e6}))
+    assert never.run().finish_reason is FinishReason.LENGTH and stop not in [
+        token for step in never.steps for token in step.tokens
+    ]
 
 
 @pytest.mark.parametrize(
@@ -340,22 +351,25 @@ def test_answers_are_taken_from_single_steps():
 
 @pytest.mark.parametrize(
     ("layout", "sees"),
-    [
-        ("contiguous", ("prompt", "Alice", "Carol", "Bob")),
-        ("interleaved", ("history", "Alice", "Carol", "Bob")),
-        ("combined", ("history", "Alice", "Carol", "Bob")),
-        (
-            WorkersLayout(
-                {
-                    "Alice": ("prompt", "past", "Alice"),
-                    "Carol": ("prompt", "Carol"),
-                    "Bob": ("prompt", "Carol", "Bob"),
-                },
-                {"Alice": "past", "Carol": "done"},
+    mostly_slow(
+        [
+            ("interleaved", ("history", "Alice", "Carol", "Bob")),
+            ("combined", ("history", "Alice", "Carol", "Bob")),
+            (
+                WorkersLayout(
+                    {
+                        "Alice": ("prompt", "past", "Alice"),
+                        "Carol": ("prompt", "Carol"),
+                        "Bob": ("prompt", "Carol", "Bob"),
+                    },
+                    {"Alice": "past", "Carol": "done"},
+                ),
+                None,
             ),
-            None,
-        ),
-    ],
+            ("contiguous", ("prompt", "Alice", "Carol", "Bob")),
+        ],
+        several=True,
+    ),
 )
 def test_the_finisher_sees_every_block_that_a_worker_writes_once(layout, sees):
     if sees is None:
@@ -378,6 +392,7 @@ def test_the_finisher_sees_every_block_that_a_worker_writes_once(layout, sees):
     ), "each of them counts"
 
 
+@pytest.mark.slow
 def test_an_answer_in_an_unfinished_step_is_known_to_the_finisher_where_steps_are_private():
     """The embedded model puts Alice's unfinished result in the box of the early stop."""
     workers = Workers(
