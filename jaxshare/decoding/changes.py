@@ -7,6 +7,7 @@ the host can queue it while the device still runs the one before.
 import dataclasses
 import enum
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,16 +64,16 @@ class Changes:
       blocks: int32[R, N], of the layout.
       table: int32[4, B], of the cache's blocks: offset, length, capacity and phase. None where the
         blocks stay as they are.
-      flags: int32[2]: whether `blocks` and `table` are to be ignored, and whether the tokens that
-        the state holds are taken.
+      flags: int32[2]: whether `blocks` and `table` are to be ignored (then they have the shapes of
+        the state's), and whether the tokens that the state holds are taken.
     """
 
-    rows: Int32[np.ndarray | jax.Array, "R 6"]
-    seeds: UInt32[np.ndarray | jax.Array, "R 2"]
-    pending: Int32[np.ndarray | jax.Array, "R Q"]
-    blocks: Int32[np.ndarray | jax.Array, "R N"]
-    table: Int32[np.ndarray | jax.Array, "4 B"] | None
-    flags: Int32[np.ndarray | jax.Array, " 2"]
+    rows: Int32[Any, "R 6"]
+    seeds: UInt32[Any, "R 2"]
+    pending: Int32[Any, "R Q"]
+    blocks: Int32[Any, "R N"]
+    table: Int32[Any, "4 B"] | None
+    flags: Int32[Any, " 2"]
 
     @classmethod
     def none(

@@ -176,9 +176,7 @@ class DecodeRows:
             state = self._session_rows.put(state.changed(changes), placed)
             largest = max(each.request.num_rows for each in placed)
             self._wide_rows = max(self._wide_rows, bucket(largest))
-            changes = Changes.none(
-                state.pending.shape[1], self._view.listed, self._view.table, keeps_view=True
-            )
+            changes = _no_changes(state)
         self.state = decode(
             self._model.module,
             self._model.params,
@@ -310,6 +308,14 @@ class DecodeRows:
         self._resumed = [place[row] for row in self._resumed]
         self._samplers = [self._samplers[row] for row in rows]
         self._stacked, self._num_rows = None, len(rows)
+
+
+def _no_changes(state: DecodeState) -> Changes:
+    """For a dispatch of a state that is changed already."""
+    blocks, table = np.zeros(state.layout.blocks.shape), np.zeros((4, state.cache.num_blocks))
+    return Changes.none(
+        state.pending.shape[1], blocks.astype(np.int32), table.astype(np.int32), keeps_view=True
+    )
 
 
 def _start(row: RunningRequest) -> Start:

@@ -125,6 +125,15 @@ def test_sessions_and_calls_share_passes_and_each_is_as_alone():
             assert engine._scheduler.kv.pool.free == engine._scheduler.kv.pool.tokens >= base
 
 
+@pytest.mark.slow
+def test_rows_of_a_session_may_list_more_blocks_than_those_of_calls():
+    more = {"names": tuple("ABCDEFGHI"), "max_workers": 9, "budget": 16, "layout": "interleaved"}
+    with made() as engine, start(0, engine, **more) as session, start(0, **more) as own:
+        streams = [engine.submit(text, WARM, seed=seed, max_new_tokens=30) for text, seed in CALLS]
+        assert run(session) == run(own)
+        assert [stream.wait().tokens for stream in streams] == calls_alone()
+
+
 def test_sessions_join_and_leave_a_running_engine():
     with narrow() as engine:
         stream = engine.submit(CALLS[0][0], WARM, seed=0, max_new_tokens=30)
