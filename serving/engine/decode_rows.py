@@ -82,7 +82,7 @@ class DecodeRows:
         self._model, self._kv, self._num_rows, self._passes = model, kv, rows, passes
         self._num_top_logits = num_top_logits
         self._views = ViewBuilder(rows, FanInGroups(rows, groups))
-        self._view = self._views.build(kv.pool.cache, {})  # of the last dispatch
+        self._view = self._views.build({})  # of the last dispatch
         self._samplers = [Sampler()] * rows
         self._stacked: Samplers | None = None  # the same on the device
         self._wide_rows = WIDE_ROWS
@@ -115,9 +115,9 @@ class DecodeRows:
                 longest=shape.opening_tokens,
             )
         self._bias_slots = max(MIN_BIAS_SLOTS, bucket(_max_edits(requests)))
-        self._view = self._views.build(self._kv.pool.cache, {})
+        self._view = self._views.build({})
         self.state = DecodeState.create(
-            self._view.cache,
+            self._view.over(self._kv.pool.cache),
             self._view.layout,
             [],
             vocab_size=self._model.config.vocab_size,
@@ -203,7 +203,7 @@ class DecodeRows:
         changed = bool(sessions or self._entering) or self._kv.view_changed
         if changed:
             seen = {row.index: spans(row.node.path()) for row in rows}
-            self._view = self._views.build(self._kv.pool.cache, seen, sessions)
+            self._view = self._views.build(seen, sessions)
             for row in rows:
                 row.block, row.length = self._view.own[row.index]
         changes = Changes.none(
@@ -213,8 +213,9 @@ class DecodeRows:
             keeps_view=not changed,
             takes_outputs=True,
         )
-        changes.act(self._left, Action.RETIRE)
+        # In this order: a row that resumes may leave after all, and another one take its place.
         changes.act(self._resumed, Action.RESUME)
+        changes.act(self._left, Action.RETIRE)
         for index, row in self._entering.items():
             changes.admit(index, _start(row))
         self._left.clear()
@@ -305,7 +306,7 @@ class DecodeRows:
         place = {row: i for i, row in enumerate(rows)}
         self.state = take_rows(self.state, np.asarray(rows))
         self._left = [place[row] for row in self._left if row in place]
-        self._resumed = [place[row] for row in self._resumed]
+        self._resumed = [place[row] for row in self._resumed if row in place]
         self._samplers = [self._samplers[row] for row in rows]
         self._stacked, self._num_rows = None, len(rows)
 

@@ -61,7 +61,7 @@ def verify_drafts(
         return [], undrafted
     batch = DraftBatch.of([draft for _, draft in drafts])
     seen = {i: spans(row.node.path()) for i, (row, _) in enumerate(drafts)}
-    view = views[len(batch.counts)].build(kv.pool.cache, seen)
+    view = views[len(batch.counts)].build(seen)
     sampled, finite, top_logits = _verify(model, kv, view, batch, num_top_logits)
     kv.view_changed = True
     metrics.ran("guess", 1)
@@ -84,7 +84,7 @@ def compile_verification(
 ) -> None:
     """Compiles the passes over drafts. Arguments as those of `verify_drafts`."""
     for shape in SHAPES:
-        view = views[shape[0]].build(kv.pool.cache, {})
+        view = views[shape[0]].build({})
         _verify(model, kv, view, DraftBatch.empty(*shape), num_top_logits)
 
 
@@ -94,7 +94,7 @@ def _verify(
     kv.pool.cache, *found = verify(
         model.module,
         model.params,
-        view.cache,
+        view.over(kv.pool.cache),
         view.layout,
         batch.tokens,
         batch.counts,

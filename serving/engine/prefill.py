@@ -96,9 +96,10 @@ class PrefillPasses:
         """Feeds pieces, at most `ROWS` of them; returns their logits [R, V], and bool[R] whether
         these are finite."""
         kv, (tokens, counts) = self._kv, _packed([piece.tokens for piece in pieces])
-        view = self._views.build(kv.pool.cache, {i: piece.seen for i, piece in enumerate(pieces)})
+        view = self._views.build({i: piece.seen for i, piece in enumerate(pieces)})
         with kv.speeds.feeding(max(1, int(counts.sum()))):
-            logits, kv.pool.cache = self._model.forward(tokens, counts, view.cache, view.layout)
+            cache = view.over(kv.pool.cache)
+            logits, kv.pool.cache = self._model.forward(tokens, counts, cache, view.layout)
             finite = np.asarray(jnp.isfinite(logits).all(axis=-1))
         kv.view_changed = True
         for piece in pieces:
@@ -149,8 +150,8 @@ def prefill(
             texts.append(np.asarray(tokens[start : start + WIDTH], np.int32))
             seen.append(_part(extent, extent.length + start - first, len(texts[-1])))
             listed[len(listed)] = [*seen]
-        view = views.build(cache, listed)
-        logits, fed = model.forward(*_packed(texts), view.cache, view.layout)
+        view = views.build(listed)
+        logits, fed = model.forward(*_packed(texts), view.over(cache), view.layout)
         cache = dataclasses.replace(cache, keys=fed.keys, values=fed.values, faults=fed.faults)
         finite.append(jnp.isfinite(logits).all())
         extent.length += sum(map(len, texts))

@@ -20,7 +20,6 @@ class View:
     """The blocks of a pass.
 
     Attributes:
-      arena: a cache with the arena that they are in.
       table: int32[4, B], of the blocks: offset, length, capacity and phase.
       blocks: for each row the blocks that it sees.
       own: for each row in use its own block, and the tokens in that.
@@ -29,7 +28,6 @@ class View:
       first: for each session the number of its first block.
     """
 
-    arena: KVCache
     table: np.ndarray
     blocks: list[list[int]]
     own: dict[int, tuple[int, int]]
@@ -37,12 +35,11 @@ class View:
     groups: tuple[int, ...]
     first: list[int]
 
-    @property
-    def cache(self) -> KVCache:
-        """The arena with the blocks that the rows see."""
+    def over(self, cache: KVCache) -> KVCache:
+        """A cache whose arena these blocks are in, with these blocks."""
         offsets, lengths, capacities, phases = jax.device_put(tuple(self.table))
         return dataclasses.replace(
-            self.arena, offsets=offsets, lengths=lengths, capacities=capacities, phases=phases
+            cache, offsets=offsets, lengths=lengths, capacities=capacities, phases=phases
         )
 
     @property
@@ -88,14 +85,12 @@ class ViewBuilder:
 
     def build(
         self,
-        cache: KVCache,
         rows: Mapping[int, Sequence[Extent]],
         sessions: Sequence[SessionBlocks] = (),
     ) -> View:
         """The view of a pass.
 
         Args:
-          cache: whose arena the blocks are in.
           rows: for some rows the extents that they see, of which they write the last.
           sessions: those whose rows take part besides.
         """
@@ -125,7 +120,7 @@ class ViewBuilder:
                 [extent.length for extent in extents],
             )
         table = _table(extents, self._slots)
-        return View(cache, table, blocks, own, self._width, groups, first)
+        return View(table, blocks, own, self._width, groups, first)
 
 
 def _table(extents: Sequence[Extent], slots: int) -> np.ndarray:

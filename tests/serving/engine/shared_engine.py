@@ -54,11 +54,11 @@ def log_decisions(scheduler: Scheduler) -> list[dict[str, Any]]:
     watch(
         scheduler._decode_rows,
         "dispatch",
-        lambda rows, cache, view, *, passes, stop_on_finish, sessions=(): {
+        lambda rows, *, passes, stop_on_finish, sessions=(): {
             "rows": [[row.index, row.request.number] for row in rows],
             "passes": passes,
             "stop_on_finish": stop_on_finish,
-            "sessions": [[each.request.owner.number, each.rows.tolist()] for each in sessions],
+            "sessions": [[each.owner.number, taken.tolist()] for each, taken, _ in sessions],
         },
     )
     watch(
