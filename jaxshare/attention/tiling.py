@@ -99,7 +99,7 @@ def group_tiles(reads: Reads, smaller: int, group: int, tiling: Tiling | None) -
     them together."""
     pieces = _cut(
         jnp.where((reads.fan_in > smaller) & (reads.fan_in <= group), reads.lengths, 0),
-        tiling or _FEW_QUERIES_TILING,
+        tiling or _GROUP_TILING,
         reads.arena,
     )
     row, slot = (x[pieces.run] for x in _readers(reads, group))  # [I, group]
@@ -109,11 +109,11 @@ def group_tiles(reads: Reads, smaller: int, group: int, tiling: Tiling | None) -
 
 def private_tiles(reads: Reads, tiling: Tiling | None) -> Tiles:
     """Tiles of the blocks that one row reads."""
-    _, slots, width = reads.seen.shape
+    rows, slots, width = reads.seen.shape
     alone = reads.reads & (reads.fan_in[reads.block] == 1)
     pieces = _cut(
         jnp.where(alone, reads.lengths[reads.block], 0).reshape(-1),
-        tiling or (_FEW_QUERIES_TILING if width <= _FEW_QUERIES else _TILING),
+        tiling or _private_tiling(width, rows),
         reads.arena,
     )
     row, slot = pieces.run[:, None] // slots, pieces.run[:, None] % slots
@@ -125,10 +125,17 @@ _TILING = Tiling(128, 4)
 """Of blocks that all rows read, and of those that one row reads with many queries. Larger tiles
 read long blocks no faster, and short ones, of which steps of workers and pieces of prompts have
 many, several times as slowly."""
-_FEW_QUERIES_TILING = Tiling(64, 32)
-"""Of blocks that one row, or a group, reads with few queries. A product for so few is small, and
-XLA runs a batch of many of them several times as fast as one of few."""
-_FEW_QUERIES = 8
+_GROUP_TILING = Tiling(64, 32)
+"""Of blocks that a group reads. A product for few queries is small, and XLA runs a batch of many of
+them several times as fast as one of few."""
+_FEW_QUERIES, _FEW_ROWS = 8, 8
+
+
+def _private_tiling(queries: int, rows: int) -> Tiling:
+    """Few rows would not fill a batch of many tiles."""
+    if queries > _FEW_QUERIES:
+        return _TILING
+    return Tiling(64, 8) if rows < _FEW_ROWS else _GROUP_TILING
 
 
 _FEW_COMPARISONS = 2**16
