@@ -1,7 +1,6 @@
 """Changes: what the host changes in a decode state between two dispatches.
 
-They are an argument of the next dispatch, so that one program changes the state and runs passes:
-the host can queue it while the device still runs the one before.
+They are an argument of the next dispatch, so that one program changes the state and runs passes.
 """
 
 import dataclasses

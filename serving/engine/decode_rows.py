@@ -103,8 +103,8 @@ class DecodeRows:
         for each in (self._left, self._resumed, self._entering):
             each.clear()
 
-    def create(self, requests: Sequence[Request]) -> None:
-        """Creates the state, with nothing in it, for requests with such samplers."""
+    def _created(self) -> DecodeState:
+        """A state with nothing in it."""
         shape, steps = RowShape.of(self._passes), None
         if self._session_rows:
             steps = Steps.none(
@@ -114,9 +114,8 @@ class DecodeRows:
                 openings=shape.openings,
                 longest=shape.opening_tokens,
             )
-        self._bias_slots = max(MIN_BIAS_SLOTS, bucket(_max_edits(requests)))
         self._view = self._views.build({})
-        self.state = DecodeState.create(
+        return DecodeState.create(
             self._view.over(self._kv.pool.cache),
             self._view.layout,
             [],
@@ -137,7 +136,7 @@ class DecodeRows:
         Args:
           rows: with at most `MAX_PENDING` unread tokens, or logits.
         """
-        self._bias_slots = max(self._bias_slots, bucket(_max_edits([row.request for row in rows])))
+        self._grow([row.request for row in rows])
         for row in rows:
             row.decoding = True
             if self._samplers[row.index] != row.request.sampler:
@@ -159,6 +158,7 @@ class DecodeRows:
           passes, stop_on_finish: see `jaxshare.decode`.
           sessions: those that take part, the rows that they take, and their blocks.
         """
+        self.state = self.state or self._created()
         changes = self._changes(rows, [blocks for _, _, blocks in sessions])
         state, arena = self._state_with_inputs(), self._kv.pool.cache
         state = dataclasses.replace(
@@ -281,13 +281,18 @@ class DecodeRows:
         self._sessions = ()
         return Dispatched(**found, num_held=held, passes=passes)
 
-    def warm_up(self) -> None:
-        """Compiles the loop, and what lets rows enter and leave."""
-        assert self.state is not None
+    def warm_up(self, requests: Sequence[Request]) -> None:
+        """Compiles the loop, and what lets rows enter, for requests with such samplers."""
+        self._grow(requests)
         logits = jnp.zeros((self._num_rows, self._model.config.vocab_size))
-        self.state = self.state.with_logits([], logits)
+        self.state = (self.state or self._created()).with_logits([], logits)
         self.dispatch([], passes=0, stop_on_finish=False)
         self.fetch()
+
+    def _grow(self, requests: Sequence[Request]) -> None:
+        """Makes places for the biased and forbidden tokens of these requests' samplers."""
+        edits = [len(each.sampler.bias) + len(each.sampler.forbidden) for each in requests]
+        self._bias_slots = max(self._bias_slots, bucket(max(edits, default=0)))
 
     def remove(self, row: RunningRequest) -> None:
         """Takes a row out with the next dispatch."""
@@ -313,9 +318,11 @@ class DecodeRows:
 
 def _no_changes(state: DecodeState) -> Changes:
     """For a dispatch of a state that is changed already."""
-    blocks, table = np.zeros(state.layout.blocks.shape), np.zeros((4, state.cache.num_blocks))
     return Changes.none(
-        state.pending.shape[1], blocks.astype(np.int32), table.astype(np.int32), keeps_view=True
+        state.pending.shape[1],
+        np.zeros(state.layout.blocks.shape, np.int32),
+        np.zeros((4, state.cache.num_blocks), np.int32),
+        keeps_view=True,
     )
 
 
@@ -329,9 +336,3 @@ def _start(row: RunningRequest) -> Start:
         request.resample is not None,
         request.scored,
     )
-
-
-def _max_edits(requests: Sequence[Request]) -> int:
-    """The most edits of one sampler."""
-    samplers = [request.sampler for request in requests]
-    return max((len(s.bias) + len(s.forbidden) for s in samplers), default=0)

@@ -108,7 +108,7 @@ class Scheduler:
         ready = [row for row in self.live if not row.decoding and not row.needs_prefill]
         drafting = [row for row in ready if row.drafts and row.logits is None]
         undrafted = self._verify_drafts(drafting) if drafting else []
-        self._start_decoding([row for row in ready if row in undrafted or row not in drafting])
+        self._decode_rows.admit([r for r in ready if r in undrafted or r not in drafting])
         sessions = self.sessions.place([i for i, row in enumerate(self.rows) if row is None])
         if sessions or any(row.decoding for row in self.live):
             # A prefilling row must not wait long for its next chunk, nor a request for a row.
@@ -253,14 +253,6 @@ class Scheduler:
             self._append(each.row, each.tokens, each.reason)
         return undrafted
 
-    def _start_decoding(self, rows: Sequence[RunningRequest]) -> None:
-        """Lets rows enter the decode loop that have few or no tokens left to prefill."""
-        if not rows:
-            return
-        if self._decode_rows.state is None:
-            self._decode_rows.create([row.request for row in rows])
-        self._decode_rows.admit(rows)
-
     def _decode(
         self,
         passes: int,
@@ -274,8 +266,6 @@ class Scheduler:
         """
         if sessions:
             passes = min(passes, max(session.passes for session, _, _ in sessions))
-            if self._decode_rows.state is None:
-                self._decode_rows.create([])
         rows = [row for row in self.live if row.decoding]
         for row in rows:
             capacity = row.extent.capacity - row.extent.length
@@ -409,9 +399,7 @@ class Scheduler:
     def warm_up(self, requests: Sequence[Request] = ()) -> None:
         """Compiles what requests need that are sampled as these are; nothing may be running."""
         self._prefill_passes.run([])
-        if self._decode_rows.state is None:
-            self._decode_rows.create(requests)
-        self._decode_rows.warm_up()
+        self._decode_rows.warm_up(requests)
         if self.output.logits:
             compile_verification(self.model, self.kv, self._draft_views, self.output.num_top_logits)
         self.kv.view_changed = True

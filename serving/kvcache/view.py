@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -47,7 +48,7 @@ class View:
         """The blocks as a layout."""
         return Layout.from_blocks(self.blocks, width=self.width, groups=self.groups)
 
-    @property
+    @functools.cached_property
     def listed(self) -> np.ndarray:
         """The blocks as int32[R, N]."""
         listed = np.full((len(self.blocks), self.width), -1, np.int32)
