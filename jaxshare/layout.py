@@ -25,10 +25,13 @@ class Layout:
         ascending (static). A block is read by the smallest group that holds its fan-in; with no
         group large enough, in one product with the queries of all rows, those that do not see it
         masked. For trees of prompts (Hydragen section 3.3); it affects speed alone.
+      ahead: where given, rows may write the same block in a pass, a piece of a text each: the new
+        tokens that such rows bring to it before each row's own.
     """
 
     blocks: Int32[Array, "R N"]
     groups: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+    ahead: Int32[Array, " R"] | None = None
 
     @classmethod
     def from_blocks(

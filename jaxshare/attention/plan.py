@@ -39,6 +39,7 @@ class Plan:
     Attributes:
       blocks: as in the layout.
       count: real new tokens of each row, less those that would overflow the written block.
+      ahead: new tokens of the written block that other rows bring before them.
       positions: of the new tokens, each in its own row's order.
       starts: where each listed block starts in its row's order.
       visible: tokens of each listed block that the row's first new token sees.
@@ -62,6 +63,7 @@ class Plan:
 
     blocks: Int32[Array, "R N"]
     count: Int32[Array, " R"]
+    ahead: Int32[Array, " R"]
     positions: Int32[Array, "R T"]
     starts: Int32[Array, "R N"]
     visible: Int32[Array, "R N"]
@@ -138,6 +140,7 @@ class _Appended(NamedTuple):
     """The attributes of a plan that say what is appended."""
 
     count: Array
+    ahead: Array
     lengths: Array
     write_at: Array
     key_cos: Array
@@ -148,7 +151,8 @@ class _Appended(NamedTuple):
 def _appended(cache: KVCache, layout: Layout, count: Array, width: int) -> _Appended:
     written = layout.written
     target = jnp.clip(written, 0, cache.num_blocks - 1)
-    before = cache.lengths[target]
+    ahead = jnp.zeros_like(target) if layout.ahead is None else layout.ahead
+    before = cache.lengths[target] + ahead
     needed = jnp.where(written >= 0, jnp.clip(count, 0, width), 0)
     count = jnp.minimum(needed, jnp.maximum(cache.capacities[target] - before, 0))
     key_cos, key_sin = cache.rope.cos_sin(
@@ -156,11 +160,12 @@ def _appended(cache: KVCache, layout: Layout, count: Array, width: int) -> _Appe
     )
     return _Appended(
         count=count,
+        ahead=ahead,
         lengths=cache.lengths.at[target].add(count),
         write_at=cache.offsets[target] + before,
         key_cos=key_cos,
         key_sin=key_sin,
-        faults=_faults(cache, layout.blocks, written, needed > count),
+        faults=_faults(cache, layout, written, needed > count),
     )
 
 
@@ -183,7 +188,7 @@ def _row_order(
     last = jnp.maximum(layout.listed - 1, 0)[:, None]
     own = sees & (jnp.arange(layout.blocks.shape[1])[None] == layout.listed[:, None] - 1)
     starts = jnp.cumsum(after, axis=1) - after
-    before = cache.lengths[jnp.clip(layout.written, 0, cache.num_blocks - 1)]
+    before = cache.lengths[jnp.clip(layout.written, 0, cache.num_blocks - 1)] + appended.ahead
     own_start = jnp.take_along_axis(starts, last, axis=1)[:, 0]
     positions = (own_start + before)[:, None] + jnp.arange(width)
     rotation = positions[:, None] - starts[:, :, None] + cache.phases[block][:, :, None]
@@ -235,15 +240,15 @@ def _lengths_after(layout: Layout, block: Array, appended: _Appended) -> Array:
     return jnp.where(layout.blocks >= 0, appended.lengths[block], 0)
 
 
-def _faults(cache: KVCache, blocks: Array, written: Array, overflows: Array) -> Array:
-    rows, width = blocks.shape
+def _faults(cache: KVCache, layout: Layout, written: Array, overflows: Array) -> Array:
+    blocks, (rows, width) = layout.blocks, layout.blocks.shape
     pairs = (blocks[:, :, None] == blocks[:, None, :]) & (blocks >= 0)[:, :, None]
     writers = (written[:, None] == written[None, :]) & (written >= 0)[:, None]
     found = {
         Fault.OVERFLOW: jnp.any(overflows),
         Fault.UNKNOWN_BLOCK: jnp.any(blocks >= cache.num_blocks),
         Fault.REPEATED_BLOCK: jnp.any(pairs & ~jnp.eye(width, dtype=bool)),
-        Fault.TWO_WRITERS: jnp.any(writers & ~jnp.eye(rows, dtype=bool)),
+        Fault.TWO_WRITERS: jnp.any(writers & ~jnp.eye(rows, dtype=bool)) & (layout.ahead is None),
     }
     return sum(
         (jnp.where(occurs, fault.value, 0) for fault, occurs in found.items()),

@@ -49,10 +49,10 @@ def reference_attention(
             length = plan.before[b] + jnp.sum(jnp.where(_written(plan) == b, plan.count, 0))
             inside = (b >= 0) & (entry >= plan.offsets[b]) & (entry < plan.offsets[b] + length)
             index = entry - plan.offsets[b]
-            causal = index[None] <= plan.before[b] + jnp.arange(width)[:, None]
+            causal = index[None] <= plan.before[b] + plan.ahead[r] + jnp.arange(width)[:, None]
             sees |= inside[None] & (causal | ~writes)
             rotation = jnp.where(inside, start - plan.phases[b], rotation)
-            new_start = jnp.where(writes, start + plan.before[b], new_start)
+            new_start = jnp.where(writes, start + plan.before[b] + plan.ahead[r], new_start)
             start = start + jnp.where(b >= 0, length, 0)
         k = _rotated(keys.astype(jnp.float32), *_table(plan.rope, rotation))
         cos, sin = _table(plan.rope, new_start + jnp.arange(width))

@@ -99,7 +99,7 @@ def group_tiles(reads: Reads, smaller: int, group: int, tiling: Tiling | None) -
     them together."""
     pieces = _cut(
         jnp.where((reads.fan_in > smaller) & (reads.fan_in <= group), reads.lengths, 0),
-        tiling or (_GROUP_TILING if reads.seen.shape[2] <= _FEW_QUERIES else _FEW_TILES),
+        tiling or _group_tiling(reads.seen.shape[2]),
         reads.arena,
     )
     row, slot = (x[pieces.run] for x in _readers(reads, group))  # [I, group]
@@ -128,9 +128,17 @@ many, several times as slowly."""
 _GROUP_TILING = Tiling(64, 32)
 """Of blocks that a group reads. A product for few queries is small, and XLA runs a batch of many of
 them several times as fast as one of few."""
+_PIECE_TILING = Tiling(64, 16)
+"""The same where each row brings a few queries."""
 _FEW_TILES = Tiling(64, 8)
 """The same where each row brings many queries, or few rows would not fill a batch of many tiles."""
 _FEW_QUERIES, _FEW_ROWS = 8, 8
+
+
+def _group_tiling(queries: int) -> Tiling:
+    if queries > _FEW_QUERIES:
+        return _FEW_TILES
+    return _GROUP_TILING if queries == 1 else _PIECE_TILING
 
 
 def _private_tiling(queries: int, rows: int) -> Tiling:

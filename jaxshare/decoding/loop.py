@@ -25,6 +25,9 @@ from jaxshare.decoding.top_logits import TopLogits, compress_logits
 from jaxshare.deprecated import warn_renamed
 from jaxshare.layout import Layout
 
+PIECE = 4
+"""Tokens of a piece of a row's text, where passes that feed several tokens of a row are cut up."""
+
 
 def decode(
     model: DecodeModel,
@@ -33,7 +36,7 @@ def decode(
     *,
     passes: int,
     width: int = 1,
-    wide_rows: int | None = None,
+    pieces: int | None = None,
     stop_on_finish: bool = False,
     changes: Changes | None = None,
     until_any: bool | None = None,
@@ -51,9 +54,10 @@ def decode(
         on.
       passes: data, not shape: any number runs the same program.
       width: tokens a row of passes that feed prompts; at most the state's `max_width`. Static.
-      wide_rows: rows that such a pass has room for, by default all. With fewer, sessions that need
-        a wide pass have one of these rows alone, beside a narrow one for the others; those that do
-        not fit wait. At least the rows of the largest session. Static.
+      pieces: by default such a pass has a place of `width` tokens for each row. Where this is given
+        it has so many places of `PIECE` tokens, several of which one row can take, and only the
+        sessions that need it are in it, beside a narrow pass for the others; those that do not fit
+        wait. At least `num_pieces` of the rows of the largest session. Static.
       stop_on_finish: return as soon as a row finishes, so that the host can give it more to do.
         Data.
       changes: to make first. A program for changes serves any, but is another than one for none.
@@ -66,8 +70,7 @@ def decode(
     if until_any is not None:
         warn_renamed("until_any", "stop_on_finish")
         stop_on_finish = until_any
-    wide_rows = state.layout.num_rows if wide_rows is None else wide_rows
-    _check(state, passes, width, wide_rows)
+    _check(state, passes, width, pieces)
     donated: Any = {"cache": None, "logits": None, "top_logits": None}
     return _decode(
         model,
@@ -79,20 +82,25 @@ def decode(
         changes,
         np.asarray([passes, stop_on_finish], np.int32),
         width,
-        wide_rows,
+        pieces,
     )
 
 
-def _check(state: DecodeState, passes: int, width: int, wide_rows: int) -> None:
+def num_pieces(rows: int, width: int) -> int:
+    """The pieces that rows with up to `width` tokens each can take in a pass."""
+    return rows * -(-width // PIECE)
+
+
+def _check(state: DecodeState, passes: int, width: int, pieces: int | None) -> None:
     if passes < 0 or not 1 <= width <= state.max_width:
         raise ValueError(
             f"passes is {passes} and width {width}; passes must be at least 0, and width from 1 to "
             f"the state's max_width, {state.max_width}"
         )
-    if not 1 <= wide_rows <= state.layout.num_rows:
+    if pieces is not None and pieces < num_pieces(1, width):
         raise ValueError(
-            f"wide_rows is {wide_rows}; it must be from 1 to the state's {state.layout.num_rows} "
-            "rows"
+            f"pieces is {pieces}; for a row with {width} tokens it must be at least "
+            f"{num_pieces(1, width)}, and as many for each row of the largest session"
         )
     if 0 < state.record.capacity < passes:
         raise ValueError(
@@ -103,7 +111,7 @@ def _check(state: DecodeState, passes: int, width: int, wide_rows: int) -> None:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("model", "width", "wide_rows"),
+    static_argnames=("model", "width", "pieces"),
     donate_argnames=("cache", "logits", "top_logits"),
 )
 def _decode(
@@ -116,7 +124,7 @@ def _decode(
     changes: Changes | None,
     limits: Array,
     width: int,
-    wide_rows: int,
+    pieces: int | None,
 ) -> DecodeState:
     state = dataclasses.replace(rest, cache=cache, logits=logits, top_logits=top_logits)
     state = state.with_changes(changes) if changes else state
@@ -140,13 +148,15 @@ def _decode(
             state = _advanced(state, sessions, rows)
             return _sample(_feed(model, params, state, rows, 1), sessions)
         wide = sessions.any(rows & (state.num_pending > 1)) & rows
-        if wide_rows == state.layout.num_rows:
+        if pieces is None:
             wide = rows & jnp.any(wide)  # a wide pass has a place for each row anyway
         narrow = rows & ~wide
-        wide = sessions.first_that_fit(wide, wide_rows)
+        if pieces is not None:
+            needed = jnp.where(wide, _pieces_of(jnp.minimum(state.num_pending, width)), 0)
+            wide &= sessions.first_that_fit(needed, pieces)
         state = _advanced(state, sessions, wide | narrow)
         state = _apply_if(
-            jnp.any(wide), state, lambda s: _feed(model, params, s, wide, width, wide_rows)
+            jnp.any(wide), state, lambda s: _feed(model, params, s, wide, width, pieces)
         )
         state = _apply_if(jnp.any(narrow), state, lambda s: _feed(model, params, s, narrow, 1))
         return _sample(state, sessions)
@@ -182,9 +192,9 @@ def _feed(
     state: DecodeState,
     rows: Array,
     width: int,
-    max_rows: int | None = None,
+    pieces: int | None = None,
 ) -> DecodeState:
-    """Feeds up to `width` pending tokens of each of bool[R] rows, at most `max_rows` of them."""
+    """Feeds up to `width` pending tokens of each of bool[R] rows, all as one or in pieces."""
     count = jnp.where(rows, jnp.minimum(state.num_pending, width), 0)
     target = jnp.maximum(state.layout.written, 0)
     full = rows & (state.cache.lengths[target] + count > state.cache.capacities[target])
@@ -192,20 +202,12 @@ def _feed(
     tokens = jax.vmap(lambda queue, head: jax.lax.dynamic_slice_in_dim(queue, head, width))(
         state.pending, state.head
     )
-    fed, num_rows = count > 0, state.layout.num_rows
-    if max_rows is None or max_rows == num_rows:
+    fed = count > 0
+    if pieces is None:
         logits, cache = model.apply(params, tokens, count, state.cache, state.layout)
         logits = jnp.where(fed[:, None], logits, state.logits)
     else:
-        # The rows that take part, side by side; the places after the last are rows not in use.
-        row = jnp.nonzero(fed, size=max_rows, fill_value=num_rows)[0]
-        part = functools.partial(jnp.take, indices=row, axis=0, mode="fill")
-        groups = tuple(group for group in state.layout.groups if group < max_rows)
-        layout = Layout(part(state.layout.blocks, fill_value=-1), groups)
-        new, cache = model.apply(
-            params, part(tokens, fill_value=0), part(count, fill_value=0), state.cache, layout
-        )
-        logits = state.logits.at[row].set(new, mode="drop")
+        logits, cache = _fed_in_pieces(model, params, state, tokens, count, pieces)
     return dataclasses.replace(
         state,
         cache=cache,
@@ -216,6 +218,41 @@ def _feed(
         num_pending=state.num_pending - count,
         head=state.head + count,
     )
+
+
+def _pieces_of(count: Array) -> Array:
+    return -(-count // PIECE)
+
+
+def _fed_in_pieces(
+    model: DecodeModel, params: Any, state: DecodeState, tokens: Array, count: Array, pieces: int
+) -> tuple[Array, KVCache]:
+    """The logits and the cache after int32[R] `count` of the int32[R, W] tokens, fed in pieces."""
+    num_rows, width = tokens.shape
+    taken = _pieces_of(count)
+    ends = jnp.cumsum(taken)
+    place = jnp.arange(pieces)
+    # The row of each piece; the places after the last are rows not in use.
+    row = jnp.searchsorted(ends, place, side="right", method="compare_all")
+    part = functools.partial(jnp.take, indices=row, axis=0, mode="fill")
+    number = place - part(ends - taken, fill_value=0)
+    ahead = number * PIECE
+    size = jnp.clip(part(count, fill_value=0) - ahead, 0, PIECE)
+    cut = jnp.pad(tokens, ((0, 0), (0, -width % PIECE))).reshape(num_rows, -1, PIECE)
+    # A session's row that opens a step brings several pieces, which read what its other rows do.
+    groups = tuple(2 * group for group in state.layout.groups if 2 * group < pieces)
+    new, cache = model.apply(
+        params,
+        cut.at[row, number].get(mode="fill", fill_value=0),
+        size,
+        state.cache,
+        Layout(part(state.layout.blocks, fill_value=-1), groups, ahead=ahead),
+    )
+    # A row's logits are those of its last piece, and no numbers where those of any piece are none.
+    last = jnp.where(place + 1 == part(ends, fill_value=-1), row, num_rows)
+    failed = jnp.where(jnp.isnan(new).any(axis=1), row, num_rows)
+    logits = state.logits.at[last].set(new, mode="drop")
+    return logits.at[failed].set(jnp.nan, mode="drop"), cache
 
 
 def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:

@@ -43,15 +43,12 @@ class Sessions(NamedTuple):
         earlier = self._earlier(marked)
         return earlier[self.place] - earlier[self.start]
 
-    def first_that_fit(self, marked: Bool[Array, " R"], max_rows: int) -> Bool[Array, " R"]:
-        """Keeps the marks of the first sessions that have at most `max_rows` of them together.
+    def first_that_fit(self, counts: Int[Array, " R"], room: int) -> Bool[Array, " R"]:
+        """Marks the rows of the first sessions whose counts are at most `room` together."""
+        end = self._earlier(counts)[self.start] + self.total(counts)
+        return end <= room
 
-        A session is kept as a whole or not at all.
-        """
-        end = self._earlier(marked)[self.start] + self.total(marked.astype(jnp.int32))
-        return marked & (end <= max_rows)
-
-    def _earlier(self, marked: Array) -> Array:
-        """int32[R], by place in `order`: the marked rows before it."""
-        count = marked[self.order].astype(jnp.int32)
-        return jnp.cumsum(count, dtype=jnp.int32) - count
+    def _earlier(self, counts: Array) -> Array:
+        """int32[R], by place in `order`: the sum of what comes before it."""
+        ordered = counts[self.order].astype(jnp.int32)
+        return jnp.cumsum(ordered, dtype=jnp.int32) - ordered

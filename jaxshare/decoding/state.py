@@ -15,6 +15,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxshare.cache import KVCache
+from jaxshare.decoding.array_rows import with_row
 from jaxshare.decoding.automaton import TokenAutomata
 from jaxshare.decoding.changes import Action, Changes
 from jaxshare.decoding.finish_reason import FinishReason
@@ -193,12 +194,13 @@ class DecodeState:
                 f"row {row} would have {len(queue)} tokens pending, but its queue holds "
                 f"{self.queue_capacity}; create the state with a longer queue"
             )
+        unused = self.pending.shape[1] - len(queue)
         return dataclasses.replace(
             self,
-            pending=self.pending.at[row, : len(queue)].set(jnp.asarray(queue, jnp.int32)),
-            head=self.head.at[row].set(0),
-            num_pending=self.num_pending.at[row].set(len(queue)),
-            reasons=self.reasons.at[row].set(FinishReason.RUNNING.value),
+            pending=with_row(self.pending, row, np.pad(np.asarray(queue, np.int32), (0, unused))),
+            head=with_row(self.head, row, 0),
+            num_pending=with_row(self.num_pending, row, len(queue)),
+            reasons=with_row(self.reasons, row, FinishReason.RUNNING.value),
         )
 
     @renamed_arguments(budgets="max_new_tokens", drawn="num_sampled")
@@ -330,17 +332,17 @@ class DecodeState:
 
     def end(self, row: int, reason: FinishReason = FinishReason.STOP) -> "DecodeState":
         """Ends a row from outside."""
-        return dataclasses.replace(self, reasons=self.reasons.at[row].set(reason.value))
+        return dataclasses.replace(self, reasons=with_row(self.reasons, row, reason.value))
 
     @property
     def running(self) -> Bool[Array, " R"]:
         """The rows that have not ended."""
-        return self.reasons == FinishReason.RUNNING
+        return jnp.asarray(self.reasons) == FinishReason.RUNNING
 
     @property
     def num_held(self) -> Int[Array, " R"]:
         """The number of sampled tokens that `tokens` holds."""
-        return self.num_sampled - self.num_taken
+        return jnp.asarray(self.num_sampled) - self.num_taken
 
     @property
     def queue_capacity(self) -> int:

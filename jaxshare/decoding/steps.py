@@ -17,6 +17,7 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from jaxshare.cache import KVCache
+from jaxshare.decoding.array_rows import with_row
 from jaxshare.decoding.automaton import TokenAutomata, TokenAutomaton
 from jaxshare.decoding.sampling import uniforms
 from jaxshare.decoding.sessions import Sessions
@@ -217,20 +218,20 @@ class Steps:
                 tokens[i, j, : len(opening)], sizes[i, j] = list(opening), len(opening)
         return dataclasses.replace(
             self,
-            base=self.base.at[row].set(base),
-            prepared=self.prepared.at[row].set(len(openings)),
-            openings=self.openings.at[row].set(tokens),
-            opening_sizes=self.opening_sizes.at[row].set(sizes),
+            base=with_row(self.base, row, base),
+            prepared=with_row(self.prepared, row, len(openings)),
+            openings=with_row(self.openings, row, tokens),
+            opening_sizes=with_row(self.opening_sizes, row, sizes),
         )
 
     def begin(self, row: int, number: int) -> "Steps":
         """Starts step `number` of a row, with nothing of it sampled yet."""
         return dataclasses.replace(
             self,
-            number=self.number.at[row].set(number),
-            end_state=self.end_state.at[row].set(self.automata.starts[self.ends[row]]),
-            answer_state=self.answer_state.at[row].set(self.automata.starts[self.answers[row]]),
-            answered=self.answered.at[row].set(False),
+            number=with_row(self.number, row, number),
+            end_state=with_row(self.end_state, row, self.automata.starts[self.ends[row]]),
+            answer_state=with_row(self.answer_state, row, self.automata.starts[self.answers[row]]),
+            answered=with_row(self.answered, row, False),
         )
 
     def without(self, rows: Bool[Array, " R"]) -> "Steps":

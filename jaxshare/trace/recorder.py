@@ -48,13 +48,14 @@ class PassLog:
     @classmethod
     def empty(cls, passes: int, rows: int, width: int, num_blocks: int) -> "PassLog":
         """A log with capacity for this many passes."""
-        return cls(
-            jnp.zeros((), jnp.int32),
-            jnp.zeros((passes, rows, width), jnp.int32),
-            jnp.zeros((passes, rows), jnp.int32),
-            jnp.zeros((passes, num_blocks), jnp.int32),
-            jnp.zeros((passes + 1, rows), bool),
+        none = (
+            np.zeros((), np.int32),
+            np.zeros((passes, rows, width), np.int32),
+            np.zeros((passes, rows), np.int32),
+            np.zeros((passes, num_blocks), np.int32),
+            np.zeros((passes + 1, rows), bool),
         )
+        return cls(*jax.device_put(none))
 
     @property
     def capacity(self) -> int:

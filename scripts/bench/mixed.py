@@ -43,7 +43,7 @@ from scripts.bench.lib import (
     table,
     versions,
 )
-from scripts.bench.parts.engine.random_model import random_model
+from scripts.bench.parts.engine.random_model import forking_model
 
 MODELS = ("embedded", "random")
 SESSIONS_GOAL = {"embedded": 4.0, "random": 2.5}
@@ -325,9 +325,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _random(seed: int) -> LoadedModel:
-    """The random model of the engine's benchmark in float32, with the embedded model's tokenizer."""
+    """A random model that is certain of most tokens, in float32, with the embedded model's texts.
+
+    One that is certain of none would draw others where two programs round differently.
+    """
+    embedded = load(EMBEDDED)
     return dataclasses.replace(
-        random_model(seed, dtype="float32"), tokenizer=load(EMBEDDED).tokenizer
+        forking_model(seed, dtype="float32"),
+        tokenizer=embedded.tokenizer,
+        workers=embedded.workers,
     )
 
 

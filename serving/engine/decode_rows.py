@@ -10,7 +10,8 @@ from jax import Array
 
 from jaxshare import DecodeState, Sampler, decode
 from jaxshare.decoding.changes import Action, Changes, Start
-from jaxshare.decoding.row_transfer import take_rows
+from jaxshare.decoding.loop import num_pieces
+from jaxshare.decoding.row_transfer import on_host, take_rows
 from jaxshare.decoding.sampling import Samplers
 from jaxshare.decoding.steps import Steps
 from jaxshare.decoding.top_logits import TopLogits
@@ -29,8 +30,9 @@ from jaxshare.serving.kvcache.fan_in import FanInGroups
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.view import SessionBlocks, ViewBuilder, spans
 
-WIDE_ROWS = 16
-"""Rows that a pass with several tokens of a row has room for, beside the others, which feed a token each."""
+PIECES = 32
+"""Pieces of texts that a pass with several tokens of a row has room for, beside the rows that feed a
+token each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,7 @@ class DecodeRows:
         self._view = self._views.build({})  # of the last dispatch
         self._samplers = [Sampler()] * rows
         self._stacked: Samplers | None = None  # the same on the device
-        self._wide_rows = WIDE_ROWS
+        self._pieces = PIECES
         self._bias_slots = MIN_BIAS_SLOTS
         # Rows that leave, resume and enter with the next dispatch.
         self._left: list[int] = []
@@ -175,7 +177,7 @@ class DecodeRows:
             assert self._session_rows
             state = self._session_rows.put(state.changed(changes), placed)
             largest = max(each.request.num_rows for each in placed)
-            self._wide_rows = max(self._wide_rows, bucket(largest))
+            self._pieces = max(self._pieces, bucket(num_pieces(largest, WIDTH)))
             changes = _no_changes(state)
         self.state = decode(
             self._model.module,
@@ -183,7 +185,7 @@ class DecodeRows:
             state,
             passes=passes,
             width=WIDTH,
-            wide_rows=min(self._wide_rows, self._num_rows),
+            pieces=min(self._pieces, num_pieces(self._num_rows, WIDTH)),
             stop_on_finish=stop_on_finish,
             changes=changes,
         )
@@ -274,9 +276,10 @@ class DecodeRows:
         passes, self._total_passes = total - self._total_passes, total
         if found.pop("faults"):
             state.cache.check()
+        whole = on_host(state) if self._sessions else state
         for each in self._sessions:
             assert self._session_rows
-            self._session_rows.take(state, each, found["lengths"], phases)
+            self._session_rows.take(whole, each, found["lengths"], phases)
             self._left += each.rows.tolist()
         self._sessions = ()
         return Dispatched(**found, num_held=held, passes=passes)

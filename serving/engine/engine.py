@@ -273,6 +273,11 @@ class Engine(EngineLoop):
             self._start_thread()
             return self._sessions.wait(session)
 
+    def forget_session(self, lease: KVLease) -> None:
+        """Lets the next dispatch not wait for a session that asks for no more passes."""
+        with self._changed:
+            self._sessions.forget(lease)
+
     # Its life.
 
     def warm_up(self) -> float:

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxshare import DecodeState
 from jaxshare.decoding.automaton import TokenAutomata, TokenAutomaton
-from jaxshare.decoding.row_transfer import put_rows, take_rows, with_room_for
+from jaxshare.decoding.row_transfer import PlacedRows, on_host, put_rows, take_rows
 from jaxshare.layout import bucket
 from jaxshare.serving.errors import ClosedError
 from jaxshare.serving.kvcache.lease import KVLease
@@ -207,22 +206,16 @@ class SessionRows:
     def put(self, state: DecodeState, sessions: Sequence[PlacedSession]) -> DecodeState:
         """The state with these sessions; it must have no outputs."""
         state = self._with_automata(state, [each.request.automata for each in sessions])
+        parts = []
         for each in sessions:
-            request = each.request
-            part, rows = request.state.without_outputs(), request.num_rows
+            request, part = each.request, on_host(each.request.state).without_outputs()
             part = dataclasses.replace(
                 part,
-                last_pass=part.clock + request.passes,
-                halts=jnp.full(rows, request.halts),
+                last_pass=part.clock + np.int32(request.passes),
+                halts=np.full(request.num_rows, request.halts),
             )
-            state = put_rows(
-                with_room_for(state, part),
-                part,
-                each.rows,
-                block=each.block,
-                automaton=self._first(request.automata),
-            )
-        return state
+            parts.append(PlacedRows(part, each.rows, each.block, self._first(request.automata)))
+        return put_rows(state, parts)
 
     def take(
         self, state: DecodeState, each: PlacedSession, lengths: np.ndarray, phases: np.ndarray
@@ -230,7 +223,7 @@ class SessionRows:
         """Gives a session its rows back, with what they have sampled.
 
         Args:
-          state: after the dispatch.
+          state: after the dispatch; on the host, it is fetched once for all sessions.
           each: the session.
           lengths, phases: of the blocks of the view.
         """
@@ -247,8 +240,8 @@ class SessionRows:
             steps=dataclasses.replace(taken.steps, automata=old.steps.automata),
             record=old.record,
             passes=old.passes,
-            last_pass=jnp.full_like(taken.last_pass, _FOR_EVER),
-            halts=jnp.zeros_like(taken.halts),
+            last_pass=np.full(request.num_rows, _FOR_EVER, np.int32),
+            halts=np.zeros(request.num_rows, bool),
         )
 
     def _first(self, automata: Automata) -> int:

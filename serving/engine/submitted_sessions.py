@@ -4,8 +4,9 @@ import threading
 from collections.abc import Iterable
 
 from jaxshare.serving.engine.session_passes import SessionPasses
+from jaxshare.serving.kvcache.lease import KVLease
 
-_LINGER, _MIN_LINGER = 0.1, 0.005
+_LINGER, _MIN_LINGER = 0.2, 0.005
 """How long to wait for sessions that have just run: this part of the last step, and these seconds
 at least."""
 
@@ -23,7 +24,7 @@ class SubmittedSessions:
     def __init__(self, changed: threading.Condition):
         self._changed = changed
         self.submitted: list[SessionPasses] = []
-        self._recent: set[object] = set()  # of the last dispatch, which will ask for more
+        self._recent: set[KVLease] = set()  # of the last dispatch, which will ask for more
 
     @property
     def expected(self) -> bool:
@@ -57,6 +58,11 @@ class SubmittedSessions:
         if session.error:
             raise session.error
         return interrupt
+
+    def forget(self, owner: KVLease) -> None:
+        """Expects no further passes of a session."""
+        self._recent.discard(owner)
+        self._changed.notify_all()
 
     def linger(self, step_seconds: float) -> None:
         """Lets the sessions of the last dispatch ask for their next one, for a part of its time.

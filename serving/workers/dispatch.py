@@ -38,6 +38,8 @@ def run_passes(session: SessionState, passes: int) -> None:
             else:
                 _run_alone(session, passes)
         _read(session)
+        if session.engine and session.lease and not can_run(session, session.settings["budget"]):
+            session.engine.forget_session(session.lease)
     session.seconds += watch.split()[0] - elsewhere
     session.compile_seconds += elsewhere
     if interrupt:

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from jaxshare import FinishReason
+from jaxshare.decoding.array_rows import with_row
 from jaxshare.seeds import seed_words, stream_seed
 from jaxshare.serving.workers.block_moves import can_move, move_block
 from jaxshare.serving.workers.finisher import flush
@@ -52,14 +53,14 @@ def add_worker(session: SessionState, name: str, layout: WorkersLayout | None) -
     state = session.state
     session.state = dataclasses.replace(
         state,
-        reasons=state.reasons.at[row].set(FinishReason.RUNNING.value),
-        has_logits=state.has_logits.at[row].set(False),
-        num_sampled=state.num_sampled.at[row].set(0),
-        num_taken=state.num_taken.at[row].set(0),
-        num_pending=state.num_pending.at[row].set(0),
-        seeds=state.seeds.at[row].set(seed_words([seed])[0]),
+        reasons=with_row(state.reasons, row, FinishReason.RUNNING.value),
+        has_logits=with_row(state.has_logits, row, False),
+        num_sampled=with_row(state.num_sampled, row, 0),
+        num_taken=with_row(state.num_taken, row, 0),
+        num_pending=with_row(state.num_pending, row, 0),
+        seeds=with_row(state.seeds, row, seed_words([seed])[0]),
         steps=dataclasses.replace(
-            state.steps.begin(row, 1), due=state.steps.due.at[row].set(False)
+            state.steps.begin(row, 1), due=with_row(state.steps.due, row, False)
         ),
     ).feed(row, first_opening)
     session.prepare_openings()

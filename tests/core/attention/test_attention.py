@@ -159,7 +159,10 @@ def place(shape: Shape, case: Case):
 
 
 def check(shape: Shape, case: Case, implementations=("xla", "reference")) -> None:
-    arguments, expected = place(shape, case)
+    compare(shape, *place(shape, case), implementations)
+
+
+def compare(shape: Shape, arguments, expected, implementations=("xla", "reference")) -> None:
     real = ~np.isnan(expected[..., 0])
     for implementation in implementations:
         out, faults = attended(*arguments, implementation=implementation)
@@ -169,6 +172,28 @@ def check(shape: Shape, case: Case, implementations=("xla", "reference")) -> Non
         assert np.abs(out - expected)[real].max(initial=0.0) < TOLERANCE[shape.dtype], (
             implementation
         )
+
+
+def in_pieces(arguments, expected, size: int):
+    """The same pass with each row's tokens in pieces, which are rows of their own."""
+    cache, layout, count, *new = arguments
+    rows, width = new[0].shape[:2]
+    parts = -(-width // size)
+
+    def cut(x, unused):
+        sizes = [(0, 0), (0, parts * size - width), (0, 0), (0, 0)]
+        padded = np.pad(np.asarray(x), sizes, constant_values=unused)
+        return padded.reshape(rows * parts, size, *x.shape[2:])
+
+    ahead = np.tile(size * np.arange(parts), rows)
+    layout = dataclasses.replace(
+        layout,
+        blocks=jnp.repeat(layout.blocks, parts, axis=0),
+        ahead=jnp.asarray(ahead, jnp.int32),
+    )
+    count = np.clip(np.repeat(np.asarray(count), parts) - ahead, 0, size)
+    arguments = cache, layout, jnp.asarray(count), *(jnp.asarray(cut(x, 0)) for x in new)
+    return arguments, cut(expected, np.nan)
 
 
 def fitting(lengths: list[int], limit: int) -> list[int]:
@@ -226,6 +251,14 @@ ONE_BACKEND = pytest.mark.parametrize("implementation", mostly_slow(["xla", "ref
 @given(case=cases(WIDE))
 def test_ragged_tokens_partial_rotary_and_an_attention_factor(implementation, case):
     check(WIDE, case, implementations=(implementation,))
+
+
+@ONE_BACKEND
+@settings(max_examples=30)
+@given(case=cases(WIDE), groups=st.sampled_from([(), (4,)]))
+def test_rows_in_pieces(implementation, case, groups):
+    shape = dataclasses.replace(WIDE, groups=groups)
+    compare(shape, *in_pieces(*place(shape, case), 2), implementations=(implementation,))
 
 
 GROUPED = dataclasses.replace(GQA, groups=(2, 3))

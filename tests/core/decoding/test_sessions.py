@@ -12,14 +12,17 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler, decode
+from jaxshare.decoding.array_rows import with_row
 from jaxshare.decoding.automaton import ByteAutomaton, TokenAutomata
-from jaxshare.decoding.row_transfer import put_rows, take_rows
+from jaxshare.decoding.loop import num_pieces
+from jaxshare.decoding.row_transfer import PlacedRows, put_rows, take_rows
 from jaxshare.decoding.sessions import Sessions
 from jaxshare.decoding.steps import Steps
 from tests.helpers import MODEL, TINY, VOCAB, mostly_slow, tiny_params
 
 HOT = Sampler(temperature=1.5)
-CAPACITY, QUEUE, OPENINGS, LONGEST, LISTED, WIDTH = 24, 32, 4, 6, 4, 4
+CAPACITY, QUEUE, OPENINGS, LONGEST, LISTED, WIDTH = 24, 32, 4, 6, 4, 6
+PIECES = num_pieces(2, WIDTH)
 BLOCKS, TOKENS_IN_ALL = 10, 2 * (160 + 2 * 40) + 2 * (160 + 40)
 
 
@@ -34,8 +37,8 @@ def sessions_of_rows(draw):
 
 
 @hypothesis.settings(max_examples=40)
-@hypothesis.given(sessions_of_rows(), st.integers(1, 8))
-def test_sums_and_ranks_are_those_of_python(drawn, max_rows):
+@hypothesis.given(sessions_of_rows(), st.integers(1, 30))
+def test_sums_and_ranks_are_those_of_python(drawn, room):
     first, marked = drawn
     sessions = Sessions.of(jnp.asarray(first))
     members = {f: [r for r in range(len(first)) if first[r] == f] for f in sorted({*first})}
@@ -46,12 +49,11 @@ def test_sums_and_ranks_are_those_of_python(drawn, max_rows):
     np.testing.assert_array_equal(sessions.before(jnp.asarray(marked)), before)
     counts = jnp.asarray((np.arange(len(first)) + 1) * marked, jnp.int32)
     np.testing.assert_array_equal(sessions.total(counts), total)
-    kept, used = np.zeros(len(first), bool), 0
+    fits, used = np.zeros(len(first), bool), 0
     for rows in members.values():
-        used += sum(marked[r] for r in rows)
-        for r in rows:
-            kept[r] = marked[r] and used <= max_rows
-    np.testing.assert_array_equal(sessions.first_that_fit(jnp.asarray(marked), max_rows), kept)
+        used += sum(counts[r] for r in rows)
+        fits[rows] = used <= room
+    np.testing.assert_array_equal(sessions.first_that_fit(counts, room), fits)
 
 
 def every(period: int, marked: int = 0) -> ByteAutomaton:
@@ -186,27 +188,29 @@ def together(parts: list[Part], last_pass: list[int]) -> tuple[DecodeState, list
         max_width=WIDTH,
         steps=Steps.none(num_rows, automata, **ROOM),
     )
-    free, block, places = [*range(num_rows)][::-1], 0, []
+    free, block, placed = [*range(num_rows)][::-1], 0, []
     for i, (part, small) in enumerate(zip(parts, states, strict=True)):
         rows = np.asarray(sorted(free.pop(-1 - (i % 2)) for _ in range(part.rows)))
         small = dataclasses.replace(small, last_pass=jnp.full(part.rows, last_pass[i], jnp.int32))
-        state = put_rows(state, small, rows, block=block, automaton=2 * i)
-        places.append(rows)
+        placed.append(PlacedRows(small, rows, block, 2 * i))
         block += len(part.capacities)
-    return state, places
+    return put_rows(state, placed), [each.rows for each in placed]
 
 
 @pytest.mark.parametrize(
-    ("wide_rows", "dispatch"),
-    mostly_slow([(2, 7), (2, 100), (3, 7), (3, 100), (None, 7), (None, 100)], several=True),
+    ("pieces", "dispatch"),
+    mostly_slow(
+        [(PIECES, 7), (PIECES, 100), (PIECES + 1, 7), (PIECES + 1, 100), (None, 7), (None, 100)],
+        several=True,
+    ),
 )
-def test_sessions_in_one_state_write_what_each_writes_alone(wide_rows, dispatch):
-    """Two sessions and two rows by themselves, in rows that are mixed; openings need wide passes,
-    in which there is not room for all."""
+def test_sessions_in_one_state_write_what_each_writes_alone(pieces, dispatch):
+    """Two sessions and two rows by themselves, in rows that are mixed; openings need wide passes
+    of several pieces, for which there is not room at once."""
     parts = [Part(0, 2), Part(1, 1), Part(2, 2), Part(3, 1)]
     state, places = together(parts, [10**6] * 4)
     for _ in range(60):
-        state = run(state, dispatch, wide_rows=wide_rows)
+        state = run(state, dispatch, pieces=pieces)
         if not bool(state.running.any()):
             break
     assert int(state.cache.faults) == 0
@@ -252,8 +256,8 @@ def test_a_session_halts_where_one_of_its_rows_finishes_and_others_go_on():
     state, places = together(parts, [10**6] * 2)
     state = dataclasses.replace(
         state,
-        halts=jnp.zeros_like(state.halts).at[places[0]].set(True),
-        max_new_tokens=state.max_new_tokens.at[places[0][1]].set(4),
+        halts=jnp.zeros(state.layout.num_rows, bool).at[places[0]].set(True),
+        max_new_tokens=with_row(state.max_new_tokens, places[0][1], 4),
     )
     state = run(state)
     halted, other = places
@@ -275,18 +279,30 @@ def test_a_step_that_does_not_fit_ends_its_own_session():
     np.testing.assert_array_equal(state.tokens[places[1]], alone(2, 2).tokens)
 
 
+@pytest.mark.parametrize("pieces", [PIECES, None])
+def test_an_early_piece_without_numbers_ends_its_row(pieces):
+    state, places = together([Part(5, 1), Part(2, 2)], [10**6] * 2)
+    [row], prompt = places[0], np.asarray(Part(5, 1).state().pending[0, :6])
+    assert num_pieces(1, len(prompt)) == 2 and len({*prompt.tolist()}) > 1
+    parameters = tiny_params()["params"]
+    table = parameters["embed"]["embedding"].at[prompt[0]].set(jnp.nan)
+    lost = {"params": {**parameters, "embed": {"embedding": table}}}
+    state = decode(MODEL, lost, state, passes=1, width=WIDTH, pieces=pieces)
+    assert int(state.reasons[row]) == FinishReason.ERROR
+    assert (np.asarray(state.reasons)[places[1]] != FinishReason.ERROR).all()
+
+
 def test_rows_that_are_taken_and_put_back_are_the_same():
     state, places = together([Part(0, 2), Part(1, 1)], [10**6] * 2)
     state = run(state, 5)
     kept = jax.tree.map(np.array, dataclasses.replace(state, cache=state.cache))
-    part = take_rows(state, places[0])
-    back = put_rows(state, part, places[0])
+    back = put_rows(state, [PlacedRows(take_rows(state, rows), rows) for rows in places])
     for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(back), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("wide_rows", [0, 99])
-def test_decode_refuses_wide_rows_that_are_none_or_too_many(wide_rows):
+@pytest.mark.parametrize("pieces", [0, 1])
+def test_decode_refuses_room_for_too_few_pieces(pieces):
     state, _ = together([Part(0, 2)], [1])
-    with pytest.raises(ValueError, match=f"wide_rows is {wide_rows}; it must be from 1 to"):
-        run(state, wide_rows=wide_rows)
+    with pytest.raises(ValueError, match=f"pieces is {pieces}; .* it must be at least 2"):
+        run(state, pieces=pieces)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxshare import block_attention, make_plan
 from jaxshare.pallas.device import Device, assume_device
 from jaxshare.sharding import STRIPE, make_mesh
-from tests.core.attention.test_attention import Case, Shape, attended, place
+from tests.core.attention.test_attention import Case, Shape, attended, in_pieces, place
 
 TOLERANCE = {jnp.bfloat16: 4e-2, jnp.float16: 6e-3}
 """Absolute, for values of unit variance: keys, queries and weights are rounded to 2**-9 and 2**-12,
@@ -24,9 +24,19 @@ and scores reach 4."""
 SOME_LENGTHS = st.sampled_from([0, 1, 7, 63, 64, 65, 128, 200])
 
 
-def compare(implementation: str, device: Device, shape: Shape, case: Case) -> None:
-    """Compares a backend's result on a device with the oracle's."""
+def compare(
+    implementation: str, device: Device, shape: Shape, case: Case, piece: int | None = None
+) -> None:
+    """Compares a backend's result on a device with the oracle's.
+
+    Args:
+      implementation, device: the backend.
+      shape, case: the pass.
+      piece: tokens of a piece, where rows bring their tokens in pieces.
+    """
     arguments, expected = place(shape, case)
+    if piece:
+        arguments, expected = in_pieces(arguments, expected, piece)
     with assume_device(device):
         out, faults = attended(*arguments, implementation=implementation)
     assert int(faults) == 0

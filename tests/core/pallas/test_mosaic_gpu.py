@@ -97,6 +97,16 @@ def test_pending_tokens_are_causal_in_their_own_block():
     check(PENDING, case([[0, 2, 1]], [31], [70, 40, 3, 0], gaps=[3, 0, 1, 0]))
 
 
+def test_rows_in_pieces():
+    compare(
+        "mosaic_gpu",
+        INTERPRETED,
+        PENDING,
+        case([[0, 2, 1]], [31], [70, 40, 3, 0], gaps=[3, 0, 1, 0]),
+        piece=16,
+    )
+
+
 def test_log_sum_exps_for_other_devices(monkeypatch):
     """The inputs of merging over devices, where tokens are sharded.
 

@@ -98,6 +98,11 @@ def test_any_layout_with_pending_tokens(case):
     check(WIDE, case)
 
 
+def test_rows_in_pieces():
+    rows = [[0, 3, 1], [0, 1, 3], [2, 4]]
+    compare("triton", INTERPRETED, WIDE, case(rows, [5, 1, 3], [70, 9, 0, 64, 1, 0]), piece=2)
+
+
 def test_empty_blocks_and_rows_that_bring_nothing():
     check(
         DECODE,
