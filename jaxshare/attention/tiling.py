@@ -99,7 +99,7 @@ def group_tiles(reads: Reads, smaller: int, group: int, tiling: Tiling | None) -
     them together."""
     pieces = _cut(
         jnp.where((reads.fan_in > smaller) & (reads.fan_in <= group), reads.lengths, 0),
-        tiling or _group_tiling(reads.seen.shape[2]),
+        tiling or _group_tiling(group, reads.seen.shape[2]),
         reads.arena,
     )
     row, slot = (x[pieces.run] for x in _readers(reads, group))  # [I, group]
@@ -125,26 +125,28 @@ _TILING = Tiling(128, 4)
 """Of blocks that all rows read, and of those that one row reads with many queries. Larger tiles
 read long blocks no faster, and short ones, of which steps of workers and pieces of prompts have
 many, several times as slowly."""
-_GROUP_TILING = Tiling(64, 32)
-"""Of blocks that a group reads. A product for few queries is small, and XLA runs a batch of many of
-them several times as fast as one of few."""
-_PIECE_TILING = Tiling(64, 16)
-"""The same where each row brings a few queries."""
-_FEW_TILES = Tiling(64, 8)
-"""The same where each row brings many queries, or few rows would not fill a batch of many tiles."""
+_GROUP_TILE = 64
+_MANY_AT_ONCE, _SOME_AT_ONCE, _FEW_AT_ONCE = 32, 16, 8
+"""Of blocks that a group reads, or one row with few queries. A product for few queries is small, and
+XLA runs a batch of many of them several times as fast as one of few. With more queries of a row
+fewer are enough, and so they are where few rows would not fill a batch of many."""
 _FEW_QUERIES, _FEW_ROWS = 8, 8
+_GROUPED_ROWS = 256
+"""Rows, those of all tiles of a batch together, from which on a larger batch is no faster. A large
+group reads few tiles, and a batch's empty places cost as much as the others."""
 
 
-def _group_tiling(queries: int) -> Tiling:
+def _group_tiling(group: int, queries: int) -> Tiling:
     if queries > _FEW_QUERIES:
-        return _FEW_TILES
-    return _GROUP_TILING if queries == 1 else _PIECE_TILING
+        return Tiling(_GROUP_TILE, _FEW_AT_ONCE)
+    at_once = _MANY_AT_ONCE if queries == 1 else _SOME_AT_ONCE
+    return Tiling(_GROUP_TILE, max(1, min(at_once, _GROUPED_ROWS // group)))
 
 
 def _private_tiling(queries: int, rows: int) -> Tiling:
     if queries > _FEW_QUERIES:
         return _TILING
-    return _FEW_TILES if rows < _FEW_ROWS else _GROUP_TILING
+    return Tiling(_GROUP_TILE, _FEW_AT_ONCE if rows < _FEW_ROWS else _MANY_AT_ONCE)
 
 
 _FEW_COMPARISONS = 2**16

@@ -13,8 +13,9 @@ from jaxshare.layout import bucket
 
 _MIN_ROWS = 32
 """With fewer rows a product over all of them costs little more than one over those that read."""
-_MIN_TOKENS = 1024
-"""Tokens in blocks of small fan-in, from which on another program pays."""
+_MIN_TILES, _TILE = 8, 128
+"""Tiles of blocks of small fan-in from which on another program pays, and tokens of a tile. A block
+of few tokens is read as a tile, too."""
 
 
 class FanInGroups:
@@ -34,14 +35,14 @@ class FanInGroups:
     def update(self, fan_ins: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...]:
         """Chooses the groups for blocks of these fan-ins and sizes.
 
-        Blocks that the groups so far serve, and blocks of few tokens, change nothing.
+        Blocks that the groups so far serve, and few blocks of few tokens, change nothing.
         """
-        rows, size = np.asarray(fan_ins, np.int64), np.asarray(tokens, np.int64)
+        rows, tiles = np.asarray(fan_ins, np.int64), -(-np.asarray(tokens, np.int64) // _TILE)
         few = (rows > 1) & (rows <= self._num_rows // 2)
         served = np.zeros_like(few)
         for group in self.sizes:  # one up to four times as large reads a block well
             served |= (rows <= group) & (4 * rows > group)
-        if self._num_rows >= _MIN_ROWS and int(size[few & ~served].sum()) >= _MIN_TOKENS:
+        if self._num_rows >= _MIN_ROWS and int(tiles[few & ~served].sum()) >= _MIN_TILES:
             self.sizes = group_sizes(rows[few].tolist(), self._num_rows)
         return self.sizes
 

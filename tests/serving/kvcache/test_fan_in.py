@@ -24,7 +24,8 @@ def test_they_stay_while_fan_ins_change_within_a_bucket():
 
 def test_few_rows_and_few_tokens_are_not_worth_another_program():
     assert group_sizes([4] * 4, 16) == FanInGroups(16).update([4] * 4, [LONG] * 4) == ()
-    assert FanInGroups(64).update([4] * 4, [16] * 4) == ()
+    assert FanInGroups(64).update([4] * 7, [16] * 7) == ()
+    assert FanInGroups(64).update([4] * 8, [16] * 8) == (4,), "each is read as a tile"
     assert FanInGroups(64).update([64, 40], [LONG] * 2) == (), "all rows read them together"
     assert FanInGroups(64, (8,)).update([], []) == (8,)
 
