@@ -14,7 +14,7 @@ from jaxshare.serving.kvcache import sharing_cost
 from jaxshare.serving.kvcache.sharing_cost import Costs
 from jaxshare.serving.tuning import calibration
 from jaxshare.serving.tuning.calibration import Timing
-from tests.serving.branches.test_branches import embedded as model
+from tests.serving.branches.test_branches import model
 
 KNOWN = Costs(
     shared_start=80.0, shared_tile=30.0, shared_token_row=0.02, private_row=3.0, private_tile=7.0
