@@ -21,7 +21,7 @@ import pytest
 import safetensors.numpy
 
 from jaxshare import DecodeState, FinishReason, KVCache, Layout, Rope, Sampler, Samplers, decode
-from jaxshare.models import EMBEDDED, LoadedModel
+from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder
 
@@ -98,6 +98,12 @@ def first_layers(model: LoadedModel, count: int) -> LoadedModel:
         config=dataclasses.replace(model.config, num_layers=count),
         params={"params": {name: leaf for name, leaf in whole.items() if name not in cut}},
     )
+
+
+@functools.cache
+def one_layer() -> LoadedModel:
+    """The first layer of the embedded model, for tests that look at no words."""
+    return first_layers(load(EMBEDDED), 1)
 
 
 def folder_of_first_layers(path: Path, count: int) -> Path:

@@ -97,6 +97,7 @@ def test_pending_tokens_are_causal_in_their_own_block():
     check(PENDING, case([[0, 2, 1]], [31], [70, 40, 3, 0], gaps=[3, 0, 1, 0]))
 
 
+@pytest.mark.slow  # the Triton kernels have the same test, and both take what is seen from the plan
 def test_rows_in_pieces():
     compare(
         "mosaic_gpu",

@@ -64,10 +64,7 @@ def test_generate_says_what_it_chose_and_warns_of_equal_texts(shallow):
             shallow,
             "--prompt",
             QUESTION,
-            "--n",
-            "3",
-            "--max-new-tokens",
-            "3",
+            *SHAPE,
             "--temperature",
             "0",
             "--json",
@@ -78,14 +75,14 @@ def test_generate_says_what_it_chose_and_warns_of_equal_texts(shallow):
     )
     equal, rows, costs = (line for line in done.stderr.splitlines() if "compiling" not in line)
     assert (
-        equal.startswith("all 3 completions of a prompt will be equal, because temperature 0")
+        equal.startswith("all 2 completions of a prompt will be equal, because temperature 0")
         and "such as 0.7" in equal
     )
-    assert rows == "jaxshare: 3 rows at a time: all completions"
+    assert rows == "jaxshare: 2 rows at a time: all completions"
     assert costs.startswith("jaxshare: what is shared is decided by costs of two CPU cores;")
     result = json.loads(done.stdout)
     assert (
-        result["rows"] == 3
+        result["rows"] == 2
         and result["costs"]["source"].startswith("of two CPU cores")
         and "private_row" in result["costs"]["costs"]
     )

@@ -19,14 +19,13 @@ import numpy as np
 import pytest
 
 from jaxshare import FinishReason
-from jaxshare.models import LoadedModel
 from jaxshare.serving import Branch, Workers, generate
 from jaxshare.serving.branches.selection import best_of_n
 from jaxshare.serving.engine import ClosedError, Engine
 from jaxshare.serving.inputs import token_bytes
-from tests.helpers import first_layers
+from tests.helpers import one_layer as model
 from tests.paths import ROOT
-from tests.serving.branches.test_branches import embedded, problem
+from tests.serving.branches.test_branches import problem
 from tests.serving.workers.test_session import CHAT, NAMES, WARM, written
 
 BUDGET = 40
@@ -38,12 +37,6 @@ KINDS = [
     {"names": NAMES[:2], "step_tokens": 16, "sampler": dataclasses.replace(WARM, top_k=9)},
 ]
 CALLS = [(problem(seed).prompt(), seed) for seed in range(5)]
-
-
-@functools.cache
-def model() -> LoadedModel:
-    """The embedded model's first layer: nothing here depends on the words."""
-    return first_layers(embedded(), 1)
 
 
 def start(kind: int, engine: Engine | None = None, **more) -> Workers:

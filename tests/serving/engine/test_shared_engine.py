@@ -5,7 +5,6 @@ dictionary as processes do through their store. The last ones have two processes
 """
 
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -21,13 +20,11 @@ from typing import Any
 import pytest
 
 from jaxshare import FinishReason, Sampler
-from jaxshare.models import LoadedModel
 from jaxshare.serving import Workers
 from jaxshare.serving.engine import Engine, EngineError, TooLongError, agreement
 from jaxshare.serving.engine.agreement import FollowerLock, LeaderLock
 from jaxshare.serving.inputs import token_bytes
-from tests.helpers import first_layers
-from tests.serving.branches.test_branches import embedded
+from tests.helpers import one_layer as model
 from tests.serving.cluster.test_process_mesh import free_port
 from tests.serving.engine.shared_engine import log_decisions
 from tests.serving.engine.test_agreement import DictStore
@@ -35,12 +32,6 @@ from tests.serving.engine.test_agreement import DictStore
 WARM = Sampler(temperature=1.2, top_p=0.95)
 PROMPTS = [[*range(5, 40 + i)] for i in range(4)]
 TOKENS = 640
-
-
-@functools.cache
-def model() -> LoadedModel:
-    """The embedded model's first layer: nothing here depends on the words."""
-    return first_layers(embedded(), 1)
 
 
 @pytest.fixture(autouse=True)

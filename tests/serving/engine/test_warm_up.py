@@ -2,24 +2,18 @@
 
 import collections
 import contextlib
-import functools
 
 import jax
 import pytest
 from jax import monitoring
 
-from jaxshare import Sampler, models
+from jaxshare import Sampler
 from jaxshare.serving import Workers, generate
 from jaxshare.serving.engine import ClosedError, Engine
-from tests.helpers import first_layers
+from tests.helpers import one_layer as model
 
 WARM = Sampler(temperature=0.9)
 PROMPT = "1. 47 + 38\n2. 12 * 3"
-
-
-@functools.cache
-def model():
-    return first_layers(models.load("embedded"), 1)
 
 
 @contextlib.contextmanager
