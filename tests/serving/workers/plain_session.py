@@ -21,8 +21,11 @@ from jaxshare.seeds import seed_words, stream_seed
 from jaxshare.serving import Format
 from tests.helpers import DenseModel
 
+Written = dict[str, list[tuple[int, list[int]]]]
 WIDTH, POSITIONS = 16, 64
 """Tokens a row of a pass that feeds more than one; draws of a stream that are made at once."""
+EDGE = 1e-6
+"""Of a cumulative probability, several units in the last place of float32."""
 _STEP_END = re.compile(r"[.?!][\"')\]*_\s]*\n\n")
 
 
@@ -36,14 +39,19 @@ def random_numbers(seed: int) -> np.ndarray:
 _uniforms = jax.jit(uniforms)
 
 
-def drawn(logits: np.ndarray, sampler: Sampler, seed: int, position: int) -> int:
-    """The token of a stream's draw, by inverting the cumulative sum of the probabilities."""
+def drawn(logits: np.ndarray, sampler: Sampler, seed: int, position: int) -> list[int]:
+    """The token of a stream's draw, by inverting the cumulative sum of the probabilities.
+
+    Returns:
+      The token; after it a second one where the random number lies so near to the edge between the
+        two (`EDGE`) that float32 decides either way.
+    """
     logits = np.asarray(logits, np.float64).copy()
     for token, bias in sampler.bias.items():
         logits[token] += bias
     logits[list(sampler.forbidden)] = -np.inf
     if not sampler.temperature:
-        return int(logits.argmax())
+        return [int(logits.argmax())]
     scaled = (logits - logits.max()) / sampler.temperature
     kept = np.ones(len(scaled), bool)
     if sampler.top_k:
@@ -53,8 +61,9 @@ def drawn(logits: np.ndarray, sampler: Sampler, seed: int, position: int) -> int
         order = np.argsort(-weights)
         before = np.cumsum(weights[order]) - weights[order]
         weights[order[before >= sampler.top_p * weights.sum()]] = 0.0
-    cumulative = np.cumsum(weights)
-    return int(np.argmax(cumulative > random_numbers(seed)[position] * cumulative[-1]))
+    cumulative, number = np.cumsum(weights), random_numbers(seed)[position]
+    places = np.clip([number, number - EDGE, number + EDGE], 0, 1 - 1e-15) * cumulative[-1]
+    return list(dict.fromkeys(int(np.argmax(cumulative > place)) for place in places))
 
 
 @dataclasses.dataclass
@@ -89,10 +98,13 @@ class PlainSession:
       settings: as for `Workers`: problem, names, layout, format, sampler, seed, ask_every, stop_on,
         together and max_workers.
       is_answer: whether the text of a step holds an answer.
+      found: what the session under test has written, by worker as `written`; it decides where a
+        draw lies on the edge between two tokens, and nothing else.
     """
 
-    def __init__(self, model: LoadedModel, settings: dict, is_answer):
+    def __init__(self, model: LoadedModel, settings: dict, is_answer, found: Written | None = None):
         self.model, self.settings, self.is_answer = model, settings, is_answer
+        self.found = found or {}
         self.format: Format = settings["format"]
         self.moves = settings["layout"] != "contiguous"
         self.history = "history" if self.moves else "prompt"
@@ -189,7 +201,10 @@ class PlainSession:
 
     def _sample(self, row: Row, logits: np.ndarray) -> bool:
         """Returns whether the token ends a step or its row."""
-        token = drawn(logits, self.sampler, row.seed, row.num_sampled)
+        possible = drawn(logits, self.sampler, row.seed, row.num_sampled)
+        found = [token for _, tokens in self.found.get(row.name, []) for token in tokens]
+        found = found[row.num_sampled : row.num_sampled + 1]
+        token = found[0] if found and found[0] in possible else possible[0]
         row.num_sampled += 1
         if token in self.model.generation.stop_tokens:
             row.state = "stopped"
@@ -278,7 +293,7 @@ class PlainSession:
         return [self._block(block) for block in (self.history, *headed)]
 
     @property
-    def written(self) -> dict[str, list[tuple[int, list[int]]]]:
+    def written(self) -> Written:
         """By worker, those that left included."""
         rows = [*self.left, *self.rows.values()]
         return {row.name: row.steps for row in rows}

@@ -109,7 +109,7 @@ def plain_run(
         """One program for all: 16 tokens at a time."""
         nonlocal cache
         numbers = Layout.from_blocks(
-            [[blocks.index(b) for b in row] for row in rows], num_rows=3, width=5
+            [[blocks.index(b) for b in row] for row in rows], num_rows=3, width=6
         )
         for begin in range(0, max(map(len, tokens)), 16):
             padded, count = np.zeros((3, 16), np.int32), [0] * 3
