@@ -255,9 +255,12 @@ def _why_over(session: SessionState) -> FinishReason | None:
 def _why_all_over(reasons: Collection[FinishReason], *, together: bool) -> FinishReason | None:
     """Why workers with these finish reasons are all over, or None while one may go on.
 
-    One that is paused may, unless another's answer ends them together.
+    One that is paused may, and so may one whose step the host is yet to end, unless another's answer
+    ends them together.
     """
-    goes_on = {FinishReason.RUNNING} if together else {FinishReason.RUNNING, FinishReason.PAUSED}
+    goes_on = {FinishReason.RUNNING}
+    if not together:
+        goes_on |= {FinishReason.PAUSED, FinishReason.STEP}
     if FinishReason.ANSWER in reasons and not goes_on & set(reasons):
         return FinishReason.ANSWER
     if {FinishReason.RUNNING, FinishReason.PAUSED, FinishReason.STEP} & set(reasons):

@@ -163,6 +163,25 @@ def test_an_answer_ends_a_session_of_which_a_worker_is_paused():
     assert FinishReason.ANSWER in ends
 
 
+def test_a_worker_whose_answer_turns_out_to_be_none_goes_on_where_the_other_has_answered():
+    """Its step is moved first; the session was over before that (found by a schedule)."""
+    engine = mixed_schedules.start_engine(mixed_schedules.make(0))
+    told = visit(
+        problem="30 + 1",
+        stop_on="answer",
+        together=False,
+        seed=5314035455698797280,
+        sampler=Sampler(2.5, 40, bias=BIAS, forbidden=UNWANTED),
+        ask_every=20,
+        passes_at_once=3,
+        budget=29,
+    )
+    clients, _ = together(engine, [told], [])
+    found = clients[0].result
+    mixed_schedules.check_visit(0, told, found)
+    assert [step.worker for step in found.steps if step.ended] == ["Bob", "Alice", "Alice"]
+
+
 @pytest.mark.slow
 def test_a_step_that_has_just_opened_goes_on_where_anothers_answer_turns_out_to_be_none():
     """While the tokens that open it are fed, so that the last one sampled ended the step before."""
