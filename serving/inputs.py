@@ -1,7 +1,7 @@
 """Inputs of every kind of run: the prompt's tokens, context checks, the checkpoint's settings."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -80,9 +80,13 @@ def default_sampler(model: LoadedModel) -> Sampler:
     return Sampler(temperature=g.temperature, top_k=g.top_k, top_p=g.top_p, min_p=g.min_p)
 
 
-def warn_of_equal_texts(sampler: Sampler, n: int) -> None:
-    """Logs a warning if n > 1 completions of a prompt would be equal, at temperature 0."""
-    if n > 1 and sampler.temperature == 0:
+def warn_of_equal_texts(counts: Iterable[tuple[int, Sampler]]) -> None:
+    """Logs a warning if n > 1 completions of a prompt would be equal, at temperature 0.
+
+    `counts` are the number of completions and the sampler of each prompt.
+    """
+    n = max((n for n, sampler in counts if sampler.temperature == 0), default=0)
+    if n > 1:
         _log.warning(
             "all %d completions of a prompt will be equal, because temperature 0 takes the "
             "likeliest token every time; give a temperature above 0, such as 0.7, or ask for one "

@@ -10,9 +10,13 @@ from typing import Any
 
 import jinja2
 
+from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.branches.prompt_tree import Branch, read_prompts
 from jaxshare.serving.inputs import check_context, encode
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+"""The fields of `Sampler` that a line may set."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Item:
         is no tree.
       tokens: of the whole prompt.
       n: the number of completions.
+      sampler: of these, where the line has settings of its own; None for that of the job.
     """
 
     line: int
@@ -33,6 +38,7 @@ class Item:
     branch: tuple[int, ...]
     tokens: tuple[int, ...]
     n: int
+    sampler: Sampler | None
 
     @property
     def name(self) -> str:
@@ -42,9 +48,11 @@ class Item:
 
 
 def read_input(
-    data: bytes, model: LoadedModel, options: argparse.Namespace
+    data: bytes, model: LoadedModel, options: argparse.Namespace, sampler: Sampler
 ) -> tuple[list[Item], list[dict[str, Any]]]:
     """Reads the prompts, in the order of the input.
+
+    `sampler` is that of the job; a line, or a node of its tree, may change its settings.
 
     Returns:
       the prompts, and the bad lines: [{"line": number, "error": message}].
@@ -56,7 +64,7 @@ def read_input(
         if not raw.strip():
             continue
         try:
-            found = _read_line(raw, number, model, options)
+            found = _read_line(raw, number, model, options, sampler)
             first = lines.setdefault(found[0].id, number)
             if first != number:
                 raise ValueError(
@@ -73,7 +81,7 @@ def read_input(
 
 
 def _read_line(
-    raw: bytes, number: int, model: LoadedModel, options: argparse.Namespace
+    raw: bytes, number: int, model: LoadedModel, options: argparse.Namespace, sampler: Sampler
 ) -> list[Item]:
     try:
         value = json.loads(raw.decode())
@@ -91,13 +99,15 @@ def _read_line(
     if type(name) not in (str, int, float) or (type(name) is float and not math.isfinite(name)):
         raise ValueError(f"has the id {json.dumps(name)[:40]}; it must be a string or a number")
     tree = (
-        _node(value, ())
+        _node(value, (), sampler)
         if options.tree
-        else Branch(_prompt(value, model, options.chat), n=_count(value))
+        else Branch(
+            _prompt(value, model, options.chat), n=_count(value), sampler=_sampler(value, sampler)
+        )
     )
     prompts = read_prompts(tree, options.n, lambda text, first: encode(model, text, first=first))
     items = [
-        Item(number, name, path, tuple(prompt.tokens), prompt.n)
+        Item(number, name, path, tuple(prompt.tokens), prompt.n, prompt.sampler)
         for path, prompt in zip(_paths(tree, ()), prompts, strict=True)
     ]
     for item in items:
@@ -129,8 +139,11 @@ def _prompt(value: dict[str, Any], model: LoadedModel, chat: bool) -> str | list
     return _apply_template([{"role": "user", "content": text}], model) if chat else text
 
 
-def _node(value: Any, path: tuple[int, ...]) -> Branch:
-    """Reads a node of a line's tree, with all its descendants."""
+def _node(value: Any, path: tuple[int, ...], outer: Sampler) -> Branch:
+    """Reads a node of a line's tree, with all its descendants.
+
+    Its sampling settings change those of the outer sampler, which is its parent's or the job's.
+    """
     name = _branch_name(path)
     value = {"text": value} if isinstance(value, str) else value
     if not isinstance(value, dict):
@@ -148,9 +161,11 @@ def _node(value: Any, path: tuple[int, ...]) -> Branch:
         )
         if not isinstance(children := value.get("children", []), list):
             raise ValueError('has "children" that are no list; give a list of nodes')
+        sampler = _sampler(value, outer)
     except ValueError as error:
         raise ValueError(f"{name} {error}") from error
-    return Branch(text, tuple(_node(child, (*path, i)) for i, child in enumerate(children)), n)
+    nodes = [_node(child, (*path, i), sampler or outer) for i, child in enumerate(children)]
+    return Branch(text, tuple(nodes), n, sampler)
 
 
 def _branch_name(path: tuple[int, ...]) -> str:
@@ -166,10 +181,10 @@ def _paths(tree: Branch, path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _check_fields(value: dict[str, Any], known: set[str], hint: str = "") -> None:
-    if unknown := sorted({*value} - known):
+    if unknown := sorted({*value} - known - {*_SAMPLING}):
         raise ValueError(
             f"has the unknown field {json.dumps(unknown[0])}{hint}; known are id, "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join([*sorted(known), *_SAMPLING])}"
         )
 
 
@@ -199,6 +214,15 @@ def _count(value: dict[str, Any]) -> int | None:
     if "n" in value and (type(n) is not int or n < 1):
         raise ValueError(f"has {json.dumps(n)[:40]} as its n; ask for at least 1 completion")
     return n
+
+
+def _sampler(value: dict[str, Any], outer: Sampler) -> Sampler | None:
+    """The sampler of a line or node with settings of its own, or None."""
+    given = {name: value[name] for name in _SAMPLING if name in value}
+    try:
+        return dataclasses.replace(outer, **given) if given else None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"has a sampling setting out of range: {error}") from error
 
 
 def _apply_template(messages: Any, model: LoadedModel) -> list[int]:

@@ -73,8 +73,8 @@ class Replicas:
         return self._whole.sampler
 
     @property
-    def max_samples_per_prompt(self) -> int:
-        return self._whole.max_samples_per_prompt
+    def sample_counts(self) -> list[tuple[int, Sampler]]:
+        return self._whole.sample_counts
 
     @property
     def rows(self) -> int:

@@ -118,7 +118,7 @@ def _check_none(**options: Any) -> None:
 
 def _completions(run: Any, on_tokens: Callable[[Any], None] | None, warm_up: bool) -> Completions:
     """Runs branches to their end."""
-    warn_of_equal_texts(run.sampler, run.max_samples_per_prompt)
+    warn_of_equal_texts(run.sample_counts)
     completions: list[Completion] = []
     # Closed at once where an error is raised: a store of prefixes is free again then.
     with contextlib.closing(run.stream(on_tokens, warm_up=warm_up)) as stream:
@@ -158,7 +158,7 @@ def _generate_on(
     )
     read = read_and_check_prompts(model, prompts, n, prefix=None, max_new_tokens=max_new_tokens)
     sampler = sampler or default_sampler(model)
-    warn_of_equal_texts(sampler, max(prompt.n for prompt in read))
+    warn_of_equal_texts((prompt.n, prompt.sampler or sampler) for prompt in read)
     started, passes = time.perf_counter(), engine.metrics.passes
     completions = [
         *complete_on(engine, read, max_new_tokens=max_new_tokens, sampler=sampler, seed=seed)

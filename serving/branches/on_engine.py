@@ -40,13 +40,13 @@ def complete_on(
     """
     waiting: collections.deque[tuple[int, int, Stream]] = collections.deque()
     with contextlib.ExitStack() as cancelled:
-        for number, index, tokens in _samples(prompts):
-            stream = None
+        for prompt, index in _samples(prompts):
+            number, stream = prompt.number, None
             while stream is None:
                 try:
                     stream = engine.submit(
-                        tokens,
-                        sampler,
+                        prompt.tokens,
+                        prompt.sampler or sampler,
                         max_new_tokens=max_new_tokens,
                         seed=stream_seed(seed, number, index),
                         logprobs=True,
@@ -61,10 +61,10 @@ def complete_on(
             yield _result(*waiting.popleft())
 
 
-def _samples(prompts: Sequence[Prompt]) -> Iterator[tuple[int, int, Sequence[int]]]:
+def _samples(prompts: Sequence[Prompt]) -> Iterator[tuple[Prompt, int]]:
     for prompt in prompts:
         for index in range(prompt.n):
-            yield prompt.number, index, prompt.tokens
+            yield prompt, index
 
 
 def _result(number: int, index: int, stream: Stream) -> Completion:

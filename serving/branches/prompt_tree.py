@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxshare import Sampler
+
 Encode = Callable[[str, bool], list[int]]
 """(text, first) -> tokens. `first`: the text starts a prompt; only then may special tokens (BOS) be
 put before it."""
@@ -32,11 +34,14 @@ class Branch:
       children: continuations; each sees this node's text before its own.
       n: completions sampled where this node ends. None means the call's n for a node without
         children, and no completions for others.
+      sampler: of the completions that end here, and of those of its descendants that have none of
+        their own. None means that of the parent, and of the call where no node has one.
     """
 
     text: str | Sequence[int]
     children: Sequence["Branch"] = ()
     n: int | None = None
+    sampler: Sampler | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +52,13 @@ class Prompt:
       number: its index in the order in which prompts are given, depth-first in a tree.
       tokens: all of them.
       n: the number of completions.
+      sampler: of these, or None for that of the call.
     """
 
     number: int
     tokens: tuple[int, ...]
     n: int
+    sampler: Sampler | None = None
 
 
 Prompts = str | Branch | Sequence[int] | Sequence[str | Branch | Sequence[int]] | Sequence[Prompt]
@@ -73,9 +80,8 @@ def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
       encode: the tokenizer; called once for each different text.
 
     Raises:
-      ValueError: no prompt, one without text, an n below 1, or a value that is no prompt, token or
-        Branch. The message names it: `prompt 3` is entry 3 of the list, counted from 0, and
-        `branch 3.2.1` there is child 1 of the root's child 2.
+      ValueError: no prompt, one without text, an n below 1, or a value of another kind. The message
+        names it: `prompt 3` is entry 3, from 0, and `branch 3.2.1` child 1 of its child 2.
     """
     encode = functools.cache(encode)
     _check_n(n, "")
@@ -86,9 +92,9 @@ def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
         entries = [prompts]
     if not len(entries):
         raise ValueError("there are no prompts; give at least one, with at least one token of text")
-    if all(isinstance(entry, Prompt) for entry in entries):
-        return [*entries]
-    found: list[Prompt] = []
+    found: list[Prompt] = [entry for entry in entries if isinstance(entry, Prompt)]
+    if len(found) == len(entries):
+        return found
 
     def tokens(head: tuple[int, ...], text: str) -> tuple[int, ...]:
         return (*head, *encode(text, not head)) if text else head
@@ -96,11 +102,12 @@ def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
     for number, entry in enumerate(entries):
         root = entry if isinstance(entry, Branch) else Branch(entry)
         # With each node comes what precedes it: the tokens up to the last node that is given as
-        # tokens, then text that is not encoded yet.
-        stack = [(root, f"branch {number}" if root is entry else f"prompt {number}", (), "")]
+        # tokens, then text that is not encoded yet; and the sampler of its parent.
+        stack = [(root, f"branch {number}" if root is entry else f"prompt {number}", (), "", None)]
         while stack:
-            branch, place, head, text = stack.pop()
+            branch, place, head, text, sampler = stack.pop()
             _check_branch(branch, place)
+            sampler = branch.sampler or sampler
             if isinstance(branch.text, str):
                 text += branch.text
             else:
@@ -113,9 +120,9 @@ def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
                         f"{place} has text that the tokenizer makes no token of; give at least one "
                         "token of text"
                     )
-                found.append(Prompt(len(found), whole, int(count)))
+                found.append(Prompt(len(found), whole, int(count), sampler))
             stack += [
-                (child, f"{place}.{i}", head, text)
+                (child, f"{place}.{i}", head, text, sampler)
                 for i, child in reversed([*enumerate(branch.children)])
             ]
     return found
@@ -149,6 +156,10 @@ def _check_branch(branch: object, place: str) -> None:
         )
     if branch.n is not None:
         _check_n(branch.n, f" of {place}")
+    if not isinstance(branch.sampler, Sampler | None):
+        raise ValueError(
+            f"{place} has a sampler of type {type(branch.sampler).__name__}; give a Sampler"
+        )
 
 
 def _check_n(n: Any, place: str) -> None:

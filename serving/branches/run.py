@@ -58,7 +58,8 @@ class Branches:
         `jaxshare.seeds.stream_seed(seed, p, i)`, so its text depends neither on n nor on the other
         prompts, and two seeds share no stream.
       max_new_tokens: the maximum length of a completion; a stop token ends it earlier.
-      sampler: how to sample; default the checkpoint's own settings.
+      sampler: how to sample where a `Branch` has no sampler of its own; default the checkpoint's
+        own settings.
       seed: of all streams; the first completion of the first prompt draws from it itself.
       share: True stores every common prefix once; False gives every completion a copy of its
         prompt; None decides for each prefix by `costs`.
@@ -131,6 +132,7 @@ class Branches:
         self.sharing_plan, self.rows, self.costs = plan.sharing, plan.peak.rows, plan.costs
         self.rows_because, self._samples = plan.rows_because, plan.samples
         prefix_tokens = prefix.tokens if prefix else 0
+        self._samplers = {p.number: p.sampler or self.sampler for p in self.prompts}
         self._prompt_tokens = {p.number: prefix_tokens + len(p.tokens) for p in self.prompts}
         self.prompt_tokens = sum(prefix_tokens + len(prompt.tokens) for prompt in self.prompts)
         self.unique_tokens = prefix_tokens + plan.unique_tokens
@@ -142,9 +144,9 @@ class Branches:
         self._peak_tokens = 0
 
     @property
-    def max_samples_per_prompt(self) -> int:
-        """The largest number of completions of one prompt."""
-        return max(prompt.n for prompt in self.prompts)
+    def sample_counts(self) -> list[tuple[int, Sampler]]:
+        """The number of completions of each prompt, and their sampler."""
+        return [(prompt.n, self._samplers[prompt.number]) for prompt in self.prompts]
 
     @property
     def notes(self) -> list[str]:
@@ -246,7 +248,7 @@ class Branches:
         requests = collections.deque(map(self._request, range(len(self._samples))))
         watch = Stopwatch.start()
         if warm_up:
-            scheduler.warm_up([requests[0]])
+            scheduler.warm_up(requests)
         self.compile_seconds += watch.split()[1]
         watch = Stopwatch.start()
         while requests or self._live:
@@ -277,7 +279,7 @@ class Branches:
         return Request(
             number,
             np.asarray(prompt, np.int32),
-            self.sampler,
+            self._samplers[sample.prompt],
             stream_seed(self.seed, sample.prompt, sample.index),
             self.max_new_tokens,
             "",

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from jaxshare import models
+from jaxshare import Sampler, models
 from jaxshare.models import LoadedModel
 from jaxshare.paths import check_file
 from jaxshare.serving import jsonl
@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="FILE",
         help='JSON lines: {"prompt": "..."}, {"messages": [...]} or {"tokens": '
-        '[...]}, optionally with an "id" and an "n" of its own',
+        '[...]}, optionally with an "id", an "n", a "temperature", "top_k", "top_p" and "min_p" of '
+        "its own",
     )
     parser.add_argument(
         "--output",
@@ -177,7 +178,7 @@ def run_job(
             before = batch_output.read_keys(file, output)
 
         model = load()
-        items, bad_lines = _read_items(data, model, options)
+        items, bad_lines = _read_items(options, sampling, data, model)
         order = _order(items)
         for number, key in enumerate(before, 1):
             if key not in order:
@@ -238,10 +239,10 @@ def _open_existing(output: Path, resume: bool) -> BinaryIO:
 
 
 def _read_items(
-    data: bytes, model: LoadedModel, options: argparse.Namespace
+    options: argparse.Namespace, sampling: dict[str, Any], data: bytes, model: LoadedModel
 ) -> tuple[list[Item], list[dict[str, Any]]]:
     """The prompts of the input, and its bad lines, which are named on stderr."""
-    items, bad_lines = read_input(data, model, options)
+    items, bad_lines = read_input(data, model, options, _sampler(model, sampling))
     for bad in bad_lines:
         print(f"line {bad['line']}: {bad['error']}", file=sys.stderr)
     if not items:
@@ -250,6 +251,11 @@ def _read_items(
             '{"prompt": "..."}'
         )
     return items, bad_lines
+
+
+def _sampler(model: LoadedModel, sampling: dict[str, Any]) -> Sampler:
+    """The sampler of the job's lines that have no settings of their own."""
+    return dataclasses.replace(default_sampler(model), **sampling)
 
 
 def _order(items: Sequence[Item]) -> dict[Key, tuple[int, int]]:
@@ -271,15 +277,15 @@ def _engine(
     make_engine: Callable[..., Any],
 ) -> Any:
     """Makes what samples the completions that are not to be skipped; None where none is left."""
-    sampler = dataclasses.replace(default_sampler(model), **sampling)
-    warn_of_equal_texts(sampler, max(item.n for item in items))
+    sampler = _sampler(model, sampling)
+    warn_of_equal_texts((item.n, item.sampler or sampler) for item in items)
     if len(skip) == sum(item.n for item in items):
         return None
     # Here, because what replicas on other nodes log is not shown.
     warn_of_greedy(model, sampler)
     return make_engine(
         model,
-        [Branch(item.tokens, n=item.n) for item in items],
+        [Branch(item.tokens, n=item.n, sampler=item.sampler) for item in items],
         n=options.n,
         max_new_tokens=options.max_new_tokens,
         sampler=sampler,

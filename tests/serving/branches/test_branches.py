@@ -181,6 +181,31 @@ def test_samples_are_the_same_shared_or_not_and_for_any_n():
     assert len({tuple(tokens) for tokens in shared}) > 1
 
 
+def test_a_branch_with_a_sampler_of_its_own_is_sampled_as_in_a_call_with_it():
+    """Beside others in the same passes; a node's is that of its descendants, too."""
+    biased = Sampler(temperature=0.7, top_k=5, bias={n: 3.0 for n in range(20, 40)})
+    tree = Branch(
+        PROMPT,
+        [Branch("1", n=1), Branch("2", [Branch("3"), Branch("4", sampler=WARM)], 1, biased)],
+        n=2,
+        sampler=Sampler(),
+    )
+    done = generate(model(), tree, n=1, max_new_tokens=12, seed=7).completions
+    texts = [(PROMPT, Sampler(), 2), (PROMPT + "1", Sampler(), 1), (PROMPT + "2", biased, 1)]
+    texts += [(PROMPT + "23", biased, 1), (PROMPT + "24", WARM, 1)]
+    assert len(done) == sum(n for _, _, n in texts)
+    for number, (prompt, sampler, n) in enumerate(texts):
+        for index in range(n):
+            seed = stream_seed(7, number, index)
+            alone = generate(model(), prompt, max_new_tokens=12, sampler=sampler, seed=seed)
+            found = [c for c in done if (c.prompt, c.index) == (number, index)]
+            assert [c.tokens for c in found] == [alone.completions[0].tokens]
+    with pytest.raises(
+        ValueError, match=r"branch 0\.0 has a sampler of type float; give a Sampler"
+    ):
+        generate(model(), Branch("1", [Branch("2", sampler=0.7)]))  # pyright: ignore
+
+
 def test_a_shared_prompt_is_cached_once():
     tokens = model().tokenizer.encode(PROMPT)
     for share, copies in ((True, 1), (False, 4)):

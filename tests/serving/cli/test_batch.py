@@ -272,6 +272,26 @@ def test_settings_reach_the_engine(job):
     assert job.engines[0].settings["share"] is None
 
 
+def test_a_line_or_a_node_may_have_sampling_settings_of_its_own(job):
+    lines = [
+        {"prompt": "a"},
+        {"prompt": "b", "temperature": 0, "min_p": 0.25},
+        {"tokens": [5], "top_k": 3, "top_p": 0.5},
+    ]
+    given = {"temperature": 0.75}
+    assert job(lines, sampling=given)[0] == 0
+    samplers = [branch.sampler for branch in job.engines[0].prompts]
+    assert samplers == [None, Sampler(0, 7, min_p=0.25), Sampler(0.75, 3, 0.5)]
+    tree = {
+        "text": "a",
+        "top_k": 9,
+        "children": ["b", {"text": "c", "temperature": 2, "children": ["d"]}, "e"],
+    }
+    assert job([tree], "--tree", sampling=given, name="b")[0] == 0
+    samplers = [branch.sampler for branch in job.engines[0].prompts]
+    assert samplers == [Sampler(0.75, 9), Sampler(2, 9), Sampler(0.75, 9)]
+
+
 def test_trees(job):
     tree = {
         "id": "t",
@@ -340,6 +360,10 @@ BAD = [
     ('{"prompt": "x", "n": true}', "has true as its n"),
     ('{"prompt": "x", "n": null}', "has null as its n"),
     ('{"prompt": "x", "n": "3"}', 'has "3" as its n'),
+    ('{"prompt": "x", "temperature": "hot"}', "temperature is 'hot'; it must be a number"),
+    ('{"prompt": "x", "top_k": 1.5}', "has a sampling setting out of range: top_k is 1.5"),
+    ('{"prompt": "x", "top_p": null}', "top_p is None; it must be a number"),
+    ('{"prompt": "x", "min_p": 1e999}', "min_p is inf; it must be finite"),
     ('{"tokens": []}', "give at least one token"),
     ('{"tokens": [1, "2"]}', "no list of whole numbers"),
     ('{"tokens": 7}', "no list of whole numbers"),
@@ -392,6 +416,7 @@ def test_a_bad_line_is_named_and_the_rest_runs(job, line, words):
         ({"text": "a", "children": {"text": "b"}}, 'the root has "children" that are no list'),
         ({"text": "a", "children": [["b"]]}, 'branch 0 is ["b"]; it must be an object'),
         ({"text": "a", "children": ["b", "c" * 90]}, "the prompt of branch 1 has 92 tokens"),
+        ({"text": "a", "children": [{"text": "b", "top_p": 0}]}, "branch 0 has a sampling setting"),
         ({}, "the root must have one of"),
         ('{"text": "a", "children": [' * 900 + "]}" * 900, "is nested too deeply"),
     ],
