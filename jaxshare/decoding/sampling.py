@@ -9,7 +9,7 @@ by bisecting the ordered bits of the logits.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int, UInt32
 
+from jaxshare.argument_checks import FLOAT32_MAX, INT32_MAX, as_float, as_integer, shown
 from jaxshare.sharding import (
     TENSOR,
     axis_in_use,
@@ -32,6 +33,8 @@ from jaxshare.sharding import (
 )
 
 _CHUNK = 256
+_LEAST_P = 2.0**-126
+"""The smallest top_p on a device, which keeps the likeliest token alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +50,11 @@ class Sampler:
       bias: added to the logits of single tokens.
       forbidden: tokens that are never chosen.
 
+    Numbers may be of any type, NumPy's among them; they are kept as int and float.
+
     Raises:
-      ValueError: a value out of its range.
+      ValueError: a value out of its range, or too large for a float32.
+      TypeError: a value of another type.
     """
 
     temperature: float = 0.0
@@ -59,30 +65,51 @@ class Sampler:
     forbidden: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        zero = "(0 takes the likeliest token)"
+        values = {
+            "temperature": as_float("temperature", self.temperature, 0, FLOAT32_MAX, f" {zero}"),
+            "top_k": as_integer("top_k", self.top_k, 0, why=" (0 keeps all tokens)"),
+            "top_p": as_float("top_p", self.top_p),
+            "min_p": as_float("min_p", self.min_p),
+            "bias": _token_biases(self.bias),
+            "forbidden": tuple(_token_numbers(self.forbidden)),
+        }
+        if not 0 < values["top_p"] <= 1:
             raise ValueError(
-                f"temperature is {self.temperature}; it must be at least 0 (0 takes the likeliest "
-                "token)"
+                f"top_p is {values['top_p']}; it must be above 0 and at most 1 (1 keeps all tokens)"
             )
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; it must be at least 0 (0 keeps all tokens)")
-        if not 0 < self.top_p <= 1:
+        if not 0 <= values["min_p"] <= 1:
             raise ValueError(
-                f"top_p is {self.top_p}; it must be above 0 and at most 1 (1 keeps all tokens)"
+                f"min_p is {values['min_p']}; it must be between 0 and 1 (0 keeps all tokens)"
             )
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(
-                f"min_p is {self.min_p}; it must be between 0 and 1 (0 keeps all tokens)"
-            )
-        if negative := [t for t in (*self.bias, *self.forbidden) if t < 0]:
-            raise ValueError(
-                f"a bias or a ban names token {negative[0]}; tokens are numbered from 0"
-            )
-        if odd := [t for t, value in self.bias.items() if not math.isfinite(value)]:
-            raise ValueError(
-                f"the bias of token {odd[0]} is {self.bias[odd[0]]}; it must be finite (forbidden "
-                "tokens are listed apart)"
-            )
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+def _token_numbers(tokens: Iterable[Any]) -> list[int]:
+    try:
+        given = [*tokens]
+    except TypeError:
+        raise TypeError(
+            f"forbidden is {shown(tokens)}; it must be the numbers of tokens, such as (5, 6)"
+        ) from None
+    numbers = [as_integer("a token of a bias or a ban", token, most=INT32_MAX) for token in given]
+    if negative := [token for token in numbers if token < 0]:
+        raise ValueError(f"a bias or a ban names token {negative[0]}; tokens are numbered from 0")
+    return numbers
+
+
+def _token_biases(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise TypeError(
+            f"bias is {shown(bias)}; it must be a dict of numbers by token, such as {{5: 1.0}}"
+        )
+    tokens, values = _token_numbers(bias), []
+    for token, value in zip(tokens, bias.values(), strict=True):
+        name = f"the bias of token {token}"
+        why = " (forbidden tokens are listed apart)"
+        values.append(as_float(name, value, -FLOAT32_MAX, FLOAT32_MAX, why))
+    return dict(zip(tokens, values, strict=True))
 
 
 @jax.tree_util.register_dataclass
@@ -127,8 +154,8 @@ class Samplers:
             *jax.device_put(
                 (
                     np.asarray([s.temperature for s in samplers], np.float32),
-                    np.asarray([s.top_k for s in samplers], np.int32),
-                    np.asarray([s.top_p for s in samplers], np.float32),
+                    np.asarray([min(s.top_k, INT32_MAX) for s in samplers], np.int32),
+                    np.asarray([max(s.top_p, _LEAST_P) for s in samplers], np.float32),
                     np.asarray([s.min_p for s in samplers], np.float32),
                     tokens,
                     values,

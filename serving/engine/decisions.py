@@ -143,6 +143,11 @@ class StepDecisions:
         scheduler.kv.speeds.use(*agreed["speeds"])
         self._new, self._joining = [], []
 
+    def take_joining(self) -> list[SessionPasses]:
+        """Gives the sessions that were decided on and did not come into the scheduler."""
+        found, self._joining = self._joining, []
+        return found
+
     def forget_finished(self) -> None:
         """Forgets requests that have finished."""
         for request in [r for r, state in self.requests.items() if state.output is not None]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxshare import Sampler
 from jaxshare.arena import extents
+from jaxshare.argument_checks import as_integer
 from jaxshare.deprecated import find, warn_renamed
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
@@ -23,6 +24,7 @@ from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.request import DerivedSeeds, Request
 from jaxshare.serving.engine.session_passes import SessionPasses
 from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamState
+from jaxshare.serving.engine.validation import as_sampler
 from jaxshare.serving.errors import EngineError, QueueFullError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler
@@ -89,21 +91,22 @@ class Engine(EngineLoop):
         Raises:
           ValueError: an unknown policy, a number below 1, memory for less than one token or block,
             a Logits Cache of another model, or host memory with a model of several processes.
+          TypeError: an argument of another type.
           EngineError: the processes of the model give different settings.
         """
-        validation.check_engine(
+        max_rows, max_queue, passes, kept_logits = validation.check_engine(
             max_rows=max_rows, max_queue=max_queue, passes=passes, kept_logits=kept_logits
         )
+        self._sampler = default_sampler(model) if sampler is None else as_sampler(sampler)
         tokens, host = validation.memory_sizes(model, kv_bytes, host_kv_bytes, max_rows)
         self.model, metrics = model.for_context(model.config.max_positions), Metrics()
         self.rows, self.passes, self._max_queue = max_rows, passes, max_queue
-        self._sampler = sampler or default_sampler(model)
         logits = validation.logits_cache_for(self.model, logits_cache, kept_logits)
         sizes = tokens, host, max_rows, passes
         scheduler = create_scheduler(self.model, metrics, sizes, policy, logits, hotspot)
         leases = LeaseTable(scheduler.kv, agreement.device_lock(model.mesh))
         super().__init__(scheduler, leases, metrics)
-        self._numbers, self._seeds = itertools.count(), DerivedSeeds(seed)
+        self._numbers, self._seeds = itertools.count(), DerivedSeeds(as_integer("seed", seed))
         self._store: CheckpointStore | None = None
         agree_on_settings(
             leases, scheduler, settings_of(self.model, sizes, policy, logits, hotspot)
@@ -153,27 +156,25 @@ class Engine(EngineLoop):
           ClosedError: the engine was shut down.
           ValueError: an empty prompt, a token outside the vocabulary, text without a tokenizer,
             messages that the template refuses, or options out of range.
+          TypeError: an argument of another type.
         """
         tokens = validation.prompt_tokens(self.model, prompt)
-        sampler = sampler or self._sampler
-        warn_of_greedy(self.model, sampler)
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        validation.check_request(
+        options = validation.RequestOptions.checked(
             self.model,
-            sampler,
-            stops,
-            max_new_tokens,
-            resample,
-            logprobs,
-            self.logits_cache is not None,
+            sampler=self._sampler if sampler is None else sampler,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            seed=seed,
+            agent_id=agent_id,
+            priority=priority,
+            resample=resample,
+            logprobs=logprobs,
+            has_logits_cache=self.logits_cache is not None,
         )
-        state = StreamState(Detokenizer(self.model.tokenizer, stops))
-        number, agent = next(self._numbers), agent_id or ""
-        request = Request(
-            number, tokens, sampler, 0, max_new_tokens, agent, priority, state, resample
-        )
-        request.scored = logprobs
-        self._enqueue(request, state, seed)
+        warn_of_greedy(self.model, options.sampler)
+        state = StreamState(Detokenizer(self.model.tokenizer, options.stops))
+        request = options.request(next(self._numbers), tokens, state)
+        self._enqueue(request, state, options.seed)
         return Stream(state, functools.partial(_cancel, request))
 
     def _enqueue(self, request: Request, state: StreamState, seed: int | None) -> None:
@@ -196,10 +197,10 @@ class Engine(EngineLoop):
                 request.seed, request.next_seed = self._seeds.next(request.prompt)
             else:
                 request.seed = stream_seed(seed)
+            self._start_thread()
             self._submitted.append(request)
             self._requests[request] = state
             self._changed.notify_all()  # another process may have decided on it already
-            self._start_thread()
 
     def _wait_for_place(self) -> None:
         """Refuses a request where the queue is full, or waits where processes could differ."""
@@ -269,8 +270,8 @@ class Engine(EngineLoop):
         """
         with self._changed:
             self._check_open()
-            self._sessions.submit(session)
             self._start_thread()
+            self._sessions.submit(session)
             return self._sessions.wait(session)
 
     def forget_session(self, lease: KVLease) -> None:

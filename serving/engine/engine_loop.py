@@ -1,16 +1,19 @@
 """The loop of an engine: its thread, and the steps that it runs."""
 
+import contextlib
 import functools
 import logging
+import sys
 import threading
 import time
 
 from jaxshare.compile_time import compile_seconds
+from jaxshare.models.config_fields import first_line
 from jaxshare.serving.engine.decisions import StepDecisions
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.scheduler import Scheduler
 from jaxshare.serving.engine.submitted_sessions import SubmittedSessions
-from jaxshare.serving.errors import ClosedError
+from jaxshare.serving.errors import ClosedError, EngineError
 from jaxshare.serving.kvcache.lease import LeaseTable
 
 log = logging.getLogger("jaxshare.engine")
@@ -31,21 +34,53 @@ class EngineLoop:
         self._submitted, self._requests = self._decisions.submitted, self._decisions.requests
         self._closed, self._step_seconds = False, 0.0  # of the last step
         self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
 
     def _start_thread(self) -> None:
-        """Starts the thread, unless it runs. It ends when there is nothing to do."""
+        """Starts the thread, unless it runs. It ends when there is nothing to do.
+
+        Raises:
+          EngineError: the system gives no thread; what was submitted last must be taken back.
+        """
         if self._thread is None:
             # It is no daemon: the program must not end in the midst of a pass.
-            self._thread = threading.Thread(target=self._work, name="jaxshare-engine")
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="jaxshare-engine")
+            try:
+                thread.start()
+            except RuntimeError as error:  # too many, or the program is about to end
+                raise EngineError(f"the engine's thread cannot be started ({error})") from error
+            self._thread = thread
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("the engine is shut down; make another")
+            raise self._closed_error() from self._failure
+
+    def _closed_error(self) -> ClosedError:
+        if self._failure is None:
+            return ClosedError("the engine is shut down; make another")
+        return ClosedError(
+            f"the engine has failed and could not go on ({type(self._failure).__name__}: "
+            f"{first_line(self._failure)}); make another"
+        )
 
     def _work(self) -> None:
-        while self._step():
-            pass
+        try:
+            while self._step():
+                self._cancel_if_interrupted()
+        except BaseException as failure:  # no request may hang because of it, whatever it is
+            log.exception("the engine has failed and could not go on")
+            self._end_for_good(failure)
+
+    def _cancel_if_interrupted(self) -> None:
+        """Cancels all requests if the program's main thread has ended by an exception.
+
+        The program ends when this thread does: after Ctrl-C it must not wait for requests that
+        nothing will read.
+        """
+        if not threading.main_thread().is_alive() and getattr(sys, "last_value", None) is not None:
+            with self._changed:
+                for request in self._requests:
+                    request.cancel_wanted = True
 
     def _step(self) -> bool:
         """Runs one step; False if there was nothing to do, so that the thread may end."""
@@ -71,7 +106,7 @@ class EngineLoop:
             self._sessions.end(self._scheduler.sessions.running, compiled)
             if closed:
                 waiting = [*self._scheduler.sessions.clear(), *self._sessions.take()]
-                self._sessions.fail(waiting, ClosedError("the engine is shut down; make another"))
+                self._sessions.fail(waiting, self._closed_error())
             self._decisions.forget_finished()
             self._changed.notify_all()  # a session may wait for requests to finish
             # Where others decide, the sessions of the last dispatch need not be waited for.
@@ -98,7 +133,8 @@ class EngineLoop:
 
         Where several processes run the engine, it ends: the others may have gone on.
         """
-        self._sessions.fail(self._scheduler.sessions.clear(), error)
+        joining = self._decisions.take_joining()
+        self._sessions.fail([*self._scheduler.sessions.clear(), *joining], error)
         if self._leases.shared:
             self._closed = True
             self._submitted.clear()
@@ -109,3 +145,23 @@ class EngineLoop:
         if not self._leases.shared:
             with self._leases.exclusive():
                 self._scheduler.reset()
+
+    def _end_for_good(self, failure: BaseException) -> None:
+        """Ends all requests and sessions after a failure that the engine could not handle."""
+        with self._changed:
+            self._closed, self._failure = True, failure
+            error = self._closed_error()
+            error.__cause__ = failure
+            for request, state in self._requests.items():
+                if state.output is None:
+                    with contextlib.suppress(Exception):  # of one; the others have to end as well
+                        self._scheduler.output.abort(request, error)
+            self._requests.clear()
+            self._submitted.clear()
+            running = [*self._scheduler.sessions.clear(), *self._decisions.take_joining()]
+            self._sessions.fail([*running, *self._sessions.take()], error)
+            self._thread = None
+            self._changed.notify_all()
+        if self._leases.shared:
+            self._leases.fail(error)
+        self._leases.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import threading
 import time
@@ -191,7 +192,7 @@ class StreamState:
             self.changed.notify_all()
             waiters, self.waiters = self.waiters, []
         for loop, future in waiters:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: its readers are gone
                 loop.call_soon_threadsafe(_wake, future)
 
 

@@ -1,33 +1,37 @@
 """Checks of the engine's settings and of requests, before anything is computed."""
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxshare import Sampler
 from jaxshare.arena import ALIGNMENT, arena_size
+from jaxshare.argument_checks import INT32_MAX, INT64_MAX, as_integer, shown
 from jaxshare.models import LoadedModel
 from jaxshare.serving.checkpoints import SaveError
+from jaxshare.serving.engine.request import Request
+from jaxshare.serving.engine.stream import StreamState
 from jaxshare.serving.errors import TooLongError
 from jaxshare.serving.inputs import encode, encode_messages, token_bytes
 from jaxshare.serving.kvcache.pool import standard_tokens, whole_tiles
 from jaxshare.serving.logits_cache.cache import LogitsCache
 
 _MAX_DEFAULT_BYTES = 2 * 1024**3
+_A_PROMPT = "a prompt is a text, messages with role and content, or a list of tokens"
 Messages = Sequence[Mapping[str, str]]
 Prompt = str | Messages | Sequence[int] | np.ndarray
 
 
-def check_engine(**at_least_1: int) -> None:
-    """Refuses settings below 1.
+def check_engine(**at_least_1: int) -> list[int]:
+    """Returns settings as ints; refuses those below 1.
 
     Raises:
-      ValueError: as described.
+      ValueError, TypeError: as described.
     """
-    for name, value in at_least_1.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+    return [as_integer(name, value, 1, INT32_MAX) for name, value in at_least_1.items()]
 
 
 def check_checkpoints(model: LoadedModel, folder: str | os.PathLike) -> None:
@@ -58,6 +62,7 @@ def memory_sizes(
       ValueError: there is no memory for one token, host memory for less than one block, or host
         memory for a model on devices of several processes.
     """
+    host_kv_bytes = as_integer("host_kv_bytes", host_kv_bytes)
     if host_kv_bytes and is_shared(model):
         raise ValueError(
             f"host_kv_bytes is {host_kv_bytes}, but the model is on devices of several processes, "
@@ -69,7 +74,7 @@ def memory_sizes(
         one_context = min(arena_size(model.config.max_positions), _MAX_DEFAULT_BYTES // size)
         tokens = max(standard_tokens(model, max_rows, _MAX_DEFAULT_BYTES), whole_tiles(one_context))
     else:
-        tokens = whole_tiles(kv_bytes // size)
+        tokens = whole_tiles(as_integer("kv_bytes", kv_bytes) // size)
     if tokens < 1:
         raise ValueError(
             f"kv_bytes is {kv_bytes}, but one token's keys and values take {size}; raise kv_bytes"
@@ -94,6 +99,7 @@ def logits_cache_for(
         given.check(model.fingerprint)
         given.num_top_logits = given.num_top_logits or num_top_logits
         return given
+    given = as_integer("logits_cache", given)
     if given < 0:
         raise ValueError(f"logits_cache is {given}; give a number of bytes, or 0 for none")
     if not given:
@@ -107,18 +113,24 @@ def prompt_tokens(model: LoadedModel, prompt: Prompt) -> np.ndarray:
     Raises:
       ValueError: the prompt is empty or of another kind, it has a token outside the vocabulary, it
         is a text and the model has no tokenizer, or the template refuses its messages.
+      TypeError: it is nothing of the kind.
     """
     if isinstance(prompt, str):
         encoded = encode(model, prompt)
+    elif not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes | bytearray):
+        raise TypeError(f"{_A_PROMPT}, not {type(prompt).__name__}")
     elif len(prompt) and isinstance(prompt[0], Mapping):
         encoded = encode_messages(model, prompt)  # pyright: ignore[reportArgumentType]
     else:
         encoded = prompt
     if not len(encoded):
         raise ValueError("the prompt is empty; give at least one token of text")
-    tokens, vocab = np.asarray(encoded), model.config.vocab_size
+    try:
+        tokens, vocab = np.asarray(encoded), model.config.vocab_size
+    except (ValueError, TypeError) as error:
+        raise ValueError(_A_PROMPT) from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ValueError("a prompt is a text, messages with role and content, or a list of tokens")
+        raise ValueError(_A_PROMPT)
     if (outside := (tokens < 0) | (tokens >= vocab)).any():
         raise ValueError(
             f"token {int(tokens[outside.argmax()])} is outside the vocabulary of {vocab}"
@@ -126,44 +138,112 @@ def prompt_tokens(model: LoadedModel, prompt: Prompt) -> np.ndarray:
     return tokens.astype(np.int32)
 
 
-def check_request(
-    model: LoadedModel,
-    sampler: Sampler,
-    stops: tuple[str, ...],
-    max_new_tokens: int,
-    resample: str | None,
-    logprobs: bool,
-    has_logits_cache: bool,
-) -> None:
-    """Refuses options that the engine cannot serve.
+def as_sampler(value: Any) -> Sampler:
+    """Returns a sampler; raises TypeError for anything else."""
+    if not isinstance(value, Sampler):
+        raise TypeError(f"sampler is of type {type(value).__name__}; it must be a Sampler")
+    return value
 
-    Raises:
-      ValueError: as described.
-    """
+
+@dataclasses.dataclass(frozen=True)
+class RequestOptions:
+    """How a request is answered, checked, and in Python's own types."""
+
+    sampler: Sampler
+    max_new_tokens: int
+    stops: tuple[str, ...]
+    seed: int | None
+    agent: str
+    priority: int
+    resample: str | None
+    logprobs: bool
+
+    def request(self, number: int, tokens: np.ndarray, stream: StreamState) -> Request:
+        """Makes the request; its seed is still to be set."""
+        return Request(
+            number,
+            tokens,
+            self.sampler,
+            0,
+            self.max_new_tokens,
+            self.agent,
+            self.priority,
+            stream,
+            self.resample,
+            scored=self.logprobs,
+        )
+
+    @classmethod
+    def checked(
+        cls,
+        model: LoadedModel,
+        *,
+        sampler: Any,
+        max_new_tokens: Any,
+        stop: Any,
+        seed: Any,
+        agent_id: Any,
+        priority: Any,
+        resample: Any,
+        logprobs: Any,
+        has_logits_cache: bool,
+    ) -> "RequestOptions":
+        """Refuses options that the engine cannot serve; they are those of `Engine.submit`.
+
+        Raises:
+          ValueError, TypeError: as described.
+        """
+        if agent_id is not None and not isinstance(agent_id, str):
+            raise TypeError(f"agent_id is {shown(agent_id)}; it must be a text")
+        if not isinstance(logprobs, bool | np.bool_):
+            raise TypeError(f"logprobs is {shown(logprobs)}; it must be True or False")
+        options = cls(
+            as_sampler(sampler),
+            as_integer("max_new_tokens", max_new_tokens, 1),
+            _stop_texts(model, stop),
+            None if seed is None else as_integer("seed", seed),
+            agent_id or "",
+            as_integer("priority", priority, -INT64_MAX, INT64_MAX),
+            resample,
+            bool(logprobs),
+        )
+        if resample is not None and resample not in ("stepwise", "hotspot"):
+            raise ValueError(
+                f"resample is {shown(resample)}; it must be None, 'stepwise' or 'hotspot'"
+            )
+        if options.logprobs and resample:
+            raise ValueError(
+                "logprobs cannot be had with resample, which takes tokens from the Logits Cache; "
+                "leave one of them out"
+            )
+        if resample and not has_logits_cache:
+            raise ValueError(
+                f"resample is {resample!r}, but the engine has no Logits Cache; make it with "
+                "logits_cache=BYTES"
+            )
+        vocab = model.config.vocab_size
+        named = (*options.sampler.bias, *options.sampler.forbidden)
+        if outside := [token for token in named if token >= vocab]:
+            raise ValueError(
+                f"the sampler names token {outside[0]}, outside the vocabulary of {vocab}"
+            )
+        return options
+
+
+def _stop_texts(model: LoadedModel, stop: Any) -> tuple[str, ...]:
+    """The texts before which an output ends; `stop` is one, several, or None for none."""
+    try:
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    except TypeError:
+        stops = (stop,)
     if not all(isinstance(text, str) and text for text in stops):
-        raise ValueError(f"stop is {stops!r}; give texts that are not empty")
+        raise ValueError(f"stop is {shown(stops)}; give texts that are not empty")
     if stops and model.tokenizer is None:
         raise ValueError(
             "the model folder has no tokenizer, so no output can end at a text; add the "
             "tokenizer's files to the folder"
         )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-    if resample not in (None, "stepwise", "hotspot"):
-        raise ValueError(f"resample is {resample!r}; it must be None, 'stepwise' or 'hotspot'")
-    if logprobs and resample:
-        raise ValueError(
-            "logprobs cannot be had with resample, which takes tokens from the Logits Cache; leave "
-            "one of them out"
-        )
-    if resample and not has_logits_cache:
-        raise ValueError(
-            f"resample is {resample!r}, but the engine has no Logits Cache; make it with "
-            "logits_cache=BYTES"
-        )
-    vocab = model.config.vocab_size
-    if outside := [t for t in (*sampler.bias, *sampler.forbidden) if t >= vocab]:
-        raise ValueError(f"the sampler names token {outside[0]}, outside the vocabulary of {vocab}")
+    return stops
 
 
 def check_length(

@@ -101,11 +101,15 @@ class KVManager:
         self.view_changed, self.speeds = True, speeds
         self._model, self._tokens, self._host_tokens = model, tokens, host_tokens
         self._policy, self._metrics = policy, metrics
-        self.reset()
+        self._start()
         self.costs, self._layers = load_costs(model), model.config.num_layers
 
     def reset(self) -> None:
         """Empties pool and tree, and ends all leases."""
+        self.pool.free_arrays()  # first: a full device has no room for two arenas
+        self._start()
+
+    def _start(self) -> None:
         self.pool = Pool(self._model, self._tokens)
         self.tree = PrefixTree(self.pool, self._policy, self._host_tokens)
         self.leased: set[Extent] = set()

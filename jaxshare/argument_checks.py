@@ -1,0 +1,72 @@
+"""Checks of arguments that people give, before anything is computed from them."""
+
+import math
+import operator
+from typing import Any
+
+INT32_MAX, INT64_MAX, FLOAT32_MAX = 2**31 - 1, 2**63 - 1, (2 - 2**-23) * 2.0**127
+"""The largest numbers of the types that devices have."""
+
+
+def as_integer(
+    name: str, value: Any, least: int | None = None, most: int | None = None, why: str = ""
+) -> int:
+    """Returns an integer of any type, NumPy's among them, as an int.
+
+    Args:
+      name: of the argument, for the error.
+      value: as it was given.
+      least, most: the bounds, if any.
+      why: what follows the bound in the error.
+
+    Raises:
+      TypeError: it is no integer. A bool is none.
+      ValueError: it is out of bounds.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{name} is {shown(value)}; it must be an integer")
+    _check_bounds(name, number, least, most, why)
+    return number
+
+
+def as_float(
+    name: str, value: Any, least: float | None = None, most: float | None = None, why: str = ""
+) -> float:
+    """Returns a finite number of any type as a float; otherwise as `as_integer`.
+
+    Raises:
+      TypeError: it is no number.
+      ValueError: it is not finite or out of bounds.
+    """
+    try:
+        number = float("text" if isinstance(value, str | bytes | bytearray) else value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {shown(value)}; it must be a number") from None
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {shown(value)}; it must be finite{why}")
+    _check_bounds(name, number, least, most, why)
+    return number
+
+
+def _check_bounds(
+    name: str, number: float, least: float | None, most: float | None, why: str
+) -> None:
+    if least is not None and not number >= least:
+        raise ValueError(f"{name} is {shown(number)}; it must be at least {least}{why}")
+    if most is not None and not number <= most:
+        raise ValueError(f"{name} is {shown(number)}; it must be at most {most:.10g}{why}")
+
+
+def shown(value: Any) -> str:
+    """A value in an error: short and on one line, whatever it is."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # of a class of the caller's
+        text = f"of type {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
