@@ -72,6 +72,9 @@ bench: $(DEV) $(BENCH_NEEDS_$(WHAT)) ## one benchmark: WHAT=decode, or another o
 	@case ' $(BENCHES) ' in *' $(WHAT) '*) ;; *) echo 'WHAT is "$(WHAT)"; it must be one of: $(BENCHES)' >&2; exit 2;; esac
 	$(BIN)/python -m scripts.bench.$(WHAT) $(BENCH_OPTIONS_$(WHAT)) $(BENCH_ARGS)
 
+drill: $(DEV) ## faults of all kinds thrown at every promise (DRILL_ARGS='--parts device --minutes 60 --seed 7')
+	$(BIN)/python -m scripts.drill.run $(DRILL_ARGS)
+
 test-gpu: $(CUDA) ## on a GPU: every backend against the reference
 	$(BIN)/python -m pytest -q -m gpu
 
