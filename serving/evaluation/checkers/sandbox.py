@@ -11,7 +11,8 @@ it can then read and write what you can. `notice` says what a machine lacks.
 
 This is NOT a jail either way. A program still talks to your kernel, whose faults it may use;
 memory and processes are counted every hundredth of a second, so that a burst may pass a limit for
-that long; memory that no process has mapped is not counted; and a test that asks one of the
+that long; memory that no process has mapped is not counted; the hypervisor of a virtual machine
+(vsock) and the keys that the kernel keeps for you are not shut off; and a test that asks one of the
 program's own objects about itself gets the program's answer. For programs that mean harm use a
 container or another machine.
 """
@@ -30,7 +31,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def run_tests(
     Args:
       program: Python code. The block under `if __name__ == "__main__":` is not run.
       tests: Python code that uses the program's definitions, and raises an exception if they are
-        wrong.
+        wrong. Python's own names mean Python's own; `from solution import max` takes the program's.
       limits: see `Limits`.
       isolate: in namespaces, where the system has them; False blocks the network in Python alone.
     """
@@ -225,13 +225,15 @@ def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
 # What Linux says of processes; elsewhere there is nothing to count.
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def _descendants(pid: int) -> list[int]:
     """A process and all that it has started, as far as they still have their parents."""
-    yield pid
-    for thread in _threads(pid):
-        with contextlib.suppress(OSError):
-            for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
-                yield from _descendants(int(child))
+    found = [pid]
+    for each in found:  # which grows
+        for thread in _threads(each):
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{each}/task/{thread}/children").read_text()
+                found += map(int, text.split())
+    return found
 
 
 def _threads(pid: int) -> list[str]:

@@ -5,6 +5,7 @@ program runs it and answers the calls of the other one, which runs the tests, co
 has the file descriptor that the verdict goes to.
 """
 
+import builtins
 import contextlib
 import functools
 import json
@@ -89,29 +90,34 @@ def _run_tests(given: dict[str, Any]) -> None:
     except sandbox_calls.Lost:
         error = _LOST
     if error is None:
-        error = _run(given["source"], "tests", _Names(calls))
+        names = _Names(calls)
+        sys.modules[sandbox_calls.MODULE].__dict__["__getattr__"] = names.attribute
+        module = {"__name__": sandbox_calls.MODULE, "__builtins__": names}
+        error = _run(given["source"], "tests", module)
     with open(given["report"], "w", encoding="utf-8") as report:
         json.dump({"error": _LOST if calls.lost else error}, report)
 
 
 class _Names(dict):
-    """The tests' global names, and behind them the program's, as though in the same module."""
+    """Python's own names for the tests, and after them the program's, as though in one module.
+
+    A program that gives a name of Python's own, such as `len`, another meaning does so for itself
+    alone; tests that mean the program's say `from solution import len`.
+    """
 
     def __init__(self, calls: sandbox_calls.Calls):
-        super().__init__(__name__=sandbox_calls.MODULE, __builtins__=__builtins__)
+        super().__init__(vars(builtins))
         self._calls = calls
-        sys.modules[sandbox_calls.MODULE].__dict__["__getattr__"] = self._attribute
 
     def __missing__(self, name: str) -> Any:
-        if name in dir(__builtins__):  # which a program cannot put its own in place of
-            raise KeyError(name)
         return self._calls.ask("name", name)
 
-    def _attribute(self, name: str) -> Any:
+    def attribute(self, name: str) -> Any:
+        """An attribute of the module `solution`, as `import` asks for it."""
         try:
-            return self[name]
+            return self._calls.ask("name", name)
         except KeyError:
-            raise AttributeError(name) from None
+            raise AttributeError(f"the program has no {name}") from None
 
 
 def _limit(kind: int, limit: int, spare: int = 0) -> None:

@@ -169,6 +169,7 @@ def mapped(f, items, key=None): return sorted(map(f, items), key=key)
 def depth(node): return 0 if node is None else 1 + max(depth(node.left), depth(node.right))
 def first(node): node.seen = True; return node
 def same(value): return value
+def sum(a, b): return a + b
 def wrong(): raise OSError(2, "not there")
 async def later(x): return x + 1
 def scale(a): return a * 2
@@ -206,7 +207,12 @@ else: assert False
 assert asyncio.run(later(1)) == 2 and math.isclose(np.pi, 3.14159265, rel_tol=1e-6)
 assert (scale(np.arange(3)) == np.array([0, 2, 4])).all() and same(np.float32(0.5)) == 0.5
 import solution
-from solution import same as again
+from solution import same as again, sum as own_sum
+assert own_sum(1, 2) == 3 and sum([1, 2]) == 3
+class Tests:
+    method = staticmethod(same)
+    value = [same(i) for i in range(2)]
+assert Tests.method(5) == 5 and Tests.value == [0, 1]
 assert solution.same(1) == again(1) and repr(Vector(1)) == "Vector(x=1)" and f"{Vector(1)}" == "Vector(x=1)"
 try: not_there
 except NameError: pass
@@ -286,6 +292,12 @@ for fd in range(3, 256):
 )
 def test_nothing_that_a_program_writes_counts_as_passed(program):
     assert not run_tests(program, TESTS, Limits(seconds=20)).passed
+
+
+def test_a_program_changes_no_name_of_python_for_the_tests(judge):
+    lies = "len = abs = lambda x: 0\nimport builtins\nbuiltins.len = builtins.abs = len\n"
+    assert not judge(lies + GOOD, "assert len([square(3)]) == 0").passed
+    assert not judge(lies + GOOD, "assert abs(square(3) - 8) < 1e-6").passed
 
 
 def test_a_program_cannot_reach_into_the_tests(judge):
