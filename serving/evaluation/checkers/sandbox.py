@@ -98,7 +98,8 @@ def notice() -> str | None:
     missing = "this system gives no namespaces to the sandbox (`unshare` with users, mounts, "
     return (
         f"{missing}processes and network), so a program that means harm can read and write what "
-        "you can, and leave processes; run programs that you do not trust in a container"
+        "you can, leave processes and take more than its limits; run programs that you do not "
+        "trust in a container"
     )
 
 
