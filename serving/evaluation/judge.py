@@ -4,33 +4,43 @@ Hogwild! Inference, section 4.3 and appendix G.
 
 A trace is laid out worker by worker first, so that the judge does not favour workers with long
 turns, and cut to the first tokens of each worker, so that it does not favour those that write more.
+
+An endpoint is not trusted: the key is sent to its address alone and is taken out of what comes
+back, and a reply has a deadline and a greatest size.
 """
 
+import asyncio
+import concurrent.futures
 import dataclasses
-import email.message
-import http.client
 import json
+import logging
+import os
 import re
 import statistics
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from jaxshare.serving.evaluation.judge_texts import LEVELS, TASK
 from jaxshare.serving.evaluation.runs import Run
 
-_LEVEL = re.compile(
-    r"^\W*level\W*([1-6])(?:\s*(?:/|of|out of)\s*6)?\W*$", re.IGNORECASE | re.MULTILINE
-)
+if TYPE_CHECKING:
+    import httpx2
+
+_LEVEL = re.compile(r"level\W*([1-6])(?:\s*(?:/|of|out of)\s*6)?", re.IGNORECASE)
+_WORD = re.compile(r"\w")
 PREFIX_TOKENS = 4096
 """Tokens of each worker that the judge sees (section 4.3)."""
 GRADINGS = 3
 """Gradings of each trace, which are averaged (appendix G.2)."""
 _RETRIED = (408, 409, 425, 429, *range(500, 600))
 _MAX_PAUSE = 60.0
+_MAX_BYTES = 4 << 20
+"""Bytes of a reply that are read; thousands of tokens of reasoning take tens of kilobytes."""
+_DETAILS = 300
+"""Characters of an endpoint's error that are shown."""
+_HIDDEN = "[the key]"
 
 
 class JudgeError(ValueError):
@@ -44,16 +54,16 @@ class Endpoint:
     Attributes:
       url: of the API, such as http://localhost:8000/v1, or of its chat/completions.
       model: its name there.
-      key: sent with every request, or None.
+      key: sent with every request, to this address alone, or None.
       temperature: None leaves it to the endpoint.
       max_tokens: of a reply.
-      seconds: timeout of one reply.
+      seconds: for one whole reply, from the connection to the last byte.
       attempts: per prompt, before giving up.
       pause: seconds before the second attempt, twice as many before the third, and so on, one
         minute at most.
 
     Raises:
-      ValueError: an invalid address, or numbers out of range.
+      ValueError: an invalid address, a key that no header can carry, or numbers out of range.
     """
 
     url: str
@@ -71,6 +81,17 @@ class Endpoint:
             raise ValueError(
                 f"the endpoint is {self.url!r}; it must be an address such as "
                 "http://localhost:8000/v1"
+            )
+        if "@" in parts.netloc or parts.query or parts.fragment:
+            # Errors show the address, so none of it may be a secret.
+            raise ValueError(
+                f"the endpoint at {parts.hostname} has a user, a query or a fragment in its "
+                "address; leave them out, and give a key in the environment (--key-variable)"
+            )
+        if self.key is not None and not re.fullmatch(r"[!-~]+", self.key):
+            raise ValueError(
+                "the key of the endpoint has spaces, line breaks or characters outside ASCII, "
+                "which no header can carry; set the variable to the key alone"
             )
         if self.attempts < 1 or self.max_tokens < 1 or not self.seconds > 0 or self.pause < 0:
             raise ValueError(
@@ -113,29 +134,29 @@ class Endpoint:
             body["temperature"] = self.temperature
         url = self.url.rstrip("/")
         url = url if url.endswith("/chat/completions") else f"{url}/chat/completions"
-        headers = {
-            "Content-Type": "application/json",
-            **({"Authorization": f"Bearer {self.key}"} if self.key else {}),
-        }
-        # __post_init__ admits http and https alone.
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        try:
-            with urllib.request.urlopen(request, timeout=self.seconds) as response:
-                return _text(response.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                details = error.read(300).decode(errors="replace").strip()
-            reason = f"HTTP {error.code} {error.reason}{f': {details}' if details else ''}"
-            if error.code not in _RETRIED:
-                raise JudgeError(
-                    f"the judge {self.model} at {self.url} refuses ({reason}); check the address, "
-                    "the model's name and the key"
-                ) from error
-            raise _TransientError(reason, _retry_after(error.headers)) from error
-        except (OSError, http.client.HTTPException) as error:  # with URLError and timeouts
-            raise _TransientError(
-                str(getattr(error, "reason", "")) or str(error) or type(error).__name__
-            ) from error
+        reply = _run(_post(url, json.dumps(body).encode(), self.key, self.seconds))
+        if 200 <= reply.status < 300:
+            return self._hide(_text(reply.body))
+        details = self._hide(reply.body.decode(errors="replace")).strip()[:_DETAILS]
+        reason = self._hide(f"HTTP {reply.status} {reply.phrase}") + (
+            f": {details}" if details else ""
+        )
+        if reply.status in _RETRIED:
+            raise _TransientError(reason, _retry_after(reply.retry_after))
+        if 300 <= reply.status < 400:
+            raise JudgeError(
+                f"the judge {self.model} at {self.url} redirects to another address ({reason}), "
+                "which is not followed because the key would go there; give the address of the "
+                "API itself as --endpoint"
+            )
+        raise JudgeError(
+            f"the judge {self.model} at {self.url} refuses ({reason}); check the address, the "
+            "model's name and the key"
+        )
+
+    def _hide(self, text: str) -> str:
+        """Takes the key out of what an endpoint sends back."""
+        return text.replace(self.key, _HIDDEN) if self.key else text
 
 
 class _TransientError(Exception):
@@ -146,32 +167,131 @@ class _TransientError(Exception):
         self.wait = wait
 
 
-def _retry_after(headers: email.message.Message) -> float:
+@dataclasses.dataclass(frozen=True)
+class _HttpReply:
+    """An HTTP reply: its status line, the header Retry-After, and the whole body."""
+
+    status: int
+    phrase: str
+    retry_after: str
+    body: bytes
+
+
+def _run[T](coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end, also within a running event loop, as that of a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
+
+
+async def _post(url: str, body: bytes, key: str | None, seconds: float) -> _HttpReply:
+    """Sends a request and reads the whole reply, within `seconds` and `_MAX_BYTES`.
+
+    The deadline is that of an event loop: a timeout of a socket starts anew with every byte.
+    """
+    import httpx2  # here, because it takes a tenth of a second that other commands need not wait
+
+    # It logs the headers of replies, and an endpoint may send the key back in one.
+    logging.getLogger("httpcore2.http11").setLevel(logging.INFO)
+    headers = {
+        "Content-Type": "application/json",
+        "Accept-Encoding": "identity",  # a compressed reply has no size that can be bounded
+        **({"Authorization": f"Bearer {key}"} if key else {}),
+    }
+    try:
+        async with (
+            asyncio.timeout(seconds),
+            httpx2.AsyncClient(follow_redirects=False, timeout=None) as client,
+            client.stream("POST", url, content=body, headers=headers) as response,
+        ):
+            return _HttpReply(
+                response.status_code,
+                response.reason_phrase,
+                response.headers.get("Retry-After", ""),
+                await _read(response),
+            )
+    except TimeoutError as error:
+        raise _TransientError(f"timed out, with no whole reply in {seconds:g} seconds") from error
+    except httpx2.InvalidURL as error:
+        raise JudgeError(f"the endpoint {url} is no address ({error}); check --endpoint") from error
+    # UnicodeError is that of a host name that cannot be looked up.
+    except (httpx2.HTTPError, OSError, UnicodeError) as error:
+        raise _TransientError(_cause(error)) from error
+
+
+def _cause(error: BaseException) -> str:
+    """The system's own words in a chain of errors; the last says that all attempts failed."""
+    message = str(error) or type(error).__name__
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, OSError):  # a name that is not found has a negative number
+            number = inner.errno or 0
+            message = os.strerror(number) if number > 0 else str(inner)
+        inner = inner.__cause__ or inner.__context__
+    return message
+
+
+async def _read(response: "httpx2.Response") -> bytes:
+    """Reads a body of at most `_MAX_BYTES`."""
+    coding = response.headers.get("Content-Encoding", "identity")
+    if coding.lower() != "identity":
+        raise _TransientError("the reply is compressed, which was not asked for")
+    body = bytearray()
+    async for part in response.aiter_raw():
+        body += part
+        if len(body) > _MAX_BYTES:
+            raise _TransientError(f"the reply is longer than {_MAX_BYTES >> 20} MiB")
+    return bytes(body)
+
+
+def _retry_after(value: str) -> float:
     """The seconds in Retry-After, or 0."""
-    value = headers.get("Retry-After", "")
-    return float(value) if value.isdigit() else 0.0
+    return float(value) if value.isascii() and value.isdigit() else 0.0
 
 
 def _text(body: bytes) -> str:
     try:
         text = json.loads(body)["choices"][0]["message"]["content"]
         if not isinstance(text, str):
-            raise TypeError(f"the content is {json.dumps(text)[:40]}")
+            raise TypeError(f"the content is a {type(text).__name__}, not a text")
+    except RecursionError:  # its traceback has thousands of lines
+        raise _TransientError("the reply is JSON that is nested too deeply") from None
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise _TransientError(
             f"the reply is no chat completion ({type(error).__name__}: {error})"
         ) from error
-    return text
+    # JSON may escape half of a surrogate pair, which no file can hold.
+    return text.encode(errors="replace").decode()
 
 
 def level_of(reply: str) -> int:
-    """The level that a reply ends with, in the last line of that form."""
-    levels = _LEVEL.findall(reply)
-    if not levels:
-        raise _TransientError(
-            f"the reply has no line with a level from 1 to 6 but ends with {reply.strip()[-80:]!r}"
+    """The level that a reply ends with, in the last line of that form.
+
+    The number may be on the line after the word. Takes time in proportion to the reply's length.
+    """
+    below = ""
+    for line in reversed(reply.split("\n")):
+        core = _core(line)
+        if not core:
+            continue
+        found = _LEVEL.fullmatch(core) or (
+            _LEVEL.fullmatch(f"{core} {below}") if core.lower() == "level" else None
         )
-    return int(levels[-1])
+        if found:
+            return int(found[1])
+        below = core
+    raise _TransientError(
+        f"the reply has no line with a level from 1 to 6 but ends with {reply.strip()[-80:]!r}"
+    )
+
+
+def _core(line: str) -> str:
+    """A line from its first word to its last."""
+    first, last = _WORD.search(line), _WORD.search(line[::-1])
+    return line[first.start() : len(line) - last.start()] if first and last else ""
 
 
 def trace_of(run: Run, tokens: int = PREFIX_TOKENS) -> dict[str, str]:

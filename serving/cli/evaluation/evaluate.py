@@ -31,6 +31,7 @@ from jaxshare.serving.evaluation import folder as evaluation_folder
 from jaxshare.serving.evaluation import plot, runs, scoring, tasks
 from jaxshare.serving.evaluation.arithmetic import QUESTIONS
 from jaxshare.serving.evaluation.baselines import METHODS
+from jaxshare.serving.evaluation.checkers import sandbox
 from jaxshare.serving.evaluation.checkers.mathematics import Mathematician
 from jaxshare.serving.evaluation.checkers.sandbox import Limits
 from jaxshare.serving.evaluation.folder import AGAIN, PICTURE, RESULT, RUNS, SCORES, TABLE
@@ -282,7 +283,9 @@ def _execute(
 
 
 def _mark(task: Task, made: Sequence[Run], limits: Limits) -> list[Score]:
-    """The marks of all answers."""
+    """The marks of all answers. What the sandbox cannot hold here is said on stderr."""
+    if any(problem.tests is not None for problem in task.problems) and (lack := sandbox.notice()):
+        print(lack, file=sys.stderr)
     order = {problem.id: place for place, problem in enumerate(task.problems)}
     scores = []
     with Mathematician() as mathematician:

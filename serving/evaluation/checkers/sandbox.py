@@ -1,13 +1,20 @@
-"""The sandbox runs a model's programs against tests, in a process of its own.
+"""The sandbox runs a model's programs against tests.
 
-It limits time and memory, and has no network.
+The program runs in one process, and the tests, which compare, in another that it cannot reach:
+nothing that a program prints, writes or sends counts as passed. Both are limited together.
 
-This guards against mistakes: endless loops, memory that grows, an answer looked up on the network,
-a program that ends before its tests. It is NOT a jail. A program runs as you do: it can read the
-files that you can read, and write those that you can write. Where the kernel allows namespaces
-(Linux, `unshare`), it has no network at all and its processes die with it. Elsewhere Python itself
-refuses to connect and to start other processes, which a malicious program can circumvent. For such
-programs use a container or another machine.
+Where the kernel allows namespaces (Linux, `unshare`), a program sees a file system of its own with
+Python and the system's libraries, which it can read, and a folder in memory, which it can write. It
+has no network, and sees no process, variable, file or socket of yours. Elsewhere Python itself
+refuses to connect, to start processes and to read /proc, which a malicious program can circumvent;
+it can then read and write what you can. `notice` says what a machine lacks.
+
+This is NOT a jail either way. A program still talks to your kernel, whose faults it may use;
+memory and processes are counted every hundredth of a second, so that a burst may pass a limit for
+that long; memory that no process has mapped is not counted; the hypervisor of a virtual machine
+(vsock) and the keys that the kernel keeps for you are not shut off; and a test that asks one of the
+program's own objects about itself gets the program's answer. For programs that mean harm use a
+container or another machine.
 """
 
 import contextlib
@@ -16,19 +23,27 @@ import functools
 import json
 import math
 import os
-import secrets
 import shutil
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 _PROGRAM = Path(__file__).with_name("sandbox_process.py")
-_NAMESPACES = ("--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
+_NAMESPACES = (
+    *("--user", "--map-root-user", "--net", "--ipc", "--uts", "--mount", "--pid"),
+    *("--fork", "--kill-child"),
+)
 _START_SECONDS = 10.0
 """Time for the start of a process, on a busy machine."""
 _REPORT_BYTES = 1 << 16
+_INTERVAL = 0.01
+"""Seconds between two counts of memory and processes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +52,10 @@ class Limits:
 
     Attributes:
       seconds: of processor time; of wall time twice that, and some for the start.
-      memory: bytes of address space, Python's own 20 MB or so included. macOS does not enforce it.
-      files: bytes of each file that is written.
+      memory: bytes of address space of each process, Python's own 20 MB or so included, and of
+        memory of all processes together. macOS does not enforce it.
+      files: bytes of all files together; of each file, where the system has no namespaces.
+      processes: processes and threads together, at least those of the sandbox itself, which are 4.
 
     Raises:
       ValueError: a limit that is not above 0.
@@ -47,6 +64,7 @@ class Limits:
     seconds: float = 10.0
     memory: int = 1 << 30
     files: int = 1 << 26
+    processes: int = 64
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
@@ -64,56 +82,93 @@ class Verdict:
 
 @functools.cache
 def namespaces() -> tuple[str, ...]:
-    """The command that starts a process without a network, or () where the system has none."""
+    """The command that starts a process in namespaces, or () where the system has none."""
     command = shutil.which("unshare")
     if command is None:
         return ()
     prefix = (command, *_NAMESPACES)
-    probe = subprocess.run(
-        [*prefix, "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False
+    verdict = _run("", "", Limits(), prefix)
+    return prefix if verdict.passed else ()
+
+
+def notice() -> str | None:
+    """One sentence on what the sandbox cannot hold on this machine, or None."""
+    if namespaces():
+        return None
+    missing = "this system gives no namespaces to the sandbox (`unshare` with users, mounts, "
+    return (
+        f"{missing}processes and network), so a program that means harm can read and write what "
+        "you can, leave processes and take more than its limits; run programs that you do not "
+        "trust in a container"
     )
-    return prefix if probe.returncode == 0 else ()
 
 
 def run_tests(
     program: str, tests: str, limits: Limits = Limits(), *, isolate: bool = True
 ) -> Verdict:
-    """Runs a program, then its tests in the same module.
+    """Runs a program, and its tests as though in the same module.
+
+    The tests run in another process. Plain data is copied between the two, and what a call changes
+    in a list, dict or set is changed for the tests too. The program's own objects stay where they
+    are: the tests can call and use them, compare them with each other, and compare those that are
+    lists, numbers or the like with plain data.
 
     Args:
       program: Python code. The block under `if __name__ == "__main__":` is not run.
       tests: Python code that uses the program's definitions, and raises an exception if they are
-        wrong.
+        wrong. Python's own names mean Python's own; `from solution import max` takes the program's.
       limits: see `Limits`.
       isolate: in namespaces, where the system has them; False blocks the network in Python alone.
     """
-    prefix = namespaces() if isolate else ()
-    read, write = os.pipe()
+    return _run(program, tests, limits, namespaces() if isolate else ())
+
+
+def _run(program: str, tests: str, limits: Limits, prefix: tuple[str, ...]) -> Verdict:
+    folder = tempfile.mkdtemp(prefix="jaxshare-")
     try:
-        mark = secrets.token_hex(16)
-        given = {
-            "program": program,
-            "tests": tests,
-            "report": write,
-            "mark": mark,
-            "block": not prefix,
-            "seconds": math.ceil(limits.seconds),
-            "memory": limits.memory,
-            "files": limits.files,
-        }
-        with tempfile.TemporaryDirectory(prefix="jaxshare-", ignore_cleanup_errors=True) as folder:
-            error = _run_process(prefix, given, folder, write, 2 * limits.seconds + _START_SECONDS)
+        verdict = _run_in(folder, program, tests, limits, prefix)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            _remove(folder)
+        raise
+    try:
+        _remove(folder)
+    except OSError as error:
+        return Verdict(False, f"left a folder that cannot be removed ({error}); remove {folder}")
+    return verdict
+
+
+def _run_in(
+    folder: str, program: str, tests: str, limits: Limits, prefix: tuple[str, ...]
+) -> Verdict:
+    given: dict[str, Any] = {
+        **dataclasses.asdict(limits),
+        "seconds": math.ceil(limits.seconds),
+        "namespaces": bool(prefix),
+        "view": bool(prefix),
+        "folder": folder,
+    }
+    with contextlib.ExitStack() as stack:
+        ends = [stack.enter_context(end) for end in socket.socketpair()]
+        read, write = os.pipe()
+        stack.callback(os.close, read)
+        processes = []
+        stack.callback(_kill, processes)
+        try:
+            for source, end, report in ((program, ends[0], None), (tests, ends[1], write)):
+                orders = {**given, "source": source, "calls": end.fileno(), "report": report}
+                processes.append(_start(prefix, orders, folder))
+        finally:
+            os.close(write)
+        # Each end is in one process alone, so that either notices when the other has ended.
+        for end in ends:
+            end.close()
+        error = _wait(processes, limits)
         os.set_blocking(read, False)
-        return error or _verdict(read, mark)
-    finally:
-        os.close(read)
-        os.close(write)
+        return Verdict(False, error) if error else _verdict(read)
 
 
-def _run_process(
-    prefix: tuple[str, ...], given: dict[str, object], folder: str, report: int, seconds: float
-) -> Verdict | None:
-    """Runs the process to its end or its time limit; a verdict where it cannot report one."""
+def _start(prefix: tuple[str, ...], orders: dict[str, Any], folder: str) -> subprocess.Popen[bytes]:
     # No variable of this process reaches the program: there are keys among them.
     environment = {
         "PATH": os.defpath,
@@ -122,37 +177,141 @@ def _run_process(
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
     }
-    process = subprocess.Popen(
-        [*prefix, sys.executable, "-I", "-B", str(_PROGRAM)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=folder,
-        env=environment,
-        pass_fds=[report],
-        start_new_session=True,
-    )
-    try:
-        process.communicate(json.dumps(given).encode(), timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return Verdict(False, f"takes more than {seconds:g} seconds")
-    finally:
-        # Its children too, also where it has ended by itself.
+    with tempfile.TemporaryFile() as file:  # a pipe might not take all of it at once
+        file.write(json.dumps(orders).encode())
+        file.seek(0)
+        return subprocess.Popen(
+            [*prefix, sys.executable, "-I", "-B", str(_PROGRAM)],
+            stdin=file,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env=environment,
+            pass_fds=[orders["calls"], *([orders["report"]] if orders["report"] else [])],
+            start_new_session=True,
+        )
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], limits: Limits) -> str | None:
+    """Waits for the tests to end; returns the limit that was passed, if any."""
+    seconds = 2 * limits.seconds + _START_SECONDS
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            processes[-1].wait(_INTERVAL)
+            return None
+        except subprocess.TimeoutExpired:
+            pass
+        if time.monotonic() > end:
+            return f"takes more than {seconds:g} seconds"
+        pids = [pid for process in processes for pid in _descendants(process.pid)]
+        count = sum(len(_threads(pid)) for pid in pids)
+        if count > limits.processes:
+            return f"has {count} processes and threads, more than {limits.processes}"
+        if sum(map(_resident, pids)) > limits.memory and sum(map(_share, pids)) > limits.memory:
+            return f"takes more than {limits.memory} bytes of memory in all its processes"
+
+
+def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Ends processes and what they have started, also where they have ended by themselves."""
+    for process in processes:
+        for pid in [*_descendants(process.pid), process.pid]:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return None
 
 
-def _verdict(report: int, mark: str) -> Verdict:
-    """Reads the report of the process."""
+# What Linux says of processes; elsewhere there is nothing to count.
+
+
+def _descendants(pid: int) -> list[int]:
+    """A process and all that it has started, as far as they still have their parents."""
+    found = [pid]
+    for each in found:  # which grows
+        for thread in _threads(each):
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{each}/task/{thread}/children").read_text()
+                found += map(int, text.split())
+    return found
+
+
+def _threads(pid: int) -> list[str]:
     try:
-        result = json.loads(os.read(report, _REPORT_BYTES))
-        if result["mark"] != mark:
-            raise ValueError("another mark")
-    except (BlockingIOError, ValueError, KeyError, TypeError):
-        return Verdict(
-            False,
-            "ended before its tests did: it ends itself, or takes more time or memory than it may",
-        )
-    return Verdict(result["error"] is None, result["error"])
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+
+
+def _resident(pid: int) -> int:
+    """Bytes of a process in memory, with pages that it shares with others."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
+
+
+def _share(pid: int) -> int:
+    """Bytes of a process in memory, shared pages divided among those that have them."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+    except OSError:  # the process of the tests keeps it to itself
+        return _resident(pid)
+
+
+def _verdict(report: int) -> Verdict:
+    """Reads the report of the tests' process."""
+    try:
+        error = json.loads(os.read(report, _REPORT_BYTES))["error"]
+    except (BlockingIOError, ValueError):
+        error = "ended before its tests did, and so did the process of the tests"
+    # Half of a surrogate pair is in no text that a file can hold.
+    return Verdict(error is None, error and error.encode(errors="replace").decode())
+
+
+def _remove(folder: str) -> None:
+    """Removes a folder however deep it is.
+
+    Folders within folders are first moved to the top, so that no path is long and nothing recurs.
+
+    Raises:
+      OSError: something cannot be removed.
+    """
+    top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        moved = 0
+        while names := os.listdir(top):
+            for name in names:
+                moved = _empty(top, name, moved)
+    finally:
+        os.close(top)
+    os.rmdir(folder)
+
+
+def _empty(top: int, name: str, moved: int) -> int:
+    """Removes an entry of a folder; folders in it become entries named with numbers from `moved`.
+
+    Returns:
+      The first number that is left.
+    """
+    if not stat.S_ISDIR(os.stat(name, dir_fd=top, follow_symlinks=False).st_mode):
+        os.unlink(name, dir_fd=top)
+        return moved
+    os.chmod(name, 0o700, dir_fd=top)
+    inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+    try:
+        for entry in os.listdir(inner):
+            if not stat.S_ISDIR(os.stat(entry, dir_fd=inner, follow_symlinks=False).st_mode):
+                os.unlink(entry, dir_fd=inner)
+                continue
+            os.chmod(entry, 0o700, dir_fd=inner)  # a folder that moves is written to
+            while os.access(f".jaxshare-{moved}", os.F_OK, dir_fd=top, follow_symlinks=False):
+                moved += 1
+            os.rename(entry, f".jaxshare-{moved}", src_dir_fd=inner, dst_dir_fd=top)
+            moved += 1
+    finally:
+        os.close(inner)
+    os.rmdir(name, dir_fd=top)
+    return moved

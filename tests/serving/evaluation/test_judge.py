@@ -1,9 +1,14 @@
 """The judge of collaboration, against a stand-in server with given replies."""
 
+import asyncio
+import contextlib
 import http.server
+import itertools
 import json
+import logging
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +24,7 @@ def completion(text: object) -> tuple[int, bytes, dict]:
 @pytest.fixture
 def server():
     """`server.replies` are given in turn, the last one from then on; a reply is a text or (status,
-    body, headers)."""
+    body, headers), and a body of several parts is sent part by part."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
@@ -30,18 +35,26 @@ def server():
             reply = made.replies.pop(0) if len(made.replies) > 1 else made.replies[0]
             status, text, headers = completion(reply) if isinstance(reply, str) else reply
             self.send_response(status)
-            for name, value in {"Content-Length": str(len(text)), **headers}.items():
+            parts, length = (
+                ([text], {"Content-Length": str(len(text))})
+                if isinstance(text, bytes)
+                else (text, {})
+            )
+            for name, value in {**length, **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(text)
+            with contextlib.suppress(OSError):  # the client has left
+                for part in parts:
+                    self.wfile.write(part)
+                    made.sent += len(part)
 
         def log_message(self, *_):
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
-        made.requests, made.replies = [], ["Level: 3"]
+        made.requests, made.replies, made.sent = [], ["Level: 3"], 0
         made.url = f"http://127.0.0.1:{made.server_address[1]}/v1"
-        thread = threading.Thread(target=made.serve_forever)
+        thread = threading.Thread(target=made.serve_forever, args=(0.02,))
         thread.start()
         yield made
         made.shutdown()
@@ -107,6 +120,7 @@ def test_the_prompt_has_the_levels_the_problem_and_the_trace_and_says_last_what_
     ("reply", "level"),
     [
         ("They split it.\n\nLevel: 3", 3),
+        ("Level:\n\n**3**\n", 3),
         ("**Level: 5**", 5),
         ("level 2.", 2),
         ("Level: 4/6", 4),
@@ -209,9 +223,142 @@ def test_an_endpoint_that_is_down_or_silent():
         Endpoint(url, "m", attempts=1).ask("x")
 
 
+# an endpoint that means harm
+
+KEY = "sk-0123456789abcdef"
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_takes_the_key_nowhere(server, status):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        other.setblocking(False)
+        there = f"http://localhost:{other.getsockname()[1]}/v1/chat/completions"
+        server.replies = [(status, b"", {"Location": there}), "Level: 6"]
+        with pytest.raises(
+            JudgeError, match=rf"redirects to another address \(HTTP {status} .*key"
+        ):
+            Endpoint(server.url, "m", KEY).ask("x", lambda _: pytest.fail("it tries again"))
+        with pytest.raises(BlockingIOError):
+            other.accept()
+    assert len(server.requests) == 1
+
+
+def trickle():
+    while True:
+        time.sleep(0.02)
+        yield b" "
+
+
+def test_a_reply_has_a_deadline_as_a_whole(server):
+    server.replies = [(200, trickle(), {})]
+    begin = time.monotonic()
+    with pytest.raises(JudgeError, match=r"timed out, with no whole reply in 0\.3 seconds"):
+        Endpoint(server.url, "m", seconds=0.3, attempts=1).ask("x")
+    assert time.monotonic() - begin < 5
+
+
+def test_headers_count_for_the_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve():
+            with listening.accept()[0] as one, contextlib.suppress(OSError):
+                one.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+                for part in trickle():
+                    one.sendall(part)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        with pytest.raises(JudgeError, match="timed out"):
+            Endpoint(url, "m", seconds=0.3, attempts=1).ask("x")
+        thread.join()
+
+
+def test_an_endless_reply_is_left(server):
+    server.replies = [(200, itertools.repeat(bytes(1 << 16)), {})]
+    with pytest.raises(JudgeError, match="the reply is longer than 4 MiB"):
+        Endpoint(server.url, "m", attempts=1).ask("x")
+    assert server.sent < 32 << 20  # with what the sockets take
+    server.replies = [(400, itertools.repeat(bytes(1 << 16)), {})]
+    with pytest.raises(JudgeError, match="the reply is longer than 4 MiB"):
+        Endpoint(server.url, "m", attempts=1).ask("x")
+
+
+def test_a_compressed_reply_is_not_unpacked(server):
+    server.replies = [(200, b"\x1f\x8b", {"Content-Encoding": "gzip"})]
+    with pytest.raises(JudgeError, match="compressed, which was not asked for"):
+        Endpoint(server.url, "m", attempts=1).ask("x")
+
+
+def test_deep_json_and_half_a_character(server):
+    server.replies = [(200, b"[" * (1 << 20), {})]
+    with pytest.raises(JudgeError, match="the reply is JSON that is nested too deeply"):
+        Endpoint(server.url, "m", attempts=1).ask("x")
+    server.replies = ["\ud800 Level: 3\nLevel: 2"]
+    assert Endpoint(server.url, "m").ask("x") == ("? Level: 3\nLevel: 2", 2)
+    server.replies = [(429, b"", {"Retry-After": "\xb2"}), "Level: 2"]
+    assert Endpoint(server.url, "m").ask("x", lambda seconds: None)[1] == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n" * 1_000_000,
+        " \n" * 500_000,
+        "level" + " " * 1_000_000,
+        "level\n" + " \n" * 500_000 + "x",
+        "level " * 200_000,
+        "x" + " " * 1_000_000 + "x",
+        "level 3" + " " * 1_000_000 + "of 7",
+        "level\n" * 200_000,
+    ],
+)
+def test_levels_are_found_in_linear_time(text):
+    begin = time.process_time()
+    with pytest.raises(Exception, match="no line with a level"):
+        judge.level_of(text)
+    assert judge.level_of(f"{text}\nLevel: 3\n{' ' * 100_000}x") == 3
+    assert time.process_time() - begin < 5  # a quadratic search takes hours
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        (401, f"Incorrect API key provided: {KEY}".encode(), {}),
+        (400, b"x" * 295 + KEY.encode(), {}),
+        (503, KEY.encode(), {}),
+        (302, f"to {KEY}".encode(), {"Location": f"http://localhost:9/{KEY}"}),
+        f"I saw {KEY}.",
+        (200, f'{{"choices": "{KEY}"}}'.encode(), {}),
+    ],
+)
+def test_the_key_is_in_no_error_and_no_log(server, reply, caplog):
+    server.replies = [reply]
+    with caplog.at_level(logging.DEBUG), pytest.raises(JudgeError) as raised:
+        Endpoint(server.url, "m", KEY, attempts=1).ask("x")
+    assert server.requests[0]["key"] == f"Bearer {KEY}"
+    assert "sk-01" not in str(raised.value) and "sk-01" not in caplog.text
+
+
+def test_a_judge_is_asked_within_an_event_loop(server):
+    async def ask():
+        return Endpoint(server.url, "m").ask("x")
+
+    assert asyncio.run(ask()) == ("Level: 3", 3)
+
+
+@pytest.mark.parametrize("key", ["sk-1\n", "sk 1", "sk-ü", ""])
+def test_a_key_that_no_header_can_carry_is_not_shown(key):
+    with pytest.raises(ValueError, match="the key of the endpoint has") as raised:
+        Endpoint("http://x/v1", "m", key)
+    assert "sk" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        ({"url": "http://me:word@x/v1"}, "the endpoint at x has a user, a query or a fragment"),
+        ({"url": "http://x/v1?key=word"}, "the endpoint at x has a user, a query or a fragment"),
         ({"url": "localhost:8000"}, "the endpoint is 'localhost:8000'; it must be an address"),
         ({"url": "file:///x"}, "must be an address"),
         ({"attempts": 0}, "attempts is 0"),
@@ -278,7 +425,7 @@ def command(server, folder, capsys, monkeypatch):
 
 def test_three_gradings_of_every_run_of_two_workers(command, server, folder, monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret")
-    server.replies = [f"Well.\nLevel: {n}" for n in (1, 2, 4, 6, 5, 5)]
+    server.replies = [f"Well, secret!\nLevel: {n}" for n in (1, 2, 4, 6, 5, 5)]
     code, out, _ = command("--json", "--key-variable", "MY_KEY")
     found = json.loads(out)
     assert code == 0 and found["gradings"] == 6 and found["from_before"] == 0
