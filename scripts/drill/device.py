@@ -95,7 +95,7 @@ def throw_device_faults(rng: random.Random, _: Path) -> int:
 def _submitted(
     engine: Engine, schedule: mixed_schedules.Schedule, threads: ThreadPoolExecutor
 ) -> tuple[list[tuple[Call, list[int], Any]], list[tuple[Visit, Future[Visited]]], int]:
-    """What a schedule brings, all at once; and how many calls came when the engine had closed."""
+    """Submits all of a schedule at once; counts the calls that came when the engine had closed."""
     calls: list[tuple[Call, list[int], Any]] = []
     visits: list[tuple[Visit, Future[Visited]]] = []
     refused = 0

@@ -163,7 +163,7 @@ def _unbroken(
     progress: Callable[[Path], int],
     result: Callable[[Path, str], Any],
 ) -> tuple[Any, int]:
-    """What a command comes to alone, and how much progress there is in it."""
+    """The result of a command that is not killed, and how much progress there is in it."""
     folder = Path(tempfile.mkdtemp(prefix="jaxshare-drill-"))
     try:
         printed = _finished(make(folder))
