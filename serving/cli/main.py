@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from jaxshare import __version__, compile_cache
 from jaxshare.compile_time import reported_compiles
+from jaxshare.paths import WriteError
 from jaxshare.serving.cli import (
     agents,
     batch,
@@ -76,6 +77,10 @@ _COMMANDS = (
 """The name, the module and the help text of each command."""
 
 
+_MENDABLE = (ValueError, FileNotFoundError, NotImplementedError, NotANumberError, WriteError)
+"""The errors that the user can mend."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code.
 
@@ -88,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         compile_cache.enable(getattr(options, "compile_cache", None))
         with reported_compiles(_say):
             return options.run(options)
-    except (ValueError, FileNotFoundError, NotImplementedError, NotANumberError) as error:
+    except _MENDABLE as error:
         if "debug" in options:
             traceback.print_exc()
         print(f"jaxshare: error: {error}", file=sys.stderr)
