@@ -229,7 +229,8 @@ class SavedCheckpoint:
                 damaged.append(error)
                 continue
             for error in damaged:
-                _log.warning("warning: %s; checkpoint %d is opened", error, number)
+                why = str(error).removesuffix(f"; {_ADVICE}")
+                _log.warning("warning: %s; checkpoint %d is opened instead", why, number)
             return number
         raise damaged[0]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxshare.paths import reason, whole_file
+from jaxshare.paths import WriteError, reason, whole_file
 from jaxshare.serving import checksums
 
 
@@ -73,9 +73,7 @@ def append(file: BinaryIO, value: Mapping[str, Any], advice: str) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             file.truncate(start)
-        raise ValueError(
-            f"the output {file.name} cannot be written ({reason(error)}); make room, and {advice}"
-        ) from error
+        raise ValueError(f"the output {WriteError.of(file.name, error)}; {advice}") from error
 
 
 def lines_of(file: BinaryIO) -> list[bytes]:
@@ -107,9 +105,7 @@ def write(path: Path, lines: Iterable[bytes], advice: str) -> None:
         with whole_file(path, "wb") as file:
             file.writelines(lines)
     except OSError as error:
-        raise ValueError(
-            f"{path} cannot be written ({reason(error)}); make room, and {advice}"
-        ) from error
+        raise ValueError(f"{WriteError.of(path, error)}; {advice}") from error
 
 
 def read_settings(path: Path, format: str) -> dict[str, Any]:

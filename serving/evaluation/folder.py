@@ -81,7 +81,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         return jsonl.read_settings(folder / SETTINGS, _FORMAT)
     except ValueError as error:
         raise ValueError(
-            f"{folder} has no evaluation that can be read ({error}); name a folder that `jaxshare "
+            f"{folder} has no evaluation that can be read ({SETTINGS}: {error}); name a folder that `jaxshare "
             "evaluate` has written"
         ) from error
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from jaxshare import models
 from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
-from jaxshare.paths import reason, whole_file
+from jaxshare.paths import WriteError, whole_file
 from jaxshare.serving import checksums, jsonl
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.cli.evaluation.plan import EvaluationPlan
@@ -352,9 +352,7 @@ def _write_report(
             with whole_file(folder / PICTURE, "wb") as file:
                 picture.savefig(file, dpi=130)
         except OSError as error:
-            raise ValueError(
-                f"{folder / PICTURE} cannot be written ({reason(error)}); make room, and {AGAIN}"
-            ) from error
+            raise ValueError(f"{WriteError.of(folder / PICTURE, error)}; {AGAIN}") from error
     else:
         print(
             f"{PICTURE} is left out, because matplotlib is not installed; `pip install "

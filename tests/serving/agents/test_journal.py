@@ -243,8 +243,8 @@ def test_files_that_are_no_journal_are_refused(tmp_path, text):
         SearchLog.load(file)
 
 
-def recorded() -> Journal:
-    """A journal with a model's answer, a tool's value and a pickle."""
+def recorded(answer: str = "1") -> Journal:
+    """A journal with a model's answer and a tool's value, as a pickle."""
 
     @agent
     async def mixed():
@@ -252,7 +252,7 @@ def recorded() -> Journal:
         return await tool(complex, 1, 2)
 
     journal = Journal()
-    finished(Runtime(ScriptedModel({"one": ["1"]}), journal=journal), mixed)
+    finished(Runtime(ScriptedModel({"one": [answer]}), journal=journal), mixed)
     return journal
 
 
