@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxshare.paths import WriteError, reason, whole_file
+from jaxshare.paths import WriteError, reason, sync_folder, whole_file
 from jaxshare.serving import checksums
 
 
@@ -36,9 +36,16 @@ def open_alone(path: Path, mode: str, advice: str) -> BinaryIO:
     Raises:
       ValueError: a file that cannot be written, or that another process is writing.
     """
+    file: Any = None
     try:
-        file: Any = open(path, mode, buffering=0)  # noqa: SIM115, the caller closes it
-    except OSError as error:
+        file = open(path, mode, buffering=0)  # noqa: SIM115, the caller closes it
+        if "x" in mode:
+            sync_folder(path.parent)
+    except BaseException as error:
+        if file:
+            file.close()
+        if not isinstance(error, OSError):
+            raise
         raise ValueError(
             f"the output {path} cannot be written ({reason(error)}); {advice}"
         ) from error
@@ -54,13 +61,15 @@ def open_alone(path: Path, mode: str, advice: str) -> BinaryIO:
     return file
 
 
-def append(file: BinaryIO, value: Mapping[str, Any], advice: str) -> None:
+def append(file: BinaryIO, value: Mapping[str, Any], advice: str, *, sync: bool = False) -> None:
     """Appends a line with its checksum: the whole line, or nothing of it.
 
     Args:
       file: of `open_alone`, at its end.
       value: JSON values by name.
       advice: the end of the error message.
+      sync: bring it to the disk at once, so that it survives a power loss: for lines that take long
+        to make and are not written again.
 
     Raises:
       ValueError: it cannot be written.
@@ -70,6 +79,8 @@ def append(file: BinaryIO, value: Mapping[str, Any], advice: str) -> None:
     try:
         while rest:  # a disk that fills up takes a part of it
             rest = rest[file.write(rest) :]
+        if sync:
+            os.fsync(file.fileno())
     except OSError as error:
         with contextlib.suppress(OSError):
             file.truncate(start)

@@ -317,4 +317,4 @@ def read_runs(file: BinaryIO, path: Path, known: Container[Key]) -> list[Run]:
 
 def write_run(file: BinaryIO, run: Run) -> None:
     """Appends a run to the file, at once."""
-    jsonl.append(file, dataclasses.asdict(run), "--resume goes on with the evaluation")
+    jsonl.append(file, dataclasses.asdict(run), "--resume goes on with the evaluation", sync=True)

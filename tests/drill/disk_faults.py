@@ -3,6 +3,10 @@
 From the n-th operation on, every one fails that Python does in a folder: opening for writing,
 writing, cutting, bringing to the disk, making a folder and renaming. Libraries that write by
 themselves, such as Orbax, are not reached: `RLIMIT_FSIZE` is for them.
+
+A power loss ends the program there, and every file has what it had when it was last brought to the
+disk: names are there, contents that were not are lost, as file systems leave it that write names
+first.
 """
 
 import builtins
@@ -19,8 +23,16 @@ from unittest import mock
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS)
 SHORT = -1
 """In place of an error: the disk takes half of what is written, and is full from then on."""
+POWER_LOSS = -2
 _CALLS = ("fsync", "replace", "rename", "mkdir")
 _open = io.open
+
+
+ALL = (*ERRORS, SHORT, POWER_LOSS)
+
+
+class PowerLossError(BaseException):
+    """The program has ended; nothing may catch it and go on."""
 
 
 class DiskFaults:
@@ -29,11 +41,13 @@ class DiskFaults:
     Attributes:
       fired: True when an operation has failed.
       done: the operations so far.
+      on_disk: the contents of the files that were written, when they were last brought to the disk.
     """
 
     def __init__(self, folder: Path, nth: int, error: int):
         self.folder, self.nth, self.error = str(folder), nth, error
         self.fired, self.done = False, []
+        self.on_disk: dict[str, bytes] = {}
         self._patches: list[Any] = []
 
     def __enter__(self) -> "DiskFaults":
@@ -60,15 +74,35 @@ class DiskFaults:
         first, self.fired = not self.fired, True
         if self.error == SHORT and first and operation == "write":
             return True
+        if self.error == POWER_LOSS:
+            raise PowerLossError
         number = errno.ENOSPC if self.error == SHORT else self.error
         raise OSError(number, os.strerror(number), str(path))
 
     def _failing(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def failing(path: Any, *args: Any, **settings: Any) -> Any:
             self.step(name, path)
-            return call(path, *args, **settings)
+            result = call(path, *args, **settings)
+            self._note(name, path, *args)
+            return result
 
         return failing
+
+    def _note(self, name: str, path: Any, *args: Any) -> None:
+        """Notes what an operation has brought to the disk."""
+        if name == "fsync":
+            path = os.readlink(f"/proc/self/fd/{path}")
+            if path in self.on_disk:
+                self.on_disk[path] = _content(path)
+        elif name in ("replace", "rename") and str(path) in self.on_disk:
+            self.on_disk[str(args[0])] = self.on_disk.pop(str(path))
+
+    def lose_power(self) -> None:
+        """Takes from every file what was not brought to the disk."""
+        for path, content in self.on_disk.items():
+            if os.path.isfile(path):
+                with _open(path, "wb") as file:
+                    file.write(content)
 
     def _opened(
         self,
@@ -86,11 +120,19 @@ class DiskFaults:
         self.step("open", file)
         if settings.get("opener"):  # a temporary file that looks if there is room
             return _open(file, mode, buffering, encoding, errors, newline, **settings)
+        path = os.path.realpath(file)
+        keeps = os.path.exists(path) and "w" not in mode
+        self.on_disk.setdefault(path, _content(path) if keeps else b"")
         raw = _File(self, os.fspath(file), mode.replace("b", "").replace("t", ""))
         if buffering == 0:
             return raw
         whole = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
         return whole if "b" in mode else io.TextIOWrapper(whole, encoding, errors, newline)
+
+
+def _content(path: str) -> bytes:
+    with _open(path, "rb") as file:
+        return file.read()
 
 
 class _File(io.FileIO):
@@ -115,7 +157,7 @@ def each_fault(
     before: Callable[[], None],
     act: Callable[[], Any],
     after: Callable[[bool], None],
-    errors: tuple[int, ...] = (*ERRORS, SHORT),
+    errors: tuple[int, ...] = ALL,
 ) -> int:
     """Injects each fault into each operation of an action.
 
@@ -124,7 +166,7 @@ def each_fault(
       before: makes the old state.
       act: what writes.
       after: checks the state; gets True if the action has returned, False if it has raised.
-      errors: errors of the system, and `SHORT`.
+      errors: errors of the system, `SHORT` and `POWER_LOSS`.
 
     Returns:
       The number of faults.
@@ -142,10 +184,14 @@ def each_fault(
             with faults:
                 try:
                     act()
+                except PowerLossError:
+                    done = False
                 except Exception as raised:
                     assert faults.fired, "it fails by itself"
                     done = False
                     _check_sentence(raised, f"operation {nth}, {faults.done[-1:]}")
+            if error == POWER_LOSS:  # also when all is done
+                faults.lose_power()
             after(done)
             if not faults.fired:
                 break

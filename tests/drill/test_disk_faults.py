@@ -3,6 +3,7 @@ is there whole, and the error says what would do."""
 
 import contextlib
 import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from jaxshare.serving import jsonl
 from jaxshare.serving.evaluation import plot
 from jaxshare.serving.evaluation.folder import RUNS, SCORES, TABLE
 from tests.core.trace.test_trace import random_session
-from tests.drill.disk_faults import ERRORS, SHORT, each_fault
+from tests.drill.disk_faults import ALL, POWER_LOSS, SHORT, each_fault
 from tests.drill.test_damage import LOG, SNAPSHOT
 from tests.helpers import mostly_slow
 from tests.serving.agents.test_journal import recorded
@@ -34,11 +35,19 @@ def test_the_drill_finds_a_writer_that_destroys_what_was_there(tmp_path):
         with contextlib.suppress(OSError):
             file.write_text("new", encoding="utf-8")
 
+    def rename(file: Path) -> None:
+        file.with_name("new").write_text("new", encoding="utf-8")
+        os.replace(file.with_name("new"), file)
+
     def after(done: bool) -> None:
         assert file.read_text(encoding="utf-8") in ("old", "new"), "it is neither"
 
     with pytest.raises(AssertionError, match="it is neither"):
         each_fault(tmp_path, lambda: file.write_text("old"), write_over, after)
+    with pytest.raises(AssertionError, match="it is neither"):
+        each_fault(
+            tmp_path, lambda: file.write_text("old"), lambda: rename(file), after, (POWER_LOSS,)
+        )
     with pytest.raises(AssertionError, match=r"operation 1, \['open'\]: OSError"):
         each_fault(
             tmp_path,
@@ -70,13 +79,14 @@ def test_whole_files(tmp_path, kind):
         assert file.read_bytes() in (texts if not done else texts[1:])
         assert [*folder.iterdir()] == [file], "nothing is left beside it"
 
+    # also where the power is lost as soon as it is written
     count = each_fault(
         folder, lambda: file.write_bytes(texts[0]), lambda: WRITERS[kind](file, 2), after
     )
-    assert count >= 16, "open, write, fsync, rename and fsync, with four errors"
+    assert count >= 20, "open, write, fsync and rename, with five errors"
 
 
-QUICK, ALL = (errno.ENOSPC, SHORT), (*ERRORS, SHORT)
+QUICK = (errno.ENOSPC, SHORT, POWER_LOSS)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +121,7 @@ def test_a_batch_job_goes_on_after_any_fault(job, lives, errors):  # noqa: F811
     assert each_fault(folder, before, act, after, errors) > 15 * len(errors)
 
 
-@pytest.mark.parametrize("errors", mostly_slow([QUICK[:1], ALL]))
+@pytest.mark.parametrize("errors", mostly_slow([(POWER_LOSS,), ALL]))
 def test_an_evaluation_goes_on_after_any_fault(evaluation, monkeypatch, errors):  # noqa: F811
     monkeypatch.setattr(plot, "available", lambda: False)
     evaluation(out="unbroken")

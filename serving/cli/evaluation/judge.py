@@ -225,7 +225,7 @@ def _grade(
             disable=not sys.stderr.isatty(),
         ):
             gradings.append(judge.grade(endpoint, run, number, tokens))
-            jsonl.append(file, dataclasses.asdict(gradings[-1]), _AGAIN)
+            jsonl.append(file, dataclasses.asdict(gradings[-1]), _AGAIN, sync=True)
     except (JudgeError, KeyboardInterrupt) as error:
         kept = (
             f"{before + len(gradings)} of {before + len(pending)} gradings are kept, and {_AGAIN}"

@@ -728,6 +728,27 @@ def test_no_flipped_bit_of_an_output_is_taken_for_a_text(job, lives):
             assert job.output.read_bytes() == (job.folder / "unbroken").read_bytes()
 
 
+def test_a_flipped_bit_is_found_where_the_job_ended_between_its_last_two_files(job, monkeypatch):
+    write, calls = batch.jsonl.write, []
+
+    def killed(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("killed")
+        write(*args)
+
+    monkeypatch.setattr(batch.jsonl, "write", killed)
+    with pytest.raises(RuntimeError, match="killed"):
+        job(LINES)
+    monkeypatch.undo()
+    whole = job.output.read_bytes()
+    job.output.write_bytes(whole.replace(b'"tokens": [0', b'"tokens": [1', 1))
+    with pytest.raises(ValueError, match=r"line 1 of the output .* is damaged \(.*checksum"):
+        job(LINES, "--resume")
+    job.output.write_bytes(whole)
+    assert job(LINES, "--resume")[0] == 0 and len(results(job.output)) == 6
+
+
 def test_completions_in_a_complete_output_are_plain(job):
     job(LINES)
     assert {*results(job.output)[0]} == {*GOOD}
