@@ -17,6 +17,8 @@ _ADVICE = {
     errno.EROFS: "its file system is read-only: give a place on another one",
     errno.EIO: "its disk has failed: give a place on another one",
 }
+DISK_ERRORS = frozenset(_ADVICE)
+"""The system's errors of a disk that takes nothing more, as `errno` has them."""
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 """Errors of file systems that cannot bring a folder to the disk by itself."""
 

@@ -9,17 +9,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from jaxshare import Sampler
+from jaxshare.models.config import ModelConfig
+from jaxshare.models.safetensors_io import stored_tensors
+from jaxshare.serving import checksums, jsonl
 from jaxshare.serving.agents.journal import Journal
 from jaxshare.serving.agents.search_log import LoggedRun, LoggedState, SearchLog
 from jaxshare.serving.checkpoints import CheckpointStore, SavedCheckpoint, SaveError
+from jaxshare.serving.cli.evaluation import judge as judge_command
 from jaxshare.serving.evaluation import folder as evaluation_folder
-from jaxshare.serving.evaluation import runs
+from jaxshare.serving.evaluation import runs, scoring
+from jaxshare.serving.evaluation.folder import RESULT
+from jaxshare.serving.evaluation.judge import Grading
 from jaxshare.serving.workers.inspection.probe import BlockExtent, Listed, Snapshot
 from jaxshare.trace.trace import Trace
 from tests.core.trace.test_trace import random_session
 from tests.drill.damage import Outcome, damages, survive
+from tests.paths import ROOT
 from tests.serving.agents.test_journal import recorded
 from tests.serving.cli.test_batch import LINES, job  # noqa: F401, a fixture
 
@@ -117,6 +125,53 @@ def test_the_folder_of_an_evaluation(tmp_path):
 
     assert survive(tmp_path / evaluation_folder.RUNS, read).named > 10
     assert survive(tmp_path / evaluation_folder.SETTINGS, read).named > 5
+
+
+def test_another_evaluation_and_gradings(tmp_path):
+    settings = {"problems": ["a"], "method": "workers"}
+    points = [scoring.Point(n, 64, 0.5, 0.25, 0.75, 1.0, 4, 8) for n in (1, 2)]
+    result = {"settings": settings, "points": [*map(dataclasses.asdict, points)]}
+    jsonl.write(tmp_path / RESULT, [jsonl.line(checksums.sealed(result))], "again")
+
+    def read_result():
+        return evaluation_folder.read_lines(tmp_path, settings)
+
+    assert survive(tmp_path / RESULT, read_result, every=16).named > 20
+    graded = tmp_path / "graded"
+    graded.mkdir()
+    with contextlib.ExitStack() as files:
+        file, _ = judge_command._open(files, graded, settings)
+        gradings = {
+            (2, f"problem {n}", 0, 0): Grading(2, f"problem {n}", 0, 0, 1 + n, "They agree.")
+            for n in range(4)
+        }
+        for grading in gradings.values():
+            jsonl.append(file, dataclasses.asdict(grading), "again")
+
+    def read_gradings():
+        scratch = tmp_path / "scratch"
+        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.copytree(graded, scratch)
+        with contextlib.ExitStack() as files:
+            _, found = judge_command._open(files, scratch, settings)
+        return all(gradings[key] == found[key] for key in found)  # lost ones are requested again
+
+    for name in (judge_command.GRADINGS, judge_command.SETTINGS):
+        assert survive(graded / name, read_gradings).named > 3
+
+
+def test_models(tmp_path):
+    """Other programs' formats have no checksums, so numbers may change; what cannot be read is
+    named, and nothing ends in a traceback."""
+    shutil.copy(ROOT / "models" / "embedded" / "config.json", tmp_path)
+    tensors = {"a.weight": np.ones((4, 4), np.float32), "b.weight": np.ones(4, np.float16)}
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    for name, read in (
+        ("config.json", lambda: ModelConfig.from_json(tmp_path)),
+        ("model.safetensors", lambda: repr(stored_tensors(tmp_path))),
+    ):
+        outcome = survive(tmp_path / name, read, every=4, is_checked=False)
+        assert outcome.named > 60
 
 
 def damaged_checkpoint(folder: Path, every: int) -> Outcome:
