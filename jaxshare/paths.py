@@ -1,6 +1,7 @@
 """Files that are written whole or not at all, and checks beforehand that a file can be written."""
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -9,37 +10,120 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+_ADVICE = {
+    errno.ENOSPC: "make room on its disk, or give another place",
+    errno.EDQUOT: "make room in your quota of its disk, or give another place",
+    errno.EFBIG: "raise the limit on the size of files, or give another place",
+    errno.EROFS: "its file system is read-only: give a place on another one",
+    errno.EIO: "its disk has failed: give a place on another one",
+}
+DISK_ERRORS = frozenset(_ADVICE)
+"""The system's errors of a disk that takes nothing more, as `errno` has them."""
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
+"""Errors of file systems that cannot bring a folder to the disk by itself."""
+
+
+class WriteError(OSError):
+    """A file cannot be written; the text says which, why, and what would do.
+
+    `errno` and `strerror` are those of the system's error.
+    """
+
+    @classmethod
+    def of(cls, file: str | os.PathLike, error: OSError) -> "WriteError":
+        """Returns the error for a file that could not be written because of `error`."""
+        return cls(error.errno or errno.EIO, reason(error), os.fspath(file))
+
+    def __str__(self) -> str:
+        advice = _ADVICE.get(self.errno or 0, "give a place that can be written")
+        return f"{self.filename} cannot be written ({self.strerror}); {advice}"
+
+
+def reason(error: OSError) -> str:
+    """Returns what the system says of an error, without the file and the advice."""
+    return error.strerror or str(error)
+
 
 @contextlib.contextmanager
 def whole_file(file: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """Opens a file that takes its name when all is written and on the disk; where that fails, the
-    old file stays. A reader never sees half of it. Makes the folder. A device or a pipe, such as
-    /dev/stdout, is written to directly.
+    old file stays. A reader never sees half of it, nor does one after a power loss. Makes the
+    folder. A device or a pipe, such as /dev/stdout, is written to directly.
 
     Args:
       file: its name; a link is followed.
       mode: "w" for text in UTF-8, "wb" for bytes.
 
     Raises:
-      OSError: it cannot be written.
+      WriteError: it cannot be written.
     """
-    file, encoding = Path(os.path.realpath(file)), None if "b" in mode else "utf-8"
-    if file.exists() and not file.is_file() and not file.is_dir():
-        with open(file, mode, encoding=encoding) as special:
-            yield special
-        return
-    file.parent.mkdir(parents=True, exist_ok=True)
+    name, encoding = file, None if "b" in mode else "utf-8"
+    file = Path(os.path.realpath(file))
     # a random name, since several processes may write one file
     temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
     try:
+        if file.exists() and not file.is_file() and not file.is_dir():
+            with open(file, mode, encoding=encoding) as special:
+                yield special
+            return
+        make_folder(file.parent)
         with open(temporary, mode, encoding=encoding) as whole:
             yield whole
             whole.flush()
             os.fsync(whole.fileno())
         os.replace(temporary, file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+        sync_folder(file.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # of a disk that takes nothing more
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and not isinstance(error, WriteError):
+            raise WriteError.of(name, error) from error
         raise
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder with its parents, if they are missing, so that they survive a power loss.
+
+    Raises:
+      OSError: it cannot be made.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Brings the names of a folder's files to the disk, where the file system has a way to.
+
+    Raises:
+      OSError: the disk has failed.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+
+
+def sync_tree(folder: Path) -> None:
+    """Brings all that a folder holds to the disk, its files first.
+
+    Raises:
+      OSError: the disk has failed.
+    """
+    for path, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            descriptor = os.open(os.path.join(path, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_folder(Path(path))
 
 
 def unwritable_file(file: str | os.PathLike, *, makes_folder: bool = False) -> str | None:
@@ -128,7 +212,7 @@ def write_json(file: Path, data: Any) -> None:
     """Writes a whole file of JSON or, where that fails, leaves the old one (`whole_file`).
 
     Raises:
-      OSError: it cannot be written.
+      WriteError: it cannot be written.
     """
     with whole_file(file) as whole:
         json.dump(data, whole, indent=2)

@@ -8,8 +8,10 @@ and renamed at the end, so that it is never incomplete.
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -22,9 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Float
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jaxshare import sharding
+from jaxshare import paths, sharding
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.config_fields import first_line
 from jaxshare.models.safetensors_io import (
@@ -76,7 +79,8 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError, CheckpointError: see `load`.
-      ValueError: a target that exists, or that cannot be written.
+      ValueError: a target that exists, or a folder that cannot be made for it.
+      WriteError: the target cannot be written; nothing of it is left.
     """
     if target.exists():
         raise ValueError(f"{target} exists; give a folder that does not, or delete it first")
@@ -104,12 +108,23 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
             if from_orbax
             else _write_orbax(partial, tensors, config)
         )
+        paths.sync_tree(partial)
         os.rename(partial, target)
-    except BaseException:
+        paths.sync_folder(target.parent)
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if failed := _write_failure(error):
+            raise paths.WriteError.of(target, failed) from error
         raise
     form = "huggingface" if from_orbax else "orbax"
     return {"form": form, "tensors": len(sizes), "bytes": sum(sizes)}
+
+
+def _write_failure(error: BaseException) -> OSError | None:
+    """Returns the system's error where a write has failed; safetensors has it in its text."""
+    if isinstance(error, SafetensorError) and (found := re.search(r"os error (\d+)", str(error))):
+        return OSError(int(found[1]), os.strerror(int(found[1])))
+    return error if isinstance(error, OSError) and error.errno != errno.ENOENT else None
 
 
 def write_tensors(tensors: dict[str, Float[np.ndarray, "..."]], file: Path) -> None:
@@ -175,9 +190,15 @@ def _write_orbax(
 
     expected = expected_tensors(config)
     values = {expected[name].path: value for name, value in tensors}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save((folder / PARAMS).resolve(), nested(values))
-        checkpointer.wait_until_finished()
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save((folder / PARAMS).resolve(), nested(values))
+            checkpointer.wait_until_finished()
+    except Exception as error:  # many types, most often of a full disk
+        raise ValueError(
+            f"{PARAMS} cannot be written ({root_cause(error)}); make room on the disk of the "
+            "target, or give another one"
+        ) from error
     return [value.nbytes for value in values.values()]
 
 

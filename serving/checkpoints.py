@@ -2,13 +2,16 @@
 
 Written in the background; a checkpoint is complete or does not exist. A folder holds numbered ones,
 each of arrays and of metadata (JSON values), written by Orbax: every device or host writes its part
-of a distributed array, and it is read back in parts, onto any devices.
+of a distributed array, and it is read back in parts, onto any devices. A list of the checksums of
+its files is in each, and is checked before anything is read; those of former versions have none.
 """
 
 import contextlib
+import functools
+import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,11 +19,19 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxshare.models.config_fields import first_line
 from jaxshare.models.orbax_io import root_cause, waiting_for_reads
+from jaxshare.paths import make_folder, reason, sync_folder
+from jaxshare.serving import checksums
 
 _MAX_KEPT = 2
 """Checkpoints that a folder keeps: the newest, and the one before it."""
+_LIST = "checksums.json"
+_UNLISTED = ("_CHECKPOINT_METADATA", "commit_success.txt")
+"""Files that Orbax writes after the list and that nothing is read from."""
+_UNPUBLISHED = ".orbax-checkpoint-tmp"
+"""A part of the name of a checkpoint that is being written."""
+_ADVICE = "give number= (on the command line --resume-from) for the one before it"
+_log = logging.getLogger("jaxshare")
 
 
 class SaveError(ValueError):
@@ -40,16 +51,24 @@ class CheckpointStore:
 
         self.folder = Path(folder)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             self._manager = ocp.CheckpointManager(
                 self.folder.resolve(),
                 options=ocp.CheckpointManagerOptions(
-                    max_to_keep=_MAX_KEPT, cleanup_tmp_directories=True
+                    max_to_keep=_MAX_KEPT,
+                    cleanup_tmp_directories=True,
+                    # Orbax calls it before the rename that publishes a checkpoint.
+                    async_options=ocp.AsyncOptions(
+                        post_finalization_callback=functools.partial(
+                            _list_unpublished, self.folder.resolve()
+                        )
+                    ),
                 ),
             )
         except OSError as error:
             raise SaveError(
-                f"{folder} cannot be written ({error}); give another folder for the checkpoints"
+                f"{folder} cannot be written ({reason(error)}); give another folder for the "
+                "checkpoints"
             ) from error
         self._finalize = weakref.finalize(self, self._manager.close)
 
@@ -119,6 +138,7 @@ class CheckpointStore:
         """
         with self._save_errors():
             self._manager.wait_until_finished()
+            sync_folder(self.folder)
 
     def close(self) -> None:
         """Waits for the last checkpoint, and closes the store.
@@ -137,8 +157,8 @@ class CheckpointStore:
             yield
         except Exception as error:  # many types, from a full disk to a deleted folder
             raise SaveError(
-                f"no checkpoint could be written to {self.folder} ({first_line(error)}); earlier "
-                "ones can still be restored"
+                f"no checkpoint could be written to {self.folder} ({root_cause(error)}); make room "
+                "on its disk, or give another folder: earlier ones can still be restored"
             ) from error
 
 
@@ -156,7 +176,8 @@ class SavedCheckpoint:
 
         Args:
           folder: of the checkpoints.
-          number: of one of them; default the newest.
+          number: of one of them; default the newest that is not damaged. A warning is logged for
+            each that is.
 
         Raises:
           SaveError: there is none, or it cannot be read.
@@ -180,9 +201,57 @@ class SavedCheckpoint:
                 f"{folder} has {existing}{'' if number is None else f', not {number}'}; give a "
                 "folder that has checkpoints"
             )
-        self.number = numbers[-1] if number is None else number
-        self._description: dict[str, Any] = self._restore(facts=ocp.args.JsonRestore()).facts
+        self.number = self._open(numbers if number is None else [number])
         self.metadata: dict[str, Any] = self._description["facts"]
+
+    def _open(self, numbers: Sequence[int]) -> int:
+        """Reads the description of the newest of these checkpoints that is not damaged.
+
+        Where several processes restore, all check all files, and so open the same one.
+
+        Returns:
+          Its number.
+
+        Raises:
+          SaveError: all are damaged; names the newest.
+        """
+        import orbax.checkpoint as ocp
+
+        damaged: list[SaveError] = []
+        for number in reversed(numbers):
+            self.number = number
+            try:
+                self._check()
+                self._description = self._restore(facts=ocp.args.JsonRestore()).facts
+                if {"facts", "empty", "arrays"} - {*self._description}:
+                    raise self._unreadable("its description is damaged")
+            except SaveError as error:
+                damaged.append(error)
+                continue
+            for error in damaged:
+                why = str(error).removesuffix(f"; {_ADVICE}")
+                _log.warning("warning: %s; checkpoint %d is opened instead", why, number)
+            return number
+        raise damaged[0]
+
+    def _check(self) -> None:
+        """Checks the files against their checksums, where the checkpoint has them.
+
+        Raises:
+          SaveError: a file is damaged or cannot be read; names it.
+        """
+        folder = self.folder / str(self.number)
+        if not (folder / _LIST).exists():
+            return  # of a former version
+        try:
+            checksums.check_list(folder, _LIST)
+        except (OSError, ValueError) as error:
+            raise self._unreadable(str(error)) from error
+
+    def _unreadable(self, why: str) -> SaveError:
+        return SaveError(
+            f"checkpoint {self.number} of {self.folder} cannot be read ({why}); {_ADVICE}"
+        )
 
     def arrays(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Reads the arrays.
@@ -223,16 +292,24 @@ class SavedCheckpoint:
             with waiting_for_reads():
                 return self._manager.restore(self.number, args=ocp.args.Composite(**args))
         except Exception as error:  # many types, from a missing file to a truncated one
-            raise SaveError(
-                f"checkpoint {self.number} of {self.folder} cannot be read ({root_cause(error)}); "
-                "give number= for the one before it"
-            ) from error
+            raise self._unreadable(root_cause(error)) from error
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _list_unpublished(folder: Path) -> None:
+    """Brings the checkpoint that is being written to the disk and lists its checksums."""
+    if jax.process_index():
+        return
+    unpublished = [path for path in folder.iterdir() if _UNPUBLISHED in path.name]
+    for path in unpublished:
+        checksums.write_list(path, _LIST, _UNLISTED)
+    if not unpublished:  # never published without the list
+        raise FileNotFoundError(f"{folder} has no unpublished checkpoint")
 
 
 def has_checkpoints(folder: str | os.PathLike) -> bool:

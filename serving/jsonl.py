@@ -1,5 +1,6 @@
 """Result files: JSON lines appended by one process alone, and files that are written atomically."""
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -8,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxshare.paths import whole_file
+from jaxshare.paths import WriteError, reason, sync_folder, whole_file
+from jaxshare.serving import checksums
 
 
 def line(value: Any) -> bytes:
@@ -24,6 +26,8 @@ def sha256(data: bytes) -> str:
 def open_alone(path: Path, mode: str, advice: str) -> BinaryIO:
     """Opens a file for writing by this process alone; two processes would do every job twice.
 
+    It has no buffer, so that closing it writes nothing.
+
     Args:
       path: of the file.
       mode: as `open` takes it.
@@ -32,10 +36,19 @@ def open_alone(path: Path, mode: str, advice: str) -> BinaryIO:
     Raises:
       ValueError: a file that cannot be written, or that another process is writing.
     """
+    file: Any = None
     try:
-        file: Any = open(path, mode)  # noqa: SIM115, the caller closes it
-    except OSError as error:
-        raise ValueError(f"the output {path} cannot be written ({error}); {advice}") from error
+        file = open(path, mode, buffering=0)  # noqa: SIM115, the caller closes it
+        if "x" in mode:
+            sync_folder(path.parent)
+    except BaseException as error:
+        if file:
+            file.close()
+        if not isinstance(error, OSError):
+            raise
+        raise ValueError(
+            f"the output {path} cannot be written ({reason(error)}); {advice}"
+        ) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -48,28 +61,48 @@ def open_alone(path: Path, mode: str, advice: str) -> BinaryIO:
     return file
 
 
-def append(file: BinaryIO, value: Any, advice: str) -> None:
-    """Appends a line and flushes it.
+def append(file: BinaryIO, value: Mapping[str, Any], advice: str, *, sync: bool = False) -> None:
+    """Appends a line with its checksum: the whole line, or nothing of it.
+
+    Args:
+      file: of `open_alone`, at its end.
+      value: JSON values by name.
+      advice: the end of the error message.
+      sync: bring it to the disk at once, so that it survives a power loss: for lines that take long
+        to make and are not written again.
 
     Raises:
-      ValueError: it cannot be written; the message ends with `advice`.
+      ValueError: it cannot be written.
     """
+    rest = memoryview(line(checksums.sealed(value)))
+    start = file.tell()
     try:
-        file.write(line(value))
-        file.flush()
+        while rest:  # a disk that fills up takes a part of it
+            rest = rest[file.write(rest) :]
+        if sync:
+            os.fsync(file.fileno())
     except OSError as error:
-        raise ValueError(
-            f"the output {file.name} cannot be written ({error}); make room, and {advice}"
-        ) from error
+        with contextlib.suppress(OSError):
+            file.truncate(start)
+        raise ValueError(f"the output {WriteError.of(file.name, error)}; {advice}") from error
 
 
 def lines_of(file: BinaryIO) -> list[bytes]:
     """Reads the complete lines of a file; an incomplete last one is cut off.
 
     A killed process may have left it.
+
+    Raises:
+      ValueError: the file cannot be read, or not be cut off.
     """
-    *lines, incomplete = file.read().split(b"\n")
-    file.truncate(file.seek(-len(incomplete), os.SEEK_END))
+    try:
+        *lines, incomplete = file.read().split(b"\n")
+        file.truncate(file.seek(-len(incomplete), os.SEEK_END))
+    except OSError as error:
+        raise ValueError(
+            f"{file.name} cannot be read and continued ({reason(error)}); copy it to a disk that "
+            "works, and go on there"
+        ) from error
     return lines
 
 
@@ -83,17 +116,17 @@ def write(path: Path, lines: Iterable[bytes], advice: str) -> None:
         with whole_file(path, "wb") as file:
             file.writelines(lines)
     except OSError as error:
-        raise ValueError(f"{path} cannot be written ({error}); make room, and {advice}") from error
+        raise ValueError(f"{WriteError.of(path, error)}; {advice}") from error
 
 
 def read_settings(path: Path, format: str) -> dict[str, Any]:
-    """Reads the settings of a file {"format": ..., "settings": {...}}.
+    """Reads the settings of a file {"format": ..., "settings": {...}}, with or without a checksum.
 
     Raises:
       ValueError: the file is missing or damaged, or has another format.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = checksums.loads(path.read_bytes())
         if content["format"] != format:
             raise ValueError(f"its format is not {format!r}")
         return {**content["settings"]}

@@ -145,7 +145,7 @@ class Trace:
         """Writes one file, whole or not at all: integers, and a little JSON.
 
         Raises:
-          OSError: it cannot be written.
+          WriteError: it cannot be written; what was there before stays.
         """
         with whole_file(Path(path), "wb") as file:
             file.write(self.to_bytes())

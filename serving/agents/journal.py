@@ -25,6 +25,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxshare.paths import whole_file
+from jaxshare.serving import checksums
 from jaxshare.serving.agents import model_calls, requests, runs
 from jaxshare.serving.agents.model_calls import UsedUpError
 from jaxshare.serving.agents.requests import Llm, Message, Tool
@@ -178,11 +180,13 @@ class Journal:
     # Files.
 
     def save(self, file: str | os.PathLike) -> None:
-        """Writes JSON. A value that JSON cannot hold is pickled, and marked as such.
+        """Writes JSON, the whole file or nothing.
+
+        A value that JSON cannot hold is pickled, and marked as such.
 
         Raises:
           ValueError: a value that cannot be pickled either.
-          OSError: the file cannot be written.
+          WriteError: the file cannot be written; what was there before stays.
         """
         entries = []
         for (run, path), entry in self._entries.items():
@@ -193,16 +197,19 @@ class Journal:
                     f"({next(iter(entry.outcome.values()))}); have the tool return plain data"
                 )
             entries.append(
-                {
-                    "run": run,
-                    "path": path,
-                    "asked": entry.request,
-                    "said": [[message.role, message.content] for message in entry.messages],
-                    "spent": entry.spent,
-                    **entry.outcome,
-                }
+                checksums.sealed(
+                    {
+                        "run": run,
+                        "path": path,
+                        "asked": entry.request,
+                        "said": [[message.role, message.content] for message in entry.messages],
+                        "spent": entry.spent,
+                        **entry.outcome,
+                    }
+                )
             )
-        Path(file).write_text(json.dumps({"format": _FORMAT, "entries": entries}), encoding="utf-8")
+        with whole_file(Path(file)) as whole:
+            json.dump({"format": _FORMAT, "entries": entries}, whole)
 
     @classmethod
     def load(
@@ -222,10 +229,11 @@ class Journal:
         journal = cls(strict=strict)
         journal._allow_pickles = pickles
         try:
-            data = json.loads(Path(file).read_text(encoding="utf-8"))
+            data = checksums.parse(Path(file).read_text(encoding="utf-8"))
             if data["format"] != _FORMAT:
                 raise ValueError(f"its format is {data['format']!r}, not {_FORMAT!r}")
-            for entry in data["entries"]:
+            for number, sealed in enumerate(data["entries"], 1):
+                entry = _unsealed(sealed, number)
                 key, request = (entry.pop("run"), tuple(entry.pop("path"))), entry.pop("asked")
                 messages = tuple(Message(*message) for message in entry.pop("said"))
                 calls, written, read = map(int, entry.pop("spent"))
@@ -236,7 +244,7 @@ class Journal:
                     "error pickle",
                     "used up",
                 }:
-                    raise ValueError(f"an entry has {', '.join(entry) or 'nothing'}")
+                    raise ValueError(f"entry {number} has {', '.join(entry) or 'nothing'}")
                 journal._entries[key] = _Entry(request, entry, messages, (calls, written, read))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -244,6 +252,13 @@ class Journal:
                 "written"
             ) from error
         return journal
+
+
+def _unsealed(entry: Any, number: int) -> Any:
+    try:
+        return checksums.unsealed(entry)
+    except ValueError as error:
+        raise ValueError(f"entry {number} is damaged: {error}") from error
 
 
 def _summary(request: Any) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxshare.paths import whole_file
+from jaxshare.serving import checksums
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Llm, Tool, Yielded
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
 from jaxshare.serving.agents.states import State
@@ -115,10 +116,10 @@ class SearchLog:
         """Writes JSON, the whole file or nothing.
 
         Raises:
-          OSError: it cannot be written.
+          WriteError: it cannot be written; what was there before stays.
         """
         with whole_file(Path(file)) as whole:
-            json.dump(self.to_json(), whole)
+            json.dump(checksums.sealed(self.to_json()), whole)
 
     @classmethod
     def load(cls, file: str | os.PathLike) -> Self:
@@ -133,7 +134,7 @@ class SearchLog:
             return None if value is None else tuple(value)
 
         try:
-            data = json.loads(Path(file).read_text(encoding="utf-8"))
+            data = checksums.loads(Path(file).read_text(encoding="utf-8"))
             if data["format"] != _FORMAT:
                 raise ValueError(f"its format is {data['format']!r}, not {_FORMAT!r}")
             return cls(

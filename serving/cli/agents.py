@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxshare import models
-from jaxshare.paths import check_file, check_folder
+from jaxshare.paths import check_file, check_folder, reason, whole_file
 from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.backends import EngineModel
 from jaxshare.serving.agents.compiler.frames import FRAME
@@ -253,7 +253,6 @@ def _write(trace: SearchLog, options: argparse.Namespace) -> tuple[list[str], Va
             written.append(options.trace)
         if options.plots and trace.runs:
             folder = Path(options.plots)
-            folder.mkdir(parents=True, exist_ok=True)
             pictures = {"timeline.png": timeline_picture(trace)}
             searched = [
                 run
@@ -263,11 +262,12 @@ def _write(trace: SearchLog, options: argparse.Namespace) -> tuple[list[str], Va
             for number, run in enumerate((searched or [*trace.runs[:1]])[:_MAX_TREES]):
                 pictures[f"tree-{number}-{run.agent}.png"] = tree_picture(run)
             for name, picture in pictures.items():
-                picture.savefig(folder / name)
+                with whole_file(folder / name, "wb") as file:
+                    picture.savefig(file)
                 written.append(str(folder / name))
     except OSError as error:
         return written, ValueError(
-            f"what the agents did cannot be written ({error}); give another place to --trace or "
+            f"what the agents did cannot be written ({reason(error)}); give another place to --trace or "
             "--plots"
         )
     return written, None

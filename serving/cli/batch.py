@@ -173,9 +173,10 @@ def run_job(
         file, before = None, []
         if os.path.lexists(output):
             file = files.enter_context(_open_existing(output, options.resume))
-            if finished := batch_output.read_finished(job, settings, file):
+            finished, checksums = batch_output.read_finished(job, settings, file)
+            if finished:
                 return _report(options, finished, finished["completions"])
-            before = batch_output.read_keys(file, output)
+            before = batch_output.read_keys(file, output, checksums)
 
         model = load()
         items, bad_lines = _read_items(options, sampling, data, model)
@@ -198,8 +199,7 @@ def run_job(
         if failed := batch_output.num_failed(lines):
             finished["failed"] = failed
         try:
-            jsonl.write(output, lines, AGAIN)
-            batch_output.write_job(job, settings, finished, lines)
+            batch_output.write_finished(output, job, settings, finished, lines)
         finally:  # all is sampled, and reported, even where the disk is full now
             code = _report(options, finished, len(before), engine)
         return code

@@ -1,12 +1,17 @@
-"""The output of a batch job, and OUTPUT.job beside it, which keeps the job's settings."""
+"""The output of a batch job, and OUTPUT.job beside it, which keeps the job's settings.
+
+While the job runs, each line of the output has a field "checksum". The lines of a complete output
+have none: their checksums are in OUTPUT.job.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxshare import FinishReason
-from jaxshare.serving import jsonl
+from jaxshare.paths import reason
+from jaxshare.serving import checksums, jsonl
 
 Key = tuple[int, tuple[int, ...], int]
 """A completion: the line of its prompt, the path of its branch in that line's tree, its number."""
@@ -24,6 +29,7 @@ _RESULT = {
     "logprob": float,
 }
 """The fields of every line of the output, beside the id."""
+_ALL = {*_RESULT, "id", "branch", "error"}
 
 
 def write_job(
@@ -48,12 +54,37 @@ def write_job(
         "settings": settings,
         "finished": finished,
         "output": None if lines is None else jsonl.sha256(b"".join(lines)),
+        "lines": None if lines is None else [*map(checksums.checksum, lines)],
     }
-    jsonl.write(job, [jsonl.line(value)], AGAIN)
+    jsonl.write(job, [jsonl.line(checksums.sealed(value))], AGAIN)
 
 
-def read_finished(job: Path, settings: Mapping[str, Any], file: BinaryIO) -> dict[str, Any] | None:
-    """The counts of a finished job whose output has not changed since; None for any other.
+def write_finished(
+    output: Path,
+    job: Path,
+    settings: Mapping[str, Any],
+    finished: Mapping[str, Any],
+    lines: Sequence[bytes],
+) -> None:
+    """Writes the output of a complete job, and the file of the job before it.
+
+    So there are checksums for all lines at any moment. The arguments are those of `write_job`.
+
+    Raises:
+      ValueError: a file cannot be written.
+    """
+    write_job(job, settings, finished, lines)
+    jsonl.write(output, lines, AGAIN)
+
+
+def read_finished(
+    job: Path, settings: Mapping[str, Any], file: BinaryIO
+) -> tuple[dict[str, Any] | None, Collection[str]]:
+    """Reads what is known of a job that was started.
+
+    Returns:
+      The counts of a finished job whose output has not changed since, None for any other; and the
+      checksums of a finished job's lines, none for any other.
 
     Raises:
       ValueError: the file of the job is missing or damaged, or its settings are others, which would
@@ -61,8 +92,9 @@ def read_finished(job: Path, settings: Mapping[str, Any], file: BinaryIO) -> dic
     """
     output = file.name
     try:
-        known = json.loads(job.read_bytes())
+        known = checksums.loads(job.read_bytes())
         then, finished, digest = {**known["settings"]}, known["finished"], known["output"]
+        lines = {*(known.get("lines") or ())}
         if known["format"] != _FORMAT or (
             finished and {*finished} - {"failed"} != {"completions", "prompts", "bad_lines"}
         ):
@@ -76,31 +108,47 @@ def read_finished(job: Path, settings: Mapping[str, Any], file: BinaryIO) -> dic
             f"{job} cannot be read or is damaged ({type(error).__name__}: {error}); {OTHER}"
         ) from error
     jsonl.check_settings(f"the job of {output} began", then, settings, OTHER)
-    unchanged = digest == jsonl.sha256(file.read())
-    file.seek(0)
-    return finished if unchanged else None
+    unchanged = digest == jsonl.sha256(read_file(output, "output"))
+    return finished if unchanged else None, lines
 
 
-def read_keys(file: BinaryIO, output: Path) -> list[Key]:
+def read_keys(file: BinaryIO, output: Path, known: Collection[str]) -> list[Key]:
     """The completions that the output has.
 
     A last line that was being written when its writer was killed is cut off.
+
+    Args:
+      file: at its start; afterwards at its end.
+      output: its path.
+      known: the checksums of lines that have none of their own; none if they are not known.
 
     Raises:
       ValueError: a line is damaged or repeated.
     """
     keys: dict[Key, int] = {}
     for number, line in enumerate(jsonl.lines_of(file), 1):
-        first = keys.setdefault(_key(line, number, output), number)
+        key, plain, is_sealed = _read_line(line, number, output)
+        if known and not is_sealed and checksums.checksum(plain) not in known:
+            raise damaged_line(output, number, f"its checksum is not in {output}.job")
+        first = keys.setdefault(key, number)
         if first != number:
             raise damaged_line(output, number, f"it repeats line {first}")
     return [*keys]
 
 
 def sorted_lines(output: Path, order: Mapping[Key, tuple[int, int]]) -> list[bytes]:
-    """The lines of the output in the order of the input, which `order` gives for each key."""
-    lines = map(_renamed, read_file(output, "output").splitlines(keepends=True))
-    return sorted(lines, key=lambda line: order[_key(line, 0, output)])
+    """The lines of the output in the order of the input, which `order` gives for each key.
+
+    Raises:
+      ValueError: a line is damaged.
+    """
+    written = read_file(output, "output").split(b"\n")[:-1]
+    lines = [_read_line(line, number, output) for number, line in enumerate(written, 1)]
+    if lost := next(
+        (number for number, (key, *_) in enumerate(lines, 1) if key not in order), None
+    ):
+        raise damaged_line(output, lost, "it is of no prompt of the input")
+    return [line for _, line, _ in sorted(lines, key=lambda read: order[read[0]])]
 
 
 def num_failed(lines: Sequence[bytes]) -> int:
@@ -119,7 +167,7 @@ def read_file(path: str | Path, what: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise ValueError(
-            f"the {what} {path} cannot be read ({error}); give a file of JSON lines"
+            f"the {what} {path} cannot be read ({reason(error)}); give a file of JSON lines"
         ) from error
 
 
@@ -131,25 +179,32 @@ def damaged_line(output: Path, number: int, reason: str) -> ValueError:
     )
 
 
-def _renamed(line: bytes) -> bytes:
+def _read_line(line: bytes, number: int, output: Path) -> tuple[Key, bytes, bool]:
+    """Reads a line: its key, the line as a complete output has it, and if it has a checksum.
+
+    Raises:
+      ValueError: it is damaged.
+    """
+    try:
+        written = checksums.parse(line)
+        result = _renamed(checksums.unsealed(written))
+        if wrong := [name for name, kind in _RESULT.items() if type(result[name]) is not kind]:
+            raise TypeError(f"its {wrong[0]} is {json.dumps(result[wrong[0]])[:40]}")
+        if unknown := result.keys() - _ALL:
+            raise ValueError(f"it has {json.dumps(min(unknown))[:40]}")
+        key = result["line"], tuple(map(int, result.get("branch", ()))), result["index"]
+        plain = line + b"\n" if result is written else jsonl.line(result)
+        return key, plain, checksums.FIELD in written
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged_line(output, number, f"{type(error).__name__}: {error}") from error
+
+
+def _renamed(result: Any) -> Any:
     """The line with the field `finish_reason`, where an earlier version has written `reason`."""
-    if b'"reason"' not in line:
-        return line
-    result = json.loads(line)
     if not isinstance(result, dict) or "reason" not in result:
-        return line
+        return result
     former = {"reason": "finish_reason"}
     result = {former.get(name, name): value for name, value in result.items()}
     if result["finish_reason"] == "budget":
         result["finish_reason"] = str(FinishReason.LENGTH)
-    return jsonl.line(result)
-
-
-def _key(line: bytes, number: int, output: Path) -> Key:
-    try:
-        result = json.loads(_renamed(line))
-        if wrong := [name for name, kind in _RESULT.items() if type(result[name]) is not kind]:
-            raise TypeError(f"its {wrong[0]} is {json.dumps(result[wrong[0]])[:40]}")
-        return result["line"], tuple(map(int, result.get("branch", ()))), result["index"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise damaged_line(output, number, f"{type(error).__name__}: {error}") from error
+    return result

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from jaxshare import models
-from jaxshare.paths import check_file
+from jaxshare.paths import check_file, reason
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.kvcache import sharing_cost
 from jaxshare.serving.tuning import calibration
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"kept in {file}")
     if save_error:
         raise ValueError(
-            f"the costs cannot be kept in {sharing_cost.costs_file()} ({save_error}); set "
+            f"the costs cannot be kept in {sharing_cost.costs_file()} ({reason(save_error)}); set "
             "JAXSHARE_CACHE to a folder that can be written"
         ) from save_error
     return 0

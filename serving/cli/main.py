@@ -1,6 +1,7 @@
 """The `jaxshare` command: finds the command, runs it, and turns errors into exit codes."""
 
 import argparse
+import contextlib
 import sys
 import traceback
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from tqdm import tqdm
 
 from jaxshare import __version__, compile_cache
 from jaxshare.compile_time import reported_compiles
+from jaxshare.paths import DISK_ERRORS, WriteError
 from jaxshare.serving.cli import (
     agents,
     batch,
@@ -76,6 +78,10 @@ _COMMANDS = (
 """The name, the module and the help text of each command."""
 
 
+_MENDABLE = (ValueError, FileNotFoundError, NotImplementedError, NotANumberError, WriteError)
+"""The errors that the user can mend."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code.
 
@@ -87,8 +93,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         compile_cache.enable(getattr(options, "compile_cache", None))
         with reported_compiles(_say):
-            return options.run(options)
-    except (ValueError, FileNotFoundError, NotImplementedError, NotANumberError) as error:
+            code = options.run(options)
+            sys.stdout.flush()  # here, where a full disk is said in a sentence
+            return code
+    except (*_MENDABLE, OSError) as error:
+        if not isinstance(error, _MENDABLE):
+            if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
+                raise
+            error = WriteError.of(error.filename or "the standard output", error)
+            _close_stdout()
         if "debug" in options:
             traceback.print_exc()
         print(f"jaxshare: error: {error}", file=sys.stderr)
@@ -96,6 +109,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("jaxshare: interrupted", file=sys.stderr)
         return 130
+
+
+def _close_stdout() -> None:
+    """Closes what cannot be written, so that Python does not try again at its end."""
+    if sys.stdout is sys.__stdout__ and sys.stdout:
+        with contextlib.suppress(OSError):
+            sys.stdout.close()
 
 
 def _say(line: str) -> None:

@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"kept in {file}")
     if save_error:
         raise ValueError(
-            f"the tiles cannot be kept in {file} ({save_error}); give another --output, or set "
+            f"the tiles cannot be kept in {file} ({save_error.strerror}); give another --output, or set "
             "JAXSHARE_CACHE to a folder that can be written"
         ) from save_error
     return 0

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from jaxshare import FinishReason, models
 from jaxshare.models import LoadedModel
-from jaxshare.paths import check_file, check_folder
+from jaxshare.paths import check_file, check_folder, reason
 from jaxshare.serving.checkpoints import SaveError, has_checkpoints
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.cli.display import Streams, console_for
@@ -136,6 +136,12 @@ def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
         help="go on with the session that the same command has saved in --checkpoint",
     )
     parser.add_argument(
+        "--resume-from",
+        type=int,
+        metavar="N",
+        help="go on from this checkpoint (default: the newest that is not damaged)",
+    )
+    parser.add_argument(
         "--trace",
         metavar="FILE",
         help="write the fed tokens and which of them each token saw, for "
@@ -206,9 +212,11 @@ def _names(options: argparse.Namespace) -> Sequence[str]:
 
 def _is_resumed(options: argparse.Namespace) -> bool:
     """Checks the options of checkpoints; True where a saved session is to go on."""
-    if options.resume and not options.checkpoint:
+    option = "--resume" if options.resume_from is None else "--resume-from"
+    resumes = options.resume or options.resume_from is not None
+    if resumes and not options.checkpoint:
         raise ValueError(
-            "--resume goes on with a session that was saved; give its folder as --checkpoint"
+            f"{option} goes on with a session that was saved; give its folder as --checkpoint"
         )
     if options.checkpoint_every < 1:
         raise ValueError(
@@ -216,8 +224,13 @@ def _is_resumed(options: argparse.Namespace) -> bool:
             "forward pass"
         )
     if not options.checkpoint or not has_checkpoints(options.checkpoint):
+        if options.resume_from is not None:
+            raise ValueError(
+                f"--resume-from is {options.resume_from}, but {options.checkpoint} has no "
+                "checkpoint; give the folder of one"
+            )
         return False
-    if not options.resume:
+    if not resumes:
         raise ValueError(
             f"there is a saved session in {options.checkpoint}; --resume goes on with it, or give "
             "another --checkpoint"
@@ -274,7 +287,7 @@ def _restore(
     Raises:
       ValueError: it was made with other settings.
     """
-    session = Workers.restore(model, options.checkpoint)
+    session = Workers.restore(model, options.checkpoint, number=options.resume_from)
     if changed := [name for name, value in settings.items() if session.settings[name] != value]:
         raise ValueError(
             f"the session in {options.checkpoint} has {changed[0]} "
@@ -390,7 +403,7 @@ def _write(what: str, content: Snapshot | Trace, option: str, file: str) -> list
         return []
     except OSError as error:
         failure = ValueError(
-            f"the {what} cannot be written to {file} ({error}); give another place to {option}"
+            f"the {what} cannot be written to {file} ({reason(error)}); give another place to {option}"
         )
         failure.__cause__ = error
         return [failure]

@@ -340,7 +340,7 @@ class Engine(EngineLoop):
 
         Args:
           folder: that the checkpoint was saved to.
-          number: of the checkpoint; by default the newest.
+          number: of the checkpoint; by default the newest that is not damaged.
 
         Returns:
           The number of cached tokens.

@@ -1,14 +1,13 @@
 """The folder of an evaluation: its files, and their settings, which keep other evaluations out."""
 
 import contextlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxshare.models import LoadedModel
-from jaxshare.serving import jsonl
+from jaxshare.serving import checksums, jsonl
 from jaxshare.serving.evaluation import runs, scoring
 from jaxshare.serving.evaluation.runs import Run
 from jaxshare.serving.evaluation.scoring import Point
@@ -68,7 +67,7 @@ def create_runs(
 ) -> BinaryIO:
     """Writes the settings of a new evaluation and opens its file of runs, which `files` closes."""
     value = {"format": _FORMAT, "settings": settings, **weights}
-    jsonl.write(folder / SETTINGS, [jsonl.line(value)], AGAIN)
+    jsonl.write(folder / SETTINGS, [jsonl.line(checksums.sealed(value))], AGAIN)
     return files.enter_context(jsonl.open_alone(folder / RUNS, "xb", OTHER))
 
 
@@ -82,7 +81,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         return jsonl.read_settings(folder / SETTINGS, _FORMAT)
     except ValueError as error:
         raise ValueError(
-            f"{folder} has no evaluation that can be read ({error}); name a folder that `jaxshare "
+            f"{folder} has no evaluation that can be read ({SETTINGS}: {error}); name a folder that `jaxshare "
             "evaluate` has written"
         ) from error
 
@@ -97,7 +96,7 @@ def check_weights(folder: Path, model: LoadedModel) -> dict[str, str]:
     """
     now = {"weights": model.fingerprint} if model.params else {}
     if now and os.path.lexists(folder / SETTINGS):
-        then = json.loads((folder / SETTINGS).read_bytes()).get("weights", now["weights"])
+        then = checksums.loads((folder / SETTINGS).read_bytes()).get("weights", now["weights"])
         if then != now["weights"]:
             raise ValueError(
                 f"the evaluation in {folder} began with another model of this name: its parameters "
@@ -117,7 +116,7 @@ def read_lines(folder: Path, settings: Mapping[str, Any]) -> dict[str, list[Poin
       ValueError: the folder has no finished evaluation, or one of other problems.
     """
     try:
-        result = json.loads((folder / RESULT).read_bytes())
+        result = checksums.loads((folder / RESULT).read_bytes())
         theirs, points = result["settings"], [Point(**point) for point in result["points"]]
         problems, method = theirs["problems"], theirs["method"]
     except (OSError, ValueError, KeyError, TypeError) as error:

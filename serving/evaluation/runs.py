@@ -7,7 +7,6 @@ file: the runs in it are skipped, the rest is made, and the result is that of an
 import concurrent.futures
 import dataclasses
 import functools
-import json
 import queue
 from collections.abc import (
     Callable,
@@ -25,7 +24,7 @@ from typing import Any, BinaryIO
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
-from jaxshare.serving import jsonl
+from jaxshare.serving import checksums, jsonl
 from jaxshare.serving.cluster.ray_pool import RayPool, Work
 from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.evaluation.baselines import METHODS
@@ -114,7 +113,7 @@ class Run:
           ValueError: the line is no run.
         """
         try:
-            run = cls(**json.loads(line))
+            run = cls(**checksums.loads(line))
         except TypeError as error:
             raise ValueError(str(error)) from error
         kinds = {
@@ -318,4 +317,4 @@ def read_runs(file: BinaryIO, path: Path, known: Container[Key]) -> list[Run]:
 
 def write_run(file: BinaryIO, run: Run) -> None:
     """Appends a run to the file, at once."""
-    jsonl.append(file, dataclasses.asdict(run), "--resume goes on with the evaluation")
+    jsonl.append(file, dataclasses.asdict(run), "--resume goes on with the evaluation", sync=True)

@@ -346,7 +346,7 @@ class Workers(SessionView):
         Args:
           model: the same, on any mesh or none.
           folder: that the session was saved to.
-          number: of the save; default the newest.
+          number: of the save; default the newest that is not damaged.
           layout, kind: the function and the rule of the saved session, if it had one of its own,
             which cannot be saved.
           passes_at_once, implementation, engine: as for `Workers`.

@@ -1,13 +1,21 @@
 """Files are written whole or not at all, and what cannot be written is known before any work is
 done for it."""
 
+import errno
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
-from jaxshare.paths import check_file, check_folder, unwritable_file, unwritable_folder, whole_file
+from jaxshare.paths import (
+    WriteError,
+    check_file,
+    check_folder,
+    unwritable_file,
+    unwritable_folder,
+    whole_file,
+)
 
 no_proc = pytest.mark.skipif(
     not Path("/proc/self").is_dir(), reason="needs a folder in which even root can make no file"
@@ -105,6 +113,43 @@ def test_an_error_names_the_option_and_what_would_do(folder):
         check_folder("--out", folder / "file")
     check_file("--save", None)
     check_folder("--out", None)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+def test_an_error_leaves_the_old_file_and_says_what_would_do(folder, monkeypatch, number, call):
+    def failing(*_):
+        raise OSError(number, os.strerror(number))
+
+    before = everything(folder)
+    with monkeypatch.context() as patched:
+        if call != "write":
+            patched.setattr(os, call, failing)
+        with pytest.raises(WriteError) as raised, whole_file(folder / "file") as file:
+            file.write("half of it")
+            if call == "write":
+                failing()
+    assert everything(folder) == before, "the old file, and nothing beside it"
+    assert raised.value.errno == number
+    start, advice = str(raised.value).split("; " if number == errno.ENOSPC else ": ", 1)
+    assert start.startswith(f"{folder / 'file'} cannot be written ({os.strerror(number)})")
+    assert "give" in advice and "place" in advice
+
+
+@no_proc
+def test_a_new_name_is_on_the_disk_too(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+
+    def watched(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    with whole_file(tmp_path / "a" / "b" / "file") as file:
+        file.write("x")
+    made, whole = synced[:2], synced[2:]
+    assert sorted(made) == [str(tmp_path), str(tmp_path / "a")]
+    assert whole[0].endswith(".tmp") and whole[1:] == [str(tmp_path / "a" / "b")]
 
 
 def test_a_device_stays_one(folder):

@@ -22,7 +22,8 @@ from tqdm import tqdm
 from jaxshare import models
 from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
-from jaxshare.serving import jsonl
+from jaxshare.paths import WriteError, whole_file
+from jaxshare.serving import checksums, jsonl
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.cli.evaluation.plan import EvaluationPlan
 from jaxshare.serving.cluster import process_mesh, ray_pool
@@ -225,7 +226,7 @@ def run_evaluation(
         result = _result(plan, made, before, refused, points, watch, folder)
         try:
             jsonl.write(folder / SCORES, map(jsonl.line, map(dataclasses.asdict, scores)), AGAIN)
-            jsonl.write(folder / RESULT, [jsonl.line(result)], AGAIN)
+            jsonl.write(folder / RESULT, [jsonl.line(checksums.sealed(result))], AGAIN)
             _write_report(plan.settings, points, plan.beside, folder)
         finally:  # all is marked, and printed, even where the disk is full now
             _print_report(options, plan.settings, points, folder, result)
@@ -350,13 +351,11 @@ def _write_report(
         lines |= others
     if plot.available():
         try:
-            plot.accuracy_picture(lines, f"{settings['task']}, {settings['model']}").savefig(
-                folder / PICTURE, dpi=130
-            )
+            picture = plot.accuracy_picture(lines, f"{settings['task']}, {settings['model']}")
+            with whole_file(folder / PICTURE, "wb") as file:
+                picture.savefig(file, dpi=130)
         except OSError as error:
-            raise ValueError(
-                f"{folder / PICTURE} cannot be written ({error}); make room, and {AGAIN}"
-            ) from error
+            raise ValueError(f"{WriteError.of(folder / PICTURE, error)}; {AGAIN}") from error
     else:
         print(
             f"{PICTURE} is left out, because matplotlib is not installed; `pip install "

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from jaxshare.paths import check_folder
-from jaxshare.serving import jsonl
+from jaxshare.serving import checksums, jsonl
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.evaluation import judge
 from jaxshare.serving.evaluation.folder import RUNS, read_settings
@@ -190,7 +190,9 @@ def _open(
         )
     else:
         jsonl.write(
-            folder / SETTINGS, [jsonl.line({"format": _FORMAT, "settings": settings})], _AGAIN
+            folder / SETTINGS,
+            [jsonl.line(checksums.sealed({"format": _FORMAT, "settings": settings}))],
+            _AGAIN,
         )
     file = files.enter_context(
         jsonl.open_alone(path, "r+b" if os.path.lexists(path) else "x+b", advice)
@@ -198,7 +200,7 @@ def _open(
     gradings: dict[_Key, Grading] = {}
     for number, line in enumerate(jsonl.lines_of(file), 1):
         try:
-            grading = Grading(**json.loads(line))
+            grading = Grading(**checksums.loads(line))
             if grading.level not in judge.LEVELS:
                 raise ValueError(f"its level is {grading.level!r}")
         except (ValueError, TypeError) as error:
@@ -223,7 +225,7 @@ def _grade(
             disable=not sys.stderr.isatty(),
         ):
             gradings.append(judge.grade(endpoint, run, number, tokens))
-            jsonl.append(file, dataclasses.asdict(gradings[-1]), _AGAIN)
+            jsonl.append(file, dataclasses.asdict(gradings[-1]), _AGAIN, sync=True)
     except (JudgeError, KeyboardInterrupt) as error:
         kept = (
             f"{before + len(gradings)} of {before + len(pending)} gradings are kept, and {_AGAIN}"

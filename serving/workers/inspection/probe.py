@@ -26,6 +26,7 @@ from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
 from jaxshare.models.layers import Decoder
 from jaxshare.paths import whole_file
+from jaxshare.serving import checksums
 
 if TYPE_CHECKING:
     from jaxshare.serving.workers.layouts import WorkersLayout
@@ -145,10 +146,10 @@ class Snapshot:
         """Writes JSON, the whole file or nothing.
 
         Raises:
-          OSError: it cannot be written.
+          WriteError: it cannot be written; what was there before stays.
         """
         with whole_file(Path(path)) as file:
-            json.dump(self.to_json(), file, ensure_ascii=False, indent=1)
+            json.dump(checksums.sealed(self.to_json()), file, ensure_ascii=False, indent=1)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Snapshot":
@@ -159,7 +160,7 @@ class Snapshot:
         """
         name, do = os.fspath(path), "give a file that Snapshot.save has written"
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = checksums.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"the snapshot {name} cannot be read ({error}); {do}") from error
         if not isinstance(data, dict) or data.get("format") != _FORMAT:

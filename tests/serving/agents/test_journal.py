@@ -1,8 +1,10 @@
 """Runs that are recorded and replayed without their model and tools; search logs and pictures."""
 
 import asyncio
+import errno
 import importlib.util
 import json
+import os
 import sys
 
 import pytest
@@ -239,6 +241,49 @@ def test_files_that_are_no_journal_are_refused(tmp_path, text):
         Journal.load(file)
     with pytest.raises(ValueError, match="is no search log of agents"):
         SearchLog.load(file)
+
+
+def recorded(answer: str = "1") -> Journal:
+    """A journal with a model's answer and a tool's value, as a pickle."""
+
+    @agent
+    async def mixed():
+        await llm("one")
+        return await tool(complex, 1, 2)
+
+    journal = Journal()
+    finished(Runtime(ScriptedModel({"one": [answer]}), journal=journal), mixed)
+    return journal
+
+
+def test_a_flipped_bit_in_a_journal_is_found_and_its_entry_named(tmp_path):
+    file = tmp_path / "journal.json"
+    recorded().save(file)
+    content = file.read_text(encoding="utf-8")
+    file.write_text(content.replace('"1"', '"3"'), encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=rf"{file} is no journal .*\(entry 1 is damaged: its check"
+    ):
+        Journal.load(file)
+    former = json.loads(content)
+    for entry in former["entries"]:
+        del entry["checksum"]
+    file.write_text(json.dumps(former), encoding="utf-8")
+    assert len(Journal.load(file)) == len(recorded()), "a journal of a former version"
+
+
+def test_a_full_disk_leaves_the_journal_that_was_there(tmp_path, monkeypatch):
+    file = tmp_path / "journal.json"
+    recorded().save(file)
+    before = file.read_bytes()
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"journal.json cannot be written \(No space .*; make room"):
+        recorded().save(file)
+    assert [*tmp_path.iterdir()] == [file] and file.read_bytes() == before
 
 
 # Search logs.

@@ -2,6 +2,7 @@
 real ones killed."""
 
 import argparse
+import contextlib
 import fcntl
 import io
 import json
@@ -19,6 +20,7 @@ import pytest
 
 from jaxshare import FinishReason, Sampler
 from jaxshare.models import Generation
+from jaxshare.serving import checksums
 from jaxshare.serving.cli import arguments, batch
 from jaxshare.serving.engine.completion import Completion
 
@@ -161,6 +163,18 @@ def job(tmp_path, capsys):
 
 def results(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def flipped(content: bytes, at: int) -> bytes:
+    """The content with one bit of a byte flipped, another bit in each."""
+    return content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]
+
+
+def begun(job: dict) -> dict:
+    """The file of a complete job as it was before the end."""
+    return checksums.sealed(
+        checksums.unsealed(job) | {"finished": None, "output": None, "lines": None}
+    )
 
 
 def tokens(string: str) -> list[int]:
@@ -593,12 +607,12 @@ def test_a_job_broken_off_at_any_byte_is_continued(job):
     is there twice."""
     job(LINES, "--n", "2")
     whole, settings = job.output.read_bytes(), json.loads(job.job.read_bytes())
-    lines = whole.splitlines(keepends=True)
+    lines = [batch.jsonl.line(checksums.sealed(result)) for result in results(job.output)]
     random.Random(5).shuffle(lines)
     written = b"".join(lines)
     for cut in range(0, len(written) + 1, 7):
         job.output.write_bytes(written[:cut])
-        job.job.write_text(json.dumps(settings | {"finished": None, "output": None}))
+        job.job.write_text(json.dumps(begun(settings)))
         kept = written[:cut].count(b"\n")
         assert job(LINES, "--n", "2", "--resume")[0] == 0
         assert job.output.read_bytes() == whole and json.loads(job.job.read_bytes()) == settings
@@ -637,7 +651,7 @@ def test_rows_that_were_taken_out_of_a_complete_job_are_sampled_again(job):
 
 
 def test_the_output_of_an_earlier_version_is_continued(job):
-    """It had "reason" for "finish_reason", and "budget" for "length"."""
+    """It had "reason" for "finish_reason", "budget" for "length", and no checksums."""
     lines = [*LINES, {"prompt": 'a "reason"'}]
     asked = ("--n", "2", "--max-new-tokens", "3")
     job(lines, *asked, name="unbroken")
@@ -651,7 +665,7 @@ def test_the_output_of_an_earlier_version_is_continued(job):
                     {"finish_reason": "reason"}.get(name, name): former.get(value, value)
                     if name == "finish_reason"
                     else value
-                    for name, value in result.items()
+                    for name, value in checksums.unsealed(result).items()
                 }
             )
             + "\n"
@@ -696,12 +710,76 @@ def test_damage_in_the_middle_is_named(job, damage, words):
     job([{"prompt": "a"}, "", {"prompt": "b", "n": 3}])
     lines = job.output.read_bytes().split(b"\n")
     job.output.write_bytes(b"\n".join([*lines[:2], damage, *lines[3:]]))
+    job.job.write_text(json.dumps(begun(json.loads(job.job.read_bytes()))))
     with pytest.raises(
         ValueError,
         match=rf"line 3 of the output .*out.jsonl is damaged \(.*{words}.*take that line out, and "
         r"--resume",
     ):
         job([{"prompt": "a"}, "", {"prompt": "b", "n": 3}], "--resume")
+
+
+@pytest.mark.parametrize("lives", [3, None], ids=["begun", "complete"])
+def test_no_flipped_bit_of_an_output_is_taken_for_a_text(job, lives):
+    """Also one that leaves JSON with all its fields."""
+    given = (LINES, "--n", "2", "--max-new-tokens", "3")
+    job(*given, name="unbroken")
+    with contextlib.nullcontext() if lives is None else pytest.raises(RuntimeError):
+        job(*given, lives=lives)
+    written, settings = job.output.read_bytes(), job.job.read_bytes()
+    named = 0
+    for at in range(0, len(written), 17):
+        job.output.write_bytes(flipped(written, at))
+        job.job.write_bytes(settings)
+        line = written[:at].count(b"\n") + 1
+        try:
+            job(*given, "--resume")
+        except ValueError as error:
+            assert f"line {line} of the output {job.output} is damaged" in str(error)
+            assert job.output.read_bytes() == flipped(written, at), "an error changes nothing"
+            named += 1
+        else:
+            assert job.output.read_bytes() == (job.folder / "unbroken").read_bytes()
+    assert named > 10
+    for at in range(0, len(settings), 17):
+        job.output.write_bytes(written)
+        job.job.write_bytes(flipped(settings, at))
+        try:
+            code, _, err = job(*given, "--resume")
+        except ValueError as error:
+            assert str(error).startswith(f"{job.job} cannot be read or is damaged")
+        else:
+            assert code == 0 and "9 completions" in err
+            assert job.output.read_bytes() == (job.folder / "unbroken").read_bytes()
+
+
+def test_a_flipped_bit_is_found_where_the_job_ended_between_its_last_two_files(job, monkeypatch):
+    write, calls = batch.jsonl.write, []
+
+    def killed(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("killed")
+        write(*args)
+
+    monkeypatch.setattr(batch.jsonl, "write", killed)
+    with pytest.raises(RuntimeError, match="killed"):
+        job(LINES)
+    monkeypatch.undo()
+    whole = job.output.read_bytes()
+    job.output.write_bytes(whole.replace(b'"tokens": [0', b'"tokens": [1', 1))
+    with pytest.raises(ValueError, match=r"line 1 of the output .* is damaged \(.*checksum"):
+        job(LINES, "--resume")
+    job.output.write_bytes(whole)
+    assert job(LINES, "--resume")[0] == 0 and len(results(job.output)) == 6
+
+
+def test_completions_in_a_complete_output_are_plain(job):
+    job(LINES)
+    assert {*results(job.output)[0]} == {*GOOD}
+    with pytest.raises(RuntimeError):
+        job(LINES, name="b", lives=2)
+    assert all({*line} == {*GOOD, "checksum"} for line in results(job.folder / "b"))
 
 
 def test_ctrl_c_says_how_to_go_on(job, capsys):

@@ -2,7 +2,10 @@
 costs no result."""
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
@@ -16,6 +19,7 @@ from jaxshare.serving.tuning import calibration
 from jaxshare.serving.workers.inspection import plots
 from jaxshare.serving.workers.inspection.probe import BlockExtent, Listed, Snapshot
 from jaxshare.serving.workers.results import Answer, Result
+from tests.helpers import mostly_slow
 from tests.serving.cli.test_main import PROBLEM
 
 FULL = Path("/dev/full")
@@ -301,6 +305,24 @@ def test_costs_that_cannot_be_kept_are_printed(capsys, tmp_path, monkeypatch):
     found = json.loads(out)
     assert code == 1 and found["costs"] == costs.as_json() and found["file"] is None
     assert "No space left" in err and "JAXSHARE_CACHE" in err
+
+
+@full_disk
+@pytest.mark.parametrize("unbuffered", mostly_slow(["", "1"]))
+def test_a_full_standard_output_is_said_in_a_sentence(place, unbuffered):
+    with FULL.open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "jaxshare.serving.cli", "inspect", "run.json", "--json"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    assert done.returncode == 1 and done.stderr.splitlines() == [
+        "jaxshare: error: the standard output cannot be written (No space left on device); make "
+        "room on its disk, or give another place"
+    ]
 
 
 # What all commands take.

@@ -5,6 +5,7 @@ A save that is half written is never restored.
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -476,6 +478,82 @@ def test_killed_in_the_midst_of_a_save_the_one_before_it_is_restored(tmp_path):
         assert saved.metadata == {"which": "third"}
 
 
+def two_saves(folder) -> dict[str, np.ndarray]:
+    """A folder with two checkpoints; the arrays of the first."""
+    saves, rng = CheckpointStore(folder), np.random.default_rng(0)
+    arrays = {"keys": rng.normal(size=(4, 300)), "small": np.arange(5)}
+    saves.save(arrays, {"which": "first"}, wait=True)
+    saves.save({name: array + 1 for name, array in arrays.items()}, {"which": "second"}, wait=True)
+    saves.close()
+    return arrays
+
+
+def listed_files(folder) -> list:
+    """The files of a checkpoint that something is read from."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if (path.is_file() and path.parent != folder) or path.name == "checksums.json"
+    ]
+
+
+def test_a_damaged_newest_save_is_stepped_over_and_named(tmp_path, caplog):
+    first = two_saves(tmp_path)
+    files = listed_files(tmp_path / "2")
+    assert len(files) > 5
+    for path in files:
+        content = path.read_bytes()
+        for at in (0, len(content) // 2, len(content) - 1):
+            path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+            with pytest.raises(SaveError, match=re.escape(str(path))) as error:
+                SavedCheckpoint(tmp_path, 2)
+            assert "--resume-from" in str(error.value)
+            caplog.clear()
+            with SavedCheckpoint(tmp_path) as saved:
+                assert saved.number == 1 and saved.metadata == {"which": "first"}
+                said = [r.getMessage() for r in caplog.records if r.name == "jaxshare"]
+                assert (
+                    len(said) == 1
+                    and str(path) in said[0]
+                    and "; checkpoint 1 is opened" in said[0]
+                )
+        path.write_bytes(content)
+    path.unlink()
+    with SavedCheckpoint(tmp_path) as saved:
+        np.testing.assert_array_equal(saved.arrays()["keys"], first["keys"])
+    shutil.rmtree(tmp_path / "1")
+    with pytest.raises(SaveError, match=f"{re.escape(str(path))} is missing"):
+        SavedCheckpoint(tmp_path)
+
+
+def test_a_save_of_a_former_version_has_no_checksums_and_is_restored(tmp_path):
+    first = two_saves(tmp_path)
+    (tmp_path / "2" / "checksums.json").unlink()
+    with SavedCheckpoint(tmp_path) as saved:
+        assert saved.number == 2
+        np.testing.assert_array_equal(saved.arrays()["small"], first["small"] + 1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs the names of descriptors")
+def test_a_save_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Every file and folder of it, so that a power loss leaves it whole or none of it."""
+    synced: dict[str, bool] = {}
+    fsync = os.fsync
+
+    def watched(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced[re.sub(r"2\.orbax[^/]*", "2", path)] = (tmp_path / "2").exists()
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    two_saves(tmp_path)
+    for path in listed_files(tmp_path / "2"):
+        if path.name != "checksums.json":  # it takes its name when it is there
+            assert synced[str(path)] is False
+        assert synced[str(path.parent)] is False
+    assert synced[str(tmp_path)] is True, "the names of the saves, after the last one has its own"
+
+
 def test_what_cannot_be_restored_is_said(tmp_path):
     with pytest.raises(SaveError, match=r"there is no folder .*nowhere to restore from"):
         Workers.restore(model(), tmp_path / "nowhere")
@@ -557,11 +635,22 @@ def test_a_killed_command_goes_on_with_resume_and_says_what_the_unbroken_one_say
         unbroken.pop(timing, None)
         resumed.pop(timing, None)
     assert resumed == unbroken
+    newest = max(int(path.name) for path in (tmp_path / "saves").iterdir())
+    (tmp_path / "saves" / str(newest) / "facts" / "metadata").write_bytes(b"{}")
+    for more in (["--resume"], ["--resume-from", str(newest - 1)]):
+        shutil.copytree(tmp_path / "saves", folder := tmp_path / more[0])
+        assert main.main([*command, "--checkpoint", str(folder), *more]) == 0
+        again = json.loads(capsys.readouterr().out)
+        assert all(again[name] == unbroken[name] for name in ("answers", "passes", "tokens"))
+    assert main.main([*saving, "--resume-from", str(newest)]) == 1
+    assert "facts/metadata is damaged" in capsys.readouterr().err
 
 
 def test_wrong_arguments_of_the_command_are_said_before_the_model_is_loaded(capsys):
     for arguments, said in (
         (["--resume"], "give its folder as --checkpoint"),
+        (["--resume-from", "2"], "--resume-from goes on with a session that was saved; give its"),
+        (["--resume-from", "2", "--checkpoint", "no-such-folder"], "has no checkpoint; give the"),
         (["--checkpoint", "x", "--checkpoint-every", "0"], "at least 1"),
         (
             ["--trace", "no-such-folder/run.trace"],
