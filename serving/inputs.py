@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
+from jaxshare.serving.chat_template import ChatTemplateError, render_marked
+from jaxshare.serving.words import encode_marked
 from jaxshare.sharding import KV, TENSOR, axis_size
 
 _log = logging.getLogger("jaxshare.generate")
@@ -18,7 +20,9 @@ def encode(model: LoadedModel, prompt: str | Sequence[int], *, first: bool = Tru
 
     Args:
       model: the model with the tokenizer.
-      prompt: text, or tokens, which are returned unchanged.
+      prompt: text, or tokens, which are returned unchanged. The texts of special tokens become
+        special tokens, so that a dialogue can be written out by hand; words of others belong into
+        messages, which `encode_messages` keeps apart from the template.
       first: the text is at the start of a context, where some tokenizers add a special token.
 
     Raises:
@@ -40,6 +44,8 @@ def encode(model: LoadedModel, prompt: str | Sequence[int], *, first: bool = Tru
 def encode_messages(model: LoadedModel, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """Encodes a dialogue in the model's chat template, up to the start of the model's answer.
 
+    Special tokens come from the template alone: their texts in messages are ordinary tokens.
+
     Raises:
       ValueError: a model without a template, or messages that the template refuses.
     """
@@ -47,15 +53,8 @@ def encode_messages(model: LoadedModel, messages: Sequence[Mapping[str, str]]) -
     if tokenizer is None or not tokenizer.chat_template:
         raise ValueError("the model has no chat template, so it cannot take messages; give a text")
     try:
-        # Tokenized here, because the template already contains the special tokens.
-        return tokenizer.apply_chat_template(
-            [*map(dict, messages)],
-            tokenize=True,
-            add_generation_prompt=True,  # pyright: ignore
-            return_dict=False,
-            tokenizer_kwargs={"verbose": False},
-        )
-    except Exception as error:  # a template is a program and may raise anything
+        return encode_marked(tokenizer, render_marked(tokenizer, messages))
+    except ChatTemplateError as error:
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise ValueError(
             f"the model's chat template refuses the messages ({error}); their roles are {roles}"

@@ -18,13 +18,16 @@ def reserved_blocks(count: int) -> list[str]:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raises ValueError for no workers, and for empty or repeated names."""
+    """Raises ValueError for no workers, and for names that are empty, repeated or of two lines."""
     if (
         not names
         or not all(isinstance(name, str) and name.strip() for name in names)
         or len(set(names)) < len(names)
     ):
         raise ValueError(f"workers need names, each its own; got {list(names)}")
+    # A line break would let a name write a header of another worker.
+    if broken := [name for name in names if name.splitlines() != [name]]:
+        raise ValueError(f"the name {broken[0]!r} has a line break; give a name of one line")
 
 
 @dataclasses.dataclass(frozen=True)

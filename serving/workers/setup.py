@@ -248,7 +248,7 @@ def _sizes(
         roster.reserved,
         context=model.config.max_positions,
         prompt=len(texts.prompt),
-        problem=len(codec.encode(settings["problem"])),
+        problem=len(codec.encode(codec.mark(settings["problem"]))),
         texts={block: len(tokens) for block, tokens in headers.items()} | {FINISHER: finisher},
         opening=texts.max_opening(roster),
         budget=settings["budget"],

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -14,8 +15,8 @@ import time
 import types
 from pathlib import Path
 
-import jinja2
 import pytest
+from tokenizers import AddedToken
 
 from jaxshare import FinishReason, Sampler
 from jaxshare.models import Generation
@@ -29,15 +30,21 @@ CONTEXT, VOCAB = 100, 300
 class Tokenizer:
     """A token is a byte; a prompt starts with BOS, a message with USER, a reply with REPLY."""
 
-    chat_template = "a template"
+    chat_template = (
+        "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('roles must be user') }}"
+        "{% endif %}<user>{{ m.content }}{% endfor %}<reply>"
+    )
+    added_tokens_decoder = {USER: AddedToken("<user>"), REPLY: AddedToken("<reply>")}  # noqa: RUF012
+    special_tokens_map = {}  # noqa: RUF012
 
     def encode(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> list[int]:
-        return [BOS] * add_special_tokens + [*text.encode()]
+        tokens = [BOS] * add_special_tokens
+        for part in re.split("(<user>|<reply>)", text):
+            tokens += {"<user>": [USER], "<reply>": [REPLY]}.get(part, part.encode())
+        return tokens
 
-    def apply_chat_template(self, messages, **_) -> list[int]:
-        if any(m["role"] != "user" for m in messages):
-            raise jinja2.TemplateError("roles must be user")
-        return [token for m in messages for token in (USER, *m["content"].encode())] + [REPLY]
+    def get_chat_template(self) -> str:
+        return self.chat_template
 
 
 def model(tokenizer=Tokenizer):
