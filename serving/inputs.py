@@ -79,6 +79,16 @@ def default_sampler(model: LoadedModel) -> Sampler:
     return Sampler(temperature=g.temperature, top_k=g.top_k, top_p=g.top_p, min_p=g.min_p)
 
 
+def check_sampler(model: LoadedModel, sampler: Sampler) -> None:
+    """Raises ValueError if a sampler leaves no token of the model's vocabulary to choose."""
+    vocab = model.config.vocab_size
+    if len(sampler.forbidden) >= vocab and len({*sampler.forbidden} & {*range(vocab)}) == vocab:
+        raise ValueError(
+            f"the sampler forbids all {vocab} tokens of the vocabulary, so none could be chosen; "
+            "allow at least one"
+        )
+
+
 def warn_of_equal_texts(sampler: Sampler, n: int) -> None:
     """Logs a warning if n > 1 completions of a prompt would be equal, at temperature 0."""
     if n > 1 and sampler.temperature == 0:

@@ -25,7 +25,7 @@ from jaxshare.serving.engine.session_passes import SessionPasses
 from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamState
 from jaxshare.serving.errors import EngineError, QueueFullError
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.inputs import default_sampler
+from jaxshare.serving.inputs import check_sampler, default_sampler
 from jaxshare.serving.kvcache.lease import KVLease, LeaseTable
 from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.logits_cache.cache import LogitsCache
@@ -158,6 +158,7 @@ class Engine(EngineLoop):
         sampler = sampler or self._sampler
         warn_of_greedy(self.model, sampler)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        check_sampler(self.model, sampler)
         validation.check_request(
             self.model,
             sampler,

@@ -18,7 +18,7 @@ from jaxshare.serving.engine.decisions import text_digest
 from jaxshare.serving.engine.prefill import prefill
 from jaxshare.serving.engine.session_passes import MIN_BIAS_SLOTS, RowShape
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.inputs import cache_dtype, default_sampler
+from jaxshare.serving.inputs import cache_dtype, check_sampler, default_sampler
 from jaxshare.serving.kvcache.lease import KVLease
 from jaxshare.serving.workers.block_sizes import block_sizes, rounded_budget
 from jaxshare.serving.workers.growth import Growth
@@ -122,6 +122,7 @@ def create_session(
     watch = Stopwatch.start()
     settings = _checked(model, settings, engine)
     names, format = settings["names"], settings["format"]
+    sampler = _with_forbidden(settings["sampler"], model, format, settings["stop_on"])
     plan = _SessionPlan.create(model, settings)
     # An engine's memory holds keys that are rotated as for the whole context.
     context = model.config.max_positions if engine else plan.needed
@@ -130,7 +131,6 @@ def create_session(
     recorder = Recorder(len(capacities), capacities) if settings["record"] else None
     lease = engine.lease(capacities, plan.digest(settings)) if engine else None
     cache, growth, broken, prefill_seconds = _fill_cache(model, plan, capacities, recorder, lease)
-    sampler = _with_forbidden(settings["sampler"], model, format, settings["stop_on"])
     rows = plan.roster.device_layout
     session = SessionState(
         settings=settings,
@@ -310,7 +310,9 @@ def _with_forbidden(sampler: Sampler, model: LoadedModel, format: Format, stop_o
         tokens -= stops
     elif stop_on == "never":
         tokens |= stops
-    return dataclasses.replace(sampler, forbidden=tuple(sorted(tokens)))
+    sampler = dataclasses.replace(sampler, forbidden=tuple(sorted(tokens)))
+    check_sampler(model, sampler)
+    return sampler
 
 
 def _decode_state(
