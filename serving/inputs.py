@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.chat_template import ChatTemplateError, render_marked
-from jaxshare.serving.words import encode_marked
+from jaxshare.serving.words import check_length, encode_marked
 from jaxshare.sharding import KV, TENSOR, axis_size
 
 _log = logging.getLogger("jaxshare.generate")
@@ -37,6 +37,7 @@ def encode(model: LoadedModel, prompt: str | Sequence[int], *, first: bool = Tru
             "the model folder has no tokenizer, so a prompt must be given as tokens; add the "
             "tokenizer's files to the folder"
         )
+    check_length(model.tokenizer, len(prompt), model.config.max_positions)
     # not verbose, because `check_context` reports a prompt that is too long
     return model.tokenizer.encode(prompt, add_special_tokens=first, verbose=False)
 
@@ -52,6 +53,7 @@ def encode_messages(model: LoadedModel, messages: Sequence[Mapping[str, str]]) -
     tokenizer = model.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         raise ValueError("the model has no chat template, so it cannot take messages; give a text")
+    check_messages(model, messages)
     try:
         return encode_marked(tokenizer, render_marked(tokenizer, messages))
     except ChatTemplateError as error:
@@ -59,6 +61,13 @@ def encode_messages(model: LoadedModel, messages: Sequence[Mapping[str, str]]) -
         raise ValueError(
             f"the model's chat template refuses the messages ({error}); their roles are {roles}"
         ) from error
+
+
+def check_messages(model: LoadedModel, messages: Sequence[Mapping[str, object]]) -> None:
+    """Raises ValueError for messages that are far too long for the model's context."""
+    texts = (value for message in messages for value in message.values())
+    characters = sum(len(text) for text in texts if isinstance(text, str))
+    check_length(model.tokenizer, characters, model.config.max_positions)
 
 
 def check_context(

@@ -74,6 +74,29 @@ def encode_marked(tokenizer: Any, text: str, *, first: bool = False) -> list[int
     return tokens
 
 
+def check_length(tokenizer: Any, characters: int, context: int) -> None:
+    """Raises ValueError for a text that no context of so many tokens can hold.
+
+    Encoding a text of 40 MB takes minutes; its characters show at once that it is too long.
+
+    Args:
+      tokenizer: as transformers makes them.
+      characters: of the text.
+      context: the most tokens that the model takes.
+    """
+    if characters > 16 * context and characters > (most := _longest(tokenizer) * context):
+        raise ValueError(
+            f"the text has {characters:,} characters, but the model's context of {context:,} "
+            f"tokens holds {most:,} at most; shorten it"
+        )
+
+
+@functools.lru_cache(maxsize=8)
+def _longest(tokenizer: Any) -> int:
+    """The most characters of a token, and at least 16: spaces may be dropped or joined."""
+    return max(16, *map(len, tokenizer.get_vocab()))
+
+
 class _Control:
     """The control tokens of a tokenizer, as patterns.
 

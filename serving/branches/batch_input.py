@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxshare.models import LoadedModel
-from jaxshare.serving.branches.prompt_tree import Branch, read_prompts
+from jaxshare.serving.branches.prompt_tree import MAX_COMPLETIONS, Branch, read_prompts
 from jaxshare.serving.chat_template import ChatTemplateError, SlowTemplateError, render_marked
-from jaxshare.serving.inputs import check_context, encode
+from jaxshare.serving.inputs import check_context, check_messages, encode
 from jaxshare.serving.words import encode_marked
 
 
@@ -206,6 +206,10 @@ def _count(value: dict[str, Any]) -> int | None:
     n = value.get("n")
     if "n" in value and (type(n) is not int or n < 1):
         raise ValueError(f"has {json.dumps(n)[:40]} as its n; ask for at least 1 completion")
+    if n is not None and n > MAX_COMPLETIONS:
+        raise ValueError(
+            f"has {str(n)[:40]} as its n; ask for at most {MAX_COMPLETIONS} completions of a prompt"
+        )
     return n
 
 
@@ -230,6 +234,7 @@ def _apply_template(messages: Any, model: LoadedModel) -> list[int]:
             'has "messages" that are no list of {"role": "...", "content": "..."}; give at least '
             "one"
         )
+    check_messages(model, messages)
     try:
         return encode_marked(tokenizer, render_marked(tokenizer, messages))
     except SlowTemplateError:

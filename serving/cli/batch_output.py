@@ -109,6 +109,10 @@ def num_failed(lines: Sequence[bytes]) -> int:
     return sum(json.loads(line)["finish_reason"] == failed for line in lines)
 
 
+_MAX_BYTES = 2**32
+"""The most bytes that are read of an input or an output."""
+
+
 def read_file(path: str | Path, what: str) -> bytes:
     """Reads a whole file, the "input" or the "output".
 
@@ -116,11 +120,15 @@ def read_file(path: str | Path, what: str) -> bytes:
       ValueError: it cannot be read.
     """
     try:
-        return Path(path).read_bytes()
+        with open(path, "rb") as file:
+            data = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ValueError(
             f"the {what} {path} cannot be read ({error}); give a file of JSON lines"
         ) from error
+    if len(data) > _MAX_BYTES:
+        raise ValueError(f"the {what} {path} has more than {_MAX_BYTES >> 30} GiB; split it")
+    return data
 
 
 def damaged_line(output: Path, number: int, reason: str) -> ValueError:

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from jaxshare import models
 from jaxshare.serving.branches.generate import Completions
 from jaxshare.serving.branches.generate import generate as generate_completions
+from jaxshare.serving.branches.prompt_tree import MAX_COMPLETIONS
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.cluster import process_mesh
 from jaxshare.serving.engine.completion import Completion
@@ -64,8 +65,10 @@ def run(options: argparse.Namespace) -> int:
     """
     # Errors that do not depend on the model are raised before it is loaded.
     sampling = arguments.sampling_of(options)
-    if options.n < 1:
-        raise ValueError(f"--n is {options.n}; ask for at least 1 completion")
+    if not 1 <= options.n <= MAX_COMPLETIONS:
+        raise ValueError(
+            f"--n is {options.n}; ask for at least 1 completion and at most {MAX_COMPLETIONS}"
+        )
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {options.max_new_tokens}; ask for at least 1 token")
     text = (

@@ -7,6 +7,7 @@ import numpy as np
 from jaxshare import FinishReason
 from jaxshare.decoding.array_rows import with_row
 from jaxshare.seeds import seed_words, stream_seed
+from jaxshare.serving.words import check_length
 from jaxshare.serving.workers.block_moves import can_move, move_block
 from jaxshare.serving.workers.finisher import flush
 from jaxshare.serving.workers.layouts import WorkersLayout
@@ -20,6 +21,7 @@ def say(session: SessionState, text: str, name: str) -> None:
     if not text.strip():
         raise ValueError("there is nothing to say; give at least one word")
     check_names((name,))
+    check_length(session.loaded.tokenizer, len(text), session.loaded.config.max_positions)
     if name in session.roster.names:
         raise ValueError(f"{name} is a worker of this session; a person speaks under another name")
     number = 1 + sum(step.worker == name for step in session.transcript.steps)
