@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.chat_template import ChatTemplateError, render_marked
-from jaxshare.serving.words import check_length, encode_marked
+from jaxshare.serving.words import check_length, check_tokens, encode_marked
 from jaxshare.sharding import KV, TENSOR, axis_size
 
 _log = logging.getLogger("jaxshare.generate")
@@ -26,7 +26,8 @@ def encode(model: LoadedModel, prompt: str | Sequence[int], *, first: bool = Tru
       first: the text is at the start of a context, where some tokenizers add a special token.
 
     Raises:
-      ValueError: an empty prompt, or text for a model without a tokenizer.
+      ValueError: an empty prompt, text for a model without a tokenizer or with that of another
+        one, or far more text than the context holds.
     """
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token of text")
@@ -39,7 +40,8 @@ def encode(model: LoadedModel, prompt: str | Sequence[int], *, first: bool = Tru
         )
     check_length(model.tokenizer, len(prompt), model.config.max_positions)
     # not verbose, because `check_context` reports a prompt that is too long
-    return model.tokenizer.encode(prompt, add_special_tokens=first, verbose=False)
+    tokens = model.tokenizer.encode(prompt, add_special_tokens=first, verbose=False)
+    return check_tokens(tokens, model.config.vocab_size)
 
 
 def encode_messages(model: LoadedModel, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -48,19 +50,21 @@ def encode_messages(model: LoadedModel, messages: Sequence[Mapping[str, str]]) -
     Special tokens come from the template alone: their texts in messages are ordinary tokens.
 
     Raises:
-      ValueError: a model without a template, or messages that the template refuses.
+      ValueError: a model without a template or with the tokenizer of another, messages that the
+        template refuses, or far more text than the context holds.
     """
     tokenizer = model.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         raise ValueError("the model has no chat template, so it cannot take messages; give a text")
     check_messages(model, messages)
     try:
-        return encode_marked(tokenizer, render_marked(tokenizer, messages))
+        text = render_marked(tokenizer, messages)
     except ChatTemplateError as error:
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise ValueError(
             f"the model's chat template refuses the messages ({error}); their roles are {roles}"
         ) from error
+    return check_tokens(encode_marked(tokenizer, text), model.config.vocab_size)
 
 
 def check_messages(model: LoadedModel, messages: Sequence[Mapping[str, object]]) -> None:

@@ -91,6 +91,20 @@ def check_length(tokenizer: Any, characters: int, context: int) -> None:
         )
 
 
+def check_tokens(tokens: list[int], vocab_size: int) -> list[int]:
+    """Returns tokens that the tokenizer has made, which the model must have.
+
+    Raises:
+      ValueError: a token that is outside the model's vocabulary.
+    """
+    if tokens and max(tokens) >= vocab_size:
+        raise ValueError(
+            f"the tokenizer makes token {max(tokens)} of the text, but the model's vocabulary has "
+            f"{vocab_size}; give the tokenizer that belongs to the model"
+        )
+    return tokens
+
+
 @functools.lru_cache(maxsize=8)
 def _longest(tokenizer: Any) -> int:
     """The most characters of a token, and at least 16: spaces may be dropped or joined."""

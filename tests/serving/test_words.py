@@ -2,6 +2,7 @@
 prompt changes."""
 
 import functools
+import types
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +13,10 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxshare.models import LoadedModel
 from jaxshare.serving.chat_template import render_marked
-from jaxshare.serving.inputs import encode_messages
+from jaxshare.serving.inputs import encode, encode_messages
 from jaxshare.serving.words import encode_marked, mark, unmark
 from jaxshare.serving.workers.prompts.format import COLLABORATIVE
+from jaxshare.serving.workers.text.codec import codec_of
 
 SPECIAL = ("<s>", "<|im_start|>", "<|im_end|>", "<|end|>")
 OTHERS = ("<think>", "</think>", "  ", "<unused>")
@@ -67,7 +69,8 @@ def tokenizer(template: str, model: str = "bytes") -> PreTrainedTokenizerFast:
 
 
 def model_of(made: PreTrainedTokenizerFast) -> LoadedModel:
-    return LoadedModel(None, {}, made, None)  # pyright: ignore[reportArgumentType]
+    config = types.SimpleNamespace(vocab_size=len(made), max_positions=8192)
+    return LoadedModel(config, {}, made, None)  # pyright: ignore[reportArgumentType]
 
 
 def said(*contents: str, roles=("system", "user", "assistant", "user")) -> list[dict[str, str]]:
@@ -155,3 +158,25 @@ def test_a_problem_and_names_make_no_control_token(template):
     hostile, harmless = ([t for t in tokens if t in SPECIAL] for tokens in written)
     assert hostile == harmless
     assert problem in COLLABORATIVE.prompt(made, problem, names)
+
+
+def test_a_token_that_the_model_does_not_have_is_refused():
+    """Instead of read as the last one, or an index that is out of range."""
+    made = tokenizer(CHATML)
+    config = types.SimpleNamespace(vocab_size=len(made) - 1, max_positions=8192)
+    small = LoadedModel(config, {}, made, None)  # pyright: ignore[reportArgumentType]
+    last = made.convert_ids_to_tokens(len(made) - 1)
+    for encoded in (lambda: encode(small, f"a {last}"), lambda: codec_of(made, 100).encode("é")):
+        with pytest.raises(ValueError, match=r"the tokenizer makes token \d+ of the text, but"):
+            encoded()
+
+
+def test_far_too_much_text_is_refused_before_it_is_encoded():
+    model = model_of(tokenizer(CHATML))
+    words = r"the text has 9,000,0\d\d characters, but the model's context of 8,192 tokens holds"
+    with pytest.raises(ValueError, match=words):
+        encode(model, "a" * 9_000_000)
+    with pytest.raises(ValueError, match=words):
+        encode_messages(model, said("a" * 9_000_000))
+    spaces = "a " * 5000
+    assert len(encode(model, spaces)) == len(spaces)

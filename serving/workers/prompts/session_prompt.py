@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Self
 
+from jaxshare.serving.words import check_tokens
 from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.roster import Roster
 from jaxshare.serving.workers.text.codec import Codec
@@ -32,6 +33,7 @@ class SessionTexts:
         """The texts of a session with these first workers."""
         used = format if roster.layout.moves else dataclasses.replace(format, history_header="")
         prompt = used.prompt_tokens(codec.tokenizer, problem, roster.names)
+        check_tokens(prompt, len(codec.vocabulary))
         texts = cls(codec, format, prompt, codec.encode(format.separator), [])
         if texts.opening(roster, roster.names[0], 1):
             return texts

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxshare.serving.words import encode_marked, mark
+from jaxshare.serving.words import check_tokens, encode_marked, mark
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +35,7 @@ class Codec:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without the space that some tokenizers put before it."""
-        tokens = encode_marked(self.tokenizer, text)
+        tokens = check_tokens(encode_marked(self.tokenizer, text), len(self.vocabulary))
         return (
             tokens[1:]
             if tokens and self.vocabulary[tokens[0]] == b" " and not text.startswith(" ")
