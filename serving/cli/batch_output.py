@@ -71,7 +71,7 @@ def read_finished(job: Path, settings: Mapping[str, Any], file: BinaryIO) -> dic
         raise ValueError(
             f"there is no {job}, so nothing says which job wrote {output}; {OTHER}"
         ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{job} cannot be read or is damaged ({type(error).__name__}: {error}); {OTHER}"
         ) from error
@@ -159,5 +159,5 @@ def _key(line: bytes, number: int, output: Path) -> Key:
         if wrong := [name for name, kind in _RESULT.items() if type(result[name]) is not kind]:
             raise TypeError(f"its {wrong[0]} is {json.dumps(result[wrong[0]])[:40]}")
         return result["line"], tuple(map(int, result.get("branch", ()))), result["index"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged_line(output, number, f"{type(error).__name__}: {error}") from error
