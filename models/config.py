@@ -13,6 +13,9 @@ from jaxshare.rope import Rope
 
 FAMILIES = llama.FAMILIES | qwen.FAMILIES
 
+_MAX_LAYERS = 10_000
+"""More than any model has; each takes time to compile."""
+
 # Settings found in real Llama and Qwen files that do not change the model's numbers.
 _NO_EFFECT = frozenset(
     {
@@ -197,7 +200,7 @@ def _from_fields(fields: Fields) -> ModelConfig:
         fields.positive("hidden_size", int),
         fields.positive("num_attention_heads", int),
     )
-    num_layers = fields.positive("num_hidden_layers", int)
+    num_layers = fields.positive("num_hidden_layers", int, most=_MAX_LAYERS)
     specific = family.read(fields, hidden_size, num_heads, num_layers)
     if num_heads % specific["num_kv_heads"]:
         raise fields.error(
@@ -224,7 +227,7 @@ def _from_fields(fields: Fields) -> ModelConfig:
 
 def _architecture(fields: Fields) -> str:
     names = fields.take("architectures", list)
-    if len(names) != 1 or names[0] not in FAMILIES:
+    if len(names) != 1 or not isinstance(names[0], str) or names[0] not in FAMILIES:
         raise fields.error("architectures", f"only {', '.join(FAMILIES)} are supported")
     model_type = FAMILIES[names[0]].model_type
     if fields.take("model_type", str, model_type) != model_type:

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 REQUIRED: Any = object()
+MAX_INT, MAX_FLOAT = 2**31 - 1, 3.4e38
+"""The largest numbers of a device's int32 and float32."""
+_MAX_HEAD_DIM = 2**16
 
 
 class ConfigError(ValueError):
@@ -48,17 +51,28 @@ class Fields:
                     "without: add it"
                 )
             return default
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) < MAX_FLOAT:
             value = float(value)
         if type(value) is not kind or (kind is float and not math.isfinite(value)):
             raise self.error(name, f"must be {_KINDS[kind]}")
         return value
 
-    def positive(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
-        """Returns a number as `take` does; it must be greater than zero."""
+    def positive(
+        self, name: str, kind: type, default: Any = REQUIRED, most: float | None = None
+    ) -> Any:
+        """Returns a number as `take` does; it must be greater than zero.
+
+        It must not be greater than `most`, which is by default what the device's int32 or float32
+        can hold.
+        """
         value = self.take(name, kind, default)
-        if value is not None and value <= 0:
+        if value is None:
+            return None
+        if value <= 0:
             raise self.error(name, "must be greater than 0")
+        most = (MAX_INT if kind is int else MAX_FLOAT) if most is None else most
+        if value > most:
+            raise self.error(name, f"must be at most {most}")
         return value
 
     def inside(self, name: str) -> "Fields | None":
@@ -108,13 +122,19 @@ class Family:
 
 def read_head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
     """Reads head_dim, which defaults to hidden_size / num_heads."""
-    head_dim = fields.positive("head_dim", int, None)
+    head_dim = fields.positive("head_dim", int, None, _MAX_HEAD_DIM)
     if head_dim is None and hidden_size % num_heads:
         raise fields.error(
             "head_dim",
             f"it must be given, because {num_heads} heads do not divide hidden_size, {hidden_size}",
         )
-    return head_dim or hidden_size // num_heads
+    if not 1 <= (derived := head_dim or hidden_size // num_heads) <= _MAX_HEAD_DIM:
+        raise fields.error(
+            "hidden_size",
+            f"with {num_heads} heads each would have a size of {derived}; it must be 1 to "
+            f"{_MAX_HEAD_DIM}",
+        )
+    return derived
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
@@ -125,8 +145,12 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:  # both a malformed document and malformed UTF-8
+    except (ValueError, RecursionError) as error:  # malformed JSON or UTF-8, or nested too deeply
         raise ConfigError(f"{path} is not valid JSON ({error}); fetch the file again") from error
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error}); give a file that can be") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold one JSON object; it holds {_short(values)}")
     return values

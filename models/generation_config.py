@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxshare.models.config_fields import Fields
+from jaxshare.models.config_fields import MAX_FLOAT, MAX_INT, Fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +44,13 @@ class Generation:
         temperature = fields.take("temperature", float, 1.0)
         if temperature < 0:
             raise fields.error("temperature", "must not be negative")
+        if temperature > MAX_FLOAT:
+            raise fields.error("temperature", f"must be at most {MAX_FLOAT}")
         top_k = fields.take("top_k", int, 0)
         if top_k < 0:
             raise fields.error("top_k", "must not be negative")
+        if top_k > MAX_INT:
+            raise fields.error("top_k", f"must be at most {MAX_INT}; 0 keeps all tokens")
         top_p = fields.positive("top_p", float, 1.0)
         if top_p > 1:
             raise fields.error("top_p", "must be in (0, 1]")
@@ -68,6 +72,6 @@ class Generation:
 def _stop_tokens(fields: Fields) -> tuple[int, ...]:
     value = fields.values.get("eos_token_id")
     tokens = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token) is int and token >= 0 for token in tokens):
+    if not all(type(token) is int and 0 <= token <= MAX_INT for token in tokens):
         raise fields.error("eos_token_id", "must be a token or a list of tokens")
     return tuple(tokens)

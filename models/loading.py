@@ -32,6 +32,7 @@ from jaxshare.models.config_fields import Fields, first_line, read_json
 from jaxshare.models.generation_config import Generation
 from jaxshare.models.layers import Decoder
 from jaxshare.models.safetensors_io import (
+    CHECK_VARIABLE,
     DTYPES,
     expected_tensors,
     match_tensors,
@@ -197,6 +198,8 @@ def load(
     dtype: Any = None,
     revision: str | None = None,
     mesh: Mesh | None = None,
+    *,
+    check: bool | None = None,
 ) -> LoadedModel:
     """Loads a checkpoint in Hugging Face form, or in the Orbax form that `jaxshare convert` writes.
     Switches on the persistent compilation cache (`jaxshare.compile_cache`).
@@ -209,36 +212,25 @@ def load(
       revision: a branch, tag or commit on the hub.
       mesh: the devices to put the model on. From Orbax form each reads its part alone; no device
         ever holds more.
+      check: refuse parameters that are NaN or infinite. None is True, or False where the
+        environment variable JAXSHARE_CHECK_WEIGHTS is "off".
 
     Raises:
       FileNotFoundError: no such folder, or a required file is missing.
       ConfigError: config.json describes a model that is not supported, or a settings file is not a
         JSON object.
-      CheckpointError: weights that are truncated, corrupt or not those of the model.
+      CheckpointError: weights that are truncated, corrupt, not those of the model or not finite.
       ValueError: an unknown dtype, a tokenizer that cannot be read, or heads or MLP that do not
         divide over the mesh.
     """
     compile_cache.enable()
     target_dtype = None if dtype is None else _dtype(dtype)
+    check = os.environ.get(CHECK_VARIABLE) != "off" if check is None else check
     folder = _folder(path, revision, _FILES)
     config = ModelConfig.from_json(folder)
     fitted = config if mesh is None else fit(config, mesh)
     settings = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
-    read: Callable[[jnp.dtype], dict[str, Any]]
-    if orbax_io.is_checkpoint(folder):
-        expected = expected_tensors(config)
-        dtypes = {*orbax_io.match_metadata(folder, expected).values()}
-        read = functools.partial(orbax_io.restore_params, folder, config, expected, mesh=mesh)
-    else:
-        stored = stored_tensors(folder)
-        expected = match_tensors(config, stored, folder)
-        dtypes = {jnp.dtype(DTYPES[stored[name].dtype]) for name in expected}
-        put = (
-            None
-            if mesh is None
-            else functools.partial(_put_on_mesh, config, ShardedDecoder(fitted, mesh))
-        )
-        read = functools.partial(read_params, stored, expected, put=put)
+    read, dtypes = _reader(folder, config, fitted, mesh, check)
     generation, tokenizer = _generation(folder, settings), _tokenizer(folder)
     if target_dtype is None:
         target_dtype = _checkpoint_dtype(settings, dtypes)
@@ -252,6 +244,23 @@ def load(
         fitted.num_kv_heads // config.num_kv_heads,
         os.fspath(path),
     )
+
+
+def _reader(
+    folder: Path, config: ModelConfig, fitted: ModelConfig, mesh: Mesh | None, check: bool
+) -> tuple[Callable[[jnp.dtype], dict[str, Any]], set[jnp.dtype]]:
+    """The function that reads the parameters in a dtype, and the dtypes that they are stored in."""
+    if orbax_io.is_checkpoint(folder):
+        expected = expected_tensors(config)
+        dtypes = {*orbax_io.match_metadata(folder, expected).values()}
+        restore = functools.partial(orbax_io.restore_params, mesh=mesh, check=check)
+        return functools.partial(restore, folder, config, expected), dtypes
+    stored = stored_tensors(folder)
+    expected = match_tensors(config, stored, folder)
+    module = None if mesh is None else ShardedDecoder(fitted, mesh)
+    put = module and functools.partial(_put_on_mesh, config, module)
+    dtypes = {jnp.dtype(DTYPES[stored[name].dtype]) for name in expected}
+    return functools.partial(read_params, stored, expected, put=put, check=check), dtypes
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -380,7 +389,15 @@ def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
         from transformers import AutoTokenizer  # here, because it takes seconds
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        tokenizer.encode("a", verbose=False)  # settings of wrong types show only here
+        template = tokenizer.chat_template
+        texts = [*template.values()] if isinstance(template, dict) else [template]
+        if not all(text is None or isinstance(text, str) for text in texts):
+            raise ValueError("its chat_template is not a text")
+        return tokenizer
     except Exception as error:  # many types, from a malformed file to a missing library
         raise ValueError(
             f"the tokenizer in {folder} cannot be read ({first_line(error)}); give a "

@@ -38,8 +38,10 @@ from jaxshare.models.safetensors_io import (
     expected_tensors,
     match_tensors,
     nested,
+    not_finite,
     read_tensors,
     stored_tensors,
+    tensor_name,
 )
 from jaxshare.models.tensor_parallel import ShardedDecoder, fit, fit_params, repeats
 from jaxshare.pallas.device import default_device
@@ -286,18 +288,18 @@ def restore_params(
     expected: Mapping[str, ExpectedTensor],
     dtype: jnp.dtype,
     mesh: Mesh | None,
+    check: bool = True,
 ) -> dict[str, Any]:
     """Restores the parameters of a checkpoint, each part directly on its device.
 
     Args:
-      folder: in Orbax form.
-      config: of the whole model.
-      expected: its parameters, checked by `match_metadata`.
-      dtype: of the result.
+      folder, config: the checkpoint in Orbax form, and the whole model.
+      expected, dtype: its parameters, checked by `match_metadata`, and their dtype in the result.
       mesh: the devices; None for the default device.
+      check: refuse what is not finite.
 
     Raises:
-      CheckpointError: data that cannot be read.
+      CheckpointError: data that cannot be read, or a tensor that is not finite.
     """
     import orbax.checkpoint as ocp
 
@@ -325,6 +327,8 @@ def restore_params(
         raise CheckpointError(
             f"{folder / PARAMS} cannot be restored ({root_cause(error)}); convert the model again"
         ) from error
+    if check:
+        _check_finite(params, folder / PARAMS, dtype, mesh)
     if module is None:
         return {"params": params}
 
@@ -338,6 +342,17 @@ def restore_params(
         )
 
     return {"params": jax.tree.map_with_path(repeat_heads, params)}
+
+
+def _check_finite(params: dict[str, Any], source: Path, dtype: Any, mesh: Mesh | None) -> None:
+    """Raises CheckpointError for the first parameter that is not finite; on its devices."""
+    target = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    finite = jax.jit(lambda value: jnp.isfinite(value).all(), out_shardings=target)
+    # All are started before the first is waited for.
+    for keys, is_finite in jax.tree.leaves_with_path(jax.tree.map(finite, params)):
+        if not is_finite:
+            name = tensor_name(tuple(key.key for key in keys))
+            raise not_finite(f"{source}: {name}", dtype, dtype)
 
 
 _READ_TIMEOUT = 60.0

@@ -19,10 +19,11 @@ def _qwen2(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) ->
 
 def _qwen3(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
     _refuse_sliding_windows(fields, num_layers)
+    fields.positive("head_dim", int)
     attention_bias = fields.take("attention_bias", bool, False)
     return dict(
         num_kv_heads=fields.positive("num_key_value_heads", int),
-        head_dim=fields.positive("head_dim", int),
+        head_dim=read_head_dim(fields, hidden_size, num_heads),
         qkv_bias=attention_bias,
         out_bias=attention_bias,
         mlp_bias=False,

@@ -30,12 +30,16 @@ from jaxshare.models.layers import Decoder
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
+CHECK_VARIABLE = "JAXSHARE_CHECK_WEIGHTS"
+"""The environment variable that is "off" where parameters may be NaN or infinite."""
+_MAX_PROBLEMS = 100
+"""The most tensors that an error lists."""
 _PROGRESS_BYTES = 2**30
 """Reading this much takes long enough for a progress bar."""
 
 
 class CheckpointError(ValueError):
-    """A weights file cannot be read, or its tensors do not fit the model; the message lists all."""
+    """A weights file cannot be read, or its tensors do not fit the model; the message lists them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +66,17 @@ class ExpectedTensor:
 def expected_tensors(config: ModelConfig) -> dict[str, ExpectedTensor]:
     """Returns the tensors that a checkpoint of this configuration must hold, by name."""
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    # One layer is traced, since a file may name thousands, and all have the same shapes.
+    one = dataclasses.replace(config, num_layers=1)
     tree = jax.eval_shape(
-        lambda t: Decoder(config).init(jax.random.key(0), t, method=Decoder.causal), tokens
+        lambda t: Decoder(one).init(jax.random.key(0), t, method=Decoder.causal), tokens
     )
     expected = {}
     for keys, leaf in jax.tree.leaves_with_path(tree["params"]):
-        path = tuple(key.key for key in keys)
-        expected[tensor_name(path)] = ExpectedTensor(path, leaf.shape)
+        first, *rest = (key.key for key in keys)
+        layers = range(config.num_layers) if first == "layers_0" else ()
+        for path in [(f"layers_{n}", *rest) for n in layers] or [(first, *rest)]:
+            expected[tensor_name(path)] = ExpectedTensor(path, leaf.shape)
     return expected
 
 
@@ -145,7 +153,7 @@ def _read_index(folder: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(
                 f"{index} names the file {name!r}, but shards must be in the same folder"
             )
-        if not (folder / name).is_file():
+        if not _is_file(folder / name):
             raise FileNotFoundError(
                 f"{folder} has no {name}, which {INDEX} lists: fetch the missing shard"
             )
@@ -167,6 +175,13 @@ def _read_index(folder: Path) -> dict[str, StoredTensor]:
             "checkpoint again"
         )
     return tensors
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
@@ -227,9 +242,12 @@ def match_tensors(
                 int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)
             ],
         )
+        listed = numbered[:_MAX_PROBLEMS]
+        if len(numbered) > len(listed):
+            listed.append(f"and {len(numbered) - len(listed)} more")
         raise CheckpointError(
             f"the tensors in {source} are not those that its config.json describes: "
-            f"{'; '.join(numbered)}; fetch the checkpoint again, or correct its config.json"
+            f"{'; '.join(listed)}; fetch the checkpoint again, or correct its config.json"
         )
     return expected
 
@@ -246,6 +264,7 @@ def read_params(
     expected: dict[str, ExpectedTensor],
     dtype: jnp.dtype,
     put: Callable[[tuple[str, ...], np.ndarray], Array] | None = None,
+    check: bool = True,
 ) -> dict[str, Any]:
     """Reads the tensors into a tree of arrays for `Decoder.apply`.
 
@@ -254,16 +273,51 @@ def read_params(
       expected: from `match_tensors`.
       dtype: of the parameters.
       put: (path, value on the host) -> value on its devices; default the default device.
+      check: refuse what is not finite.
 
     Raises:
-      CheckpointError: a file that became unreadable.
+      CheckpointError: a file that became unreadable, or a tensor that is not finite.
     """
     params: dict[tuple[str, ...], Array] = {}
     for name, value in read_tensors(stored, expected):
         path = expected[name].path
+        with np.errstate(over="ignore"):
+            is_finite = not check or np.isfinite(largest(value).astype(dtype))
+        if not is_finite:
+            raise not_finite(f"{stored[name].file}: {name}", value.dtype, dtype)
         params[path] = put(path, value.astype(dtype)) if put else jnp.asarray(value).astype(dtype)
         params[path].block_until_ready()
     return {"params": nested(params)}
+
+
+_BITS_AT_ONCE = 2**18
+"""As many numbers as fit in a processor's cache."""
+
+
+def largest(value: Float[np.ndarray, "..."]) -> Any:
+    """Returns the largest magnitude among numbers, in their dtype; NaN is larger than infinity.
+
+    Magnitudes of one sign are ordered as their bits are, so no number is converted: this takes a
+    small part of the time of reading them.
+    """
+    bits = value.reshape(-1).view(f"u{value.itemsize}")
+    mask = bits.dtype.type(2 ** (8 * value.itemsize - 1) - 1)
+    most = max(
+        ((bits[i : i + _BITS_AT_ONCE] & mask).max() for i in range(0, bits.size, _BITS_AT_ONCE)),
+        default=mask.dtype.type(0),
+    )
+    return np.asarray(most, bits.dtype).view(value.dtype)[()]
+
+
+def not_finite(name: str, stored: Any, dtype: Any) -> CheckpointError:
+    """Returns the error for a tensor that has NaN or infinity, in the dtype of the parameters."""
+    kinds = jnp.dtype(stored).name, jnp.dtype(dtype).name
+    return CheckpointError(
+        f"{name} has values that are NaN or infinite{'' if kinds[0] == kinds[1] else ' as ' + kinds[1]}"
+        f", so the model would compute nothing but NaN; fetch the checkpoint again, "
+        f"{'' if kinds[0] == kinds[1] else f'or load it as {kinds[0]}, '}or load it as it is with "
+        f"check=False, on the command line with {CHECK_VARIABLE}=off"
+    )
 
 
 def nested(values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:

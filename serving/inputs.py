@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
+from jaxshare.serving.chat_template import ChatTemplateError, render_marked
+from jaxshare.serving.words import check_length, check_tokens, encode_marked
 from jaxshare.sharding import KV, TENSOR, axis_size
 
 _log = logging.getLogger("jaxshare.generate")
@@ -18,11 +20,14 @@ def encode(model: LoadedModel, prompt: str | Sequence[int], *, first: bool = Tru
 
     Args:
       model: the model with the tokenizer.
-      prompt: text, or tokens, which are returned unchanged.
+      prompt: text, or tokens, which are returned unchanged. The texts of special tokens become
+        special tokens, so that a dialogue can be written out by hand; words of others belong into
+        messages, which `encode_messages` keeps apart from the template.
       first: the text is at the start of a context, where some tokenizers add a special token.
 
     Raises:
-      ValueError: an empty prompt, or text for a model without a tokenizer.
+      ValueError: an empty prompt, text for a model without a tokenizer or with that of another
+        one, or far more text than the context holds.
     """
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token of text")
@@ -33,33 +38,40 @@ def encode(model: LoadedModel, prompt: str | Sequence[int], *, first: bool = Tru
             "the model folder has no tokenizer, so a prompt must be given as tokens; add the "
             "tokenizer's files to the folder"
         )
+    check_length(model.tokenizer, len(prompt), model.config.max_positions)
     # not verbose, because `check_context` reports a prompt that is too long
-    return model.tokenizer.encode(prompt, add_special_tokens=first, verbose=False)
+    tokens = model.tokenizer.encode(prompt, add_special_tokens=first, verbose=False)
+    return check_tokens(tokens, model.config.vocab_size)
 
 
 def encode_messages(model: LoadedModel, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """Encodes a dialogue in the model's chat template, up to the start of the model's answer.
 
+    Special tokens come from the template alone: their texts in messages are ordinary tokens.
+
     Raises:
-      ValueError: a model without a template, or messages that the template refuses.
+      ValueError: a model without a template or with the tokenizer of another, messages that the
+        template refuses, or far more text than the context holds.
     """
     tokenizer = model.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         raise ValueError("the model has no chat template, so it cannot take messages; give a text")
+    check_messages(model, messages)
     try:
-        # Tokenized here, because the template already contains the special tokens.
-        return tokenizer.apply_chat_template(
-            [*map(dict, messages)],
-            tokenize=True,
-            add_generation_prompt=True,  # pyright: ignore
-            return_dict=False,
-            tokenizer_kwargs={"verbose": False},
-        )
-    except Exception as error:  # a template is a program and may raise anything
+        text = render_marked(tokenizer, messages)
+    except ChatTemplateError as error:
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise ValueError(
             f"the model's chat template refuses the messages ({error}); their roles are {roles}"
         ) from error
+    return check_tokens(encode_marked(tokenizer, text), model.config.vocab_size)
+
+
+def check_messages(model: LoadedModel, messages: Sequence[Mapping[str, object]]) -> None:
+    """Raises ValueError for messages that are far too long for the model's context."""
+    texts = (value for message in messages for value in message.values())
+    characters = sum(len(text) for text in texts if isinstance(text, str))
+    check_length(model.tokenizer, characters, model.config.max_positions)
 
 
 def check_context(
@@ -78,6 +90,16 @@ def default_sampler(model: LoadedModel) -> Sampler:
     """Returns the checkpoint's own sampling settings."""
     g = model.generation
     return Sampler(temperature=g.temperature, top_k=g.top_k, top_p=g.top_p, min_p=g.min_p)
+
+
+def check_sampler(model: LoadedModel, sampler: Sampler) -> None:
+    """Raises ValueError if a sampler leaves no token of the model's vocabulary to choose."""
+    vocab = model.config.vocab_size
+    if len(sampler.forbidden) >= vocab and len({*sampler.forbidden} & {*range(vocab)}) == vocab:
+        raise ValueError(
+            f"the sampler forbids all {vocab} tokens of the vocabulary, so none could be chosen; "
+            "allow at least one"
+        )
 
 
 def warn_of_equal_texts(counts: Iterable[tuple[int, Sampler]]) -> None:

@@ -130,7 +130,7 @@ def read_settings(path: Path, format: str) -> dict[str, Any]:
         if content["format"] != format:
             raise ValueError(f"its format is not {format!r}")
         return {**content["settings"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 

@@ -115,10 +115,7 @@ class Script:
         format = (
             self.format if layout.moves else dataclasses.replace(self.format, history_header="")
         )
-        text = format.prompt(self.tokenizer, problem.prompt(), names)
-        return self.tokenizer.encode(
-            text, add_special_tokens=not self.tokenizer.chat_template, verbose=False
-        )
+        return format.prompt_tokens(self.tokenizer, problem.prompt(), names)
 
     @functools.cached_property
     def claim(self) -> list[int]:

@@ -10,6 +10,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.serving.agents.requests import Message, ModelCall, Reply
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.inputs import default_sampler
+from jaxshare.serving.words import encode_marked, mark
 
 _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
 
@@ -77,12 +78,13 @@ class EngineModel:
         given = {
             name: value for name in names if (value := getattr(call.options, name)) is not None
         }
-        loaded = self.engine.model
-        if loaded.tokenizer.chat_template:  # pyright: ignore[reportOptionalMemberAccess]
+        tokenizer: Any = self.engine.model.tokenizer
+        has_template = bool(tokenizer.chat_template)
+        if has_template:
             prompt = [dataclasses.asdict(message) for message in call.messages]
             stops = call.options.stop
         else:
-            prompt = _plain_text(call.messages)
+            prompt = encode_marked(tokenizer, _plain_text(tokenizer, call.messages), first=True)
             stops = (*call.options.stop, f"\n\n{_NAMES['user']}:")
         stream = self.engine.submit(
             prompt,
@@ -97,12 +99,14 @@ class EngineModel:
             done = await stream
         finally:
             stream.cancel()  # no effect on a finished answer
-        text = done.text if isinstance(prompt, list) else done.text.strip()
+        text = done.text if has_template else done.text.strip()
         return Reply(text, len(done.tokens), done.prompt_tokens)
 
 
-def _plain_text(messages: Sequence[Message]) -> str:
-    turns = [f"{_NAMES.get(message.role, message.role)}: {message.content}" for message in messages]
+def _plain_text(tokenizer: Any, messages: Sequence[Message]) -> str:
+    """The dialogue as text, marked for `encode_marked`."""
+    marked = [(message.role, mark(tokenizer, message.content)) for message in messages]
+    turns = [f"{_NAMES.get(role, mark(tokenizer, role))}: {content}" for role, content in marked]
     return "\n\n".join([*turns, f"{_NAMES['assistant']}:"])
 
 

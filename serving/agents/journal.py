@@ -32,8 +32,16 @@ from jaxshare.serving.agents.model_calls import UsedUpError
 from jaxshare.serving.agents.requests import Llm, Message, Tool
 
 _FORMAT = "jaxshare agents journal 1"
-_MODULES = (builtins, requests, runs, model_calls)
-"""Modules whose errors are recorded by name."""
+_ERRORS: dict[str, type[Exception]] = {
+    name: kind
+    for module in (model_calls, runs, requests, builtins)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and issubclass(kind, Exception) and kind.__name__ == name
+}
+"""The errors that are recorded by name; others, such as SystemExit, are never raised by name."""
+
+_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""The errors by which a file turns out to be no journal."""
 
 Key = tuple[str, tuple[int, ...]]
 """(id of a run, path of a firing in its tree)."""
@@ -245,8 +253,12 @@ class Journal:
                     "used up",
                 }:
                     raise ValueError(f"entry {number} has {', '.join(entry) or 'nothing'}")
+                _check_outcome(entry)
+                words = [key[0], request, *(w for m in messages for w in (m.role, m.content))]
+                if not all(isinstance(word, str) for word in words):
+                    raise ValueError(f"entry {number} has a name or a message that is no text")
                 journal._entries[key] = _Entry(request, entry, messages, (calls, written, read))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except _DAMAGE as error:
             raise ValueError(
                 f"{file} is no journal of agents ({error}); give a file that Journal.save has "
                 "written"
@@ -302,9 +314,9 @@ def _pickled(request: str, value: Any, form: str) -> _Entry:
 
 
 def _named(error: BaseException) -> dict[str, Any] | None:
-    """A builtin error or one of `_MODULES`, with plain arguments, as JSON; None for others."""
+    """One of `_ERRORS`, with plain arguments, as JSON; None for others."""
     kind = type(error)
-    if not any(getattr(module, kind.__name__, None) is kind for module in _MODULES):
+    if _ERRORS.get(kind.__name__) is not kind:
         return None
     more = {name: value for name, value in vars(error).items() if name != "__notes__"}
     args = [*error.args]
@@ -315,9 +327,23 @@ def _named(error: BaseException) -> dict[str, Any] | None:
     )
 
 
-def _error(named: dict[str, Any]) -> BaseException:
-    kind = next(found for module in _MODULES if (found := getattr(module, named["kind"], None)))
+def _error(named: dict[str, Any]) -> Exception:
+    kind = _ERRORS[named["kind"]]
     error = kind.__new__(kind, *named["args"])
     error.args = tuple(named["args"])
     vars(error).update(named["more"])
     return error
+
+
+def _check_outcome(outcome: dict[str, Any]) -> None:
+    """Raises ValueError, KeyError or TypeError for an outcome that `Journal.save` cannot have
+    written, so that it is not met in the midst of a replay."""
+    [(form, value)] = outcome.items()
+    if form == "error":
+        if value.keys() != {"kind", "args", "more"} or value["kind"] not in _ERRORS:
+            raise ValueError(f"an entry has an error that no journal names: {str(value)[:60]}")
+        _error(value)
+    elif form in ("pickle", "error pickle"):
+        base64.b64decode(value, validate=True)
+    elif form == "used up" and not isinstance(value, str):
+        raise ValueError(f"an entry has used up {str(value)[:60]}")

@@ -157,7 +157,7 @@ class SearchLog:
                     for run in data["runs"]
                 )
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{file} is no search log of agents ({error}); give a file that SearchLog.save has "
                 "written"

@@ -8,12 +8,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import jinja2
-
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
-from jaxshare.serving.branches.prompt_tree import Branch, read_prompts
-from jaxshare.serving.inputs import check_context, encode
+from jaxshare.serving.branches.prompt_tree import MAX_COMPLETIONS, Branch, read_prompts
+from jaxshare.serving.chat_template import ChatTemplateError, SlowTemplateError, render_marked
+from jaxshare.serving.inputs import check_context, check_messages, encode
+from jaxshare.serving.words import encode_marked
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 """The fields of `Sampler` that a line may set."""
@@ -56,6 +56,9 @@ def read_input(
 
     Returns:
       the prompts, and the bad lines: [{"line": number, "error": message}].
+
+    Raises:
+      ValueError: a chat template that does not end.
     """
     items: list[Item] = []
     bad_lines: list[dict[str, Any]] = []
@@ -71,6 +74,11 @@ def read_input(
                     f"has the id {json.dumps(found[0].id)} of line {first}; give each line its own"
                 )
             items += found
+        except SlowTemplateError as error:  # every other line would wait as long
+            raise ValueError(
+                f"the model's chat template cannot be used for line {number}: {error}; mend the "
+                "template, or give prompts instead of messages"
+            ) from error
         except ValueError as error:
             bad_lines.append({"line": number, "error": str(error)})
         except RecursionError:
@@ -213,6 +221,10 @@ def _count(value: dict[str, Any]) -> int | None:
     n = value.get("n")
     if "n" in value and (type(n) is not int or n < 1):
         raise ValueError(f"has {json.dumps(n)[:40]} as its n; ask for at least 1 completion")
+    if n is not None and n > MAX_COMPLETIONS:
+        raise ValueError(
+            f"has {str(n)[:40]} as its n; ask for at most {MAX_COMPLETIONS} completions of a prompt"
+        )
     return n
 
 
@@ -246,16 +258,12 @@ def _apply_template(messages: Any, model: LoadedModel) -> list[int]:
             'has "messages" that are no list of {"role": "...", "content": "..."}; give at least '
             "one"
         )
+    check_messages(model, messages)
     try:
-        # Encoded here, because the template has the special tokens in it already.
-        return tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            tokenizer_kwargs={"verbose": False},
-        )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:  # raised by the template
+        return encode_marked(tokenizer, render_marked(tokenizer, messages))
+    except SlowTemplateError:
+        raise
+    except ChatTemplateError as error:
         raise ValueError(
             f"has messages that the chat template refuses ({error}); give others"
         ) from error

@@ -84,7 +84,7 @@ def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
         names it: `prompt 3` is entry 3, from 0, and `branch 3.2.1` child 1 of its child 2.
     """
     encode = functools.cache(encode)
-    _check_n(n, "")
+    check_n(n, "")
     entries: Sequence[Any] = (
         [prompts] if isinstance(prompts, (str, Branch)) or not _is_sequence(prompts) else prompts
     )
@@ -155,16 +155,26 @@ def _check_branch(branch: object, place: str) -> None:
             "objects"
         )
     if branch.n is not None:
-        _check_n(branch.n, f" of {place}")
+        check_n(branch.n, f" of {place}")
     if not isinstance(branch.sampler, Sampler | None):
         raise ValueError(
             f"{place} has a sampler of type {type(branch.sampler).__name__}; give a Sampler"
         )
 
 
-def _check_n(n: Any, place: str) -> None:
+MAX_COMPLETIONS = 2**20
+"""The most completions of one prompt: each is remembered for the whole run."""
+
+
+def check_n(n: Any, place: str = "") -> None:
+    """Raises ValueError for a number of completions of a prompt that no run can have."""
     if not _is_token(n) or n < 1:
         raise ValueError(f"n{place} is {n!r}; ask for at least 1 completion")
+    if n > MAX_COMPLETIONS:
+        raise ValueError(
+            f"n{place} is {n}; ask for at most {MAX_COMPLETIONS} completions of one prompt, and for "
+            "more in further runs with other seeds"
+        )
 
 
 def _is_sequence(value: object) -> bool:

@@ -33,7 +33,7 @@ from jaxshare.serving.engine.scheduler import Scheduler
 from jaxshare.serving.engine.stream import Detokenizer
 from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.inputs import default_sampler, token_bytes
+from jaxshare.serving.inputs import check_sampler, default_sampler, token_bytes
 from jaxshare.serving.kvcache.eviction import make_policy
 from jaxshare.serving.kvcache.fan_in import group_sizes
 from jaxshare.serving.kvcache.manager import KVManager
@@ -118,6 +118,8 @@ class Branches:
             else model.for_context(max(len(p.tokens) for p in self.prompts) + max_new_tokens)
         )
         self.sampler = sampler or default_sampler(model)
+        for each in (self.sampler, *(p.sampler for p in self.prompts if p.sampler)):
+            check_sampler(model, each)
         warn_of_greedy(model, self.sampler)
         plan = plan_run(
             model,

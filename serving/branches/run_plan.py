@@ -11,7 +11,7 @@ from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.serving.branches.peak_use import PeakUse, peak_use
 from jaxshare.serving.branches.prefix import Prefix
-from jaxshare.serving.branches.prompt_tree import Prompt, Prompts, read_prompts
+from jaxshare.serving.branches.prompt_tree import Prompt, Prompts, check_n, read_prompts
 from jaxshare.serving.branches.row_budget import MAX_ROWS, RowBudget
 from jaxshare.serving.branches.sharing_plan import (
     Sample,
@@ -107,8 +107,7 @@ def read_and_check_prompts(
       ValueError: see `read_prompts`, or a prompt that leaves too little of the model's context.
     """
     if prompts is None:
-        if n < 1:
-            raise ValueError(f"n is {n}; ask for at least 1 completion")
+        check_n(n)
         found = [Prompt(0, (), n)]
     else:
         found = read_prompts(

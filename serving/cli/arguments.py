@@ -3,11 +3,12 @@
 import argparse
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 from jaxshare.decoding.sampling import Sampler
 
+_MAX_TEXT = 2**26
+"""The most characters of a prompt or a problem that are read."""
 _UNITS = {
     "": 1,
     "b": 1,
@@ -123,17 +124,22 @@ def read_text(what: str, given: str | None, file: str | None, alternative: str =
             f"FILE{alternative}"
         )
     try:
-        text = (
-            given
-            if given is not None
-            else sys.stdin.read()
-            if file == "-"
-            else Path(str(file)).read_text(encoding="utf-8")
-        )
+        if given is not None:
+            text = given
+        elif file == "-":
+            text = sys.stdin.read(_MAX_TEXT + 1)
+        else:
+            with open(str(file), encoding="utf-8") as opened:
+                text = opened.read(_MAX_TEXT + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"the {what} file {file} cannot be read ({error}); give a file of UTF-8 text"
         ) from error
+    if len(text) > _MAX_TEXT:
+        raise ValueError(
+            f"the {what} has more than {_MAX_TEXT:,} characters, which no model's context holds; "
+            "give a shorter one"
+        )
     if not text.strip():
         raise ValueError(f"the {what} is empty; give at least one word")
     return text

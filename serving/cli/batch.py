@@ -238,6 +238,10 @@ def _open_existing(output: Path, resume: bool) -> BinaryIO:
     return jsonl.open_alone(output, "r+b", OTHER)
 
 
+_MAX_COMPLETIONS = 2**23
+"""The most completions of a job, each of which is remembered until the end."""
+
+
 def _read_items(
     options: argparse.Namespace, sampling: dict[str, Any], data: bytes, model: LoadedModel
 ) -> tuple[list[Item], list[dict[str, Any]]]:
@@ -249,6 +253,11 @@ def _read_items(
         raise ValueError(
             f"no line of the input {options.input} can be run; give at least one such as "
             '{"prompt": "..."}'
+        )
+    if (completions := sum(item.n for item in items)) > _MAX_COMPLETIONS:
+        raise ValueError(
+            f"the input {options.input} asks for {completions} completions; a job has at most "
+            f"{_MAX_COMPLETIONS}: split it, and give each part a --seed of its own"
         )
     return items, bad_lines
 

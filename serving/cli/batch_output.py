@@ -103,7 +103,7 @@ def read_finished(
         raise ValueError(
             f"there is no {job}, so nothing says which job wrote {output}; {OTHER}"
         ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{job} cannot be read or is damaged ({type(error).__name__}: {error}); {OTHER}"
         ) from error
@@ -157,6 +157,10 @@ def num_failed(lines: Sequence[bytes]) -> int:
     return sum(json.loads(line)["finish_reason"] == failed for line in lines)
 
 
+_MAX_BYTES = 2**32
+"""The most bytes that are read of an input or an output."""
+
+
 def read_file(path: str | Path, what: str) -> bytes:
     """Reads a whole file, the "input" or the "output".
 
@@ -164,11 +168,15 @@ def read_file(path: str | Path, what: str) -> bytes:
       ValueError: it cannot be read.
     """
     try:
-        return Path(path).read_bytes()
+        with open(path, "rb") as file:
+            data = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ValueError(
             f"the {what} {path} cannot be read ({reason(error)}); give a file of JSON lines"
         ) from error
+    if len(data) > _MAX_BYTES:
+        raise ValueError(f"the {what} {path} has more than {_MAX_BYTES >> 30} GiB; split it")
+    return data
 
 
 def damaged_line(output: Path, number: int, reason: str) -> ValueError:
@@ -195,7 +203,7 @@ def _read_line(line: bytes, number: int, output: Path) -> tuple[Key, bytes, bool
         key = result["line"], tuple(map(int, result.get("branch", ()))), result["index"]
         plain = line + b"\n" if result is written else jsonl.line(result)
         return key, plain, checksums.FIELD in written
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged_line(output, number, f"{type(error).__name__}: {error}") from error
 
 

@@ -28,6 +28,7 @@ from jaxshare.serving.cli import arguments
 from jaxshare.serving.cli.display import Streams, console_for
 from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.evaluation.arithmetic import SumsProblem
+from jaxshare.serving.inputs import encode_messages
 from jaxshare.serving.workers.layouts import worker_names
 from jaxshare.serving.workers.results import Result
 from jaxshare.serving.workers.session import Workers
@@ -201,14 +202,11 @@ def _workers_line(count: int, group: Result, copies: Result | None) -> Line:
 # Branches.
 
 
-def _few_shot_prompt(model: LoadedModel, problem: SumsProblem, seed: int) -> str:
+def _few_shot_prompt(model: LoadedModel, problem: SumsProblem, seed: int) -> list[int]:
     # A seed of its own, so that no example is the problem of another seed.
     rng = random.Random(stream_seed(seed, "examples"))
     examples = [arithmetic.make_problem(rng) for _ in range(_EXAMPLES)]
-    tokenizer: Any = model.tokenizer
-    return tokenizer.apply_chat_template(
-        arithmetic.few_shot_messages(examples, problem), tokenize=False, add_generation_prompt=True
-    )
+    return encode_messages(model, arithmetic.few_shot_messages(examples, problem))
 
 
 def _branch_settings(seed: int) -> dict[str, Any]:
@@ -216,7 +214,7 @@ def _branch_settings(seed: int) -> dict[str, Any]:
 
 
 def _sample_branches(
-    model: LoadedModel, problem: SumsProblem, prompt: str, seed: int, console: Console
+    model: LoadedModel, problem: SumsProblem, prompt: list[int], seed: int, console: Console
 ) -> Completions:
     """Samples all branches live."""
     console.print(
@@ -237,7 +235,7 @@ def _sample_branches(
     return sampled
 
 
-def _branches_line(model: LoadedModel, prompt: str, seed: int, sampled: Completions) -> Line:
+def _branches_line(model: LoadedModel, prompt: list[int], seed: int, sampled: Completions) -> Line:
     """The line of greedy branches, with and without sharing.
 
     All of these equal prompts get the same text, and with and without sharing it has to be the

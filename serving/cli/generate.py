@@ -11,17 +11,22 @@ from tqdm import tqdm
 from jaxshare import models
 from jaxshare.serving.branches.generate import Completions
 from jaxshare.serving.branches.generate import generate as generate_completions
+from jaxshare.serving.branches.prompt_tree import MAX_COMPLETIONS
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.cluster import process_mesh
 from jaxshare.serving.engine.completion import Completion
-from jaxshare.serving.inputs import default_sampler
+from jaxshare.serving.inputs import default_sampler, encode_messages
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `jaxshare generate`."""
     arguments.add_model(parser)
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="without --chat, special tokens such as <|im_end|> in it are special",
+    )
     prompt.add_argument("--prompt-file", metavar="FILE", help="`-` reads stdin")
     parser.add_argument(
         "--chat",
@@ -60,8 +65,10 @@ def run(options: argparse.Namespace) -> int:
     """
     # Errors that do not depend on the model are raised before it is loaded.
     sampling = arguments.sampling_of(options)
-    if options.n < 1:
-        raise ValueError(f"--n is {options.n}; ask for at least 1 completion")
+    if not 1 <= options.n <= MAX_COMPLETIONS:
+        raise ValueError(
+            f"--n is {options.n}; ask for at least 1 completion and at most {MAX_COMPLETIONS}"
+        )
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {options.max_new_tokens}; ask for at least 1 token")
     text = (
@@ -97,14 +104,7 @@ def _chat(
         if not message:
             continue
         messages.append({"role": "user", "content": message})
-        # As tokens, because the template has the special tokens in it already.
-        prompt = model.tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            tokenizer_kwargs={"verbose": False},
-        )
+        prompt = encode_messages(model, messages)
         answer = _complete(options, model, sampling, prompt, first=len(messages) == 1)
         messages.append({"role": "assistant", "content": answer})
 

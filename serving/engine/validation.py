@@ -15,7 +15,7 @@ from jaxshare.serving.checkpoints import SaveError
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.stream import StreamState
 from jaxshare.serving.errors import TooLongError
-from jaxshare.serving.inputs import encode, encode_messages, token_bytes
+from jaxshare.serving.inputs import check_sampler, encode, encode_messages, token_bytes
 from jaxshare.serving.kvcache.pool import standard_tokens, whole_tiles
 from jaxshare.serving.logits_cache.cache import LogitsCache
 
@@ -227,6 +227,7 @@ class RequestOptions:
             raise ValueError(
                 f"the sampler names token {outside[0]}, outside the vocabulary of {vocab}"
             )
+        check_sampler(model, options.sampler)
         return options
 
 

@@ -119,7 +119,7 @@ def read_lines(folder: Path, settings: Mapping[str, Any]) -> dict[str, list[Poin
         result = checksums.loads((folder / RESULT).read_bytes())
         theirs, points = result["settings"], [Point(**point) for point in result["points"]]
         problems, method = theirs["problems"], theirs["method"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"--beside is {folder}, which has no finished evaluation ({type(error).__name__}: "
             f"{error}); name a folder with {RESULT} in it"

@@ -16,6 +16,7 @@ from jaxshare.serving.evaluation.arithmetic_forms import FORMS
 DATA_VARIABLE = "JAXSHARE_DATA"
 SUMS, TYPED, DEPENDENT = "sums", "sums-typed", "sums-dependent"
 _GROUP = 5
+_MAX_SAMPLES = 100_000
 _SAMPLES = 128
 """Default number of problems of tasks that have more (section 4.1)."""
 _GSM8K = (
@@ -108,6 +109,8 @@ def load_task(
     """
     if samples is not None and samples < 1:
         raise ValueError(f"--samples is {samples}; evaluate on at least 1 problem")
+    if samples is not None and samples > _MAX_SAMPLES:
+        raise ValueError(f"--samples is {samples}; evaluate on at most {_MAX_SAMPLES} problems")
     if name in (SUMS, TYPED, DEPENDENT):
         return _generated(name, _SAMPLES if samples is None else samples, questions)
     if name == "gsm8k5":

@@ -262,7 +262,7 @@ def choose(model: LoadedModel, file: Path | None = None) -> Chosen:
             )
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         warnings.warn(
             f"the costs in {file} cannot be read ({error}); defaults are used until `jaxshare "
             "calibrate` writes it again",
@@ -298,7 +298,7 @@ def save_costs(model: LoadedModel, costs: Costs, file: Path | None = None) -> Pa
     file = file or costs_file()
     try:
         saved = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         saved = {}
     saved = saved if isinstance(saved, dict) else {}
     shapes = saved.get(_device())

@@ -413,7 +413,7 @@ def save(device: Device, best: Mapping[Key, KernelConfig], file: Path | None = N
     file = file or tables.tiles_file()
     try:
         known = tables.decode_tiles(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         known = {}
     write_json(
         file, tables.encode_tiles({**known, device.kind: {**known.get(device.kind, {}), **best}})

@@ -173,8 +173,18 @@ MakeLayout = Callable[[Sequence[str], Format], WorkersLayout]
 _NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
 
 
+MAX_WORKERS = 256
+"""The most workers of a session; what is made for them grows with the square of their number."""
+
+
 def worker_names(count: int) -> tuple[str, ...]:
-    """Default names of workers."""
+    """Default names of workers.
+
+    Raises:
+      ValueError: more than a session can have.
+    """
+    if count > MAX_WORKERS:
+        raise ValueError(f"{count} workers were asked for; a session has at most {MAX_WORKERS}")
     return (*_NAMES, *(f"Worker {i}" for i in range(len(_NAMES) + 1, count + 1)))[:count]
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from jaxshare import FinishReason
 from jaxshare.decoding.array_rows import with_row
 from jaxshare.seeds import seed_words, stream_seed
+from jaxshare.serving.words import check_length
 from jaxshare.serving.workers.block_moves import can_move, move_block
 from jaxshare.serving.workers.finisher import flush
 from jaxshare.serving.workers.layouts import WorkersLayout
@@ -19,12 +20,14 @@ def say(session: SessionState, text: str, name: str) -> None:
     """Feeds a person's words as a step of its own; see `Workers.say`. `session.device` is held."""
     if not text.strip():
         raise ValueError("there is nothing to say; give at least one word")
+    check_names((name,))
+    check_length(session.loaded.tokenizer, len(text), session.loaded.config.max_positions)
     if name in session.roster.names:
         raise ValueError(f"{name} is a worker of this session; a person speaks under another name")
     number = 1 + sum(step.worker == name for step in session.transcript.steps)
-    text = session.format.opening(name, number, names=()) + text
+    tokens, block = session.texts.said(name, number, text), session.roster.layout.prompt
+    text = session.format.opening(name, number) + text
     step = Step(name, number, text, session.passes, session.passes)
-    tokens, block = session.texts.said(text), session.roster.layout.prompt
     if len(tokens) > (free := session.free_tokens(block)):
         raise ValueError(
             f"what {name} says has {len(tokens)} tokens, but the block {block!r} has room for "
@@ -110,7 +113,8 @@ def _check_can_join(session: SessionState, name: str) -> None:
             f"the session is over ({session.finish_reason}), so {name} cannot join it; start another one"
         )
     max_tokens = session.state.steps.openings.shape[-1]
-    opening = session.texts.codec.encode(session.format.opening(name, 10**6, ask=True))
+    codec = session.texts.codec
+    opening = codec.encode(session.format.opening(codec.mark(name), 10**6, ask=True))
     if len(opening) > max_tokens:
         raise ValueError(
             f"a step of {name} would open with {len(opening)} tokens, but the session has room for "

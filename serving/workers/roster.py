@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 from jaxshare import Layout
-from jaxshare.serving.workers.layouts import WorkersLayout
+from jaxshare.serving.workers.layouts import MAX_WORKERS, WorkersLayout
 
 _RESERVED = "spare "  # written to files
 _BLOCKS = 8
@@ -18,13 +18,18 @@ def reserved_blocks(count: int) -> list[str]:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raises ValueError for no workers, and for empty or repeated names."""
+    """Raises ValueError for no workers, and for names that are empty, repeated or of two lines."""
     if (
         not names
         or not all(isinstance(name, str) and name.strip() for name in names)
         or len(set(names)) < len(names)
     ):
         raise ValueError(f"workers need names, each its own; got {list(names)}")
+    if len(names) > MAX_WORKERS:
+        raise ValueError(f"there are {len(names)} workers; a session has at most {MAX_WORKERS}")
+    # A line break would let a name write a header of another worker.
+    if broken := [name for name in names if name.splitlines() != [name]]:
+        raise ValueError(f"the name {broken[0]!r} has a line break; give a name of one line")
 
 
 @dataclasses.dataclass(frozen=True)

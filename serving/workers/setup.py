@@ -18,11 +18,12 @@ from jaxshare.serving.engine.decisions import text_digest
 from jaxshare.serving.engine.prefill import prefill
 from jaxshare.serving.engine.session_passes import MIN_BIAS_SLOTS, RowShape
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.inputs import cache_dtype, default_sampler
+from jaxshare.serving.inputs import cache_dtype, check_sampler, default_sampler
 from jaxshare.serving.kvcache.lease import KVLease
+from jaxshare.serving.words import check_length
 from jaxshare.serving.workers.block_sizes import block_sizes, rounded_budget
 from jaxshare.serving.workers.growth import Growth
-from jaxshare.serving.workers.layouts import MOVES, MakeLayout, layout_maker
+from jaxshare.serving.workers.layouts import MAX_WORKERS, MOVES, MakeLayout, layout_maker
 from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.prompts.presets import advises_sampling, format_of
 from jaxshare.serving.workers.prompts.session_prompt import SessionTexts
@@ -40,6 +41,10 @@ from jaxshare.trace.recorder import Recorder
 
 if TYPE_CHECKING:
     from jaxshare.serving.engine import Engine
+
+
+_MAX_BUDGET = 2**31 - 2**10
+"""The most forward passes, which devices count in int32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +127,7 @@ def create_session(
     watch = Stopwatch.start()
     settings = _checked(model, settings, engine)
     names, format = settings["names"], settings["format"]
+    sampler = _with_forbidden(settings["sampler"], model, format, settings["stop_on"])
     plan = _SessionPlan.create(model, settings)
     # An engine's memory holds keys that are rotated as for the whole context.
     context = model.config.max_positions if engine else plan.needed
@@ -130,7 +136,6 @@ def create_session(
     recorder = Recorder(len(capacities), capacities) if settings["record"] else None
     lease = engine.lease(capacities, plan.digest(settings)) if engine else None
     cache, growth, broken, prefill_seconds = _fill_cache(model, plan, capacities, recorder, lease)
-    sampler = _with_forbidden(settings["sampler"], model, format, settings["stop_on"])
     rows = plan.roster.device_layout
     session = SessionState(
         settings=settings,
@@ -204,6 +209,7 @@ def check_problem(model: LoadedModel, problem: str) -> None:
         )
     if not problem.strip():
         raise ValueError("the problem is empty; give at least one word")
+    check_length(model.tokenizer, len(problem), model.config.max_positions)
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
@@ -213,6 +219,8 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     max_workers, stop_on = _max_workers(settings), settings["stop_on"]
     positive = ("budget", "finisher_tokens", "passes_at_once")
     check_min(1, **{name: settings[name] for name in positive})
+    if (budget := settings["budget"]) > _MAX_BUDGET:
+        raise ValueError(f"budget is {budget}; it must be at most {_MAX_BUDGET} forward passes")
     check_min(FEED_WIDTH, step_tokens=settings["step_tokens"])
     if ask_every < 0:
         raise ValueError(
@@ -220,6 +228,8 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
         )
     if max_workers < len(names):
         raise ValueError(f"max_workers is {max_workers}, but there are {len(names)} workers")
+    if max_workers > MAX_WORKERS:
+        raise ValueError(f"max_workers is {max_workers}; a session has at most {MAX_WORKERS}")
     if move not in MOVES:
         raise ValueError(f"move is {move!r}; it must be {' or '.join(map(repr, MOVES))}")
     if stop_on not in STOP_ON:
@@ -248,7 +258,7 @@ def _sizes(
         roster.reserved,
         context=model.config.max_positions,
         prompt=len(texts.prompt),
-        problem=len(codec.encode(settings["problem"])),
+        problem=len(codec.encode(codec.mark(settings["problem"]))),
         texts={block: len(tokens) for block, tokens in headers.items()} | {FINISHER: finisher},
         opening=texts.max_opening(roster),
         budget=settings["budget"],
@@ -310,7 +320,9 @@ def _with_forbidden(sampler: Sampler, model: LoadedModel, format: Format, stop_o
         tokens -= stops
     elif stop_on == "never":
         tokens |= stops
-    return dataclasses.replace(sampler, forbidden=tuple(sorted(tokens)))
+    sampler = dataclasses.replace(sampler, forbidden=tuple(sorted(tokens)))
+    check_sampler(model, sampler)
+    return sampler
 
 
 def _decode_state(

@@ -12,12 +12,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from jaxshare import models
 from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
 from jaxshare.models import CheckpointError, ConfigError
+from jaxshare.models.safetensors_io import largest
+from tests.helpers import folder_of_first_layers
 
 QWEN = dict(
     architectures=["Qwen3ForCausalLM"],
@@ -123,7 +127,7 @@ def test_every_tensor_arrives_bit_for_bit(tmp_path, dtype):
     # Includes the smallest subnormal, the largest finite number, infinity and minus zero.
     finfo = ml_dtypes.finfo(dtype)
     tensors["model.norm.weight"][:4] = [finfo.smallest_subnormal, finfo.max, np.inf, -0.0]
-    arrived = flat(models.load(write(tmp_path, tensors)).params)
+    arrived = flat(models.load(write(tmp_path, tensors), check=False).params)
     assert arrived.keys() == PARAMETERS.keys()
     for path, (name, _) in PARAMETERS.items():
         assert arrived[path].dtype == dtype
@@ -553,3 +557,141 @@ def test_peak_memory_is_little_more_than_the_checkpoint(tmp_path, shards, tied):
     size, peak = map(int, done.stdout.split())
     assert size > 550e6
     assert peak < 1.2 * size, f"{peak / size:.2f} times the checkpoint of {size / 1e6:.0f} MB"
+
+
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    2**31,
+    10**400,
+    1e400,
+    float("nan"),
+    1.5,
+    "x",
+    [],
+    [1],
+    [[]],
+    [{}],
+    {"a": 1},
+]
+FIELDS = [
+    *QWEN,
+    "rope_scaling",
+    "rope_parameters",
+    "layer_types",
+    "dtype",
+    "eos_token_id",
+    "mlp_bias",
+]
+
+
+@given(
+    st.dictionaries(st.sampled_from(FIELDS), st.sampled_from(ODD), min_size=1, max_size=3),
+    st.dictionaries(
+        st.sampled_from(["eos_token_id", "temperature", "top_k", "top_p", "min_p", "do_sample"]),
+        st.sampled_from(ODD),
+        max_size=2,
+    ),
+)
+@settings(max_examples=80, deadline=None)
+def test_odd_settings_are_an_error_by_name_or_load(written, config, generation):
+    """In little time and memory, too: 2**31 layers or heads would take all of it."""
+    (written / "config.json").write_text(json.dumps(QWEN | config))
+    (written / "generation_config.json").write_text(json.dumps(generation))
+    try:
+        loaded = models.load(written)
+    except (ConfigError, CheckpointError) as error:
+        assert "config.json" in str(error) and "\n" not in str(error)
+    else:
+        assert loaded.config.num_layers == QWEN["num_hidden_layers"]
+        assert all(0 <= token < 2**31 for token in loaded.generation.stop_tokens)
+        assert 0 <= loaded.generation.top_k < 2**31
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("odd"), random_tensors(), QWEN)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_damaged_header_is_an_error_by_name_or_the_same_model(written, data):
+    """Two flipped bits, or a cut, in the part of the file that says what is in it."""
+    file = written / "model.safetensors"
+    (written / "config.json").write_text(json.dumps(QWEN))
+    (written / "generation_config.json").unlink(missing_ok=True)
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    damaged = bytearray(whole)
+    for _ in range(data.draw(st.integers(0, 2))):
+        damaged[data.draw(st.integers(0, header - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    cut = data.draw(st.sampled_from([None, None, 0, 7, 8, header - 1, header, len(whole) - 1]))
+    file.write_bytes(damaged[:cut])
+    try:
+        loaded = models.load(written)
+    except (CheckpointError, ConfigError) as error:
+        assert "model.safetensors" in str(error) or "config.json" in str(error)
+    else:
+        shapes = jax.tree.map(jnp.shape, loaded.params)
+        assert shapes == jax.tree.map(jnp.shape, models.load(written).params)
+    finally:
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "workers.json"])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, "", "\0", "NaN", "5", "[]", '{"a": 1' + "0" * 5000]
+)
+def test_files_that_are_no_object_are_named(tmp_path, name, text):
+    write(tmp_path, random_tensors(), QWEN)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=name):
+        models.load(tmp_path)
+
+
+def test_an_error_lists_some_of_thousands_of_tensors(tmp_path):
+    write(tmp_path, random_tensors(), QWEN | dict(num_hidden_layers=2000))
+    with pytest.raises(CheckpointError, match=r"layers.2.* is missing; and 2\d{4} more") as caught:
+        models.load(tmp_path)
+    assert len(str(caught.value)) < 20_000
+
+
+@pytest.mark.parametrize("settings", [{"model_max_length": "x"}, {"chat_template": 5}])
+def test_settings_of_a_tokenizer_of_wrong_types_are_found_while_it_loads(tmp_path, settings):
+    folder = folder_of_first_layers(tmp_path / "model", 1)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match=r"the tokenizer in .* cannot be read"):
+        models.load(folder)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e5])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_parameters_that_are_not_finite_are_named(tmp_path, dtype, value, monkeypatch):
+    """1e5 is no number of float16."""
+    tensors = random_tensors()
+    broken = tensors["model.layers.1.mlp.up_proj.weight"]
+    broken[3, 4] = value
+    write(tmp_path, tensors, QWEN)
+    if value == 1e5 and dtype != "float16":
+        assert models.load(tmp_path, dtype).config.num_layers == 2
+        return
+    with pytest.raises(CheckpointError, match=r"model.safetensors: model.layers.1.mlp.up_proj"):
+        models.load(tmp_path, dtype)
+    loaded = models.load(tmp_path, dtype, check=False)
+    assert not jnp.isfinite(loaded.params["params"]["layers_1"]["mlp"]["up"]["kernel"]).all()
+    monkeypatch.setenv("JAXSHARE_CHECK_WEIGHTS", "off")
+    models.load(tmp_path, dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_largest_is_the_largest_magnitude(dtype):
+    values = np.random.default_rng(0).normal(size=(3, 300_001)).astype(dtype)
+    values[2, -1] = -9
+    assert largest(values) == 9 and largest(values).dtype == values.dtype
+    assert largest(np.zeros((0, 2), dtype)) == 0
+    values[1, 5] = -np.nan
+    assert np.isnan(largest(values))

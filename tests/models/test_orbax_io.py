@@ -224,3 +224,19 @@ def test_what_is_half_written_is_not_there(tmp_path):
         load(tmp_path / "target")
     orbax_io.convert(EMBEDDED, tmp_path / "target")
     equal(load(tmp_path / "target").params, load(EMBEDDED).params)
+
+
+@pytest.mark.parametrize("sizes", [None, (2, 1)])
+def test_parameters_that_are_not_finite_are_named(tmp_path, sizes):
+    """In either form, and on a mesh."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(EMBEDDED, first)
+    tensors = load_file(first / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].copy()
+    tensors["model.norm.weight"][1] = np.inf
+    save_file(tensors, first / "model.safetensors")
+    orbax_io.convert(first, second)
+    mesh = sizes and make_mesh(tensor=sizes[0], kv=sizes[1])
+    with pytest.raises(CheckpointError, match=r"model.norm.weight has values that are NaN or inf"):
+        load(second, mesh=mesh)
+    assert load(second, mesh=mesh, check=False).mesh is mesh

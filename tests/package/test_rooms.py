@@ -11,7 +11,17 @@ import pytest
 from tests.paths import ROOT
 
 FOLDERS = {"jaxshare": "jaxshare", "jaxshare.models": "models", "jaxshare.serving": "serving"}
-SHARED = ("inputs", "errors", "checkpoints", "checksums", "jsonl", "greedy")
+SHARED = (
+    "inputs",
+    "chat_template",
+    "chat_template_process",
+    "words",
+    "errors",
+    "checkpoints",
+    "checksums",
+    "jsonl",
+    "greedy",
+)
 """The modules of serving that are in no room."""
 
 

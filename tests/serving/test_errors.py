@@ -17,7 +17,7 @@ import pytest
 import safetensors.numpy
 
 from jaxshare import FinishReason, Sampler, Samplers
-from jaxshare.models import EMBEDDED, LoadedModel, load
+from jaxshare.models import EMBEDDED, CheckpointError, LoadedModel, load
 from jaxshare.serving import Branch, Branches, Completion, Prefixes, Workers, generate
 from jaxshare.serving.cli.main import main
 from jaxshare.serving.engine import Engine, NotANumberError
@@ -32,7 +32,7 @@ NEW = 6
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory) -> Iterator[Path]:
     """The model's folder, of one layer. Embedding and head are separate in it, because a token that
     nothing reads must have a logit that is a number."""
     path = folder_of_first_layers(tmp_path_factory.mktemp("lost") / "model", 1)
@@ -43,7 +43,11 @@ def folder(tmp_path_factory) -> Path:
     tensors["lm_head.weight"] = embedding.copy()
     embedding[lost_token()] = np.nan
     safetensors.numpy.save_file(tensors, path / "model.safetensors")
-    return path
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight has values that are NaN"):
+        load(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXSHARE_CHECK_WEIGHTS", "off")
+        yield path
 
 
 @functools.cache
@@ -384,3 +388,15 @@ def test_other_commands_say_the_error_in_one_sentence(folder, capsys):
         assert err.splitlines()[-1] == f"jaxshare: error: {expected}" and "Traceback" not in err
         assert main([command, str(folder), *arguments, "--debug"]) == 1
         assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_sampler_without_any_token_is_refused(whole):
+    """Instead of which token 0 was drawn."""
+    nothing = Sampler(forbidden=tuple(range(whole.config.vocab_size)))
+    words = r"the sampler forbids all \d+ tokens of the vocabulary"
+    with pytest.raises(ValueError, match=words):
+        generate(whole, GOOD[0], sampler=nothing)
+    with pytest.raises(ValueError, match=words):
+        Workers(whole, GOOD[0], sampler=nothing, format=CHAT)
+    with Engine(whole, max_rows=1) as engine, pytest.raises(ValueError, match=words):
+        engine.submit(GOOD[0], nothing)

@@ -19,8 +19,12 @@ from jaxshare.serving.evaluation.scoring import Point
 from jaxshare.serving.evaluation.tasks import Task
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler
+from jaxshare.serving.workers.layouts import MAX_WORKERS
 from jaxshare.serving.workers.prompts import presets
 from jaxshare.serving.workers.prompts.format import Format
+
+_MAX_RUNS = 1_000_000
+"""The most runs of an evaluation; each is a line in its folder."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +77,11 @@ class EvaluationPlan:
         beside = [folder.read_lines(Path(name), settings) for name in options.beside]
         for bad in task.bad_lines:
             print(f"line {bad['line']} of {task.name}: {bad['error']}", file=sys.stderr)
+        if len(task.problems) * options.seeds * len(chosen) > _MAX_RUNS:
+            raise ValueError(
+                f"--seeds {options.seeds} with {len(task.problems)} problems and {len(chosen)} "
+                f"numbers of workers are more than {_MAX_RUNS} runs; give fewer seeds or --samples"
+            )
         keys = {
             (count, problem.id, number)
             for problem in task.problems
@@ -117,6 +126,8 @@ def _check(
     for name, numbers in (("--workers", workers), ("--budgets", budgets)):
         if wrong := [n for n in numbers if n < 1]:
             raise ValueError(f"{name} has {wrong[0]}; the numbers start at 1")
+    if workers and max(workers) > MAX_WORKERS:
+        raise ValueError(f"--workers has {max(workers)}; a session has at most {MAX_WORKERS}")
     for name in ("seeds", "answer_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:

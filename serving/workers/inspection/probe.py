@@ -161,7 +161,7 @@ class Snapshot:
         name, do = os.fspath(path), "give a file that Snapshot.save has written"
         try:
             data = checksums.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"the snapshot {name} cannot be read ({error}); {do}") from error
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise ValueError(f"{name} is not a snapshot, which has {_FORMAT!r} as its format; {do}")

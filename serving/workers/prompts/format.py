@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jinja2 import TemplateError
-
 from jaxshare.models import ConfigError, LoadedModel
 from jaxshare.models.config_fields import REQUIRED, Fields
+from jaxshare.serving.chat_template import ChatTemplateError, render_with
+from jaxshare.serving.words import encode_marked, mark, unmark
 from jaxshare.serving.workers.prompts.texts import ALONE, EXAMPLES, RULES, SUGGESTIONS, TASK
 
 _THINK = ("auto", "always", "never")
@@ -159,8 +159,7 @@ class Format:
 
         A think block is opened as `think` says, unless the chat template has opened or closed one
         there itself (appendix C), so that there is never a second one. A tokenizer without a chat
-        template gets plain text. A chat template writes all special tokens, the first one included:
-        encode its prompt without adding any.
+        template gets plain text.
 
         Args:
           tokenizer: as transformers makes them.
@@ -170,7 +169,22 @@ class Format:
         Raises:
           ValueError: no names, or messages that the chat template refuses.
         """
-        instructions = self.instructions(names)
+        return unmark(self._marked_prompt(tokenizer, problem, names))
+
+    def prompt_tokens(self, tokenizer: Any, problem: str, names: Sequence[str]) -> list[int]:
+        """The tokens of `prompt`, in which the problem and the names have no special token.
+
+        Raises:
+          ValueError: as `prompt`.
+        """
+        text = self._marked_prompt(tokenizer, problem, names)
+        # A chat template writes all special tokens, the first one included.
+        return encode_marked(tokenizer, text, first=not tokenizer.chat_template)
+
+    def _marked_prompt(self, tokenizer: Any, problem: str, names: Sequence[str]) -> str:
+        """The text of `prompt`, with marks in the problem and the names."""
+        problem = mark(tokenizer, problem)
+        instructions = self.instructions([mark(tokenizer, name) for name in names])
         if not tokenizer.chat_template:
             return "\n\n".join([*filter(None, [instructions, problem]), self.history_header])
         text = self._chat(tokenizer, instructions, problem)
@@ -189,7 +203,7 @@ class Format:
         if instructions and self.in_system_role:
             try:
                 text = self._render(tokenizer, [{"role": "system", "content": instructions}, user])
-            except TemplateError:  # so templates refuse a role
+            except ChatTemplateError:  # so templates refuse a role
                 text = ""
             if instructions.strip() in text:  # some drop it without an error
                 return text
@@ -197,16 +211,14 @@ class Format:
             user["content"] = f"{instructions}\n\n{problem}"
         try:
             return self._render(tokenizer, [user])
-        except TemplateError as error:
+        except ChatTemplateError as error:
             raise ValueError(
                 f"the model's chat template refuses the prompt ({error}); a format with other "
                 "chat_template_kwargs may do"
             ) from error
 
     def _render(self, tokenizer: Any, messages: list[dict[str, str]]) -> str:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
-        )
+        return render_with(tokenizer, messages, **self.chat_template_kwargs)
 
     def opening(self, name: str, step: int, *, names: Sequence[str] = (), ask: bool = False) -> str:
         """The text that opens a step, after the separator.

@@ -1,8 +1,9 @@
 """The texts of a session of workers as tokens: its prompt, and what opens steps."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
+from jaxshare.serving.words import check_tokens
 from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.roster import Roster
 from jaxshare.serving.workers.text.codec import Codec
@@ -30,12 +31,9 @@ class SessionTexts:
     @classmethod
     def of(cls, codec: Codec, format: Format, problem: str, roster: Roster) -> Self:
         """The texts of a session with these first workers."""
-        tokenizer: Any = codec.tokenizer
         used = format if roster.layout.moves else dataclasses.replace(format, history_header="")
-        text = used.prompt(tokenizer, problem, roster.names)
-        prompt = tokenizer.encode(
-            text, add_special_tokens=not tokenizer.chat_template, verbose=False
-        )
+        prompt = used.prompt_tokens(codec.tokenizer, problem, roster.names)
+        check_tokens(prompt, len(codec.vocabulary))
         texts = cls(codec, format, prompt, codec.encode(format.separator), [])
         if texts.opening(roster, roster.names[0], 1):
             return texts
@@ -49,7 +47,9 @@ class SessionTexts:
         if number > 1 and name not in roster.layout.moves:
             text = self.format.question if ask else ""
         else:
-            text = self.format.opening(name, number, names=roster.names, ask=ask)
+            # The first name stays the first, marked as it is.
+            marked, *names = map(self.codec.mark, (name, *roster.names))
+            text = self.format.opening(marked, number, names=names, ask=ask)
         return self.codec.encode(text.rstrip(" "))  # a space belongs to the token that comes next
 
     def first_opening(self, roster: Roster, name: str) -> list[int]:
@@ -66,6 +66,7 @@ class SessionTexts:
         longest = max(map(len, openings))
         return longest + -longest % 32
 
-    def said(self, text: str) -> list[int]:
+    def said(self, name: str, number: int, text: str) -> list[int]:
         """The tokens of a step that a person says, with the separator before it."""
-        return [*self.separator, *self.codec.encode(text)]
+        opening = self.format.opening(self.codec.mark(name), number)
+        return [*self.separator, *self.codec.encode(opening + self.codec.mark(text))]

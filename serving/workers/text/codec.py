@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxshare.serving.words import check_tokens, encode_marked, mark
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -27,9 +29,13 @@ class Codec:
         """A hash of the bytes of every token; identifies the tokenizer in files."""
         return hashlib.blake2b(repr(self.vocabulary).encode(), digest_size=16).hexdigest()
 
+    def mark(self, words: str) -> str:
+        """People's words, marked so that `encode` makes no control token of them."""
+        return mark(self.tokenizer, words)
+
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without the space that some tokenizers put before it."""
-        tokens = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        tokens = check_tokens(encode_marked(self.tokenizer, text), len(self.vocabulary))
         return (
             tokens[1:]
             if tokens and self.vocabulary[tokens[0]] == b" " and not text.startswith(" ")

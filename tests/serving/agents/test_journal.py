@@ -8,6 +8,8 @@ import os
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxshare.serving.agents import (
     BestOfN,
@@ -22,6 +24,7 @@ from jaxshare.serving.agents import (
 )
 from jaxshare.serving.agents.backends import ScriptedModel
 from jaxshare.serving.agents.journal import Journal, ReplayError
+from jaxshare.serving.agents.model_calls import UsedUpError
 from jaxshare.serving.agents.search import SelfRefine, TreeOfThoughts
 from jaxshare.serving.agents.search_log import SearchLog, timeline_picture, tree_picture
 from tests.paths import ROOT
@@ -415,3 +418,65 @@ def test_pictures_need_matplotlib(searched, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'jaxshare\[plot\]'"):
         tree_picture(searched.runs[0])
+
+
+def entry(**outcome) -> dict:
+    return {"run": "a", "path": [0], "asked": "", "said": [], "spent": [0, 0, 0], **outcome}
+
+
+def written(file, *entries):
+    file.write_text(json.dumps({"format": "jaxshare agents journal 1", "entries": entries}))
+    return file
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["SystemExit", "KeyboardInterrupt", "GeneratorExit", "BaseException", "exec", "Llm", "x"],
+)
+def test_a_journal_raises_only_errors_that_it_records(tmp_path, name):
+    """Not whatever class its file names: SystemExit would end the program that reads it."""
+    file = tmp_path / "journal.json"
+    with pytest.raises(
+        ValueError, match=r"is no journal of agents .*an error that no journal names"
+    ):
+        Journal.load(written(file, entry(error={"kind": name, "args": [], "more": {}})))
+    named = {"kind": "KeyError", "args": ["a"], "more": {}}
+    journal = Journal.load(written(file, entry(error=named)))
+    with pytest.raises(KeyError, match="a"):
+        journal.lookup(("a", (0,)))()
+
+
+def test_what_ends_a_program_is_not_recorded_by_name():
+    journal = Journal()
+    journal.record_error(("a", (0,)), SystemExit(3))
+    journal.record_error(("a", (1,)), OSError(2, "gone"))
+    forms = [[*entry.outcome] for entry in journal._entries.values()]
+    assert forms == [["error pickle"], ["error"]]
+
+
+ODD = st.sampled_from(
+    [None, 5, "x", [], [1], [["a", "b"]], {}, {"a": 1}, 1e999, "KeyError", "eA=="]
+)
+ERROR = st.fixed_dictionaries({"kind": ODD, "args": ODD, "more": ODD})
+OUTCOMES = ["json", "pickle", "error", "error pickle", "used up", "here"]
+FIELDS = st.sampled_from(["run", "path", "asked", "said", "spent", *OUTCOMES])
+
+
+@given(st.dictionaries(FIELDS, st.one_of(ODD, ERROR), max_size=3), st.sampled_from(OUTCOMES), ODD)
+@settings(max_examples=200, deadline=None)
+def test_odd_entries_are_refused_or_replayed(tmp_path_factory, fields, form, value):
+    file = tmp_path_factory.getbasetemp() / "odd journal.json"
+    made = entry(**{form: value}) | fields
+    try:
+        journal = Journal.load(written(file, made))
+    except ValueError as error:
+        assert "is no journal of agents" in str(error)
+        return
+    replay = journal.lookup((made["run"], tuple(made["path"])))
+    assert replay is not None
+    try:
+        replay()
+    except UsedUpError:
+        assert "used up" in made
+    except Exception as error:
+        assert "pickle" in str(error) or "error" in made

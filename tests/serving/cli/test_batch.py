@@ -8,6 +8,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,12 +16,15 @@ import time
 import types
 from pathlib import Path
 
-import jinja2
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from jaxshare import FinishReason, Sampler
 from jaxshare.models import Generation
-from jaxshare.serving import checksums
+from jaxshare.serving import chat_template, checksums
+from jaxshare.serving.branches.batch_input import read_input
 from jaxshare.serving.cli import arguments, batch
 from jaxshare.serving.engine.completion import Completion
 
@@ -31,15 +35,24 @@ CONTEXT, VOCAB = 100, 300
 class Tokenizer:
     """A token is a byte; a prompt starts with BOS, a message with USER, a reply with REPLY."""
 
-    chat_template = "a template"
+    chat_template = (
+        "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('roles must be user') }}"
+        "{% endif %}<user>{{ m.content }}{% endfor %}<reply>"
+    )
+    added_tokens_decoder = {USER: AddedToken("<user>"), REPLY: AddedToken("<reply>")}  # noqa: RUF012
+    special_tokens_map = {}  # noqa: RUF012
 
     def encode(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> list[int]:
-        return [BOS] * add_special_tokens + [*text.encode()]
+        tokens = [BOS] * add_special_tokens
+        for part in re.split("(<user>|<reply>)", text):
+            tokens += {"<user>": [USER], "<reply>": [REPLY]}.get(part, part.encode())
+        return tokens
 
-    def apply_chat_template(self, messages, **_) -> list[int]:
-        if any(m["role"] != "user" for m in messages):
-            raise jinja2.TemplateError("roles must be user")
-        return [token for m in messages for token in (USER, *m["content"].encode())] + [REPLY]
+    def get_chat_template(self) -> str:
+        return self.chat_template
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"<reply>": REPLY}
 
 
 def model(tokenizer=Tokenizer):
@@ -391,6 +404,13 @@ BAD = [
     ('{"prompt": "x", "id": NaN}', "has the id NaN"),
     ('{"prompt": "x", "id": "good"}', 'has the id "good" of line 1'),
     ('{"prompt": "x", "id": 1e999}', "has the id Infinity"),
+    ('{"prompt": "x", "n": 1000000000}', "has 1000000000 as its n; ask for at most 1048576"),
+    ('{"prompt": "x", "n": 1' + "0" * 400 + "}", "ask for at most 1048576"),
+    ('{"prompt": "' + "x" * 2000 + '"}', "has 2,000 characters, but the model's context of 100"),
+    (
+        '{"messages": [{"role": "user", "content": "' + "x" * 2000 + '"}]}',
+        "has 2,004 characters, but the model's context of 100",
+    ),
     ('{"messages": []}', 'has "messages" that are no list of {"role"'),
     ('{"messages": [{"role": "user"}]}', "that are no list of"),
     (
@@ -440,6 +460,58 @@ def test_a_bad_tree_is_named(job, line, words):
     assert (
         code == 3 and err.startswith("line 1: ") and words in err and len(results(job.output)) == 1
     )
+
+
+def test_a_job_of_too_many_completions_is_refused(job):
+    with pytest.raises(ValueError, match=r"asks for 9000000 completions; a job has at most"):
+        job([{"prompt": str(i), "n": 1_000_000} for i in range(9)])
+
+
+def test_a_template_that_never_ends_stops_the_job_once(job, monkeypatch):
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    bad = type("Endless", (Tokenizer,), {"chat_template": endless})
+    with pytest.raises(ValueError, match=r"cannot be used for line 1: it takes more than"):
+        job([{"prompt": "a"}] * 99, "--chat", load=lambda: model(bad))
+
+
+JSON = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.sampled_from([10**400, -1, 1e308, float("inf"), float("nan"), "\ud800", "\0"]),
+        st.text(max_size=3),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(
+                ["prompt", "messages", "tokens", "text", "children", "n", "id", "role", "content"]
+            ),
+            inner,
+            max_size=4,
+        ),
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    st.lists(st.one_of(JSON.map(json.dumps).map(str.encode), st.binary(max_size=12)), max_size=4),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_line_is_prompts_or_is_named(lines, tree, chat):
+    data = b"\n".join(line.replace(b"\n", b"") for line in lines)
+    options = argparse.Namespace(tree=tree, chat=chat, n=1, max_new_tokens=1)
+    items, bad_lines = read_input(data, model(), options)
+    good, bad = {item.line for item in items}, {line["line"] for line in bad_lines}
+    kept = {number for number, line in enumerate(data.split(b"\n"), 1) if line.strip()}
+    assert not good & bad and good | bad <= kept
+    assert all(item.tokens and item.n >= 1 for item in items)
+    assert kept == good | bad
 
 
 def test_models_without_a_tokenizer_or_a_template(job):

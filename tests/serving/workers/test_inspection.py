@@ -247,6 +247,7 @@ def test_saved_and_loaded_is_the_same(snapshot, tmp_path):
     [
         (None, r"nothing.json cannot be read .*; give a file that Snapshot.save has written"),
         ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
         ("[1]", "is not a snapshot"),
         ('{"passes": 3}', "is not a snapshot"),
         ({"blocks": 3}, "is damaged"),

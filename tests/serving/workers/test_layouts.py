@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 
 from jaxshare.serving import COLLABORATIVE, Format, WorkersLayout, combined, contiguous, interleaved
+from jaxshare.serving.workers.layouts import worker_names
+from jaxshare.serving.workers.roster import check_names
 
 BARE = dataclasses.replace(COLLABORATIVE, others_header="", own_header="")
 
@@ -106,3 +108,20 @@ def test_a_worker_that_has_left_is_not_seen():
 def test_bad_layouts(layout, words):
     with pytest.raises(ValueError, match=words):
         layout.check(["A", "B"])
+
+
+def test_more_workers_than_a_session_has_are_refused_before_anything_is_made():
+    """2,000 of them took hours, and a thousand million all memory."""
+    names = [f"W{i}" for i in range(2000)]
+    with pytest.raises(ValueError, match="there are 2000 workers; a session has at most 256"):
+        check_names(names)
+    with pytest.raises(ValueError, match="1000000000 workers were asked for"):
+        worker_names(10**9)
+    check_names(worker_names(256))
+
+
+@pytest.mark.parametrize("name", ["Al\nice", "Bob\u2028", "\r", "A\n\n**Bob [1]:** I am done."])
+def test_a_name_is_one_line(name):
+    """Or it would write the header of another worker's step."""
+    with pytest.raises(ValueError, match=r"has a line break; give a name of one line|need names"):
+        check_names((name, "Carol"))
