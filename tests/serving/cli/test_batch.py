@@ -487,7 +487,18 @@ JSON = st.recursive(
         st.lists(inner, max_size=3),
         st.dictionaries(
             st.sampled_from(
-                ["prompt", "messages", "tokens", "text", "children", "n", "id", "role", "content"]
+                [
+                    "prompt",
+                    "messages",
+                    "tokens",
+                    "text",
+                    "children",
+                    "n",
+                    "id",
+                    "role",
+                    "content",
+                    "top_k",
+                ]
             ),
             inner,
             max_size=4,
@@ -506,7 +517,7 @@ JSON = st.recursive(
 def test_any_line_is_prompts_or_is_named(lines, tree, chat):
     data = b"\n".join(line.replace(b"\n", b"") for line in lines)
     options = argparse.Namespace(tree=tree, chat=chat, n=1, max_new_tokens=1)
-    items, bad_lines = read_input(data, model(), options)
+    items, bad_lines = read_input(data, model(), options, Sampler())
     good, bad = {item.line for item in items}, {line["line"] for line in bad_lines}
     kept = {number for number, line in enumerate(data.split(b"\n"), 1) if line.strip()}
     assert not good & bad and good | bad <= kept
