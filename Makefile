@@ -18,6 +18,7 @@ HOGWILD ?=
 BIN := .venv/bin
 RUNTIME := .venv/.installed
 DEV := .venv/.installed-dev
+AUDIT := .venv/.installed-audit
 CUDA := .venv/.installed-cuda
 GPU_ENV := .venv-gpu/.installed
 TORCH_ENV := .venv-torch/.installed
@@ -55,7 +56,7 @@ test: $(DEV) ## ruff and the quick tests (PYTEST_ARGS='-k rope')
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
-test-all: $(DEV) ## ruff and all tests, the slow ones too
+test-all: $(DEV) audit ## ruff and all tests, the slow ones too, and an audit of dependencies
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS)
@@ -71,6 +72,9 @@ lint: $(DEV) ## ruff and pyright
 bench: $(DEV) $(BENCH_NEEDS_$(WHAT)) ## one benchmark: WHAT=decode, or another of scripts/bench (BENCH_ARGS= for the full run)
 	@case ' $(BENCHES) ' in *' $(WHAT) '*) ;; *) echo 'WHAT is "$(WHAT)"; it must be one of: $(BENCHES)' >&2; exit 2;; esac
 	$(BIN)/python -m scripts.bench.$(WHAT) $(BENCH_OPTIONS_$(WHAT)) $(BENCH_ARGS)
+
+audit: $(AUDIT) ## known vulnerabilities and licences of all that is installed
+	$(BIN)/python -m scripts.audit
 
 drill: $(DEV) ## faults of all kinds thrown at every promise (DRILL_ARGS='--parts device --minutes 60 --seed 7')
 	$(BIN)/python -m scripts.drill.run $(DRILL_ARGS)
@@ -124,6 +128,11 @@ $(DEV): pyproject.toml .venv/bin/python
 $(GPU_ENV): pyproject.toml .venv-gpu/bin/python
 	@echo "installing jaxshare and what compiles for a GPU into .venv-gpu"
 	@.venv-gpu/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,gpu-compile]'
+	@touch $@
+
+$(AUDIT): $(DEV)
+	@echo "installing what audits dependencies into .venv"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,audit]'
 	@touch $@
 
 $(CUDA): $(DEV)
