@@ -302,7 +302,8 @@ def finish(
                 file.write(encoded + "\n")
         except OSError as error:
             print(
-                f"--output: {output} cannot be written ({error}); what was measured is on stdout",
+                f"--output: {output} cannot be written ({paths.reason(error)}); what was measured is on "
+                "stdout",
                 file=sys.stderr,
             )
             raise SystemExit(1) from error

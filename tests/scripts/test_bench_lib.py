@@ -135,8 +135,7 @@ def test_a_report_that_cannot_be_written_is_printed_all_the_same(capsys):
     out, err = capsys.readouterr()
     assert stopped.value.code == 1 and json.loads(out) == {"benchmark": "x", "goals": []}
     assert (
-        err
-        == "--output: /dev/full cannot be written ([Errno 28] No space left on device); what was "
+        err == "--output: /dev/full cannot be written (No space left on device); what was "
         "measured is on stdout\n"
     )
 
