@@ -8,7 +8,7 @@ All prompts of the file are one run of the engine, so common beginnings of sever
 and read once. A completion depends on the seed, its prompt and its number alone. That is why a job
 needs no state but its own output: completions that are there are skipped, the rest is sampled, and
 the texts are those of an unbroken run. OUTPUT.job beside it keeps the settings, so that no other
-job is mixed into it.
+job is mixed into it. While a job runs, the output is locked.
 """
 
 import argparse
@@ -38,6 +38,7 @@ from jaxshare.serving.cluster.shards import Shards
 from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler, warn_of_equal_texts
+from jaxshare.serving.locks import OutputLock
 
 _SHARE = {"auto": None, "always": True, "never": False}
 _FAILED = 1
@@ -169,6 +170,7 @@ def run_job(
     output, job = Path(options.output), Path(f"{options.output}.job")
     settings = _settings(options, sampling, data)
     with contextlib.ExitStack() as files:
+        files.enter_context(OutputLock.of_file(output, OTHER))
         file, before = None, []
         if os.path.lexists(output):
             file = files.enter_context(_open_existing(output, options.resume))
@@ -179,11 +181,8 @@ def run_job(
         model = load()
         items, bad_lines = _read_items(data, model, options)
         order = _order(items)
-        for number, key in enumerate(before, 1):
-            if key not in order:
-                raise batch_output.damaged_line(output, number, "it is of no prompt of the input")
+        skip = _skipped(before, order, output)
         # Made before anything is written, because what cannot fit is refused here.
-        skip = {order[key] for key in before}
         engine = _engine(options, sampling, model, items, skip, max_kv_bytes, make_engine)
         if file is None:
             batch_output.write_job(job, settings)
@@ -259,6 +258,16 @@ def _order(items: Sequence[Item]) -> dict[Key, tuple[int, int]]:
         for place, item in enumerate(items)
         for index in range(item.n)
     }
+
+
+def _skipped(
+    before: Sequence[Key], order: Mapping[Key, tuple[int, int]], output: Path
+) -> set[tuple[int, int]]:
+    """The places of the completions that the output has."""
+    for number, key in enumerate(before, 1):
+        if key not in order:
+            raise batch_output.damaged_line(output, number, "it is of no prompt of the input")
+    return {order[key] for key in before}
 
 
 def _engine(

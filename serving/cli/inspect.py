@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxshare.paths import check_file, check_folder
+from jaxshare.serving.locks import OutputLock
 from jaxshare.serving.workers.inspection import plots
 from jaxshare.serving.workers.inspection.probe import Snapshot, block_table, row_table
 
@@ -49,10 +50,10 @@ def run(options: argparse.Namespace) -> int:
         Console().print(block_table(snapshot), row_table(snapshot))
     written: list[str] = []
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, figure in figures.items():
-            figure.savefig(folder / name)
-            written.append(str(folder / name))
+        with OutputLock.of_folder(folder, "give another folder to --out"):
+            for name, figure in figures.items():
+                figure.savefig(folder / name)
+                written.append(str(folder / name))
     except OSError as error:
         raise ValueError(
             f"the pictures cannot be written to {folder} ({error}); give another folder to --out"

@@ -33,10 +33,11 @@ from jaxshare.serving.evaluation.arithmetic import QUESTIONS
 from jaxshare.serving.evaluation.baselines import METHODS
 from jaxshare.serving.evaluation.checkers.mathematics import Mathematician
 from jaxshare.serving.evaluation.checkers.sandbox import Limits
-from jaxshare.serving.evaluation.folder import AGAIN, PICTURE, RESULT, RUNS, SCORES, TABLE
+from jaxshare.serving.evaluation.folder import AGAIN, OTHER, PICTURE, RESULT, RUNS, SCORES, TABLE
 from jaxshare.serving.evaluation.runs import Execute, Run, RunSpec
 from jaxshare.serving.evaluation.scoring import Point, Score, Scorer
 from jaxshare.serving.evaluation.tasks import Task
+from jaxshare.serving.locks import OutputLock
 from jaxshare.serving.workers.layouts import LAYOUTS, MOVES
 from jaxshare.serving.workers.prompts import presets
 from jaxshare.serving.workers.text.step_automata import STOP_ON
@@ -204,6 +205,7 @@ def run_evaluation(
     plan, watch = EvaluationPlan.of(options, sampling, workers, budgets), Stopwatch.start()
     task, folder = plan.task, Path(options.out)
     with contextlib.ExitStack() as files:
+        files.enter_context(OutputLock.of_folder(folder, OTHER))
         file, made = evaluation_folder.open_runs(
             files, folder, plan.settings, options.resume, plan.keys
         )

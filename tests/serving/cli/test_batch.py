@@ -21,6 +21,7 @@ from jaxshare import FinishReason, Sampler
 from jaxshare.models import Generation
 from jaxshare.serving.cli import arguments, batch
 from jaxshare.serving.engine.completion import Completion
+from jaxshare.serving.errors import InUseError
 
 BOS, USER, REPLY = 256, 257, 258
 CONTEXT, VOCAB = 100, 300
@@ -561,6 +562,27 @@ def test_another_job_is_not_mixed_into_the_output(job, arguments, changed, words
     with pytest.raises(ValueError, match=f"{words}.*; give it as it was, or give another --output"):
         job(again.pop("lines"), "--n", "2", *arguments, "--resume", load=no_model, **again)
     assert job.output.read_bytes() == written
+
+
+def test_two_starts_at_once_do_not_mix_two_jobs(job):
+    """The second one starts while the first loads its model, when there is no output so far."""
+    refused = []
+
+    def load():
+        files = sorted(job.folder.iterdir())
+        for more in ((), ("--resume",)):
+            with pytest.raises(InUseError) as error:
+                job(LINES, "--seed", "6", *more, load=no_model)
+            refused.append(str(error.value))
+        assert sorted(job.folder.iterdir()) == files
+        return model()
+
+    assert job(LINES, "--seed", "5", load=load)[0] == 0
+    assert [said.split("; ")[1] for said in refused] == [
+        "wait for it, or give another --output"
+    ] * 2
+    assert {r["text"].split("|")[0] for r in results(job.output)} == {"5"}
+    assert json.loads(job.job.read_bytes())["settings"]["seed"] == 5
 
 
 def test_a_job_broken_off_at_any_byte_is_continued(job):

@@ -20,6 +20,7 @@ from jaxshare.models import EMBEDDED, Generation, load
 from jaxshare.serving import COLLABORATIVE, PLAIN, Format
 from jaxshare.serving.cli import main
 from jaxshare.serving.cli.evaluation import evaluate, plan
+from jaxshare.serving.errors import InUseError
 from jaxshare.serving.evaluation import (
     Mathematician,
     Point,
@@ -863,6 +864,21 @@ def test_another_model_of_the_same_name_does_not_go_on(evaluation):
     assert (evaluation.out / "runs.jsonl").read_bytes() == before
     evaluation.model.params = {}  # known by its outline alone, on other machines
     assert evaluation("--resume")[0] == 0
+
+
+def test_two_starts_at_once_do_not_mix_two_evaluations(evaluation):
+    """The second one starts while the first loads its model, when the folder is empty so far."""
+
+    def load():
+        for more in ((), ("--resume",)):
+            with pytest.raises(InUseError, match="wait for it, or give another --out"):
+                evaluation("--seed", "4", *more, load=lambda: pytest.fail("it was let in"))
+        return evaluation.model
+
+    stand = Stand()
+    assert evaluation("--seed", "3", load=load, stand=stand)[0] == 0
+    assert json.loads((evaluation.out / "settings.json").read_bytes())["settings"]["seed"] == 3
+    assert len(json_lines(evaluation.out / "runs.jsonl")) == 6
 
 
 LINE = {
