@@ -8,7 +8,8 @@ All prompts of the file are one run of the engine, so common beginnings of sever
 and read once. A completion depends on the seed, its prompt and its number alone. That is why a job
 needs no state but its own output: completions that are there are skipped, the rest is sampled, and
 the texts are those of an unbroken run. OUTPUT.job beside it keeps the settings, so that no other
-job is mixed into it. While a job runs, the output is locked.
+job is mixed into it, and the identity of the model, which may change under its name. While a job
+runs, the output is locked.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from jaxshare.serving.cluster.model_spec import ModelSpec
 from jaxshare.serving.cluster.shards import Shards
 from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.greedy import warn_of_greedy
+from jaxshare.serving.identity import check_identity, identity
 from jaxshare.serving.inputs import default_sampler, warn_of_equal_texts
 from jaxshare.serving.locks import OutputLock
 
@@ -179,13 +181,14 @@ def run_job(
             before = batch_output.read_keys(file, output)
 
         model = load()
+        known = identity(model) if file is None else _same_model(output, job, settings, model)
         items, bad_lines = _read_items(data, model, options)
         order = _order(items)
         skip = _skipped(before, order, output)
         # Made before anything is written, because what cannot fit is refused here.
         engine = _engine(options, sampling, model, items, skip, max_kv_bytes, make_engine)
         if file is None:
-            batch_output.write_job(job, settings)
+            batch_output.write_job(job, settings, known)
             file = files.enter_context(jsonl.open_alone(output, "xb", OTHER))
         if engine:
             for note in engine.notes:
@@ -197,7 +200,7 @@ def run_job(
             finished["failed"] = failed
         try:
             jsonl.write(output, lines, AGAIN)
-            batch_output.write_job(job, settings, finished, lines)
+            batch_output.write_job(job, settings, known, finished, lines)
         finally:  # all is sampled, and reported, even where the disk is full now
             code = _report(options, finished, len(before), engine)
         return code
@@ -219,12 +222,30 @@ def _check(options: argparse.Namespace) -> int | None:
 
 
 def _settings(options: argparse.Namespace, sampling: dict[str, Any], data: bytes) -> dict[str, Any]:
-    """The settings that decide the texts. The number of rows and what they share do not."""
+    """The settings that decide the texts: the number of rows does not.
+
+    What rows share changes the rounding, and so in bfloat16 and float16 the texts.
+    """
     given = {
         name: getattr(options, name)
-        for name in ("model", "n", "max_new_tokens", "seed", "tree", "chat", "dtype")
+        for name in ("model", "n", "max_new_tokens", "seed", "tree", "chat", "dtype", "share")
     }
     return {"input": jsonl.sha256(data), **given, **sampling}
+
+
+def _same_model(
+    output: Path, job: Path, settings: Mapping[str, Any], model: LoadedModel
+) -> dict[str, Any]:
+    """The identity of the model of a job that goes on, which is saved where it was not.
+
+    Raises:
+      ValueError: the job began with another model of this name.
+    """
+    saved = batch_output.read_model(job)
+    known = check_identity(f"the job of {output}", saved, model, OTHER)
+    if known != saved:
+        batch_output.write_job(job, settings, known)
+    return known
 
 
 def _open_existing(output: Path, resume: bool) -> BinaryIO:

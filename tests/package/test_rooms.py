@@ -11,7 +11,7 @@ import pytest
 from tests.paths import ROOT
 
 FOLDERS = {"jaxshare": "jaxshare", "jaxshare.models": "models", "jaxshare.serving": "serving"}
-SHARED = ("inputs", "errors", "checkpoints", "jsonl", "greedy", "locks")
+SHARED = ("inputs", "errors", "checkpoints", "jsonl", "greedy", "locks", "identity")
 """The modules of serving that are in no room."""
 
 

@@ -212,10 +212,10 @@ def run_evaluation(
         before, refused = {run.key for run in made}, {}
         if len(before) < len(plan.keys):
             model = load()
-            weights = evaluation_folder.check_weights(folder, model)
+            identity = evaluation_folder.check_model(folder, model)
             specs = [spec for spec in plan.specs(model) if spec.key not in before]
             if file is None:
-                file = evaluation_folder.create_runs(files, folder, plan.settings, weights)
+                file = evaluation_folder.create_runs(files, folder, plan.settings, identity)
             refused = _execute(make_execute(model), specs, file, made, len(plan.keys), folder)
         made = [run for run in made if run.problem not in refused]
         if not made:
