@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxshare.models.orbax_io import root_cause, waiting_for_reads
 from jaxshare.paths import make_folder, reason, sync_folder
 from jaxshare.serving import checksums
+from jaxshare.serving.locks import OutputLock
 
 _MAX_KEPT = 2
 """Checkpoints that a folder keeps: the newest, and the one before it."""
@@ -34,43 +35,55 @@ _ADVICE = "give number= (on the command line --resume-from) for the one before i
 _log = logging.getLogger("jaxshare")
 
 
+_OTHER = "give another folder for the checkpoints"
+
+
 class SaveError(ValueError):
     """A checkpoint cannot be written, is missing or incomplete, or belongs to something else."""
 
 
 class CheckpointStore:
-    """Writes the checkpoints of one folder."""
+    """Writes the checkpoints of one folder, which other processes leave alone until it is closed.
+
+    Within a process the newest store has the folder: a session that is restored from it goes on
+    saving there, whether the session before it was closed or not.
+    """
 
     def __init__(self, folder: str | os.PathLike):
         """Creates the folder if needed, and deletes incomplete checkpoints of a killed process.
 
+        Where several processes write one checkpoint together, process 0 locks the folder for all.
+
         Raises:
-          SaveError: a folder that cannot be written.
+          SaveError: a folder that cannot be written, or that another process has.
         """
         import orbax.checkpoint as ocp  # here, because it takes a second
 
-        self.folder = Path(folder)
-        try:
-            make_folder(self.folder)
-            self._manager = ocp.CheckpointManager(
-                self.folder.resolve(),
-                options=ocp.CheckpointManagerOptions(
-                    max_to_keep=_MAX_KEPT,
-                    cleanup_tmp_directories=True,
-                    # Orbax calls it before the rename that publishes a checkpoint.
-                    async_options=ocp.AsyncOptions(
-                        post_finalization_callback=functools.partial(
-                            _list_unpublished, self.folder.resolve()
-                        )
+        self.folder, self._replaced, real = Path(folder), False, Path(folder).resolve()
+        if former := _newest.pop(real, None):
+            former._replaced = True
+            with contextlib.suppress(SaveError):  # of the former, which is told at its next save
+                former.close()
+        with _lock(self.folder) as lock:
+            try:
+                make_folder(self.folder)
+                self._manager = ocp.CheckpointManager(
+                    real,
+                    options=ocp.CheckpointManagerOptions(
+                        max_to_keep=_MAX_KEPT,
+                        cleanup_tmp_directories=True,
+                        # Orbax calls it before the rename that publishes a checkpoint.
+                        async_options=ocp.AsyncOptions(
+                            post_finalization_callback=functools.partial(_list_unpublished, real)
+                        ),
                     ),
-                ),
-            )
-        except OSError as error:
-            raise SaveError(
-                f"{folder} cannot be written ({reason(error)}); give another folder for the "
-                "checkpoints"
-            ) from error
-        self._finalize = weakref.finalize(self, self._manager.close)
+                )
+            except OSError as error:
+                raise SaveError(
+                    f"{folder} cannot be written ({reason(error)}); {_OTHER}"
+                ) from error
+            self._finalize = weakref.finalize(self, _close, self._manager, lock.pop_all())
+        _newest[real] = self
 
     @classmethod
     def of(cls, folder: str | os.PathLike, current: "CheckpointStore | None") -> "CheckpointStore":
@@ -78,9 +91,14 @@ class CheckpointStore:
 
         Raises:
           SaveError: a folder that cannot be written, or the last checkpoint of the current store
-            could not be.
+            could not be, or a newer store of this process has the folder.
         """
         if current and current.folder == Path(folder):
+            if current._replaced:
+                raise SaveError(
+                    f"{folder} has the checkpoints of a newer session or engine of this process, "
+                    f"which saves there now; {_OTHER}"
+                )
             return current
         if current:
             current.close()
@@ -146,6 +164,8 @@ class CheckpointStore:
         Raises:
           SaveError: it could not be written.
         """
+        if not self._finalize.alive:
+            return
         try:
             self.wait()
         finally:
@@ -160,6 +180,26 @@ class CheckpointStore:
                 f"no checkpoint could be written to {self.folder} ({root_cause(error)}); make room "
                 "on its disk, or give another folder: earlier ones can still be restored"
             ) from error
+
+
+_newest: weakref.WeakValueDictionary[Path, CheckpointStore] = weakref.WeakValueDictionary()
+"""The last store of this process for each folder."""
+
+
+def _lock(folder: Path) -> contextlib.ExitStack:
+    """Locks a folder of checkpoints, in process 0 for all, until the result is closed."""
+    lock = contextlib.ExitStack()
+    if jax.process_index() == 0:
+        try:
+            lock.enter_context(OutputLock.of_folder(folder, _OTHER))
+        except ValueError as error:
+            raise SaveError(str(error)) from error
+    return lock
+
+
+def _close(manager: Any, lock: contextlib.ExitStack) -> None:
+    with lock:
+        manager.close()
 
 
 class SavedCheckpoint:

@@ -1,4 +1,7 @@
-"""The errors of the engine, of which `NotANumberError` is also that of branches and workers."""
+"""The errors of the engine, of which `NotANumberError` is also that of branches and workers.
+
+`InUseError` is that of every output.
+"""
 
 from typing import Self
 
@@ -13,6 +16,10 @@ class QueueFullError(EngineError):
 
 class ClosedError(EngineError):
     """The engine is shut down."""
+
+
+class InUseError(ValueError):
+    """Another process, or another part of this one, is writing the same output."""
 
 
 class TooLongError(ValueError):

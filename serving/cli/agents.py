@@ -16,6 +16,7 @@ of which only AGENT is required.
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -36,6 +37,7 @@ from jaxshare.serving.agents.requests import Model
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
 from jaxshare.serving.agents.search_log import SearchLog, timeline_picture, tree_picture
 from jaxshare.serving.cli import arguments
+from jaxshare.serving.locks import OutputLock
 
 _MAX_TREES = 16
 """Search trees that are drawn, at most."""
@@ -94,6 +96,16 @@ def run(options: argparse.Namespace) -> int:
     if options.plots is not None:
         check_folder("--plots", options.plots)
         _check_matplotlib()
+    with contextlib.ExitStack() as locks:
+        if options.trace is not None:
+            locks.enter_context(OutputLock.of_file(options.trace, "give another --trace"))
+        if options.plots is not None:
+            locks.enter_context(OutputLock.of_folder(options.plots, "give another --plots"))
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Runs the agent with its outputs locked."""
     module = _load(options.file)
     args = _arguments(module, options)
     model, name = _model(module, options)

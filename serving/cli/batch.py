@@ -8,7 +8,8 @@ All prompts of the file are one run of the engine, so common beginnings of sever
 and read once. A completion depends on the seed, its prompt and its number alone. That is why a job
 needs no state but its own output: completions that are there are skipped, the rest is sampled, and
 the texts are those of an unbroken run. OUTPUT.job beside it keeps the settings, so that no other
-job is mixed into it.
+job is mixed into it, and the identity of the model, which may change under its name. While a job
+runs, the output is locked.
 """
 
 import argparse
@@ -37,7 +38,9 @@ from jaxshare.serving.cluster.model_spec import ModelSpec
 from jaxshare.serving.cluster.shards import Shards
 from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.greedy import warn_of_greedy
+from jaxshare.serving.identity import check_identity, identity
 from jaxshare.serving.inputs import default_sampler, warn_of_equal_texts
+from jaxshare.serving.locks import OutputLock
 
 _SHARE = {"auto": None, "always": True, "never": False}
 _FAILED = 1
@@ -170,6 +173,7 @@ def run_job(
     output, job = Path(options.output), Path(f"{options.output}.job")
     settings = _settings(options, sampling, data)
     with contextlib.ExitStack() as files:
+        files.enter_context(OutputLock.of_file(output, OTHER))
         file, before = None, []
         if os.path.lexists(output):
             file = files.enter_context(_open_existing(output, options.resume))
@@ -179,16 +183,14 @@ def run_job(
             before = batch_output.read_keys(file, output, checksums)
 
         model = load()
+        known = identity(model) if file is None else _same_model(output, job, settings, model)
         items, bad_lines = _read_items(options, sampling, data, model)
         order = _order(items)
-        for number, key in enumerate(before, 1):
-            if key not in order:
-                raise batch_output.damaged_line(output, number, "it is of no prompt of the input")
+        skip = _skipped(before, order, output)
         # Made before anything is written, because what cannot fit is refused here.
-        skip = {order[key] for key in before}
         engine = _engine(options, sampling, model, items, skip, max_kv_bytes, make_engine)
         if file is None:
-            batch_output.write_job(job, settings)
+            batch_output.write_job(job, settings, known)
             file = files.enter_context(jsonl.open_alone(output, "xb", OTHER))
         if engine:
             for note in engine.notes:
@@ -199,7 +201,7 @@ def run_job(
         if failed := batch_output.num_failed(lines):
             finished["failed"] = failed
         try:
-            batch_output.write_finished(output, job, settings, finished, lines)
+            batch_output.write_finished(output, job, settings, known, finished, lines)
         finally:  # all is sampled, and reported, even where the disk is full now
             code = _report(options, finished, len(before), engine)
         return code
@@ -221,12 +223,30 @@ def _check(options: argparse.Namespace) -> int | None:
 
 
 def _settings(options: argparse.Namespace, sampling: dict[str, Any], data: bytes) -> dict[str, Any]:
-    """The settings that decide the texts. The number of rows and what they share do not."""
+    """The settings that decide the texts: the number of rows does not.
+
+    What rows share changes the rounding, and so in bfloat16 and float16 the texts.
+    """
     given = {
         name: getattr(options, name)
-        for name in ("model", "n", "max_new_tokens", "seed", "tree", "chat", "dtype")
+        for name in ("model", "n", "max_new_tokens", "seed", "tree", "chat", "dtype", "share")
     }
     return {"input": jsonl.sha256(data), **given, **sampling}
+
+
+def _same_model(
+    output: Path, job: Path, settings: Mapping[str, Any], model: LoadedModel
+) -> dict[str, Any]:
+    """The identity of the model of a job that goes on, which is saved where it was not.
+
+    Raises:
+      ValueError: the job began with another model of this name.
+    """
+    saved = batch_output.read_model(job)
+    known = check_identity(f"the job of {output}", saved, model, OTHER)
+    if known != saved:
+        batch_output.write_job(job, settings, known)
+    return known
 
 
 def _open_existing(output: Path, resume: bool) -> BinaryIO:
@@ -274,6 +294,16 @@ def _order(items: Sequence[Item]) -> dict[Key, tuple[int, int]]:
         for place, item in enumerate(items)
         for index in range(item.n)
     }
+
+
+def _skipped(
+    before: Sequence[Key], order: Mapping[Key, tuple[int, int]], output: Path
+) -> set[tuple[int, int]]:
+    """The places of the completions that the output has."""
+    for number, key in enumerate(before, 1):
+        if key not in order:
+            raise batch_output.damaged_line(output, number, "it is of no prompt of the input")
+    return {order[key] for key in before}
 
 
 def _engine(

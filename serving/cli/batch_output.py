@@ -19,7 +19,8 @@ Key = tuple[int, tuple[int, ...], int]
 OTHER, AGAIN = "give another --output", "--resume goes on with the job"
 """Advice for error messages."""
 
-_FORMAT = "jaxshare batch job 2"
+_FORMAT, _FORMER = "jaxshare batch job 3", "jaxshare batch job 2"
+"""The format of a job, and that of the version before, which has neither "model" nor "share"."""
 _RESULT = {
     "line": int,
     "index": int,
@@ -35,6 +36,7 @@ _ALL = {*_RESULT, "id", "branch", "error"}
 def write_job(
     job: Path,
     settings: Mapping[str, Any],
+    model: Mapping[str, Any],
     finished: Mapping[str, Any] | None = None,
     lines: Sequence[bytes] | None = None,
 ) -> None:
@@ -43,6 +45,7 @@ def write_job(
     Args:
       job: its path.
       settings: that decide the texts.
+      model: its identity (`jaxshare.serving.identity`).
       finished: the counts of a job that is complete.
       lines: the whole output of a job that is complete.
 
@@ -52,6 +55,7 @@ def write_job(
     value = {
         "format": _FORMAT,
         "settings": settings,
+        "model": model,
         "finished": finished,
         "output": None if lines is None else jsonl.sha256(b"".join(lines)),
         "lines": None if lines is None else [*map(checksums.checksum, lines)],
@@ -63,6 +67,7 @@ def write_finished(
     output: Path,
     job: Path,
     settings: Mapping[str, Any],
+    model: Mapping[str, Any],
     finished: Mapping[str, Any],
     lines: Sequence[bytes],
 ) -> None:
@@ -73,7 +78,7 @@ def write_finished(
     Raises:
       ValueError: a file cannot be written.
     """
-    write_job(job, settings, finished, lines)
+    write_job(job, settings, model, finished, lines)
     jsonl.write(output, lines, AGAIN)
 
 
@@ -95,7 +100,9 @@ def read_finished(
         known = checksums.loads(job.read_bytes())
         then, finished, digest = {**known["settings"]}, known["finished"], known["output"]
         lines = {*(known.get("lines") or ())}
-        if known["format"] != _FORMAT or (
+        if known["format"] == _FORMER:
+            then.setdefault("share", settings["share"])
+        if known["format"] not in (_FORMAT, _FORMER) or (
             finished and {*finished} - {"failed"} != {"completions", "prompts", "bad_lines"}
         ):
             raise ValueError(f"its format is not {_FORMAT!r}")
@@ -110,6 +117,20 @@ def read_finished(
     jsonl.check_settings(f"the job of {output} began", then, settings, OTHER)
     unchanged = digest == jsonl.sha256(read_file(output, "output"))
     return finished if unchanged else None, lines
+
+
+def read_model(job: Path) -> dict[str, Any]:
+    """The identity of the model that a job began with, as far as its file has it.
+
+    Raises:
+      ValueError: the file is damaged; `read_finished` has found the rest.
+    """
+    try:
+        return {**checksums.loads(job.read_bytes()).get("model", {})}
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{job} cannot be read or is damaged ({type(error).__name__}: {error}); {OTHER}"
+        ) from error
 
 
 def read_keys(file: BinaryIO, output: Path, known: Collection[str]) -> list[Key]:

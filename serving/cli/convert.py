@@ -9,6 +9,7 @@ from jaxshare.models import orbax_io
 from jaxshare.models.loading import local_folder
 from jaxshare.paths import check_folder
 from jaxshare.serving.cli import arguments
+from jaxshare.serving.locks import OutputLock
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,9 @@ def run(options: argparse.Namespace) -> int:
     """Runs `jaxshare convert`."""
     if not Path(options.target).exists():
         check_folder("TARGET", options.target)
-    written = orbax_io.convert(local_folder(options.source), Path(options.target))
+    # beside the folder, which takes its name when all is written
+    with OutputLock.of_file(options.target, "give another TARGET"):
+        written = orbax_io.convert(local_folder(options.source), Path(options.target))
     form = "Orbax" if written["form"] == "orbax" else "Hugging Face"
     print(
         f"{options.target}: {written['tensors']} tensors, {written['bytes'] / 1e6:,.1f} MB, in "

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxshare.paths import check_file, check_folder, reason, whole_file
+from jaxshare.serving.locks import OutputLock
 from jaxshare.serving.workers.inspection import plots
 from jaxshare.serving.workers.inspection.probe import Snapshot, block_table, row_table
 
@@ -49,10 +50,11 @@ def run(options: argparse.Namespace) -> int:
         Console().print(block_table(snapshot), row_table(snapshot))
     written: list[str] = []
     try:
-        for name, figure in figures.items():
-            with whole_file(folder / name, "wb") as file:
-                figure.savefig(file)
-            written.append(str(folder / name))
+        with OutputLock.of_folder(folder, "give another folder to --out"):
+            for name, figure in figures.items():
+                with whole_file(folder / name, "wb") as file:
+                    figure.savefig(file)
+                written.append(str(folder / name))
     except OSError as error:
         raise ValueError(
             f"the pictures cannot be written to {folder} ({reason(error)}); give another folder to --out"

@@ -1,11 +1,12 @@
 """The command `jaxshare workers`: one problem, several workers, one session."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from tqdm import tqdm
@@ -19,6 +20,7 @@ from jaxshare.serving.cli.display import Streams, console_for
 from jaxshare.serving.cluster import process_mesh
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler
+from jaxshare.serving.locks import OutputLock
 from jaxshare.serving.workers.inspection.probe import AttentionProbe, Snapshot
 from jaxshare.serving.workers.layouts import MOVES, worker_names
 from jaxshare.serving.workers.prompts import presets, preview
@@ -28,6 +30,9 @@ from jaxshare.serving.workers.session import Workers
 from jaxshare.serving.workers.text.step_automata import STOP_ON
 from jaxshare.serving.workers.text.transcript import Event
 from jaxshare.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 _ANSWER_TOKENS = {"box": 16, "code": 1024}
 
@@ -170,10 +175,23 @@ def run(options: argparse.Namespace) -> int:
         if process_mesh.speaks():
             print(text)
         return 0
-    resumed = _is_resumed(options)
     _check_places(options)
     mesh = process_mesh.mesh_of(options)
+    with _locked(options):
+        return _solve(options, sampling, names, finish_at, problem, format, mesh)
 
+
+def _solve(
+    options: argparse.Namespace,
+    sampling: dict[str, Any],
+    names: Sequence[str],
+    finish_at: Sequence[int],
+    problem: str,
+    format: Format | None,
+    mesh: "Mesh | None",
+) -> int:
+    """Runs the session with its outputs locked, and prints and writes its result."""
+    resumed = _is_resumed(options)
     model = models.load(options.model, dtype=options.dtype, mesh=mesh)
     settings = _settings(options, model, sampling, problem, names)
     warn_of_greedy(model, settings["sampler"], discouraged=presets.advises_sampling(options.format))
@@ -211,18 +229,11 @@ def _names(options: argparse.Namespace) -> Sequence[str]:
 
 
 def _is_resumed(options: argparse.Namespace) -> bool:
-    """Checks the options of checkpoints; True where a saved session is to go on."""
-    option = "--resume" if options.resume_from is None else "--resume-from"
-    resumes = options.resume or options.resume_from is not None
-    if resumes and not options.checkpoint:
-        raise ValueError(
-            f"{option} goes on with a session that was saved; give its folder as --checkpoint"
-        )
-    if options.checkpoint_every < 1:
-        raise ValueError(
-            f"--checkpoint-every is {options.checkpoint_every}; save at intervals of at least 1 "
-            "forward pass"
-        )
+    """True where a saved session is to go on.
+
+    Raises:
+      ValueError: there is one, and it is not to.
+    """
     if not options.checkpoint or not has_checkpoints(options.checkpoint):
         if options.resume_from is not None:
             raise ValueError(
@@ -230,7 +241,7 @@ def _is_resumed(options: argparse.Namespace) -> bool:
                 "checkpoint; give the folder of one"
             )
         return False
-    if not resumes:
+    if not options.resume and options.resume_from is None:
         raise ValueError(
             f"there is a saved session in {options.checkpoint}; --resume goes on with it, or give "
             "another --checkpoint"
@@ -240,6 +251,16 @@ def _is_resumed(options: argparse.Namespace) -> bool:
 
 def _check_places(options: argparse.Namespace) -> None:
     """Checks that files can be written, and that one session is not to be run as groups."""
+    option = "--resume" if options.resume_from is None else "--resume-from"
+    if (options.resume or options.resume_from is not None) and not options.checkpoint:
+        raise ValueError(
+            f"{option} goes on with a session that was saved; give its folder as --checkpoint"
+        )
+    if options.checkpoint_every < 1:
+        raise ValueError(
+            f"--checkpoint-every is {options.checkpoint_every}; save at intervals of at least 1 "
+            "forward pass"
+        )
     if not process_mesh.is_together(options) or process_mesh.speaks():
         for option, file in (("--save", options.save), ("--trace", options.trace)):
             check_file(option, file)
@@ -250,6 +271,25 @@ def _check_places(options: argparse.Namespace) -> None:
             "--tensor and --kv, or solve many problems side by side with `jaxshare evaluate "
             f"--data {options.data}`"
         )
+
+
+def _locked(options: argparse.Namespace) -> contextlib.ExitStack:
+    """Locks all outputs until the result is closed; process 0 does it for all.
+
+    The session takes over the lock of its checkpoints.
+    """
+    with contextlib.ExitStack() as locks:
+        if not process_mesh.is_together(options) or process_mesh.speaks():
+            if options.checkpoint:
+                locks.enter_context(
+                    OutputLock.of_folder(
+                        options.checkpoint, "give another --checkpoint", lends=True
+                    )
+                )
+            for option, file in (("--save", options.save), ("--trace", options.trace)):
+                if file:
+                    locks.enter_context(OutputLock.of_file(file, f"give another {option}"))
+        return locks.pop_all()
 
 
 def _settings(

@@ -11,6 +11,7 @@ from jaxshare.serving import checksums, jsonl
 from jaxshare.serving.evaluation import runs, scoring
 from jaxshare.serving.evaluation.runs import Run
 from jaxshare.serving.evaluation.scoring import Point
+from jaxshare.serving.identity import check_identity, identity
 
 SETTINGS, RUNS, SCORES, RESULT, TABLE, PICTURE = (
     "settings.json",
@@ -63,10 +64,10 @@ def open_runs(
 
 
 def create_runs(
-    files: contextlib.ExitStack, folder: Path, settings: Mapping[str, Any], weights: dict[str, str]
+    files: contextlib.ExitStack, folder: Path, settings: Mapping[str, Any], model: dict[str, Any]
 ) -> BinaryIO:
     """Writes the settings of a new evaluation and opens its file of runs, which `files` closes."""
-    value = {"format": _FORMAT, "settings": settings, **weights}
+    value = {"format": _FORMAT, "settings": settings, **model}
     jsonl.write(folder / SETTINGS, [jsonl.line(checksums.sealed(value))], AGAIN)
     return files.enter_context(jsonl.open_alone(folder / RUNS, "xb", OTHER))
 
@@ -86,23 +87,16 @@ def read_settings(folder: Path) -> dict[str, Any]:
         ) from error
 
 
-def check_weights(folder: Path, model: LoadedModel) -> dict[str, str]:
-    """A fingerprint of the model, which tells it from others of its name: {"weights": ...}.
-
-    Empty for a model whose parameters are not on this machine, which is not checked.
+def check_model(folder: Path, model: LoadedModel) -> dict[str, Any]:
+    """The identity of the model (`jaxshare.serving.identity`), for the settings of the folder.
 
     Raises:
-      ValueError: the evaluation in the folder began with another fingerprint.
+      ValueError: the evaluation in the folder began with another model of this name.
     """
-    now = {"weights": model.fingerprint} if model.params else {}
-    if now and os.path.lexists(folder / SETTINGS):
-        then = checksums.loads((folder / SETTINGS).read_bytes()).get("weights", now["weights"])
-        if then != now["weights"]:
-            raise ValueError(
-                f"the evaluation in {folder} began with another model of this name: its parameters "
-                f"have changed; {OTHER}"
-            )
-    return now
+    if not os.path.lexists(folder / SETTINGS):
+        return identity(model)
+    saved = checksums.loads((folder / SETTINGS).read_bytes())
+    return check_identity(f"the evaluation in {folder}", saved, model, OTHER)
 
 
 def read_lines(folder: Path, settings: Mapping[str, Any]) -> dict[str, list[Point]]:

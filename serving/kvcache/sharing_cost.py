@@ -20,6 +20,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.models.config import ModelConfig
 from jaxshare.paths import cache_folder, write_json
 from jaxshare.serving.inputs import cache_dtype
+from jaxshare.serving.locks import updating
 from jaxshare.sharding import TENSOR, axis_size
 
 SHARED_TILE = 512
@@ -296,17 +297,18 @@ def save_costs(model: LoadedModel, costs: Costs, file: Path | None = None) -> Pa
       OSError: the file cannot be written.
     """
     file = file or costs_file()
-    try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        saved = {}
-    saved = saved if isinstance(saved, dict) else {}
-    shapes = saved.get(_device())
-    saved[_device()] = {
-        **(shapes if isinstance(shapes, dict) else {}),
-        _shape(model.config, model): costs.as_json(),
-    }
-    write_json(file, saved)
+    with updating(file):
+        try:
+            saved = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            saved = {}
+        saved = saved if isinstance(saved, dict) else {}
+        shapes = saved.get(_device())
+        saved[_device()] = {
+            **(shapes if isinstance(shapes, dict) else {}),
+            _shape(model.config, model): costs.as_json(),
+        }
+        write_json(file, saved)
     return file
 
 

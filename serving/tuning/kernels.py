@@ -24,6 +24,7 @@ from jaxshare.pallas import tiles as tables
 from jaxshare.pallas.device import Device
 from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, KernelConfig, Key, use_tiles
 from jaxshare.paths import write_json
+from jaxshare.serving.locks import updating
 
 ROWS = (1, 8, 64, 512)
 """A measurement is also used for half and for twice as many rows, so these cover up to 1024."""
@@ -411,12 +412,12 @@ def save(device: Device, best: Mapping[Key, KernelConfig], file: Path | None = N
       OSError: the file cannot be written.
     """
     file = file or tables.tiles_file()
-    try:
-        known = tables.decode_tiles(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        known = {}
-    write_json(
-        file, tables.encode_tiles({**known, device.kind: {**known.get(device.kind, {}), **best}})
-    )
+    with updating(file):
+        try:
+            known = tables.decode_tiles(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            known = {}
+        tiles = {**known.get(device.kind, {}), **best}
+        write_json(file, tables.encode_tiles({**known, device.kind: tiles}))
     tables.read_tiles.cache_clear()
     return file

@@ -19,7 +19,9 @@ SHARED = (
     "errors",
     "checkpoints",
     "checksums",
+    "identity",
     "jsonl",
+    "locks",
     "greedy",
 )
 """The modules of serving that are in no room."""

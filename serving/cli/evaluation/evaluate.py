@@ -35,10 +35,11 @@ from jaxshare.serving.evaluation.baselines import METHODS
 from jaxshare.serving.evaluation.checkers import sandbox
 from jaxshare.serving.evaluation.checkers.mathematics import Mathematician
 from jaxshare.serving.evaluation.checkers.sandbox import Limits
-from jaxshare.serving.evaluation.folder import AGAIN, PICTURE, RESULT, RUNS, SCORES, TABLE
+from jaxshare.serving.evaluation.folder import AGAIN, OTHER, PICTURE, RESULT, RUNS, SCORES, TABLE
 from jaxshare.serving.evaluation.runs import Execute, Run, RunSpec
 from jaxshare.serving.evaluation.scoring import Point, Score, Scorer
 from jaxshare.serving.evaluation.tasks import Task
+from jaxshare.serving.locks import OutputLock
 from jaxshare.serving.workers.layouts import LAYOUTS, MOVES
 from jaxshare.serving.workers.prompts import presets
 from jaxshare.serving.workers.text.step_automata import STOP_ON
@@ -206,16 +207,17 @@ def run_evaluation(
     plan, watch = EvaluationPlan.of(options, sampling, workers, budgets), Stopwatch.start()
     task, folder = plan.task, Path(options.out)
     with contextlib.ExitStack() as files:
+        files.enter_context(OutputLock.of_folder(folder, OTHER))
         file, made = evaluation_folder.open_runs(
             files, folder, plan.settings, options.resume, plan.keys
         )
         before, refused = {run.key for run in made}, {}
         if len(before) < len(plan.keys):
             model = load()
-            weights = evaluation_folder.check_weights(folder, model)
+            identity = evaluation_folder.check_model(folder, model)
             specs = [spec for spec in plan.specs(model) if spec.key not in before]
             if file is None:
-                file = evaluation_folder.create_runs(files, folder, plan.settings, weights)
+                file = evaluation_folder.create_runs(files, folder, plan.settings, identity)
             refused = _execute(make_execute(model), specs, file, made, len(plan.keys), folder)
         made = [run for run in made if run.problem not in refused]
         if not made:

@@ -28,6 +28,7 @@ from jaxshare.serving.evaluation import judge
 from jaxshare.serving.evaluation.folder import RUNS, read_settings
 from jaxshare.serving.evaluation.judge import Endpoint, Grading, JudgeError
 from jaxshare.serving.evaluation.runs import Run
+from jaxshare.serving.locks import OutputLock
 
 SETTINGS, GRADINGS, RESULT = "judge.json", "gradings.jsonl", "collaboration.json"
 _FORMAT = "jaxshare judge 1"
@@ -114,6 +115,8 @@ def run(options: argparse.Namespace) -> int:
     }
     keys = {(*run.key, i): run for run in runs for i in range(options.gradings)}
     with contextlib.ExitStack() as files:
+        # not the folder, which an evaluation that is going on has
+        files.enter_context(OutputLock.of_file(folder / GRADINGS, "judge another folder"))
         file, done = _open(files, folder, settings)
         # Gradings of runs that have been taken out since are left alone, and do not count.
         gradings = [grading for key, grading in done.items() if key in keys]

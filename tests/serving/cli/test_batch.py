@@ -16,6 +16,8 @@ import time
 import types
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,6 +29,7 @@ from jaxshare.serving import chat_template, checksums
 from jaxshare.serving.branches.batch_input import read_input
 from jaxshare.serving.cli import arguments, batch
 from jaxshare.serving.engine.completion import Completion
+from jaxshare.serving.errors import InUseError
 
 BOS, USER, REPLY = 256, 257, 258
 CONTEXT, VOCAB = 100, 300
@@ -42,6 +45,9 @@ class Tokenizer:
     added_tokens_decoder = {USER: AddedToken("<user>"), REPLY: AddedToken("<reply>")}  # noqa: RUF012
     special_tokens_map = {}  # noqa: RUF012
 
+    def get_vocab(self) -> dict[str, int]:
+        return {**{chr(byte): byte for byte in range(256)}, "<reply>": REPLY}
+
     def encode(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> list[int]:
         tokens = [BOS] * add_special_tokens
         for part in re.split("(<user>|<reply>)", text):
@@ -51,18 +57,17 @@ class Tokenizer:
     def get_chat_template(self) -> str:
         return self.chat_template
 
-    def get_vocab(self) -> dict[str, int]:
-        return {"<reply>": REPLY}
 
-
-def model(tokenizer=Tokenizer):
+def model(tokenizer=Tokenizer, *, fingerprint="one", dtype="float32", **generation):
     config = types.SimpleNamespace(
         max_positions=CONTEXT, vocab_size=VOCAB, architecture="LlamaForCausalLM"
     )
     return types.SimpleNamespace(
         tokenizer=tokenizer and tokenizer(),
         config=config,
-        generation=Generation(temperature=0.5, top_k=7),
+        params={"some": np.zeros(1, jnp.dtype(dtype))},
+        fingerprint=fingerprint,
+        generation=Generation(**{"temperature": 0.5, "top_k": 7, **generation}),
     )
 
 
@@ -669,6 +674,7 @@ def test_resuming_what_is_complete_says_so(job):
         (["--max-new-tokens", "5"], {}, "began with max_new_tokens 64, not 5"),
         (["--seed", "1"], {}, "began with seed 0, not 1"),
         (["--chat"], {}, "began with chat false, not true"),
+        (["--share", "never"], {}, 'began with share "auto", not "never"'),
         (["--tree"], {}, "began with tree false, not true"),
         ([], {"dtype": None}, 'began with dtype "float32", not null'),
         ([], {"sampling": {"temperature": 0.5, "top_k": 5}}, "began with top_k null, not 5"),
@@ -683,6 +689,100 @@ def test_another_job_is_not_mixed_into_the_output(job, arguments, changed, words
     with pytest.raises(ValueError, match=f"{words}.*; give it as it was, or give another --output"):
         job(again.pop("lines"), "--n", "2", *arguments, "--resume", load=no_model, **again)
     assert job.output.read_bytes() == written
+
+
+class OtherWords(Tokenizer):
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(byte): 255 - byte for byte in range(256)}
+
+
+class OtherTemplate(Tokenizer):
+    chat_template = "another template"
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"fingerprint": "two"}, "its parameters have changed"),
+        (
+            {"dtype": "float16", "fingerprint": "in float16"},
+            r"the dtype of its parameters \(float32, now float16\) has changed",
+        ),
+        ({"tokenizer": OtherWords}, "its tokenizer has changed"),
+        ({"tokenizer": None}, "its tokenizer and its chat template have changed"),
+        ({"tokenizer": OtherTemplate}, "its chat template has changed"),
+        (
+            {"temperature": 0.7, "stop_tokens": (3,)},
+            r"its generation settings \(stop_tokens \[\], now \[3\], temperature 0.5, now 0.7\) "
+            "have changed",
+        ),
+        (
+            {"top_p": 0.5, "fingerprint": "two"},
+            r"its parameters and its generation settings \(top_p 1.0, now 0.5\) have changed",
+        ),
+    ],
+)
+def test_another_model_of_the_same_name_is_not_mixed_into_the_output(job, changed, words):
+    with pytest.raises(RuntimeError, match="killed"):
+        job(LINES, lives=2)
+    written, kept = job.output.read_bytes(), job.job.read_bytes()
+    with pytest.raises(
+        ValueError,
+        match=f"the job of .*out.jsonl began with another model of this name: {words}; give "
+        "another --output, or put the files of the model back as they were",
+    ):
+        job(LINES, "--resume", load=lambda: model(**changed))
+    assert job.output.read_bytes() == written and job.job.read_bytes() == kept
+    assert job(LINES, "--resume")[0] == 0 and len(results(job.output)) == 6
+
+
+def former_job(job) -> None:
+    """Rewrites the file of the job as the version before wrote it."""
+    content = json.loads(job.job.read_bytes())
+    del content["model"], content["settings"]["share"]
+    job.job.write_text(json.dumps(content | {"format": "jaxshare batch job 2"}))
+
+
+def test_a_job_of_an_earlier_version_goes_on_with_a_warning_and_is_checked_from_then_on(
+    job, caplog
+):
+    for lives in (2, 1):
+        with pytest.raises(RuntimeError, match="killed"):
+            job(LINES, "--resume", lives=lives)
+        if lives == 2:
+            former_job(job)
+            assert not caplog.records
+    [record] = caplog.records
+    assert "out.jsonl goes on without a comparison of the dtype of its parameters, its param" in (
+        said := record.getMessage()
+    )
+    assert "its chat template, its generation settings with the model that it began with" in said
+    with pytest.raises(ValueError, match="its parameters have changed"):
+        job(LINES, "--resume", load=lambda: model(fingerprint="two"))
+    assert job(LINES, "--resume")[0] == 0 and len(caplog.records) == 1
+    former_job(job)
+    assert job(LINES, "--resume", "--share", "never", load=no_model)[0] == 0  # it is complete
+
+
+def test_two_starts_at_once_do_not_mix_two_jobs(job):
+    """The second one starts while the first loads its model, when there is no output so far."""
+    refused = []
+
+    def load():
+        files = sorted(job.folder.iterdir())
+        for more in ((), ("--resume",)):
+            with pytest.raises(InUseError) as error:
+                job(LINES, "--seed", "6", *more, load=no_model)
+            refused.append(str(error.value))
+        assert sorted(job.folder.iterdir()) == files
+        return model()
+
+    assert job(LINES, "--seed", "5", load=load)[0] == 0
+    assert [said.split("; ")[1] for said in refused] == [
+        "wait for it, or give another --output"
+    ] * 2
+    assert {r["text"].split("|")[0] for r in results(job.output)} == {"5"}
+    assert json.loads(job.job.read_bytes())["settings"]["seed"] == 5
 
 
 def test_a_job_broken_off_at_any_byte_is_continued(job):

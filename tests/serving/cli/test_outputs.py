@@ -14,7 +14,9 @@ import pytest
 from jaxshare import FinishReason, __version__, models
 from jaxshare.serving.checkpoints import CheckpointStore, SaveError
 from jaxshare.serving.cli import main
+from jaxshare.serving.evaluation import runs
 from jaxshare.serving.kvcache import sharing_cost
+from jaxshare.serving.locks import OutputLock
 from jaxshare.serving.tuning import calibration
 from jaxshare.serving.workers.inspection import plots
 from jaxshare.serving.workers.inspection.probe import BlockExtent, Listed, Snapshot
@@ -23,6 +25,7 @@ from tests.helpers import mostly_slow
 from tests.serving.cli.test_main import PROBLEM
 
 FULL = Path("/dev/full")
+RUN = runs.Run(2, "1", 0, 0, "", {"workers": {}, "answers": {}, "passes": 0})
 full_disk = pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
 
 
@@ -140,6 +143,40 @@ def test_nothing_is_made_for_a_run_that_fails_later(place, capsys):
         (place / "in").unlink()
         assert code == 1 and "no/model" in err
         assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [
+        ("workers no/model --problem x --save {}", "x.json"),
+        ("workers no/model --problem x --trace {}", "x.trace"),
+        ("workers no/model --problem x --checkpoint {}", "saves/"),
+        ("batch no/model --input in --output {}", "out.jsonl"),
+        ("evaluate no/model --task sums --budgets 8 --out {}", "evaluated/"),
+        ("judge judged --endpoint http://localhost:1/v1 --model m", "judged/gradings.jsonl"),
+        ("agents run agent.py --trace {}", "trace.json"),
+        ("agents run agent.py --plots {}", "plots/"),
+        ("inspect run.json --out {}", "pictures/"),
+        ("convert no/model {}", "target"),
+    ],
+)
+def test_an_output_that_another_has_is_named_before_any_work(place, capsys, command, output):
+    Path("in").write_text('{"prompt": "x"}\n', encoding="utf-8")
+    Path("judged").mkdir()
+    (place / "judged" / "settings.json").write_text(
+        json.dumps({"format": "jaxshare evaluation 2", "settings": {"method": "workers"}})
+    )
+    with open("judged/runs.jsonl", "ab") as file:
+        runs.write_run(file, RUN)
+    lock = OutputLock.of_folder if output.endswith("/") else OutputLock.of_file
+    before = sorted(place.rglob("*"))
+    with lock(output, ""):
+        locked = sorted(place.rglob("*"))
+        code, _, err = run(capsys, *shlex.split(command.format(output)))
+        assert sorted(place.rglob("*")) == locked
+    assert code == 1 and err.count("\n") == 1
+    assert f"the output {output.rstrip('/')} is being written by this process already; " in err
+    assert sorted(place.rglob("*")) == before
 
 
 # Disks that are full by then.

@@ -13,6 +13,7 @@ import time
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxshare import Sampler
@@ -20,6 +21,7 @@ from jaxshare.models import EMBEDDED, Generation, load
 from jaxshare.serving import COLLABORATIVE, PLAIN, Format
 from jaxshare.serving.cli import main
 from jaxshare.serving.cli.evaluation import evaluate, plan
+from jaxshare.serving.errors import InUseError
 from jaxshare.serving.evaluation import (
     Mathematician,
     Point,
@@ -461,7 +463,10 @@ def evaluation(tmp_path, capsys, monkeypatch):
         return code, *capsys.readouterr()
 
     model = types.SimpleNamespace(
-        generation=Generation(temperature=0.0), params={"some": 1}, fingerprint="one"
+        generation=Generation(temperature=0.0),
+        params={"some": np.zeros(1, np.float32)},
+        fingerprint="one",
+        tokenizer=None,
     )
     run.model, run.folder, run.out = model, tmp_path, tmp_path / "out"
     return run
@@ -861,8 +866,48 @@ def test_another_model_of_the_same_name_does_not_go_on(evaluation):
     ):
         evaluation("--resume")
     assert (evaluation.out / "runs.jsonl").read_bytes() == before
+    evaluation.model.fingerprint = "one"
+    evaluation.model.generation = Generation(temperature=0.0, stop_tokens=(7,))
+    with pytest.raises(ValueError, match=r"settings \(stop_tokens \[\], now \[7\]\) have changed"):
+        evaluation("--resume")
+    evaluation.model.generation = Generation(temperature=0.0)
     evaluation.model.params = {}  # known by its outline alone, on other machines
     assert evaluation("--resume")[0] == 0
+
+
+def test_an_evaluation_of_an_earlier_version_goes_on_with_a_warning(evaluation, caplog):
+    """It kept a fingerprint of the parameters alone."""
+    with pytest.raises(RuntimeError, match="killed"):
+        evaluation(stand=Stand(lives=2))
+    settings = evaluation.out / "settings.json"
+    kept = json.loads(settings.read_bytes())
+    settings.write_text(
+        json.dumps({name: kept[name] for name in ("format", "settings", "weights")})
+    )
+    evaluation.model.fingerprint = "another"
+    with pytest.raises(ValueError, match="its parameters have changed"):
+        evaluation("--resume")
+    evaluation.model.fingerprint = "one"
+    assert evaluation("--resume")[0] == 0
+    [record] = caplog.records
+    assert "goes on without a comparison of the dtype of its parameters, its tokenizer," in (
+        record.getMessage()
+    )
+
+
+def test_two_starts_at_once_do_not_mix_two_evaluations(evaluation):
+    """The second one starts while the first loads its model, when the folder is empty so far."""
+
+    def load():
+        for more in ((), ("--resume",)):
+            with pytest.raises(InUseError, match="wait for it, or give another --out"):
+                evaluation("--seed", "4", *more, load=lambda: pytest.fail("it was let in"))
+        return evaluation.model
+
+    stand = Stand()
+    assert evaluation("--seed", "3", load=load, stand=stand)[0] == 0
+    assert json.loads((evaluation.out / "settings.json").read_bytes())["settings"]["seed"] == 3
+    assert len(json_lines(evaluation.out / "runs.jsonl")) == 6
 
 
 LINE = {

@@ -1,0 +1,113 @@
+"""The identity of a model in the files of a job: all of the model that its texts depend on.
+
+A job that goes on with other weights under the same name would mix the texts of two models.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from jaxshare.models import LoadedModel
+from jaxshare.serving.inputs import cache_dtype
+
+_NAMES = {
+    "dtype": "the dtype of its parameters",
+    "weights": "its parameters",
+    "tokenizer": "its tokenizer",
+    "chat_template": "its chat template",
+    "generation": "its generation settings",
+}
+_log = logging.getLogger("jaxshare")
+
+
+def identity(model: LoadedModel) -> dict[str, Any]:
+    """Returns what tells a model from others of its name, as JSON holds it.
+
+    Without "dtype" and "weights" for a model whose parameters are not in this process.
+    """
+    found: dict[str, Any] = {}
+    if model.params:
+        found = {"dtype": str(cache_dtype(model)), "weights": model.fingerprint}
+    generation = dataclasses.asdict(model.generation)
+    generation["stop_tokens"] = [*generation["stop_tokens"]]
+    template = model.tokenizer.chat_template if model.tokenizer else None
+    return {
+        **found,
+        "tokenizer": _tokenizer_hash(model.tokenizer),
+        "chat_template": _hash(json.dumps(template)) if template else None,
+        "generation": generation,
+    }
+
+
+def check_identity(
+    what: str, saved: Mapping[str, Any], model: LoadedModel, advice: str
+) -> dict[str, Any]:
+    """Checks that a job goes on with the model that it began with.
+
+    What cannot be compared, because an earlier version did not save it or because the parameters
+    are on other machines, is named in a warning.
+
+    Args:
+      what: the job, such as "the job of out.jsonl".
+      saved: the identity when it began; other keys are ignored.
+      model: the model now.
+      advice: the end of the error message, such as "give another --output".
+
+    Returns:
+      The identity to save from now on.
+
+    Raises:
+      ValueError: the model is another one.
+    """
+    now = identity(model)
+    differing = [name for name in _NAMES if name in now and saved.get(name, now[name]) != now[name]]
+    if "dtype" in differing:
+        differing = [name for name in differing if name != "weights"]  # which have that dtype
+    if differing:
+        changes = [_NAMES[name] + _details(name, saved[name], now[name]) for name in differing]
+        # all but one of the names are plural
+        verb = "has" if len(changes) == 1 and differing[0] in _SINGULAR else "have"
+        raise ValueError(
+            f"{what} began with another model of this name: {' and '.join(changes)} {verb} "
+            f"changed; {advice}, or put the files of the model back as they were"
+        )
+    if unknown := [what for name, what in _NAMES.items() if name not in saved or name not in now]:
+        _log.warning(
+            "warning: %s goes on without a comparison of %s with the model that it began with, "
+            "because an earlier version of jaxshare began it or they are on other machines; if "
+            "they have changed since then, its texts are of two models",
+            what,
+            ", ".join(unknown),
+        )
+    return {**now, **{name: saved[name] for name in _NAMES if name in saved}}
+
+
+_SINGULAR = ("dtype", "tokenizer", "chat_template")
+
+
+def _details(name: str, then: Any, now: Any) -> str:
+    """The values that differ, in brackets, where they are short enough to read."""
+    if name == "dtype":
+        return f" ({then}, now {now})"
+    if name == "generation":
+        fields = [f for f in {**then, **now} if then.get(f) != now.get(f)]
+        return f" ({', '.join(f'{f} {then.get(f)}, now {now.get(f)}' for f in fields)})"
+    return ""
+
+
+def _tokenizer_hash(tokenizer: Any) -> str | None:
+    """A hash of all that a tokenizer does, but for the padding and truncation of its last call."""
+    if tokenizer is None:
+        return None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not hasattr(backend, "to_str"):
+        return _hash(json.dumps(sorted(tokenizer.get_vocab().items())))
+    content = json.loads(backend.to_str())
+    return _hash(json.dumps({**content, "padding": None, "truncation": None}))
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
