@@ -17,7 +17,7 @@ from jaxshare.models import EMBEDDED, load
 from jaxshare.models.generation_config import Generation
 from jaxshare.models.loading import LoadedModel
 from jaxshare.sharding import STRIPE, CyclicSharding, make_mesh
-from tests.helpers import TINY, init
+from tests.helpers import TINY, init, mostly_slow
 
 SPLITS = dataclasses.replace(
     TINY, vocab_size=104, num_heads=8, num_kv_heads=4, intermediate_size=64
@@ -370,8 +370,9 @@ def test_nothing_that_is_sent_is_as_large_as_a_cache():
 # Groups.
 
 
-def test_groups_decode_side_by_side_and_end_when_they_like():
-    mesh = make_mesh(data=2, tensor=2, kv=2)
+@pytest.mark.parametrize("group", mostly_slow([{}, {"tensor": 2, "kv": 2}]), ids=str)
+def test_groups_decode_side_by_side_and_end_when_they_like(group):
+    mesh = make_mesh(data=2, **group)
     plain = model_of(ONE_LAYER)
     model = plain.on(mesh)
     prompts, budgets = [[[1, 2, 3], [4]], [[5, 6], [7, 8, 9]]], [(6, 9), (20, 13)]

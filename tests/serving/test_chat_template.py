@@ -1,7 +1,6 @@
 """Chat templates: what transformers renders, and limits for templates that would not end."""
 
 import functools
-import os
 import threading
 
 import pytest
@@ -97,6 +96,7 @@ def test_threads_get_their_own_answers():
 
 def test_a_process_that_has_died_is_replaced():
     render("a", one(), {})
-    os.kill(chat_template._renderer()._process.pid, 9)
-    chat_template._renderer()._process.wait()
+    process = chat_template._renderer()._process
+    process.kill()
+    process.wait()
     assert render("a", one(), {}) == "a"

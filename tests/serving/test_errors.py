@@ -141,7 +141,7 @@ def test_generate_raises_the_error_of_a_prompt_and_gives_its_memory_back(model):
     prompts = [GOOD[0], f"{GOOD[1]} {LOST}"]
     with raises("prompt 1", f"{length(prompts[1])} tokens"):
         generate(model, prompts, max_new_tokens=NEW, sampler=greedy())
-    store = Prefixes(model, max_tokens=512)
+    store = Prefixes(model, max_tokens=4096)
     with store.add(GOOD[0]) as prefix:
 
         def ask(*questions: str) -> list[Completion]:

@@ -239,13 +239,14 @@ def test_sessions_in_one_state_write_what_each_writes_alone(pieces, dispatch):
 def test_a_session_stops_at_its_last_pass_and_goes_on_from_there():
     parts, last = [Part(0, 2), Part(3, 1), Part(2, 2)], [6, 3, 9]
     state, places = together(parts, last)
-    state = run(state)
+    state = run(state, pieces=PIECES)
     for part, rows, passes in zip(parts, places, last, strict=True):
         expected = alone(part.number, part.rows, passes)
         assert state.clock[rows].tolist() == [passes] * part.rows
         for name in SAMPLED:
             np.testing.assert_array_equal(getattr(state, name)[rows], getattr(expected, name))
-    state = run(dataclasses.replace(state, last_pass=state.last_pass + 10**6))
+    state = dataclasses.replace(state, last_pass=state.last_pass + 10**6)
+    state = run(state, pieces=PIECES)
     for part, rows in zip(parts, places, strict=True):
         expected = alone(part.number, part.rows)
         np.testing.assert_array_equal(state.tokens[rows], expected.tokens)
@@ -259,7 +260,7 @@ def test_a_session_halts_where_one_of_its_rows_finishes_and_others_go_on():
         halts=jnp.zeros(state.layout.num_rows, bool).at[places[0]].set(True),
         max_new_tokens=with_row(state.max_new_tokens, places[0][1], 4),
     )
-    state = run(state)
+    state = run(state, pieces=PIECES)
     halted, other = places
     assert state.reasons[halted].tolist() == [FinishReason.RUNNING, FinishReason.LENGTH]
     assert state.num_sampled[halted][1] == 4 and state.num_sampled[halted][0] < 20
@@ -271,9 +272,8 @@ def test_a_step_that_does_not_fit_ends_its_own_session():
     parts = [Part(0, 2), Part(2, 2)]
     state, places = together(parts, [10**6] * 2)
     capacities = state.cache.capacities.at[0].set(3)
-    state = run(
-        dataclasses.replace(state, cache=dataclasses.replace(state.cache, capacities=capacities))
-    )
+    cache = dataclasses.replace(state.cache, capacities=capacities)
+    state = run(dataclasses.replace(state, cache=cache), pieces=PIECES)
     assert FinishReason.CACHE_FULL in state.reasons[places[0]].tolist()
     assert not bool(state.running.any()) and int(state.cache.faults) == 0
     np.testing.assert_array_equal(state.tokens[places[1]], alone(2, 2).tokens)

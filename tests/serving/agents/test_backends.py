@@ -45,9 +45,14 @@ def loaded() -> LoadedModel:
     )
 
 
+def made(loaded: LoadedModel, **more) -> EngineModel:
+    """With a Logits Cache, used or not, so that all tests share a program."""
+    return EngineModel(loaded, max_rows=4, logits_cache=10**7, **more)
+
+
 @pytest.fixture(scope="module")
 def shared(loaded) -> EngineModel:
-    return EngineModel(loaded, max_rows=4)
+    return made(loaded)
 
 
 def call(text: str = "1. 47 + 38", seed: int = 0, **options) -> ModelCall:
@@ -168,7 +173,7 @@ def test_the_embedded_model_answers_as_generate_does():
 
 
 def test_calls_run_together_and_carry_who_asks(loaded):
-    model = EngineModel(loaded, max_rows=4)
+    model = made(loaded)
 
     @agent(supervisor=BestOfN(3, value=lambda state: len(state.value)))
     async def asker(question):
@@ -188,11 +193,8 @@ def test_calls_run_together_and_carry_who_asks(loaded):
 
 
 def test_agents_that_come_back_are_answered_from_the_logits_cache(loaded):
-    model = EngineModel(loaded, max_rows=4, logits_cache=10**7, resample="stepwise")
-    fresh = [
-        answers(EngineModel(loaded, max_rows=4), call(seed=seed, temperature=0.5))[0]
-        for seed in range(4)
-    ]
+    model = made(loaded, resample="stepwise")
+    fresh = [answers(made(loaded), call(seed=seed, temperature=0.5))[0] for seed in range(4)]
     assert [answers(model, call(seed=seed, temperature=0.5))[0] for seed in range(4)] == fresh
     assert model.engine.logits_cache.statistics.replayed > 0
 
@@ -201,7 +203,7 @@ def test_a_stop_text_cuts_the_answer_and_ends_it_early(loaded, shared):
     whole = answers(shared, call(max_new_tokens=200))[0]
     assert whole.new_tokens == 200
     stop = loaded.tokenizer.decode(greedy(loaded, call(max_new_tokens=22))[18:22])
-    alone = EngineModel(loaded, max_rows=4)
+    alone = made(loaded)
     asked = call(max_new_tokens=200, stop=("never there", stop))
     cut, again = (
         answers(alone, asked)[0],
@@ -214,7 +216,7 @@ def test_a_stop_text_cuts_the_answer_and_ends_it_early(loaded, shared):
 
 
 def test_calls_that_nobody_waits_for_are_ended(loaded):
-    model = EngineModel(loaded, max_rows=4)
+    model = made(loaded)
     answers(model, call())
 
     async def whole():
@@ -271,7 +273,7 @@ def test_models_without_a_chat_template_continue_a_plain_text(loaded):
     tokenizer = copy.deepcopy(loaded.tokenizer)
     tokenizer.chat_template = None
     plain = dataclasses.replace(loaded, tokenizer=tokenizer)
-    (reply,) = answers(EngineModel(plain, max_rows=4), call("1. 47"))
+    (reply,) = answers(made(plain), call("1. 47"))
     text = "System: Alice works alone.\n\nUser: 1. 47\n\nAssistant:"
     assert reply.prompt_tokens == len(tokenizer.encode(text)) and "\n\nUser:" not in reply.text
     tokenizer.chat_template = "{{ raise_exception('only two roles') }}"

@@ -21,7 +21,7 @@ from jaxshare.serving.engine import ClosedError, Engine, EngineError, decode_row
 from jaxshare.serving.kvcache import manager
 from tests.serving.engine.mixed_schedules import make, model, start_engine
 from tests.serving.engine.stepped import small_pieces
-from tests.serving.engine.test_engine import MODEL, WARM, engine_of
+from tests.serving.engine.test_engine import LONG, MODEL, SIZE, WARM, engine_of
 from tests.serving.engine.test_random_mixed_schedules import visit
 
 __all__ = ["small_pieces"]  # the fixture
@@ -30,15 +30,20 @@ PROMPT = [5, 6, 7, 8]
 EXPECTED = {"max_new_tokens": 12, "seed": 3}
 
 
+def small(**more) -> Engine:
+    """An engine of a shape that other tests have too."""
+    return engine_of(MODEL, kv_bytes=1024 * SIZE, **LONG, **more)
+
+
 @pytest.fixture(scope="module")
 def expected():
-    with engine_of(MODEL, **{"logits_cache": 10**6}) as engine:
+    with small() as engine:
         return engine.submit(PROMPT, WARM, **EXPECTED).wait(60).tokens
 
 
 @pytest.fixture(scope="module")
 def engine():
-    with engine_of(MODEL, **{"logits_cache": 10**6}) as engine:
+    with small() as engine:
         yield engine
 
 
@@ -173,7 +178,7 @@ def test_a_restart_frees_the_old_memory_first(expected, monkeypatch):
 
     real = manager.Pool
     monkeypatch.setattr(manager, "Pool", pool)
-    with engine_of(MODEL, **{"logits_cache": 10**6}) as engine:
+    with small() as engine:
         with monkeypatch.context() as patch:
             patch.setattr(decode_rows, "decode", fail)
             with pytest.raises(Broken):
@@ -183,7 +188,7 @@ def test_a_restart_frees_the_old_memory_first(expected, monkeypatch):
 
 
 def test_where_the_restart_fails_every_call_ends_with_the_cause_and_the_engine_closes(monkeypatch):
-    engine = engine_of(MODEL, passes=1)
+    engine = small(passes=1)
     streams = [engine.submit(PROMPT, max_new_tokens=400) for _ in range(ROWS_AND_QUEUE)]
     next_chunk(streams[0])
     monkeypatch.setattr(manager, "Pool", fail)
@@ -243,7 +248,7 @@ def test_an_error_between_two_steps_ends_all_calls_and_sessions(monkeypatch, err
 
 
 def test_a_call_for_which_the_system_has_no_thread_is_refused_and_leaves_nothing(monkeypatch):
-    engine = engine_of(MODEL, **{"logits_cache": 10**6})
+    engine = small()
 
     def none(_):
         raise RuntimeError("can't start new thread")

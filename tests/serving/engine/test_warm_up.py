@@ -10,6 +10,7 @@ from jax import monitoring
 from jaxshare import Sampler
 from jaxshare.serving import Workers, generate
 from jaxshare.serving.engine import ClosedError, Engine
+from tests.helpers import mostly_slow
 from tests.helpers import one_layer as model
 
 WARM = Sampler(temperature=0.9)
@@ -32,9 +33,11 @@ def counted_compiles():
         monitoring.unregister_event_duration_listener(listen)
 
 
-def test_after_a_warm_up_no_request_waits_for_the_compiler():
-    settings = dict(max_new_tokens=12, seed=1, resample="stepwise")
-    with Engine(model(), max_rows=3, passes=5, logits_cache=2**20) as engine:
+@pytest.mark.parametrize("logits_cache", mostly_slow([0, 2**20]))
+def test_after_a_warm_up_no_request_waits_for_the_compiler(logits_cache):
+    resample = "stepwise" if logits_cache else None
+    settings = dict(max_new_tokens=12, seed=1, resample=resample)
+    with Engine(model(), logits_cache=logits_cache) as engine:
         assert engine.warm_up() > 0
         with counted_compiles() as compiled:
             first, again = (engine.submit(PROMPT, WARM, **settings).wait() for _ in range(2))
