@@ -1,11 +1,16 @@
 """Checks of arguments that people give, before anything is computed from them."""
 
+import itertools
 import math
 import operator
+import threading
 from typing import Any
 
 INT32_MAX, INT64_MAX, FLOAT32_MAX = 2**31 - 1, 2**63 - 1, (2 - 2**-23) * 2.0**127
 """The largest numbers of the types that devices have."""
+
+MOST_VALUES = 2**22
+"""The most values of a list that is given, more than a vocabulary has tokens."""
 
 
 def as_integer(
@@ -52,6 +57,52 @@ def as_float(
         raise ValueError(f"{name} is {shown(value)}; it must be finite{why}")
     _check_bounds(name, number, least, most, why)
     return number
+
+
+def as_list(name: str, value: Any, most: int = MOST_VALUES) -> list[Any]:
+    """Returns several values as a list, of which none is made where they are too many.
+
+    Args:
+      name: of the argument, for the error.
+      value: as it was given; a text is no list of texts.
+      most: the most values.
+
+    Raises:
+      TypeError: it is no list.
+      ValueError: it has too many values.
+    """
+    try:
+        values = [*itertools.islice(() if isinstance(value, str | bytes) else value, most + 1)]
+    except TypeError:
+        values = None
+    if values is None or isinstance(value, str | bytes):
+        raise TypeError(f"{name} is {shown(value)}; it must be a list")
+    if len(values) > most:
+        raise ValueError(f"{name} has more than {most:,} values; give fewer")
+    return values
+
+
+def as_texts(name: str, value: Any) -> tuple[str, ...]:
+    """Returns one text or several, or None for none, as a tuple of texts that are not empty.
+
+    Raises:
+      TypeError: it is no list.
+      ValueError: it has too many values, or one that is no text or empty.
+    """
+    texts = (
+        (value,) if isinstance(value, str) else tuple(as_list(name, () if value is None else value))
+    )
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"{name} is {shown(value)}; give texts that are not empty")
+    return texts
+
+
+def as_timeout(name: str, value: Any) -> float | None:
+    """Returns seconds to wait as a float, or None for no limit; as `as_float`."""
+    if value is None:
+        return None
+    # As long as threads can wait is as good as for ever.
+    return min(as_float(name, value), threading.TIMEOUT_MAX)
 
 
 def _check_bounds(

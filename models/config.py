@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxshare.argument_checks import as_integer
 from jaxshare.models import llama, qwen
 from jaxshare.models.config_fields import Fields, read_json
 from jaxshare.models.rope_config import read_rope
@@ -177,6 +178,7 @@ class ModelConfig:
         Raises:
           ValueError: not between 1 and max_positions.
         """
+        positions = as_integer("positions", positions)
         if not 1 <= positions <= self.max_positions:
             raise ValueError(
                 f"a context of {positions} tokens was requested, but the model takes 1 to "

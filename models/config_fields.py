@@ -12,6 +12,8 @@ REQUIRED: Any = object()
 MAX_INT, MAX_FLOAT = 2**31 - 1, 3.4e38
 """The largest numbers of a device's int32 and float32."""
 _MAX_HEAD_DIM = 2**16
+_LONGEST = 300
+"""Characters that an error quotes."""
 
 
 class ConfigError(ValueError):
@@ -92,7 +94,7 @@ class Fields:
         Null, false, zero and empty values pass: in these files they switch something off.
         """
         unknown = [
-            f"{self.prefix}{k} = {_short(v)}"
+            f"{self.prefix}{k if k.isidentifier() else _short(k)} = {_short(v)}"
             for k, v in self.values.items()
             if v and k not in self._taken and k not in ignored
         ]
@@ -172,6 +174,11 @@ def _short(value: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or its type if it has none."""
+    """Returns the first line of an error's message, cut where it is long, or the error's type."""
     message = str(error).strip()
-    return message.splitlines()[0] if message else type(error).__name__
+    return cut(message.splitlines()[0]) if message else type(error).__name__
+
+
+def cut(text: str) -> str:
+    """Returns a text of a file as an error can have it: its start, where it is long."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

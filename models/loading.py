@@ -136,14 +136,18 @@ class LoadedModel:
     def fingerprint(self) -> str:
         """The identity of the model in saved files: a hash of its shape and its parameters' bits.
 
-        The same on every mesh; it differs between dtypes of the parameters.
+        The same on every mesh; it differs between dtypes of the parameters. Its first 32 digits do
+        not tell parameters from the same ones in another order: they are the whole fingerprint of
+        files of former versions (`same_fingerprint`).
         """
         config = self._config_of_checkpoint
         sums = _bit_sums(self.params, self.config.num_kv_heads, self.kv_repeats)
         target = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
         on_host = [np.asarray(value) for value in jax.tree.leaves(jax.device_put(sums, target))]
+        plain, weighted = np.stack(on_host).T
         shape = repr(config.for_context(config.max_positions)).encode()
-        return hashlib.blake2b(shape + np.stack(on_host).tobytes(), digest_size=16).hexdigest()
+        former = hashlib.blake2b(shape + plain.tobytes(), digest_size=16).hexdigest()
+        return former + hashlib.blake2b(weighted.tobytes(), digest_size=8).hexdigest()
 
     @functools.cached_property
     def trace_fingerprint(self) -> str:
@@ -265,18 +269,37 @@ def _reader(
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _bit_sums(params: dict[str, Any], kv_heads: int, repeats: int) -> dict[str, Any]:
-    """Sums the bits of each parameter as numbers, uint32[]; repeated heads count once.
+    """Sums the bits of each parameter as numbers: uint32[2], plain and weighted by the position.
 
-    A sum, because it does not depend on the order, and so not on the mesh.
+    Sums, because they do not depend on the order, and so not on the mesh. Repeated heads count once.
     """
 
-    def bit_sum(keys: Any, value: Array) -> Array:
+    def bit_sums(keys: Any, value: Array) -> Array:
         if keys[-2].key in ("k", "v"):
             value = value.reshape(kv_heads, -1)[::repeats]
         bits = jax.lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
-        return jnp.sum(bits, dtype=jnp.uint32)
+        bits = bits.astype(jnp.uint32)
+        # An odd weight for each position, so that every changed bit changes the sum.
+        at = jnp.zeros((), jnp.uint32)
+        for axis, size in enumerate(bits.shape):
+            at = at * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+        weights = at * np.uint32(2654435761)
+        weights = (weights ^ (weights >> 15)) * np.uint32(2246822519) | np.uint32(1)
+        zero = np.uint32(0)
+        # In one reduction, which needs no copy of the parameter.
+        sums = jax.lax.reduce((bits, bits * weights), (zero, zero), _add_pairs, range(bits.ndim))
+        return jnp.stack(sums)
 
-    return jax.tree.map_with_path(bit_sum, params)
+    return jax.tree.map_with_path(bit_sums, params)
+
+
+def _add_pairs(left: Sequence[Array], right: Sequence[Array]) -> tuple[Array, ...]:
+    return tuple(a + b for a, b in zip(left, right, strict=True))
+
+
+def same_fingerprint(saved: str, now: str) -> bool:
+    """Returns whether a saved fingerprint is of the model that has this one now."""
+    return saved == now or (len(saved) == 32 and now.startswith(saved))
 
 
 def outline(path: str | os.PathLike, revision: str | None = None) -> LoadedModel:
@@ -398,7 +421,10 @@ def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
         if not all(text is None or isinstance(text, str) for text in texts):
             raise ValueError("its chat_template is not a text")
         return tokenizer
-    except Exception as error:  # many types, from a malformed file to a missing library
+    # Many types, from a malformed file to a missing library; a panic of Rust is no Exception.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ValueError(
             f"the tokenizer in {folder} cannot be read ({first_line(error)}); give a "
             "tokenizer.json as the tokenizers library writes it, or no tokenizer files at all"

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.config_fields import read_json
+from jaxshare.models.config_fields import cut, first_line, read_json
 from jaxshare.models.layers import Decoder
 
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
@@ -151,11 +151,11 @@ def _read_index(folder: Path) -> dict[str, StoredTensor]:
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name:
             raise CheckpointError(
-                f"{index} names the file {name!r}, but shards must be in the same folder"
+                f"{index} names the file {cut(name)!r}, but shards must be in the same folder"
             )
         if not _is_file(folder / name):
             raise FileNotFoundError(
-                f"{folder} has no {name}, which {INDEX} lists: fetch the missing shard"
+                f"{folder} has no {cut(name)}, which {INDEX} lists: fetch the missing shard"
             )
         for tensor, stored in _read_header(folder / name).items():
             if weight_map.get(tensor) == name:
@@ -170,9 +170,9 @@ def _read_index(folder: Path) -> dict[str, StoredTensor]:
         for tensor in weight_map.keys() - tensors.keys()
     ]
     if problems:
+        listed = [cut(problem) for problem in sorted(problems)[:_MAX_PROBLEMS]]
         raise CheckpointError(
-            f"{index} does not match its shards: {'; '.join(sorted(problems))}; fetch the "
-            "checkpoint again"
+            f"{index} does not match its shards: {'; '.join(listed)}; fetch the checkpoint again"
         )
     return tensors
 
@@ -208,7 +208,7 @@ def _open(file: Path):
             else "it is truncated or corrupt: fetch it again"
         )
         raise CheckpointError(
-            f"{file} is not a complete safetensors file ({error}); {reason}"
+            f"{file} is not a complete safetensors file ({first_line(error)}); {reason}"
         ) from error
 
 

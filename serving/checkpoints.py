@@ -19,9 +19,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxshare.models.config_fields import first_line
 from jaxshare.models.orbax_io import root_cause, waiting_for_reads
 from jaxshare.paths import make_folder, reason, sync_folder
 from jaxshare.serving import checksums
+from jaxshare.serving.errors import TooLongError
 from jaxshare.serving.locks import OutputLock
 
 _MAX_KEPT = 2
@@ -32,6 +34,8 @@ _UNLISTED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 _UNPUBLISHED = ".orbax-checkpoint-tmp"
 """A part of the name of a checkpoint that is being written."""
 _ADVICE = "give number= (on the command line --resume-from) for the one before it"
+_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""The errors of metadata that has other values than were saved."""
 _log = logging.getLogger("jaxshare")
 
 
@@ -52,6 +56,8 @@ class CheckpointStore:
     def __init__(self, folder: str | os.PathLike):
         """Creates the folder if needed, and deletes incomplete checkpoints of a killed process.
 
+        Damaged ones, in place of which this process has opened one before them, are deleted, too.
+
         Where several processes write one checkpoint together, process 0 locks the folder for all.
 
         Raises:
@@ -67,21 +73,25 @@ class CheckpointStore:
         with _lock(self.folder) as lock:
             try:
                 make_folder(self.folder)
-                self._manager = ocp.CheckpointManager(
+                self._manager = _manager(
                     real,
-                    options=ocp.CheckpointManagerOptions(
-                        max_to_keep=_MAX_KEPT,
-                        cleanup_tmp_directories=True,
-                        # Orbax calls it before the rename that publishes a checkpoint.
-                        async_options=ocp.AsyncOptions(
-                            post_finalization_callback=functools.partial(_list_unpublished, real)
-                        ),
+                    max_to_keep=_MAX_KEPT,
+                    cleanup_tmp_directories=True,
+                    # Orbax calls it before the rename that publishes a checkpoint.
+                    async_options=ocp.AsyncOptions(
+                        post_finalization_callback=functools.partial(_list_unpublished, real)
                     ),
                 )
             except OSError as error:
                 raise SaveError(
                     f"{folder} cannot be written ({reason(error)}); {_OTHER}"
                 ) from error
+            # Counted among those that are kept, it would push an intact one out.
+            for number in _stepped_over.pop(real, set()) & {*self._manager.all_steps()}:
+                _log.warning(
+                    "warning: checkpoint %d of %s is damaged; it is deleted", number, folder
+                )
+                self._manager.delete(number)
             self._finalize = weakref.finalize(self, _close, self._manager, lock.pop_all())
         _newest[real] = self
 
@@ -184,6 +194,8 @@ class CheckpointStore:
 
 _newest: weakref.WeakValueDictionary[Path, CheckpointStore] = weakref.WeakValueDictionary()
 """The last store of this process for each folder."""
+_stepped_over: dict[Path, set[int]] = {}
+"""Damaged checkpoints of each folder, in place of which one before them was opened."""
 
 
 def _lock(folder: Path) -> contextlib.ExitStack:
@@ -195,6 +207,26 @@ def _lock(folder: Path) -> contextlib.ExitStack:
         except ValueError as error:
             raise SaveError(str(error)) from error
     return lock
+
+
+def _manager(folder: Path, **options: Any) -> Any:
+    """Makes Orbax's manager of a folder of checkpoints, which reads the times of all of them.
+
+    Raises:
+      SaveError: the file that has the times of one is damaged.
+      OSError: the folder cannot be written.
+    """
+    import orbax.checkpoint as ocp
+
+    try:
+        return ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(**options))
+    except OSError:
+        raise
+    except Exception as error:  # many types: the file is JSON, but not what Orbax writes
+        raise SaveError(
+            f"{folder} cannot be read, because the {_UNLISTED[0]} of a checkpoint in it is damaged "
+            f"({root_cause(error)}); move that checkpoint away, and the others can be restored"
+        ) from error
 
 
 def _close(manager: Any, lock: contextlib.ExitStack) -> None:
@@ -222,16 +254,12 @@ class SavedCheckpoint:
         Raises:
           SaveError: there is none, or it cannot be read.
         """
-        import orbax.checkpoint as ocp
-
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise SaveError(
                 f"there is no folder {folder} to restore from; give one that has checkpoints"
             )
-        self._manager = ocp.CheckpointManager(
-            self.folder.resolve(), options=ocp.CheckpointManagerOptions(create=False)
-        )
+        self._manager = _manager(self.folder.resolve(), create=False)
         self.close = weakref.finalize(self, self._manager.close)
         numbers = sorted(self._manager.all_steps())
         if not numbers or number not in (None, *numbers):
@@ -257,7 +285,7 @@ class SavedCheckpoint:
         """
         import orbax.checkpoint as ocp
 
-        damaged: list[SaveError] = []
+        damaged: dict[int, SaveError] = {}
         for number in reversed(numbers):
             self.number = number
             try:
@@ -266,13 +294,14 @@ class SavedCheckpoint:
                 if {"facts", "empty", "arrays"} - {*self._description}:
                     raise self._unreadable("its description is damaged")
             except SaveError as error:
-                damaged.append(error)
+                damaged[number] = error
                 continue
-            for error in damaged:
+            _stepped_over[self.folder.resolve()] = {*damaged}
+            for error in damaged.values():
                 why = str(error).removesuffix(f"; {_ADVICE}")
                 _log.warning("warning: %s; checkpoint %d is opened instead", why, number)
             return number
-        raise damaged[0]
+        raise next(iter(damaged.values()))
 
     def _check(self) -> None:
         """Checks the files against their checksums, where the checkpoint has them.
@@ -324,6 +353,18 @@ class SavedCheckpoint:
                     f"{array.dtype}{[*array.shape]}; it belongs to something else"
                 )
         return arrays
+
+    @contextlib.contextmanager
+    def checked(self) -> Iterator[None]:
+        """Makes a SaveError of the error with which values are used that nothing has saved."""
+        try:
+            yield
+        except (SaveError, TooLongError):
+            raise
+        except _DAMAGE as error:
+            raise self._unreadable(
+                f"it has what was never saved: {type(error).__name__}: {first_line(error)}"
+            ) from error
 
     def _restore(self, **args: Any) -> Any:
         import orbax.checkpoint as ocp

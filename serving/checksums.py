@@ -4,6 +4,7 @@ A value that is written has the field "checksum", which is of its other fields; 
 versions have none, and are read all the same. A folder has a list of the checksums of its files.
 """
 
+import difflib
 import hashlib
 import json
 import os
@@ -26,8 +27,12 @@ def checksum(data: bytes) -> str:
 
 
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a JSON value with its checksum as the last field."""
-    return {**value, FIELD: _checksum_of(value)}
+    """Returns a JSON value with its checksum as the first field.
+
+    Bytes that are lost between two texts of a line leave JSON; after the last text they would take
+    the checksum with them.
+    """
+    return {FIELD: _checksum_of(value), **value}
 
 
 def unsealed(value: Any) -> Any:
@@ -36,7 +41,13 @@ def unsealed(value: Any) -> Any:
     Raises:
       ValueError: the value has changed since `sealed`.
     """
-    if not isinstance(value, dict) or FIELD not in value:
+    if not isinstance(value, dict):
+        return value
+    if FIELD not in value:
+        # Damage may reach the name of the field; then the value only looks like one without.
+        first = next(iter(value), "")[:40]
+        if difflib.get_close_matches(FIELD, [first]):
+            raise ValueError(f"its first field is {first!r}, which may have been {FIELD!r}")
         return value
     content = {name: part for name, part in value.items() if name != FIELD}
     if value[FIELD] != _checksum_of(content):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxshare.models import LoadedModel
+from jaxshare.models.loading import same_fingerprint
 from jaxshare.serving.inputs import cache_dtype
 
 _NAMES = {
@@ -63,7 +64,7 @@ def check_identity(
       ValueError: the model is another one.
     """
     now = identity(model)
-    differing = [name for name in _NAMES if name in now and saved.get(name, now[name]) != now[name]]
+    differing = [name for name in _NAMES if not _same(name, saved, now)]
     if "dtype" in differing:
         differing = [name for name in differing if name != "weights"]  # which have that dtype
     if differing:
@@ -83,6 +84,15 @@ def check_identity(
             ", ".join(unknown),
         )
     return {**now, **{name: saved[name] for name in _NAMES if name in saved}}
+
+
+def _same(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Returns True if one part of the identity is the same, or is known of one alone."""
+    if name not in saved or name not in now:
+        return True
+    if name == "weights":
+        return same_fingerprint(saved[name], now[name])
+    return saved[name] == now[name]
 
 
 _SINGULAR = ("dtype", "tokenizer", "chat_template")

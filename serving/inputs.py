@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxshare import Sampler
+from jaxshare.argument_checks import INT32_MAX, as_integer, as_list
 from jaxshare.models import LoadedModel
 from jaxshare.serving.chat_template import ChatTemplateError, render_marked
 from jaxshare.serving.words import check_length, check_tokens, encode_marked
@@ -29,10 +30,13 @@ def encode(model: LoadedModel, prompt: str | Sequence[int], *, first: bool = Tru
       ValueError: an empty prompt, text for a model without a tokenizer or with that of another
         one, or far more text than the context holds.
     """
+    if not isinstance(prompt, str):
+        given = as_list("the prompt", prompt)
+        prompt = [as_integer("a token of the prompt", token, 0, INT32_MAX) for token in given]
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token of text")
     if not isinstance(prompt, str):
-        return list(prompt)
+        return prompt
     if model.tokenizer is None:
         raise ValueError(
             "the model folder has no tokenizer, so a prompt must be given as tokens; add the "

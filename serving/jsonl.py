@@ -46,9 +46,7 @@ def open_alone(path: Path, mode: str, advice: str) -> BinaryIO:
             file.close()
         if not isinstance(error, OSError):
             raise
-        raise ValueError(
-            f"the output {path} cannot be written ({reason(error)}); {advice}"
-        ) from error
+        raise ValueError(f"the output {WriteError.of(path, error)}; {advice}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

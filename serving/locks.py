@@ -27,6 +27,7 @@ from typing import Self
 
 from filelock import FileLock, Timeout
 
+from jaxshare.paths import DISK_ERRORS, WriteError
 from jaxshare.serving.errors import InUseError
 
 _SUFFIX = ".jaxshare-lock"
@@ -197,6 +198,8 @@ class OutputLock:
         os.ftruncate(descriptor, len(signature))
 
     def _unwritable(self, reason: object) -> ValueError:
+        if isinstance(reason, OSError) and reason.errno in DISK_ERRORS:
+            return ValueError(f"the output {WriteError.of(self._output, reason)}; {self._advice}")
         return ValueError(f"the output {self._output} cannot be written ({reason}); {self._advice}")
 
     def _in_use(self, holder: str) -> InUseError:

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int, UInt32
 
-from jaxshare.argument_checks import FLOAT32_MAX, INT32_MAX, as_float, as_integer, shown
+from jaxshare.argument_checks import FLOAT32_MAX, INT32_MAX, as_float, as_integer, as_list, shown
 from jaxshare.sharding import (
     TENSOR,
     axis_in_use,
@@ -88,7 +88,7 @@ class Sampler:
 
 def _token_numbers(tokens: Iterable[Any]) -> list[int]:
     try:
-        given = [*tokens]
+        given = as_list("forbidden", tokens)
     except TypeError:
         raise TypeError(
             f"forbidden is {shown(tokens)}; it must be the numbers of tokens, such as (5, 6)"

@@ -15,6 +15,7 @@ import io
 import json
 import os
 import re
+import zipfile
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +32,8 @@ step that is encoded anew."""
 _MAGIC, _FORMAT = b"jaxshare trace", 1
 """The start of a file; the checksum of the rest follows, so that nothing is parsed but what `save`
 has written."""
+_MAX_BYTES = 2**32
+"""The most bytes of a file's arrays, which few bytes of a file may claim."""
 _FILE_KEYS = {
     "tokens": "tokens",
     "row_pass": "views",
@@ -204,6 +207,20 @@ class Trace:
                 f"{name} is a trace that is cut short or damaged: its checksum is wrong; save the "
                 "trace again"
             )
+        try:
+            return cls._of_arrays(content)
+        # Many types: the checksum is right, but it is not what `save` writes.
+        except Exception as error:
+            raise ValueError(
+                f"{name} is not a whole trace ({type(error).__name__}: {str(error)[:300]}); give a "
+                "file that Trace.save has written"
+            ) from error
+
+    @classmethod
+    def _of_arrays(cls, content: bytes) -> Self:
+        with zipfile.ZipFile(io.BytesIO(content)) as members:
+            if sum(member.file_size for member in members.infolist()) > _MAX_BYTES:
+                raise ValueError(f"its arrays have more than {_MAX_BYTES >> 30} GiB")
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             about = json.loads(file["about"].tobytes())
             about["names"] = tuple(about["names"])

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxshare.models.config_fields import first_line
 from jaxshare.paths import whole_file
 from jaxshare.serving import checksums
 from jaxshare.serving.agents import model_calls, requests, runs
@@ -260,7 +261,7 @@ class Journal:
                 journal._entries[key] = _Entry(request, entry, messages, (calls, written, read))
         except _DAMAGE as error:
             raise ValueError(
-                f"{file} is no journal of agents ({error}); give a file that Journal.save has "
+                f"{file} is no journal of agents ({first_line(error)}); give a file that Journal.save has "
                 "written"
             ) from error
         return journal

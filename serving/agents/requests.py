@@ -5,6 +5,8 @@ import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
+from jaxshare.argument_checks import as_float, as_integer, as_list, as_texts, shown
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:
@@ -36,8 +38,7 @@ class Options:
             raise ValueError(
                 f"max_new_tokens is {self.max_new_tokens}; an answer has at least one token"
             )
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise ValueError(f"stop is {self.stop!r}, but it must be texts that are not empty")
+        as_texts("stop", self.stop)
 
 
 _options = functools.lru_cache(Options)
@@ -141,16 +142,16 @@ def llm(
     Raises (at once):
       ValueError: invalid messages or options.
     """
-    if n is not None and n < 1:
-        raise ValueError(f"n is {n}; there is at least one answer")
+    if n is not None:
+        n = as_integer("n", n, 1, why=": there is at least one answer")
     _check_effort(retries, timeout)
     options = _options(
-        max_new_tokens,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        (stop,) if isinstance(stop, str) else tuple(stop),
+        as_integer("max_new_tokens", max_new_tokens, 1),
+        None if temperature is None else as_float("temperature", temperature),
+        None if top_k is None else as_integer("top_k", top_k),
+        None if top_p is None else as_float("top_p", top_p),
+        None if min_p is None else as_float("min_p", min_p),
+        as_texts("stop", stop),
     )
     return Llm(_messages(content), options, n, parse, retries, timeout)
 
@@ -186,7 +187,8 @@ def tool(
 
 
 def _check_effort(retries: int, timeout: float | None) -> None:
-    if retries < 0 or (timeout is not None and timeout <= 0):
+    retries = as_integer("retries", retries)
+    if retries < 0 or (timeout is not None and as_float("timeout", timeout) <= 0):
         raise ValueError(
             f"retries is {retries} and timeout {timeout}; retries start at 0, and a timeout is a "
             "number of seconds above 0"
@@ -199,7 +201,7 @@ def _messages(content: Content) -> tuple[Message, ...]:
     if isinstance(content, (Message, Mapping)):
         content = (content,)
     made = []
-    for message in content:
+    for message in as_list("content", content):
         if isinstance(message, Mapping):
             if set(message) != {"role", "content"}:
                 raise ValueError(
@@ -213,7 +215,7 @@ def _messages(content: Content) -> tuple[Message, ...]:
             or not isinstance(message.content, str)
         ):
             raise ValueError(
-                f"{message!r} is no message: give a text, a Message, or a dict with role and "
+                f"{shown(message)} is no message: give a text, a Message, or a dict with role and "
                 "content"
             )
         made.append(message)

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from jaxshare.models.config_fields import first_line
 from jaxshare.paths import whole_file
 from jaxshare.serving import checksums
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Llm, Tool, Yielded
@@ -159,7 +160,7 @@ class SearchLog:
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
-                f"{file} is no search log of agents ({error}); give a file that SearchLog.save has "
+                f"{file} is no search log of agents ({first_line(error)}); give a file that SearchLog.save has "
                 "written"
             ) from error
 

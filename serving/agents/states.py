@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
+from jaxshare.argument_checks import as_float
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Llm, Message, Yielded
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if (value := getattr(self, field.name)) is not None and value <= 0:
+            value = getattr(self, field.name)
+            if value is not None and not as_float(f"{field.name} of a budget", value) > 0:
                 raise ValueError(
                     f"{field.name} of a budget is {value}; give a number above 0, or None for no "
                     "bound"

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from jaxshare.arena import arena_size
+from jaxshare.argument_checks import INT32_MAX, as_integer
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.prefill import feed_node
@@ -53,9 +54,12 @@ class Prefixes:
         """
         if max_tokens is not None and max_kv_bytes is not None:
             raise ValueError("max_tokens and max_kv_bytes are both given; give one of them")
-        tokens = max_kv_bytes // token_bytes(model) if max_kv_bytes is not None else max_tokens
+        if max_kv_bytes is not None:
+            tokens = as_integer("max_kv_bytes", max_kv_bytes) // token_bytes(model)
+        else:
+            tokens = None if max_tokens is None else as_integer("max_tokens", max_tokens)
         tokens = 2 * model.config.max_positions if tokens is None else tokens
-        if tokens < 1:
+        if not 1 <= tokens <= INT32_MAX:
             raise ValueError(
                 f"the store would hold {tokens} tokens of {token_bytes(model)} bytes each; give it "
                 "room for at least 1"

@@ -1,8 +1,6 @@
 """Row budget: the number of completions that a device has memory for, beside the model."""
 
 import dataclasses
-import os
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,6 +8,7 @@ from jax.experimental import multihost_utils
 
 from jaxshare.models import LoadedModel
 from jaxshare.serving.inputs import cache_devices, token_bytes
+from jaxshare.serving.kvcache.free_memory import device_free_bytes, host_free_bytes
 
 MAX_ROWS = 4096
 """The default maximum of rows at a time. With far fewer rows the weights, read once a pass, already
@@ -18,8 +17,6 @@ with more rows each completion takes longer."""
 _DEVICE_SHARE, _HOST_SHARE = 0.8, 0.5
 """The parts of free memory that runs may take: of a device's own, and of the host's, which other
 programs use, too."""
-_DEFAULT_HOST_BYTES = 4 * 2**30
-"""The free bytes to assume where the system does not report them."""
 _LOGITS = 6
 """Arrays of a row's logits, float32[V] each, at the peak of a pass: one of the state, one that the
 model has just computed, and four of the sampler. This is the `memory_analysis()` of the decode
@@ -96,77 +93,9 @@ def free_bytes(model: LoadedModel) -> int:
 
     Devices without memory statistics, which are CPUs, have equal shares of the host's memory.
     """
-    devices = (
-        [jax.local_devices()[0]]
-        if model.mesh is None
-        else model.mesh.local_devices[: cache_devices(model)]
-    )
-    all_stats = [device.memory_stats() or {} for device in devices]
-    if all("bytes_limit" in stats for stats in all_stats):
-        # The fullest device bounds them all.
-        free = _DEVICE_SHARE * min(
-            stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in all_stats
-        )
-    else:
-        free = _HOST_SHARE * host_free_bytes() / jax.local_device_count()
+    on_device = device_free_bytes(model)
+    host = _HOST_SHARE * host_free_bytes() / jax.local_device_count()
+    free = host if on_device is None else _DEVICE_SHARE * on_device
     if jax.process_count() > 1:  # all must decide alike
         free = int(multihost_utils.process_allgather(np.asarray(int(free) // 2**20)).min()) * 2**20
     return max(0, int(free)) * cache_devices(model)
-
-
-def host_free_bytes(root: Path = Path("/")) -> int:
-    """Bytes of main memory that this process can still take.
-
-    This is what the system has available, within the limit of the process's control group.
-
-    Args:
-      root: the folder of proc and sys, for tests.
-    """
-    found = [
-        bytes for bytes in (_available(root), _left_in_control_group(root)) if bytes is not None
-    ]
-    if found:
-        return max(0, min(found))
-    try:  # not Linux: half of what is installed
-        return (
-            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-            if root == Path("/")
-            else _DEFAULT_HOST_BYTES
-        )
-    except (ValueError, OSError, AttributeError):
-        return _DEFAULT_HOST_BYTES
-
-
-def _available(root: Path) -> int | None:
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        return next(
-            (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")),
-            None,
-        )
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def _left_in_control_group(root: Path) -> int | None:
-    """Bytes left within the limit of the control group, version 2 or 1.
-
-    The page cache counts as free.
-    """
-    for folder, limit, used, cached in (
-        ("", "memory.max", "memory.current", "inactive_file"),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        group = root / "sys/fs/cgroup" / folder
-        try:
-            limit_bytes, used_bytes = (
-                int((group / limit).read_text()),
-                int((group / used).read_text()),
-            )
-            stats = dict(
-                line.split()[:2] for line in (group / "memory.stat").read_text().splitlines()
-            )
-            return limit_bytes - used_bytes + int(stats.get(cached, 0))
-        except (OSError, ValueError):  # without a limit the file holds the word "max"
-            continue
-    return None

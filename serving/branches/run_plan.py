@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from jaxshare.arena import LARGE_TILE, arena_size
+from jaxshare.argument_checks import as_integer
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.serving.branches.peak_use import PeakUse, peak_use
@@ -72,8 +73,8 @@ def check_settings(
         ("max_rows", max_rows),
         ("max_kv_bytes", max_kv_bytes),
     ):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+        if value is not None:
+            as_integer(name, value, 1)
     if prefix is not None:
         prefix.check()
         if max_kv_bytes is not None:

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
+from jaxshare.argument_checks import as_integer
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.workers.text import answers
 
@@ -83,6 +84,10 @@ def best_of_n(
     return completions[scores.index(max(scores))]
 
 
+_MOST = 10**5
+"""The most completions of `pass_at_k`: the exact number of draws takes milliseconds."""
+
+
 def pass_at_k(correct: int, n: int, k: int) -> float:
     """The probability that k of n completions, drawn without replacement, include a correct one.
 
@@ -93,6 +98,8 @@ def pass_at_k(correct: int, n: int, k: int) -> float:
     Raises:
       ValueError: k outside of 1 to n, or correct outside of 0 to n.
     """
+    n = as_integer("n", n, most=_MOST)
+    k, correct = as_integer("k", k), as_integer("correct", correct)
     if not 1 <= k <= n:
         raise ValueError(
             f"k is {k} with {n} completions; it must be between 1 and the number of completions"

@@ -1,6 +1,9 @@
 """Ray clusters: connects to one, or starts one on this machine."""
 
+import atexit
 import contextlib
+import ctypes
+import logging
 import shutil
 import socket
 import subprocess
@@ -12,8 +15,8 @@ from typing import Any
 from jaxshare.models.config_fields import first_line
 from jaxshare.models.loading import environment
 
-_PROBE_SECONDS, _CONNECT_SECONDS = 5, 20
-"""Timeouts of an address, and of the cluster there."""
+_PROBE_SECONDS, _CONNECT_SECONDS, _LEAVE_SECONDS = 5, 20, 30
+"""Timeouts of an address, of the cluster there, and of leaving it."""
 _STORE_BYTES = 128 * 2**20
 """Size of the object store of a cluster that is started here: tasks and results are small."""
 _SOCKET_FOLDER = 40
@@ -27,6 +30,8 @@ except Exception as error:
     print(' '.join(str(error).split()))
     sys.exit(1)
 """
+
+_log = logging.getLogger("jaxshare.fleet")
 
 
 def import_ray() -> Any:
@@ -78,7 +83,7 @@ def connect(address: str, on_exit: contextlib.ExitStack) -> None:
         }
     else:
         _probe(address)
-    on_exit.callback(ray.shutdown)
+    on_exit.callback(_leave, address)
     on_exit.enter_context(contextlib.redirect_stdout(_RayOutputToStderr(sys.stdout)))
     with _without_usage_stats():
         try:
@@ -90,6 +95,29 @@ def connect(address: str, on_exit: contextlib.ExitStack) -> None:
                 else f"the Ray cluster at {address} is not there"
             )
             raise ValueError(f"{problem} ({first_line(error)}); {_advice(address)}") from error
+
+
+def _leave(address: str) -> None:
+    """Disconnects, and ends a cluster that was started here.
+
+    Where the head of the cluster is there but has stopped, Ray waits for it without a limit. What is
+    done is done then: the process goes on, and ends without Ray.
+    """
+    ray = import_ray()
+    leaving = threading.Thread(target=ray.shutdown, name="jaxshare-leaves-ray", daemon=True)
+    leaving.start()
+    leaving.join(_LEAVE_SECONDS)
+    if leaving.is_alive():
+        atexit.unregister(ray.shutdown)
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "on_exit"):  # glibc: ends with the exit code, without Ray's destructors
+            libc.on_exit(libc._exit, None)
+        _log.warning(
+            "warning: the head of the Ray cluster at %s has not answered for %d seconds; this "
+            "process leaves it as it is, and cannot connect to Ray again",
+            address,
+            _LEAVE_SECONDS,
+        )
 
 
 def _probe(address: str) -> None:

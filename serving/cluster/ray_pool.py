@@ -8,9 +8,10 @@ Losing a node loses no results.
             ...
 
 `make` runs once in the process of every replica and returns the work function: it takes a task and
-yields keys and values. These come to the caller as they are made. A task whose replica died is done
-again on another one, which gets the keys that have arrived; nothing arrives twice. So the work
-function decides what a key is, and the pool is independent of models and of what is done with them.
+yields keys and values. These come to the caller as they are made. A task whose replica died, or did
+not answer for a minute, is done again on another one, which gets the keys that have arrived;
+nothing arrives twice. So the work function decides what a key is, and the pool is independent of
+models and of what is done with them.
 """
 
 import argparse
@@ -32,6 +33,11 @@ _MAX_DEATHS = 3
 """Replicas that may die over one task, or in a row while they start, before that is an error."""
 _PLACEMENT_SECONDS = 120
 """How long nodes may be too busy for any replica."""
+_SILENT_SECONDS = 60.0
+"""A replica whose process has answered nothing for this long is lost: it is stopped, or its node
+swaps. Ray sees only processes that end and nodes that are gone."""
+_CHECK_SECONDS = 1.0
+"""The time between two questions to a replica, and the longest wait for replies."""
 _log = logging.getLogger("jaxshare.fleet")
 
 
@@ -117,6 +123,8 @@ class _ReplicaHandle:
       stage: what it is doing.
       node: the name of its node, once known.
       job: the job in progress.
+      ping: the pending answer to the question whether its process runs, or None.
+      silent: seconds for which this has been waited for.
     """
 
     number: int
@@ -125,6 +133,8 @@ class _ReplicaHandle:
     stage: Literal["placing", "loading", "ready", "working"] = "placing"
     node: str = ""
     job: _Job | None = None
+    ping: Any = None
+    silent: float = 0.0
 
 
 class RayPool:
@@ -167,7 +177,7 @@ class RayPool:
         self._spawned = self._failed_starts = 0
         self._queue: collections.deque[_Job] = collections.deque()
         self._make: Callable[[], Work] | None = None
-        self._idle_since = 0.0
+        self._idle_since = self._checked = 0.0
         self._gpus = False
         self.replicas = replicas or 0
 
@@ -269,7 +279,7 @@ class RayPool:
         # Ray must not restart it: a replica on another node will do, and deaths are counted here.
         actor = (
             import_ray()
-            .remote(ReplicaActor)
+            .remote(concurrency_groups={"alive": 1})(ReplicaActor)
             .options(
                 num_cpus=resources["CPU"],
                 num_gpus=resources.get("GPU", 0),
@@ -285,8 +295,9 @@ class RayPool:
     def _poll(self) -> list[JobResult]:
         """Waits up to a second for replies of replicas, and handles them."""
         ray = import_ray()
+        self._check_silence()
         pending = {h.reply: h for h in self._handles.values() if h.reply is not None}
-        if not ray.wait([*pending], timeout=1.0)[0]:
+        if not ray.wait([*pending], timeout=_CHECK_SECONDS)[0]:
             self._check_placement()
             return []
         results: list[JobResult] = []
@@ -355,6 +366,30 @@ class RayPool:
         with contextlib.suppress(Exception):  # of many kinds, where the cluster itself is gone
             import_ray().kill(handle.actor, no_restart=True)
 
+    def _check_silence(self) -> None:
+        """Gives up replicas whose processes are there, but have stopped.
+
+        Only the time in which this process polls counts, as it may have been stopped itself.
+        """
+        ray, elapsed = import_ray(), time.monotonic() - self._checked
+        if elapsed < _CHECK_SECONDS:
+            return
+        self._checked += elapsed
+        for handle in [*self._handles.values()]:
+            if handle.stage == "placing":
+                continue
+            if handle.ping is None or ray.wait([handle.ping], timeout=0)[0]:
+                handle.silent = 0.0
+                alive = handle.actor.alive.options(concurrency_group="alive")
+                handle.ping = alive.remote()
+                continue
+            handle.silent += min(elapsed, 2 * _CHECK_SECONDS)
+            if handle.silent >= _SILENT_SECONDS:
+                self._replica_died(
+                    handle,
+                    TimeoutError(f"its process has not answered for {_SILENT_SECONDS:g} seconds"),
+                )
+
     def _check_placement(self) -> None:
         """Raises ValueError if for a while no node has had room for any replica."""
         if any(handle.stage != "placing" for handle in self._handles.values()):
@@ -371,4 +406,6 @@ class RayPool:
 def _death_reason(error: Exception) -> str:
     """The reason of a replica's death, from the paragraph that Ray writes about it."""
     text = " ".join(str(error).split())
+    if isinstance(error, TimeoutError):
+        return text
     return (text.rpartition("The actor is dead because ")[2] or type(error).__name__)[:300]

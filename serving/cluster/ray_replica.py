@@ -25,6 +25,9 @@ class ReplicaActor:
         """The name of this node. It returns once Ray has placed the replica."""
         return f"node {socket.gethostname()} ({import_ray().util.get_node_ip_address()})"
 
+    def alive(self) -> None:
+        """Answers at once, also while other methods work: it has a thread of its own."""
+
     def load(self, make: Callable[[], Work], devices: int, gpus: bool) -> None:
         """Makes the work function, with JAX limited to the replica's devices before.
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxshare.models import LoadedModel
+from jaxshare.models.loading import same_fingerprint
 from jaxshare.serving.checkpoints import SavedCheckpoint, SaveError
 from jaxshare.serving.engine.request import DerivedSeeds
 from jaxshare.serving.kvcache import checkpoint
@@ -39,7 +40,8 @@ def check(save: SavedCheckpoint, model: LoadedModel) -> None:
     Raises:
       SaveError: as described.
     """
-    if save.metadata.get("format") != _FORMAT or save.metadata["model"] != model.fingerprint:
+    is_engine = save.metadata.get("format") == _FORMAT
+    if not is_engine or not same_fingerprint(save.metadata["model"], model.fingerprint):
         raise SaveError(
             f"save {save.number} of {save.folder} is of another model, or of no engine; restore it "
             "with the model that it was saved with"

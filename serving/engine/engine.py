@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxshare import Sampler
 from jaxshare.arena import extents
-from jaxshare.argument_checks import as_integer
+from jaxshare.argument_checks import INT32_MAX, as_integer, as_list, shown
 from jaxshare.deprecated import find, warn_renamed
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
@@ -240,8 +240,12 @@ class Engine(EngineLoop):
           EngineError: other sessions have too much of it.
           ClosedError: the engine was shut down.
         """
+        given = as_list("capacities", capacities)
+        capacities = [as_integer("capacities", size, 0, INT32_MAX) for size in given]
+        if not isinstance(name, str):
+            raise TypeError(f"name is {shown(name)}; it must be a text")
         offsets, tokens = extents(np.asarray(capacities, np.int64))
-        leases, name = self._leases, f"{name} {list(map(int, capacities))}"
+        leases, name = self._leases, f"{name} {capacities}"
         with leases.exclusive(f"reserve {name}") if leases.shared else self._changed:
             self._check_open()
             leases.reserve(tokens)
@@ -360,8 +364,10 @@ class Engine(EngineLoop):
                     raise EngineError(
                         "the engine has served requests already; restore into a new one"
                     )
-                checkpoint.restore_seeds(save, self._seeds)
-            return checkpoint.restore(save, self.model, kv, self.logits_cache)
+                with save.checked():
+                    checkpoint.restore_seeds(save, self._seeds)
+            with save.checked():
+                return checkpoint.restore(save, self.model, kv, self.logits_cache)
 
     # Its end.
 

@@ -84,7 +84,7 @@ class EngineLoop:
 
     def _step(self) -> bool:
         """Runs one step; False if there was nothing to do, so that the thread may end."""
-        decides, error = self._leases.decides, None
+        decides = self._leases.decides
         with self._changed:
             if decides and not self._closed:
                 self._sessions.linger(self._step_seconds)
@@ -92,17 +92,18 @@ class EngineLoop:
         compiled, begun = compile_seconds(), time.perf_counter()
         try:
             busy, closed = (False, self._closed) if idle else self._run_step()
-        except Exception as failure:  # a bug, or the device: no request may hang because of it
-            log.exception("the engine's scheduler failed")
-            busy, closed, error = False, self._closed, failure
+        except Exception as failure:  # while it was decided on, or of several processes
+            if self._failure is not None:  # it could not be reset
+                raise
+            busy, closed = False, self._closed
+            if self._leases.shared:
+                self._leases.fail(failure)
+            with self._leases.exclusive() if not self._leases.shared else contextlib.nullcontext():
+                self._recover(failure)
         compiled = compile_seconds() - compiled
         self._step_seconds = time.perf_counter() - begun - compiled
         self.metrics.compiled(compiled)
-        if error and self._leases.shared:
-            self._leases.fail(error)
         with self._changed:
-            if error:
-                self._abort_running(error)
             self._sessions.end(self._scheduler.sessions.running, compiled)
             if closed:
                 waiting = [*self._scheduler.sessions.clear(), *self._sessions.take()]
@@ -125,26 +126,41 @@ class EngineLoop:
         steps = self._decisions
         propose = functools.partial(steps.propose, lambda: self._closed)
         with self._leases.exclusive("step", propose, steps.prepare) as agreed:
-            steps.apply(agreed)
-            return self._scheduler.step(admit=agreed["admit"]), agreed["closed"]
+            try:
+                steps.apply(agreed)
+                return self._scheduler.step(admit=agreed["admit"]), agreed["closed"]
+            except Exception as failure:
+                if self._leases.shared:
+                    raise
+                self._recover(failure)
+                return False, agreed["closed"]
 
-    def _abort_running(self, error: Exception) -> None:
+    def _recover(self, failure: Exception) -> None:
         """Ends all requests and sessions that the failed scheduler had, and resets it.
 
-        Where several processes run the engine, it ends: the others may have gone on.
+        In the turn of the failure, which may have consumed the arrays of the cache: the next turn
+        must not find them so. No request may hang because of it, whatever it was: a bug, or the
+        device. Where several processes run the engine, it ends: the others may have gone on.
         """
-        joining = self._decisions.take_joining()
-        self._sessions.fail([*self._scheduler.sessions.clear(), *joining], error)
-        if self._leases.shared:
-            self._closed = True
-            self._submitted.clear()
-            self._sessions.fail(self._sessions.take(), error)
-        for request, state in self._requests.items():
-            if state.output is None and request not in self._submitted:
-                self._scheduler.output.abort(request, error)
-        if not self._leases.shared:
-            with self._leases.exclusive():
+        log.error("the engine's scheduler failed", exc_info=failure)
+        with self._changed:
+            joining = self._decisions.take_joining()
+            self._sessions.fail([*self._scheduler.sessions.clear(), *joining], failure)
+            if self._leases.shared:
+                self._closed = True
+                self._submitted.clear()
+                self._sessions.fail(self._sessions.take(), failure)
+            for request, state in self._requests.items():
+                if state.output is None and request not in self._submitted:
+                    self._scheduler.output.abort(request, failure)
+            if self._leases.shared:
+                return
+            try:
                 self._scheduler.reset()
+            except BaseException as error:
+                self._closed, self._failure = True, error
+                self._leases.close()
+                raise
 
     def _end_for_good(self, failure: BaseException) -> None:
         """Ends all requests and sessions after a failure that the engine could not handle."""

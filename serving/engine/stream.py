@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Self
 
+from jaxshare.argument_checks import as_timeout
 from jaxshare.serving.engine.completion import Completion, without_stop
 
 
@@ -52,6 +53,7 @@ class Stream:
           TimeoutError: it has not finished within `timeout` seconds; the request goes on.
           EngineError: the error that ended the request.
         """
+        timeout = as_timeout("timeout", timeout)
         with self._state.changed:
             if not self._state.changed.wait_for(lambda: self._state.output is not None, timeout):
                 raise TimeoutError(f"the request has not finished within {timeout} seconds")

@@ -9,13 +9,14 @@ import numpy as np
 
 from jaxshare import Sampler
 from jaxshare.arena import ALIGNMENT, arena_size
-from jaxshare.argument_checks import INT32_MAX, INT64_MAX, as_integer, shown
+from jaxshare.argument_checks import INT32_MAX, INT64_MAX, as_integer, as_list, as_texts, shown
 from jaxshare.models import LoadedModel
 from jaxshare.serving.checkpoints import SaveError
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.stream import StreamState
 from jaxshare.serving.errors import TooLongError
 from jaxshare.serving.inputs import check_sampler, encode, encode_messages, token_bytes
+from jaxshare.serving.kvcache.free_memory import cache_free_bytes, host_free_bytes
 from jaxshare.serving.kvcache.pool import standard_tokens, whole_tiles
 from jaxshare.serving.logits_cache.cache import LogitsCache
 
@@ -59,8 +60,8 @@ def memory_sizes(
     """(tokens on the accelerator, tokens in host memory) for these numbers of bytes.
 
     Raises:
-      ValueError: there is no memory for one token, host memory for less than one block, or host
-        memory for a model on devices of several processes.
+      ValueError: there is no memory for one token, more than is free, host memory for less than one
+        block, or host memory for a model on devices of several processes.
     """
     host_kv_bytes = as_integer("host_kv_bytes", host_kv_bytes)
     if host_kv_bytes and is_shared(model):
@@ -79,12 +80,20 @@ def memory_sizes(
         raise ValueError(
             f"kv_bytes is {kv_bytes}, but one token's keys and values take {size}; raise kv_bytes"
         )
+    if not is_shared(model):
+        _check_free("kv_bytes", tokens * size, cache_free_bytes(model), "the devices have")
     if 0 != host_kv_bytes < size * ALIGNMENT:
         raise ValueError(
             f"host_kv_bytes is {host_kv_bytes}, but a block of {ALIGNMENT} tokens takes "
             f"{size * ALIGNMENT}; give at least that, or 0 to keep nothing in host memory"
         )
+    _check_free("host_kv_bytes", host_kv_bytes, host_free_bytes(), "the host has")
     return tokens, host_kv_bytes // size
+
+
+def _check_free(name: str, bytes: int, free: int, where: str) -> None:
+    if bytes > free:
+        raise ValueError(f"{name} takes {bytes} bytes, but {where} {free} free; give less")
 
 
 def logits_cache_for(
@@ -119,10 +128,14 @@ def prompt_tokens(model: LoadedModel, prompt: Prompt) -> np.ndarray:
         encoded = encode(model, prompt)
     elif not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes | bytearray):
         raise TypeError(f"{_A_PROMPT}, not {type(prompt).__name__}")
-    elif len(prompt) and isinstance(prompt[0], Mapping):
+    elif isinstance(prompt, np.ndarray) and prompt.ndim != 1:
+        raise ValueError(_A_PROMPT)
+    elif isinstance(next(iter(prompt), None), Mapping):
         encoded = encode_messages(model, prompt)  # pyright: ignore[reportArgumentType]
-    else:
+    elif isinstance(prompt, np.ndarray):
         encoded = prompt
+    else:
+        encoded = as_list("the prompt", prompt)
     if not len(encoded):
         raise ValueError("the prompt is empty; give at least one token of text")
     try:
@@ -133,7 +146,7 @@ def prompt_tokens(model: LoadedModel, prompt: Prompt) -> np.ndarray:
         raise ValueError(_A_PROMPT)
     if (outside := (tokens < 0) | (tokens >= vocab)).any():
         raise ValueError(
-            f"token {int(tokens[outside.argmax()])} is outside the vocabulary of {vocab}"
+            f"the prompt's token {int(tokens[outside.argmax()])} is outside the vocabulary of {vocab}"
         )
     return tokens.astype(np.int32)
 
@@ -207,6 +220,10 @@ class RequestOptions:
             resample,
             bool(logprobs),
         )
+        if resample is not None and not isinstance(resample, str):
+            raise ValueError(
+                f"resample is {shown(resample)}; it must be None, 'stepwise' or 'hotspot'"
+            )
         if resample is not None and resample not in ("stepwise", "hotspot"):
             raise ValueError(
                 f"resample is {shown(resample)}; it must be None, 'stepwise' or 'hotspot'"
@@ -233,12 +250,7 @@ class RequestOptions:
 
 def _stop_texts(model: LoadedModel, stop: Any) -> tuple[str, ...]:
     """The texts before which an output ends; `stop` is one, several, or None for none."""
-    try:
-        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    except TypeError:
-        stops = (stop,)
-    if not all(isinstance(text, str) and text for text in stops):
-        raise ValueError(f"stop is {shown(stops)}; give texts that are not empty")
+    stops = as_texts("stop", stop)
     if stops and model.tokenizer is None:
         raise ValueError(
             "the model folder has no tokenizer, so no output can end at a text; add the "

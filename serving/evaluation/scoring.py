@@ -8,6 +8,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from jaxshare.argument_checks import as_float, as_integer
 from jaxshare.serving.evaluation.checkers.mathematics import Mathematician
 from jaxshare.serving.evaluation.checkers.sandbox import Limits, Verdict, run_tests
 from jaxshare.serving.evaluation.runs import Run, label
@@ -203,7 +204,12 @@ def wilson(accuracy: float, problems: int) -> tuple[float, float]:
     Args:
       accuracy: the mean, 0 to 1.
       problems: their number, at least 1.
+
+    Raises:
+      ValueError, TypeError: they are others.
     """
+    accuracy = as_float("accuracy", accuracy, 0, 1)
+    problems = as_integer("problems", problems, 1)
     z2 = _Z95**2 / problems
     middle, half = accuracy + z2 / 2, math.sqrt(z2 * (accuracy * (1 - accuracy) + z2 / 4))
     return max(0.0, (middle - half) / (1 + z2)), min(1.0, (middle + half) / (1 + z2))

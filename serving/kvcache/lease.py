@@ -124,8 +124,8 @@ class LeaseTable:
             size = pool.bytes_per_token
             raise TooLongError(
                 f"the session's blocks take {tokens} tokens, {tokens * size} bytes, but the engine "
-                f"has room for {pool.tokens}, {pool.tokens * size} bytes; raise kv_bytes or lower "
-                "the session's budget"
+                f"has room for {pool.tokens}, {pool.tokens * size} bytes; raise kv_bytes, or lower "
+                "the session's budget or the capacities"
             )
         if tokens > available:
             raise EngineError(

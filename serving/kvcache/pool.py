@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxshare import KVCache, sharding
 from jaxshare.arena import ALIGNMENT, ARENA, LARGE_TILE, Arenas, arena_size, put, take
 from jaxshare.models import LoadedModel
+from jaxshare.serving.errors import EngineError
 from jaxshare.serving.inputs import cache_dtype, token_bytes
 from jaxshare.serving.kvcache.free_list import FreeList
 from jaxshare.sharding import STRIPE, CyclicSharding, on_each
@@ -98,12 +99,24 @@ class Pool:
       tokens: its capacity.
       bytes_per_token: of keys and values in all layers.
       cache: the arena. After a pass over a view of it the new one has to be stored here.
+
+    Raises:
+      EngineError: the device has no room for it.
     """
 
     def __init__(self, model: LoadedModel, tokens: int):
         self.tokens = tokens
         self.bytes_per_token = token_bytes(model)
-        self.cache = KVCache.empty(model.config, tokens, 1, cache_dtype(model), mesh=model.mesh)
+        try:
+            self.cache = KVCache.empty(model.config, tokens, 1, cache_dtype(model), mesh=model.mesh)
+            jax.block_until_ready(self.cache.keys)  # a device says late that it is full
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise EngineError(
+                f"the device has no room for {tokens * self.bytes_per_token} bytes of keys and "
+                "values; lower kv_bytes, or end what else is on it"
+            ) from error
         self._free_list = FreeList(tokens)
 
     @property

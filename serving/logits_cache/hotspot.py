@@ -5,6 +5,7 @@ import dataclasses
 
 import numpy as np
 
+from jaxshare.argument_checks import as_float, as_integer
 from jaxshare.decoding.sampling import Sampler
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.serving.logits_cache.replay import probabilities
@@ -36,6 +37,10 @@ class Hotspot:
     top_k: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("decay", "threshold"):
+            object.__setattr__(self, name, as_float(name, getattr(self, name)))
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", as_integer("top_k", self.top_k))
         if self.decay < 0 or (self.top_k is not None and self.top_k < 0):
             raise ValueError(
                 f"decay is {self.decay} and top_k {self.top_k}; neither may be negative"

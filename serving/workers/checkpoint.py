@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxshare import DecodeState, FinishReason, KVCache, Sampler, cache_io
 from jaxshare.models import LoadedModel, reencode
+from jaxshare.models.loading import same_fingerprint
 from jaxshare.serving.checkpoints import (
     CheckpointStore,
     SavedCheckpoint,
@@ -203,7 +204,8 @@ class SavedSession:
                 f"{self._name} is no session of workers ({found!r}, not {_FORMAT!r}); give a "
                 "folder that one was saved to"
             )
-        self.metadata = SessionMetadata.from_json(saved.metadata)
+        with saved.checked():
+            self.metadata = SessionMetadata.from_json(saved.metadata)
 
     def settings(
         self, model: LoadedModel, layout: WorkersLayout | MakeLayout | None, kind: AnswerRule | None
@@ -218,7 +220,7 @@ class SavedSession:
           SaveError: a session of another model.
           ValueError: a layout or a kind that is needed and not given.
         """
-        if self.metadata.model != model.fingerprint:
+        if not same_fingerprint(self.metadata.model, model.fingerprint):
             raise SaveError(
                 f"{self._name} is of a session of another model, or of the same one with "
                 "parameters of another dtype; restore it with the model that it was saved with"

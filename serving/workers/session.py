@@ -363,6 +363,11 @@ class Workers(SessionView):
             settings = saved.settings(model, layout, kind)
             if passes_at_once is not None:
                 settings["passes_at_once"] = passes_at_once
-            workers = cls(model, **settings, implementation=implementation, engine=engine)
-            checkpoint.restore(workers._session, saved)
+            given = (layout, kind, passes_at_once, implementation, engine)
+            # An error may be due to what is given here, and not to the save.
+            is_saved = all(argument is None for argument in given)
+            with save.checked() if is_saved else contextlib.nullcontext():
+                workers = cls(model, **settings, implementation=implementation, engine=engine)
+            with save.checked():
+                checkpoint.restore(workers._session, saved)
         return workers

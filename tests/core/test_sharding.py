@@ -33,8 +33,6 @@ SHAPES = [
     for k in (1, 2, 4, 8)
     if d * t * k in (1, 2, 4, 8)
 ]
-FEW = {("MQA", (1, 2, 2))}
-"""What is tried always; the others take too long for that."""
 
 
 def mesh_of(shape):
@@ -193,27 +191,34 @@ def run(model):
     }
 
 
+def headed(heads, layers):
+    return model_of(dataclasses.replace(SPLITS, num_kv_heads=HEADS[heads], num_layers=layers))
+
+
 @functools.cache
-def alone(heads):
-    return run(model_of(dataclasses.replace(SPLITS, num_kv_heads=HEADS[heads])))
+def alone(heads, layers):
+    return run(headed(heads, layers))
+
+
+EACH = [
+    pytest.param(
+        heads,
+        shape,
+        SPLITS.num_layers,
+        id=f"{heads}-{'x'.join(map(str, shape))}",
+        marks=pytest.mark.slow,
+    )
+    for heads in HEADS
+    for shape in SHAPES
+]
 
 
 @pytest.mark.parametrize(
-    ("heads", "shape"),
-    [
-        pytest.param(
-            heads,
-            shape,
-            id=f"{heads}-{'x'.join(map(str, shape))}",
-            marks=() if (heads, shape) in FEW else pytest.mark.slow,
-        )
-        for heads in HEADS
-        for shape in SHAPES
-    ],
+    ("heads", "shape", "layers"), [pytest.param("MQA", (1, 2, 2), 1, id="one layer"), *EACH]
 )
-def test_passes_on_a_mesh_are_those_of_one_device(heads, shape):
-    expected = alone(heads)
-    found = run(model_of(dataclasses.replace(SPLITS, num_kv_heads=HEADS[heads])).on(mesh_of(shape)))
+def test_passes_on_a_mesh_are_those_of_one_device(heads, shape, layers):
+    expected = alone(heads, layers)
+    found = run(headed(heads, layers).on(mesh_of(shape)))
     assert found["tokens"] == expected["tokens"]
     assert len(expected["tokens"][0]) == 24 and len(set(expected["tokens"][1])) > 5
     for what in ("prefill", "logprobs", "after"):

@@ -1,4 +1,4 @@
-"""Faults of the disk, injected into each operation on it in turn.
+"""Faults of the disk, injected into each operation on it in turn, or into one.
 
 From the n-th operation on, every one fails that Python does in a folder: opening for writing,
 writing, cutting, bringing to the disk, making a folder and renaming. Libraries that write by
@@ -10,6 +10,7 @@ first.
 """
 
 import builtins
+import dataclasses
 import errno
 import io
 import itertools
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS)
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 SHORT = -1
 """In place of an error: the disk takes half of what is written, and is full from then on."""
 POWER_LOSS = -2
@@ -36,7 +37,7 @@ class PowerLossError(BaseException):
 
 
 class DiskFaults:
-    """Makes the n-th operation in a folder and all after it fail.
+    """Makes the n-th operation in a folder fail, and all after it unless it fails `once`.
 
     Attributes:
       fired: True when an operation has failed.
@@ -44,8 +45,8 @@ class DiskFaults:
       on_disk: the contents of the files that were written, when they were last brought to the disk.
     """
 
-    def __init__(self, folder: Path, nth: int, error: int):
-        self.folder, self.nth, self.error = str(folder), nth, error
+    def __init__(self, folder: Path, nth: int, error: int, *, once: bool = False):
+        self.folder, self.nth, self.error, self.once = str(folder), nth, error, once
         self.fired, self.done = False, []
         self.on_disk: dict[str, bytes] = {}
         self._patches: list[Any] = []
@@ -69,7 +70,7 @@ class DiskFaults:
         if not os.path.realpath(path).startswith(self.folder):
             return False
         self.done.append(operation)
-        if len(self.done) < self.nth:
+        if len(self.done) < self.nth or (self.once and self.fired):
             return False
         first, self.fired = not self.fired, True
         if self.error == SHORT and first and operation == "write":
@@ -152,51 +153,69 @@ class _File(io.FileIO):
         return super().truncate(size)
 
 
-def each_fault(
-    folder: Path,
-    before: Callable[[], None],
-    act: Callable[[], Any],
-    after: Callable[[bool], None],
-    errors: tuple[int, ...] = ALL,
-) -> int:
-    """Injects each fault into each operation of an action.
+@dataclasses.dataclass(frozen=True)
+class Writer:
+    """An action that writes, and the states before and after it.
 
-    Args:
+    Attributes:
       folder: that the operations of the action are in.
       before: makes the old state.
       act: what writes.
       after: checks the state; gets True if the action has returned, False if it has raised.
-      errors: errors of the system, `SHORT` and `POWER_LOSS`.
+    """
+
+    folder: Path
+    before: Callable[[], None]
+    act: Callable[[], Any]
+    after: Callable[[bool], None]
+
+
+def each_fault(writer: Writer, errors: tuple[int, ...] = ALL) -> int:
+    """Injects each fault into each operation of an action; see `one_fault`.
 
     Returns:
       The number of faults.
-
-    Raises:
-      AssertionError: an error of another type than the command line says in a sentence, or one that
-        does not say what would do.
     """
-    folder, count = folder.resolve(), 0
+    count = 0
     for error in errors:
         for nth in itertools.count(1):
-            before()
-            done = True
-            faults = DiskFaults(folder, nth, error)
-            with faults:
-                try:
-                    act()
-                except PowerLossError:
-                    done = False
-                except Exception as raised:
-                    assert faults.fired, "it fails by itself"
-                    done = False
-                    _check_sentence(raised, f"operation {nth}, {faults.done[-1:]}")
-            if error == POWER_LOSS:  # also when all is done
-                faults.lose_power()
-            after(done)
-            if not faults.fired:
+            if not one_fault(writer, nth, error).fired:
                 break
             count += 1
     return count
+
+
+def one_fault(writer: Writer, nth: int, error: int, *, once: bool = False) -> DiskFaults:
+    """Injects a fault into one operation of an action, and into those after it.
+
+    Args:
+      writer: the action.
+      nth: the operation, counted from 1; one that there is not does not fail.
+      error: an error of the system, `SHORT` or `POWER_LOSS`.
+      once: the operations after it do not fail.
+
+    Returns:
+      What has become of it.
+
+    Raises:
+      AssertionError: an error of another type than the command line says in a sentence, or one that
+        does not say what would do; or `writer.after` has found a wrong state.
+    """
+    writer.before()
+    done, faults = True, DiskFaults(writer.folder.resolve(), nth, error, once=once)
+    with faults:
+        try:
+            writer.act()
+        except PowerLossError:
+            done = False
+        except Exception as raised:
+            assert faults.fired, f"it fails by itself: {raised}"
+            done = False
+            _check_sentence(raised, f"operation {nth}, {faults.done[nth - 1 : nth]}")
+    if error == POWER_LOSS:  # also when all is done
+        faults.lose_power()
+    writer.after(done)
+    return faults
 
 
 def _check_sentence(error: Exception, where: str) -> None:

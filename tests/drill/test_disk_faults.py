@@ -2,9 +2,10 @@
 is there whole, and the error says what would do."""
 
 import contextlib
+import dataclasses
 import errno
 import os
-import shutil
+import random
 import subprocess
 import sys
 import textwrap
@@ -12,16 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxshare.serving import jsonl
-from jaxshare.serving.evaluation import plot
-from jaxshare.serving.evaluation.folder import RUNS, SCORES, TABLE
-from tests.core.trace.test_trace import random_session
-from tests.drill.disk_faults import ALL, POWER_LOSS, SHORT, each_fault
-from tests.drill.test_damage import LOG, SNAPSHOT
+from tests.drill.disk_faults import ALL, ERRORS, POWER_LOSS, SHORT, Writer, each_fault, one_fault
+from tests.drill.writers import WHOLE_FILES, WRITERS, batch_job, evaluation
 from tests.helpers import mostly_slow
-from tests.serving.agents.test_journal import recorded
-from tests.serving.cli.test_batch import LINES, job  # noqa: F401, a fixture
-from tests.serving.evaluation.test_evaluate import evaluation  # noqa: F401, a fixture
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/fd").is_dir(), reason="needs the names of descriptors"
@@ -42,48 +36,39 @@ def test_the_drill_finds_a_writer_that_destroys_what_was_there(tmp_path):
     def after(done: bool) -> None:
         assert file.read_text(encoding="utf-8") in ("old", "new"), "it is neither"
 
+    writer = Writer(tmp_path, lambda: file.write_text("old") and None, write_over, after)
     with pytest.raises(AssertionError, match="it is neither"):
-        each_fault(tmp_path, lambda: file.write_text("old"), write_over, after)
+        each_fault(writer)
     with pytest.raises(AssertionError, match="it is neither"):
-        each_fault(
-            tmp_path, lambda: file.write_text("old"), lambda: rename(file), after, (POWER_LOSS,)
-        )
+        each_fault(dataclasses.replace(writer, act=lambda: rename(file)), (POWER_LOSS,))
+    raising = dataclasses.replace(
+        writer, act=lambda: file.write_text("new"), after=lambda done: None
+    )
     with pytest.raises(AssertionError, match=r"operation 1, \['open'\]: OSError"):
-        each_fault(
-            tmp_path,
-            lambda: file.write_text("old"),
-            lambda: file.write_text("new"),
-            lambda done: None,
-        )
+        each_fault(raising)
 
 
-WRITERS = {
-    "journal": lambda file, n: recorded(str(n)).save(file),
-    "search log": lambda file, n: type(LOG)(LOG.runs * n).save(file),
-    "snapshot": lambda file, n: type(SNAPSHOT)(n, SNAPSHOT.blocks, SNAPSHOT.rows).save(file),
-    "trace": lambda file, n: random_session(n)[0].trace().save(file),
-    "lines": lambda file, n: jsonl.write(file, [b"line\n"] * 5000 * n, "go on with --resume"),
-}
+def test_a_fault_may_pass(tmp_path):
+    file = tmp_path / "file"
 
-
-@pytest.mark.parametrize("kind", WRITERS)
-def test_whole_files(tmp_path, kind):
-    folder = tmp_path / "folder"
-    file, texts = folder / "file.json", []
-    for n in (1, 2):
-        WRITERS[kind](file, n)
-        texts.append(file.read_bytes())
-    assert texts[0] != texts[1]
+    def write_twice() -> None:
+        with contextlib.suppress(OSError):
+            file.write_text("first", encoding="utf-8")
+        file.write_text("second", encoding="utf-8")
 
     def after(done: bool) -> None:
-        assert file.read_bytes() in (texts if not done else texts[1:])
-        assert [*folder.iterdir()] == [file], "nothing is left beside it"
+        assert done and file.read_text(encoding="utf-8") == "second"
 
+    writer = Writer(tmp_path, lambda: None, write_twice, after)
+    assert one_fault(writer, 2, errno.EIO, once=True).fired
+    assert not one_fault(writer, 99, errno.EIO).fired
+
+
+@pytest.mark.parametrize("kind", WHOLE_FILES)
+def test_whole_files(tmp_path, kind):
     # also where the power is lost as soon as it is written
-    count = each_fault(
-        folder, lambda: file.write_bytes(texts[0]), lambda: WRITERS[kind](file, 2), after
-    )
-    assert count >= 20, "open, write, fsync and rename, with five errors"
+    count = each_fault(WHOLE_FILES[kind](tmp_path, random.Random(0)))
+    assert count >= 24, "open, write, fsync and rename, with six errors"
 
 
 QUICK = (errno.ENOSPC, SHORT, POWER_LOSS)
@@ -92,59 +77,24 @@ QUICK = (errno.ENOSPC, SHORT, POWER_LOSS)
 @pytest.mark.parametrize(
     ("lives", "errors"), mostly_slow([(3, QUICK), (3, ALL), (None, ALL)], several=True)
 )
-def test_a_batch_job_goes_on_after_any_fault(job, lives, errors):  # noqa: F811
-    given, folder = (LINES, "--n", "2", "--max-new-tokens", "3"), job.folder / "out"
-    folder.mkdir()
-    job(*given, name="unbroken")
-    begun = {}
-    if lives:
-        with pytest.raises(RuntimeError):
-            job(*given, name="out/x", lives=lives)
-        begun = {path: path.read_bytes() for path in folder.iterdir()}
-
-    def before() -> None:
-        for path in folder.iterdir():
-            path.unlink()
-        for path, content in begun.items():
-            path.write_bytes(content)
-
-    def after(done: bool) -> None:
-        assert {path.name for path in folder.iterdir()} <= {"x", "x.job"}
-        if not done:
-            job(*given, "--resume", name="out/x")
-        assert (folder / "x").read_bytes() == (job.folder / "unbroken").read_bytes()
-        job(*given, "--resume", name="out/x", load=lambda: pytest.fail("it is complete"))
-
-    def act() -> None:
-        job(*given, "--resume", name="out/x")
-
-    assert each_fault(folder, before, act, after, errors) > 15 * len(errors)
+def test_a_batch_job_goes_on_after_any_fault(tmp_path, lives, errors):
+    count = each_fault(batch_job(tmp_path, random.Random(0), lives), errors)
+    assert count > 15 * len(errors)
 
 
 @pytest.mark.parametrize("errors", mostly_slow([(POWER_LOSS,), ALL]))
-def test_an_evaluation_goes_on_after_any_fault(evaluation, monkeypatch, errors):  # noqa: F811
-    monkeypatch.setattr(plot, "available", lambda: False)
-    evaluation(out="unbroken")
-    folder = evaluation.out
-    compared = (RUNS, SCORES, TABLE)
+def test_an_evaluation_goes_on_after_any_fault(tmp_path, errors):
+    assert each_fault(evaluation(tmp_path, random.Random(0)), errors) > 20 * len(errors)
 
-    def after(done: bool) -> None:
-        if not done:
-            evaluation("--resume")
-        for name in compared:
-            found, unbroken = folder / name, evaluation.folder / "unbroken" / name
-            assert sorted(found.read_bytes().split(b"\n")) == sorted(
-                unbroken.read_bytes().split(b"\n")
-            )
 
-    count = each_fault(
-        folder,
-        lambda: shutil.rmtree(folder, ignore_errors=True),
-        lambda: evaluation("--resume"),
-        after,
-        errors,
-    )
-    assert count > 20 * len(errors)
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_disk_on_which_no_folder_can_be_made_is_said_with_what_would_do(tmp_path, error):
+    faults = one_fault(evaluation(tmp_path, random.Random(0)), 1, error)
+    assert faults.done == ["mkdir"], "of the lock, before all else"
+
+
+def test_gradings_that_were_written_are_there_after_any_fault(tmp_path):
+    assert each_fault(WRITERS["gradings"](tmp_path, random.Random(0)), ALL) > 8 * len(ALL)
 
 
 LIMITED = """

@@ -1,5 +1,6 @@
 """load: hand-made checkpoints in Hugging Face form, complete and broken."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -20,6 +21,7 @@ from jaxshare import models
 from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
 from jaxshare.models import CheckpointError, ConfigError
+from jaxshare.models.loading import same_fingerprint
 from jaxshare.models.safetensors_io import largest
 from tests.helpers import folder_of_first_layers
 
@@ -132,6 +134,27 @@ def test_every_tensor_arrives_bit_for_bit(tmp_path, dtype):
     for path, (name, _) in PARAMETERS.items():
         assert arrived[path].dtype == dtype
         np.testing.assert_array_equal(bits(arrived[path]), bits(tensors[name]), err_msg=path)
+
+
+def test_the_fingerprint_tells_parameters_in_another_order(tmp_path):
+    """As rows of queries and keys are that a converter has turned for another rotation."""
+    write(tmp_path, tensors := random_tensors())
+    model = models.load(tmp_path)
+    assert len(model.fingerprint) == 48 and models.load(tmp_path).fingerprint == model.fingerprint
+    queries = next(name for name in tensors if "q_proj.weight" in name)
+    write(tmp_path, {**tensors, queries: tensors[queries][::-1].copy()})
+    turned = models.load(tmp_path)
+    assert not same_fingerprint(model.fingerprint, turned.fingerprint)
+    # Files of former versions have this part of it: a hash of sums of bits.
+    sums = [np.sum(bits(leaf), dtype=np.uint32) for leaf in map(np.asarray, leaves(model))]
+    context = model.config.for_context(model.config.max_positions)
+    former = hashlib.blake2b(repr(context).encode() + np.stack(sums).tobytes(), digest_size=16)
+    assert same_fingerprint(former.hexdigest(), model.fingerprint)
+    assert not same_fingerprint(model.fingerprint[:16], model.fingerprint)
+
+
+def leaves(model) -> list:
+    return jax.tree.leaves(model.params)
 
 
 def test_shards_are_the_same_model(tmp_path):

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
+from jaxshare.models.config_fields import first_line
 from jaxshare.models.layers import Decoder
 from jaxshare.paths import whole_file
 from jaxshare.serving import checksums
@@ -191,9 +192,9 @@ class Snapshot:
                 for m in data["masses"]
             )
             snapshot = cls(int(data["passes"]), blocks, rows, attention)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ValueError(
-                f"the snapshot {name} is damaged ({type(error).__name__}: {error}); {do}"
+                f"the snapshot {name} is damaged ({type(error).__name__}: {first_line(error)}); {do}"
             ) from error
         if (
             not blocks

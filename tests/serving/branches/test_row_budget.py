@@ -14,9 +14,10 @@ from jaxshare import DecodeState, KVCache, Layout, Sampler, decode
 from jaxshare.models.layers import Decoder
 from jaxshare.serving import Prefixes, generate
 from jaxshare.serving.branches import row_budget
-from jaxshare.serving.branches.row_budget import RowBudget, host_free_bytes, row_bytes
+from jaxshare.serving.branches.row_budget import RowBudget, row_bytes
 from jaxshare.serving.branches.run import Branches
 from jaxshare.serving.inputs import token_bytes
+from jaxshare.serving.kvcache.free_memory import host_free_bytes
 from tests.helpers import TINY
 from tests.serving.branches.test_branches import HOT, NEW, TOKENS, model
 

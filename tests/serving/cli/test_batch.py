@@ -146,14 +146,13 @@ class Engine:
             )
 
 
-@pytest.fixture
-def job(tmp_path, capsys):
-    """Runs a job in an empty folder: job(lines, options...) -> (exit code, stdout, stderr); lines
-    are text, bytes or values."""
+def job_in(folder: Path, read_printed=lambda: ("", "")):
+    """Returns what runs a job in a folder: job(lines, options...) -> (exit code, stdout, stderr);
+    lines are text, bytes or values."""
 
     def run(lines, *arguments: str, sampling=(), load=model, name: str = "out.jsonl", **engine):
         texts = [line if isinstance(line, (bytes, str)) else json.dumps(line) for line in lines]
-        (tmp_path / "in.jsonl").write_bytes(
+        (folder / "in.jsonl").write_bytes(
             b"\n".join(text.encode() if isinstance(text, str) else text for text in texts)
         )
         parser = argparse.ArgumentParser()
@@ -162,9 +161,9 @@ def job(tmp_path, capsys):
             [
                 "some/model",
                 "--input",
-                str(tmp_path / "in.jsonl"),
+                str(folder / "in.jsonl"),
                 "--output",
-                str(tmp_path / name),
+                str(folder / name),
                 *arguments,
             ]
         )
@@ -173,10 +172,16 @@ def job(tmp_path, capsys):
         code = batch.run_job(
             options, dict(sampling), load, type("Used", (Engine,), {"made": run.engines, **engine})
         )
-        return code, *capsys.readouterr()
+        return code, *read_printed()
 
-    run.folder, run.output, run.job = tmp_path, tmp_path / "out.jsonl", tmp_path / "out.jsonl.job"
+    run.folder, run.output, run.job = folder, folder / "out.jsonl", folder / "out.jsonl.job"
     return run
+
+
+@pytest.fixture
+def job(tmp_path, capsys):
+    """`job_in` an empty folder."""
+    return job_in(tmp_path, capsys.readouterr)
 
 
 def results(path: Path) -> list[dict]:

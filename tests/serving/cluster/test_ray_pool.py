@@ -17,6 +17,7 @@ import ray.cloudpickle
 
 from jaxshare.serving.branches.prompt_tree import Prompt, read_prompts
 from jaxshare.serving.cli import main
+from jaxshare.serving.cluster import ray_pool
 from jaxshare.serving.cluster.model_spec import ModelSpec
 from jaxshare.serving.cluster.ray_pool import RayPool
 from jaxshare.serving.cluster.shards import cut
@@ -146,10 +147,10 @@ def no_encoding(text: str, first: bool):
 # Work without a model.
 
 
-def making(folder: str, deadly: str = ""):
+def making(folder: str, deadly: str = "", number: int = signal.SIGKILL):
     """Makes the work function for tasks (name, number of keys).
 
-    The task called `deadly` ends its process after its first key is taken.
+    The task called `deadly` sends its process a signal after its first key is taken.
     """
 
     def work(task, arrived):
@@ -163,7 +164,7 @@ def making(folder: str, deadly: str = ""):
                     time.sleep(0.01)
                 if not os.path.exists(f"{folder}/died"):
                     Path(folder, "died").touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    os.kill(os.getpid(), number)
         if name == "always":
             os.kill(os.getpid(), signal.SIGKILL)
         if name == "wrong":
@@ -192,6 +193,42 @@ def test_tasks_are_done_on_several_replicas_and_a_lost_one_goes_on_elsewhere(
         assert "is lost" in caplog.text and "another takes its place" in caplog.text
         assert [r.key for r in pool.run([("again", 2)])] == [0, 1]
     assert not ray.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_replica_that_stops_is_lost_and_its_task_is_done_by_another(
+    cluster, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ray_pool, "_SILENT_SECONDS", 3.0)
+    Path(tmp_path, "taken").touch()
+    with RayPool(cluster[0], replicas=1) as pool:
+        pool.start(functools.partial(making, str(tmp_path), "stops", number=signal.SIGSTOP))
+        found = [(result.piece, result.key) for result in pool.run([("stops", 2), ("good", 2)])]
+    assert sorted(found) == [
+        (("good", 2), 0),
+        (("good", 2), 1),
+        (("stops", 2), 0),
+        (("stops", 2), 1),
+    ]
+
+
+LEAVING = """
+import sys, time, types
+from jaxshare.serving.cluster import ray_cluster
+
+ray_cluster._LEAVE_SECONDS = 0.2
+ray_cluster.import_ray = lambda: types.SimpleNamespace(shutdown=lambda: time.sleep(600))
+ray_cluster._leave("10.0.0.1:6379")
+sys.exit(3)
+"""
+
+
+def test_a_program_leaves_a_cluster_whose_head_does_not_answer():
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING], stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    assert done.returncode == 3
+    assert "the head of the Ray cluster at 10.0.0.1:6379 has not answered for 0" in done.stderr
 
 
 @pytest.mark.parametrize(

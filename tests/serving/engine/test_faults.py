@@ -10,12 +10,13 @@ import threading
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxshare import Sampler
+from jaxshare import KVCache, Sampler
 from jaxshare.serving import Workers
 from jaxshare.serving.engine import ClosedError, Engine, EngineError, decode_rows
 from jaxshare.serving.kvcache import manager
@@ -63,7 +64,10 @@ def engine():
         ({"max_new_tokens": -1}, ValueError, "max_new_tokens is -1; it must be at least 1"),
         ({"max_new_tokens": 10**30}, ValueError, "the model's context holds"),
         ({"seed": 1.5}, TypeError, r"seed is 1\.5; it must be an integer"),
-        ({"stop": 5}, ValueError, r"stop is \(5,\); give texts"),
+        ({"stop": 5}, TypeError, "stop is 5; it must be a list"),
+        ({"stop": np.ones((2, 2))}, ValueError, "stop is array.*; give texts"),
+        ({"prompt": np.array(0.0)}, ValueError, "a prompt is a text"),
+        ({"prompt": range(10**30)}, ValueError, "the prompt has more than"),
         ({"stop": [""]}, ValueError, "give texts that are not empty"),
         ({"sampler": 0.7}, TypeError, "sampler is of type float; it must be a Sampler"),
         ({"logprobs": "no"}, TypeError, "logprobs is 'no'; it must be True or False"),
@@ -187,6 +191,21 @@ def test_a_restart_frees_the_old_memory_first(expected, monkeypatch):
     assert free == [True, True]
 
 
+def test_memory_that_does_not_fit_is_refused_before_it_is_taken(monkeypatch):
+    for name in ("kv_bytes", "host_kv_bytes"):
+        with pytest.raises(
+            ValueError, match=rf"{name} takes \d+ bytes, but the .* free; give less"
+        ):
+            Engine(MODEL, **{"kv_bytes": 1024 * SIZE, name: SIZE * 2**30})
+
+    def full(*_, **__):
+        return jnp.zeros(2**50, jnp.int8)
+
+    monkeypatch.setattr(KVCache, "empty", full)
+    with pytest.raises(EngineError, match=r"no room for \d+ bytes of keys and values; lower kv_b"):
+        small()
+
+
 def test_where_the_restart_fails_every_call_ends_with_the_cause_and_the_engine_closes(monkeypatch):
     engine = small(passes=1)
     streams = [engine.submit(PROMPT, max_new_tokens=400) for _ in range(ROWS_AND_QUEUE)]
@@ -201,6 +220,40 @@ def test_where_the_restart_fails_every_call_ends_with_the_cause_and_the_engine_c
         engine.submit(PROMPT)
     with pytest.raises(ClosedError, match="the device is gone"):
         engine.lease([64])
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_no_turn_finds_the_arrays_that_a_failed_pass_has_consumed(monkeypatch, restarts):
+    engine = small()
+    lease, found = engine.lease([64]), []
+
+    def turn():
+        try:
+            with lease.exclusive():
+                found.append(lease.attach().keys[0].is_deleted())
+        except ClosedError as error:
+            found.append(str(error))
+
+    def consume(*_, **__):
+        waiting.start()
+        while not engine._leases._lock._tickets:
+            time.sleep(0.001)
+        for array in engine._scheduler.kv.pool.cache.keys:
+            array.delete()
+        fail()
+
+    waiting = threading.Thread(target=turn)
+    with monkeypatch.context() as patch:
+        patch.setattr(decode_rows, "decode", consume)
+        if not restarts:
+            patch.setattr(manager, "Pool", fail)
+        with pytest.raises(Broken):
+            engine.submit(PROMPT).wait(60)
+        waiting.join(60)
+        engine.drain(60)
+    assert len(found) == 1 and "the session's memory is gone" in found[0]
+    assert engine._closed is not restarts
     engine.shutdown()
 
 
@@ -288,9 +341,10 @@ def test_an_event_loop_that_closes_while_it_is_told_fails_no_other_call(engine, 
 
 
 INTERRUPTED = """
-import sys
+import signal
 from tests.serving.engine.test_engine import MODEL, engine_of
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 engine = engine_of(MODEL, passes=1, max_queue=5000)
 streams = [engine.submit([5, 6, 7 + i % 20], max_new_tokens=450, seed=i) for i in range(4000)]
 streams[0].wait()
@@ -302,16 +356,14 @@ streams[-1].wait()
 @pytest.mark.slow
 def test_ctrl_c_outside_of_the_engine_ends_the_program_at_once():
     root = Path(__file__).parents[3]
-    program = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED],
-        cwd=root,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert program.stdout is not None and program.stdout.readline() == "ready\n"
-    program.send_signal(signal.SIGINT)
-    begun = time.monotonic()
-    _, errors = program.communicate(timeout=60)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED], cwd=root, **pipes) as program:
+        try:
+            assert program.stdout is not None and program.stdout.readline() == "ready\n"
+            program.send_signal(signal.SIGINT)
+            begun = time.monotonic()
+            _, errors = program.communicate(timeout=60)
+        finally:
+            program.kill()
     assert time.monotonic() - begun < 5 and program.returncode == -signal.SIGINT
     assert "KeyboardInterrupt" in errors

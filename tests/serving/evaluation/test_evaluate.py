@@ -419,16 +419,14 @@ class Letters:
         pass
 
 
-@pytest.fixture
-def evaluation(tmp_path, capsys, monkeypatch):
-    """Runs an evaluation: evaluation(options...) -> (exit code, stdout, stderr)."""
-    for module in (evaluate, plan):
-        monkeypatch.setattr(module, "Mathematician", Letters)
+def evaluation_in(folder: Path, read_printed=lambda: ("", "")):
+    """Returns what runs an evaluation in a folder: evaluation(options...) -> (exit code, stdout,
+    stderr)."""
     rows = [
         {"problem": f"Twice {a}, twice {b}", "answer": [str(2 * a), str(2 * b)], "id": name}
         for name, (a, b) in PROBLEMS.items()
     ]
-    (tmp_path / "own.jsonl").write_text(
+    (folder / "own.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
     )
 
@@ -447,11 +445,11 @@ def evaluation(tmp_path, capsys, monkeypatch):
             [
                 "some/model",
                 "--task",
-                str(tmp_path / "own.jsonl"),
+                str(folder / "own.jsonl"),
                 "--budgets",
                 "x",
                 "--out",
-                str(tmp_path / out),
+                str(folder / out),
                 *arguments,
             ]
         )
@@ -460,7 +458,7 @@ def evaluation(tmp_path, capsys, monkeypatch):
         code = evaluate.run_evaluation(
             options, dict(sampling), workers, budgets, load or (lambda: model), run.stand
         )
-        return code, *capsys.readouterr()
+        return code, *read_printed()
 
     model = types.SimpleNamespace(
         generation=Generation(temperature=0.0),
@@ -468,8 +466,16 @@ def evaluation(tmp_path, capsys, monkeypatch):
         fingerprint="one",
         tokenizer=None,
     )
-    run.model, run.folder, run.out = model, tmp_path, tmp_path / "out"
+    run.model, run.folder, run.out = model, folder, folder / "out"
     return run
+
+
+@pytest.fixture
+def evaluation(tmp_path, capsys, monkeypatch):
+    """`evaluation_in` an empty folder, where answers are compared by letters."""
+    for module in (evaluate, plan):
+        monkeypatch.setattr(module, "Mathematician", Letters)
+    return evaluation_in(tmp_path, capsys.readouterr)
 
 
 def json_lines(path: Path) -> list[dict]:

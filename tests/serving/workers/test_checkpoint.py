@@ -527,6 +527,22 @@ def test_a_damaged_newest_save_is_stepped_over_and_named(tmp_path, caplog):
         SavedCheckpoint(tmp_path)
 
 
+def test_a_save_after_a_damaged_one_leaves_the_intact_one_before_it(tmp_path, caplog):
+    first = two_saves(tmp_path)
+    file = listed_files(tmp_path / "2")[0]
+    file.write_bytes(file.read_bytes()[:-1])
+    with SavedCheckpoint(tmp_path) as saved:
+        assert saved.number == 1
+    saves = CheckpointStore(tmp_path)
+    assert f"checkpoint 2 of {tmp_path} is damaged; it is deleted" in caplog.text
+    number = saves.save({"keys": np.zeros(3)}, {"which": "third"}, wait=True)
+    saves.close()
+    with SavedCheckpoint(tmp_path) as saved:
+        assert saved.number == number and saved.metadata == {"which": "third"}
+    with SavedCheckpoint(tmp_path, 1) as saved:
+        np.testing.assert_array_equal(saved.arrays()["keys"], first["keys"])
+
+
 def test_a_save_of_a_former_version_has_no_checksums_and_is_restored(tmp_path):
     first = two_saves(tmp_path)
     (tmp_path / "2" / "checksums.json").unlink()
