@@ -1,20 +1,35 @@
 """Faults of the device under a running engine."""
 
 import contextlib
+import dataclasses
+import functools
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from jaxshare.serving.engine import ClosedError, Engine, EngineError, decode_rows
+import jax
+import jax.numpy as jnp
+
+from jaxshare import KVCache, Sampler
+from jaxshare.models import LoadedModel
+from jaxshare.serving.engine import (
+    ClosedError,
+    Completion,
+    Engine,
+    EngineError,
+    NotANumberError,
+    TooLongError,
+    decode_rows,
+)
 from jaxshare.serving.engine.prefill import PrefillPasses
-from jaxshare.serving.kvcache import manager
 from scripts.drill.drill import Drill
 from tests.serving.engine import mixed_schedules
-from tests.serving.engine.mixed_schedules import Call, Visit, Visited
+from tests.serving.engine.mixed_schedules import Call, Schedule, Visit, Visited
 
 _PATIENCE = 120
 
@@ -23,7 +38,9 @@ class DeviceFaultError(RuntimeError):
     """The fault that is thrown."""
 
 
-def _failing_at(calls: set[int], real: Callable[..., Any]) -> Callable[..., Any]:
+def _failing_at(
+    calls: set[int], real: Callable[..., Any], error: Callable[[str], Exception] = DeviceFaultError
+) -> Callable[..., Any]:
     """The function, but for these of its calls, counted from 0."""
     numbers, lock = iter(range(10**9)), threading.Lock()
 
@@ -31,10 +48,14 @@ def _failing_at(calls: set[int], real: Callable[..., Any]) -> Callable[..., Any]
         with lock:
             number = next(numbers)
         if number in calls:
-            raise DeviceFaultError(f"call {number} fails")
+            raise error(f"call {number} fails")
         return real(*arguments, **options)
 
     return function
+
+
+def _full(words: str) -> Exception:
+    return jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Out of memory: {words}")
 
 
 @contextlib.contextmanager
@@ -50,8 +71,8 @@ def _faults(rng: random.Random) -> Iterator[bool]:
             patches.enter_context(mock.patch.object(PrefillPasses, "run", broken))
         for_good = rng.random() < 0.25
         if for_good:
-            full = _failing_at({0}, manager.Pool)
-            patches.enter_context(mock.patch.object(manager, "Pool", full))
+            full = _failing_at({0}, KVCache.empty, _full)
+            patches.enter_context(mock.patch.object(KVCache, "empty", full))
         yield for_good
 
 
@@ -114,10 +135,94 @@ def _check_closed(engine: Engine) -> None:
     try:
         engine.submit([5])
     except ClosedError as error:
-        assert "fails" in str(error), f"the cause is not said: {error}"
+        assert "no room for" in str(error), f"the cause is not said: {error}"
     else:
         raise AssertionError("a closed engine takes a call")
     engine.shutdown()
+
+
+_LOST = 401
+"""The token whose embedding is no number; no session is told it."""
+
+
+@functools.cache
+def _broken_model() -> LoadedModel:
+    params = {"params": {**mixed_schedules.model().params["params"]}}
+    embedding = params["params"]["embed"]["embedding"]
+    params["params"]["embed"] = {"embedding": embedding.at[_LOST].set(jnp.nan)}
+    return dataclasses.replace(mixed_schedules.model(), params=params)
+
+
+def _with_lost(schedule: Schedule, rng: random.Random) -> tuple[Schedule, set[int]]:
+    """The schedule in which some prompts have the lost token, and some sessions draw it.
+
+    Returns:
+      It, and the numbers of those among its arrivals.
+    """
+    arrivals, lost = [], set[int]()
+    for number, (turn, what) in enumerate(schedule.arrivals):
+        hit = rng.random() < 0.3
+        if isinstance(what, Visit):
+            sampler = _without_lost(what.settings["sampler"], draws=hit)
+            what = dataclasses.replace(what, settings={**what.settings, "sampler": sampler})
+        else:
+            sampler = _without_lost(what.options["sampler"], draws=False)
+            at = rng.randrange(len(what.tokens) + 1)
+            tokens = (*what.tokens[:at], *[_LOST] * hit, *what.tokens[at:])
+            what = dataclasses.replace(
+                what, tokens=tokens, options={**what.options, "sampler": sampler}
+            )
+            hit = _LOST in tokens  # also by chance
+        arrivals.append((turn, what))
+        lost |= {number} if hit else set()
+    return dataclasses.replace(schedule, arrivals=arrivals), lost
+
+
+def _without_lost(sampler: Sampler, *, draws: bool) -> Sampler:
+    if draws:
+        return dataclasses.replace(sampler, bias={_LOST: 1e6})
+    return dataclasses.replace(sampler, forbidden=(*sampler.forbidden, _LOST))
+
+
+def throw_lost_logits(rng: random.Random, _: Path) -> int:
+    """Calls and sessions in threads, some with logits that are not numbers: those alone end."""
+    schedule = mixed_schedules.make(rng.randrange(10**6))
+    schedule.engine["taken"] = 0
+    schedule, lost = _with_lost(schedule, rng)
+    engine = mixed_schedules.start_engine(schedule, Engine, _broken_model())
+    found: list[tuple[Call | Visit, Any]] = []
+    with engine, ThreadPoolExecutor(len(schedule.arrivals)) as threads:
+        for _, what in schedule.arrivals:
+            visits = isinstance(what, Visit)
+            run = mixed_schedules.visit if visits else _call
+            found.append((what, threads.submit(run, engine, what)))
+        for number, (what, future) in enumerate(found):
+            try:
+                result = future.result(_PATIENCE)
+            except NotANumberError:
+                assert number in lost, f"arrival {number} has numbers alone"
+            except EngineError as error:
+                assert isinstance(what, Visit) and "other sessions have" in str(error), error
+            else:
+                _check_arrival(number, what, result, number in lost)
+        mixed_schedules.check_baseline(engine)
+    return len(lost)
+
+
+def _call(engine: Engine, call: Call) -> Completion:
+    while True:
+        try:
+            return engine.submit(call.tokens, **call.options).wait(_PATIENCE)
+        except TooLongError:  # sessions have the memory
+            time.sleep(0.01)
+
+
+def _check_arrival(number: int, what: Call | Visit, result: Any, is_lost: bool) -> None:
+    if isinstance(what, Call):
+        assert not is_lost, f"call {number} has a token without logits, and a text"
+        mixed_schedules.check_calls([(what, [*what.tokens], result)])
+    elif not is_lost:
+        mixed_schedules.check_visit(number, what, result)
 
 
 DRILLS = [
@@ -126,5 +231,11 @@ DRILLS = [
         "calls and sessions go on or end with the cause; the engine serves the next call",
         "an exception in up to three dispatches or prefill passes, or in the restart as well",
         throw_device_faults,
-    )
+    ),
+    Drill(
+        "logits",
+        "calls and sessions without the fault are not touched; those with it end with the cause",
+        "logits that are not numbers: of prompts, and in sessions that draw the token that has them",
+        throw_lost_logits,
+    ),
 ]

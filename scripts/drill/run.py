@@ -5,16 +5,19 @@ python -m scripts.drill.run --parts device,kill-batch --seed 7 --cases 1
 """
 
 import argparse
+import contextlib
+import logging
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from scripts.bench import lib
-from scripts.drill import device, kills
+from scripts.drill import arguments, device, disks, files, fleet, fuzz, kills, soak, starts
 from scripts.drill.drill import Drill, Record, throw
 
-DRILLS: tuple[Drill, ...] = (*device.DRILLS, *kills.DRILLS)
+_MODULES = (device, soak, kills, starts, files, disks, fuzz, arguments, fleet)
+DRILLS: tuple[Drill, ...] = tuple(drill for module in _MODULES for drill in module.DRILLS)
 
 
 def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -44,6 +47,18 @@ def _table(records: Sequence[Record]) -> str:
     return lib.table(("part", "promise", "fault", "cases", "faults", "survived"), rows)
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps jaxshare's log from standard error: hundreds of failures are meant, and logged each."""
+    log = logging.getLogger("jaxshare")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Runs the parts; returns 1 if a promise did not hold."""
     options = _arguments(given)
@@ -54,7 +69,7 @@ def main(given: Sequence[str] | None = None) -> int:
         print(line, file=sys.stderr, flush=True)
 
     records = []
-    with tempfile.TemporaryDirectory(prefix="jaxshare-drill-") as folder:
+    with _quiet(), tempfile.TemporaryDirectory(prefix="jaxshare-drill-") as folder:
         for drill in chosen:
             say(f"{drill.name}: {drill.fault}, from seed {options.seed} on")
             bounds = {"seconds": seconds, "most": options.cases}
