@@ -9,6 +9,7 @@ import jax
 from jax import Array
 from jaxtyping import Float
 
+from jaxshare import cpu
 from jaxshare.arena import append_tokens
 from jaxshare.attention.api import block_attention
 from jaxshare.attention.plan import Plan
@@ -31,7 +32,9 @@ def run_layer(
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         nonlocal keys, values
-        keys, values = append_tokens(keys, values, k, v, plan)
+        new = keys, values, k, v, plan
+        written = cpu.append_tokens(*new) if cpu.used_for(implementation) else None
+        keys, values = written or append_tokens(*new)
         return block_attention(q, keys, values, plan, implementation=implementation)
 
     out: Any = layer.apply({"params": params}, x, attend)

@@ -25,6 +25,8 @@ from jaxshare.decoding.state import DecodeModel
 from jaxshare.layout import Layout, is_concrete
 from jaxshare.models.cached_layer import run_layer
 from jaxshare.models.config import ModelConfig
+from jaxshare.models.linear import Implementation, Linear, linears, products
+from jaxshare.models.linear import product as product
 from jaxshare.rope import rotate
 from jaxshare.sharding import psum
 from jaxshare.trace.attention import TraceBatch, trace_attention
@@ -61,78 +63,30 @@ class RMSNorm(nn.Module):
         return scale.astype(x.dtype) * wide.astype(x.dtype)
 
 
-class Linear(nn.Module):
-    """x @ kernel.T + bias; kernel [out, in], as checkpoints store it.
-
-    Attributes:
-      features: out.
-      bias: add one.
-      dtype: of the result; default x's.
-      axis: the mesh axis whose devices have parts of x and of the kernel's columns; the result is
-        their sum.
-    """
-
-    features: int
-    bias: bool = False
-    dtype: jax.typing.DTypeLike | None = None
-    axis: str | None = None
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
-        init = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
-        kernel = self.param("kernel", init, (self.features, x.shape[-1]))
-        # Summed before rounding, so that a split model equals the whole one up to the order of the
-        # sum.
-        y = psum(product(x, kernel), self.axis).astype(self.dtype or x.dtype)
-        if self.bias:
-            y += self.param("bias", nn.initializers.zeros, (self.features,)).astype(y.dtype)
-        return y
-
-
-def product(x: Float[Array, "... in"], kernel: Float[Array, "out in"]) -> Float32[Array, "... out"]:
-    """Returns x @ kernel.T with float32 accumulation and a float32 result.
-
-    The kernel is read in its stored order, which is fastest for few rows of x, and an embedding
-    serves as a head unchanged.
-    """
-    flat = x.reshape(-1, x.shape[-1])
-    # For a single row XLA on the CPU converts the whole kernel to float32; two rows take the fast
-    # path.
-    single = flat.shape[0] == 1 and x.dtype != jnp.float32
-    rows = jnp.concatenate([flat, flat]) if single else flat
-    y = jax.lax.dot_general(
-        rows, kernel.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
-    return y[: flat.shape[0]].reshape(*x.shape[:-1], -1)
-
-
 class Attention(nn.Module):
     """The projections around `attend`, which owns positions, masks and the cache.
 
     Attributes:
       config: of the model, or of one device's part of it.
       axis: the mesh axis over which heads are split.
+      implementation: of products.
     """
 
     config: ModelConfig
     axis: str | None = None
+    implementation: Implementation = "xla"
 
     @nn.compact
     def __call__(self, x: Float[Array, "R T M"], attend: AttendInLayer) -> Float[Array, "R T M"]:
         c = self.config
-        q = Linear(c.num_heads * c.head_dim, c.qkv_bias, name="q")(x).reshape(
-            *x.shape[:-1], c.num_heads, c.head_dim
-        )
-        k = Linear(c.num_kv_heads * c.head_dim, c.qkv_bias, name="k")(x).reshape(
-            *x.shape[:-1], c.num_kv_heads, c.head_dim
-        )
-        v = Linear(c.num_kv_heads * c.head_dim, c.qkv_bias, name="v")(x).reshape(
-            *x.shape[:-1], c.num_kv_heads, c.head_dim
-        )
+        linear = functools.partial(Linear, implementation=self.implementation)
+        heads = {"q": c.num_heads, "k": c.num_kv_heads, "v": c.num_kv_heads}
+        modules = [linear(n * c.head_dim, c.qkv_bias, name=name) for name, n in heads.items()]
+        q, k, v = (y.reshape(*x.shape[:-1], -1, c.head_dim) for y in linears(x, modules))
         if c.qk_norm:
             q, k = RMSNorm(c.norm_eps, name="q_norm")(q), RMSNorm(c.norm_eps, name="k_norm")(k)
         out = attend(q, k, v)
-        return Linear(c.hidden_size, c.out_bias, axis=self.axis, name="o")(
+        return linear(c.hidden_size, c.out_bias, axis=self.axis, name="o")(
             out.reshape(*x.shape[:-1], c.num_heads * c.head_dim)
         )
 
@@ -143,17 +97,20 @@ class MLP(nn.Module):
     Attributes:
       config: of the model, or of one device's part of it.
       axis: the mesh axis over which the MLP is split.
+      implementation: of products.
     """
 
     config: ModelConfig
     axis: str | None = None
+    implementation: Implementation = "xla"
 
     @nn.compact
     def __call__(self, x: Float[Array, "R T M"]) -> Float[Array, "R T M"]:
         c = self.config
-        gate = Linear(c.intermediate_size, c.mlp_bias, name="gate")(x)
-        up = Linear(c.intermediate_size, c.mlp_bias, name="up")(x)
-        return Linear(c.hidden_size, c.mlp_bias, axis=self.axis, name="down")(nn.silu(gate) * up)
+        linear = functools.partial(Linear, bias=c.mlp_bias, implementation=self.implementation)
+        modules = [linear(c.intermediate_size, name=name) for name in ("gate", "up")]
+        gate, up = linears(x, modules)
+        return linear(c.hidden_size, axis=self.axis, name="down")(nn.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -162,18 +119,18 @@ class Layer(nn.Module):
     Attributes:
       config: of the model, or of one device's part of it.
       axis: the mesh axis over which heads and MLP are split; both end with a sum over it.
+      implementation: of products.
     """
 
     config: ModelConfig
     axis: str | None = None
+    implementation: Implementation = "xla"
 
     @nn.compact
     def __call__(self, x: Float[Array, "R T M"], attend: AttendInLayer) -> Float[Array, "R T M"]:
-        eps = self.config.norm_eps
-        x = x + Attention(self.config, self.axis, name="attention")(
-            RMSNorm(eps, name="attention_norm")(x), attend
-        )
-        return x + MLP(self.config, self.axis, name="mlp")(RMSNorm(eps, name="mlp_norm")(x))
+        eps, how = self.config.norm_eps, (self.config, self.axis, self.implementation)
+        x = x + Attention(*how, name="attention")(RMSNorm(eps, name="attention_norm")(x), attend)
+        return x + MLP(*how, name="mlp")(RMSNorm(eps, name="mlp_norm")(x))
 
 
 class Decoder(nn.Module):
@@ -184,13 +141,13 @@ class Decoder(nn.Module):
     Attributes:
       config: of the whole model, or of the part that each device of a mesh has
         (`jaxshare.models.tensor_parallel`).
-      implementation: attention backend.
+      implementation: attention backend, and how products of a pass over a cache are computed.
       axis: the mesh axis over which heads and MLP are split.
       vocab_axis: the mesh axis over which the vocabulary is split.
     """
 
     config: ModelConfig
-    implementation: str | tuple[str, ...] | None = None
+    implementation: Implementation = None
     axis: str | None = None
     vocab_axis: str | None = None
 
@@ -230,7 +187,7 @@ class Decoder(nn.Module):
         x, keys, values = self._embed(tokens), [*cache.keys], [*cache.values]
         if self.is_initializing():
             self._trunk(tokens, lambda layer, q, k, v: q)
-        layer = Layer(self.config, self.axis, parent=None)
+        layer = Layer(self.config, self.axis, self.implementation, parent=None)
         for i in range(self.config.num_layers):
             params = self.variables["params"][f"layers_{i}"]
             with jax.named_scope(f"layers_{i}"):  # which profiles and compiled programs tell apart
@@ -246,7 +203,7 @@ class Decoder(nn.Module):
             last = jnp.maximum(plan.count - 1, 0)
             x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
             x = jnp.where(overflowed[:, None], jnp.nan, x) if tokens.shape[1] > 1 else x
-        return self._logits(x), cache.advance(plan)
+        return self._logits(x, self.implementation), cache.advance(plan)
 
     def causal(self, tokens: Int[Array | np.ndarray, "R T"]) -> Float32[Array, "R T V"]:
         """Returns the logits of whole sequences with plain causal attention and no cache.
@@ -347,8 +304,12 @@ class Decoder(nn.Module):
             self.vocab_axis,
         )
 
-    def _logits(self, x: Float[Array, "... M"]) -> Float32[Array, "... V"]:
-        return product(x, self.embed.embedding) if self.config.tie_embeddings else self.head(x)
+    def _logits(
+        self, x: Float[Array, "... M"], implementation: Implementation = "xla"
+    ) -> Float32[Array, "... V"]:
+        tied = self.config.tie_embeddings
+        kernel = self.embed.embedding if tied else self.head.parameters(x.shape[-1])[0]
+        return products(x, [kernel], jnp.float32, implementation)[0]
 
 
 def forward(
@@ -360,7 +321,7 @@ def forward(
     layout: Layout,
     *,
     every: bool = False,
-    implementation: str | tuple[str, ...] | None = None,
+    implementation: Implementation = None,
     module: Any = None,
 ) -> tuple[Float32[Array, "R V"] | Float32[Array, "R T V"], KVCache]:
     """Runs one jitted pass after checking its arguments as far as their values are known.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from jax import Array
 from jaxtyping import Float
 
+from jaxshare import cpu
 from jaxshare.attention.plan import Plan
 from jaxshare.attention.reference import reference_attention
 from jaxshare.attention.xla import xla_attention
@@ -40,6 +41,7 @@ BACKENDS: dict[str, Backend] = {
     "triton": _imported(
         lambda: importlib.import_module("jaxshare.pallas.block_attention_triton").triton_attention
     ),
+    "cpu": _imported(lambda: importlib.import_module("jaxshare.cpu.attention.call").cpu_attention),
     "xla": xla_attention,
     "reference": reference_attention,
 }
@@ -49,7 +51,9 @@ NotImplementedError, saying why."""
 
 def preferred() -> tuple[str, ...]:
     """The backends that are tried where none is named, for the device that is being traced for."""
-    return ("xla",) if current_device() is None else ("mosaic_gpu", "triton", "xla")
+    if current_device() is not None:
+        return ("mosaic_gpu", "triton", "xla")
+    return ("cpu", "xla") if cpu.used_for(None) else ("xla",)
 
 
 def block_attention(
@@ -74,9 +78,9 @@ def block_attention(
       plan: of this pass.
       scale: of the scores; default 1 / sqrt(D).
       implementation: a backend's name, several to try in order, or None for the best on this
-        device: on an NVIDIA GPU mosaic_gpu, then triton, then xla; elsewhere xla. The device is
-        JAX's default one, so name "xla" for arrays that are placed elsewhere. The next is tried
-        only where one raises NotImplementedError.
+        device: on an NVIDIA GPU mosaic_gpu, then triton, then xla; on a CPU cpu, then xla;
+        elsewhere xla. The device is JAX's default one, so name "xla" for arrays that are placed
+        elsewhere. The next is tried only where one raises NotImplementedError.
 
     Returns:
       Attention in q's dtype. Rows and tokens that are not real are finite and mean nothing.

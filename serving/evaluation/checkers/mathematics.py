@@ -1,5 +1,6 @@
 """Comparison of mathematical answers by math-verify, in a process that may hang or die."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -65,7 +66,8 @@ class Mathematician:
             self._listener.join()
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with contextlib.suppress(BrokenPipeError):  # a question that it has not read
+                        pipe.close()
             self._process = None
 
     def __enter__(self) -> Self:

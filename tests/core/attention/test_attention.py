@@ -1,4 +1,4 @@
-"""block_attention: the xla backend and the reference against float64 numpy that lays every row's
+"""block_attention: the xla and cpu backends and the reference against float64 numpy that lays every row's
 keys end to end.
 
 A few static shapes, so that few programs are compiled; layouts, lengths, counts, extents and phases
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxshare import Layout, Rope, block_attention, make_plan
+from jaxshare import Layout, Rope, block_attention, cpu, make_plan
 from jaxshare.attention import api, xla
 from jaxshare.attention.api import BACKENDS
 from tests.helpers import Shelf, cache_with, mostly_slow, pad_rows, rotated
@@ -23,6 +23,10 @@ from tests.helpers import Shelf, cache_with, mostly_slow, pad_rows, rotated
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 4e-2}
 """Absolute, for values of unit variance. bfloat16 rounds keys, queries and weights to 2**-9, and
 scores reach 4."""
+
+FAST = ("xla", *["cpu"] * cpu.available())
+"""Backends that serve many rows and blocks; the reference unrolls them."""
+ALL = (*FAST, "reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,11 +162,11 @@ def place(shape: Shape, case: Case):
     return (cache, layout, count, *(jnp.asarray(x, shape.dtype) for x in (q, k, v))), expected
 
 
-def check(shape: Shape, case: Case, implementations=("xla", "reference")) -> None:
+def check(shape: Shape, case: Case, implementations=ALL) -> None:
     compare(shape, *place(shape, case), implementations)
 
 
-def compare(shape: Shape, arguments, expected, implementations=("xla", "reference")) -> None:
+def compare(shape: Shape, arguments, expected, implementations=ALL) -> None:
     real = ~np.isnan(expected[..., 0])
     for implementation in implementations:
         out, faults = attended(*arguments, implementation=implementation)
@@ -243,7 +247,7 @@ def test_one_token_a_row(case):
 
 # The reference unrolls rows and blocks, which takes long to compile: `make test` has it with one
 # token a row, and with ragged ones in a small arena.
-ONE_BACKEND = pytest.mark.parametrize("implementation", mostly_slow(["xla", "reference"]))
+ONE_BACKEND = pytest.mark.parametrize("implementation", mostly_slow(ALL, len(FAST)))
 
 
 @ONE_BACKEND
@@ -269,14 +273,14 @@ GROUPED_WIDE = dataclasses.replace(WIDE, groups=(2,))
 @given(cases(GROUPED))
 def test_groups_of_rows(case):
     """Blocks that two rows see, that three see, that all four see."""
-    check(GROUPED, case, implementations=("xla",))
+    check(GROUPED, case, implementations=FAST)
 
 
 @pytest.mark.slow
 @settings(max_examples=25)
 @given(cases(GROUPED_WIDE))
 def test_groups_of_rows_with_ragged_tokens(case):
-    check(GROUPED_WIDE, case, implementations=("xla",))
+    check(GROUPED_WIDE, case, implementations=FAST)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +315,7 @@ SOME_LENGTHS = st.sampled_from([0, 0, 1, 2, 5, 17, 64, 65, 300])
 def test_one_to_forty_blocks_of_one_kv_head(case):
     # The reference unrolls every block of every row: it takes a minute to compile, and numpy judges
     # as well.
-    check(MANY_BLOCKS, case, implementations=("xla",))
+    check(MANY_BLOCKS, case, implementations=FAST)
 
 
 @pytest.mark.slow
@@ -346,7 +350,7 @@ def test_blocks_of_one_row_each_that_fill_the_arena(data):
     check(
         LARGE,
         Case(rows, count, lengths, list(order), [0] * LARGE.blocks, [0] * LARGE.blocks, 3, align),
-        implementations=("xla",),
+        implementations=FAST,
     )
 
 
@@ -370,7 +374,7 @@ def test_workers_over_blocks_that_all_of_them_see(shape, part, on_tiles):
         1,
         128 if on_tiles else 1,
     )
-    check(shape, case, implementations=("xla",))
+    check(shape, case, implementations=FAST)
 
 
 @settings(max_examples=15)
@@ -419,7 +423,7 @@ def test_seventy_rows(data):
     count = data.draw(st.lists(st.integers(0, 1), min_size=70, max_size=70))
     lengths = [600, 65, data.draw(st.sampled_from([0, 256])), *fitting(private, 1900)]
     case = Case(rows, count, lengths, list(range(73)), [0] * 73, [0] * 73, 5)
-    check(MANY_ROWS, case, implementations=("xla",))
+    check(MANY_ROWS, case, implementations=FAST)
 
 
 def test_a_short_prefix_at_the_end_of_the_arena_that_half_of_the_rows_see():
@@ -428,7 +432,7 @@ def test_a_short_prefix_at_the_end_of_the_arena_that_half_of_the_rows_see():
     case = Case(
         rows, [1] * 70, [0, 65, 100, *[3] * 70], [0, *range(2, 73), 1], [0] * 73, [0] * 73, 5
     )
-    check(dataclasses.replace(MANY_ROWS, arena=65 + 100 + 4 * 70), case, implementations=("xla",))
+    check(dataclasses.replace(MANY_ROWS, arena=65 + 100 + 4 * 70), case, implementations=FAST)
 
 
 @pytest.mark.slow
@@ -450,7 +454,7 @@ def test_a_tree_of_seventy_rows_in_groups(data):
         *[data.draw(st.integers(0, 9))] * 70,
     ]
     case = Case(rows, count, lengths, list(range(73)), [0] * 73, [0] * 73, 5)
-    check(dataclasses.replace(MANY_ROWS, groups=(4, 40)), case, implementations=("xla",))
+    check(dataclasses.replace(MANY_ROWS, groups=(4, 40)), case, implementations=FAST)
 
 
 @pytest.mark.parametrize("length", BORDERS)
@@ -470,7 +474,7 @@ def test_every_tile_border(length):
     total = 3 * length if length <= 256 else 2 * length + 256
     tight = dataclasses.replace(GQA, arena=total + 6 + 69 + 4)
     if length == 257:  # one arena more is one program more
-        check(tight, case, implementations=("xla",))
+        check(tight, case, implementations=FAST)
 
 
 @functools.partial(jax.jit, static_argnames="forks")
@@ -503,7 +507,7 @@ def test_forks_read_the_same_tokens():
     new_q, new_k, new_v = (np.asarray(x)[2:3] for x in (q, k, v))
     shelf.append([[0, 2]], [1], new_k, new_v)
     branch = shelf.attend([[0, 2]], [1], new_q, GQA.rope, GQA.dim**-0.5)
-    for implementation in ("xla", "reference"):
+    for implementation in ALL:
         out = np.asarray(attended(cache, layout, count.at[2].set(1), q, k, v, implementation)[0])
         np.testing.assert_allclose(out[:2], expected[:2], atol=TOLERANCE[jnp.float32])
         np.testing.assert_allclose(out[2], branch[0], atol=TOLERANCE[jnp.float32])
@@ -517,7 +521,7 @@ def test_far_positions_are_as_good_as_near_ones():
     near, expected = place(GQA, case)
     far, _ = place(GQA, dataclasses.replace(case, phases=[999_000, 1_000_000, 500_000, 0, 0, 0]))
     assert not np.array_equal(near[0].keys[0], far[0].keys[0])
-    for implementation in ("xla", "reference"):
+    for implementation in ALL:
         out, _ = attended(*far, implementation=implementation)
         np.testing.assert_allclose(np.asarray(out)[:2], expected[:2], atol=TOLERANCE[jnp.float32])
 
@@ -527,14 +531,15 @@ def test_large_scores_do_not_overflow():
         [[0, 1], [0, 2]], [1, 1], [300, 70, 0, 0, 0, 0], list(range(6)), [0] * 6, [0] * 6, 2
     )
     (cache, layout, count, q, k, v), _ = place(GQA, case)
-    out, _ = attended(cache, layout, count, q * 300, k, v, "xla")
     expected, _ = attended(cache, layout, count, q * 300, k, v, "reference")
-    assert np.isfinite(np.asarray(out)).all()
-    # scores of about 1000 are good to 1e-4 in float32
-    np.testing.assert_allclose(out[:2], expected[:2], atol=2e-3)
+    for implementation in FAST:
+        out, _ = attended(cache, layout, count, q * 300, k, v, implementation)
+        assert np.isfinite(np.asarray(out)).all()
+        # scores of about 1000 are good to 1e-4 in float32
+        np.testing.assert_allclose(out[:2], expected[:2], atol=2e-3)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", ALL)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_result_has_the_dtype_of_q(implementation, dtype):
     shape = dataclasses.replace(SMALL_ARENA, dtype=dtype)
@@ -545,7 +550,7 @@ def test_the_result_has_the_dtype_of_q(implementation, dtype):
     assert out.dtype == dtype and out.shape == (shape.rows, shape.width, shape.heads, shape.dim)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", ALL)
 def test_a_cache_of_another_dtype_leaves_the_dtype_of_q(implementation):
     """The promise of the docstring: float32 activations over a bfloat16 cache stay float32."""
     (cache, layout, count, q, k, v), expected = place(
@@ -565,7 +570,7 @@ def test_scale():
     (cache, layout, count, q, k, v), _ = place(
         ONE_ROW, Case([[0, 1]], [1], [20, 4, 0, 0], list(range(4)), [0] * 4, [0] * 4, 2)
     )
-    for implementation in ("xla", "reference"):
+    for implementation in ALL:
         halved, _ = attended(cache, layout, count, q, k, v, implementation, scale=0.5)
         # 0.5 = 4 / sqrt(64)
         quadrupled, _ = attended(cache, layout, count, q * 4, k, v, implementation)

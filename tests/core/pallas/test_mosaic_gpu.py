@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jaxshare import block_attention, make_plan
+from jaxshare import block_attention, cpu, make_plan
 from jaxshare.attention.api import preferred
 from jaxshare.pallas import merge_mosaic_gpu
 from jaxshare.pallas.device import H200, Device, assume_device
@@ -285,7 +285,7 @@ def test_where_it_cannot_serve_the_next_backend_does(call):
 
 
 def test_what_is_preferred_follows_the_device():
-    assert preferred() == ("xla",)
+    assert preferred() == (*["cpu"] * cpu.available(), "xla")
     with assume_device(H200):
         assert preferred() == ("mosaic_gpu", "triton", "xla")
 

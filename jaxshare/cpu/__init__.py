@@ -1,0 +1,86 @@
+"""Kernels for CPUs: compiled by LLVM (llvmlite) when they are first needed, called by XLA.
+
+What XLA makes of a pass on a CPU are hundreds of small kernels a layer. Here the products of few
+rows, the append to the cache and block attention are one call each. Where llvmlite is not installed,
+or XLA does not take its code, everything runs as XLA compiles it.
+"""
+
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import Array
+
+_VARIABLE = "JAXSHARE_CPU_KERNELS"
+_log = logging.getLogger("jaxshare")
+
+
+@functools.cache
+def available() -> bool:
+    """Returns whether kernels can be compiled for this machine, and are not turned off.
+
+    The environment variable JAXSHARE_CPU_KERNELS=off turns them off.
+    """
+    if os.environ.get(_VARIABLE, "").lower() in ("off", "0", "false"):
+        return False
+    try:
+        import llvmlite.binding  # noqa: F401
+    except ImportError:
+        return False
+    try:
+        _try_out()
+    except Exception as error:  # of many kinds: of LLVM, of XLA's interface
+        _log.warning(
+            "warning: the CPU kernels cannot be used (%s: %s); XLA's own are slower",
+            type(error).__name__,
+            error,
+        )
+        return False
+    return True
+
+
+def used_for(implementation: str | tuple[str, ...] | None) -> bool:
+    """Returns whether a pass with this `implementation` on JAX's default device uses these kernels."""
+    chosen = implementation is None or "cpu" in implementation
+    return chosen and jax.default_backend() == "cpu" and available()
+
+
+def products(
+    x: Array, kernels: Sequence[Array], dtype: jax.typing.DTypeLike
+) -> Sequence[Array] | None:
+    """Multiplies as `cpu_products` does, or returns None where XLA's products are as fast."""
+    from jaxshare.cpu.matrices.call import cpu_products
+
+    try:
+        return cpu_products(x, kernels, dtype)
+    except NotImplementedError:
+        return None
+
+
+def append_tokens(
+    keys: Array, values: Array, k: Array, v: Array, plan: Any
+) -> tuple[Array, Array] | None:
+    """Appends as `cpu_append` does, or returns None where there is no kernel for that."""
+    from jaxshare.cpu.append import cpu_append
+
+    try:
+        return cpu_append(keys, values, k, v, plan)
+    except NotImplementedError:
+        return None
+
+
+def _try_out() -> None:
+    """Raises an error if a small product is not what it should be."""
+    import numpy as np
+
+    from jaxshare.cpu.matrices.call import cpu_products
+
+    x, kernel = np.arange(6.0).reshape(2, 3), np.arange(12.0).reshape(4, 3)
+    with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
+        arrays = [jax.numpy.asarray(each, "float32") for each in (x, kernel)]
+        (found,) = cpu_products(arrays[0], arrays[1:], "float32")
+    if not np.array_equal(found, x @ kernel.T):
+        raise ValueError("a product is wrong")

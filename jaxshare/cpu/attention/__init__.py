@@ -1,0 +1,1 @@
+"""Block attention on a CPU."""

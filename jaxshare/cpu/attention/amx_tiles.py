@@ -1,0 +1,130 @@
+"""Scores, softmax and mixing of many queries with the matrix unit."""
+
+import math
+
+from jaxshare.cpu.amx import MatrixUnit
+from jaxshare.cpu.attention.tiles import seen_of, write_softmax
+from jaxshare.cpu.attention.work import WORK, Shape, rounded
+from jaxshare.cpu.ir import BF16, F32, I16, I32, I64, PTR, Code, Val, ir
+from jaxshare.cpu.mathematics import transposed
+from jaxshare.cpu.runtime import Call
+
+TILE = 64
+"""Tokens of a tile of the softmax."""
+_SIDE = 16
+"""Rows of a tile of the unit, and float32 numbers of one of its rows."""
+_BYTES = 1024
+"""Of a tile of the unit."""
+_TOTALS, _A, _B = range(4), 4, 5
+"""MatrixUnit of the unit."""
+
+
+def write_amx_tiles(shape: Shape, call: Call) -> Code:
+    """tiles(work, query, queries, keys, values): takes the tiles of a segment into the sums of some
+    queries, of which there are places up to a multiple of 16."""
+    code = Code(call.module, call.machine, "amx_tiles", [PTR, I64, I64, PTR, PTR])
+    work, query, queries, keys, values = code.args
+    w = WORK.read_all(code, work)
+    wide, padded = shape.padded(2 * _SIDE), shape.padded(_SIDE)
+    columns, lines = code.array(BF16, wide * TILE), code.array(BF16, padded * TILE)
+    scores, weights = code.array(F32, _SIDE * TILE), code.array(BF16, _SIDE * TILE)
+    unit = MatrixUnit(code)
+    lowest, highest = seen_of(code, w, query, queries)
+    with code.loop(0, highest, TILE) as first:
+        count = code.min(highest - first, TILE)
+        _transpose(shape, code, keys + first * shape.token_bytes, count, columns)
+        _interleave(shape, code, values + first * shape.token_bytes, count, lines)
+        is_cut = lowest - first < TILE
+        with code.loop(0, rounded(queries, _SIDE), _SIDE) as i:
+            at = query + i
+            _score(shape, unit, w.queries + at * (wide * 2), columns, scores)
+            mixed = w.mixed + at * (padded * 4)
+            with code.loop(0, _SIDE) as row:
+                place = scores + row * (TILE * 4)
+                parts = [code.load(place + p * 4, F32, _SIDE) for p in range(0, TILE, _SIDE)]
+                found = [code.var(part) for part in parts]
+                with code.where(is_cut):
+                    end = code.load_int(w.ends + (at + row) * 4) - first
+                    for p, part in enumerate(found):
+                        seen = code.iota(_SIDE) + p * _SIDE < code.splat(end, _SIDE)
+                        part.set(code.select(seen, part.get(), -math.inf))
+                numbers = [part.get() for part in found]
+                top, total = (each + (at + row) * 4 for each in (w.tops, w.totals))
+                power, keep = write_softmax(code, numbers, top, total, True)
+                for p, vector in enumerate(power):
+                    target = weights + (row * TILE + p * _SIDE) * 2
+                    code.store(code.narrowed(vector, BF16), target)
+                with code.where(keep < 1.0):
+                    factor = code.splat(keep, _SIDE)
+                    for d in range(0, padded, _SIDE):
+                        line = mixed + (row * padded + d) * 4
+                        code.store(code.load(line, F32, _SIDE) * factor, line)
+            _mix(shape, unit, weights, lines, mixed)
+    unit.release()
+    code.give()
+    return code
+
+
+def _score(shape: Shape, unit: MatrixUnit, queries: Val, columns: Val, scores: Val) -> None:
+    """The scores [16, TILE] of 16 queries."""
+    wide = shape.padded(2 * _SIDE)
+    for total in _TOTALS:
+        unit.zero(total)
+    for part in range(wide // (2 * _SIDE)):
+        unit.load(_A, queries + part * 64, wide * 2)
+        for total in _TOTALS:
+            unit.load(_B, columns + (part * len(_TOTALS) + total) * _BYTES, 64)
+            unit.multiply(total, _A, _B)
+    for total in _TOTALS:
+        unit.store(total, scores + total * 64, TILE * 4)
+
+
+def _mix(shape: Shape, unit: MatrixUnit, weights: Val, lines: Val, mixed: Val) -> None:
+    """Adds the values of a tile with their weights to what 16 queries have mixed."""
+    padded = shape.padded(_SIDE)
+    columns = padded // _SIDE
+    for start in range(0, columns, len(_TOTALS)):
+        chosen = range(start, min(start + len(_TOTALS), columns))
+        for d in chosen:
+            unit.load(d - start, mixed + d * 64, padded * 4)
+        for part in range(TILE // (2 * _SIDE)):
+            unit.load(_A, weights + part * 64, TILE * 2)
+            for d in chosen:
+                unit.load(_B, lines + (part * columns + d) * _BYTES, 64)
+                unit.multiply(d - start, _A, _B)
+        for d in chosen:
+            unit.store(d - start, mixed + d * 64, padded * 4)
+
+
+def _transpose(shape: Shape, code: Code, keys: Val, count: Val, target: Val) -> None:
+    """Writes the keys of a tile as tiles of the unit [D / 32, TILE / 16]: in each, the pairs of
+    numbers of 16 tokens side by side.
+
+    Tokens after the last have the keys of the last: no query sees them.
+    """
+    pairs = ir.VectorType(I32, _SIDE)
+    with code.loop(0, TILE // _SIDE) as block:
+        token = block * _SIDE
+        rows = [keys + code.min(token + i, count - 1) * shape.token_bytes for i in range(_SIDE)]
+        for part, d in enumerate(range(0, shape.dim, 2 * _SIDE)):
+            left = shape.dim - d
+            taken = None if left >= 2 * _SIDE else code.constant(left)
+            loaded = [code.load(row + d * 2, BF16, 2 * _SIDE, taken) for row in rows]
+            place = target + (block + part * len(_TOTALS)) * _BYTES
+            for i, line in enumerate(transposed([each.bitcast(pairs) for each in loaded])):
+                code.store(line, place + i * 64)
+
+
+def _interleave(shape: Shape, code: Code, values: Val, count: Val, target: Val) -> None:
+    """Writes the values of a tile as tiles of the unit [TILE / 32, D / 16]: in each, the values of
+    pairs of tokens side by side."""
+    columns = shape.padded(_SIDE) // _SIDE
+    order = [lane for i in range(_SIDE) for lane in (i, _SIDE + i)]
+    with code.loop(0, TILE // 2) as pair:
+        rows = [values + code.min(pair * 2 + i, count - 1) * shape.token_bytes for i in range(2)]
+        place = target + pair // _SIDE * (columns * _BYTES) + pair % _SIDE * 64
+        for column, d in enumerate(range(0, shape.dim, _SIDE)):
+            left = shape.dim - d
+            taken = None if left >= _SIDE else code.constant(left)
+            upper, lower = (code.load(row + d * 2, I16, _SIDE, taken) for row in rows)
+            code.store(upper.shuffled(lower, order), place + column * _BYTES)

@@ -1,0 +1,86 @@
+"""Block attention on a CPU, in one call: every block is read once for all rows that see it.
+
+Blocks are cut into segments. A piece of work is one kv head, one segment and some of the rows that
+read it: their queries are rotated towards the block, and scores, softmax and mixing go over it a
+tile at a time (Hydragen section 3.2, Hogwild! section 3.4). What the pieces leave of a row is merged
+by log-sum-exp. A row's result depends neither on the rows beside it nor on the number of threads.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jaxshare.attention.merge import merge_over
+from jaxshare.attention.plan import Plan
+from jaxshare.cpu.attention.merging import PER_PIECE, write_merge
+from jaxshare.cpu.attention.piece import write_piece
+from jaxshare.cpu.attention.work import WORK, Shape, write_lists
+from jaxshare.cpu.ir import FORMATS, I64, PTR, VOID
+from jaxshare.cpu.runtime import Call, register
+
+_Q, _KEYS, _VALUES, _BLOCKS, _SEEN, _OFFSETS, _COS, _SIN = range(8)
+"""The arguments of a call."""
+
+
+def cpu_attention(
+    q: Float[Array, "R T H D"],
+    keys: Float[Array, "K tokens D"],
+    values: Float[Array, "K tokens D"],
+    plan: Plan,
+    scale: float,
+) -> Float[Array, "R T H D"]:
+    """Attention of queries that are not rotated; see `jaxshare.attention.block_attention`.
+
+    Raises:
+      NotImplementedError: a dtype that there is no kernel for.
+    """
+    dtypes = str(q.dtype), str(keys.dtype)
+    if unknown := [dtype for dtype in dtypes if dtype not in FORMATS]:
+        raise NotImplementedError(f"it has no kernel for {unknown[0]}")
+    shape = Shape(q.shape[3], plan.query_cos.shape[-1], *dtypes, scale)
+    axis = plan.token_sharding.axis
+    has_lse = axis is not None
+    name = f"attention.{shape.name}{'.lse' * has_lse}"
+    target = register(name, functools.partial(_write, shape, has_lse))
+    results = [jax.ShapeDtypeStruct(q.shape, jnp.float32 if has_lse else q.dtype)]
+    if has_lse:
+        results.append(jax.ShapeDtypeStruct(q.shape[:3], jnp.float32))
+    out, *lse = jax.ffi.ffi_call(target, results)(
+        q, keys, values, plan.blocks, plan.seen, plan.offsets, plan.query_cos, plan.query_sin
+    )
+    return merge_over(axis, out, lse[0]).astype(q.dtype) if has_lse else out
+
+
+def _write(shape: Shape, has_lse: bool, call: Call) -> None:
+    """Lists the pieces of work, runs them, and merges what they leave."""
+    code = call.code
+    rows, width, heads = (call.size(_Q, axis) for axis in range(3))
+    kv_heads = call.size(_KEYS, 0)
+    work = code.array(I64, WORK.bytes // 8)
+    WORK.write(code, work, rows=rows, width=width, heads=heads, kv_heads=kv_heads)
+    WORK.write(code, work, group=heads // kv_heads, tokens=call.size(_KEYS, 1))
+    WORK.write(code, work, slots=call.size(_BLOCKS, 1), out=call.result(0))
+    arguments = {"q": _Q, "keys": _KEYS, "values": _VALUES, "seen": _SEEN, "offsets": _OFFSETS}
+    for name, index in {**arguments, "cos": _COS, "sin": _SIN}.items():
+        WORK.write(code, work, **{name: call.argument(index)})
+    if has_lse:
+        WORK.write(code, work, lse=call.result(1))
+    lists = write_lists(shape, call, work, call.argument(_BLOCKS), call.size(_OFFSETS, 0))
+    w = WORK.read_all(code, work)
+    padded = shape.padded(code.machine.lanes)
+    numbers = {"queries": padded, "mixed": padded, "tops": 1, "totals": 1, "ends": 1}
+    count = w.num_queries * kv_heads
+    scratch = code.external("malloc", PTR, count * (4 * sum(numbers.values())) + 64)
+    place = scratch
+    for name, size in numbers.items():
+        WORK.write(code, work, **{name: place})
+        place = place + count * (4 * size)
+    call.parallel(write_piece(shape, call), work, w.num_items * kv_heads)
+    per_piece = code.max(code.constant(PER_PIECE) // heads, 1)
+    merged = (rows * width + per_piece - 1) // per_piece
+    call.parallel(write_merge(shape, has_lse, call), work, merged)
+    for each in (*lists, scratch):
+        code.external("free", VOID, each)

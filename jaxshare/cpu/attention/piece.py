@@ -1,0 +1,141 @@
+"""One piece of work: the queries of some rows go over a segment of a block."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxshare.cpu.attention.amx_tiles import write_amx_tiles
+from jaxshare.cpu.attention.few_queries import write_few
+from jaxshare.cpu.attention.tiles import write_tiles
+from jaxshare.cpu.attention.work import (
+    FEW,
+    ITEM,
+    SEGMENT,
+    WORK,
+    Shape,
+    queries_at_once,
+    rounded,
+)
+from jaxshare.cpu.ir import BYTES, F32, I32, I64, PTR, Code, Val
+from jaxshare.cpu.runtime import Call, begin_task
+
+_LOG2_E = math.log2(math.e)
+
+
+def write_piece(shape: Shape, call: Call) -> Code:
+    """piece(work, i): the segment of one piece of work, for one kv head."""
+    prepare, few = write_queries(shape, call, False), write_few(shape, call)
+    if shape.uses_tiles(call.machine):
+        prepare_many, many = write_queries(shape, call, True), write_amx_tiles(shape, call)
+    else:
+        prepare_many, many = prepare, write_tiles(shape, call)
+    code = begin_task(call, "piece")
+    work, index = code.args
+    w = WORK.read_all(code, work)
+    item = ITEM.read_all(code, w.items + index // w.kv_heads * ITEM.bytes)
+    kv_head = index % w.kv_heads
+    query = kv_head * w.num_queries + item.query
+    count = item.readers * w.width * w.group
+    start = kv_head * w.tokens + code.load_int(w.offsets + item.block * 4) + item.first
+    keys, values = (each + start * shape.token_bytes for each in (w.keys, w.values))
+    is_few = count <= FEW
+    for condition, queries, tiles in ((is_few, prepare, few), (count > FEW, prepare_many, many)):
+        with code.where(condition):
+            code.call(queries, work, kv_head, query, item.first, item.reader, item.readers)
+            code.call(tiles, work, query, count, keys, values)
+    code.give()
+    return code
+
+
+def write_queries(shape: Shape, call: Call, rounds: bool) -> Code:
+    """queries(work, kv_head, query, first, reader, readers): rotates the queries of a piece, and
+    empties their sums. Queries up to a round number are 0, and see nothing.
+
+    Args:
+      shape, call: of the kernel.
+      rounds: write queries as bfloat16, for the matrix unit.
+    """
+    name = "rounded_queries" if rounds else "queries"
+    code = Code(call.module, call.machine, name, [PTR, I64, I64, I64, I64, I64])
+    work, kv_head, query, first, reader, readers = code.args
+    w = WORK.read_all(code, work)
+    size = code.machine.lanes * (2 if rounds else 1)
+    target = _Target(shape, code, 2 if rounds else 4, shape.padded(size))
+    at = code.var(query)
+    with code.loop(0, readers) as i:
+        pair = code.load(w.order + (reader + i) * 8, I64)
+        row = pair // w.slots
+        with code.loop(0, w.width) as t:
+            token = pair * w.width + t
+            end = code.load_int(w.seen + token * 4) - first
+            angles = [each + token * (shape.pairs * 4) for each in (w.cos, w.sin)]
+            with code.loop(0, w.group) as g:
+                head = (row * w.width + t) * w.heads + kv_head * w.group + g
+                source = w.q + head * (shape.dim * BYTES[shape.query_kind])
+                target.clear(w, at.get())
+                target.rotate(source, w, at.get(), *angles)
+                _empty(shape, code, w, at.get(), code.max(code.min(end, SEGMENT), 0))
+                at.set(at.get() + 1)
+    count = at.get() - query
+    with code.loop(count, rounded(count, queries_at_once(shape, code.machine))) as i:
+        target.clear(w, query + i)
+        _empty(shape, code, w, query + i, code.constant(0))
+    code.give()
+    return code
+
+
+def _empty(shape: Shape, code: Code, w: Any, query: Val, end: Val) -> None:
+    """Nothing is summed yet for a query that sees the tokens of the segment before `end`."""
+    lanes = code.machine.lanes
+    padded = shape.padded(lanes)
+    code.store(code.constant(-math.inf, F32), w.tops + query * 4)
+    code.store(code.constant(0.0, F32), w.totals + query * 4)
+    code.store(code.narrowed_int(end, I32), w.ends + query * 4)
+    for d in range(0, padded, lanes):
+        code.store(code.zeros(lanes), w.mixed + (query * padded + d) * 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """Where rotated queries are written: `padded` numbers of `size` bytes each."""
+
+    shape: Shape
+    code: Code
+    size: int
+    padded: int
+
+    def _place(self, w: Any, query: Val, d: int) -> Val:
+        return w.queries + (query * self.padded + d) * self.size
+
+    def clear(self, w: Any, query: Val) -> None:
+        """Writes zeros where a query has numbers after its last."""
+        code, lanes = self.code, self.code.machine.lanes
+        for d in range(0, self.padded, lanes):
+            self._store(code.zeros(lanes), self._place(w, query, d), None)
+
+    def rotate(self, source: Val, w: Any, query: Val, cos: Val, sin: Val) -> None:
+        """Rotates a query, and scales it so that its scores are powers of two."""
+        shape, code, lanes = self.shape, self.code, self.code.machine.lanes
+        kind, size = shape.query_kind, BYTES[shape.query_kind]
+        scale = code.splat(code.constant(shape.scale * _LOG2_E, F32), lanes)
+
+        def count(left: int) -> Val | None:
+            return None if left >= lanes else code.constant(left)
+
+        def load(at: int, left: int) -> Val:
+            number = code.load(source + at * size, kind, lanes, count(left))
+            return code.widened(number, kind) * scale
+
+        for p in range(0, shape.pairs, lanes):
+            left = shape.pairs - p
+            c, s = (code.load(each + p * 4, F32, lanes, count(left)) for each in (cos, sin))
+            a, b = load(p, left), load(shape.pairs + p, left)
+            self._store(a * c - b * s, self._place(w, query, p), count(left))
+            self._store(b * c + a * s, self._place(w, query, shape.pairs + p), count(left))
+        for d in range(2 * shape.pairs, shape.dim, lanes):
+            left = shape.dim - d
+            self._store(load(d, left), self._place(w, query, d), count(left))
+
+    def _store(self, value: Val, place: Val, count: Val | None) -> None:
+        kind = self.shape.kind if self.size == 2 else F32
+        self.code.store(self.code.narrowed(value, kind), place, count)

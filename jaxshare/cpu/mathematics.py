@@ -1,0 +1,106 @@
+"""Exponentials, reductions and transpositions of vectors, for kernels."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+
+from jaxshare.cpu.ir import F32, I32, Code, Val
+
+_SMALLEST = -126.0
+"""The exponents of float32; below them a power of two is 0 here."""
+_CUBIC = (0.07814557, 0.22617357, 0.69555686, 1.0)
+"""2 ** r for 0 <= r < 1 to 1e-4, which is less than what 16 bits round to."""
+_TAYLOR = tuple(math.log(2) ** k / math.factorial(k) for k in range(7, -1, -1))
+"""2 ** r for -0.5 <= r <= 0.5 to 1e-8."""
+
+
+def exp2(code: Code, x: Val, *, is_short: bool) -> Val:
+    """2 ** x for x <= 0, exact to float32, or to 16 bits where it is short; 0 below 2 ** -126."""
+    clipped = code.max(x, _SMALLEST)
+    whole = code.intrinsic("floor" if is_short else "rint", clipped)
+    rest = clipped - whole
+    first, *others = _CUBIC if is_short else _TAYLOR
+    power = code.constant(first, x.type)
+    for coefficient in others:
+        power = code.fma(power, rest, code.constant(coefficient, x.type))
+    integers = ir.VectorType(I32, x.type.count)
+    exponent = (Val(code, code.b.fptosi(whole.value, integers)) + 127) << 23
+    return code.select(x < _SMALLEST, code.constant(0.0, x.type), power * exponent.bitcast(x.type))
+
+
+def folded(vectors: Sequence[Val], combine: Callable[[Val, Val], Val]) -> Val:
+    """One vector that combines several."""
+    left = [*vectors]
+    while len(left) > 1:
+        left = [*map(combine, left[::2], left[1::2]), *left[len(left) & ~1 :]]
+    return left[0]
+
+
+def reduced(vector: Val, combine: Callable[[Val, Val], Val]) -> Val:
+    """One number that combines those of a vector."""
+    while (count := vector.type.count) > 1:
+        if count == 2:
+            return combine(vector.element(0), vector.element(1))
+        half = count // 2
+        parts = (vector.shuffled(vector, range(s, s + half)) for s in (0, half))
+        vector = combine(*parts)
+    return vector.element(0)
+
+
+def transposed(rows: Sequence[Val]) -> list[Val]:
+    """The columns of a square of numbers, given as its rows."""
+    size, rows = len(rows), [*rows]
+    step = 1
+    while step < size:
+        new = [*rows]
+        for i in range(size):
+            if not i & step:
+                # In each run of 2 * step lanes, the upper half of row i changes with the lower half
+                # of row i + step.
+                lanes = [*range(size)]
+                low = [lane if not lane & step else size + lane - step for lane in lanes]
+                high = [lane + step if not lane & step else size + lane for lane in lanes]
+                new[i] = rows[i].shuffled(rows[i + step], low)
+                new[i + step] = rows[i].shuffled(rows[i + step], high)
+        rows, step = new, 2 * step
+    return rows
+
+
+def sums_of(vectors: Sequence[Val]) -> Val:
+    """The sum of the numbers of each vector, as one vector; as many vectors as one has lanes."""
+    left, size = [*vectors], len(vectors)
+    step = 1
+    while len(left) > 1:
+        # Lane by lane, half of the lanes of one vector beside half of those of another.
+        lanes = range(size)
+        low = [lane if not lane & step else size + lane - step for lane in lanes]
+        high = [lane + step if not lane & step else size + lane for lane in lanes]
+        pairs = zip(left[::2], left[1::2], strict=True)
+        left = [a.shuffled(b, low) + a.shuffled(b, high) for a, b in pairs]
+        step *= 2
+    return left[0]
+
+
+def quarter_sums(vectors: Sequence[Val]) -> Val:
+    """The sum of each of four vectors, as a vector; or that of one, as a number."""
+    if len(vectors) == 1:
+        return reduced(vectors[0], lambda a, b: a + b)
+    a, b, c, d = (_folded_to(each, 4) for each in vectors)
+    ab, cd = (
+        left.shuffled(right, (0, 4, 1, 5)) + left.shuffled(right, (2, 6, 3, 7))
+        for left, right in ((a, b), (c, d))
+    )  # each a vector of a, b, a, b
+    return ab.shuffled(cd, (0, 1, 4, 5)) + ab.shuffled(cd, (2, 3, 6, 7))
+
+
+def _folded_to(vector: Val, lanes: int) -> Val:
+    while (count := vector.type.count) > lanes:
+        half = count // 2
+        vector = vector.shuffled(vector, range(half)) + vector.shuffled(vector, range(half, count))
+    return vector
+
+
+def broadcast(code: Code, pointer: Val) -> Val:
+    """A float32 in memory, in all lanes."""
+    return code.splat(code.load(pointer, F32), code.machine.lanes)

@@ -1,0 +1,214 @@
+"""Kernels of the CPU as custom calls of XLA: compiled by LLVM, run on XLA's own threads.
+
+The handlers speak XLA's foreign function interface (xla/ffi/api/c_api.h in jaxlib), version 0.4, of
+which XLA keeps every version for a year. What they read of its structures is listed here.
+"""
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from llvmlite import ir
+
+from jaxshare.cpu.compiled import load, this_machine
+from jaxshare.cpu.ir import I32, I64, PTR, VOID, Code, Machine, Record, Val
+
+_VERSION = 0, 4
+# Offsets in bytes: of fields of a call and of its buffers, and of XLA's functions.
+_EXTENSION, _API, _CONTEXT, _STAGE, _ARGUMENTS, _RESULTS = 8, 16, 24, 32, 72, 112
+_DATA, _DIMS, _SCHEDULE, _NUM_THREADS = 24, 40, 136, 144
+# Of the metadata in an extension, and of the version in the metadata.
+_METADATA, _MAJOR, _MINOR = 24, 24, 28
+_EXECUTE = 3
+
+
+_lock = threading.Lock()
+_targets: set[str] = set()
+
+
+class Call:
+    """A call of a kernel, as its code sees it.
+
+    Attributes:
+      code: of the handler.
+      module, machine: what other functions of the kernel are written in and for.
+    """
+
+    def __init__(self, code: Code, frame: Val, parallel: Code):
+        self.code, self.module, self.machine = code, code.module, code.machine
+        self._frame, self._parallel = frame, parallel
+
+    def argument(self, index: int) -> Val:
+        """The data of an argument."""
+        return self._data(_ARGUMENTS, index)
+
+    def result(self, index: int) -> Val:
+        """The data of a result."""
+        return self._data(_RESULTS, index)
+
+    def size(self, index: int, axis: int) -> Val:
+        """The size of an argument's axis."""
+        dims = self.code.load(self._buffer(_ARGUMENTS, index) + _DIMS, PTR)
+        return self.code.load_int(dims + 8 * axis, I64)
+
+    def _data(self, array: int, index: int) -> Val:
+        return self.code.load(self._buffer(array, index) + _DATA, PTR)
+
+    def _buffer(self, array: int, index: int) -> Val:
+        return self.code.load(self.code.load(self._frame + array, PTR) + 8 * index, PTR)
+
+    def parallel(self, task: Code, work: Val, count: Any) -> None:
+        """Runs task(work, i) for all i below `count` on XLA's threads; returns when all are done."""
+        self.code.call(self._parallel, self._frame, self.code.address(task), work, count)
+
+
+def begin_task(call: Call, name: str) -> Code:
+    """Begins a function for `Call.parallel`, whose arguments are (work, i)."""
+    return Code(call.module, call.machine, name, [PTR, I64])
+
+
+Kernel = Callable[[Call], None]
+"""Writes the code of a kernel."""
+
+
+def register(name: str, kernel: Kernel) -> str:
+    """Compiles a kernel and registers it with XLA, once a process; returns the name of its target.
+
+    Args:
+      name: of the kernel; kernels of one name are the same.
+      kernel: writes it.
+    """
+    target = f"jaxshare.{name}"
+    with _lock:
+        if target not in _targets:
+            address = load(name, functools.partial(_module, name, kernel), "handler")
+            jax.ffi.register_ffi_target(target, _capsule(address), platform="cpu")
+            _targets.add(target)
+    return target
+
+
+def _module(name: str, kernel: Kernel) -> str:
+    module = ir.Module(name)
+    _write_handler(module, this_machine(), "handler", kernel)
+    return str(module)
+
+
+def _capsule(address: int) -> Any:
+    return jax.ffi.pycapsule(ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address))
+
+
+# The code around kernels.
+
+
+def _write_handler(module: ir.Module, machine: Machine, name: str, kernel: Kernel) -> None:
+    parallel = _write_parallel(module, machine)
+    code = Code(module, machine, name, [PTR], PTR, is_public=True)
+    (frame,) = code.args
+    no_error = code.constant(None, PTR)
+    extension = code.load(frame + _EXTENSION, PTR)
+    with code.where(extension.differs(code.constant(None, PTR))):  # XLA asks what this is
+        metadata = code.load(extension + _METADATA, PTR)
+        for at, number in zip((_MAJOR, _MINOR), _VERSION, strict=True):
+            code.store(code.constant(number, I32), metadata + at)
+        code.give(no_error)
+    with code.where(code.load_int(frame + _STAGE).equals(_EXECUTE)):
+        kernel(Call(code, frame, parallel))
+    code.give(no_error)
+
+
+_SHARED = Record(("count", "threads", "numbers", "done", "references"), ("task", "work"))
+"""What the threads of one call share: pieces of work, threads and how many have a number, pieces
+that are done, and threads that may still look at this. The next piece of each thread follows."""
+
+
+def _write_parallel(module: ir.Module, machine: Machine) -> Code:
+    """parallel(frame, task, work, count): see `Call.parallel`.
+
+    A helper that starts late finds no work and touches nothing but what is shared, which the last of
+    all frees: nothing waits for threads that are busy with something else.
+    """
+    work_on, help = _write_work_on(module, machine)
+    code = Code(module, machine, "parallel", [PTR, PTR, PTR, I64])
+    frame, task, work, count = code.args
+    api, context = code.load(frame + _API, PTR), code.load(frame + _CONTEXT, PTR)
+    answer = code.array(I64, 1)
+    _ask(code, api + _NUM_THREADS, context, answer)
+    threads = code.min(code.load_int(answer, I64), count)
+    with code.where(threads < 2):
+        with code.loop(0, count) as i:
+            _call_at(code, task, VOID, work, i)
+        code.give()
+    shared = code.external("malloc", PTR, threads * 8 + _SHARED.bytes)
+    _SHARED.write(code, shared, count=count, threads=threads, references=threads)
+    _SHARED.write(code, shared, numbers=0, done=0, task=task, work=work)
+    with code.loop(0, threads) as thread:
+        code.store(thread * count // threads, shared + (thread * 8 + _SHARED.bytes))
+    with code.loop(1, threads):
+        refused = _ask(code, api + _SCHEDULE, context, code.address(help), shared)
+        with code.where(refused.differs(code.constant(None, PTR))):
+            _added(code, _SHARED.at(shared, "references"), -1)
+    code.call(work_on, shared)
+    with code.loop_while(lambda: _added(code, _SHARED.at(shared, "done"), 0) < count):
+        code.pause()
+    _release(code, shared)
+    code.give()
+    return code
+
+
+def _write_work_on(module: ir.Module, machine: Machine) -> tuple[Code, Code]:
+    """work_on(shared), which does pieces of work, and help(shared), which does so on another thread.
+
+    Each thread begins with a run of pieces of its own, which follow each other in memory, and then
+    does what others have left.
+    """
+    code = Code(module, machine, "work_on", [PTR])
+    (shared,) = code.args
+    s = _SHARED.read_all(code, shared)
+    me = _added(code, _SHARED.at(shared, "numbers"), 1)
+    with code.loop(0, s.threads) as i:
+        thread = (me + i) % s.threads
+        place, end = shared + (thread * 8 + _SHARED.bytes), (thread + 1) * s.count // s.threads
+        index = code.var(_added(code, place, 1))
+        with code.loop_while(lambda: index.get() < end):
+            _call_at(code, s.task, VOID, s.work, index.get())
+            _added(code, _SHARED.at(shared, "done"), 1)
+            index.set(_added(code, place, 1))
+    code.give()
+    help = Code(module, machine, "help", [PTR])
+    help.call(code, help.args[0])
+    _release(help, help.args[0])
+    help.give()
+    return code, help
+
+
+def _release(code: Code, shared: Val) -> None:
+    with code.where(_added(code, _SHARED.at(shared, "references"), -1).equals(1)):
+        code.external("free", VOID, shared)
+
+
+def _ask(code: Code, function: Val, *fields: Val) -> Val:
+    """Calls one of XLA's functions with a structure of these fields; returns its error."""
+    size = 8 * (2 + len(fields))
+    request = code.array(I64, size // 8)
+    for at, value in enumerate((code.constant(size), code.constant(0), *fields)):
+        code.store(value, request + 8 * at)
+    return _call_at(code, code.load(function, PTR), PTR, request)
+
+
+def _call_at(code: Code, address: Val, result: ir.Type, *values: Val) -> Val:
+    kind = ir.FunctionType(result, [value.type for value in values])
+    # llvmlite calls what has the type of a function; its own `bitcast` leaves pointers as they are.
+    target = ir.instructions.CastInstr(
+        code.b.block, "bitcast", address.value, kind.as_pointer(), ""
+    )
+    code.b._insert(target)
+    return Val(code, code.b.call(target, [value.value for value in values]))
+
+
+def _added(code: Code, place: Val, number: int) -> Val:
+    """Adds to a number that threads share; returns it as it was."""
+    typed = code.b.bitcast(place.value, I64.as_pointer())
+    return Val(code, code.b.atomic_rmw("add", typed, ir.Constant(I64, number), "seq_cst"))

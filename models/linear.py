@@ -1,0 +1,97 @@
+"""Linear layers, and the products of which they are made.
+
+Axis letters: R rows, T new tokens of a row, M model dim.
+"""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Float32
+
+from jaxshare import cpu
+from jaxshare.sharding import psum
+
+Implementation = str | tuple[str, ...] | None
+"""An attention backend, several to try in order, or None for the best; "cpu" stands for the kernels
+of `jaxshare.cpu` everywhere."""
+
+
+class Linear(nn.Module):
+    """x @ kernel.T + bias; kernel [out, in], as checkpoints store it.
+
+    Attributes:
+      features: out.
+      bias: add one.
+      dtype: of the result; default x's.
+      axis: the mesh axis whose devices have parts of x and of the kernel's columns; the result is
+        their sum.
+      implementation: of the product.
+    """
+
+    features: int
+    bias: bool = False
+    dtype: jax.typing.DTypeLike | None = None
+    axis: str | None = None
+    implementation: Implementation = "xla"
+
+    @nn.compact
+    def parameters(self, width: int) -> tuple[Float[Array, "out in"], Float[Array, " out"] | None]:
+        """The kernel for inputs of this width, and the bias if there is one."""
+        init = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
+        kernel = self.param("kernel", init, (self.features, width))
+        if not self.bias:
+            return kernel, None
+        return kernel, self.param("bias", nn.initializers.zeros, (self.features,))
+
+    def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
+        (y,) = linears(x, [self])
+        return y
+
+
+def linears(x: Float[Array, "... in"], modules: Sequence[Linear]) -> list[Float[Array, "... _"]]:
+    """Applies several linear modules of one kind to x, with one call for all of their products where
+    there is a kernel for that."""
+    first = modules[0]
+    dtype = first.dtype or x.dtype
+    kernels, biases = zip(*(each.parameters(x.shape[-1]) for each in modules), strict=True)
+    # Parts on several devices are summed before they are rounded, so that a split model equals the
+    # whole one up to the order of the sum.
+    exact = jnp.float32 if first.axis else dtype
+    found = products(x, kernels, exact, first.implementation)
+    results = [psum(y, first.axis).astype(dtype) for y in found]
+    return [y if b is None else y + b.astype(dtype) for y, b in zip(results, biases, strict=True)]
+
+
+def products(
+    x: Float[Array, "... in"],
+    kernels: Sequence[Float[Array, "_ in"]],
+    dtype: jax.typing.DTypeLike,
+    implementation: Implementation,
+) -> Sequence[Float[Array, "... _"]]:
+    """Returns x @ kernel.T for each kernel, with float32 accumulation, rounded to `dtype`."""
+    if cpu.used_for(implementation):
+        flat = x.reshape(-1, x.shape[-1])
+        found = cpu.products(flat, [kernel.astype(x.dtype) for kernel in kernels], dtype)
+        if found is not None:
+            return [y.reshape(*x.shape[:-1], -1) for y in found]
+    return [product(x, kernel).astype(dtype) for kernel in kernels]
+
+
+def product(x: Float[Array, "... in"], kernel: Float[Array, "out in"]) -> Float32[Array, "... out"]:
+    """Returns x @ kernel.T with float32 accumulation and a float32 result.
+
+    The kernel is read in its stored order, which is fastest for few rows of x, and an embedding
+    serves as a head unchanged.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    # For a single row XLA on the CPU converts the whole kernel to float32; two rows take the fast
+    # path.
+    single = flat.shape[0] == 1 and x.dtype != jnp.float32
+    rows = jnp.concatenate([flat, flat]) if single else flat
+    y = jax.lax.dot_general(
+        rows, kernel.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return y[: flat.shape[0]].reshape(*x.shape[:-1], -1)

@@ -1,0 +1,180 @@
+"""How kernels of the CPU are made, chosen and called."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxshare import cpu
+
+if not cpu.available():
+    pytest.skip("there are no kernels for this machine", allow_module_level=True)
+
+from jaxshare.cpu import compiled, runtime
+from jaxshare.cpu.ir import I64
+from jaxshare.cpu.matrices.call import cpu_products
+
+
+@pytest.fixture(autouse=True)
+def kernels_folder(tmp_path):
+    """The code of a test's kernels is kept for that test alone."""
+    former = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield tmp_path / "kernels"
+    jax.config.update("jax_compilation_cache_dir", former)
+
+
+def _count_up(call: runtime.Call) -> None:
+    """Adds one to as many numbers as there are, each in a piece of work of its own."""
+    task = runtime.begin_task(call, "task")
+    numbers, i = task.args
+    task.store(task.load_int(numbers + i * 8, I64) + 1, numbers + i * 8)
+    task.give()
+    with call.code.loop(0, call.size(0, 0)) as i:
+        call.code.store(call.code.load_int(call.argument(0) + i * 8, I64), call.result(0) + i * 8)
+    call.parallel(task, call.result(0), call.size(0, 0))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 1000])
+def test_every_piece_of_work_is_done_once(count):
+    target = runtime.register("test.count_up", _count_up)
+    with jax.enable_x64(True):
+        x = jnp.arange(count, dtype="int64")
+        result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        run = jax.jit(lambda x: jax.ffi.ffi_call(target, result)(x))
+        for _ in range(20):
+            np.testing.assert_array_equal(run(x), np.arange(count) + 1)
+
+
+def test_calls_from_many_threads():
+    """Calls share XLA's threads, and each waits for its own work alone."""
+    rng = np.random.default_rng(0)
+    cases = [rng.normal(size=(2, 64, 64)).astype("float32") for _ in range(8)]
+    run = jax.jit(lambda x, k: cpu_products(x[:2], [k, k], "float32"))
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        x, kernel = cases[number]
+        for _ in range(50):
+            for y in run(x, kernel):
+                if not np.allclose(y, x[:2] @ kernel.T, atol=1e-4):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_kernel_is_compiled_once():
+    made = []
+
+    def write(call: runtime.Call) -> None:
+        made.append(call)
+
+    assert runtime.register("test.once", write) == runtime.register("test.once", write)
+    assert len(made) == 1
+
+
+def test_kernels_serve_a_program_under_vmap_and_scan():
+    rng = np.random.default_rng(1)
+    x, kernel = rng.normal(size=(5, 2, 12)), rng.normal(size=(7, 12))
+
+    def body(total, each):
+        (y,) = cpu_products(each, [jnp.asarray(kernel, "float32")], "float32")
+        return total + y, y
+
+    total, each = jax.jit(lambda x: jax.lax.scan(body, jnp.zeros((2, 7)), x))(x.astype("float32"))
+    np.testing.assert_allclose(each, x @ kernel.T, atol=1e-5)
+    np.testing.assert_allclose(total, (x @ kernel.T).sum(0), atol=1e-5)
+
+
+_TEXT = """
+import jax, logging
+logging.basicConfig()
+from jaxshare import cpu
+from jaxshare.attention.api import preferred
+{before}
+print(cpu.available(), preferred())
+"""
+
+
+def _seen(before: str, **environment: str) -> tuple[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", _TEXT.format(before=before)],
+        env={**os.environ, "JAX_COMPILATION_CACHE_DIR": "", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip(), done.stderr
+
+
+def test_they_can_be_turned_off():
+    assert _seen("", JAXSHARE_CPU_KERNELS="off")[0] == "False ('xla',)"
+
+
+def test_without_llvmlite_everything_runs_as_xla_compiles_it():
+    out, _ = _seen(
+        "import sys; sys.modules['llvmlite'] = None; sys.modules['llvmlite.binding'] = None"
+    )
+    assert out == "False ('xla',)"
+
+
+def test_where_a_kernel_cannot_be_used_a_warning_says_why():
+    before = "from jaxshare.cpu import runtime; runtime._VERSION = 9, 9"
+    out, logged = _seen(before)
+    assert out == "False ('xla',)"
+    assert "warning: the CPU kernels cannot be used (" in logged and "9" in logged
+
+
+def _address(name: str, written: list[str]) -> int:
+    def write() -> str:
+        written.append(name)
+        return runtime._module(name, _count_up)
+
+    return compiled.load(name, write, "handler")
+
+
+def test_the_code_of_a_kernel_is_kept(kernels_folder):
+    written: list[str] = []
+    assert _address("test.kept", written) != _address("test.kept", written)
+    assert len(written) == 1 and len([*kernels_folder.iterdir()]) == 1
+    _address("test.other", written)
+    assert len(written) == 2 and len([*kernels_folder.iterdir()]) == 2
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "empty"])
+def test_code_that_is_damaged_is_compiled_again(kernels_folder, damage):
+    written: list[str] = []
+    _address("test.damaged", written)
+    (file,) = kernels_folder.iterdir()
+    sound = file.read_bytes()
+    flipped = sound[:200] + bytes([sound[200] ^ 1]) + sound[201:]
+    file.write_bytes({"bit": flipped, "cut": sound[:-1], "empty": b""}[damage])
+    _address("test.damaged", written)
+    assert len(written) == 2 and file.read_bytes() == sound
+
+
+def test_where_nothing_can_be_written_code_is_not_kept(kernels_folder):
+    kernels_folder.write_text("no folder")
+    written: list[str] = []
+    for _ in range(2):
+        assert _address("test.unwritable", written)
+    assert len(written) == 2
+
+
+@pytest.mark.parametrize("folder", [None, "gs://bucket/compiled"])
+def test_without_a_folder_code_is_not_kept(folder):
+    jax.config.update("jax_compilation_cache_dir", folder)
+    written: list[str] = []
+    for _ in range(2):
+        assert _address("test.nowhere", written)
+    assert len(written) == 2
