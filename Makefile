@@ -4,6 +4,7 @@
 #   .venv         jaxshare itself; `make demo` installs what it runs on, the other targets add the tools
 #   .venv-gpu     jaxshare with what compiles for a GPU, which no other target needs
 #   .venv-torch   PyTorch and transformers' models, which jaxshare is measured against and never imports
+#   .venv-llama   llama.cpp, built for this machine from the source in its Python package, which jaxshare is measured against
 #   .venv-hogwild PyTorch and the older transformers that the authors' implementation of Hogwild! Inference needs
 
 PYTHON ?=
@@ -25,11 +26,14 @@ TORCH_ENV := .venv-torch/.installed
 TORCH_PYTHON := .venv-torch/bin/python
 HOGWILD_ENV := .venv-hogwild/.installed
 HOGWILD_PYTHON := .venv-hogwild/bin/python
+LLAMA_ENV := .venv-llama/.installed
+LLAMA := llama-cpp-python==0.3.36
 
 WHAT ?= decode
-BENCHES := agents attention before collaboration decode devices engine logits_cache mixed residency sharing workers
+BENCHES := agents attention before collaboration decode devices engine kernels llama-cpp logits_cache mixed residency sharing workers
 BENCH_NEEDS_attention := $(CUDA)
 BENCH_NEEDS_decode := $(TORCH_ENV)
+BENCH_NEEDS_llama-cpp := $(LLAMA_ENV)
 BENCH_NEEDS_sharing := $(TORCH_ENV)
 BENCH_NEEDS_workers := $(if $(HOGWILD),$(HOGWILD_ENV))
 BENCH_OPTIONS_before := --earlier '$(EARLIER)'
@@ -71,7 +75,7 @@ lint: $(DEV) ## ruff and pyright
 
 bench: $(DEV) $(BENCH_NEEDS_$(WHAT)) ## one benchmark: WHAT=decode, or another of scripts/bench (BENCH_ARGS= for the full run)
 	@case ' $(BENCHES) ' in *' $(WHAT) '*) ;; *) echo 'WHAT is "$(WHAT)"; it must be one of: $(BENCHES)' >&2; exit 2;; esac
-	$(BIN)/python -m scripts.bench.$(WHAT) $(BENCH_OPTIONS_$(WHAT)) $(BENCH_ARGS)
+	$(BIN)/python -m scripts.bench.$(subst -,_,$(WHAT)) $(BENCH_OPTIONS_$(WHAT)) $(BENCH_ARGS)
 
 audit: $(AUDIT) ## known vulnerabilities and licences of all that is installed
 	$(BIN)/python -m scripts.audit
@@ -104,7 +108,7 @@ parity-hogwild: $(DEV) $(HOGWILD_ENV)
 endif
 
 clean: ## remove what make has made: environments, caches, builds
-	rm -rf .venv .venv-gpu .venv-torch .venv-hogwild build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-gpu .venv-torch .venv-llama .venv-hogwild build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
 	find jaxshare models serving tests scripts examples -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/bin/python:
@@ -143,6 +147,13 @@ $(CUDA): $(DEV)
 
 $(TORCH_ENV): scripts/make_torch_env.sh
 	@scripts/make_torch_env.sh .venv-torch '$(TORCH)' 'transformers>=5,<6' safetensors sentencepiece protobuf
+	@touch $@
+
+# The package's wheels are built for no machine in particular; its source has llama.cpp, and cmake and a compiler build it for this one.
+$(LLAMA_ENV):
+	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \
+	echo "building llama.cpp in .venv-llama, which takes ten minutes" && "$$python" -m venv --clear .venv-llama
+	@CMAKE_ARGS=-DGGML_NATIVE=ON .venv-llama/bin/python -m pip install --quiet --disable-pip-version-check --no-binary llama-cpp-python '$(LLAMA)' 'gguf>=0.17,<0.20' 'safetensors>=0.6,<0.9'
 	@touch $@
 
 $(HOGWILD_ENV): scripts/make_torch_env.sh

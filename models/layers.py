@@ -17,6 +17,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Float32, Int
 
+from jaxshare import cpu
 from jaxshare.attention.api import block_attention
 from jaxshare.attention.block_share import block_attention_share, last_tokens
 from jaxshare.attention.plan import make_plan
@@ -51,13 +52,22 @@ class RMSNorm(nn.Module):
     """x / rms(x) * scale over the last axis.
 
     Computed in float32 and rounded before the scale, as the checkpoints expect.
+
+    Attributes:
+      eps: is added to the mean of squares.
+      implementation: "cpu", or None on a CPU, for one kernel.
     """
 
     eps: float
+    implementation: Implementation = "xla"
 
     @nn.compact
     def __call__(self, x: Float[Array, "... M"]) -> Float[Array, "... M"]:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        if cpu.used_for(self.implementation):
+            found = cpu.rms_norm(x.reshape(-1, x.shape[-1]), scale, self.eps)
+            if found is not None:
+                return found.reshape(x.shape)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return scale.astype(x.dtype) * wide.astype(x.dtype)
@@ -84,7 +94,8 @@ class Attention(nn.Module):
         modules = [linear(n * c.head_dim, c.qkv_bias, name=name) for name, n in heads.items()]
         q, k, v = (y.reshape(*x.shape[:-1], -1, c.head_dim) for y in linears(x, modules))
         if c.qk_norm:
-            q, k = RMSNorm(c.norm_eps, name="q_norm")(q), RMSNorm(c.norm_eps, name="k_norm")(k)
+            norm = functools.partial(RMSNorm, c.norm_eps, self.implementation)
+            q, k = norm(name="q_norm")(q), norm(name="k_norm")(k)
         out = attend(q, k, v)
         return linear(c.hidden_size, c.out_bias, axis=self.axis, name="o")(
             out.reshape(*x.shape[:-1], c.num_heads * c.head_dim)
@@ -128,9 +139,10 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "R T M"], attend: AttendInLayer) -> Float[Array, "R T M"]:
-        eps, how = self.config.norm_eps, (self.config, self.axis, self.implementation)
-        x = x + Attention(*how, name="attention")(RMSNorm(eps, name="attention_norm")(x), attend)
-        return x + MLP(*how, name="mlp")(RMSNorm(eps, name="mlp_norm")(x))
+        how = self.config, self.axis, self.implementation
+        norm = functools.partial(RMSNorm, self.config.norm_eps, self.implementation)
+        x = x + Attention(*how, name="attention")(norm(name="attention_norm")(x), attend)
+        return x + MLP(*how, name="mlp")(norm(name="mlp_norm")(x))
 
 
 class Decoder(nn.Module):

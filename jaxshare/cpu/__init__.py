@@ -60,6 +60,16 @@ def products(
         return None
 
 
+def rms_norm(x: Array, scale: Array, eps: float) -> Array | None:
+    """Normalises as `cpu_rms_norm` does, or returns None where there is no kernel for that."""
+    from jaxshare.cpu.norm import cpu_rms_norm
+
+    try:
+        return cpu_rms_norm(x, scale, eps)
+    except NotImplementedError:
+        return None
+
+
 def append_tokens(
     keys: Array, values: Array, k: Array, v: Array, plan: Any
 ) -> tuple[Array, Array] | None:

@@ -24,6 +24,7 @@ from jaxshare.decoding.steps import after_sampling
 from jaxshare.decoding.top_logits import TopLogits, compress_logits
 from jaxshare.deprecated import warn_renamed
 from jaxshare.layout import Layout
+from jaxshare.pallas.device import current_device
 
 PIECE = 4
 """Tokens of a piece of a row's text, where passes that feed several tokens of a row are cut up."""
@@ -142,11 +143,11 @@ def _decode(
         finished = stop_on_finish & jnp.any(running_before & ~state.running)
         return (state.passes < last) & ~finished & jnp.any(able(state))
 
-    def step(state: DecodeState) -> DecodeState:
+    def fed(state: DecodeState) -> DecodeState:
+        """The state after a forward pass."""
         rows = able(state)
         if width == 1:
-            state = _advanced(state, sessions, rows)
-            return _sample(_feed(model, params, state, rows, 1), sessions)
+            return _feed(model, params, _advanced(state, sessions, rows), rows, 1)
         wide = sessions.any(rows & (state.num_pending > 1)) & rows
         if pieces is None:
             wide = rows & jnp.any(wide)  # a wide pass has a place for each row anyway
@@ -158,10 +159,21 @@ def _decode(
         state = _apply_if(
             jnp.any(wide), state, lambda s: _feed(model, params, s, wide, width, pieces)
         )
-        state = _apply_if(jnp.any(narrow), state, lambda s: _feed(model, params, s, narrow, 1))
-        return _sample(state, sessions)
+        return _apply_if(jnp.any(narrow), state, lambda s: _feed(model, params, s, narrow, 1))
 
-    return jax.lax.while_loop(goes_on, step, _sample(state, sessions))
+    if current_device() is not None:
+        return jax.lax.while_loop(
+            goes_on, lambda s: _sample(fed(s), sessions), _sample(state, sessions)
+        )
+
+    # A first step that only samples takes a loop more in each, for which a GPU would wait for its
+    # host; here sampling is compiled once for that.
+    def step(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
+        state, started = carry
+        return _sample(_apply_if(started, state, fed), sessions), jnp.ones((), bool)
+
+    begin = state, jnp.zeros((), bool)
+    return jax.lax.while_loop(lambda c: ~c[1] | goes_on(c[0]), step, begin)[0]
 
 
 def _apply_if(

@@ -160,13 +160,15 @@ def torch_python(
     option: str = "--torch-python",
     made: str = TORCH_PYTHON,
     made_by: str = "make parity",
+    runs: str = "transformers",
+    packages: str = "PyTorch and transformers",
 ) -> str:
     """The Python that `option` names, or the one that make has made; ends the program where there
     is neither."""
     if given is None and not (ROOT / made).exists():
         parser.error(
-            f"there is no {made} to run transformers with: `{made_by}` makes it, or name a Python "
-            f"that has PyTorch and transformers with {option}"
+            f"there is no {made} to run {runs} with: `{made_by}` makes it, or name a Python that "
+            f"has {packages} with {option}"
         )
     python = shutil.which(given or ROOT / made)
     if python is None:

@@ -26,7 +26,8 @@ WIDTH, POSITIONS = 16, 64
 """Tokens a row of a pass that feeds more than one; draws of a stream that are made at once."""
 EDGE = 1e-6
 """Of a cumulative probability, several units in the last place of float32."""
-_STEP_END = re.compile(r"[.?!][\"')\]*_\s]*\n\n")
+# Whitespace is that of ASCII: Python's \s has U+001C to U+001F, too.
+_STEP_END = re.compile(r"[.?!][\"')\]*_ \t\n\r\v\f]*\n\n")
 
 
 @functools.lru_cache(4096)

@@ -122,6 +122,12 @@ class Run:
         self.state = jax.block_until_ready(dataclasses.replace(self.state, cache=cache))
         return time.perf_counter() - begin
 
+    def reset(self) -> None:
+        """Empties the blocks, to be filled anew by `prefill`."""
+        cache = self.state.cache
+        cache = dataclasses.replace(cache, lengths=jnp.zeros_like(cache.lengths))
+        self.state = dataclasses.replace(self.state, cache=cache)
+
     def step(self) -> float:
         """Runs `steps` passes and returns their seconds."""
         begin = time.perf_counter()
