@@ -1,5 +1,5 @@
-"""What a decode program is compiled to on this CPU, and what a pass of it runs: kernels by what they
-are for, with our own kernels and as XLA compiles everything.
+"""The kernels of decode programs on this CPU, compiled and run, by their purpose: with kernels of our
+own, and as XLA compiles everything.
 
     python -m scripts.bench.kernels                               # both models
     python -m scripts.bench.kernels --quick                       # the embedded model
@@ -61,7 +61,7 @@ _NO_KERNELS = frozenset(
 
 
 def purposes(text: str) -> dict[str, str]:
-    """What each kernel of an optimised program is for, by the name of its instruction.
+    """Returns the purpose of each kernel of an optimised program, by the name of its instruction.
 
     Args:
       text: the program as XLA prints it.
@@ -81,7 +81,7 @@ def purposes(text: str) -> dict[str, str]:
 
 
 def _purpose(line: str, opcode: str) -> str:
-    """What the kernel of a line of a program is for."""
+    """Returns the purpose of the kernel in a line of a program."""
     name = _NAME.search(line)
     scope = name[1] if name else ""
     target = _TARGET.search(line)
@@ -102,7 +102,7 @@ def _purpose(line: str, opcode: str) -> str:
 
 
 def executed(run: Run, kernels: Mapping[str, str]) -> dict[str, float]:
-    """How many thunks a pass runs, by what they are for: of a profile of PASSES passes."""
+    """Counts the thunks that a pass runs, by their purpose, in a profile of PASSES passes."""
     counts: collections.Counter[str] = collections.Counter()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -146,7 +146,7 @@ class Side:
         self.compile_seconds.append(time.perf_counter() - between)
 
     def found(self, turns: int) -> dict[str, Any]:
-        """What was compiled, and what a pass runs and takes."""
+        """Describes what was compiled, and what a pass runs and takes."""
         kernels = purposes(self.run.loop.as_text())
         self.run.step()
         ran = executed(self.run, kernels)

@@ -103,6 +103,7 @@ class Bench:
         start = self._prefill(tokens)
         agreement = self._compare(own, start["tokens"])
         self._say(f"batch {rows}, decode")
+        self._peer.reset_idle()
         decode = alternate({OURS: own.step, THEIRS: self._step}, o.rounds)
         own.check(self._growth)
         found = {
@@ -111,6 +112,10 @@ class Bench:
             "prefill": _summary(prefill, rows * o.prompt),
             "decode": _summary(decode, rows * o.steps),
             "agreement": agreement,
+            "cores_busy_while_waiting": {
+                OURS: self._peer.idle_here.cores,
+                THEIRS: self._peer.idle_there.cores,
+            },
         }
         if rows > 1:
             found["shared"] = self._shared(rows, runs[SHARED], tokens)
@@ -248,8 +253,11 @@ def as_text(report: dict[str, Any]) -> str:
             spread = f"{ratio['lowest']:.2f} to {ratio['highest']:.2f}"
             numbers = [f"{rate:.0f}" for rate in rates.values()]
             rows.append((f"{r['batch']}  {name}", *numbers, f"{ratio['median']:.2f}", spread))
-        same = r["agreement"]
-        rest.append(f"batch {r['batch']}: {same['equal']} of {same['tokens']} greedy tokens equal")
+        same, busy = r["agreement"], r["cores_busy_while_waiting"]
+        rest.append(
+            f"batch {r['batch']}: {same['equal']} of {same['tokens']} greedy tokens equal; cores "
+            f"busy while waiting: {OURS} {busy[OURS]:.2f}, {THEIRS} {busy[THEIRS]:.2f}"
+        )
     header = ("batch", "jaxshare tokens/s", "llama.cpp", "ratio", "of rounds")
     return "\n".join([*lines, table(header, rows), "", *rest])
 
@@ -324,9 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where = machine()
     try:
         with contextlib.ExitStack() as stack:
-            # Threads that wait by spinning would take the cores from the other side.
-            waiting = {"OMP_WAIT_POLICY": "passive"}
-            peer = stack.enter_context(Worker(options.python, WORKER, waiting))
+            peer = stack.enter_context(Worker(options.python, WORKER, {}))
             theirs = peer.begin()
             settings, rate, results = measure_all(options, peer)
     except WorkerError as error:

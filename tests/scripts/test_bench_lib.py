@@ -10,6 +10,7 @@ import pytest
 
 from scripts.bench import decode as bench_decode
 from scripts.bench import lib as benchlib
+from scripts.bench import peer
 from scripts.bench.parts.decode import report
 from tests.paths import ROOT
 
@@ -176,7 +177,7 @@ def test_bad_arguments_are_told_in_one_sentence(arguments, words, capsys):
 
 
 def test_without_an_environment_for_torch_it_says_how_to_get_one(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(benchlib, "ROOT", tmp_path)
+    monkeypatch.setattr(peer, "ROOT", tmp_path)
     with pytest.raises(SystemExit) as stopped:
         bench_decode.main(["--quick"])
     said = capsys.readouterr().err

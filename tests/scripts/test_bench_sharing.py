@@ -18,7 +18,7 @@ from jaxshare import KVCache, Layout, block_attention
 from jaxshare.models import LoadedModel
 from jaxshare.models.generation_config import Generation
 from jaxshare.serving import Costs
-from scripts.bench import lib as benchlib
+from scripts.bench import peer
 from scripts.bench import sharing as bench
 from scripts.bench.parts.sharing import attention, needles, plots
 from scripts.bench.parts.sharing import decode as decoding
@@ -477,7 +477,7 @@ def test_without_a_text_needles_are_left_out_and_said_to_be(monkeypatch, tmp_pat
 
 
 def test_without_an_environment_for_torch_it_says_how_to_get_one(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(benchlib, "ROOT", tmp_path)
+    monkeypatch.setattr(peer, "ROOT", tmp_path)
     with pytest.raises(SystemExit) as stopped:
         bench.main(["--quick", "--parts", "attention"])
     told = capsys.readouterr().err

@@ -118,7 +118,7 @@ class LlamaSession:
             raise RuntimeError(f"llama_decode returned {code} for {len(todo)} tokens")
 
     def _feed(self, todo: list[tuple[int, int, int]], last: set[int] | None = None) -> list[int]:
-        """As `_run`; returns the likeliest token at each of these positions."""
+        """Feeds tokens as `_run` does; returns the likeliest one at each of these positions."""
         import numpy as np
 
         self._run(todo, last)
