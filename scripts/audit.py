@@ -11,8 +11,8 @@ from typing import Any
 
 PERMITTED = re.compile(
     r"(MIT(-CMU| License)?|(3-Clause )?BSD(-[23]-Clause| License)?|0BSD|ISC( License \(ISCL\))?|Zlib"
-    r"|Apache(-| )?(2\.0|Software License)( License)?|CC0-1\.0|CNRI-Python|AFL-2\.1|Unlicense"
-    r"|PSF-2\.0|Python Software Foundation License"
+    r"|Apache(-| )?(2\.0|Software License)( License)?( WITH LLVM-exception)?|CC0-1\.0|CNRI-Python"
+    r"|AFL-2\.1|Unlicense|PSF-2\.0|Python Software Foundation License"
     r"|MPL-2\.0|Mozilla Public License 2\.0 \(MPL 2\.0\))"
 )
 """Licences under which a dependency may be used by any program that imports it."""

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 from jax import Array
 
+from jaxshare.pallas.device import current_device
+
 _VARIABLE = "JAXSHARE_CPU_KERNELS"
 _log = logging.getLogger("jaxshare")
 
@@ -43,9 +45,11 @@ def available() -> bool:
 
 
 def used_for(implementation: str | tuple[str, ...] | None) -> bool:
-    """Returns whether a pass with this `implementation` on JAX's default device uses these kernels."""
+    """Returns whether a pass with this `implementation` on the device that is being traced for uses
+    these kernels."""
     chosen = implementation is None or "cpu" in implementation
-    return chosen and jax.default_backend() == "cpu" and available()
+    on_cpu = jax.default_backend() == "cpu" and current_device() is None
+    return chosen and on_cpu and available()
 
 
 def products(

@@ -33,6 +33,8 @@ def test_a_test_that_is_named_exists(file, name):
         ("Apache Software License; MIT License", True),
         ("BSD-3-Clause AND 0BSD AND MIT AND Zlib AND CC0-1.0", True),
         ("CC0-1.0 OR Apache-2.0", True),
+        ("BSD-2-Clause AND Apache-2.0 WITH LLVM-exception", True),
+        ("GPL-3.0-only WITH GCC-exception-3.1", False),
         ("ISC License (ISCL)", True),
         ("(MIT AND Zlib) OR GPL-2.0-only", True),
         ("GPL-3.0-or-later", False),

@@ -9,6 +9,7 @@ import pytest
 
 from jaxshare import cpu
 from jaxshare.models.linear import products
+from jaxshare.pallas.device import H200, assume_device
 
 if not cpu.available():
     pytest.skip("there are no kernels for this machine", allow_module_level=True)
@@ -126,3 +127,5 @@ def test_only_a_pass_that_may_use_them_does():
 
     assert calls(None) and calls("cpu") and calls(("cpu", "xla"))
     assert not calls("xla") and not calls("reference")
+    with assume_device(H200):  # for which programs are compiled here
+        assert not calls(None)
