@@ -29,10 +29,12 @@ def available() -> bool:
     if os.environ.get(_VARIABLE, "").lower() in ("off", "0", "false"):
         return False
     try:
-        import llvmlite.binding  # noqa: F401
+        from jaxshare.cpu.compiled import is_served
     except ImportError:
         return False
     try:
+        if not is_served():
+            return False
         _try_out()
     except Exception as error:  # of many kinds: of LLVM, of XLA's interface
         _log.warning(

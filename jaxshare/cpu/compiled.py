@@ -16,6 +16,8 @@ from jaxshare.cpu.ir import Machine
 from jaxshare.paths import whole_file
 
 _log = logging.getLogger("jaxshare.cpu")
+_X86 = frozenset(("avx2", "fma", "f16c"))
+"""What kernels need of an x86 processor; without, LLVM calls functions that no process has."""
 _CHECKSUM = 32
 """Bytes of the checksum that a file begins with."""
 _engines: list[Any] = []  # which hold the code for as long as the process lives
@@ -29,6 +31,12 @@ def this_machine() -> Machine:
         features -= amx.FEATURES
     lanes, registers = (16, 32) if "avx512f" in features else (8, 16)
     return Machine(lanes, registers, features)
+
+
+def is_served() -> bool:
+    """Returns whether kernels can be compiled for this machine."""
+    is_x86 = llvm.get_process_triple().startswith(("x86_64", "i386", "i686"))
+    return not is_x86 or this_machine().features >= _X86
 
 
 def load(name: str, write: Callable[[], str], function: str) -> int:
@@ -66,6 +74,11 @@ def _features() -> str:
 
 
 def _compile(text: str) -> bytes:
+    return _target_machine().emit_object(_optimised(text))
+
+
+def _optimised(text: str) -> Any:
+    """A module of LLVM, given as its assembly."""
     machine = _target_machine()
     module = llvm.parse_assembly(text)
     module.triple = machine.triple
@@ -74,7 +87,7 @@ def _compile(text: str) -> bytes:
     options.loop_vectorization = options.slp_vectorization = False  # vectors are written as such
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
-    return machine.emit_object(module)
+    return module
 
 
 # Files.

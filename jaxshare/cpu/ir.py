@@ -52,6 +52,11 @@ class Machine:
         """True if it multiplies and adds pairs of bfloat16 in one instruction."""
         return {"avx512f", "avx512bf16"} <= self.features
 
+    @property
+    def rounds_bf16(self) -> bool:
+        """True if it rounds float32 to bfloat16 in one instruction."""
+        return {"avx512bf16", "avx512vl"} <= self.features
+
 
 class Val:
     """A value of the machine: an i64, a float, a pointer, a bool, or a vector of these.
@@ -239,7 +244,21 @@ class Code:
         if kind == F32:
             return value
         lanes = value.type.count if isinstance(value.type, ir.VectorType) else 0
-        return Val(self, self.b.fptrunc(value.value, ir.VectorType(kind, lanes) if lanes else kind))
+
+        def of(scalar: ir.Type) -> ir.Type:
+            return ir.VectorType(scalar, lanes) if lanes else scalar
+
+        if kind != BF16 or self.machine.rounds_bf16:
+            return Val(self, self.b.fptrunc(value.value, of(kind)))
+        # Without an instruction LLVM would call a function that no process has.
+        bits = value.bitcast(of(I32))
+
+        def upper(number: Val) -> Val:
+            return Val(self, self.b.lshr(number.value, self.constant(16, of(I32)).value))
+
+        to_even = bits + ((upper(bits) & 1) + 0x7FFF)
+        rounded = upper(self.select(value.equals(value), to_even, bits | 0x400000))
+        return Val(self, self.b.trunc(rounded.value, of(I16))).bitcast(of(kind))
 
     def narrowed_int(self, value: Val, kind: ir.Type) -> Val:
         """An i64 as a smaller integer."""
@@ -295,6 +314,9 @@ class Code:
 
     def load(self, pointer: Val, kind: ir.Type, lanes: int = 0, count: Val | None = None) -> Val:
         """A number, or a vector of them; with `count` only the first ones, and 0 after them."""
+        if kind in (BF16, F16):  # as integers, which LLVM moves without converting them
+            bits = self.load(pointer, I16, lanes, count)
+            return bits.bitcast(ir.VectorType(kind, lanes) if lanes else kind)
         size = BYTES[kind]
         if not lanes:
             return Val(self, self.b.load(pointer.value, typ=kind, align=size))
@@ -310,7 +332,10 @@ class Code:
     def store(self, value: Val, pointer: Val, count: Val | None = None) -> None:
         """Stores a number or a vector; with `count` only the first ones of it."""
         vector = isinstance(value.type, ir.VectorType)
-        size = BYTES[value.type.element if vector else value.type]
+        kind = value.type.element if vector else value.type
+        if kind in (BF16, F16):
+            value = value.bitcast(ir.VectorType(I16, value.type.count) if vector else I16)
+        size = BYTES[kind]
         if count is None:
             self.b.store(value.value, pointer.value, align=size)
             return

@@ -1,6 +1,8 @@
 """How kernels of the CPU are made, chosen and called."""
 
+import functools
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ if not cpu.available():
     pytest.skip("there are no kernels for this machine", allow_module_level=True)
 
 from jaxshare.cpu import compiled, runtime
-from jaxshare.cpu.ir import I64
+from jaxshare.cpu.ir import I64, Machine
 from jaxshare.cpu.matrices.call import cpu_products
 
 
@@ -178,3 +180,46 @@ def test_without_a_folder_code_is_not_kept(folder):
     for _ in range(2):
         assert _address("test.nowhere", written)
     assert len(written) == 2
+
+
+_PROCESS = {"malloc", "free", "memset", "memcpy", "log2f"}
+"""Functions of the process that kernels may call."""
+_WITHOUT = {
+    "all that this one has": (),
+    "no bfloat16": ("amx-", "avx512bf16", "avx512fp16"),
+    "AVX2": ("amx-", "avx512"),
+}
+
+
+@pytest.mark.parametrize("lacks", _WITHOUT)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_kernels_for_lesser_machines_call_nothing_that_is_not_there(monkeypatch, lacks, dtype):
+    """A conversion without an instruction becomes a call, which is of no use where it is missing."""
+    from jaxshare.cpu.append import _write as write_append
+    from jaxshare.cpu.attention.call import _write as write_attention
+    from jaxshare.cpu.attention.work import Shape
+    from jaxshare.cpu.matrices.few_rows import write_few_rows
+    from jaxshare.cpu.norm import _write as write_norm
+
+    whole = compiled.this_machine()
+    features = frozenset(f for f in whole.features if not f.startswith(_WITHOUT[lacks] or "?"))
+    lanes, registers = (16, 32) if "avx512f" in features else (8, 16)
+    machine = Machine(lanes, registers, features)
+    monkeypatch.setattr(runtime, "this_machine", lambda: machine)
+    monkeypatch.setattr(compiled, "this_machine", lambda: machine)
+    compiled._target_machine.cache_clear()
+    kernels = {
+        "few": functools.partial(write_few_rows, 2, dtype, dtype),
+        "append": functools.partial(write_append, 40, 10, "float32", dtype),
+        "norm": functools.partial(write_norm, 100, 1e-6, dtype, "float32"),
+        "attention": functools.partial(write_attention, Shape(80, 20, dtype, dtype, 0.1), True),
+    }
+    try:
+        for name, kernel in kernels.items():
+            module = compiled._optimised(runtime._module(name, kernel))
+            text = compiled._target_machine().emit_assembly(module)
+            called = set(re.findall(r"(?:callq?|jmp|bl)\s+_?([A-Za-z_]\w*)", text))
+            called |= set(re.findall(r"movabsq\s+\$([A-Za-z_]\w*)", text))
+            assert called - _PROCESS <= set(re.findall(r"^([A-Za-z_]\w*):", text, re.M)), name
+    finally:
+        compiled._target_machine.cache_clear()
