@@ -12,7 +12,7 @@ import llvmlite.binding as llvm
 from blake3 import blake3
 
 from jaxshare.cpu import amx
-from jaxshare.cpu.ir import Machine
+from jaxshare.cpu.machine import Machine
 from jaxshare.paths import whole_file
 
 _log = logging.getLogger("jaxshare.cpu")

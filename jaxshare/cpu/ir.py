@@ -5,12 +5,13 @@ of Python leave straight code behind, and those of `Code.loop` are loops of the 
 """
 
 import contextlib
-import dataclasses
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llvmlite import ir
+
+from jaxshare.cpu.machine import Machine
 
 
 class _BFloat(ir.types._BaseFloatType):
@@ -31,31 +32,6 @@ FORMATS: dict[str, ir.Type] = {"float32": F32, "bfloat16": BF16, "float16": F16}
 """The formats of numbers by NumPy's names."""
 NAMES = {kind: name for name, kind in FORMATS.items()}
 BYTES = {F32: 4, BF16: 2, F16: 2, I32: 4, I64: 8, PTR: 8, I8: 1, I16: 2}
-
-
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """The vector units that kernels are written for.
-
-    Attributes:
-      lanes: float32 numbers of a vector.
-      registers: the number of vectors.
-      features: the names that LLVM has for what its processor can do.
-    """
-
-    lanes: int
-    registers: int
-    features: frozenset[str]
-
-    @property
-    def dots_bf16(self) -> bool:
-        """True if it multiplies and adds pairs of bfloat16 in one instruction."""
-        return {"avx512f", "avx512bf16"} <= self.features
-
-    @property
-    def rounds_bf16(self) -> bool:
-        """True if it rounds float32 to bfloat16 in one instruction."""
-        return {"avx512bf16", "avx512vl"} <= self.features
 
 
 class Val:
