@@ -44,8 +44,8 @@ def drawn(logits: np.ndarray, sampler: Sampler, seed: int, position: int) -> lis
     """The token of a stream's draw, by inverting the cumulative sum of the probabilities.
 
     Returns:
-      The token; after it a second one where the random number lies so near to the edge between the
-        two (`EDGE`) that float32 decides either way.
+      The token; after it others where the random number lies so near to the edge between two, or
+        `top_p` to where a token is left out (`EDGE`), that float32 decides either way.
     """
     logits = np.asarray(logits, np.float64).copy()
     for token, bias in sampler.bias.items():
@@ -58,13 +58,15 @@ def drawn(logits: np.ndarray, sampler: Sampler, seed: int, position: int) -> lis
     if sampler.top_k:
         kept &= scaled >= np.sort(scaled)[-sampler.top_k]
     weights = np.where(kept, np.exp(scaled), 0.0)
-    if sampler.top_p < 1:
-        order = np.argsort(-weights)
-        before = np.cumsum(weights[order]) - weights[order]
-        weights[order[before >= sampler.top_p * weights.sum()]] = 0.0
-    cumulative, number = np.cumsum(weights), random_numbers(seed)[position]
-    places = np.clip([number, number - EDGE, number + EDGE], 0, 1 - 1e-15) * cumulative[-1]
-    return list(dict.fromkeys(int(np.argmax(cumulative > place)) for place in places))
+    order, found = np.argsort(-weights), []
+    before = np.cumsum(weights[order]) - weights[order]
+    for edge in (0, -EDGE, EDGE) if sampler.top_p < 1 else (np.inf,):
+        rest = weights.copy()
+        rest[order[before >= (sampler.top_p + edge) * weights.sum()]] = 0.0
+        cumulative, number = np.cumsum(rest), random_numbers(seed)[position]
+        places = np.clip([number, number - EDGE, number + EDGE], 0, 1 - 1e-15) * cumulative[-1]
+        found += [int(np.argmax(cumulative > place)) for place in places]
+    return list(dict.fromkeys(found))
 
 
 @dataclasses.dataclass
