@@ -23,7 +23,7 @@ def run_layer(
     keys: Array,
     values: Array,
     plan: Plan,
-    implementation: str | tuple[str, ...] | None,
+    implementation: cpu.Implementation,
 ) -> tuple[Float[Array, "R T M"], Array, Array]:
     """One layer of a pass: its output, and its arenas with the new tokens.
 
@@ -33,8 +33,7 @@ def run_layer(
     def attend(q: Array, k: Array, v: Array) -> Array:
         nonlocal keys, values
         new = keys, values, k, v, plan
-        written = cpu.append_tokens(*new) if cpu.used_for(implementation) else None
-        keys, values = written or append_tokens(*new)
+        keys, values = cpu.append_tokens(*new, implementation) or append_tokens(*new)
         return block_attention(q, keys, values, plan, implementation=implementation)
 
     out: Any = layer.apply({"params": params}, x, attend)

@@ -22,11 +22,12 @@ from jaxshare.attention.api import block_attention
 from jaxshare.attention.block_share import block_attention_share, last_tokens
 from jaxshare.attention.plan import make_plan
 from jaxshare.cache import KVCache
+from jaxshare.cpu import Implementation
 from jaxshare.decoding.state import DecodeModel
 from jaxshare.layout import Layout, is_concrete
 from jaxshare.models.cached_layer import run_layer
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.linear import Implementation, Linear, linears, products
+from jaxshare.models.linear import Linear, linears, products
 from jaxshare.models.linear import product as product
 from jaxshare.rope import rotate
 from jaxshare.sharding import psum
@@ -64,10 +65,9 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "... M"]) -> Float[Array, "... M"]:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        if cpu.used_for(self.implementation):
-            found = cpu.rms_norm(x.reshape(-1, x.shape[-1]), scale, self.eps)
-            if found is not None:
-                return found.reshape(x.shape)
+        found = cpu.rms_norm(x, scale, self.eps, self.implementation)
+        if found is not None:
+            return found
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return scale.astype(x.dtype) * wide.astype(x.dtype)

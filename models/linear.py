@@ -12,11 +12,8 @@ from jax import Array
 from jaxtyping import Float, Float32
 
 from jaxshare import cpu
+from jaxshare.cpu import Implementation
 from jaxshare.sharding import psum
-
-Implementation = str | tuple[str, ...] | None
-"""An attention backend, several to try in order, or None for the best; "cpu" stands for the kernels
-of `jaxshare.cpu` everywhere."""
 
 
 class Linear(nn.Module):
@@ -72,12 +69,8 @@ def products(
     implementation: Implementation,
 ) -> Sequence[Float[Array, "... _"]]:
     """Returns x @ kernel.T for each kernel, with float32 accumulation, rounded to `dtype`."""
-    if cpu.used_for(implementation):
-        flat = x.reshape(-1, x.shape[-1])
-        found = cpu.products(flat, [kernel.astype(x.dtype) for kernel in kernels], dtype)
-        if found is not None:
-            return [y.reshape(*x.shape[:-1], -1) for y in found]
-    return [product(x, kernel).astype(dtype) for kernel in kernels]
+    found = cpu.products(x, kernels, dtype, implementation)
+    return found or [product(x, kernel).astype(dtype) for kernel in kernels]
 
 
 def product(x: Float[Array, "... in"], kernel: Float[Array, "out in"]) -> Float32[Array, "... out"]:

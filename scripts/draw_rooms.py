@@ -15,8 +15,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DRAWING = ROOT / "docs" / "architecture.svg"
 FOLDERS = {"jaxshare": "jaxshare", "models": "jaxshare.models", "serving": "jaxshare.serving"}
-CORE = ("attention", "decoding", "pallas", "trace")
-"""The rooms of the core, which are drawn in one box."""
 COLORS = {"core": "#dbe9f6", "models": "#e4f0dc", "serving": "#fbecd5"}
 WIDTH, CHARACTERS, LINE, GAP = 250, 37, 14, 34
 
@@ -98,7 +96,7 @@ def _lines(room: str, modules: list[str]) -> list[str]:
         return textwrap.wrap(", ".join(modules), CHARACTERS)
     flat = [module for module in modules if "/" not in module]
     lines = textwrap.wrap(", ".join(flat), 3 * CHARACTERS)
-    for inner in CORE:
+    for inner in sorted({m.partition("/")[0] for m in modules} - {*flat}):
         names = [m.partition("/")[2] for m in modules if m.startswith(f"{inner}/")]
         lines += textwrap.wrap(f"{inner}/: {', '.join(names)}", 3 * CHARACTERS)
     return lines

@@ -30,6 +30,12 @@ def _imported(find: Callable[[], Backend]) -> Backend:
     return backend
 
 
+def _cpu_attention() -> Backend:
+    if not cpu.used_for("cpu"):
+        raise NotImplementedError("its kernels are turned off, or not for this device")
+    return importlib.import_module("jaxshare.cpu.attention.call").cpu_attention
+
+
 BACKENDS: dict[str, Backend] = {
     "mosaic_gpu": _imported(
         lambda: (
@@ -41,7 +47,7 @@ BACKENDS: dict[str, Backend] = {
     "triton": _imported(
         lambda: importlib.import_module("jaxshare.pallas.block_attention_triton").triton_attention
     ),
-    "cpu": _imported(lambda: importlib.import_module("jaxshare.cpu.attention.call").cpu_attention),
+    "cpu": _imported(_cpu_attention),
     "xla": xla_attention,
     "reference": reference_attention,
 }

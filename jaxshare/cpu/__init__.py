@@ -8,13 +8,17 @@ or XLA does not take its code, everything runs as XLA compiles it.
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import Array
 
 from jaxshare.pallas.device import current_device
+
+Implementation = str | tuple[str, ...] | None
+"""An attention backend, several to try in order, or None for the best; "cpu" stands for all kernels
+of this folder."""
 
 _VARIABLE = "JAXSHARE_CPU_KERNELS"
 _log = logging.getLogger("jaxshare")
@@ -46,7 +50,7 @@ def available() -> bool:
     return True
 
 
-def used_for(implementation: str | tuple[str, ...] | None) -> bool:
+def used_for(implementation: Implementation) -> bool:
     """Returns whether a pass with this `implementation` on the device that is being traced for uses
     these kernels."""
     chosen = implementation is None or "cpu" in implementation
@@ -54,36 +58,57 @@ def used_for(implementation: str | tuple[str, ...] | None) -> bool:
     return chosen and on_cpu and available()
 
 
+# Each of these returns None where XLA is to compute it: by the implementation that was asked for, or
+# because there is no kernel for what it is given.
+
+
 def products(
-    x: Array, kernels: Sequence[Array], dtype: jax.typing.DTypeLike
+    x: Array,
+    kernels: Sequence[Array],
+    dtype: jax.typing.DTypeLike,
+    implementation: Implementation,
 ) -> Sequence[Array] | None:
-    """Multiplies as `cpu_products` does, or returns None where XLA's products are as fast."""
-    from jaxshare.cpu.matrices.call import cpu_products
+    """Multiplies [..., in] as `cpu_products` does its rows, where it is faster than XLA."""
 
-    try:
-        return cpu_products(x, kernels, dtype)
-    except NotImplementedError:
-        return None
+    def multiply() -> Sequence[Array]:
+        from jaxshare.cpu.matrices.call import cpu_products
+
+        rows = x.reshape(-1, x.shape[-1])
+        found = cpu_products(rows, [kernel.astype(x.dtype) for kernel in kernels], dtype)
+        return [y.reshape(*x.shape[:-1], -1) for y in found]
+
+    return _served(implementation, multiply)
 
 
-def rms_norm(x: Array, scale: Array, eps: float) -> Array | None:
-    """Normalises as `cpu_rms_norm` does, or returns None where there is no kernel for that."""
-    from jaxshare.cpu.norm import cpu_rms_norm
+def rms_norm(x: Array, scale: Array, eps: float, implementation: Implementation) -> Array | None:
+    """Normalises [..., M] as `cpu_rms_norm` does its rows."""
 
-    try:
-        return cpu_rms_norm(x, scale, eps)
-    except NotImplementedError:
-        return None
+    def normalise() -> Array:
+        from jaxshare.cpu.norm import cpu_rms_norm
+
+        return cpu_rms_norm(x.reshape(-1, x.shape[-1]), scale, eps).reshape(x.shape)
+
+    return _served(implementation, normalise)
 
 
 def append_tokens(
-    keys: Array, values: Array, k: Array, v: Array, plan: Any
+    keys: Array, values: Array, k: Array, v: Array, plan: Any, implementation: Implementation
 ) -> tuple[Array, Array] | None:
-    """Appends as `cpu_append` does, or returns None where there is no kernel for that."""
-    from jaxshare.cpu.append import cpu_append
+    """Appends as `cpu_append` does."""
 
-    try:
+    def append() -> tuple[Array, Array]:
+        from jaxshare.cpu.append import cpu_append
+
         return cpu_append(keys, values, k, v, plan)
+
+    return _served(implementation, append)
+
+
+def _served[T](implementation: Implementation, compute: Callable[[], T]) -> T | None:
+    if not used_for(implementation):
+        return None
+    try:
+        return compute()
     except NotImplementedError:
         return None
 

@@ -3,12 +3,11 @@
 import ctypes
 import functools
 import platform
-from collections.abc import Mapping
 from typing import Any
 
 from llvmlite import ir
 
-from jaxshare.cpu.ir import I8, VOID, Code, Val
+from jaxshare.cpu.ir import I8, I16, VOID, Code, Val
 
 FEATURES = frozenset({"amx-tile", "amx-bf16"})
 NUM_TILES, ROWS, ROW_BYTES = 8, 16, 64
@@ -31,21 +30,15 @@ class MatrixUnit:
     are side by side: [16, 16 x 2], all bfloat16; it is added to a tile of float32 [16, 16].
     """
 
-    def __init__(self, code: Code, sizes: Mapping[int, tuple[Any, Any]] | None = None):
-        """Configures the tiles.
-
-        Args:
-          code: that is written.
-          sizes: (rows, bytes of a row) of tiles that are smaller.
-        """
+    def __init__(self, code: Code):
+        """Configures the tiles, in the code that is written."""
         self._code = code
         config = code.array(I8, 64)
         for at in range(0, 64, 8):
             code.store(code.constant(1 if at == 0 else 0), config + at)
         for tile in range(NUM_TILES):
-            rows, row_bytes = (sizes or {}).get(tile, (ROWS, ROW_BYTES))
-            code.store(_narrow(code, rows, 8), config + (48 + tile))
-            code.store(_narrow(code, row_bytes, 16), config + (16 + 2 * tile))
+            code.store(code.constant(ROWS, I8), config + (48 + tile))
+            code.store(code.constant(ROW_BYTES, I16), config + (16 + 2 * tile))
         code.external("llvm.x86.ldtilecfg", VOID, config)
 
     def zero(self, tile: int) -> None:
@@ -71,7 +64,3 @@ class MatrixUnit:
 
 def _number(code: Code, tile: int) -> Val:
     return Val(code, ir.Constant(I8, tile))
-
-
-def _narrow(code: Code, value: Any, bits: int) -> Val:
-    return Val(code, code.b.trunc(code.constant(value).value, ir.IntType(bits)))

@@ -9,7 +9,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxshare.cpu.ir import BYTES, F32, FORMATS, I64, NAMES, Code, Record, Val, ir
-from jaxshare.cpu.runtime import Call, begin_task, register
+from jaxshare.cpu.runtime import Call, begin_task, register, served_dtypes
 
 _KEYS, _VALUES, _K, _V, _COS, _SIN, _WRITE_AT, _COUNT = range(8)
 """The arguments of a call."""
@@ -36,9 +36,7 @@ def cpu_append(
     """
     if plan.token_sharding.axis is not None:
         raise NotImplementedError("tokens are spread over devices")
-    dtypes = str(k.dtype), str(keys.dtype)
-    if unknown := [dtype for dtype in dtypes if dtype not in FORMATS]:
-        raise NotImplementedError(f"it has no kernel for {unknown[0]}")
+    dtypes = served_dtypes(k.dtype, keys.dtype)
     dim, pairs = keys.shape[2], plan.key_cos.shape[-1]
     write = functools.partial(_write, dim, pairs, *dtypes)
     target = register(f"append.{dim}.{pairs}.{'.'.join(dtypes)}", write)

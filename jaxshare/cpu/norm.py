@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from jaxshare.cpu.ir import BYTES, F32, FORMATS, I64, Code, Record, Val, ir
 from jaxshare.cpu.mathematics import folded, reduced
-from jaxshare.cpu.runtime import Call, begin_task, register
+from jaxshare.cpu.runtime import Call, begin_task, register, served_dtypes
 
 _WORK = Record(("rows",), ("x", "scale", "out"))
 _PIECE = 16_384
@@ -26,9 +26,7 @@ def cpu_rms_norm(x: Float[Array, "R M"], scale: Float[Array, " M"], eps: float) 
     Raises:
       NotImplementedError: a dtype that there is no kernel for.
     """
-    dtypes = str(x.dtype), str(scale.dtype)
-    if unknown := [dtype for dtype in dtypes if dtype not in FORMATS]:
-        raise NotImplementedError(f"it has no kernel for {unknown[0]}")
+    dtypes = served_dtypes(x.dtype, scale.dtype)
     width = x.shape[1]
     write = functools.partial(_write, width, eps, *dtypes)
     target = register(f"norm.{width}.{eps!r}.{'.'.join(dtypes)}", write)

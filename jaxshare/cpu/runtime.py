@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 from llvmlite import ir
 
 from jaxshare.cpu.compiled import load, this_machine
-from jaxshare.cpu.ir import I32, I64, PTR, VOID, Code, Machine, Record, Val
+from jaxshare.cpu.ir import FORMATS, I32, I64, PTR, VOID, Code, Machine, Record, Val
 
 _VERSION = 0, 4
 # Offsets in bytes: of fields of a call and of its buffers, and of XLA's functions.
@@ -68,6 +69,18 @@ class Call:
 def begin_task(call: Call, name: str) -> Code:
     """Begins a function for `Call.parallel`, whose arguments are (work, i)."""
     return Code(call.module, call.machine, name, [PTR, I64])
+
+
+def served_dtypes(*dtypes: DTypeLike) -> list[str]:
+    """Returns the names of dtypes.
+
+    Raises:
+      NotImplementedError: no kernel is written for one of them.
+    """
+    names = [str(jax.numpy.dtype(dtype)) for dtype in dtypes]
+    if unknown := [name for name in names if name not in FORMATS]:
+        raise NotImplementedError(f"it has no kernel for {unknown[0]}")
+    return names
 
 
 Kernel = Callable[[Call], None]

@@ -12,7 +12,6 @@ benchmarks/README.md.
 """
 
 import contextlib
-import dataclasses
 import sys
 import tempfile
 import time
@@ -33,8 +32,8 @@ from scripts.bench.lib import (
     versions,
     write_checkpoint,
 )
+from scripts.bench.parts.decode.options import Options, add_options, checked
 from scripts.bench.parts.decode.report import (
-    GOAL_PROMPT,
     OURS,
     THEIRS,
     as_text,
@@ -42,7 +41,7 @@ from scripts.bench.parts.decode.report import (
     summarise,
 )
 from scripts.bench.parts.decode.sides import MODEL, PREFILL_ROWS, PREFILL_TOKENS, prepare
-from scripts.bench.peer import TORCH_PYTHON, WAITING, Worker, WorkerError, fastest, torch_python
+from scripts.bench.peer import TORCH_PYTHON, WAITING, Worker, WorkerError, fastest, other_python
 
 WORKER = "scripts.bench.peers.torch_decode"
 
@@ -124,77 +123,21 @@ def compare(
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The options of a run; rounds and steps as `--quick` has them where they were not given."""
-
-    batches: tuple[int, ...]
-    prompt: int
-    rounds: int
-    steps: int
-    quick: bool
-    seed: int
-    torch_python: str
-    json: bool
-    output: Path | None
-
-
 def parse(arguments: Sequence[str] | None) -> Options:
     parser = Parser(prog="scripts.bench.decode", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--batches",
-        default="1,8,64",
-        metavar="N,N",
-        help="rows decoded at once (default %(default)s)",
-    )
-    parser.add_argument(
-        "--prompt",
-        type=int,
-        default=GOAL_PROMPT,
-        help="tokens of each row's prompt (default %(default)s)",
-    )
-    parser.add_argument("--rounds", type=int, help="turns of each side (default 5; quick 3)")
-    parser.add_argument("--steps", type=int, help="decode steps a turn (default 16; quick 4)")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="fewer and shorter turns, one prompt for all in the largest batch alone: within three "
+    add_options(
+        parser,
+        quick_steps=4,
+        quick="fewer and shorter turns, one prompt for all in the largest batch alone: within three "
         "minutes on two cores",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and prompts")
     parser.add_argument(
         "--torch-python",
         metavar="PATH",
         help=f"a Python with PyTorch and transformers (default {TORCH_PYTHON})",
     )
-    parser.reporting()
     given = parser.parse_args(arguments)
-    batches = parser.numbers("--batches", given.batches, "1,8,64")
-    rounds = given.rounds if given.rounds is not None else 3 if given.quick else 5
-    steps = given.steps if given.steps is not None else 4 if given.quick else 16
-    if rounds < 1 or steps < 1 or given.seed < 0:
-        parser.error(
-            f"--rounds is {rounds}, --steps {steps} and --seed {given.seed}, but the first two "
-            "must be at least 1 and the last 0"
-        )
-    most = MODEL["max_position_embeddings"] - steps * (rounds + 1)
-    if not 1 <= given.prompt <= most:
-        parser.error(
-            f"--prompt is {given.prompt}, but with {rounds} rounds of {steps} steps it must be "
-            f"from 1 to {most} tokens"
-        )
-    parser.check_output(given.output)
-    return Options(
-        batches,
-        given.prompt,
-        rounds,
-        steps,
-        given.quick,
-        given.seed,
-        torch_python(parser, given.torch_python),
-        given.json,
-        given.output,
-    )
+    return checked(parser, given, lambda: other_python(parser, given.torch_python))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -206,13 +149,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         try:
             workers = {
-                name: stack.enter_context(Worker(options.torch_python, WORKER, env))
+                name: stack.enter_context(Worker(options.python, WORKER, env))
                 for name, env in WAITING.items()
             }
             begun = [worker.begin() for worker in workers.values()]
         except WorkerError as error:
             print(
-                f"scripts.bench.decode: {options.torch_python} cannot run transformers ({error}): "
+                f"scripts.bench.decode: {options.python} cannot run transformers ({error}): "
                 "--torch-python takes a Python that has PyTorch and transformers, such as the one "
                 "that `make parity` makes in .venv-torch",
                 file=sys.stderr,

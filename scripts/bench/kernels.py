@@ -12,7 +12,6 @@ benchmarks/README.md.
 """
 
 import collections
-import dataclasses
 import glob
 import re
 import statistics
@@ -66,10 +65,7 @@ def purposes(text: str) -> dict[str, str]:
     Args:
       text: the program as XLA prints it.
     """
-    inside = {
-        name for line in text.splitlines() if "fusion(" in line for name in _FUSED.findall(line)
-    }
-    inside |= {name for name in re.findall(r"to_apply=%([\w.-]+)", text)}
+    inside = {*_FUSED.findall(text)}
     found, computation = {}, ""
     for line in text.splitlines():
         if begins := _COMPUTATION.match(line):
@@ -119,33 +115,37 @@ def executed(run: Run, kernels: Mapping[str, str]) -> dict[str, float]:
     return {purpose: count / PASSES for purpose, count in counts.items()}
 
 
-@dataclasses.dataclass
 class Side:
-    """A decode program of ROWS rows, compiled anew with some backends."""
+    """A decode program of ROWS rows with some backends, compiled anew each time.
 
-    model: LoadedModel
-    backends: tuple[str, ...] | None
-    lower_seconds: list[float] = dataclasses.field(default_factory=list)
-    compile_seconds: list[float] = dataclasses.field(default_factory=list)
+    Args:
+      model: that the program runs.
+      backends: of its module.
+      turns: how often it is compiled, and how often timed.
+    """
 
-    def compile(self, turns: int) -> None:
-        """Compiles the program once more."""
+    def __init__(self, model: LoadedModel, backends: tuple[str, ...] | None, turns: int):
+        self.model, self.turns = model, turns
+        self.module = Decoder(model.config, implementation=backends)
+        self.lower_seconds: list[float] = []
+        self.compile_seconds: list[float] = []
         budget = PASSES * (turns + 4)
-        prompts = np.full((ROWS, PROMPT), 5, np.int32)
-        rows = [[row] for row in range(ROWS)]
-        self.run = run = Run(self.model, prompts, rows, [PROMPT + budget] * ROWS, PASSES, budget)
-        run.compile_forward()
-        run.prefill()
-        module = Decoder(self.model.config, implementation=self.backends)
-        loop = jax.jit(lambda params, state: decode(module, params, state, passes=PASSES))
+        prompts, rows = np.full((ROWS, PROMPT), 5, np.int32), [[row] for row in range(ROWS)]
+        self.run = Run(model, prompts, rows, [PROMPT + budget] * ROWS, PASSES, budget)
+        self.run.compile_forward()
+        self.run.prefill()
+
+    def compile(self) -> None:
+        """Compiles the program once more."""
+        loop = jax.jit(lambda params, state: decode(self.module, params, state, passes=PASSES))
         begin = time.perf_counter()
-        lowered = loop.lower(run.params, run.state)
+        lowered = loop.lower(self.run.params, self.run.state)
         between = time.perf_counter()
-        run.loop = lowered.compile()
+        self.run.loop = lowered.compile()
         self.lower_seconds.append(between - begin)
         self.compile_seconds.append(time.perf_counter() - between)
 
-    def found(self, turns: int) -> dict[str, Any]:
+    def found(self) -> dict[str, Any]:
         """Describes what was compiled, and what a pass runs and takes."""
         kernels = purposes(self.run.loop.as_text())
         self.run.step()
@@ -158,17 +158,17 @@ class Side:
             "lower_seconds": self.lower_seconds,
             "compile_seconds": self.compile_seconds,
             "temporary_bytes": self.run.memory()["step_temp_bytes"],
-            "pass_milliseconds": min(self.run.step() for _ in range(turns)) / PASSES * 1e3,
+            "pass_milliseconds": min(self.run.step() for _ in range(self.turns)) / PASSES * 1e3,
         }
 
 
 def measure(model: LoadedModel, turns: int) -> dict[str, Any]:
     """Both sides of a model, compiled in turn."""
-    sides = {name: Side(model, backends) for name, backends in SIDES.items()}
+    sides = {name: Side(model, backends, turns) for name, backends in SIDES.items()}
     for turn in range(turns):
         for side in [*sides.values()][:: 1 if turn % 2 else -1]:
-            side.compile(turns)
-    return {name: side.found(turns) for name, side in sides.items()}
+            side.compile()
+    return {name: side.found() for name, side in sides.items()}
 
 
 def goals(results: Mapping[str, Any]) -> list[Goal]:

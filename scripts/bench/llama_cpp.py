@@ -12,7 +12,6 @@ result is in benchmarks/README.md.
 """
 
 import contextlib
-import dataclasses
 import statistics
 import sys
 import tempfile
@@ -39,34 +38,19 @@ from scripts.bench.lib import (
     versions,
     write_checkpoint,
 )
-from scripts.bench.parts.decode.report import OURS, SHARED
+from scripts.bench.parts.decode.options import Options, add_options, checked
+from scripts.bench.parts.decode.report import GOAL_PROMPT, OURS, SHARED
 from scripts.bench.parts.decode.sides import MODEL, Run, prepare
-from scripts.bench.peer import Worker, WorkerError, torch_python
+from scripts.bench.peer import Worker, WorkerError, other_python
 
 WORKER = "scripts.bench.peers.llama_decode"
 LLAMA_PYTHON = ".venv-llama/bin/python"
 THEIRS, THEIRS_SHARED = "llama.cpp", "llama.cpp, one prompt"
-BATCHES, GOAL_PROMPT = (1, 8, 64), 512
 DECODE_GOALS = {1: 1.0, 8: 1.2, 64: 1.8}
 SHARED_GOALS = {64: 2.2}
 PREFILL_GOALS = {1: 1.1, 64: 3.0}
 MEMORY_GOAL = 0.8
 """The part of the memory's rate at which a decode step of one row reads the weights."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The options of a run; rounds and steps as `--quick` has them where they were not given."""
-
-    batches: tuple[int, ...]
-    prompt: int
-    rounds: int
-    steps: int
-    quick: bool
-    seed: int
-    python: str
-    json: bool
-    output: Path | None
 
 
 class Bench:
@@ -94,14 +78,10 @@ class Bench:
         self._say(f"batch {rows}, prefill")
         tokens = prompts.tolist()
         sides = {OURS: own.prefill, THEIRS: lambda: self._prefill(tokens)["seconds"]}
-        for side in sides.values():
-            side()
-        rounds = 1 if o.quick and rows > 8 else o.rounds
-        prefill = alternate(_anew(own, sides), rounds)
-        own.reset()
-        own.prefill()
-        start = self._prefill(tokens)
-        agreement = self._compare(own, start["tokens"])
+        own.prefill()  # once each to warm up
+        first = self._prefill(tokens)["tokens"]
+        prefill = alternate(sides, 1 if o.quick and rows > 8 else o.rounds)
+        agreement = self._compare(own, first)
         self._say(f"batch {rows}, decode")
         self._peer.reset_idle()
         decode = alternate({OURS: own.step, THEIRS: self._step}, o.rounds)
@@ -170,16 +150,6 @@ class Bench:
                 if int(token) != other:
                     break
         return {"tokens": compared, "equal": equal}
-
-
-def _anew(run: Run, sides: dict[str, Callable[[], float]]) -> dict[str, Callable[[], float]]:
-    """The sides, with ours emptied before each turn."""
-
-    def ours() -> float:
-        run.reset()
-        return sides[OURS]()
-
-    return {**sides, OURS: ours}
 
 
 def _summary(times: dict[str, list[float]], tokens: int) -> dict[str, Any]:
@@ -264,64 +234,26 @@ def as_text(report: dict[str, Any]) -> str:
 
 def parse(arguments: Sequence[str] | None) -> Options:
     parser = Parser(prog="scripts.bench.llama_cpp", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--batches",
-        default=",".join(map(str, BATCHES)),
-        metavar="N,N",
-        help="rows decoded at once (default %(default)s)",
-    )
-    parser.add_argument(
-        "--prompt",
-        type=int,
-        default=GOAL_PROMPT,
-        help="tokens of each row's prompt (default %(default)s)",
-    )
-    parser.add_argument("--rounds", type=int, help="turns of each side (default 5; quick 3)")
-    parser.add_argument("--steps", type=int, help="decode steps a turn (default 16; quick 8)")
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter turns")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and prompts")
+    add_options(parser, quick_steps=8, quick="fewer and shorter turns")
     parser.add_argument(
         "--llama-python",
         metavar="PATH",
         help=f"a Python with llama-cpp-python and gguf (default {LLAMA_PYTHON})",
     )
-    parser.reporting()
     given = parser.parse_args(arguments)
-    batches = parser.numbers("--batches", given.batches, "1,8,64")
-    rounds = given.rounds if given.rounds is not None else 3 if given.quick else 5
-    steps = given.steps if given.steps is not None else 8 if given.quick else 16
-    if rounds < 1 or steps < 2 or given.seed < 0:
-        parser.error(
-            f"--rounds is {rounds}, --steps {steps} and --seed {given.seed}, but they must be at "
-            "least 1, 2 and 0"
+
+    def find_python() -> str:
+        return other_python(
+            parser,
+            given.llama_python,
+            option="--llama-python",
+            made=LLAMA_PYTHON,
+            made_by="make bench WHAT=llama-cpp",
+            runs="llama.cpp",
+            packages="llama-cpp-python and gguf",
         )
-    most = MODEL["max_position_embeddings"] - 2 * steps * (rounds + 1)
-    if not 1 <= given.prompt <= most:
-        parser.error(
-            f"--prompt is {given.prompt}, but with {rounds} rounds of {steps} steps it must be "
-            f"from 1 to {most} tokens"
-        )
-    parser.check_output(given.output)
-    python = torch_python(
-        parser,
-        given.llama_python,
-        option="--llama-python",
-        made=LLAMA_PYTHON,
-        made_by="make bench WHAT=llama-cpp",
-        runs="llama.cpp",
-        packages="llama-cpp-python and gguf",
-    )
-    return Options(
-        batches,
-        given.prompt,
-        rounds,
-        steps,
-        given.quick,
-        given.seed,
-        python,
-        given.json,
-        given.output,
-    )
+
+    return checked(parser, given, find_python, fewest_steps=2)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

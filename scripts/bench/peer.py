@@ -153,7 +153,7 @@ def fastest(workers: Mapping[str, Worker], folder: str) -> tuple[Worker, dict[st
     }
 
 
-def torch_python(
+def other_python(
     parser: argparse.ArgumentParser,
     given: str | None,
     *,

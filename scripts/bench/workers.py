@@ -49,7 +49,7 @@ from scripts.bench.parts.workers.sides import (
     Run,
     fastest,
 )
-from scripts.bench.peer import WAITING, Worker, WorkerError, torch_python
+from scripts.bench.peer import WAITING, Worker, WorkerError, other_python
 
 HISTORIES, WORKERS = (1024, 4096, 16384), (1, 2, 4, 8)
 HOGWILD_PYTHON = ".venv-hogwild/bin/python"
@@ -197,7 +197,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
             "https://github.com/eqimp/hogwild_llm"
         )
     python = (
-        torch_python(
+        other_python(
             parser,
             given.hogwild_python,
             option="--hogwild-python",

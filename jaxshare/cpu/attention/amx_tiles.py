@@ -16,7 +16,7 @@ _SIDE = 16
 _BYTES = 1024
 """Of a tile of the unit."""
 _TOTALS, _A, _B = range(4), 4, 5
-"""MatrixUnit of the unit."""
+"""Tiles of the unit."""
 
 
 def write_amx_tiles(shape: Shape, call: Call) -> Code:

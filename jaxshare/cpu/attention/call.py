@@ -18,8 +18,8 @@ from jaxshare.attention.plan import Plan
 from jaxshare.cpu.attention.merging import PER_PIECE, write_merge
 from jaxshare.cpu.attention.piece import write_piece
 from jaxshare.cpu.attention.work import WORK, Shape, write_lists
-from jaxshare.cpu.ir import FORMATS, I64, PTR, VOID
-from jaxshare.cpu.runtime import Call, register
+from jaxshare.cpu.ir import I64, PTR, VOID
+from jaxshare.cpu.runtime import Call, register, served_dtypes
 
 _Q, _KEYS, _VALUES, _BLOCKS, _SEEN, _OFFSETS, _COS, _SIN = range(8)
 """The arguments of a call."""
@@ -37,10 +37,8 @@ def cpu_attention(
     Raises:
       NotImplementedError: a dtype that there is no kernel for.
     """
-    dtypes = str(q.dtype), str(keys.dtype)
-    if unknown := [dtype for dtype in dtypes if dtype not in FORMATS]:
-        raise NotImplementedError(f"it has no kernel for {unknown[0]}")
-    shape = Shape(q.shape[3], plan.query_cos.shape[-1], *dtypes, scale)
+    query, cache = served_dtypes(q.dtype, keys.dtype)
+    shape = Shape(q.shape[3], plan.query_cos.shape[-1], query, cache, scale)
     axis = plan.token_sharding.axis
     has_lse = axis is not None
     name = f"attention.{shape.name}{'.lse' * has_lse}"

@@ -14,10 +14,9 @@ from jaxtyping import Float
 
 from jaxshare.cpu.amx import FEATURES as AMX
 from jaxshare.cpu.compiled import this_machine
-from jaxshare.cpu.ir import FORMATS
 from jaxshare.cpu.matrices.few_rows import write_few_rows
 from jaxshare.cpu.matrices.many_rows import SIDE, write_many_rows
-from jaxshare.cpu.runtime import register
+from jaxshare.cpu.runtime import register, served_dtypes
 
 _FEW_ROWS = {"bfloat16": 2, "float16": 8, "float32": 16}
 """Rows up to which the vector unit keeps up with the memory."""
@@ -31,9 +30,8 @@ def cpu_products(
     Raises:
       NotImplementedError: no kernel here is faster than XLA's.
     """
-    (rows, width), given, result = x.shape, str(x.dtype), str(jax.numpy.dtype(dtype))
-    if given not in FORMATS or result not in FORMATS:
-        raise NotImplementedError(f"it has no kernel for {given} and {result}")
+    rows, width = x.shape
+    given, result = served_dtypes(x.dtype, dtype)
     if any(kernel.dtype != x.dtype for kernel in kernels):
         raise NotImplementedError("rows and matrices differ in dtype")
     if rows <= _FEW_ROWS[given]:

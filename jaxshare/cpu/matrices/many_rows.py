@@ -22,7 +22,7 @@ _PIECE = 4 * SIDE
 """Outputs of a piece of work."""
 _ROW_BLOCKS = 16
 """Blocks of rows that a piece of work takes: what fits into a core's cache beside the matrix."""
-# MatrixUnit of the unit, beside four sums.
+# Tiles of the unit: the first four are sums.
 _SUMS, _A, _B = 4, (4, 5), (6, 7)
 
 

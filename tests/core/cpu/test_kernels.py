@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from jaxshare import cpu
+from jaxshare.attention.api import BACKENDS
+from jaxshare.pallas.device import H200, assume_device
 
 if not cpu.available():
     pytest.skip("there are no kernels for this machine", allow_module_level=True)
@@ -121,6 +123,11 @@ def _seen(before: str, **environment: str) -> tuple[str, str]:
 
 def test_they_can_be_turned_off():
     assert _seen("", JAXSHARE_CPU_KERNELS="off")[0] == "False ('xla',)"
+
+
+def test_a_backend_whose_kernels_are_not_for_the_device_says_so():
+    with assume_device(H200), pytest.raises(NotImplementedError, match="turned off, or not for"):
+        BACKENDS["cpu"](*[None] * 5)  # type: ignore[arg-type]
 
 
 def test_without_llvmlite_everything_runs_as_xla_compiles_it():

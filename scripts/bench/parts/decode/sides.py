@@ -102,8 +102,10 @@ class Run:
         self.loop = loop.lower(self.params, self.state).compile()
 
     def prefill(self) -> float:
-        """Fills the blocks with their prompts and returns the seconds."""
-        cache, ends = jax.block_until_ready(self.state.cache), []
+        """Empties the blocks, fills them with their prompts and returns the seconds."""
+        cache, ends = self.state.cache, []
+        cache = dataclasses.replace(cache, lengths=jnp.zeros_like(cache.lengths))
+        jax.block_until_ready(cache)
         begin = time.perf_counter()
         for g, layout in enumerate(self.groups):
             tokens, used = (
@@ -121,12 +123,6 @@ class Run:
             self.state = dataclasses.replace(self.state, logits=logits)
         self.state = jax.block_until_ready(dataclasses.replace(self.state, cache=cache))
         return time.perf_counter() - begin
-
-    def reset(self) -> None:
-        """Empties the blocks, to be filled anew by `prefill`."""
-        cache = self.state.cache
-        cache = dataclasses.replace(cache, lengths=jnp.zeros_like(cache.lengths))
-        self.state = dataclasses.replace(self.state, cache=cache)
 
     def step(self) -> float:
         """Runs `steps` passes and returns their seconds."""

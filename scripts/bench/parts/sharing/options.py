@@ -8,7 +8,7 @@ from pathlib import Path
 from scripts.bench import decode as bench_decode
 from scripts.bench.lib import ROOT, Parser
 from scripts.bench.parts.sharing import plots
-from scripts.bench.peer import TORCH_PYTHON, torch_python
+from scripts.bench.peer import TORCH_PYTHON, other_python
 
 MODEL = bench_decode.MODEL | {
     "num_attention_heads": 8,
@@ -268,7 +268,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
         )
     python = None
     if TORCH_PARTS & set(parts) and not given.without_torch:
-        python = torch_python(parser, given.torch_python)
+        python = other_python(parser, given.torch_python)
     return Options(
         parts,
         dataclasses.replace(scale, **asked),
