@@ -28,6 +28,7 @@ from jaxshare.pallas.device import current_device
 
 PIECE = 4
 """Tokens of a piece of a row's text, where passes that feed several tokens of a row are cut up."""
+_FOR_EVER = np.iinfo(np.int32).max
 
 
 def decode(
@@ -39,6 +40,7 @@ def decode(
     width: int = 1,
     pieces: int | None = None,
     stop_on_finish: bool = False,
+    max_idle: int = 0,
     changes: Changes | None = None,
     until_any: bool | None = None,
 ) -> DecodeState:
@@ -61,17 +63,20 @@ def decode(
         wait. At least `num_pieces` of the rows of the largest session. Static.
       stop_on_finish: return as soon as a row finishes, so that the host can give it more to do.
         Data.
+      max_idle: with `stop_on_finish`, return only when another pass would make it more than this
+        many passes, counted for each row by itself, that finished rows have idled. Data.
       changes: to make first. A program for changes serves any, but is another than one for none.
       until_any: the deprecated name of `stop_on_finish`.
 
     Raises:
-      ValueError: a negative number of passes, more than the state has room to record, or a width
-        or a number of wide rows that it cannot take.
+      ValueError: a negative number of passes or of idle ones, more passes than the state has room
+        to record, or a width or a number of wide rows that it cannot take.
     """
     if until_any is not None:
         warn_renamed("until_any", "stop_on_finish")
         stop_on_finish = until_any
-    _check(state, passes, width, pieces)
+    _check(state, passes, width, pieces, max_idle)
+    most_idle = min(max_idle, _FOR_EVER) if stop_on_finish else _FOR_EVER
     donated: Any = {"cache": None, "logits": None, "top_logits": None}
     return _decode(
         model,
@@ -81,7 +86,7 @@ def decode(
         state.top_logits,
         dataclasses.replace(state, **donated),
         changes,
-        np.asarray([passes, stop_on_finish], np.int32),
+        np.asarray([passes, most_idle], np.int32),
         width,
         pieces,
     )
@@ -92,7 +97,7 @@ def num_pieces(rows: int, width: int) -> int:
     return rows * -(-width // PIECE)
 
 
-def _check(state: DecodeState, passes: int, width: int, pieces: int | None) -> None:
+def _check(state: DecodeState, passes: int, width: int, pieces: int | None, max_idle: int) -> None:
     if passes < 0 or not 1 <= width <= state.max_width:
         raise ValueError(
             f"passes is {passes} and width {width}; passes must be at least 0, and width from 1 to "
@@ -103,6 +108,8 @@ def _check(state: DecodeState, passes: int, width: int, pieces: int | None) -> N
             f"pieces is {pieces}; for a row with {width} tokens it must be at least "
             f"{num_pieces(1, width)}, and as many for each row of the largest session"
         )
+    if max_idle < 0:
+        raise ValueError(f"max_idle is {max_idle}; it must be at least 0")
     if 0 < state.record.capacity < passes:
         raise ValueError(
             f"passes is {passes}, but the state has room to record {state.record.capacity}; create "
@@ -130,7 +137,7 @@ def _decode(
     state = dataclasses.replace(rest, cache=cache, logits=logits, top_logits=top_logits)
     state = state.with_changes(changes) if changes else state
     state = dataclasses.replace(state, record=state.record.start(state.passes))
-    running_before, last, stop_on_finish = state.running, state.passes + limits[0], limits[1] > 0
+    running_before, last, max_idle = state.running, state.passes + limits[0], limits[1]
     sessions = Sessions.of(state.session)
 
     def able(state: DecodeState) -> Array:
@@ -139,41 +146,58 @@ def _decode(
         halted = state.halts & sessions.any(finished)
         return state.running & _has_room(state) & (state.clock < state.last_pass) & ~halted
 
-    def goes_on(state: DecodeState) -> Array:
-        finished = stop_on_finish & jnp.any(running_before & ~state.running)
-        return (state.passes < last) & ~finished & jnp.any(able(state))
+    def idled(state: DecodeState, idle: Array) -> Array:
+        """The passes that finished rows will have idled after the next one, int32[]."""
+        return idle + jnp.sum(running_before & ~state.running, dtype=jnp.int32)
+
+    def goes_on(state: DecodeState, idle: Array) -> Array:
+        # Where nothing has finished, it is 0.
+        return (state.passes < last) & (idled(state, idle) <= max_idle) & jnp.any(able(state))
 
     def fed(state: DecodeState) -> DecodeState:
-        """The state after a forward pass."""
-        rows = able(state)
-        if width == 1:
-            return _feed(model, params, _advanced(state, sessions, rows), rows, 1)
-        wide = sessions.any(rows & (state.num_pending > 1)) & rows
-        if pieces is None:
-            wide = rows & jnp.any(wide)  # a wide pass has a place for each row anyway
-        narrow = rows & ~wide
-        if pieces is not None:
-            needed = jnp.where(wide, _pieces_of(jnp.minimum(state.num_pending, width)), 0)
-            wide &= sessions.first_that_fit(needed, pieces)
-        state = _advanced(state, sessions, wide | narrow)
-        state = _apply_if(
-            jnp.any(wide), state, lambda s: _feed(model, params, s, wide, width, pieces)
-        )
-        return _apply_if(jnp.any(narrow), state, lambda s: _feed(model, params, s, narrow, 1))
+        return _fed(model, params, state, able(state), sessions, width, pieces)
 
+    none = jnp.zeros((), jnp.int32)
     if current_device() is not None:
         return jax.lax.while_loop(
-            goes_on, lambda s: _sample(fed(s), sessions), _sample(state, sessions)
-        )
+            lambda c: goes_on(*c),
+            lambda c: (_sample(fed(c[0]), sessions), idled(*c)),
+            (_sample(state, sessions), none),
+        )[0]
 
     # A first step that only samples takes a loop more in each, for which a GPU would wait for its
     # host; here sampling is compiled once for that.
-    def step(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
-        state, started = carry
-        return _sample(_apply_if(started, state, fed), sessions), jnp.ones((), bool)
+    def step(carry: tuple[DecodeState, Array, Array]) -> tuple[DecodeState, Array, Array]:
+        state, idle, started = carry
+        idle = jnp.where(started, idled(state, idle), none)
+        return _sample(_apply_if(started, state, fed), sessions), idle, jnp.ones((), bool)
 
-    begin = state, jnp.zeros((), bool)
-    return jax.lax.while_loop(lambda c: ~c[1] | goes_on(c[0]), step, begin)[0]
+    begin = state, none, jnp.zeros((), bool)
+    return jax.lax.while_loop(lambda c: ~c[2] | goes_on(*c[:2]), step, begin)[0]
+
+
+def _fed(
+    model: DecodeModel,
+    params: Any,
+    state: DecodeState,
+    rows: Array,
+    sessions: Sessions,
+    width: int,
+    pieces: int | None,
+) -> DecodeState:
+    """The state after a pass that bool[R] rows can take part in."""
+    if width == 1:
+        return _feed(model, params, _advanced(state, sessions, rows), rows, 1)
+    wide = sessions.any(rows & (state.num_pending > 1)) & rows
+    if pieces is None:
+        wide = rows & jnp.any(wide)  # a wide pass has a place for each row anyway
+    narrow = rows & ~wide
+    if pieces is not None:
+        needed = jnp.where(wide, _pieces_of(jnp.minimum(state.num_pending, width)), 0)
+        wide &= sessions.first_that_fit(needed, pieces)
+    state = _advanced(state, sessions, wide | narrow)
+    state = _apply_if(jnp.any(wide), state, lambda s: _feed(model, params, s, wide, width, pieces))
+    return _apply_if(jnp.any(narrow), state, lambda s: _feed(model, params, s, narrow, 1))
 
 
 def _apply_if(

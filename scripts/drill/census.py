@@ -7,7 +7,6 @@ import ctypes
 import dataclasses
 import gc
 import os
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,10 +40,13 @@ class Census:
         objects of each class of jaxshare and of event loops outside the caches, and what is
         reachable from the engine. None of it may go on growing.
       resident: bytes of memory, which the allocator's own pieces are a part of.
+      allocated: bytes of the system's allocator that are in use, without what it keeps between them;
+        0 where it does not tell.
     """
 
     counts: Mapping[str, int]
     resident: int
+    allocated: int
 
 
 def growth(before: Sequence[Census], after: Sequence[Census]) -> dict[str, tuple[int, int]]:
@@ -76,10 +78,31 @@ def take(engine: Engine) -> Census:
         **_reachable(engine),
     }
     counts["nodes outside the tree"] = counts.pop("Node", len(nodes)) - len(nodes)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)  # or what is free, but not given back, would count
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)  # or what is free, but not given back, would count
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
-    return Census(counts, resident)
+    return Census(counts, resident, _allocated())
+
+
+class _Mallinfo2(ctypes.Structure):
+    """The struct mallinfo2 of the GNU C library."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def _allocated() -> int:
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        return 0
+    mallinfo2.restype = _Mallinfo2
+    found = mallinfo2()
+    return found.uordblks + found.hblkhd  # of its arenas, and mapped each by itself
 
 
 def _objects() -> dict[str, int]:

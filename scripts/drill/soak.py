@@ -10,7 +10,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,13 @@ _WARM_UP = range(_SCHEDULES, _SCHEDULES + 12)
 _WINDOW = 5
 """Waves of the base line, and of what is compared with it: what a wave leaves varies a little, but
 what leaks is more after each of the last waves than after any of the first."""
-_ALLOWED = 8 * 2**20
-"""Bytes by which resident memory may grow from the third to the last quarter of the waves: what each
-wave leaked would be seen there as anywhere."""
-_SETTLED = 1_000
-"""Waves before that is judged: resident memory grows by some tens of MiB in the first 700, and no more
-in the next 700."""
-_ALLOWED_EARLY, _FEWEST = 48 * 2**20, 100
-"""Bytes by which it may have grown before, from the second to the last quarter, and the fewest waves."""
+_FEWEST, _ALLOWED_RESIDENT, _ALLOWED_IN_USE = 100, 192 * 2**20, 16 * 2**20
+"""The fewest waves to judge memory by, and the bytes by which what is resident and what is in use may
+grow from the second to the last quarter of them. What is resident goes up and down by 100 MiB, since
+what is free lies between what is not, and in the first 200 waves programs are compiled."""
+_SETTLED, _ALLOWED_LATER = 1_000, 2 * 2**20
+"""Waves after which that is over, and the bytes by which memory in use may then grow from the third
+quarter to the last. It grows by 2 KiB a wave."""
 _PROBE = Call((5, 6, 7), -1, 0, {"sampler": mixed_schedules.SAMPLERS[0], "max_new_tokens": 9})
 _PROBE.options["seed"] = 1
 
@@ -75,7 +74,7 @@ class Soak:
 
     Attributes:
       first, last: what the process held after the first and the last waves since the warm-up.
-      resident: bytes of memory after each wave since.
+      memory: after each wave since, the bytes that are resident, and that are in use.
     """
 
     def __init__(self, engine: Engine):
@@ -85,21 +84,21 @@ class Soak:
             self._run(random.Random(number), mixed_schedules.make(number))
         self.first: list[Census] = []
         self.last: collections.deque[Census] = collections.deque(maxlen=_WINDOW)
-        self.resident: list[int] = []
+        self.memory: list[tuple[int, int]] = []
 
     def wave(self, rng: random.Random) -> int:
         """Runs a wave of work, and checks its texts and what is left of it; returns its faults."""
         faults = self._run(rng, mixed_schedules.make(rng.randrange(_SCHEDULES)))
         found = self._at_rest()
-        self.resident.append(found.resident)
+        self.memory.append((found.resident, found.allocated))
         if len(self.first) < _WINDOW:
             self.first.append(found)
         else:
             self.last.append(found)
         if len(self.last) == _WINDOW:
             grown = census.growth(self.first, self.last)
-            assert not grown, f"after wave {len(self.resident)} there is more of: {grown}"
-        self._check_resident()
+            assert not grown, f"after wave {len(self.memory)} there is more of: {grown}"
+        self._check_memory()
         return faults
 
     def _run(self, rng: random.Random, schedule: mixed_schedules.Schedule) -> int:
@@ -119,7 +118,7 @@ class Soak:
         self.engine.drain(_PATIENCE)
         with self.engine._leases.exclusive():
             check_memory(self.engine)
-        if len(self.resident) % 3 == 0:  # else the next wave finds what is cached
+        if len(self.memory) % 3 == 0:  # else the next wave finds what is cached
             mixed_schedules.check_baseline(self.engine)
         # The last dispatch leaves its tables, so it is always of the same calls, one in each row.
         probes = [self.engine.submit(_PROBE.tokens, **_PROBE.options) for _ in range(_ROWS)]
@@ -129,20 +128,25 @@ class Soak:
         self.engine.drain(_PATIENCE)
         return census.take(self.engine)
 
-    def _check_resident(self) -> None:
-        """Compares the last quarter of the waves with the third or, in a short run, the second."""
-        waves = self.resident
-        if len(waves) < _FEWEST:
-            return
-        quarter = len(waves) // 4
-        settled = len(waves) >= _SETTLED
-        start, allowed = (-2 * quarter, _ALLOWED) if settled else (quarter, _ALLOWED_EARLY)
-        before = statistics.median(waves[start : start + quarter])
-        after = statistics.median(waves[-quarter:])
-        assert after - before < allowed, (
-            f"resident memory has grown from {before / 2**20:.0f} to {after / 2**20:.0f} MiB "
-            f"in {len(waves)} waves"
-        )
+    def _check_memory(self) -> None:
+        """Compares the last quarter of the waves with the second and the third."""
+        resident, in_use = ([*each] for each in zip(*self.memory, strict=True))
+        if len(in_use) >= _FEWEST:
+            _check_growth("resident memory", resident, 1, _ALLOWED_RESIDENT)
+            _check_growth("memory in use", in_use, 1, _ALLOWED_IN_USE)
+        if len(in_use) >= _SETTLED:
+            _check_growth("memory in use", in_use, 2, _ALLOWED_LATER)
+
+
+def _check_growth(name: str, waves: Sequence[int], quarter: int, allowed: int) -> None:
+    """Fails where the last quarter has more bytes than this one, counted from 0."""
+    size = len(waves) // 4
+    before = statistics.median(waves[quarter * size : (quarter + 1) * size])
+    after = statistics.median(waves[-size:])
+    assert after - before < allowed, (
+        f"{name} has grown from {before / 2**20:.1f} to {after / 2**20:.1f} MiB in "
+        f"{len(waves)} waves"
+    )
 
 
 @functools.cache

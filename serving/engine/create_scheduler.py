@@ -16,7 +16,7 @@ from jaxshare.serving.logits_cache.hotspot import Hotspot
 def create_scheduler(
     model: LoadedModel,
     metrics: Metrics,
-    sizes: tuple[int, int, int, int],
+    sizes: tuple[int, int, int, int | None],
     policy: str | Policy,
     logits: LogitsCache | None,
     hotspot: Hotspot,
@@ -27,7 +27,7 @@ def create_scheduler(
       model: as loaded, keys rotated as for its whole context.
       metrics: of the engine.
       sizes: tokens of the memory on the accelerator and on the host, rows, and passes of a
-        dispatch.
+        dispatch, or None; see `Scheduler`.
       policy: the order of eviction, or its name.
       logits, hotspot: the Logits Cache, and the rule for samples that leave it.
     """

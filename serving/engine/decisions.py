@@ -156,7 +156,7 @@ class StepDecisions:
 
 def settings_of(
     model: LoadedModel,
-    sizes: tuple[int, int, int, int],
+    sizes: tuple[int, int, int, int | None],
     policy: str | Policy,
     logits: LogitsCache | None,
     hotspot: Hotspot,

@@ -151,13 +151,14 @@ class DecodeRows:
         *,
         passes: int,
         stop_on_finish: bool,
+        max_idle: int = 0,
         sessions: Sequence[tuple[SessionPasses, np.ndarray, SessionBlocks]] = (),
     ) -> None:
         """Dispatches passes that sample for these rows.
 
         Args:
           rows: all that are in the loop.
-          passes, stop_on_finish: see `jaxshare.decode`.
+          passes, stop_on_finish, max_idle: see `jaxshare.decode`.
           sessions: those that take part, the rows that they take, and their blocks.
         """
         self.state = self.state or self._created()
@@ -187,8 +188,10 @@ class DecodeRows:
             width=WIDTH,
             pieces=min(self._pieces, num_pieces(self._num_rows, WIDTH)),
             stop_on_finish=stop_on_finish,
+            max_idle=max_idle,
             changes=changes,
         )
+        self._kv.speeds.dispatched()
         # The next view has no blocks of these sessions.
         self._kv.pool.cache, self._kv.view_changed = self.state.cache, bool(placed)
         self._sessions = placed
@@ -274,6 +277,7 @@ class DecodeRows:
         held = found.pop("num_sampled") - found.pop("num_taken")
         total, phases = int(found.pop("passes")), found.pop("phases")
         passes, self._total_passes = total - self._total_passes, total
+        self._kv.speeds.fetched(passes)
         if found.pop("faults"):
             state.cache.check()
         whole = on_host(state) if self._sessions else state

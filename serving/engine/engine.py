@@ -22,6 +22,7 @@ from jaxshare.serving.engine.decisions import agree_on_settings, settings_of
 from jaxshare.serving.engine.engine_loop import EngineLoop
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.request import DerivedSeeds, Request
+from jaxshare.serving.engine.scheduler import MAX_PASSES
 from jaxshare.serving.engine.session_passes import SessionPasses
 from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamState
 from jaxshare.serving.engine.validation import as_sampler
@@ -47,7 +48,7 @@ class Engine(EngineLoop):
 
     Attributes:
       model: as loaded.
-      rows, passes: as given: rows at the same time, and passes of a dispatch.
+      rows, passes: the most rows at the same time, and the most passes of a dispatch.
       metrics: see `Metrics`.
     """
 
@@ -60,7 +61,7 @@ class Engine(EngineLoop):
         policy: str | Policy = "contribution",
         max_rows: int = 16,
         max_queue: int = 1024,
-        passes: int = 16,
+        passes: int | None = None,
         seed: int = 0,
         sampler: Sampler | None = None,
         logits_cache: int | LogitsCache = 0,
@@ -80,8 +81,8 @@ class Engine(EngineLoop):
             `jaxshare.serving.kvcache.policy.Policy`.
           max_rows: requests that run at the same time.
           max_queue: requests that may wait beside those.
-          passes: the most forward passes of a dispatch; between dispatches the engine streams
-            tokens and admits requests.
+          passes: of a dispatch, the most; between dispatches tokens are streamed and requests
+            admitted. By default as follows from the speeds; see `Scheduler`.
           seed, sampler: for requests that have none; by default the checkpoint's own settings.
           logits_cache: bytes of host memory for the Logits Cache, which requests with `resample`
             use; or an existing one.
@@ -94,23 +95,22 @@ class Engine(EngineLoop):
           TypeError: an argument of another type.
           EngineError: the processes of the model give different settings.
         """
-        max_rows, max_queue, passes, kept_logits = validation.check_engine(
-            max_rows=max_rows, max_queue=max_queue, passes=passes, kept_logits=kept_logits
+        most = MAX_PASSES if passes is None else passes
+        self.rows, self._max_queue, self.passes, kept_logits = validation.check_engine(
+            max_rows=max_rows, max_queue=max_queue, passes=most, kept_logits=kept_logits
         )
         self._sampler = default_sampler(model) if sampler is None else as_sampler(sampler)
-        tokens, host = validation.memory_sizes(model, kv_bytes, host_kv_bytes, max_rows)
+        tokens, host = validation.memory_sizes(model, kv_bytes, host_kv_bytes, self.rows)
         self.model, metrics = model.for_context(model.config.max_positions), Metrics()
-        self.rows, self.passes, self._max_queue = max_rows, passes, max_queue
         logits = validation.logits_cache_for(self.model, logits_cache, kept_logits)
-        sizes = tokens, host, max_rows, passes
+        sizes = tokens, host, self.rows, passes and self.passes
         scheduler = create_scheduler(self.model, metrics, sizes, policy, logits, hotspot)
         leases = LeaseTable(scheduler.kv, agreement.device_lock(model.mesh))
         super().__init__(scheduler, leases, metrics)
         self._numbers, self._seeds = itertools.count(), DerivedSeeds(as_integer("seed", seed))
         self._store: CheckpointStore | None = None
-        agree_on_settings(
-            leases, scheduler, settings_of(self.model, sizes, policy, logits, hotspot)
-        )
+        settings = settings_of(self.model, sizes, policy, logits, hotspot)
+        agree_on_settings(leases, scheduler, settings)
 
     @property
     def logits_cache(self) -> LogitsCache | None:

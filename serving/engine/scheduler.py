@@ -33,6 +33,9 @@ from jaxshare.serving.kvcache.view import SessionBlocks, ViewBuilder
 
 log = logging.getLogger("jaxshare.engine")
 
+MAX_PASSES = 63
+"""Passes of a dispatch that follows the measured speeds, at most: its outputs have 64 places."""
+
 _FINAL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -43,7 +46,9 @@ class Scheduler:
       model: as loaded, keys rotated as for its whole context.
       kv, queue: the keys and values, and the waiting requests.
       rows: requests that run at the same time.
-      passes: the most passes of one dispatch, after which the host processes the output.
+      passes: the most passes of one dispatch, after which the host processes the output; None for
+        as many as take 20 milliseconds, or eight times what the host takes between two dispatches,
+        at most `MAX_PASSES`.
       metrics: the engine's counters.
       output: processes sampled tokens.
       prefill_first: prefill all that is admitted before anything more is sampled, which takes the
@@ -63,7 +68,7 @@ class Scheduler:
         kv: KVManager,
         queue: FairQueue,
         rows: int,
-        passes: int,
+        passes: int | None,
         metrics: Metrics,
         output: OutputProcessor,
         prefill_first: bool = False,
@@ -71,7 +76,8 @@ class Scheduler:
         takes_sessions: bool = False,
     ):
         self.model, self.kv, self.queue = model, kv, queue
-        self.passes, self.metrics, self.output = passes, metrics, output
+        self.passes, self._passes_by_speeds = passes or MAX_PASSES, passes is None
+        self.metrics, self.output = metrics, output
         self.rows: list[RunningRequest | None] = [None] * rows
         self._prefill_first, self.peak_tokens = prefill_first, 0
         self._draft_views = {count: ViewBuilder(count) for count, _ in SHAPES}
@@ -80,7 +86,7 @@ class Scheduler:
             model,
             kv,
             rows=rows,
-            passes=passes,
+            passes=self.passes,
             num_top_logits=output.num_top_logits,
             groups=groups,
             sessions=takes_sessions,
@@ -113,7 +119,9 @@ class Scheduler:
         if sessions or any(row.decoding for row in self.live):
             # A prefilling row must not wait long for its next chunk, nor a request for a row.
             prefilling = any(not row.decoding for row in self.live)
-            passes = max(1, self.passes // 4) if prefilling else self.passes
+            by_speeds, most = self._passes_by_speeds, self.passes
+            passes = self.kv.speeds.passes(most) if by_speeds else most
+            passes = max(1, passes // 4) if prefilling else passes
             self._decode(passes, sessions, stop_on_finish=len(self.queue) > 0)
         if self._prefill_first and not len(self.queue):
             self._narrow()
@@ -262,7 +270,7 @@ class Scheduler:
     ) -> None:
         """One dispatch: passes that each sample a token for every row in the decode loop.
 
-        With `stop_on_finish` the dispatch ends when a row does.
+        With `stop_on_finish` the dispatch ends when a row does, unless the others should go on.
         """
         if sessions:
             passes = min(passes, max(session.passes for session, _, _ in sessions))
@@ -272,7 +280,13 @@ class Scheduler:
             if capacity < min(passes, row.request.remaining):
                 self.kv.extend_in_place(row.node, row.request.remaining)
         self._decode_rows.dispatch(
-            rows, passes=passes, stop_on_finish=stop_on_finish, sessions=sessions
+            rows,
+            passes=passes,
+            stop_on_finish=stop_on_finish,
+            max_idle=self.kv.speeds.idle_passes(
+                len(rows) + sum(len(taken) for _, taken, _ in sessions)
+            ),
+            sessions=sessions,
         )
         if request := next(iter(self.queue), None):
             self.kv.prepare(request)  # while the device is at work

@@ -25,7 +25,7 @@ MAX_PENDING = 128
 """Tokens that a row may have pending, at least."""
 MIN_BIAS_SLOTS = 8
 """Places for a row's biased and forbidden tokens, at least."""
-_OUTPUTS, _OPENINGS, _OPENING_TOKENS = 32, 64, 32
+_OUTPUTS, _OPENINGS, _OPENING_TOKENS = 64, 128, 32
 """Sampled tokens, openings of steps and tokens of one that a row has places for, at least."""
 _MAX_PAIRS, _MAX_ENTRIES = 4, 2**14
 """Pairs of automata that the state has places for, and entries of their tables, at first."""

@@ -1,13 +1,19 @@
-"""Seconds a token of prefill and of copies: whether tokens are computed again or fetched, and kept
-as a block of their own or not.
+"""Measured seconds of prefill, of copies, of passes, and of the host between two dispatches.
 
-The scheduler and the KV manager read no clock. What they decide follows from these numbers, so
+From them follow whether tokens are computed again or fetched, and kept as a block of their own or
+not, and how many passes a dispatch has. The scheduler and the KV manager read no clock. What they decide follows from these numbers, so
 several processes that are given the same numbers decide alike.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
+
+_FIRST_PASSES = 16
+"""Passes of a dispatch before any was measured."""
+_DISPATCH_SECONDS, _HOST_TIMES = 0.02, 8
+"""The time of a dispatch, and how many times the host's time before it that it takes at least."""
 
 
 class FixedSpeeds:
@@ -16,19 +22,30 @@ class FixedSpeeds:
     Attributes:
       feed_seconds: per prefilled token; 0 where it is not known.
       copy_seconds: per token fetched from host memory; 0 where it is not known.
+      pass_seconds: of a pass of the decode loop; 0 where it is not known.
+      host_seconds: for which the device waits between two dispatches; 0 where it is not known.
     """
 
-    def __init__(self, feed_seconds: float = 0.0, copy_seconds: float = 0.0):
-        self.feed_seconds, self.copy_seconds = feed_seconds, copy_seconds
+    def __init__(
+        self,
+        feed_seconds: float = 0.0,
+        copy_seconds: float = 0.0,
+        pass_seconds: float = 0.0,
+        host_seconds: float = 0.0,
+    ):
+        self.use(feed_seconds, copy_seconds, pass_seconds, host_seconds)
 
     @property
-    def measured(self) -> tuple[float, float]:
-        """The measured values of `feed_seconds` and `copy_seconds`, for `use`."""
-        return self.feed_seconds, self.copy_seconds
+    def measured(self) -> tuple[float, float, float, float]:
+        """The measured values of the attributes, in their order, for `use`."""
+        return self.feed_seconds, self.copy_seconds, self.pass_seconds, self.host_seconds
 
-    def use(self, feed_seconds: float, copy_seconds: float) -> None:
+    def use(
+        self, feed_seconds: float, copy_seconds: float, pass_seconds: float, host_seconds: float
+    ) -> None:
         """Takes over speeds that were measured, by this process or by another one."""
         self.feed_seconds, self.copy_seconds = feed_seconds, copy_seconds
+        self.pass_seconds, self.host_seconds = pass_seconds, host_seconds
 
     @contextlib.contextmanager
     def feeding(self, tokens: int) -> Iterator[None]:
@@ -40,6 +57,30 @@ class FixedSpeeds:
         """Surrounds a copy of this many tokens out of host memory."""
         yield
 
+    def passes(self, most: int) -> int:
+        """The passes of a dispatch, at most so many.
+
+        Few where they take long, so that tokens are streamed and requests admitted; many where the
+        host would take much of the time else.
+        """
+        if not self.pass_seconds:
+            return min(most, _FIRST_PASSES)
+        seconds = max(_DISPATCH_SECONDS, _HOST_TIMES * self.host_seconds)
+        return min(most, math.ceil(seconds / self.pass_seconds))
+
+    def idle_passes(self, rows: int) -> int:
+        """The passes that some of these rows may idle in a dispatch, until it pays to end it.
+
+        They then have cost as much as the host's time before another dispatch.
+        """
+        return round(rows * self.host_seconds / self.pass_seconds) if self.pass_seconds else 0
+
+    def dispatched(self) -> None:
+        """Tells that passes of the decode loop were dispatched."""
+
+    def fetched(self, passes: int) -> None:
+        """Tells that the results of this many passes have arrived since they were dispatched."""
+
 
 class MeasuredSpeeds(FixedSpeeds):
     """Speeds that are measured; decisions follow from them once they are taken over with `use`.
@@ -50,23 +91,37 @@ class MeasuredSpeeds(FixedSpeeds):
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         super().__init__()
-        self._clock, self._feed, self._copy = clock, 0.0, 0.0
+        self._clock, self._feed, self._copy, self._pass, self._host = clock, 0.0, 0.0, 0.0, 0.0
+        self._dispatched = 0.0
+        self._fetched: float | None = None  # unless the device has done something else since
 
     @property
-    def measured(self) -> tuple[float, float]:
-        return self._feed, self._copy
+    def measured(self) -> tuple[float, float, float, float]:
+        return self._feed, self._copy, self._pass, self._host
 
     @contextlib.contextmanager
     def feeding(self, tokens: int) -> Iterator[None]:
-        start = self._clock()
+        start, self._fetched = self._clock(), None
         yield
         self._feed = _ema(self._feed, (self._clock() - start) / tokens)
 
     @contextlib.contextmanager
     def copying(self, tokens: int) -> Iterator[None]:
-        start = self._clock()
+        start, self._fetched = self._clock(), None
         yield
         self._copy = _ema(self._copy, (self._clock() - start) / tokens)
+
+    def dispatched(self) -> None:
+        self._dispatched = self._clock()
+        if self._fetched is not None:
+            self._host = _ema(self._host, self._dispatched - self._fetched)
+
+    def fetched(self, passes: int) -> None:
+        self._fetched = self._clock()
+        if passes:
+            seconds = (self._fetched - self._dispatched) / passes
+            # No minimum as below: a pass takes longer where more rows take part.
+            self._pass = seconds if not self._pass else 0.7 * self._pass + 0.3 * seconds
 
 
 def _ema(before: float, now: float) -> float:

@@ -66,7 +66,8 @@ class Workers(SessionView):
         answer; "eos", a stop token of any worker; "never", none: workers do not sample stop tokens
         then.
       finisher_tokens: the most tokens of an answer that `finish` samples.
-      passes_at_once: forward passes between two host syncs. It never changes what is written.
+      passes_at_once: the most forward passes between two host syncs; by default 16, or as many as
+        a dispatch of the engine has. It never changes what is written.
       together: one worker's answer ends the session for all; False lets the others write on.
       implementation: attention backend.
       engine: an engine of the same model, which has the blocks in its memory. The workers' rows run
@@ -106,7 +107,7 @@ class Workers(SessionView):
         kind: str | AnswerRule = "box",
         stop_on: str = "answer",
         finisher_tokens: int = 16,
-        passes_at_once: int = 16,
+        passes_at_once: int | None = None,
         together: bool = True,
         implementation: str | None = None,
         engine: "Engine | None" = None,

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 _MAX_BUDGET = 2**31 - 2**10
 """The most forward passes, which devices count in int32."""
+_PASSES_AT_ONCE = 16
+"""Passes of a dispatch of a session without an engine, by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +187,8 @@ def _checked(
       ValueError: see `Workers`.
     """
     settings = {**settings, "names": tuple(settings["names"])}
+    if settings["passes_at_once"] is None:
+        settings["passes_at_once"] = engine.passes if engine else _PASSES_AT_ONCE
     _check_settings(settings)
     if engine and model.params is not engine.model.params:
         raise ValueError("the engine is of another model; give the session engine.model")

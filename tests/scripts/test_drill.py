@@ -55,14 +55,14 @@ def test_parts_are_chosen_by_name_and_run_at_least_one_case(monkeypatch, capsys)
 
 def test_a_leak_is_what_there_is_more_of_after_each_of_the_last_waves():
     def held(*numbers):
-        return [Census({"arrays": n, "threads of the system": 9 * n}, 0) for n in numbers]
+        return [Census({"arrays": n, "threads of the system": 9 * n}, 0, 0) for n in numbers]
 
     assert growth(held(4, 6, 5), held(7, 9, 8)) == {
         "arrays": (6, 7),
         "threads of the system": (54, 63),
     }
     assert growth(held(4, 6, 5), held(7, 6, 8)) == {}, "it varies"
-    assert growth(held(0, 0), [Census({"handles": 2}, 0)]) == {"handles": (0, 2)}
+    assert growth(held(0, 0), [Census({"handles": 2}, 0, 0)]) == {"handles": (0, 2)}
 
 
 @pytest.mark.slow

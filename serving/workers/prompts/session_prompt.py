@@ -48,9 +48,10 @@ class SessionTexts:
             text = self.format.question if ask else ""
         else:
             # The first name stays the first, marked as it is.
-            marked, *names = map(self.codec.mark, (name, *roster.names))
+            marked, *names = map(self.codec.mark_name, (name, *roster.names))
             text = self.format.opening(marked, number, names=names, ask=ask)
-        return self.codec.encode(text.rstrip(" "))  # a space belongs to the token that comes next
+        # A space belongs to the token that comes next.
+        return self.codec.encode_recurring(text.rstrip(" "))
 
     def first_opening(self, roster: Roster, name: str) -> list[int]:
         """The tokens that open a worker's first step."""

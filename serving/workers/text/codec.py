@@ -33,6 +33,10 @@ class Codec:
         """People's words, marked so that `encode` makes no control token of them."""
         return mark(self.tokenizer, words)
 
+    def mark_name(self, name: str) -> str:
+        """Marks a name, which recurs in all openings; see `mark`."""
+        return _mark_name(self, name, str(self.tokenizer.chat_template))
+
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without the space that some tokenizers put before it."""
         tokens = check_tokens(encode_marked(self.tokenizer, text), len(self.vocabulary))
@@ -41,6 +45,10 @@ class Codec:
             if tokens and self.vocabulary[tokens[0]] == b" " and not text.startswith(" ")
             else tokens
         )
+
+    def encode_recurring(self, text: str) -> list[int]:
+        """Encodes one of the few hundred texts that sessions open their steps with; see `encode`."""
+        return list(_encode_recurring(self, text, str(self.tokenizer.chat_template)))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens; special tokens have none."""
@@ -51,6 +59,19 @@ class Codec:
 def codec_of(tokenizer: Any, vocab_size: int) -> Codec:
     """The codec of a tokenizer, cached because building it reads every token."""
     return Codec(tokenizer, vocab_size)
+
+
+# Which tokens are control tokens depends on the template, which may be set later.
+
+
+@functools.lru_cache(maxsize=2**14)
+def _encode_recurring(codec: Codec, text: str, template: str) -> tuple[int, ...]:
+    return tuple(codec.encode(text))
+
+
+@functools.lru_cache(maxsize=2**10)
+def _mark_name(codec: Codec, name: str, template: str) -> str:
+    return codec.mark(name)
 
 
 def token_bytes(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> list[bytes]:

@@ -390,6 +390,26 @@ def test_stop_on_finish_comes_back_when_a_row_ends():
     assert state.outputs() == [greedy(p, n) for p, n in zip(PROMPTS, (3, 5, 5, 9), strict=True)]
 
 
+@pytest.mark.parametrize(
+    "max_idle, lengths",
+    [
+        (0, [[3, 3, 3, 3], [3, 5, 5, 5], [3, 5, 5, 9]]),
+        (1, [[3, 4, 4, 4], [3, 5, 5, 5], [3, 5, 5, 9]]),
+        # Two passes of one row; three rows would idle next.
+        (2, [[3, 5, 5, 5], [3, 5, 5, 9], [3, 5, 5, 9]]),
+        (5, [[3, 5, 5, 6], [3, 5, 5, 9], [3, 5, 5, 9]]),
+        (10**12, [[3, 5, 5, 9]] * 3),
+    ],
+)
+def test_rows_that_have_finished_may_idle_for_so_many_passes(max_idle, lengths):
+    """Before the dispatch returns; rows that ended before it do not count."""
+    state = tiny_state(PROMPTS, max_new_tokens=[3, 5, 5, 9])
+    for expected in lengths:
+        state = run(state, stop_on_finish=True, max_idle=max_idle)
+        assert [len(o) for o in state.outputs()] == expected
+    assert state.outputs() == [greedy(p, n) for p, n in zip(PROMPTS, (3, 5, 5, 9), strict=True)]
+
+
 def prefilled(cache: KVCache, prompts: dict[int, list[int]]) -> tuple[jnp.ndarray, KVCache]:
     """Feeds prompts of up to 16 tokens to blocks.
 

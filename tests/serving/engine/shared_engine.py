@@ -54,10 +54,11 @@ def log_decisions(scheduler: Scheduler) -> list[dict[str, Any]]:
     watch(
         scheduler._decode_rows,
         "dispatch",
-        lambda rows, *, passes, stop_on_finish, sessions=(): {
+        lambda rows, *, passes, stop_on_finish, max_idle, sessions=(): {
             "rows": [[row.index, row.request.number] for row in rows],
             "passes": passes,
             "stop_on_finish": stop_on_finish,
+            "max_idle": max_idle,
             "sessions": [[each.owner.number, taken.tolist()] for each, taken, _ in sessions],
         },
     )

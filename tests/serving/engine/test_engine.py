@@ -30,7 +30,9 @@ from jaxshare.serving.engine import (
     decode_rows,
 )
 from jaxshare.serving.inputs import token_bytes
+from jaxshare.serving.kvcache import manager
 from jaxshare.serving.kvcache.lease import KVLease
+from jaxshare.serving.kvcache.speeds import FixedSpeeds
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from tests.helpers import TINY, init
 from tests.serving.engine.stepped import small_pieces
@@ -252,6 +254,53 @@ def schedule(rng: random.Random, calls: int, **more) -> Engine:
 )
 def test_greedy_answers_are_those_of_each_call_alone(seed, policy):
     schedule(random.Random(seed), 40, policy=policy)
+
+
+@pytest.mark.parametrize(
+    "speeds, most",
+    [
+        ((), 16),  # nothing was measured yet
+        ((0, 0, 0.0021, 0.0), 10),  # so many take 20 milliseconds
+        ((0, 0, 0.0021, 0.004), 16),  # and so many eight times the host's time
+        ((0, 0, 1e-5, 0.0), 63),
+        ((0, 0, 3.0, 0.01), 1),
+    ],
+)
+def test_passes_of_a_dispatch_follow_from_the_speeds(speeds, most, monkeypatch):
+    """Tokens do not."""
+    monkeypatch.setattr(manager, "GROWTH", 256)  # so that no dispatch ends for want of room
+    taken = []
+    with Engine(MODEL, max_rows=ROWS) as engine:
+        kv, rows = engine._scheduler.kv, engine._scheduler._decode_rows
+        monkeypatch.setattr(kv, "speeds", FixedSpeeds(*speeds))
+        fetch = rows.fetch
+        monkeypatch.setattr(rows, "fetch", lambda: taken.append(fetch()) or taken[-1])
+        output = engine.submit([5, 7, 11], Sampler(), max_new_tokens=100).wait()
+    assert list(output.tokens) == alone([5, 7, 11], 100)[0]
+    passes = [result.passes for result in taken]
+    assert max(passes) == most and passes[:-1] == [most] * (len(passes) - 1)
+
+
+def test_rows_idle_while_others_go_on_as_long_as_the_host_would_take(monkeypatch):
+    """Where calls wait. A pass of four rows takes as long as the host: each row may idle for one."""
+    taken = []
+    with engine_of(MODEL, 16) as engine:
+        scheduler = engine._scheduler
+        monkeypatch.setattr(scheduler.kv, "speeds", FixedSpeeds(0, 0, 0.001, 0.001))
+        dispatch = scheduler._decode_rows.dispatch
+        monkeypatch.setattr(
+            scheduler._decode_rows,
+            "dispatch",
+            lambda rows, **more: (
+                taken.append((len(rows), more["max_idle"])) or dispatch(rows, **more)
+            ),
+        )
+        calls = [engine.submit([9, n], WARM, max_new_tokens=3 + n) for n in range(12)]
+        texts = [call.wait().tokens for call in calls]
+    assert taken and all(idle == rows for rows, idle in taken)
+    with engine_of(MODEL, 1) as engine:
+        calls = [engine.submit([9, n], WARM, max_new_tokens=3 + n) for n in range(12)]
+        assert texts == [call.wait().tokens for call in calls]
 
 
 @pytest.mark.slow

@@ -1,0 +1,69 @@
+"""Speeds: what is measured of passes and of the host between them, with a clock of the test."""
+
+import pytest
+
+from jaxshare.serving.kvcache.speeds import FixedSpeeds, MeasuredSpeeds
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_nothing_is_known_at_first():
+    assert MeasuredSpeeds().measured == FixedSpeeds().measured == (0, 0, 0, 0)
+
+
+def test_passes_and_the_host_between_two_dispatches_are_measured_apart():
+    clock = Clock()
+    speeds = MeasuredSpeeds(clock)
+    speeds.dispatched()
+    clock.now += 0.8
+    speeds.fetched(16)
+    clock.now += 0.003
+    speeds.dispatched()
+    assert speeds.measured[2:] == pytest.approx((0.05, 0.003))
+    assert (speeds.pass_seconds, speeds.host_seconds) == (0, 0)  # until they are taken over
+    speeds.use(*speeds.measured)
+    assert (speeds.pass_seconds, speeds.host_seconds) == pytest.approx((0.05, 0.003))
+
+
+def test_a_pass_is_an_average_and_the_host_the_least_of_late():
+    clock = Clock()
+    speeds = MeasuredSpeeds(clock)
+    for passes, seconds, host in ((10, 1.0, 0.01), (10, 2.0, 0.002), (10, 2.0, 0.012)):
+        speeds.dispatched()
+        clock.now += seconds
+        speeds.fetched(passes)
+        clock.now += host
+    speeds.dispatched()
+    first = 0.7 * 0.1 + 0.3 * 0.2
+    assert speeds.measured[2] == pytest.approx(0.7 * first + 0.3 * 0.2)
+    assert speeds.measured[3] == pytest.approx(0.9 * 0.002 + 0.1 * 0.012)
+
+
+def test_prefill_and_copies_between_two_dispatches_are_not_the_host_s_time():
+    clock = Clock()
+    speeds = MeasuredSpeeds(clock)
+    for other, index in ((speeds.feeding, 0), (speeds.copying, 1)):
+        speeds.dispatched()
+        clock.now += 1
+        speeds.fetched(4)
+        with other(100):
+            clock.now += 2
+        speeds.dispatched()
+        assert speeds.measured[3] == 0 and speeds.measured[index] == pytest.approx(0.02)
+
+
+def test_a_dispatch_of_no_pass_says_nothing():
+    clock = Clock()
+    speeds = MeasuredSpeeds(clock)
+    speeds.dispatched()
+    clock.now += 1
+    speeds.fetched(0)
+    assert speeds.measured[2] == 0
