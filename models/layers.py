@@ -27,8 +27,9 @@ from jaxshare.decoding.state import DecodeModel
 from jaxshare.layout import Layout, is_concrete
 from jaxshare.models.cached_layer import run_layer
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.linear import Linear, linears, products
+from jaxshare.models.linear import Linear, products, projections
 from jaxshare.models.linear import product as product
+from jaxshare.models.packed import GATE_UP, QKV, part_sizes
 from jaxshare.rope import rotate
 from jaxshare.sharding import psum
 from jaxshare.trace.attention import TraceBatch, trace_attention
@@ -89,17 +90,16 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "R T M"], attend: AttendInLayer) -> Float[Array, "R T M"]:
         c = self.config
-        linear = functools.partial(Linear, implementation=self.implementation)
-        heads = {"q": c.num_heads, "k": c.num_kv_heads, "v": c.num_kv_heads}
-        modules = [linear(n * c.head_dim, c.qkv_bias, name=name) for name, n in heads.items()]
-        q, k, v = (y.reshape(*x.shape[:-1], -1, c.head_dim) for y in linears(x, modules))
+        how = {"bias": c.qkv_bias, "implementation": self.implementation}
+        found = projections(self, x, QKV, part_sizes(c)[QKV], **how)
+        q, k, v = (y.reshape(*x.shape[:-1], -1, c.head_dim) for y in found)
         if c.qk_norm:
             norm = functools.partial(RMSNorm, c.norm_eps, self.implementation)
             q, k = norm(name="q_norm")(q), norm(name="k_norm")(k)
         out = attend(q, k, v)
-        return linear(c.hidden_size, c.out_bias, axis=self.axis, name="o")(
-            out.reshape(*x.shape[:-1], c.num_heads * c.head_dim)
-        )
+        return Linear(
+            c.hidden_size, c.out_bias, axis=self.axis, implementation=self.implementation, name="o"
+        )(out.reshape(*x.shape[:-1], c.num_heads * c.head_dim))
 
 
 class MLP(nn.Module):
@@ -118,10 +118,9 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "R T M"]) -> Float[Array, "R T M"]:
         c = self.config
-        linear = functools.partial(Linear, bias=c.mlp_bias, implementation=self.implementation)
-        modules = [linear(c.intermediate_size, name=name) for name in ("gate", "up")]
-        gate, up = linears(x, modules)
-        return linear(c.hidden_size, axis=self.axis, name="down")(nn.silu(gate) * up)
+        how = {"bias": c.mlp_bias, "implementation": self.implementation}
+        gate, up = projections(self, x, GATE_UP, part_sizes(c)[GATE_UP], **how)
+        return Linear(c.hidden_size, axis=self.axis, name="down", **how)(nn.silu(gate) * up)
 
 
 class Layer(nn.Module):

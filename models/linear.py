@@ -3,7 +3,8 @@
 Axis letters: R rows, T new tokens of a row, M model dim.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 import flax.linen as nn
 import jax
@@ -60,6 +61,34 @@ def linears(x: Float[Array, "... in"], modules: Sequence[Linear]) -> list[Float[
     found = products(x, kernels, exact, first.implementation)
     results = [psum(y, first.axis).astype(dtype) for y in found]
     return [y if b is None else y + b.astype(dtype) for y, b in zip(results, biases, strict=True)]
+
+
+def projections(
+    module: nn.Module,
+    x: Float[Array, "... in"],
+    name: str,
+    sizes: Mapping[str, int],
+    *,
+    bias: bool,
+    implementation: Implementation,
+) -> list[Float[Array, "... _"]]:
+    """Applies a module's linear layers of the same input.
+
+    Args:
+      module: whose parameters are those of each part, or packed (`jaxshare.models.packed`).
+      x: the input.
+      name: of the packed layer.
+      sizes: the features of each part by its name.
+      bias, implementation: see `Linear`.
+    """
+    if not module.has_variable("params", name):
+        parts = [
+            Linear(size, bias, implementation=implementation, name=part)
+            for part, size in sizes.items()
+        ]
+        return linears(x, parts)
+    whole = Linear(sum(sizes.values()), bias, implementation=implementation, name=name)(x)
+    return jnp.split(whole, [*itertools.accumulate(sizes.values())][:-1], axis=-1)
 
 
 def products(

@@ -31,6 +31,7 @@ from jaxshare.models.config import ModelConfig
 from jaxshare.models.config_fields import Fields, first_line, read_json
 from jaxshare.models.generation_config import Generation
 from jaxshare.models.layers import Decoder
+from jaxshare.models.packed import pack, unpack
 from jaxshare.models.safetensors_io import (
     CHECK_VARIABLE,
     DTYPES,
@@ -74,7 +75,8 @@ class LoadedModel:
 
     Attributes:
       config: its shape and variant.
-      params: {"params": ...}, as `Decoder.apply` takes them.
+      params: {"params": ...}, as `Decoder.apply` takes them. On a single GPU projections of the same
+        input are packed; see `named_params`.
       tokenizer: with the chat template, or None if the folder has none.
       generation: stop tokens and sampling defaults.
       workers: the contents of the folder's workers.json, the texts that workers need, or None if
@@ -100,6 +102,11 @@ class LoadedModel:
         """The module that takes `params`: a `Decoder` or, on a mesh, a `ShardedDecoder`."""
         return Decoder(self.config) if self.mesh is None else ShardedDecoder(self.config, self.mesh)
 
+    @property
+    def named_params(self) -> dict[str, Any]:
+        """The parameters with a name for each of a checkpoint's, whether `params` are packed or not."""
+        return unpack(self.params, self.config)
+
     def on(self, mesh: Mesh) -> "LoadedModel":
         """Returns the model with its parameters sharded over a mesh.
 
@@ -115,7 +122,7 @@ class LoadedModel:
         return dataclasses.replace(
             self,
             config=fitted,
-            params=shard_params(self.params, self.config, mesh),
+            params=shard_params(self.named_params, self.config, mesh),
             mesh=mesh,
             kv_repeats=fitted.num_kv_heads // self.config.num_kv_heads,
         )
@@ -141,7 +148,7 @@ class LoadedModel:
         files of former versions (`same_fingerprint`).
         """
         config = self._config_of_checkpoint
-        sums = _bit_sums(self.params, self.config.num_kv_heads, self.kv_repeats)
+        sums = _bit_sums(self.params, self.config, self.kv_repeats)
         target = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
         on_host = [np.asarray(value) for value in jax.tree.leaves(jax.device_put(sums, target))]
         plain, weighted = np.stack(on_host).T
@@ -238,9 +245,12 @@ def load(
     generation, tokenizer = _generation(folder, settings), _tokenizer(folder)
     if target_dtype is None:
         target_dtype = _checkpoint_dtype(settings, dtypes)
+    params = read(target_dtype)
+    if mesh is None and jax.default_backend() == "gpu":
+        params = pack(params, config)
     return LoadedModel(
         fitted,
-        read(target_dtype),
+        params,
         tokenizer,
         generation,
         _workers(folder),
@@ -268,7 +278,7 @@ def _reader(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _bit_sums(params: dict[str, Any], kv_heads: int, repeats: int) -> dict[str, Any]:
+def _bit_sums(params: dict[str, Any], config: ModelConfig, repeats: int) -> dict[str, Any]:
     """Sums the bits of each parameter as numbers: uint32[2], plain and weighted by the position.
 
     Sums, because they do not depend on the order, and so not on the mesh. Repeated heads count once.
@@ -276,7 +286,7 @@ def _bit_sums(params: dict[str, Any], kv_heads: int, repeats: int) -> dict[str, 
 
     def bit_sums(keys: Any, value: Array) -> Array:
         if keys[-2].key in ("k", "v"):
-            value = value.reshape(kv_heads, -1)[::repeats]
+            value = value.reshape(config.num_kv_heads, -1)[::repeats]
         bits = jax.lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
         bits = bits.astype(jnp.uint32)
         # An odd weight for each position, so that every changed bit changes the sum.
@@ -290,7 +300,7 @@ def _bit_sums(params: dict[str, Any], kv_heads: int, repeats: int) -> dict[str, 
         sums = jax.lax.reduce((bits, bits * weights), (zero, zero), _add_pairs, range(bits.ndim))
         return jnp.stack(sums)
 
-    return jax.tree.map_with_path(bit_sums, params)
+    return jax.tree.map_with_path(bit_sums, unpack(params, config))
 
 
 def _add_pairs(left: Sequence[Array], right: Sequence[Array]) -> tuple[Array, ...]:

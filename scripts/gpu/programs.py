@@ -30,6 +30,7 @@ from jaxshare.decoding.automaton import TokenAutomaton
 from jaxshare.decoding.steps import Steps
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder
+from jaxshare.models.packed import pack
 from jaxshare.models.tensor_parallel import ShardedDecoder, fit
 from jaxshare.pallas.device import H200
 from jaxshare.pallas.work_items import make_work
@@ -346,6 +347,7 @@ def _model(
         lambda: whole.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32), method="causal")
     )
     if mesh is None:
+        params = jax.eval_shape(lambda p: pack({**p}, config), params)  # as `load` packs them
         return whole, jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), params)
     model = ShardedDecoder(config, mesh, backend)
     return model, jax.tree.map(

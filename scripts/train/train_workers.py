@@ -318,7 +318,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     folder = start_folder(args)
     model = load(folder, dtype="float32")
     format, optimizer = teaching_format(model), optimizer_of(args)
-    params = jax.tree.map(jnp.copy, model.params)  # a step donates them
+    params = jax.tree.map(jnp.copy, model.named_params)  # a step donates them
     run = Run({"params": params, "opt": optimizer.init(params)})
     if args.resume and has_checkpoints(args.run_dir / "saves"):
         run.take_over(args.run_dir / "saves", settings)

@@ -1,0 +1,75 @@
+"""Packed parameters: projections of the same input as one kernel, and so one product.
+
+A GPU then starts one product for queries, keys and values, and one for gate and up. Checkpoints
+have the parts under their own names: `pack` is for what is loaded, `unpack` for what needs names.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxshare.models.config import ModelConfig
+
+QKV, GATE_UP = "qkv", "gate_up"
+"""The names of packed projections."""
+
+
+def part_sizes(config: ModelConfig) -> dict[str, dict[str, int]]:
+    """The features of each part of each packed projection, in their order."""
+    kv = config.num_kv_heads * config.head_dim
+    return {
+        QKV: {"q": config.num_heads * config.head_dim, "k": kv, "v": kv},
+        GATE_UP: {"gate": config.intermediate_size, "up": config.intermediate_size},
+    }
+
+
+def pack(params: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """Packs the projections of every layer.
+
+    Args:
+      params: {"params": ...}, emptied layer by layer, so that no more than one is held twice.
+      config: of the model.
+
+    Returns:
+      The same with packed projections in place of their parts.
+    """
+    layers, packed = params.pop("params"), dict[str, Any]()
+    for name in [*layers]:
+        packed[name] = _packed_layer(layers.pop(name), config)
+    return {**params, "params": packed}
+
+
+def _packed_layer(layer: Any, config: ModelConfig) -> Any:
+    if not isinstance(layer, Mapping) or "attention" not in layer:
+        return layer
+    found = {name: {**module} for name, module in layer.items()}
+    for module, (name, sizes) in zip(
+        (found["attention"], found["mlp"]), part_sizes(config).items(), strict=True
+    ):
+        parts = [module.pop(part) for part in sizes]
+        module[name] = {key: jnp.concatenate([part[key] for part in parts]) for key in parts[0]}
+    return found
+
+
+def unpack(params: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """Gives the parts of packed projections their names again; changes nothing else.
+
+    Args:
+      params: {"params": ...}, packed or not; it stays as it is.
+      config: of the model.
+    """
+    return {**params, "params": {k: _parts(v, config) for k, v in params["params"].items()}}
+
+
+def _parts(layer: Any, config: ModelConfig) -> Any:
+    if not isinstance(layer, Mapping) or "attention" not in layer:
+        return layer
+    found = {name: {**module} for name, module in layer.items()}
+    for module in (found["attention"], found["mlp"]):
+        for name, sizes in part_sizes(config).items():
+            whole, start = module.pop(name, None), 0
+            for part, size in sizes.items() if whole else ():
+                module[part] = {key: value[start : start + size] for key, value in whole.items()}
+                start += size
+    return found
