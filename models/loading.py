@@ -29,6 +29,7 @@ from jaxshare.layout import Layout
 from jaxshare.models import layers, orbax_io
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.config_fields import Fields, first_line, read_json
+from jaxshare.models.fingerprint import bit_sums
 from jaxshare.models.generation_config import Generation
 from jaxshare.models.layers import Decoder
 from jaxshare.models.packed import pack, unpack
@@ -148,7 +149,8 @@ class LoadedModel:
         files of former versions (`same_fingerprint`).
         """
         config = self._config_of_checkpoint
-        sums = _bit_sums(self.params, self.config, self.kv_repeats)
+        whole = self.config.for_context(self.config.max_positions)
+        sums = bit_sums(self.params, whole, self.kv_repeats)
         target = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
         on_host = [np.asarray(value) for value in jax.tree.leaves(jax.device_put(sums, target))]
         plain, weighted = np.stack(on_host).T
@@ -275,41 +277,6 @@ def _reader(
     put = module and functools.partial(_put_on_mesh, config, module)
     dtypes = {jnp.dtype(DTYPES[stored[name].dtype]) for name in expected}
     return functools.partial(read_params, stored, expected, put=put, check=check), dtypes
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _bit_sums(params: dict[str, Any], config: ModelConfig, repeats: int) -> dict[str, Any]:
-    """Sums the bits of each parameter as numbers: uint32[2], plain and weighted by the position.
-
-    Sums, because they do not depend on the order, and so not on the mesh. Repeated heads count once.
-    """
-
-    def bit_sums(keys: Any, value: Array) -> Array:
-        if keys[-2].key in ("k", "v"):
-            value = value.reshape(config.num_kv_heads, -1)[::repeats]
-        bits = jax.lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
-        bits = bits.astype(jnp.uint32)
-        # An odd weight for each position, so that every changed bit changes the sum.
-        at = jnp.zeros((), jnp.uint32)
-        for axis, size in enumerate(bits.shape):
-            at = at * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-        weights = at * np.uint32(2654435761)
-        weights = (weights ^ (weights >> 15)) * np.uint32(2246822519) | np.uint32(1)
-        zero = np.uint32(0)
-        # In one reduction, which needs no copy of the parameter.
-        sums = jax.lax.reduce((bits, bits * weights), (zero, zero), _add_pairs, range(bits.ndim))
-        return jnp.stack(sums)
-
-    return jax.tree.map_with_path(bit_sums, unpack(params, config))
-
-
-def _add_pairs(left: Sequence[Array], right: Sequence[Array]) -> tuple[Array, ...]:
-    return tuple(a + b for a, b in zip(left, right, strict=True))
-
-
-def same_fingerprint(saved: str, now: str) -> bool:
-    """Returns whether a saved fingerprint is of the model that has this one now."""
-    return saved == now or (len(saved) == 32 and now.startswith(saved))
 
 
 def outline(path: str | os.PathLike, revision: str | None = None) -> LoadedModel:

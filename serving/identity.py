@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxshare.models import LoadedModel
-from jaxshare.models.loading import same_fingerprint
+from jaxshare.models.fingerprint import same_fingerprint
 from jaxshare.serving.inputs import cache_dtype
 
 _NAMES = {

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxshare.models import LoadedModel
-from jaxshare.models.loading import same_fingerprint
+from jaxshare.models.fingerprint import same_fingerprint
 from jaxshare.serving.checkpoints import SavedCheckpoint, SaveError
 from jaxshare.serving.engine.request import DerivedSeeds
 from jaxshare.serving.kvcache import checkpoint

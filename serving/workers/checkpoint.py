@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxshare import DecodeState, FinishReason, KVCache, Sampler, cache_io
 from jaxshare.models import LoadedModel, reencode
-from jaxshare.models.loading import same_fingerprint
+from jaxshare.models.fingerprint import same_fingerprint
 from jaxshare.serving.checkpoints import (
     CheckpointStore,
     SavedCheckpoint,

@@ -21,7 +21,7 @@ from jaxshare import models
 from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
 from jaxshare.models import CheckpointError, ConfigError
-from jaxshare.models.loading import same_fingerprint
+from jaxshare.models.fingerprint import same_fingerprint
 from jaxshare.models.safetensors_io import largest
 from tests.helpers import folder_of_first_layers
 
