@@ -168,11 +168,11 @@ class KVCache:
         return cls(
             keys=tuple(jnp.zeros(shape, dtype, device=device) for _ in range(config.num_layers)),
             values=tuple(jnp.zeros(shape, dtype, device=device) for _ in range(config.num_layers)),
-            offsets=jnp.asarray(zeros),
-            lengths=jnp.asarray(zeros),
-            capacities=jnp.asarray(zeros),
-            phases=jnp.asarray(zeros),
-            faults=jnp.zeros((), jnp.int32),
+            offsets=jax.device_put(zeros),
+            lengths=jax.device_put(zeros),
+            capacities=jax.device_put(zeros),
+            phases=jax.device_put(zeros),
+            faults=jax.device_put(np.int32(0)),
             rope=config.rope,
             mesh=mesh,
         )

@@ -75,7 +75,7 @@ class Layout:
                 f"groups has {few[0]}; a group that reads a block together has at least 2 rows"
             )
         _check(blocks)
-        return cls(jnp.asarray(blocks), tuple(sorted(set(groups))))
+        return cls(jax.device_put(blocks), tuple(sorted(set(groups))))
 
     @property
     def num_rows(self) -> int:
@@ -86,6 +86,10 @@ class Layout:
     def listed(self) -> Int32[Array, " R"]:
         """The number of blocks that each row lists."""
         return jnp.sum(self.blocks >= 0, axis=1, dtype=jnp.int32)
+
+    def count_listed(self) -> Int32[np.ndarray, " R"]:
+        """`listed` on the host, which starts no program."""
+        return (np.asarray(self.blocks) >= 0).sum(axis=1, dtype=np.int32)
 
     @property
     def written(self) -> Int32[Array, " R"]:

@@ -285,9 +285,16 @@ def read_params(
             is_finite = not check or np.isfinite(largest(value).astype(dtype))
         if not is_finite:
             raise not_finite(f"{stored[name].file}: {name}", value.dtype, dtype)
-        params[path] = put(path, value.astype(dtype)) if put else jnp.asarray(value).astype(dtype)
+        params[path] = put(path, value.astype(dtype)) if put else _on_device(value, dtype)
         params[path].block_until_ready()
     return {"params": nested(params)}
+
+
+def _on_device(value: np.ndarray, dtype: jnp.dtype) -> Array:
+    """A copy of an array of a file, whose conversion takes a program for each shape."""
+    if value.dtype == dtype:
+        return jax.device_put(np.array(value))
+    return jnp.asarray(value).astype(dtype)
 
 
 _BITS_AT_ONCE = 2**18

@@ -1,8 +1,17 @@
-"""Changes of single rows of a decode state's arrays, between dispatches."""
+"""Arrays of a decode state that are made or changed on the host, which starts no program for that."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import jax
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
+
+
+def filled(shape: int | Sequence[int], value: Any = 0, dtype: Any = np.int32) -> Array:
+    """A new array of one value. `jnp.full` compiles a program for each shape."""
+    return jax.device_put(np.full(shape, value, dtype))
 
 
 def with_row(array: Array | np.ndarray, row: int, value: ArrayLike) -> Array:

@@ -223,8 +223,7 @@ class TokenAutomata:
             tables.append(table.reshape(-1))
         table = np.concatenate(tables).astype(np.int32)
         table = np.pad(table, (0, max(0, max_entries - len(table))))
-        num_classes, first, starts = map(jnp.asarray, numbers)
-        return cls(jnp.asarray(classes), num_classes, first, starts, jnp.asarray(table))
+        return cls(*jax.device_put((classes, *numbers, table)))
 
     def step(
         self, which: Int[Array, "*R"], state: Int[Array, "*R"], token: Int[Array, "*R"]

@@ -67,7 +67,7 @@ class RowInputs:
           ValueError: a token outside the vocabulary in a prompt, a bias or a ban, a negative
             number of tokens to sample, or a row in use with nothing to feed and no logits.
         """
-        in_use = np.asarray(layout.listed) > 0
+        in_use = layout.count_listed() > 0
         for r, (prompt, sampler) in enumerate(zip(self.prompts, self.samplers, strict=True)):
             if outside := [t for t in prompt if not 0 <= t < vocab_size]:
                 raise ValueError(

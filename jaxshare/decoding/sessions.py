@@ -4,8 +4,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int, Int32
+
+from jaxshare.layout import is_concrete
 
 
 class Sessions(NamedTuple):
@@ -52,3 +55,12 @@ class Sessions(NamedTuple):
         """int32[R], by place in `order`: the sum of what comes before it."""
         ordered = counts[self.order].astype(jnp.int32)
         return jnp.cumsum(ordered, dtype=jnp.int32) - ordered
+
+
+def first_rows(ends: Int32[Array, " R"]) -> Int32[Array, " R"]:
+    """The first row of each row's session in a new state: of all rows with an automaton that ends
+    steps, or else the row itself."""
+    if not is_concrete(ends):
+        return jnp.where(ends > 0, 0, jnp.arange(ends.shape[0], dtype=jnp.int32))
+    rows = np.arange(ends.shape[0], dtype=np.int32)
+    return jax.device_put(np.where(np.asarray(ends) > 0, np.int32(0), rows))

@@ -15,16 +15,17 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxshare.cache import KVCache
-from jaxshare.decoding.array_rows import with_row
+from jaxshare.decoding.array_rows import filled, with_row
 from jaxshare.decoding.automaton import TokenAutomata
 from jaxshare.decoding.changes import Action, Changes
 from jaxshare.decoding.finish_reason import FinishReason
 from jaxshare.decoding.row_inputs import Admission, RowInputs
 from jaxshare.decoding.sampling import Sampler, Samplers
+from jaxshare.decoding.sessions import first_rows
 from jaxshare.decoding.steps import Steps
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.deprecated import renamed_arguments, warn_renamed
-from jaxshare.layout import Layout
+from jaxshare.layout import Layout, is_concrete
 from jaxshare.seeds import seed_words
 from jaxshare.trace.recorder import PassLog
 
@@ -165,15 +166,15 @@ class DecodeState:
         shape = rows, max(inputs.max_new_tokens) if capacity is None else capacity
         state = dataclasses.replace(
             _fed_state(cache, layout, inputs, vocab_size, logits, queue, bias_slots, max_width),
-            stops=jnp.asarray(_padded_stops(stops), jnp.int32),
-            tokens=jnp.zeros(shape, jnp.int32),
-            logprobs=jnp.zeros(shape if logprobs else (rows, 0)),
-            scored=jnp.full(rows, logprobs),
+            stops=jax.device_put(np.asarray(_padded_stops(stops), np.int32)),
+            tokens=filled(shape),
+            logprobs=filled(shape if logprobs else (rows, 0), dtype=np.float32),
+            scored=filled(rows, logprobs, bool),
             top_logits=TopLogits.empty(
                 shape if num_top_logits else (rows, 0), num_top_logits, vocab_size
             ),
             steps=steps,
-            session=jnp.where(steps.ends > 0, 0, jnp.arange(rows, dtype=jnp.int32)),
+            session=first_rows(steps.ends),
             record=PassLog.empty(record, rows, max_width, cache.num_blocks),
         )
         return _with_own_buffers(state)
@@ -379,7 +380,9 @@ def _with_own_buffers(state: DecodeState) -> DecodeState:
     def own(array: Array) -> Array:
         repeated = id(array) in seen
         seen.add(id(array))
-        return jnp.copy(array) if repeated else array
+        if not repeated:
+            return array
+        return jax.device_put(np.array(array)) if is_concrete(array) else jnp.copy(array)
 
     return jax.tree.map(own, state)
 
@@ -395,36 +398,37 @@ def _fed_state(
     max_width: int,
 ) -> DecodeState:
     """A state whose rows have their inputs, and no room for outputs."""
-    rows, listed = layout.num_rows, np.asarray(layout.listed)
+    rows, listed = layout.num_rows, layout.count_listed()
     num_pending = np.where(listed > 0, [*map(len, inputs.prompts)], 0).astype(np.int32)
     reasons = np.where(listed > 0, FinishReason.RUNNING, FinishReason.UNUSED)
-    shape, zeros, none = (rows, vocab_size), jnp.zeros(rows, jnp.int32), jnp.zeros((rows, 0))
+    shape, zeros, never = (rows, vocab_size), filled(rows), filled(rows, False, bool)
+    queues = inputs.pending(max(queue, *map(len, inputs.prompts)) + max_width)
     return DecodeState(
         cache=cache,
         layout=layout,
         samplers=Samplers.stack(inputs.samplers, bias_slots=bias_slots),
         # added to, because the state donates its logits
         logits=jnp.zeros(shape) if logits is None else jnp.broadcast_to(logits, shape) + 0.0,
-        has_logits=jnp.asarray((num_pending == 0) & (listed > 0)),
-        pending=jnp.asarray(inputs.pending(max(queue, *map(len, inputs.prompts)) + max_width)),
-        num_pending=jnp.asarray(num_pending),
+        has_logits=jax.device_put((num_pending == 0) & (listed > 0)),
+        pending=jax.device_put(queues),
+        num_pending=jax.device_put(num_pending),
         head=zeros,
-        seeds=jnp.asarray(seed_words(inputs.seeds)),
+        seeds=jax.device_put(seed_words(inputs.seeds)),
         num_sampled=zeros,
         num_taken=zeros,
-        max_new_tokens=jnp.asarray(inputs.max_new_tokens, jnp.int32),
-        stops=jnp.zeros(0, jnp.int32),
-        reasons=jnp.asarray(reasons, jnp.int32),
+        max_new_tokens=jax.device_put(np.asarray(inputs.max_new_tokens, np.int32)),
+        stops=filled(0),
+        reasons=jax.device_put(reasons.astype(np.int32)),
         session=zeros,
         clock=zeros,
-        last_pass=zeros + jnp.iinfo(jnp.int32).max,
-        halts=zeros > 0,
-        tokens=none.astype(jnp.int32),
-        logprobs=none,
-        scored=zeros > 0,
-        passes=jnp.zeros((), jnp.int32),
+        last_pass=filled(rows, np.iinfo(np.int32).max),
+        halts=never,
+        tokens=filled((rows, 0)),
+        logprobs=filled((rows, 0), dtype=np.float32),
+        scored=never,
+        passes=filled(()),
         top_logits=TopLogits.empty((rows, 0), 0, vocab_size),
-        recorded=zeros > 0,
+        recorded=never,
         steps=Steps.none(rows, TokenAutomata.of(vocab_size=vocab_size)),
         record=PassLog.empty(0, rows, max_width, cache.num_blocks),
         max_width=max_width,

@@ -17,7 +17,7 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from jaxshare.cache import KVCache
-from jaxshare.decoding.array_rows import with_row
+from jaxshare.decoding.array_rows import filled, with_row
 from jaxshare.decoding.automaton import TokenAutomata, TokenAutomaton
 from jaxshare.decoding.sampling import uniforms
 from jaxshare.decoding.sessions import Sessions
@@ -117,30 +117,30 @@ class Steps:
           automata: those that rows may use later.
           capacity: X; openings: N; longest: E. With 0 they take no memory.
         """
-        zeros = jnp.zeros(rows, jnp.int32)
+        zeros, ones, never = filled(rows), filled(rows, 1), filled(rows, False, bool)
         return cls(
             automata=automata,
             ends=zeros,
             answers=zeros,
             end_state=zeros,
             answer_state=zeros,
-            answered=zeros > 0,
-            at_once=zeros > 0,
-            together=zeros > 0,
-            on_stop=zeros > 0,
-            targets=zeros - 1,
-            number=zeros + 1,
-            base=zeros + 1,
+            answered=never,
+            at_once=never,
+            together=never,
+            on_stop=never,
+            targets=filled(rows, -1),
+            number=ones,
+            base=ones,
             prepared=zeros,
-            openings=jnp.zeros((rows, openings, 2, longest), jnp.int32),
-            opening_sizes=jnp.zeros((rows, openings, 2), jnp.int32),
+            openings=filled((rows, openings, 2, longest)),
+            opening_sizes=filled((rows, openings, 2)),
             ask_every=zeros,
             since=zeros,
             asked=zeros,
-            due=zeros > 0,
-            seed=jnp.zeros((rows, 2), jnp.uint32),
-            marks=jnp.zeros((rows, capacity), jnp.int32),
-            sampled_at=jnp.zeros((rows, capacity), jnp.int32),
+            due=never,
+            seed=filled((rows, 2), dtype=np.uint32),
+            marks=filled((rows, capacity)),
+            sampled_at=filled((rows, capacity)),
         )
 
     @classmethod

@@ -8,12 +8,15 @@ falls on a kept token, and on which; a draw between them needs the model. Host c
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float
+
+from jaxshare.decoding.array_rows import filled
 
 _CHUNK = 256
 
@@ -54,14 +57,14 @@ class TopLogits:
         """
         per_token = (*shape, min(k, vocab))
         # An array each, so that all can be donated.
-        rest, rest_at_1, kept_at = (jnp.zeros(shape) for _ in range(3))
+        reals = functools.partial(filled, dtype=np.float32)
         return cls(
-            jnp.zeros(per_token, jnp.int32),
-            jnp.zeros(per_token),
-            jnp.zeros(per_token),
-            rest,
-            rest_at_1,
-            kept_at,
+            filled(per_token),
+            reals(per_token),
+            reals(per_token),
+            reals(shape),
+            reals(shape),
+            reals(shape),
             vocab,
         )
 
