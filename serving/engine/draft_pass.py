@@ -91,6 +91,7 @@ def compile_verification(
 def _verify(
     model: LoadedModel, kv: KVManager, view: View, batch: DraftBatch, num_top_logits: int
 ) -> Any:
+    kv.speeds.interrupted()
     kv.pool.cache, *found = verify(
         model.module,
         model.params,

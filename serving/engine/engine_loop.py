@@ -65,6 +65,7 @@ class EngineLoop:
 
     def _work(self) -> None:
         try:
+            self._scheduler.kv.speeds.interrupted()  # nothing has run since the last thread ended
             while self._step():
                 self._cancel_if_interrupted()
         except BaseException as failure:  # no request may hang because of it, whatever it is

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 
 _FIRST_PASSES = 16
 """Passes of a dispatch before any was measured."""
-_DISPATCH_SECONDS, _HOST_TIMES = 0.02, 8
-"""The time of a dispatch, and how many times the host's time before it that it takes at least."""
+_DISPATCH_SECONDS, _HOST_TIMES, _MOST_SECONDS = 0.02, 8, 0.25
+"""The time of a dispatch, how many times the host's time before it that it takes at least, and the
+most seconds that it takes for that."""
 
 
 class FixedSpeeds:
@@ -65,7 +66,7 @@ class FixedSpeeds:
         """
         if not self.pass_seconds:
             return min(most, _FIRST_PASSES)
-        seconds = max(_DISPATCH_SECONDS, _HOST_TIMES * self.host_seconds)
+        seconds = max(_DISPATCH_SECONDS, min(_HOST_TIMES * self.host_seconds, _MOST_SECONDS))
         return min(most, math.ceil(seconds / self.pass_seconds))
 
     def idle_passes(self, rows: int) -> int:
@@ -81,6 +82,9 @@ class FixedSpeeds:
     def fetched(self, passes: int) -> None:
         """Tells that the results of this many passes have arrived since they were dispatched."""
 
+    def interrupted(self) -> None:
+        """Tells that the device does something else, or nothing, before the next dispatch."""
+
 
 class MeasuredSpeeds(FixedSpeeds):
     """Speeds that are measured; decisions follow from them once they are taken over with `use`.
@@ -93,7 +97,7 @@ class MeasuredSpeeds(FixedSpeeds):
         super().__init__()
         self._clock, self._feed, self._copy, self._pass, self._host = clock, 0.0, 0.0, 0.0, 0.0
         self._dispatched = 0.0
-        self._fetched: float | None = None  # unless the device has done something else since
+        self._fetched: float | None = None  # unless interrupted since
 
     @property
     def measured(self) -> tuple[float, float, float, float]:
@@ -101,20 +105,24 @@ class MeasuredSpeeds(FixedSpeeds):
 
     @contextlib.contextmanager
     def feeding(self, tokens: int) -> Iterator[None]:
-        start, self._fetched = self._clock(), None
+        self.interrupted()
+        start = self._clock()
         yield
         self._feed = _ema(self._feed, (self._clock() - start) / tokens)
 
     @contextlib.contextmanager
     def copying(self, tokens: int) -> Iterator[None]:
-        start, self._fetched = self._clock(), None
+        self.interrupted()
+        start = self._clock()
         yield
         self._copy = _ema(self._copy, (self._clock() - start) / tokens)
 
     def dispatched(self) -> None:
         self._dispatched = self._clock()
         if self._fetched is not None:
-            self._host = _ema(self._host, self._dispatched - self._fetched)
+            seconds = self._dispatched - self._fetched
+            # What holds the host up once, a compilation or a checkpoint, must not count as usual.
+            self._host = _ema(self._host, min(seconds, 2 * self._host or seconds))
 
     def fetched(self, passes: int) -> None:
         self._fetched = self._clock()
@@ -122,6 +130,9 @@ class MeasuredSpeeds(FixedSpeeds):
             seconds = (self._fetched - self._dispatched) / passes
             # No minimum as below: a pass takes longer where more rows take part.
             self._pass = seconds if not self._pass else 0.7 * self._pass + 0.3 * seconds
+
+    def interrupted(self) -> None:
+        self._fetched = None
 
 
 def _ema(before: float, now: float) -> float:

@@ -44,7 +44,7 @@ def test_a_pass_is_an_average_and_the_host_the_least_of_late():
     speeds.dispatched()
     first = 0.7 * 0.1 + 0.3 * 0.2
     assert speeds.measured[2] == pytest.approx(0.7 * first + 0.3 * 0.2)
-    assert speeds.measured[3] == pytest.approx(0.9 * 0.002 + 0.1 * 0.012)
+    assert speeds.measured[3] == pytest.approx(0.9 * 0.002 + 0.1 * 0.004)  # at most twice
 
 
 def test_prefill_and_copies_between_two_dispatches_are_not_the_host_s_time():
@@ -58,6 +58,39 @@ def test_prefill_and_copies_between_two_dispatches_are_not_the_host_s_time():
             clock.now += 2
         speeds.dispatched()
         assert speeds.measured[3] == 0 and speeds.measured[index] == pytest.approx(0.02)
+
+
+def test_nothing_is_measured_over_an_interruption():
+    clock = Clock()
+    speeds = MeasuredSpeeds(clock)
+    speeds.dispatched()
+    clock.now += 1
+    speeds.fetched(4)
+    speeds.interrupted()
+    clock.now += 60
+    speeds.dispatched()
+    assert speeds.measured[3] == 0
+
+
+@pytest.mark.parametrize(
+    "seconds, host, passes",
+    [
+        (0.001, 0.0, 20),  # 20 milliseconds
+        (0.001, 0.005, 40),  # eight times the host
+        (0.1, 0.5, 3),  # but a quarter of a second at most
+        (1.0, 5.0, 1),
+        (1e-6, 0.0, 63),
+        (0.0, 0.1, 16),  # not measured
+    ],
+)
+def test_passes_of_a_dispatch_follow_from_seconds(seconds, host, passes):
+    assert FixedSpeeds(0, 0, seconds, host).passes(63) == passes
+
+
+def test_rows_may_idle_for_as_long_as_the_host_takes():
+    assert FixedSpeeds(0, 0, 0.001, 0.003).idle_passes(8) == 24
+    assert FixedSpeeds(0, 0, 0.1, 0.003).idle_passes(8) == 0
+    assert FixedSpeeds(0, 0, 0.0, 0.003).idle_passes(8) == 0
 
 
 def test_a_dispatch_of_no_pass_says_nothing():
