@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxshare.argument_checks import INT32_MAX
 from jaxshare.cache import KVCache
 from jaxshare.decoding.changes import Changes
 from jaxshare.decoding.sampling import largest, logprob, whole_rows
@@ -28,7 +29,6 @@ from jaxshare.pallas.device import current_device
 
 PIECE = 4
 """Tokens of a piece of a row's text, where passes that feed several tokens of a row are cut up."""
-_FOR_EVER = np.iinfo(np.int32).max
 
 
 def decode(
@@ -76,7 +76,7 @@ def decode(
         warn_renamed("until_any", "stop_on_finish")
         stop_on_finish = until_any
     _check(state, passes, width, pieces, max_idle)
-    most_idle = min(max_idle, _FOR_EVER) if stop_on_finish else _FOR_EVER
+    most_idle = min(max_idle, INT32_MAX) if stop_on_finish else INT32_MAX
     donated: Any = {"cache": None, "logits": None, "top_logits": None}
     return _decode(
         model,

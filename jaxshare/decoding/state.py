@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from jaxshare.argument_checks import INT32_MAX
 from jaxshare.cache import KVCache
 from jaxshare.decoding.array_rows import filled, with_row
 from jaxshare.decoding.automaton import TokenAutomata
@@ -317,7 +318,7 @@ class DecodeState:
             scored=put(self.scored, scored > 0),
             session=put(self.session, jnp.arange(len(action), dtype=jnp.int32)),
             clock=put(self.clock, 0),
-            last_pass=put(self.last_pass, jnp.iinfo(jnp.int32).max),
+            last_pass=put(self.last_pass, INT32_MAX),
             halts=put(self.halts, False),
             steps=self.steps.without(admitted),
         )
@@ -421,7 +422,7 @@ def _fed_state(
         reasons=jax.device_put(reasons.astype(np.int32)),
         session=zeros,
         clock=zeros,
-        last_pass=filled(rows, np.iinfo(np.int32).max),
+        last_pass=filled(rows, INT32_MAX),
         halts=never,
         tokens=filled((rows, 0)),
         logprobs=filled((rows, 0), dtype=np.float32),

@@ -29,6 +29,7 @@ from jaxshare.serving.engine.session_passes import SessionPasses, WaitingSession
 from jaxshare.serving.engine.speculation import SHAPES
 from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.kvcache.manager import KVManager, Wait
+from jaxshare.serving.kvcache.speeds import USUAL_PASSES
 from jaxshare.serving.kvcache.view import SessionBlocks, ViewBuilder
 
 log = logging.getLogger("jaxshare.engine")
@@ -48,7 +49,8 @@ class Scheduler:
       rows: requests that run at the same time.
       passes: the most passes of one dispatch, after which the host processes the output; None for
         as many as take 20 milliseconds, or eight times what the host takes between two dispatches,
-        at most `MAX_PASSES`.
+        at most `MAX_PASSES`, or `USUAL_PASSES` beside
+        a request with stop texts.
       metrics: the engine's counters.
       output: processes sampled tokens.
       prefill_first: prefill all that is admitted before anything more is sampled, which takes the
@@ -118,9 +120,7 @@ class Scheduler:
         sessions = self.sessions.place([i for i, row in enumerate(self.rows) if row is None])
         if sessions or any(row.decoding for row in self.live):
             # A prefilling row must not wait long for its next chunk, nor a request for a row.
-            prefilling = any(not row.decoding for row in self.live)
-            by_speeds, most = self._passes_by_speeds, self.passes
-            passes = self.kv.speeds.passes(most) if by_speeds else most
+            passes, prefilling = self._most_passes(), any(not row.decoding for row in self.live)
             passes = max(1, passes // 4) if prefilling else passes
             self._decode(passes, sessions, stop_on_finish=len(self.queue) > 0)
         if self._prefill_first and not len(self.queue):
@@ -260,6 +260,14 @@ class Scheduler:
                 each.row.request.top_logits.append(each.top_logits)
             self._append(each.row, each.tokens, each.reason)
         return undrafted
+
+    def _most_passes(self) -> int:
+        """The most passes of the next dispatch, if nothing waits to be prefilled."""
+        if not self._passes_by_speeds:
+            return self.passes
+        # The host finds stop texts, and what is sampled after one is thrown away.
+        has_stops = any(row.request.stream.detokenizer.stops for row in self.live)
+        return self.kv.speeds.passes(USUAL_PASSES if has_stops else self.passes)
 
     def _decode(
         self,

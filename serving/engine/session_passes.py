@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxshare import DecodeState
+from jaxshare.argument_checks import INT32_MAX
 from jaxshare.decoding.automaton import TokenAutomata, TokenAutomaton
 from jaxshare.decoding.row_transfer import PlacedRows, on_host, put_rows, take_rows
 from jaxshare.layout import bucket
@@ -29,7 +30,6 @@ _OUTPUTS, _OPENINGS, _OPENING_TOKENS = 64, 128, 32
 """Sampled tokens, openings of steps and tokens of one that a row has places for, at least."""
 _MAX_PAIRS, _MAX_ENTRIES = 4, 2**14
 """Pairs of automata that the state has places for, and entries of their tables, at first."""
-_FOR_EVER = np.iinfo(np.int32).max
 
 Automata = tuple[TokenAutomaton, TokenAutomaton]
 
@@ -240,7 +240,7 @@ class SessionRows:
             steps=dataclasses.replace(taken.steps, automata=old.steps.automata),
             record=old.record,
             passes=old.passes,
-            last_pass=np.full(request.num_rows, _FOR_EVER, np.int32),
+            last_pass=np.full(request.num_rows, INT32_MAX, np.int32),
             halts=np.zeros(request.num_rows, bool),
         )
 

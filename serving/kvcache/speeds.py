@@ -1,8 +1,9 @@
 """Measured seconds of prefill, of copies, of passes, and of the host between two dispatches.
 
 From them follow whether tokens are computed again or fetched, and kept as a block of their own or
-not, and how many passes a dispatch has. The scheduler and the KV manager read no clock. What they decide follows from these numbers, so
-several processes that are given the same numbers decide alike.
+not, and how many passes a dispatch has. The scheduler and the KV manager read no clock. What they
+decide follows from these numbers, so several processes that are given the same numbers decide
+alike.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
-_FIRST_PASSES = 16
+USUAL_PASSES = 16
 """Passes of a dispatch before any was measured."""
 _DISPATCH_SECONDS, _HOST_TIMES, _MOST_SECONDS = 0.02, 8, 0.25
 """The time of a dispatch, how many times the host's time before it that it takes at least, and the
@@ -65,7 +66,7 @@ class FixedSpeeds:
         host would take much of the time else.
         """
         if not self.pass_seconds:
-            return min(most, _FIRST_PASSES)
+            return min(most, USUAL_PASSES)
         seconds = max(_DISPATCH_SECONDS, min(_HOST_TIMES * self.host_seconds, _MOST_SECONDS))
         return min(most, math.ceil(seconds / self.pass_seconds))
 

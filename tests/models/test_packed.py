@@ -27,6 +27,11 @@ def random_params(config):
     return jax.tree.unflatten(form, [p + n for p, n in zip(leaves, noise, strict=True)])
 
 
+def packed_copy(params, config):
+    """The parameters packed; `pack` empties what it is given."""
+    return pack({**params, "params": {**params["params"]}}, config)
+
+
 def logits(model: LoadedModel):
     cache = KVCache.create(model.config, (16, 16), "float32")
     found, _ = model.forward(
@@ -40,9 +45,7 @@ def test_logits_and_fingerprints_are_those_of_the_parts(name):
     config = CONFIGS[name]
     params = random_params(config)
     plain = LoadedModel(config, params, None, Generation())
-    packed = dataclasses.replace(
-        plain, params=pack({**params, "params": {**params["params"]}}, config)
-    )
+    packed = dataclasses.replace(plain, params=packed_copy(params, config))
     np.testing.assert_allclose(logits(packed), logits(plain), rtol=1e-5, atol=1e-5)
     causal = [
         Decoder(config).apply(each.params, jnp.array([[3, 5, 7, 11]]), method="causal")
@@ -56,7 +59,7 @@ def test_logits_and_fingerprints_are_those_of_the_parts(name):
 def test_names_come_back(name):
     config = CONFIGS[name]
     params = random_params(config)
-    packed = pack({**params, "params": {**params["params"]}}, config)
+    packed = packed_copy(params, config)
     layer = packed["params"]["layers_0"]
     assert set(layer["attention"]) & {"q", "k", "v", "qkv"} == {"qkv"}
     assert set(layer["mlp"]) == {"gate_up", "down"}

@@ -212,8 +212,7 @@ def test_a_stop_text_cuts_the_answer_and_ends_it_early(loaded, shared):
     assert (
         cut == again and cut.text == whole.text[: whole.text.index(stop)] and cut.new_tokens <= 22
     )
-    # The host finds it, after a dispatch at most.
-    assert alone.engine.metrics.passes <= 22 + alone.engine.passes < 200
+    assert alone.engine.metrics.passes < 64
 
 
 def test_calls_that_nobody_waits_for_are_ended(loaded):

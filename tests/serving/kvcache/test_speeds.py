@@ -15,6 +15,13 @@ class Clock:
         return self.now
 
 
+def dispatch(speeds: MeasuredSpeeds, clock: Clock, passes: int, seconds: float) -> None:
+    """Dispatches passes whose results arrive after these seconds."""
+    speeds.dispatched()
+    clock.now += seconds
+    speeds.fetched(passes)
+
+
 def test_nothing_is_known_at_first():
     assert MeasuredSpeeds().measured == FixedSpeeds().measured == (0, 0, 0, 0)
 
@@ -22,9 +29,7 @@ def test_nothing_is_known_at_first():
 def test_passes_and_the_host_between_two_dispatches_are_measured_apart():
     clock = Clock()
     speeds = MeasuredSpeeds(clock)
-    speeds.dispatched()
-    clock.now += 0.8
-    speeds.fetched(16)
+    dispatch(speeds, clock, 16, 0.8)
     clock.now += 0.003
     speeds.dispatched()
     assert speeds.measured[2:] == pytest.approx((0.05, 0.003))
@@ -37,9 +42,7 @@ def test_a_pass_is_an_average_and_the_host_the_least_of_late():
     clock = Clock()
     speeds = MeasuredSpeeds(clock)
     for passes, seconds, host in ((10, 1.0, 0.01), (10, 2.0, 0.002), (10, 2.0, 0.012)):
-        speeds.dispatched()
-        clock.now += seconds
-        speeds.fetched(passes)
+        dispatch(speeds, clock, passes, seconds)
         clock.now += host
     speeds.dispatched()
     first = 0.7 * 0.1 + 0.3 * 0.2
@@ -51,9 +54,7 @@ def test_prefill_and_copies_between_two_dispatches_are_not_the_host_s_time():
     clock = Clock()
     speeds = MeasuredSpeeds(clock)
     for other, index in ((speeds.feeding, 0), (speeds.copying, 1)):
-        speeds.dispatched()
-        clock.now += 1
-        speeds.fetched(4)
+        dispatch(speeds, clock, 4, 1)
         with other(100):
             clock.now += 2
         speeds.dispatched()
@@ -63,9 +64,7 @@ def test_prefill_and_copies_between_two_dispatches_are_not_the_host_s_time():
 def test_nothing_is_measured_over_an_interruption():
     clock = Clock()
     speeds = MeasuredSpeeds(clock)
-    speeds.dispatched()
-    clock.now += 1
-    speeds.fetched(4)
+    dispatch(speeds, clock, 4, 1)
     speeds.interrupted()
     clock.now += 60
     speeds.dispatched()
@@ -96,7 +95,5 @@ def test_rows_may_idle_for_as_long_as_the_host_takes():
 def test_a_dispatch_of_no_pass_says_nothing():
     clock = Clock()
     speeds = MeasuredSpeeds(clock)
-    speeds.dispatched()
-    clock.now += 1
-    speeds.fetched(0)
+    dispatch(speeds, clock, 0, 1)
     assert speeds.measured[2] == 0
