@@ -49,8 +49,7 @@ class Scheduler:
       rows: requests that run at the same time.
       passes: the most passes of one dispatch, after which the host processes the output; None for
         as many as take 20 milliseconds, or eight times what the host takes between two dispatches,
-        at most `MAX_PASSES`, or `USUAL_PASSES` beside
-        a request with stop texts.
+        at most `MAX_PASSES`, or `USUAL_PASSES` beside a request with stop texts.
       metrics: the engine's counters.
       output: processes sampled tokens.
       prefill_first: prefill all that is admitted before anything more is sampled, which takes the
