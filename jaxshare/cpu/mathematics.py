@@ -67,19 +67,32 @@ def transposed(rows: Sequence[Val]) -> list[Val]:
     return rows
 
 
-def sums_of(vectors: Sequence[Val]) -> Val:
-    """The sum of the numbers of each vector, as one vector; as many vectors as one has lanes."""
-    left, size = [*vectors], len(vectors)
-    step = 1
-    while len(left) > 1:
-        # Lane by lane, half of the lanes of one vector beside half of those of another.
-        lanes = range(size)
-        low = [lane if not lane & step else size + lane - step for lane in lanes]
-        high = [lane + step if not lane & step else size + lane for lane in lanes]
-        pairs = zip(left[::2], left[1::2], strict=True)
-        left = [a.shuffled(b, low) + a.shuffled(b, high) for a, b in pairs]
-        step *= 2
-    return left[0]
+class LaneSums:
+    """The sum of the numbers of each of several vectors, as one vector: as many as one has lanes.
+
+    They are combined as they come, so that few wait in registers.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, Val]] = []
+
+    def add(self, vector: Val) -> None:
+        """Takes the next vector."""
+        step, lanes = 1, range(vector.type.count)
+        while self._waiting and self._waiting[-1][0] == step:
+            before = self._waiting.pop()[1]
+            # Lane by lane, half of the lanes of one vector beside half of those of another.
+            low = [lane if not lane & step else len(lanes) + lane - step for lane in lanes]
+            high = [lane + step if not lane & step else len(lanes) + lane for lane in lanes]
+            vector = before.shuffled(vector, low) + before.shuffled(vector, high)
+            step *= 2
+        self._waiting.append((step, vector))
+
+    @property
+    def total(self) -> Val:
+        """The sums, after all vectors."""
+        [(_, total)] = self._waiting
+        return total
 
 
 def quarter_sums(vectors: Sequence[Val]) -> Val:

@@ -3,18 +3,18 @@
 import math
 
 from jaxshare.cpu.amx import MatrixUnit
-from jaxshare.cpu.attention.tiles import seen_of, write_softmax
+from jaxshare.cpu.attention.pair_tiles import (
+    PAIRS_BYTES,
+    write_key_pairs,
+    write_value_pairs,
+)
+from jaxshare.cpu.attention.tiles import TILE, seen_of, write_softmax
 from jaxshare.cpu.attention.work import WORK, Shape, rounded
-from jaxshare.cpu.ir import BF16, F32, I16, I32, I64, PTR, Code, Val, ir
-from jaxshare.cpu.mathematics import transposed
+from jaxshare.cpu.ir import BF16, F32, I64, PTR, Code, Val
 from jaxshare.cpu.runtime import Call
 
-TILE = 64
-"""Tokens of a tile of the softmax."""
 _SIDE = 16
 """Rows of a tile of the unit, and float32 numbers of one of its rows."""
-_BYTES = 1024
-"""Of a tile of the unit."""
 _TOTALS, _A, _B = range(4), 4, 5
 """Tiles of the unit."""
 
@@ -32,8 +32,8 @@ def write_amx_tiles(shape: Shape, call: Call) -> Code:
     lowest, highest = seen_of(code, w, query, queries)
     with code.loop(0, highest, TILE) as first:
         count = code.min(highest - first, TILE)
-        _transpose(shape, code, keys + first * shape.token_bytes, count, columns)
-        _interleave(shape, code, values + first * shape.token_bytes, count, lines)
+        write_key_pairs(shape, code, keys + first * shape.token_bytes, count, columns)
+        write_value_pairs(shape, code, values + first * shape.token_bytes, count, lines)
         is_cut = lowest - first < TILE
         with code.loop(0, rounded(queries, _SIDE), _SIDE) as i:
             at = query + i
@@ -73,7 +73,7 @@ def _score(shape: Shape, unit: MatrixUnit, queries: Val, columns: Val, scores: V
     for part in range(wide // (2 * _SIDE)):
         unit.load(_A, queries + part * 64, wide * 2)
         for total in _TOTALS:
-            unit.load(_B, columns + (part * len(_TOTALS) + total) * _BYTES, 64)
+            unit.load(_B, columns + (part * len(_TOTALS) + total) * PAIRS_BYTES, 64)
             unit.multiply(total, _A, _B)
     for total in _TOTALS:
         unit.store(total, scores + total * 64, TILE * 4)
@@ -90,41 +90,7 @@ def _mix(shape: Shape, unit: MatrixUnit, weights: Val, lines: Val, mixed: Val) -
         for part in range(TILE // (2 * _SIDE)):
             unit.load(_A, weights + part * 64, TILE * 2)
             for d in chosen:
-                unit.load(_B, lines + (part * columns + d) * _BYTES, 64)
+                unit.load(_B, lines + (part * columns + d) * PAIRS_BYTES, 64)
                 unit.multiply(d - start, _A, _B)
         for d in chosen:
             unit.store(d - start, mixed + d * 64, padded * 4)
-
-
-def _transpose(shape: Shape, code: Code, keys: Val, count: Val, target: Val) -> None:
-    """Writes the keys of a tile as tiles of the unit [D / 32, TILE / 16]: in each, the pairs of
-    numbers of 16 tokens side by side.
-
-    Tokens after the last have the keys of the last: no query sees them.
-    """
-    pairs = ir.VectorType(I32, _SIDE)
-    with code.loop(0, TILE // _SIDE) as block:
-        token = block * _SIDE
-        rows = [keys + code.min(token + i, count - 1) * shape.token_bytes for i in range(_SIDE)]
-        for part, d in enumerate(range(0, shape.dim, 2 * _SIDE)):
-            left = shape.dim - d
-            taken = None if left >= 2 * _SIDE else code.constant(left)
-            loaded = [code.load(row + d * 2, BF16, 2 * _SIDE, taken) for row in rows]
-            place = target + (block + part * len(_TOTALS)) * _BYTES
-            for i, line in enumerate(transposed([each.bitcast(pairs) for each in loaded])):
-                code.store(line, place + i * 64)
-
-
-def _interleave(shape: Shape, code: Code, values: Val, count: Val, target: Val) -> None:
-    """Writes the values of a tile as tiles of the unit [TILE / 32, D / 16]: in each, the values of
-    pairs of tokens side by side."""
-    columns = shape.padded(_SIDE) // _SIDE
-    order = [lane for i in range(_SIDE) for lane in (i, _SIDE + i)]
-    with code.loop(0, TILE // 2) as pair:
-        rows = [values + code.min(pair * 2 + i, count - 1) * shape.token_bytes for i in range(2)]
-        place = target + pair // _SIDE * (columns * _BYTES) + pair % _SIDE * 64
-        for column, d in enumerate(range(0, shape.dim, _SIDE)):
-            left = shape.dim - d
-            taken = None if left >= _SIDE else code.constant(left)
-            upper, lower = (code.load(row + d * 2, I16, _SIDE, taken) for row in rows)
-            code.store(upper.shuffled(lower, order), place + column * _BYTES)

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxshare.cpu.attention.amx_tiles import write_amx_tiles
 from jaxshare.cpu.attention.few_queries import write_few
+from jaxshare.cpu.attention.pair_tiles import write_pair_tiles
 from jaxshare.cpu.attention.tiles import write_tiles
 from jaxshare.cpu.attention.work import (
     FEW,
@@ -24,11 +25,11 @@ _LOG2_E = math.log2(math.e)
 
 def write_piece(shape: Shape, call: Call) -> Code:
     """piece(work, i): the segment of one piece of work, for one kv head."""
-    prepare, few = write_queries(shape, call, False), write_few(shape, call)
-    if shape.uses_tiles(call.machine):
-        prepare_many, many = write_queries(shape, call, True), write_amx_tiles(shape, call)
-    else:
-        prepare_many, many = prepare, write_tiles(shape, call)
+    pairs, tiles = shape.dots_pairs(call.machine), shape.uses_tiles(call.machine)
+    write_many = write_amx_tiles if tiles else write_pair_tiles if pairs else write_tiles
+    few, many = write_few(shape, call), write_many(shape, call)
+    prepare = write_queries(shape, call, pairs)
+    prepare_many = write_queries(shape, call, True) if tiles and not pairs else prepare
     code = begin_task(call, "piece")
     work, index = code.args
     w = WORK.read_all(code, work)
@@ -39,10 +40,10 @@ def write_piece(shape: Shape, call: Call) -> Code:
     start = kv_head * w.tokens + code.load_int(w.offsets + item.block * 4) + item.first
     keys, values = (each + start * shape.token_bytes for each in (w.keys, w.values))
     is_few = count <= FEW
-    for condition, queries, tiles in ((is_few, prepare, few), (count > FEW, prepare_many, many)):
+    for condition, queries, read in ((is_few, prepare, few), (count > FEW, prepare_many, many)):
         with code.where(condition):
             code.call(queries, work, kv_head, query, item.first, item.reader, item.readers)
-            code.call(tiles, work, query, count, keys, values)
+            code.call(read, work, query, count, keys, values)
     code.give()
     return code
 
@@ -53,7 +54,7 @@ def write_queries(shape: Shape, call: Call, rounds: bool) -> Code:
 
     Args:
       shape, call: of the kernel.
-      rounds: write queries as bfloat16, for the matrix unit.
+      rounds: write queries as bfloat16.
     """
     name = "rounded_queries" if rounds else "queries"
     code = Code(call.module, call.machine, name, [PTR, I64, I64, I64, I64, I64])

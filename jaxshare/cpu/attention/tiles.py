@@ -1,6 +1,7 @@
 """Scores, softmax and mixing of many queries with the vector unit."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from jaxshare.cpu.attention.work import FEW, SEGMENT, WORK, Shape, rounded
@@ -10,7 +11,7 @@ from jaxshare.cpu.runtime import Call
 
 TILE = 64
 """Tokens of a tile."""
-_AT_ONCE = FEW
+AT_ONCE = FEW
 """Queries that are multiplied together."""
 
 
@@ -18,25 +19,49 @@ def write_tiles(shape: Shape, call: Call) -> Code:
     """tiles(work, query, queries, keys, values): takes the tiles of a segment into the sums of some
     queries, of which there are places up to a round number."""
     code = Code(call.module, call.machine, "tiles", [PTR, I64, I64, PTR, PTR])
-    work, query, queries, keys, values = code.args
-    w = WORK.read_all(code, work)
     padded = shape.padded(code.machine.lanes)
     # The keys of a tile are transposed, so that a vector has the scores of several tokens.
     columns, lines = code.array(F32, padded * TILE), code.array(F32, padded * TILE)
-    block = _write_block(shape, call)
-    lowest, highest = seen_of(code, w, query, queries)
-    with code.loop(0, highest, TILE) as first:
-        count = code.min(highest - first, TILE)
-        _transpose(shape, code, keys + first * shape.token_bytes, count, columns)
-        _widen(shape, code, values + first * shape.token_bytes, count, lines)
-        is_cut = code.as_int(lowest - first < TILE)
-        with code.loop(0, rounded(queries, _AT_ONCE), _AT_ONCE) as i:
-            at = query + i
-            places = [w.queries + at * (padded * 4), w.mixed + at * (padded * 4)]
-            places += [each + at * 4 for each in (w.tops, w.totals, w.ends)]
-            code.call(block, *places, columns, lines, first, is_cut)
+
+    def read(keys: Val, values: Val, count: Val) -> None:
+        _transpose(shape, code, keys, count, columns)
+        _widen(shape, code, values, count, lines)
+
+    for_tiles(shape, code, _write_block(shape, call), padded * 4, (columns, lines), read)
     code.give()
     return code
+
+
+def for_tiles(
+    shape: Shape,
+    code: Code,
+    block: Code,
+    query_bytes: int,
+    tile: tuple[Val, Val],
+    read: Callable[[Val, Val, Val], None],
+) -> None:
+    """Writes `tiles`, whose arguments `code` has.
+
+    Args:
+      shape: of the kernel.
+      block: takes a tile into the sums of some queries.
+      query_bytes: of a rotated query.
+      tile: where the keys and values of a tile are put.
+      read: puts them there: (keys, values, their number).
+    """
+    work, query, queries, keys, values = code.args
+    w = WORK.read_all(code, work)
+    padded = shape.padded(code.machine.lanes)
+    lowest, highest = seen_of(code, w, query, queries)
+    with code.loop(0, highest, TILE) as first:
+        start = first * shape.token_bytes
+        read(keys + start, values + start, code.min(highest - first, TILE))
+        is_cut = code.as_int(lowest - first < TILE)
+        with code.loop(0, rounded(queries, AT_ONCE), AT_ONCE) as i:
+            at = query + i
+            places = [w.queries + at * query_bytes, w.mixed + at * (padded * 4)]
+            places += [each + at * 4 for each in (w.tops, w.totals, w.ends)]
+            code.call(block, *places, *tile, first, is_cut)
 
 
 def seen_of(code: Code, w: Any, query: Val, queries: Val) -> tuple[Val, Val]:
@@ -87,9 +112,9 @@ def _write_block(shape: Shape, call: Call) -> Code:
     lanes, padded = code.machine.lanes, shape.padded(code.machine.lanes)
     parts = range(0, TILE, lanes)
     # As many queries at once as there are registers for their scores.
-    at_once = _AT_ONCE if code.machine.registers >= 32 else 1
-    weights, scales = code.array(F32, _AT_ONCE * TILE), code.array(F32, _AT_ONCE)
-    for group in range(0, _AT_ONCE, at_once):
+    at_once = AT_ONCE if code.machine.registers >= 32 else 1
+    weights, scales = code.array(F32, AT_ONCE * TILE), code.array(F32, AT_ONCE)
+    for group in range(0, AT_ONCE, at_once):
         chosen = range(group, group + at_once)
         scores = {(i, p): code.var(code.zeros(lanes)) for i in chosen for p in parts}
         with code.loop(0, shape.dim) as d:
@@ -143,14 +168,14 @@ def _mix(code: Code, mixed: Val, weights: Val, scales: Val, lines: Val, padded: 
     for start in range(0, padded, at_once):
         parts = range(start, min(start + at_once, padded), lanes)
         sums = {}
-        for i in range(_AT_ONCE):
+        for i in range(AT_ONCE):
             keep = broadcast(code, scales + i * 4)
             for d in parts:
                 before = code.load(mixed + (i * padded + d) * 4, F32, lanes)
                 sums[i, d] = code.var(before * keep)
         with code.loop(0, TILE) as token:
             value = {d: code.load(lines + (token * padded + d) * 4, F32, lanes) for d in parts}
-            for i in range(_AT_ONCE):
+            for i in range(AT_ONCE):
                 weight = broadcast(code, weights + (token + i * TILE) * 4)
                 for d in parts:
                     sums[i, d].set(code.fma(weight, value[d], sums[i, d].get()))

@@ -54,6 +54,10 @@ class Shape:
         """D, rounded up to whole vectors."""
         return self.dim + -self.dim % lanes
 
+    def dots_pairs(self, machine: Machine) -> bool:
+        """Returns whether the vector unit multiplies pairs of numbers."""
+        return self.kind == BF16 and machine.dots_bf16
+
     def uses_tiles(self, machine: Machine) -> bool:
         """Returns whether many queries are multiplied by the matrix unit."""
         return self.kind == BF16 and machine.features >= AMX

@@ -14,12 +14,21 @@ from jaxtyping import Float
 
 from jaxshare.cpu.amx import FEATURES as AMX
 from jaxshare.cpu.compiled import this_machine
+from jaxshare.cpu.machine import Machine
 from jaxshare.cpu.matrices.few_rows import write_few_rows
 from jaxshare.cpu.matrices.many_rows import SIDE, write_many_rows
 from jaxshare.cpu.runtime import register, served_dtypes
 
-_FEW_ROWS = {"bfloat16": 2, "float16": 8, "float32": 16}
-"""Rows up to which the vector unit keeps up with the memory."""
+_WIDE_VECTORS = 32
+"""Registers of vectors that hold the sums of 16 products, and what these are made of."""
+
+
+def few_rows(dtype: str, machine: Machine) -> int:
+    """The rows of this dtype up to which the vector unit is faster than XLA, or the matrix unit, by
+    measurement."""
+    if machine.features >= AMX or machine.registers < _WIDE_VECTORS:
+        return {"bfloat16": 2, "float16": 8, "float32": 16}[dtype]
+    return 16 if dtype == "bfloat16" and not machine.dots_bf16 else 64
 
 
 def cpu_products(
@@ -34,7 +43,7 @@ def cpu_products(
     given, result = served_dtypes(x.dtype, dtype)
     if any(kernel.dtype != x.dtype for kernel in kernels):
         raise NotImplementedError("rows and matrices differ in dtype")
-    if rows <= _FEW_ROWS[given]:
+    if rows <= few_rows(given, this_machine()):
         write, kind = write_few_rows, "few"
     elif given == "bfloat16" and this_machine().features >= AMX and width % 2 == 0:
         if any(kernel.shape[0] < SIDE for kernel in kernels):
