@@ -18,17 +18,15 @@ from jax import Array
 from jaxshare.argument_checks import INT32_MAX
 from jaxshare.cache import KVCache
 from jaxshare.decoding.changes import Changes
+from jaxshare.decoding.few_rows import put_first, take_first
+from jaxshare.decoding.pieces import count_pieces, feed_in_pieces, num_pieces
 from jaxshare.decoding.sampling import largest, logprob, whole_rows
 from jaxshare.decoding.sessions import Sessions
 from jaxshare.decoding.state import DecodeModel, DecodeState, FinishReason
 from jaxshare.decoding.steps import after_sampling
 from jaxshare.decoding.top_logits import TopLogits, compress_logits
 from jaxshare.deprecated import warn_renamed
-from jaxshare.layout import Layout
 from jaxshare.pallas.device import current_device
-
-PIECE = 4
-"""Tokens of a piece of a row's text, where passes that feed several tokens of a row are cut up."""
 
 
 def decode(
@@ -39,6 +37,7 @@ def decode(
     passes: int,
     width: int = 1,
     pieces: int | None = None,
+    rows: int | None = None,
     stop_on_finish: bool = False,
     max_idle: int = 0,
     changes: Changes | None = None,
@@ -61,6 +60,8 @@ def decode(
         it has so many places of `PIECE` tokens, several of which one row can take, and only the
         sessions that need it are in it, beside a narrow pass for the others; those that do not fit
         wait. At least `num_pieces` of the rows of the largest session. Static.
+      rows: only so many rows, the first ones and whole sessions, take part, in passes that cost no
+        more than theirs do; the others wait. Static.
       stop_on_finish: return as soon as a row finishes, so that the host can give it more to do.
         Data.
       max_idle: with `stop_on_finish`, return only when another pass would make it more than this
@@ -70,12 +71,12 @@ def decode(
 
     Raises:
       ValueError: a negative number of passes or of idle ones, more passes than the state has room
-        to record, or a width or a number of wide rows that it cannot take.
+        to record, or a width, a number of pieces or of rows that it cannot take.
     """
     if until_any is not None:
         warn_renamed("until_any", "stop_on_finish")
         stop_on_finish = until_any
-    _check(state, passes, width, pieces, max_idle)
+    _check(state, passes, width, pieces, rows, max_idle)
     most_idle = min(max_idle, INT32_MAX) if stop_on_finish else INT32_MAX
     donated: Any = {"cache": None, "logits": None, "top_logits": None}
     return _decode(
@@ -89,15 +90,18 @@ def decode(
         np.asarray([passes, most_idle], np.int32),
         width,
         pieces,
+        None if rows == state.layout.num_rows else rows,
     )
 
 
-def num_pieces(rows: int, width: int) -> int:
-    """The pieces that rows with up to `width` tokens each can take in a pass."""
-    return rows * -(-width // PIECE)
-
-
-def _check(state: DecodeState, passes: int, width: int, pieces: int | None, max_idle: int) -> None:
+def _check(
+    state: DecodeState,
+    passes: int,
+    width: int,
+    pieces: int | None,
+    rows: int | None,
+    max_idle: int,
+) -> None:
     if passes < 0 or not 1 <= width <= state.max_width:
         raise ValueError(
             f"passes is {passes} and width {width}; passes must be at least 0, and width from 1 to "
@@ -107,6 +111,11 @@ def _check(state: DecodeState, passes: int, width: int, pieces: int | None, max_
         raise ValueError(
             f"pieces is {pieces}; for a row with {width} tokens it must be at least "
             f"{num_pieces(1, width)}, and as many for each row of the largest session"
+        )
+    if rows is not None and not 1 <= rows <= state.layout.num_rows:
+        raise ValueError(
+            f"rows is {rows}; it must be from 1 to the state's number of rows, "
+            f"{state.layout.num_rows}"
         )
     if max_idle < 0:
         raise ValueError(f"max_idle is {max_idle}; it must be at least 0")
@@ -119,7 +128,7 @@ def _check(state: DecodeState, passes: int, width: int, pieces: int | None, max_
 
 @functools.partial(
     jax.jit,
-    static_argnames=("model", "width", "pieces"),
+    static_argnames=("model", "width", "pieces", "rows"),
     donate_argnames=("cache", "logits", "top_logits"),
 )
 def _decode(
@@ -133,10 +142,26 @@ def _decode(
     limits: Array,
     width: int,
     pieces: int | None,
+    rows: int | None,
 ) -> DecodeState:
     state = dataclasses.replace(rest, cache=cache, logits=logits, top_logits=top_logits)
     state = state.with_changes(changes) if changes else state
     state = dataclasses.replace(state, record=state.record.start(state.passes))
+    if rows is None:
+        return _run(model, params, state, limits, width, pieces)
+    first = _run(model, params, take_first(state, rows), limits, width, pieces)
+    return put_first(state, first)
+
+
+def _run(
+    model: DecodeModel,
+    params: Any,
+    state: DecodeState,
+    limits: Array,
+    width: int,
+    pieces: int | None,
+) -> DecodeState:
+    """The state after passes, of which int32[2] `limits` has the most, and the most idle ones."""
     running_before, last, max_idle = state.running, state.passes + limits[0], limits[1]
     sessions = Sessions.of(state.session)
 
@@ -193,7 +218,7 @@ def _fed(
         wide = rows & jnp.any(wide)  # a wide pass has a place for each row anyway
     narrow = rows & ~wide
     if pieces is not None:
-        needed = jnp.where(wide, _pieces_of(jnp.minimum(state.num_pending, width)), 0)
+        needed = jnp.where(wide, count_pieces(jnp.minimum(state.num_pending, width)), 0)
         wide &= sessions.first_that_fit(needed, pieces)
     state = _advanced(state, sessions, wide | narrow)
     state = _apply_if(jnp.any(wide), state, lambda s: _feed(model, params, s, wide, width, pieces))
@@ -243,7 +268,7 @@ def _feed(
         logits, cache = model.apply(params, tokens, count, state.cache, state.layout)
         logits = jnp.where(fed[:, None], logits, state.logits)
     else:
-        logits, cache = _fed_in_pieces(model, params, state, tokens, count, pieces)
+        logits, cache = feed_in_pieces(model, params, state, tokens, count, pieces)
     return dataclasses.replace(
         state,
         cache=cache,
@@ -254,41 +279,6 @@ def _feed(
         num_pending=state.num_pending - count,
         head=state.head + count,
     )
-
-
-def _pieces_of(count: Array) -> Array:
-    return -(-count // PIECE)
-
-
-def _fed_in_pieces(
-    model: DecodeModel, params: Any, state: DecodeState, tokens: Array, count: Array, pieces: int
-) -> tuple[Array, KVCache]:
-    """The logits and the cache after int32[R] `count` of the int32[R, W] tokens, fed in pieces."""
-    num_rows, width = tokens.shape
-    taken = _pieces_of(count)
-    ends = jnp.cumsum(taken)
-    place = jnp.arange(pieces)
-    # The row of each piece; the places after the last are rows not in use.
-    row = jnp.searchsorted(ends, place, side="right", method="compare_all")
-    part = functools.partial(jnp.take, indices=row, axis=0, mode="fill")
-    number = place - part(ends - taken, fill_value=0)
-    ahead = number * PIECE
-    size = jnp.clip(part(count, fill_value=0) - ahead, 0, PIECE)
-    cut = jnp.pad(tokens, ((0, 0), (0, -width % PIECE))).reshape(num_rows, -1, PIECE)
-    # A session's row that opens a step brings several pieces, which read what its other rows do.
-    groups = tuple(2 * group for group in state.layout.groups if 2 * group < pieces)
-    new, cache = model.apply(
-        params,
-        cut.at[row, number].get(mode="fill", fill_value=0),
-        size,
-        state.cache,
-        Layout(part(state.layout.blocks, fill_value=-1), groups, ahead=ahead),
-    )
-    # A row's logits are those of its last piece, and no numbers where those of any piece are none.
-    last = jnp.where(place + 1 == part(ends, fill_value=-1), row, num_rows)
-    failed = jnp.where(jnp.isnan(new).any(axis=1), row, num_rows)
-    logits = state.logits.at[last].set(new, mode="drop")
-    return logits.at[failed].set(jnp.nan, mode="drop"), cache
 
 
 def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:

@@ -10,13 +10,14 @@ from jax import Array
 
 from jaxshare import DecodeState, Sampler, decode
 from jaxshare.decoding.changes import Action, Changes, Start
-from jaxshare.decoding.loop import num_pieces
+from jaxshare.decoding.pieces import num_pieces
 from jaxshare.decoding.row_transfer import on_host, take_rows
 from jaxshare.decoding.sampling import Samplers
 from jaxshare.decoding.steps import Steps
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
+from jaxshare.serving.engine.few_rows import FewRows
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import WIDTH, RunningRequest
 from jaxshare.serving.engine.session_passes import (
@@ -88,6 +89,9 @@ class DecodeRows:
         self._samplers = [Sampler()] * rows
         self._stacked: Samplers | None = None  # the same on the device
         self._pieces = PIECES
+        # Requests that come later find few rows in use at times; those of a batch seldom do.
+        self._few = FewRows(rows) if sessions else None
+        self._in_use = 0  # the first rows that include all of the dispatch under way
         self._bias_slots = MIN_BIAS_SLOTS
         # Rows that leave, resume and enter with the next dispatch.
         self._left: list[int] = []
@@ -180,13 +184,17 @@ class DecodeRows:
             largest = max(each.request.num_rows for each in placed)
             self._pieces = max(self._pieces, bucket(num_pieces(largest, WIDTH)))
             changes = _no_changes(state)
+        taken = [row.index for row in rows] + [int(each.rows[-1]) for each in placed]
+        self._in_use = 1 + max(taken, default=-1)
+        num_rows = self._few.rows(self._in_use) if self._few else self._num_rows
         self.state = decode(
             self._model.module,
             self._model.params,
             state,
             passes=passes,
             width=WIDTH,
-            pieces=min(self._pieces, num_pieces(self._num_rows, WIDTH)),
+            pieces=min(self._pieces, num_pieces(num_rows, WIDTH)),
+            rows=num_rows,
             stop_on_finish=stop_on_finish,
             max_idle=max_idle,
             changes=changes,
@@ -278,6 +286,8 @@ class DecodeRows:
         total, phases = int(found.pop("passes")), found.pop("phases")
         passes, self._total_passes = total - self._total_passes, total
         self._kv.speeds.fetched(passes)
+        if self._few:
+            self._few.ran(self._in_use, passes)
         if found.pop("faults"):
             state.cache.check()
         whole = on_host(state) if self._sessions else state
@@ -295,6 +305,10 @@ class DecodeRows:
         self.state = (self.state or self._created()).with_logits([], logits)
         self.dispatch([], passes=0, stop_on_finish=False)
         self.fetch()
+        if self._few and self._few.size < self._num_rows:
+            self._few.warm_up()
+            self.dispatch([], passes=0, stop_on_finish=False)
+            self.fetch()
 
     def _grow(self, requests: Sequence[Request]) -> None:
         """Makes places for the biased and forbidden tokens of these requests' samplers."""

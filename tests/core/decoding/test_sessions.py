@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler, decode
 from jaxshare.decoding.array_rows import with_row
 from jaxshare.decoding.automaton import ByteAutomaton, TokenAutomata
-from jaxshare.decoding.loop import num_pieces
+from jaxshare.decoding.pieces import num_pieces
 from jaxshare.decoding.row_transfer import PlacedRows, put_rows, take_rows
 from jaxshare.decoding.sessions import Sessions
 from jaxshare.decoding.steps import Steps
