@@ -9,7 +9,8 @@ from jaxshare.attention import Plan, block_attention, make_plan
 from jaxshare.cache import KVCache
 from jaxshare.checkout import find_siblings, version
 from jaxshare.decoding.loop import decode
-from jaxshare.decoding.sampling import Sampler, Samplers
+from jaxshare.decoding.samplers import Samplers
+from jaxshare.decoding.sampling_params import Sampler, SamplingParams
 from jaxshare.decoding.state import DecodeState, FinishReason
 from jaxshare.deprecated import find_moved_modules, renamed
 from jaxshare.layout import Layout
@@ -33,6 +34,7 @@ __all__ = [
     "Rope",
     "Sampler",
     "Samplers",
+    "SamplingParams",
     "Trace",
     "TraceBatch",
     "__version__",

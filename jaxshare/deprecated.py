@@ -44,7 +44,7 @@ MODULES: Mapping[str, str | tuple[str, ...]] = {
     "jaxshare.recording": "jaxshare.trace.recorder",
     "jaxshare.reencoding": "jaxshare.trace.attention",
     "jaxshare.reference": "jaxshare.attention.reference",
-    "jaxshare.sampling": "jaxshare.decoding.sampling",
+    "jaxshare.sampling": "jaxshare.decoding.samplers",
     "jaxshare.serving.agents.asking": "jaxshare.serving.agents.model_calls",
     "jaxshare.serving.agents.calls": "jaxshare.serving.agents.requests",
     "jaxshare.serving.agents.command": "jaxshare.serving.cli.agents",

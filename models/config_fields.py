@@ -59,6 +59,11 @@ class Fields:
             raise self.error(name, f"must be {_KINDS[kind]}")
         return value
 
+    def given(self, name: str) -> Any:
+        """Returns the value of a field of any type, None where it is absent, and marks it as read."""
+        self._taken.add(name)
+        return self.values.get(name)
+
     def positive(
         self, name: str, kind: type, default: Any = REQUIRED, most: float | None = None
     ) -> Any:
@@ -88,17 +93,20 @@ class Fields:
             f"{self.source}: {self.prefix}{name} is {_short(self.values.get(name))}, but {problem}"
         )
 
-    def finish(self, ignored: Collection[str] = ()) -> None:
-        """Raises ConfigError with every enabled field that was not read and is not in `ignored`.
+    def unread(self, ignored: Collection[str] = ()) -> list[str]:
+        """Every enabled field that was not read and is not in `ignored`, with its value.
 
         Null, false, zero and empty values pass: in these files they switch something off.
         """
-        unknown = [
+        return [
             f"{self.prefix}{k if k.isidentifier() else _short(k)} = {_short(v)}"
             for k, v in self.values.items()
             if v and k not in self._taken and k not in ignored
         ]
-        if unknown:
+
+    def finish(self, ignored: Collection[str] = ()) -> None:
+        """Raises ConfigError with every field that `unread` gives."""
+        if unknown := self.unread(ignored):
             raise ConfigError(
                 f"{self.source} has unknown settings that may change the model's numbers: "
                 f"{', '.join(unknown)}; such a model would be computed wrongly, so remove a field "

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from jaxshare.models import LoadedModel
+from jaxshare.models import Generation, LoadedModel
 from jaxshare.models.fingerprint import same_fingerprint
 from jaxshare.serving.inputs import cache_dtype
 
@@ -32,8 +32,10 @@ def identity(model: LoadedModel) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if model.params:
         found = {"dtype": str(cache_dtype(model)), "weights": model.fingerprint}
-    generation = dataclasses.asdict(model.generation)
-    generation["stop_tokens"] = [*generation["stop_tokens"]]
+    given, off = dataclasses.asdict(model.generation), dataclasses.asdict(Generation())
+    # Settings that earlier versions did not know are there where they are on.
+    generation = {k: v for k, v in given.items() if k in _ALWAYS or v != off[k]}
+    generation = json.loads(json.dumps(generation))  # as it comes out of a file
     template = model.tokenizer.chat_template if model.tokenizer else None
     return {
         **found,
@@ -95,6 +97,7 @@ def _same(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     return saved[name] == now[name]
 
 
+_ALWAYS = ("stop_tokens", "temperature", "top_k", "top_p", "min_p")
 _SINGULAR = ("dtype", "tokenizer", "chat_template")
 
 

@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxshare import Sampler
-from jaxshare.argument_checks import INT32_MAX, as_integer, as_list
+from jaxshare.argument_checks import INT32_MAX, as_integer, as_list, as_texts
 from jaxshare.models import LoadedModel
 from jaxshare.serving.chat_template import ChatTemplateError, render_marked
 from jaxshare.serving.words import check_length, check_tokens, encode_marked
@@ -92,13 +93,37 @@ def check_context(
 
 def default_sampler(model: LoadedModel) -> Sampler:
     """Returns the checkpoint's own sampling settings."""
-    g = model.generation
-    return Sampler(temperature=g.temperature, top_k=g.top_k, top_p=g.top_p, min_p=g.min_p)
+    return model.generation.sampler
+
+
+def stop_texts(model: LoadedModel, stop: Any) -> tuple[str, ...]:
+    """Returns the texts that end an output.
+
+    Args:
+      model: the model with the tokenizer.
+      stop: one, several, or None for the checkpoint's own.
+
+    Raises:
+      ValueError: an empty text, or a model without a tokenizer.
+      TypeError: it is no text and no list of texts.
+    """
+    stops = model.generation.stop_texts if stop is None else as_texts("stop", stop)
+    if stops and model.tokenizer is None:
+        raise ValueError(
+            "the model folder has no tokenizer, so no output can end at a text; add the "
+            "tokenizer's files to the folder, or give no stop"
+        )
+    return stops
 
 
 def check_sampler(model: LoadedModel, sampler: Sampler) -> None:
-    """Raises ValueError if a sampler leaves no token of the model's vocabulary to choose."""
+    """Raises ValueError if a sampler names a token outside the model's vocabulary, or leaves none to
+    choose."""
     vocab = model.config.vocab_size
+    if outside := [token for token in sampler.tokens if token >= vocab]:
+        raise ValueError(
+            f"the sampler names token {min(outside)}, outside the vocabulary of {vocab}"
+        )
     if len(sampler.forbidden) >= vocab and len({*sampler.forbidden} & {*range(vocab)}) == vocab:
         raise ValueError(
             f"the sampler forbids all {vocab} tokens of the vocabulary, so none could be chosen; "

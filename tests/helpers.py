@@ -21,6 +21,7 @@ import pytest
 import safetensors.numpy
 
 from jaxshare import DecodeState, FinishReason, KVCache, Layout, Rope, Sampler, Samplers, decode
+from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder
@@ -317,7 +318,7 @@ def tiny_state(
         **{"capacity": MOST, **more},
     )
     samplers = [samplers] * ROWS if isinstance(samplers, Sampler) else [*samplers]
-    return dataclasses.replace(made, samplers=Samplers.stack(samplers, bias_slots=2))
+    return dataclasses.replace(made, samplers=Samplers.stack(samplers, places=SamplerPlaces(2)))
 
 
 def run(state: DecodeState, passes: int = 200, width: int = 16, **more) -> DecodeState:

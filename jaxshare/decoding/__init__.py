@@ -5,7 +5,8 @@ The jitted loop is in `loop`, its state in `state` and `row_inputs`, sampling in
 """
 
 from jaxshare.decoding.loop import decode
-from jaxshare.decoding.sampling import Sampler, Samplers
+from jaxshare.decoding.samplers import Samplers
+from jaxshare.decoding.sampling_params import Sampler, SamplingParams
 from jaxshare.decoding.state import DecodeState, FinishReason
 
-__all__ = ["DecodeState", "FinishReason", "Sampler", "Samplers", "decode"]
+__all__ = ["DecodeState", "FinishReason", "Sampler", "Samplers", "SamplingParams", "decode"]

@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
+
+from jaxshare.layout import is_concrete
 
 
 def filled(shape: int | Sequence[int], value: Any = 0, dtype: Any = np.int32) -> Array:
@@ -21,3 +24,17 @@ def with_row(array: Array | np.ndarray, row: int, value: ArrayLike) -> Array:
     changed = array.copy()
     changed[row] = value
     return changed  # pyright: ignore[reportReturnType]
+
+
+def with_own_buffers[T](state: T) -> T:
+    """The state with a buffer for each array, so that a caller's jit can take all as donated."""
+    seen: set[int] = set()
+
+    def own(array: Array) -> Array:
+        repeated = id(array) in seen
+        seen.add(id(array))
+        if not repeated:
+            return array
+        return jax.device_put(np.array(array)) if is_concrete(array) else jnp.copy(array)
+
+    return jax.tree.map(own, state)

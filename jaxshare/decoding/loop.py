@@ -20,7 +20,7 @@ from jaxshare.cache import KVCache
 from jaxshare.decoding.changes import Changes
 from jaxshare.decoding.few_rows import put_first, take_first
 from jaxshare.decoding.pieces import count_pieces, feed_in_pieces, num_pieces
-from jaxshare.decoding.sampling import largest, logprob, whole_rows
+from jaxshare.decoding.sampling import history_after, largest, logprob, whole_rows
 from jaxshare.decoding.sessions import Sessions
 from jaxshare.decoding.state import DecodeModel, DecodeState, FinishReason
 from jaxshare.decoding.steps import after_sampling
@@ -45,10 +45,9 @@ def decode(
 ) -> DecodeState:
     """Runs up to `passes` passes in one dispatch.
 
-    It runs fewer if no row can go on, or with `stop_on_finish` if one finishes. A session in which
-    a row has more than one pending token takes part with up to `width` of each row's; others with
-    one. Rows whose block has no room for what they must write end with `FinishReason.CACHE_FULL`
-    before anything is lost.
+    It runs fewer if no row can go on. A session in which a row has more than one pending token
+    takes part with up to `width` of each row's; others with one. Rows whose block has no room for
+    what they must write end with `FinishReason.CACHE_FULL` before anything is lost.
 
     Args:
       model, params: the model and its variables.
@@ -56,17 +55,15 @@ def decode(
         on.
       passes: data, not shape: any number runs the same program.
       width: tokens a row of passes that feed prompts; at most the state's `max_width`. Static.
-      pieces: by default such a pass has a place of `width` tokens for each row. Where this is given
-        it has so many places of `PIECE` tokens, several of which one row can take, and only the
-        sessions that need it are in it, beside a narrow pass for the others; those that do not fit
-        wait. At least `num_pieces` of the rows of the largest session. Static.
-      rows: only so many rows, the first ones and whole sessions, take part, in passes that cost no
-        more than theirs do; the others wait. Static.
-      stop_on_finish: return as soon as a row finishes, so that the host can give it more to do.
-        Data.
+      pieces: by default such a pass has a place of `width` tokens for each row; with this, so many
+        places of `PIECE` tokens, several of which one row can take, beside a narrow pass for the
+        sessions that need no more; those that do not fit wait. At least `num_pieces` of the rows of
+        the largest session. Static.
+      rows: only the first ones take part, in passes that cost what theirs do. Static.
+      stop_on_finish: return as soon as a row finishes. Data.
       max_idle: with `stop_on_finish`, return only when another pass would make it more than this
         many passes, counted for each row by itself, that finished rows have idled. Data.
-      changes: to make first. A program for changes serves any, but is another than one for none.
+      changes: to make first; a program with them is another than one without.
       until_any: the deprecated name of `stop_on_finish`.
 
     Raises:
@@ -295,7 +292,7 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
     due = due & ~spent & ~not_finite
     token, log_chance = _draw(state, due)
     num_sampled = state.num_sampled + due.astype(jnp.int32)
-    stopped = due & jnp.any(token[:, None] == state.stops, axis=1)
+    stopped = due & state.samplers.ends(token, state.stops)
     spent = spent | (due & ~stopped & (num_sampled >= state.max_new_tokens))
     reasons = jnp.where(spent, FinishReason.LENGTH.value, state.reasons)
     reasons = jnp.where(stopped, FinishReason.STOP.value, reasons)
@@ -311,6 +308,7 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
         state,
         reasons=reasons,
         num_sampled=num_sampled,
+        history=history_after(state.history, token, due, state.cache.mesh),
         num_pending=jnp.where(goes_on, 1, state.num_pending),
         head=jnp.where(due, 0, state.head),
         pending=state.pending.at[:, 0].set(jnp.where(goes_on, token, state.pending[:, 0])),
@@ -336,7 +334,9 @@ def _draw(state: DecodeState, due: Array) -> tuple[Array, Array]:
     mesh = state.cache.mesh
 
     def draw() -> tuple[Array, Array]:
-        token = state.samplers.sample(state.logits, state.seeds, state.num_sampled, mesh=mesh)
+        token = state.samplers.sample(
+            state.logits, state.seeds, state.num_sampled, history=state.history, mesh=mesh
+        )
         if not state.logprobs.shape[1]:
             return token, jnp.zeros(token.shape)
         return token, jax.lax.cond(

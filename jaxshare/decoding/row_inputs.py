@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jaxshare.decoding.changes import Start
-from jaxshare.decoding.sampling import Sampler
+from jaxshare.decoding.history import History
+from jaxshare.decoding.sampling_params import Sampler
 from jaxshare.layout import Layout
 from jaxshare.seeds import stream_seed
 
@@ -42,7 +43,8 @@ class RowInputs:
         seeds: int | Sequence[int],
         max_new_tokens: int | Sequence[int],
     ) -> Self:
-        """Gives each row its own entry; the arguments are those of `DecodeState.create`.
+        """Gives each row its own entry; the arguments are those of `DecodeState.create`, where one
+        sampler, seed or number is for all rows, and of one seed row r gets `stream_seed(seeds, r)`.
 
         Raises:
           ValueError: a number of entries other than `rows`.
@@ -79,7 +81,7 @@ class RowInputs:
                     f"row {r} has an empty prompt and no logits to sample from; give it at least "
                     "one token"
                 )
-            if outside := [t for t in (*sampler.bias, *sampler.forbidden) if t >= vocab_size]:
+            if outside := [t for t in sampler.tokens if t >= vocab_size]:
                 raise ValueError(
                     f"the sampler of row {r} names token {outside[0]}, outside the vocabulary of "
                     f"{vocab_size}"
@@ -88,6 +90,28 @@ class RowInputs:
                 raise ValueError(
                     f"max_new_tokens of row {r} is {self.max_new_tokens[r]}; it must be at least 0"
                 )
+
+    def history(self, texts: Sequence[Sequence[int]] | None, vocab_size: int) -> History:
+        """The texts that samplers look at, with places for all that rows may sample.
+
+        Args:
+          texts: of each row so far; None for its prompt.
+          vocab_size: V.
+
+        Raises:
+          ValueError: another number of texts than of rows.
+        """
+        texts = self.prompts if texts is None else texts
+        if len(texts) != len(self.samplers):
+            raise ValueError(
+                f"texts has {len(texts)} entries, but the layout has {len(self.samplers)} rows"
+            )
+        longest = [len(t) + most for t, most in zip(texts, self.max_new_tokens, strict=True)]
+        history = History.for_samplers(self.samplers, longest, vocab_size)
+        for row, (text, sampler) in enumerate(zip(texts, self.samplers, strict=True)):
+            if sampler.looks_back:
+                history = history.with_text(row, text, len(text))
+        return history
 
     def pending(self, width: int) -> Int[np.ndarray, "R W"]:
         """The prompts as queues of `width` tokens."""

@@ -1,7 +1,7 @@
 """Rows that are taken out of a decode state and put into another, with all that they carry.
 
 So a session of rows can join a larger state for a dispatch, beside rows that it knows nothing of,
-and rows that go on can leave a state whose other rows have ended. Logits stay on the device; all
+and rows that go on can leave a state whose other rows have ended. Logits and texts stay on the device; all
 else that rows carry is small, and is moved on the host, which takes less time there than to start a
 program.
 """
@@ -18,7 +18,7 @@ from jaxtyping import Int
 from jaxshare.decoding.state import DecodeState
 from jaxshare.trace.recorder import PassLog
 
-_OF_STATE = ("cache", "logits", "top_logits", "record", "stops", "passes")
+_OF_STATE = ("cache", "logits", "top_logits", "history", "record", "stops", "passes")
 """The fields of a decode state that are not moved on the host."""
 
 
@@ -65,7 +65,7 @@ def take_rows(
     taken = jax.tree.map(lambda array: array[rows], moved)
     taken = dataclasses.replace(taken, session=place[taken.session])
     taken = _renumbered(taken, -block, -automaton)
-    logits, top_logits = _take((state.logits, state.top_logits), rows)
+    logits, top_logits, history = _take((state.logits, state.top_logits, state.history), rows)
     return dataclasses.replace(
         taken,
         steps=dataclasses.replace(taken.steps, automata=state.steps.automata),
@@ -74,6 +74,7 @@ def take_rows(
         passes=state.passes,
         logits=logits,
         top_logits=top_logits,
+        history=history,
         record=PassLog.empty(0, len(rows), state.max_width, state.cache.num_blocks),
     )
 
@@ -84,13 +85,19 @@ def put_rows(state: DecodeState, parts: Sequence[PlacedRows]) -> DecodeState:
     The cache stays that of `state`, whose logits and top logits are donated. Where a part has more
     places in a row, for sampled tokens or blocks say, the result has as many.
     """
-    logits = state.logits, state.top_logits
+    history = state.history
+    for part in parts:
+        history = history.grown(
+            part.state.history.counts.shape[1], part.state.history.tokens.shape[1]
+        )
+    logits = state.logits, state.top_logits, history
     new = []
     for part in parts:
         moved = _fetched(part.state)
         moved = dataclasses.replace(moved, session=part.rows[moved.session])
         new.append(jax.tree.leaves(_renumbered(moved, part.block, part.automaton)))
-        logits = _put_logits(logits, (part.state.logits, part.state.top_logits), part.rows)
+        of_part = part.state.logits, part.state.top_logits, part.state.history
+        logits = _put_logits(logits, of_part, part.rows)
     whole, form = jax.tree.flatten_with_path(_fetched(state))
     rows = [part.rows for part in parts]
     put = jax.tree.unflatten(
@@ -101,7 +108,7 @@ def put_rows(state: DecodeState, parts: Sequence[PlacedRows]) -> DecodeState:
         ],
     )
     rest: Any = {name: getattr(state, name) for name in _OF_STATE}
-    rest |= {"logits": logits[0], "top_logits": logits[1]}
+    rest |= dict(zip(("logits", "top_logits", "history"), logits, strict=True))
     steps = dataclasses.replace(put.steps, automata=state.steps.automata)
     return dataclasses.replace(put, steps=steps, **rest)
 
@@ -136,7 +143,7 @@ def _renumbered(moved: DecodeState, block: int, automaton: int) -> DecodeState:
 
 def _unused(path: Sequence[Any]) -> int:
     """The entry of a place that a row does not use, in the array of this name."""
-    return -1 if path[-1].name in ("blocks", "bias_tokens") else 0
+    return -1 if path[-1].name in ("blocks", "edit_tokens", "stops", "words") else 0
 
 
 def _put(

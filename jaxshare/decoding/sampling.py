@@ -1,15 +1,11 @@
-"""Sampling, each row with settings of its own.
+"""Sampling from logits; `jaxshare.decoding.samplers` has the settings of rows.
 
-The settings are temperature (0 is greedy), top-k, top-p, min-p, bias and forbidden tokens.
 Randomness is counter-based: a draw depends on (row key, position) alone, never on the rest of the
 batch; `jaxshare.seeds` makes the keys. Truncation is exact and needs no sort: thresholds are found
 by bisecting the ordered bits of the logits.
 """
 
-import dataclasses
 import functools
-import math
-from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Float, Int, UInt32
+from jaxtyping import Bool, Float, Int, UInt32
 
-from jaxshare.argument_checks import FLOAT32_MAX, INT32_MAX, as_float, as_integer, as_list, shown
+from jaxshare.decoding.history import History
 from jaxshare.sharding import (
     TENSOR,
     axis_in_use,
@@ -33,186 +29,27 @@ from jaxshare.sharding import (
 )
 
 _CHUNK = 256
-_LEAST_P = 2.0**-126
-"""The smallest top_p on a device, which keeps the likeliest token alone."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampler:
-    """The sampling settings of one row, applied in the order temperature, top_k, top_p, min_p.
-
-    Attributes:
-      temperature: logits are divided by it; 0 takes the likeliest token.
-      top_k: keep the k likeliest tokens, and those that tie with the last; 0 keeps all.
-      top_p: keep the smallest set of likeliest tokens with at least this probability, and ties; in
-        (0, 1].
-      min_p: keep tokens at least this fraction as likely as the likeliest; in [0, 1].
-      bias: added to the logits of single tokens.
-      forbidden: tokens that are never chosen.
-
-    Numbers may be of any type, NumPy's among them; they are kept as int and float.
-
-    Raises:
-      ValueError: a value out of its range, or too large for a float32.
-      TypeError: a value of another type.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
-    forbidden: tuple[int, ...] = ()
-
-    def __post_init__(self):
-        zero = "(0 takes the likeliest token)"
-        values = {
-            "temperature": as_float("temperature", self.temperature, 0, FLOAT32_MAX, f" {zero}"),
-            "top_k": as_integer("top_k", self.top_k, 0, why=" (0 keeps all tokens)"),
-            "top_p": as_float("top_p", self.top_p),
-            "min_p": as_float("min_p", self.min_p),
-            "bias": _token_biases(self.bias),
-            "forbidden": tuple(_token_numbers(self.forbidden)),
-        }
-        if not 0 < values["top_p"] <= 1:
-            raise ValueError(
-                f"top_p is {values['top_p']}; it must be above 0 and at most 1 (1 keeps all tokens)"
-            )
-        if not 0 <= values["min_p"] <= 1:
-            raise ValueError(
-                f"min_p is {values['min_p']}; it must be between 0 and 1 (0 keeps all tokens)"
-            )
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+def history_after(
+    history: History, token: Int[Array, " R"], sampled: Bool[Array, " R"], mesh: Mesh | None
+) -> History:
+    """The history after bool[R] rows have sampled. `mesh`: as in `Samplers.sample`."""
+    if not history.is_kept:
+        return history
+    width = history.counts.shape[1]
+    axis, none = vocab_axis(mesh, width) if width else None, PartitionSpec()
+    return on_each(
+        functools.partial(_history_after, axis),
+        mesh,
+        in_specs=(history_spec(axis), none, none),
+        out_specs=history_spec(axis),
+    )(history, token, sampled)
 
 
-def _token_numbers(tokens: Iterable[Any]) -> list[int]:
-    try:
-        given = as_list("forbidden", tokens)
-    except TypeError:
-        raise TypeError(
-            f"forbidden is {shown(tokens)}; it must be the numbers of tokens, such as (5, 6)"
-        ) from None
-    numbers = [as_integer("a token of a bias or a ban", token, most=INT32_MAX) for token in given]
-    if negative := [token for token in numbers if token < 0]:
-        raise ValueError(f"a bias or a ban names token {negative[0]}; tokens are numbered from 0")
-    return numbers
-
-
-def _token_biases(bias: Any) -> dict[int, float]:
-    if not isinstance(bias, Mapping):
-        raise TypeError(
-            f"bias is {shown(bias)}; it must be a dict of numbers by token, such as {{5: 1.0}}"
-        )
-    tokens, values = _token_numbers(bias), []
-    for token, value in zip(tokens, bias.values(), strict=True):
-        name = f"the bias of token {token}"
-        why = " (forbidden tokens are listed apart)"
-        values.append(as_float(name, value, -FLOAT32_MAX, FLOAT32_MAX, why))
-    return dict(zip(tokens, values, strict=True))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Samplers:
-    """The samplers of R rows as arrays, so that changing a setting never recompiles.
-
-    Attributes:
-      temperature, top_p, min_p: float32[R]; top_k: int32[R].
-      bias_tokens, bias_values: int32 and float32[R, X], additions to single logits; an unused place
-        has token -1.
-    """
-
-    temperature: Array
-    top_k: Array
-    top_p: Array
-    min_p: Array
-    bias_tokens: Array
-    bias_values: Array
-
-    @classmethod
-    def stack(cls, samplers: Sequence[Sampler], *, bias_slots: int | None = None) -> "Samplers":
-        """Makes one row of each sampler.
-
-        `bias_slots` is X, to leave room for later rows; default the fewest that these need.
-
-        Raises:
-          ValueError: a sampler has more biased and forbidden tokens than `bias_slots`.
-        """
-        edits = [{**s.bias, **dict.fromkeys(s.forbidden, -math.inf)} for s in samplers]
-        slots = max((len(e) for e in edits), default=0) if bias_slots is None else bias_slots
-        if over := [i for i, e in enumerate(edits) if len(e) > slots]:
-            raise ValueError(
-                f"sampler {over[0]} has {len(edits[over[0]])} biased or forbidden tokens; "
-                f"bias_slots is {slots}"
-            )
-        tokens = np.full((len(edits), slots), -1, np.int32)
-        values = np.zeros((len(edits), slots), np.float32)
-        for r, edit in enumerate(edits):
-            tokens[r, : len(edit)], values[r, : len(edit)] = list(edit), list(edit.values())
-        return cls(
-            *jax.device_put(
-                (
-                    np.asarray([s.temperature for s in samplers], np.float32),
-                    np.asarray([min(s.top_k, INT32_MAX) for s in samplers], np.int32),
-                    np.asarray([max(s.top_p, _LEAST_P) for s in samplers], np.float32),
-                    np.asarray([s.min_p for s in samplers], np.float32),
-                    tokens,
-                    values,
-                )
-            )
-        )
-
-    def sample(
-        self,
-        logits: Float[Array, "R V"],
-        seeds: UInt32[Array, "R 2"],
-        positions: Int[Array, " R"],
-        *,
-        mesh: Mesh | None = None,
-    ) -> Int[Array, " R"]:
-        """Samples one token a row.
-
-        Logits that are sharded over a mesh's vocabulary stay where they are, except for top_k and
-        top_p, which need all of a row.
-
-        Args:
-          logits: of each row.
-          seeds: each row's key (`jaxshare.seeds.seed_words`).
-          positions: the counter: the same key and position always give the same draw.
-          mesh: of the model that the logits are from.
-        """
-        axis, none = vocab_axis(mesh, logits.shape[-1]), PartitionSpec()
-        return on_each(
-            functools.partial(_sample, axis),
-            mesh,
-            in_specs=(none, vocab_spec(axis), none, none),
-            out_specs=none,
-        )(self, logits, seeds, positions)
-
-    def _biased(self, logits: Array, first: Array | int = 0) -> Array:
-        """Adds the biases to logits of the vocabulary from token `first` on."""
-        if not self.bias_tokens.shape[1]:
-            return logits
-        index = self.bias_tokens - first
-        index = jnp.where((self.bias_tokens < 0) | (index < 0), logits.shape[1], index)
-        return logits.at[jnp.arange(logits.shape[0])[:, None], index].add(
-            self.bias_values, mode="drop"
-        )
-
-    def _floor(self, scaled: Array) -> Array:
-        """float32[R, 1]: the smallest scaled logit of a row that passes top_k, top_p and min_p."""
-        top = jnp.max(scaled, axis=-1, keepdims=True)
-        order = _ordered(scaled)
-        k = jnp.where(self.top_k > 0, self.top_k, scaled.shape[1])[:, None].astype(jnp.float32)
-        kept_by_k = _threshold(order, jnp.ones_like(scaled), k)
-        mass = jnp.where(order >= kept_by_k, jnp.exp(scaled - top), 0.0)
-        p = jnp.where(self.top_p < 1, self.top_p, 0.0)[:, None] * jnp.sum(
-            mass, axis=-1, keepdims=True
-        )
-        kept_by_p = jnp.where(self.top_p[:, None] < 1, _threshold(order, mass, p), kept_by_k)
-        min_p = top + jnp.log(self.min_p)[:, None]
-        return jnp.maximum(_unordered(jnp.maximum(kept_by_k, kept_by_p)), min_p)
+def _history_after(axis: str | None, history: History, token: Array, sampled: Array) -> History:
+    first = 0 if axis is None else lax.axis_index(axis) * history.counts.shape[1]
+    return history.after(token, sampled, first)
 
 
 def vocab_axis(mesh: Mesh | None, vocab: int) -> str | None:
@@ -235,34 +72,90 @@ def vocab_spec(axis: str | None) -> PartitionSpec:
     return spec((None, "vocab")) if axis else PartitionSpec()
 
 
-def _sample(
-    axis: str | None, samplers: Samplers, logits: Array, seeds: Array, positions: Array
+def history_spec(axis: str | None) -> History:
+    """The partition specs of a history beside logits that are sharded along `axis`."""
+    counts, none = vocab_spec(axis), PartitionSpec()
+    return History(counts, counts, none, none)  # pyright: ignore[reportArgumentType]
+
+
+def sample_rows(
+    axis: str | None,
+    samplers: Any,
+    logits: Array,
+    history: History,
+    seeds: Array,
+    positions: Array,
 ) -> Array:
     """Samples on one device, which has the logits of its part of the vocabulary."""
-    first = 0 if axis is None else lax.axis_index(axis) * logits.shape[1]
-    logits = samplers._biased(logits, first)
+    first = _first_token(axis, logits)
+    logits = samplers.changed(logits, history, positions, first)
     top = pmax(jnp.max(logits, axis=-1, keepdims=True), axis)
     likeliest = _argmax(top, logits, first, axis)
 
     def draw() -> Array:
-        # The largest becomes 0 before the division, so that no temperature overflows it.
-        scaled = (logits - top) / jnp.where(samplers.temperature > 0, samplers.temperature, 1.0)[
-            :, None
-        ]
-        cuts = (samplers.top_k > 0) | (samplers.top_p < 1)
-        # The largest is 0 now, so that min_p alone needs no other logit.
-        floor = lax.cond(
-            jnp.any(cuts),
-            lambda x: samplers._floor(gathered(x, axis)),
-            lambda x: jnp.log(samplers.min_p)[:, None],
-            scaled,
-        )
-        weights = jnp.where(scaled >= floor, jnp.exp(scaled), 0.0)
+        weights = _weights(axis, samplers, logits, top)
         return jnp.where(
             samplers.temperature > 0, _draw(weights, uniforms(seeds, positions), axis), likeliest
         )
 
     return lax.cond(jnp.any(samplers.temperature > 0), draw, lambda: likeliest)
+
+
+def chances_of_rows(
+    axis: str | None, samplers: Any, logits: Array, history: History, positions: Array
+) -> Array:
+    """The chances of tokens on one device, which has the logits of its part of the vocabulary."""
+    first = _first_token(axis, logits)
+    logits = samplers.changed(logits, history, positions, first)
+    top = pmax(jnp.max(logits, axis=-1, keepdims=True), axis)
+    weights = _weights(axis, samplers, logits, top)
+    token = first + jnp.arange(logits.shape[1])
+    is_likeliest = token == _argmax(top, logits, first, axis)[:, None]
+    weights = jnp.where(
+        samplers.temperature[:, None] > 0, weights, is_likeliest.astype(weights.dtype)
+    )
+    return weights / psum(jnp.sum(weights, axis=-1, keepdims=True), axis)
+
+
+def _first_token(axis: str | None, logits: Array) -> Array | int:
+    return 0 if axis is None else lax.axis_index(axis) * logits.shape[1]
+
+
+def _weights(axis: str | None, samplers: Any, logits: Array, top: Array) -> Array:
+    """Weights of the tokens that temperature and truncation leave; the likeliest one has 1."""
+    # The largest becomes 0 before the division, so that no temperature overflows it.
+    scaled = (logits - top) / jnp.where(samplers.temperature > 0, samplers.temperature, 1.0)[
+        :, None
+    ]
+    cuts = (samplers.top_k > 0) | (samplers.top_p < 1)
+    # The largest is 0 now, so that min_p alone needs no other logit.
+    floor = lax.cond(
+        jnp.any(cuts),
+        lambda x: samplers._floor(gathered(x, axis)),
+        lambda x: jnp.log(samplers.min_p)[:, None],
+        scaled,
+    )
+    weights = jnp.where(scaled >= floor, jnp.exp(scaled), 0.0)
+    return lax.cond(
+        jnp.any((samplers.typical_p < 1) & (samplers.temperature > 0)),
+        lambda w: _typical(axis, w, samplers.typical_p[:, None]),
+        lambda w: w,
+        weights,
+    )
+
+
+def _typical(axis: str | None, weights: Array, typical_p: Array) -> Array:
+    """The weights of the tokens whose information is nearest to the entropy (Meister et al. 2022),
+    as few as have the chance float32[R, 1] `typical_p` together."""
+    total = psum(jnp.sum(weights, axis=-1, keepdims=True), axis)
+    chance = weights / total
+    information = jnp.where(weights > 0, -jnp.log(chance), jnp.inf)
+    entropy = psum(
+        jnp.sum(jnp.where(weights > 0, chance * information, 0.0), axis=-1, keepdims=True), axis
+    )
+    nearness = _ordered(-jnp.abs(information - entropy))
+    least = _threshold(gathered(nearness, axis), gathered(chance, axis), typical_p)
+    return jnp.where((nearness >= least) | (typical_p >= 1), weights, 0.0)
 
 
 def largest(logits: Float[Array, "R V"], mesh: Mesh | None) -> Float[Array, " R"]:

@@ -16,17 +16,19 @@ from jaxtyping import Bool, Float, Int
 
 from jaxshare.argument_checks import INT32_MAX
 from jaxshare.cache import KVCache
-from jaxshare.decoding.array_rows import filled, with_row
+from jaxshare.decoding.array_rows import filled, with_own_buffers, with_row
 from jaxshare.decoding.automaton import TokenAutomata
 from jaxshare.decoding.changes import Action, Changes
 from jaxshare.decoding.finish_reason import FinishReason
+from jaxshare.decoding.history import History
 from jaxshare.decoding.row_inputs import Admission, RowInputs
-from jaxshare.decoding.sampling import Sampler, Samplers
+from jaxshare.decoding.samplers import SamplerPlaces, Samplers
+from jaxshare.decoding.sampling_params import GREEDY, Sampler
 from jaxshare.decoding.sessions import first_rows
 from jaxshare.decoding.steps import Steps
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.deprecated import renamed_arguments, warn_renamed
-from jaxshare.layout import Layout, is_concrete
+from jaxshare.layout import Layout
 from jaxshare.seeds import seed_words
 from jaxshare.trace.recorder import PassLog
 
@@ -62,6 +64,7 @@ class DecodeState:
       cache, layout, samplers: what is cached, the blocks that each row sees, how it samples.
       logits: float32[R, V] after each row's last fed token, defined where `has_logits`.
       has_logits: bool[R].
+      history: the texts so far, where samplers look at them.
       pending: int32[R, P + slack], tokens to feed.
       num_pending, head: int32[R], the number of pending tokens, and the index of the first.
       seeds: uint32[R, 2], the key of each row's randomness: the words of its seed
@@ -94,6 +97,7 @@ class DecodeState:
     samplers: Samplers
     logits: Array
     has_logits: Array
+    history: History
     pending: Array
     num_pending: Array
     head: Array
@@ -126,14 +130,15 @@ class DecodeState:
         prompts: Sequence[Sequence[int]],
         *,
         vocab_size: int,
-        samplers: Sampler | Sequence[Sampler] = Sampler(),
+        samplers: Sampler | Sequence[Sampler] = GREEDY,
         seeds: int | Sequence[int] = 0,
         max_new_tokens: int | Sequence[int] = 64,
         stops: Sequence[int] = (),
         logits: Float[Array, "*R V"] | None = None,
         queue: int = 0,
         capacity: int | None = None,
-        bias_slots: int | None = None,
+        places: SamplerPlaces | None = None,
+        texts: Sequence[Sequence[int]] | None = None,
         max_width: int = 256,
         logprobs: bool = False,
         num_top_logits: int = 0,
@@ -144,18 +149,16 @@ class DecodeState:
 
         Args:
           cache, layout, max_width: for passes that feed up to `max_width` tokens a row.
-          prompts, samplers, seeds, max_new_tokens: see `RowInputs`; one sampler, seed or number is
-            for all rows, and of one seed row r gets `stream_seed(seeds, r)`.
+          prompts, samplers, seeds, max_new_tokens: see `RowInputs`, of which one is for all rows.
           stops: tokens that end a row.
           logits: after what each row has cached, for rows that have nothing to feed.
-          queue: tokens that a row's queue holds; at least the longest prompt.
-          capacity: X, sampled tokens of a row that the state holds, a shape; default the largest of
-            `max_new_tokens`. With fewer, take them between dispatches (`without_outputs`).
-          bias_slots: places for a row's biased and forbidden tokens; default what these need.
+          queue: tokens that a row's queue holds.
+          capacity: X, sampled tokens of a row that the state holds (see `without_outputs`).
+          places: for the settings of a row's sampler; default what these need.
+          texts: of each row so far, for samplers that look at it; default its prompt.
           logprobs: keep the log-probabilities of the tokens that all rows sample.
-          num_top_logits: logits to keep of each distribution that a `recorded` row draws from.
-          steps: for rows that write in steps, one session, with places for what a row samples;
-            default none, and each row by itself.
+          num_top_logits: logits to keep of what a `recorded` row draws from.
+          steps: for rows that write in steps, one session; default none, each row by itself.
           record: passes of a dispatch that can be logged; 0 logs none.
         """
         layout.check(cache.num_blocks)
@@ -165,20 +168,21 @@ class DecodeState:
         steps = steps or Steps.none(rows, TokenAutomata.of(vocab_size=vocab_size))
         queue = max(queue, 1 + steps.openings.shape[-1])
         shape = rows, max(inputs.max_new_tokens) if capacity is None else capacity
+        kept = shape if num_top_logits else (rows, 0)
         state = dataclasses.replace(
-            _fed_state(cache, layout, inputs, vocab_size, logits, queue, bias_slots, max_width),
+            _fed_state(cache, layout, inputs, vocab_size, logits, queue, max_width),
+            samplers=Samplers.stack(inputs.samplers, places=places, stops=stops),
+            history=inputs.history(texts, vocab_size),
             stops=jax.device_put(np.asarray(_padded_stops(stops), np.int32)),
             tokens=filled(shape),
             logprobs=filled(shape if logprobs else (rows, 0), dtype=np.float32),
             scored=filled(rows, logprobs, bool),
-            top_logits=TopLogits.empty(
-                shape if num_top_logits else (rows, 0), num_top_logits, vocab_size
-            ),
+            top_logits=TopLogits.empty(kept, num_top_logits, vocab_size),
             steps=steps,
             session=first_rows(steps.ends),
             record=PassLog.empty(record, rows, max_width, cache.num_blocks),
         )
-        return _with_own_buffers(state)
+        return with_own_buffers(state)
 
     def feed(self, row: int, tokens: Sequence[int]) -> "DecodeState":
         """Appends tokens to a row's queue, and lets a row that had stopped run on.
@@ -374,20 +378,6 @@ class DecodeState:
         return getattr(self, former[name])
 
 
-def _with_own_buffers(state: DecodeState) -> DecodeState:
-    """The state with a buffer for each array, so that a caller's jit can take all as donated."""
-    seen: set[int] = set()
-
-    def own(array: Array) -> Array:
-        repeated = id(array) in seen
-        seen.add(id(array))
-        if not repeated:
-            return array
-        return jax.device_put(np.array(array)) if is_concrete(array) else jnp.copy(array)
-
-    return jax.tree.map(own, state)
-
-
 def _fed_state(
     cache: KVCache,
     layout: Layout,
@@ -395,7 +385,6 @@ def _fed_state(
     vocab_size: int,
     logits: Array | None,
     queue: int,
-    bias_slots: int | None,
     max_width: int,
 ) -> DecodeState:
     """A state whose rows have their inputs, and no room for outputs."""
@@ -407,10 +396,11 @@ def _fed_state(
     return DecodeState(
         cache=cache,
         layout=layout,
-        samplers=Samplers.stack(inputs.samplers, bias_slots=bias_slots),
+        samplers=Samplers.stack([]),
         # added to, because the state donates its logits
         logits=jnp.zeros(shape) if logits is None else jnp.broadcast_to(logits, shape) + 0.0,
         has_logits=jax.device_put((num_pending == 0) & (listed > 0)),
+        history=History.empty(rows),
         pending=jax.device_put(queues),
         num_pending=jax.device_put(num_pending),
         head=zeros,

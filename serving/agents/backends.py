@@ -82,7 +82,7 @@ class EngineModel:
         has_template = bool(tokenizer.chat_template)
         if has_template:
             prompt = [dataclasses.asdict(message) for message in call.messages]
-            stops = call.options.stop
+            stops = call.options.stop or None
         else:
             prompt = encode_marked(tokenizer, _plain_text(tokenizer, call.messages), first=True)
             stops = (*call.options.stop, f"\n\n{_NAMES['user']}:")

@@ -15,7 +15,11 @@ from jaxshare.serving.chat_template import ChatTemplateError, SlowTemplateError,
 from jaxshare.serving.inputs import check_context, check_messages, encode
 from jaxshare.serving.words import encode_marked
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "bad_words", "forbidden"),
+    *("forbidden_first", "min_tokens", "stop_token_ids", "ignore_eos"),
+)
 """The fields of `Sampler` that a line may set."""
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxshare import Sampler
@@ -63,6 +63,8 @@ def generate(
     n: int = 1,
     max_new_tokens: int = 64,
     sampler: Sampler | None = None,
+    stop: str | Sequence[str] | None = None,
+    include_stop: bool = False,
     seed: int = 0,
     share: bool | None = None,
     prefix: Prefix | None = None,
@@ -79,7 +81,8 @@ def generate(
     of one prompt at temperature 0 are all equal: a warning is logged (`jaxshare.generate`).
 
     Args:
-      model, prompts, n, max_new_tokens, sampler, seed, share, prefix: see `Branches`.
+      model, prompts, n, max_new_tokens, sampler, stop, include_stop, seed: see `Branches`.
+      share, prefix: see `Branches`.
       max_rows, max_kv_bytes, costs: see `Branches`.
       warm_up: compile everything before the clock starts.
       on_tokens: called between dispatches with the run so far.
@@ -103,9 +106,12 @@ def generate(
             warm_up=warm_up or None,
             on_tokens=on_tokens,
         )
-        return _generate_on(engine, model, prompts, n, max_new_tokens, sampler, seed)
+        return _generate_on(
+            engine, model, prompts, n, max_new_tokens, sampler, seed, stop, include_stop
+        )
     options = {"share": share, "prefix": prefix, "max_rows": max_rows}
     options |= {"max_kv_bytes": max_kv_bytes, "costs": costs, "sampler": sampler, "seed": seed}
+    options |= {"stop": stop, "include_stop": include_stop}
     run = branches(model, prompts, n=n, max_new_tokens=max_new_tokens, **options)
     return _completions(run, on_tokens, warm_up)
 
@@ -147,6 +153,8 @@ def _generate_on(
     max_new_tokens: int,
     sampler: Sampler | None,
     seed: int,
+    stop: str | Sequence[str] | None,
+    include_stop: bool,
 ) -> Completions:
     """Samples completions in the passes of an engine; see `generate`."""
     if model.params is not engine.model.params:
@@ -161,7 +169,15 @@ def _generate_on(
     warn_of_equal_texts((prompt.n, prompt.sampler or sampler) for prompt in read)
     started, passes = time.perf_counter(), engine.metrics.passes
     completions = [
-        *complete_on(engine, read, max_new_tokens=max_new_tokens, sampler=sampler, seed=seed)
+        *complete_on(
+            engine,
+            read,
+            max_new_tokens=max_new_tokens,
+            sampler=sampler,
+            seed=seed,
+            stop=stop,
+            include_stop=include_stop,
+        )
     ]
     unique = unique_tokens(build_prefix_tree(read))
     sampled = sum(len(completion.tokens) for completion in completions)

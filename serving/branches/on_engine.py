@@ -24,6 +24,8 @@ def complete_on(
     max_new_tokens: int,
     sampler: Sampler,
     seed: int,
+    stop: str | Sequence[str] | None,
+    include_stop: bool,
 ) -> Iterator[Completion]:
     """Samples completions of prompts, and yields them in the order of the prompts.
 
@@ -32,7 +34,7 @@ def complete_on(
     Args:
       engine: of the model.
       prompts: as tokens, with the number of completions of each.
-      max_new_tokens, sampler, seed: see `Branches`.
+      max_new_tokens, sampler, seed, stop, include_stop: see `Branches`.
 
     Raises:
       NotANumberError: the model's logits for a prompt are not finite.
@@ -48,6 +50,8 @@ def complete_on(
                         prompt.tokens,
                         prompt.sampler or sampler,
                         max_new_tokens=max_new_tokens,
+                        stop=stop,
+                        include_stop=include_stop,
                         seed=stream_seed(seed, number, index),
                         logprobs=True,
                     )

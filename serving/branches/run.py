@@ -7,8 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Generator
-from typing import Any
+from collections.abc import Callable, Collection, Generator, Sequence
 
 import numpy as np
 
@@ -33,7 +32,7 @@ from jaxshare.serving.engine.scheduler import Scheduler
 from jaxshare.serving.engine.stream import Detokenizer
 from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.inputs import check_sampler, default_sampler, token_bytes
+from jaxshare.serving.inputs import check_sampler, default_sampler, stop_texts, token_bytes
 from jaxshare.serving.kvcache.eviction import make_policy
 from jaxshare.serving.kvcache.fan_in import group_sizes
 from jaxshare.serving.kvcache.manager import KVManager
@@ -60,6 +59,8 @@ class Branches:
       max_new_tokens: the maximum length of a completion; a stop token ends it earlier.
       sampler: how to sample where a `Branch` has no sampler of its own; default the checkpoint's
         own settings.
+      stop: a completion ends before the first of these texts, or after it with `include_stop`;
+        default those of the checkpoint.
       seed: of all streams; the first completion of the first prompt draws from it itself.
       share: True stores every common prefix once; False gives every completion a copy of its
         prompt; None decides for each prefix by `costs`.
@@ -96,6 +97,8 @@ class Branches:
         n: int = 1,
         max_new_tokens: int = 64,
         sampler: Sampler | None = None,
+        stop: str | Sequence[str] | None = None,
+        include_stop: bool = False,
         seed: int = 0,
         share: bool | None = None,
         prefix: Prefix | None = None,
@@ -121,6 +124,7 @@ class Branches:
         for each in (self.sampler, *(p.sampler for p in self.prompts if p.sampler)):
             check_sampler(model, each)
         warn_of_greedy(model, self.sampler)
+        self.detokenizer = Detokenizer(model.tokenizer, stop_texts(model, stop), include_stop)
         plan = plan_run(
             model,
             self.prompts,
@@ -293,9 +297,7 @@ class Branches:
             scored=True,
         )
 
-    # The sink of the requests.
-
-    detokenizer = Detokenizer(None, ())
+    # The sink of the requests; `detokenizer` is a part of it.
 
     def put(self, tokens: tuple[int, ...]) -> None:
         """Ignores new tokens: `running` has them."""
@@ -310,10 +312,8 @@ class Branches:
         return output
 
     def _with_text(self, completion: Completion) -> Completion:
-        tokenizer: Any = self.model.tokenizer
         shown = [*without_stop(completion.tokens, completion.finish_reason)]
-        text = tokenizer.decode(shown) if tokenizer else ""
-        return dataclasses.replace(completion, text=text)
+        return dataclasses.replace(completion, text=self.detokenizer.text(shown))
 
     def _add_time(self, watch: Stopwatch) -> None:
         seconds, compiled = watch.split()

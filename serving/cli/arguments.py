@@ -5,7 +5,7 @@ import re
 import sys
 from typing import Any
 
-from jaxshare.decoding.sampling import Sampler
+from jaxshare.decoding.sampling_params import Sampler
 
 _MAX_TEXT = 2**26
 """The most characters of a prompt or a problem that are read."""
@@ -41,7 +41,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Adds --temperature, --top-k, --top-p, --min-p and --dtype."""
+    """Adds --temperature, --top-k, --top-p, --min-p, other sampling settings, and --dtype."""
     parser.add_argument(
         "--temperature",
         type=float,
@@ -64,16 +64,52 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         help="keep tokens of at least this probability, as a part of the most likely token's "
         "(default: the checkpoint's own)",
     )
+    for name, kind, text in _SETTINGS:
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, help=f"{text} (default: the checkpoint's own)"
+        )
     add_dtype(parser)
+
+
+_SETTINGS = (
+    ("typical_p", float, "keep tokens of about the expected information, of this probability"),
+    ("repetition_penalty", float, "divides the logits of tokens of the text so far; 1 for none"),
+    ("presence_penalty", float, "subtracted from the logits of tokens that were sampled"),
+    ("frequency_penalty", float, "the same for each time that a token was sampled"),
+    ("no_repeat_ngram_size", int, "no so many tokens in a row come twice; 0 allows it"),
+    ("min_tokens", int, "tokens that are sampled before a stop token can be"),
+)
+"""Names of sampling settings, their types, and what they do."""
+
+
+def add_stops(parser: argparse.ArgumentParser) -> None:
+    """Adds --stop, --include-stop and --ignore-eos."""
+    parser.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="a completion ends before this text; may be given several times (default: the "
+        "checkpoint's own)",
+    )
+    parser.add_argument(
+        "--include-stop", action="store_true", help="a completion ends after its stop text"
+    )
+    parser.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        help="the model's own stop tokens end nothing",
+    )
 
 
 def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of `Sampler` that were given, checked."""
     given = {
         name: value
-        for name in ("temperature", "top_k", "top_p", "min_p")
+        for name in ("temperature", "top_k", "top_p", "min_p", *(name for name, *_ in _SETTINGS))
         if (value := getattr(options, name)) is not None
     }
+    if getattr(options, "ignore_eos", False):
+        given["ignore_eos"] = True
     Sampler(**given)
     return given
 

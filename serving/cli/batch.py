@@ -118,6 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout at the end")
     arguments.add_sampling(parser)
+    arguments.add_stops(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -231,7 +232,8 @@ def _settings(options: argparse.Namespace, sampling: dict[str, Any], data: bytes
         name: getattr(options, name)
         for name in ("model", "n", "max_new_tokens", "seed", "tree", "chat", "dtype", "share")
     }
-    return {"input": jsonl.sha256(data), **given, **sampling}
+    stops = {"stop": options.stop, "include_stop": options.include_stop} if options.stop else {}
+    return {"input": jsonl.sha256(data), **given, **sampling, **stops}
 
 
 def _same_model(
@@ -328,6 +330,8 @@ def _engine(
         n=options.n,
         max_new_tokens=options.max_new_tokens,
         sampler=sampler,
+        stop=options.stop,
+        include_stop=options.include_stop,
         seed=options.seed,
         share=_SHARE[options.share],
         max_rows=options.max_rows,

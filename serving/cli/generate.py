@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-new-tokens", type=int, default=64, help="maximum tokens of a completion (default 64)"
     )
     arguments.add_sampling(parser)
+    arguments.add_stops(parser)
     process_mesh.add_arguments(parser)
     process_mesh.add_process_arguments(parser)
     parser.add_argument(
@@ -144,6 +145,8 @@ def _complete(
             n=options.n,
             max_new_tokens=options.max_new_tokens,
             sampler=sampler,
+            stop=options.stop,
+            include_stop=options.include_stop,
             seed=options.seed,
             on_tokens=show,
         )

@@ -12,7 +12,7 @@ from jaxshare import DecodeState, Sampler, decode
 from jaxshare.decoding.changes import Action, Changes, Start
 from jaxshare.decoding.pieces import num_pieces
 from jaxshare.decoding.row_transfer import on_host, take_rows
-from jaxshare.decoding.sampling import Samplers
+from jaxshare.decoding.samplers import SamplerPlaces, Samplers
 from jaxshare.decoding.steps import Steps
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.layout import bucket
@@ -21,7 +21,7 @@ from jaxshare.serving.engine.few_rows import FewRows
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import WIDTH, RunningRequest
 from jaxshare.serving.engine.session_passes import (
-    MIN_BIAS_SLOTS,
+    MIN_PLACES,
     PlacedSession,
     RowShape,
     SessionPasses,
@@ -92,7 +92,8 @@ class DecodeRows:
         # Requests that come later find few rows in use at times; those of a batch seldom do.
         self._few = FewRows(rows) if sessions else None
         self._in_use = 0  # the first rows that include all of the dispatch under way
-        self._bias_slots = MIN_BIAS_SLOTS
+        self._places = MIN_PLACES
+        self._history = 0, 0  # sizes of the texts that samplers look at
         # Rows that leave, resume and enter with the next dispatch.
         self._left: list[int] = []
         self._resumed: list[int] = []
@@ -129,7 +130,7 @@ class DecodeRows:
             stops=self._model.generation.stop_tokens,
             queue=shape.pending,
             capacity=shape.outputs,
-            bias_slots=self._bias_slots,
+            places=self._places,
             max_width=WIDTH,
             logprobs=True,
             num_top_logits=self._num_top_logits,
@@ -238,9 +239,16 @@ class DecodeRows:
     def _state_with_inputs(self) -> DecodeState:
         """The state with the samplers of all rows, and the logits of those that enter with some."""
         assert self.state is not None
-        if self._stacked is None or self._stacked.bias_tokens.shape[1] != self._bias_slots:
-            self._stacked = Samplers.stack(self._samplers, bias_slots=self._bias_slots)
-        state = dataclasses.replace(self.state, samplers=self._stacked)
+        if self._stacked is None:
+            self._stacked = Samplers.stack(
+                self._samplers, places=self._places, stops=self._model.generation.stop_tokens
+            )
+        history = self.state.history.grown(*self._history)
+        for row in self._entering.values():
+            if row.request.sampler.looks_back:
+                tokens = row.request.tokens.tolist()
+                history = history.with_text(row.index, tokens, len(row.request.prompt))
+        state = dataclasses.replace(self.state, samplers=self._stacked, history=history)
         if self._view.groups != state.layout.groups:
             layout = dataclasses.replace(state.layout, groups=self._view.groups)
             state = dataclasses.replace(state, layout=layout)
@@ -311,9 +319,19 @@ class DecodeRows:
             self.fetch()
 
     def _grow(self, requests: Sequence[Request]) -> None:
-        """Makes places for the biased and forbidden tokens of these requests' samplers."""
-        edits = [len(each.sampler.bias) + len(each.sampler.forbidden) for each in requests]
-        self._bias_slots = max(self._bias_slots, bucket(max(edits, default=0)))
+        """Makes places for the settings of these requests' samplers, and for their texts."""
+        samplers = [each.sampler for each in requests]
+        stops = self._model.generation.stop_tokens
+        places = self._places.grown(SamplerPlaces.of(samplers, stops))
+        if places != self._places:
+            self._places, self._stacked = places, None
+        vocab, capacity = self._history
+        for each in requests:
+            if each.sampler.counts_tokens:
+                vocab = self._model.config.vocab_size
+            if each.sampler.reads_tokens:
+                capacity = max(capacity, bucket(each.max_tokens))
+        self._history = vocab, capacity
 
     def remove(self, row: RunningRequest) -> None:
         """Takes a row out with the next dispatch."""

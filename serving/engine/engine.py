@@ -125,7 +125,8 @@ class Engine(EngineLoop):
         sampler: Sampler | None = None,
         *,
         max_new_tokens: int = 256,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
+        include_stop: bool = False,
         seed: int | None = None,
         agent_id: str | None = None,
         priority: int = 0,
@@ -139,7 +140,8 @@ class Engine(EngineLoop):
             template), or tokens.
           sampler: how tokens are sampled; by default the engine's.
           max_new_tokens: of the output.
-          stop: the output ends before the first of these texts.
+          stop: the output ends before the first of these texts, or after it with `include_stop`;
+            default those of the checkpoint.
           seed: a 64-bit integer; by default it follows from the engine's seed, the prompt, and the
             number of earlier requests with this prompt (`jaxshare.seeds`).
           agent_id: the agent that the request belongs to. Agents are served in turn, and what is
@@ -164,6 +166,7 @@ class Engine(EngineLoop):
             sampler=self._sampler if sampler is None else sampler,
             max_new_tokens=max_new_tokens,
             stop=stop,
+            include_stop=include_stop,
             seed=seed,
             agent_id=agent_id,
             priority=priority,
@@ -172,7 +175,7 @@ class Engine(EngineLoop):
             has_logits_cache=self.logits_cache is not None,
         )
         warn_of_greedy(self.model, options.sampler)
-        state = StreamState(Detokenizer(self.model.tokenizer, options.stops))
+        state = StreamState(Detokenizer(self.model.tokenizer, options.stops, options.includes_stop))
         request = options.request(next(self._numbers), tokens, state)
         self._enqueue(request, state, options.seed)
         return Stream(state, functools.partial(_cancel, request))

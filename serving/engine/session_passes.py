@@ -15,7 +15,9 @@ import numpy as np
 from jaxshare import DecodeState
 from jaxshare.argument_checks import INT32_MAX
 from jaxshare.decoding.automaton import TokenAutomata, TokenAutomaton
+from jaxshare.decoding.history import History
 from jaxshare.decoding.row_transfer import PlacedRows, on_host, put_rows, take_rows
+from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.layout import bucket
 from jaxshare.serving.errors import ClosedError
 from jaxshare.serving.kvcache.lease import KVLease
@@ -24,8 +26,8 @@ from jaxshare.serving.kvcache.view import SessionBlocks
 
 MAX_PENDING = 128
 """Tokens that a row may have pending, at least."""
-MIN_BIAS_SLOTS = 8
-"""Places for a row's biased and forbidden tokens, at least."""
+MIN_PLACES = SamplerPlaces(edits=8)
+"""Places for the settings of a row's sampler, at least."""
 _OUTPUTS, _OPENINGS, _OPENING_TOKENS = 64, 128, 32
 """Sampled tokens, openings of steps and tokens of one that a row has places for, at least."""
 _MAX_PAIRS, _MAX_ENTRIES = 4, 2**14
@@ -238,6 +240,7 @@ class SessionRows:
             cache=dataclasses.replace(old.cache, lengths=table[0], phases=table[1]),
             layout=old.layout,
             steps=dataclasses.replace(taken.steps, automata=old.steps.automata),
+            history=_shaped(taken.history, old.history),
             record=old.record,
             passes=old.passes,
             last_pass=np.full(request.num_rows, INT32_MAX, np.int32),
@@ -275,6 +278,13 @@ class SessionRows:
             max_automata=2 * max(_MAX_PAIRS, bucket(len(self._pairs))),
             max_entries=bucket(max(_MAX_ENTRIES, _entries(self._pairs))),
         )
+
+
+def _shaped(history: History, like: History) -> History:
+    """A history with the parts that another one has."""
+    return jax.tree.map(
+        lambda new, old: new if old.ndim < 2 else new[:, : old.shape[1]], history, like
+    )
 
 
 def _entries(pairs: Sequence[Automata]) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 
 from jaxshare import KVCache, Layout, Sampler, Samplers
+from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.decoding.state import DecodeModel
 from jaxshare.decoding.top_logits import TopLogits, compress_logits
 
@@ -25,6 +26,8 @@ SHAPES = ((1, 16), (4, 16))
 """(rows, tokens of a row) of a pass over drafts."""
 _MATCH = 3
 """Tokens in a row that locate a request in an earlier output."""
+_PLACES = SamplerPlaces(edits=8)
+"""Of a sampler's settings, at least."""
 _MAX_MISSES = 6
 """Drafting stops when bad drafts outnumber good ones by this."""
 
@@ -127,9 +130,9 @@ class DraftBatch:
         return batch
 
     def stacked_samplers(self) -> Samplers:
-        """The rows' samplers, with at least 8 places for biased and forbidden tokens."""
-        edits = max(len(sampler.bias) + len(sampler.forbidden) for sampler in self.samplers)
-        return Samplers.stack(self.samplers, bias_slots=max(8, edits))
+        """The rows' samplers, with places for those of most requests."""
+        places = _PLACES.grown(SamplerPlaces.of(self.samplers))
+        return Samplers.stack(self.samplers, places=places)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_top_logits"), donate_argnames="cache")

@@ -88,18 +88,19 @@ class Detokenizer:
     Args:
       tokenizer: None if there are no texts.
       stops: the text ends before the first of these.
+      includes_stop: it ends after that.
 
     Attributes:
       stops: as given.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str]):
-        self._tokenizer, self.stops = tokenizer, stops
+    def __init__(self, tokenizer: Any, stops: Sequence[str], includes_stop: bool = False):
+        self._tokenizer, self.stops, self._includes_stop = tokenizer, stops, includes_stop
         self._tokens: list[int] = []
         self._num_shown = 0
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of an output's first tokens, cut before a stop text."""
+        """The text of an output's first tokens, cut at a stop text."""
         return self._cut(tokens)[0]
 
     def stopped(self, tokens: Sequence[int]) -> bool:
@@ -124,8 +125,11 @@ class Detokenizer:
 
     def _cut(self, tokens: Sequence[int]) -> tuple[str, bool]:
         text = "" if self._tokenizer is None else self._tokenizer.decode(tokens)
-        end = min((start for stop in self.stops if (start := text.find(stop)) >= 0), default=None)
-        return text[:end], end is not None
+        found = [(start, len(stop)) for stop in self.stops if (start := text.find(stop)) >= 0]
+        if not found:
+            return text, False
+        start, size = min(found)
+        return text[: start + size * self._includes_stop], True
 
 
 class StreamState:

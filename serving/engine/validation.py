@@ -9,13 +9,19 @@ import numpy as np
 
 from jaxshare import Sampler
 from jaxshare.arena import ALIGNMENT, arena_size
-from jaxshare.argument_checks import INT32_MAX, INT64_MAX, as_integer, as_list, as_texts, shown
+from jaxshare.argument_checks import INT32_MAX, INT64_MAX, as_integer, as_list, shown
 from jaxshare.models import LoadedModel
 from jaxshare.serving.checkpoints import SaveError
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.stream import StreamState
 from jaxshare.serving.errors import TooLongError
-from jaxshare.serving.inputs import check_sampler, encode, encode_messages, token_bytes
+from jaxshare.serving.inputs import (
+    check_sampler,
+    encode,
+    encode_messages,
+    stop_texts,
+    token_bytes,
+)
 from jaxshare.serving.kvcache.free_memory import cache_free_bytes, host_free_bytes
 from jaxshare.serving.kvcache.pool import standard_tokens, whole_tiles
 from jaxshare.serving.logits_cache.cache import LogitsCache
@@ -170,6 +176,7 @@ class RequestOptions:
     priority: int
     resample: str | None
     logprobs: bool
+    includes_stop: bool
 
     def request(self, number: int, tokens: np.ndarray, stream: StreamState) -> Request:
         """Makes the request; its seed is still to be set."""
@@ -199,6 +206,7 @@ class RequestOptions:
         priority: Any,
         resample: Any,
         logprobs: Any,
+        include_stop: Any,
         has_logits_cache: bool,
     ) -> "RequestOptions":
         """Refuses options that the engine cannot serve; they are those of `Engine.submit`.
@@ -208,23 +216,22 @@ class RequestOptions:
         """
         if agent_id is not None and not isinstance(agent_id, str):
             raise TypeError(f"agent_id is {shown(agent_id)}; it must be a text")
-        if not isinstance(logprobs, bool | np.bool_):
-            raise TypeError(f"logprobs is {shown(logprobs)}; it must be True or False")
+        for name, value in (("logprobs", logprobs), ("include_stop", include_stop)):
+            if not isinstance(value, bool | np.bool_):
+                raise TypeError(f"{name} is {shown(value)}; it must be True or False")
         options = cls(
             as_sampler(sampler),
             as_integer("max_new_tokens", max_new_tokens, 1),
-            _stop_texts(model, stop),
+            stop_texts(model, stop),
             None if seed is None else as_integer("seed", seed),
             agent_id or "",
             as_integer("priority", priority, -INT64_MAX, INT64_MAX),
             resample,
             bool(logprobs),
+            bool(include_stop),
         )
-        if resample is not None and not isinstance(resample, str):
-            raise ValueError(
-                f"resample is {shown(resample)}; it must be None, 'stepwise' or 'hotspot'"
-            )
-        if resample is not None and resample not in ("stepwise", "hotspot"):
+        is_text = isinstance(resample, str)
+        if resample is not None and not (is_text and resample in ("stepwise", "hotspot")):
             raise ValueError(
                 f"resample is {shown(resample)}; it must be None, 'stepwise' or 'hotspot'"
             )
@@ -238,25 +245,13 @@ class RequestOptions:
                 f"resample is {resample!r}, but the engine has no Logits Cache; make it with "
                 "logits_cache=BYTES"
             )
-        vocab = model.config.vocab_size
-        named = (*options.sampler.bias, *options.sampler.forbidden)
-        if outside := [token for token in named if token >= vocab]:
+        if resample and (name := options.sampler.not_redrawn):
             raise ValueError(
-                f"the sampler names token {outside[0]}, outside the vocabulary of {vocab}"
+                f"{name} cannot be had with resample, which samples again from distributions that "
+                "the Logits Cache has kept; leave one of them out"
             )
         check_sampler(model, options.sampler)
         return options
-
-
-def _stop_texts(model: LoadedModel, stop: Any) -> tuple[str, ...]:
-    """The texts before which an output ends; `stop` is one, several, or None for none."""
-    stops = as_texts("stop", stop)
-    if stops and model.tokenizer is None:
-        raise ValueError(
-            "the model folder has no tokenizer, so no output can end at a text; add the "
-            "tokenizer's files to the folder"
-        )
-    return stops
 
 
 def check_length(

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxshare.decoding.sampling import Sampler
+from jaxshare.decoding.sampling_params import Sampler
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.serving.logits_cache import trie
 from jaxshare.serving.logits_cache.hotspot import USUAL, Distance, Hotspot

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 
 from jaxshare.argument_checks import as_float, as_integer
-from jaxshare.decoding.sampling import Sampler
+from jaxshare.decoding.sampling_params import Sampler
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.serving.logits_cache.replay import probabilities
 

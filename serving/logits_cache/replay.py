@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxshare.decoding.sampling import Sampler, uniforms
+from jaxshare.decoding.sampling import uniforms
+from jaxshare.decoding.sampling_params import Sampler
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.layout import bucket
 from jaxshare.seeds import seed_words

@@ -6,7 +6,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from jaxshare.decoding.sampling import Sampler
+from jaxshare.decoding.sampling_params import Sampler
 from jaxshare.decoding.top_logits import TopLogits
 
 _Numbers = np.ndarray | jax.Array

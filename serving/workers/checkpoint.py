@@ -430,7 +430,7 @@ def _settings_as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
         "layout": layout,
         "kind": kind.name if isinstance(kind, AnswerRule) else kind,
         "format": dataclasses.asdict(settings["format"]),
-        "sampler": {**dataclasses.asdict(sampler), "bias": [*sampler.bias.items()]},
+        "sampler": sampler.as_json(),
     }
 
 
@@ -440,11 +440,5 @@ def _settings_from_json(given: Mapping[str, Any]) -> dict[str, Any]:
         **given,
         "layout": WorkersLayout.from_json(layout) if isinstance(layout, Mapping) else layout,
         "format": Format.from_json(given["format"]),
-        "sampler": Sampler(
-            **{
-                **sampler,
-                "bias": {int(token): value for token, value in sampler["bias"]},
-                "forbidden": tuple(sampler["forbidden"]),
-            }
-        ),
+        "sampler": Sampler.from_json(sampler),
     }

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxshare import DecodeState, FinishReason, Layout
+from jaxshare import DecodeState, FinishReason, Layout, Sampler
 from jaxshare.decoding.steps import Steps
 from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.workers.dispatch import run_beside
@@ -138,12 +138,12 @@ def _guess(
         vocab_size=session.model.config.vocab_size,
         max_new_tokens=max_tokens,
         max_width=FEED_WIDTH,
-        samplers=dataclasses.replace(session.sampler, temperature=0.0),
+        samplers=Sampler(bias=session.sampler.bias, forbidden=session.sampler.forbidden),
         stops=session.model.generation.stop_tokens,
         steps=dataclasses.replace(steps, answer_state=steps.answer_state + start),
         queue=own.queue_capacity,
         capacity=capacity,
-        bias_slots=own.samplers.bias_tokens.shape[1],
+        places=own.samplers.places,
         record=own.record.capacity,
     )
     found: list[int] = []

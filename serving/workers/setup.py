@@ -11,12 +11,12 @@ import numpy as np
 from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler
 from jaxshare.compile_time import Stopwatch
 from jaxshare.decoding.automaton import TokenAutomaton
+from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.decoding.steps import Steps
-from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.decisions import text_digest
 from jaxshare.serving.engine.prefill import prefill
-from jaxshare.serving.engine.session_passes import MIN_BIAS_SLOTS, RowShape
+from jaxshare.serving.engine.session_passes import MIN_PLACES, RowShape
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import cache_dtype, check_sampler, default_sampler
 from jaxshare.serving.kvcache.lease import KVLease
@@ -349,6 +349,7 @@ def _decode_state(
         pending=max(len(texts.separator) + max_opening, _finisher_prompt(settings, texts)),
         opening_tokens=max_opening,
     )
+    openings = [texts.first_opening(roster, name) if name else [] for name in roster.rows]
     ends, closes = plan.tables
     steps = Steps.create(
         ends,
@@ -365,7 +366,7 @@ def _decode_state(
     return DecodeState.create(
         cache,
         rows,
-        [texts.first_opening(roster, name) if name else [] for name in roster.rows],
+        openings,
         vocab_size=model.config.vocab_size,
         samplers=sampler,
         seeds=settings["seed"],
@@ -375,6 +376,18 @@ def _decode_state(
         steps=steps,
         queue=shape.pending,
         capacity=shape.outputs,
-        bias_slots=max(MIN_BIAS_SLOTS, bucket(len(sampler.bias) + len(sampler.forbidden))),
+        places=MIN_PLACES.grown(SamplerPlaces.of([sampler], model.generation.stop_tokens)),
+        texts=_texts_seen(plan, rows, openings),
         record=settings["passes_at_once"] if settings["record"] else 0,
     )
+
+
+def _texts_seen(
+    plan: _SessionPlan, rows: Layout, openings: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """The tokens that each row sees at first, its opening included."""
+    contents = [plan.contents.get(block, ()) for block in plan.roster.blocks]
+    return [
+        [*(token for block in listed if block >= 0 for token in contents[block]), *opening]
+        for listed, opening in zip(np.asarray(rows.blocks).tolist(), openings, strict=True)
+    ]

@@ -488,6 +488,53 @@ def test_loading_is_quiet_and_leaves_the_environment_alone(tmp_path):
             models.Generation(temperature=1.0, min_p=0.05),
         ),
         (dict(temperature=0.6, top_p=0.9), {}, models.Generation(temperature=0.0, top_p=0.9)),
+        (
+            dict(
+                typical_p=0.9,
+                repetition_penalty=1.05,
+                no_repeat_ngram_size=3,
+                bad_words_ids=[[1, 2], [3]],
+                suppress_tokens=[5],
+                begin_suppress_tokens=[6, 7],
+                min_new_tokens=2,
+                sequence_bias=[[[8], -2]],
+                stop_strings="END",
+            ),
+            {},
+            models.Generation(
+                typical_p=0.9,
+                repetition_penalty=1.05,
+                no_repeat_ngram_size=3,
+                bad_words=((1, 2), (3,)),
+                forbidden=(5,),
+                forbidden_first=(6, 7),
+                min_tokens=2,
+                bias={8: -2.0},
+                stop_texts=("END",),
+            ),
+        ),
+        (dict(stop_strings=["A", "B"]), {}, models.Generation(stop_texts=("A", "B"))),
+        (  # what changes nothing
+            dict(
+                transformers_version="4.51.0",
+                max_length=4096,
+                num_beams=1,
+                length_penalty=1.0,
+                early_stopping=False,
+                epsilon_cutoff=0.0,
+                eta_cutoff=0.1,  # of sampling, which is off
+                encoder_repetition_penalty=1.0,
+                guidance_scale=1.0,
+                use_cache=True,
+                cache_implementation="static",
+                pad_token_id=9,
+                renormalize_logits=True,
+                penalty_alpha=None,
+                chat_format="chatml",
+            ),
+            {},
+            models.Generation(),
+        ),
     ],
 )
 def test_generation_settings(tmp_path, file, config, expected):
@@ -506,11 +553,46 @@ def test_generation_settings(tmp_path, file, config, expected):
         dict(eos_token_id=["</s>"]),
         dict(eos_token_id=-1),
         dict(do_sample="yes"),
+        dict(typical_p=0),
+        dict(typical_p=1.1),
+        dict(repetition_penalty=0.0),
+        dict(no_repeat_ngram_size=-1),
+        dict(bad_words_ids=[[]]),
+        dict(bad_words_ids=[3]),
+        dict(suppress_tokens=5),
+        dict(begin_suppress_tokens=["a"]),
+        dict(min_new_tokens=-1),
+        dict(sequence_bias=[[[1, 2], 3.0]]),
+        dict(stop_strings=[""]),
+        dict(stop_strings=3),
     ],
 )
 def test_generation_settings_out_of_range_are_named(tmp_path, wrong):
     with pytest.raises(ConfigError, match=rf"generation_config\.json: {next(iter(wrong))} is"):
         models.load(write(tmp_path, generation_config=wrong))
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        dict(num_beams=4),
+        dict(num_beams=2, length_penalty=2.0),
+        dict(do_sample=True, epsilon_cutoff=1e-4),
+        dict(do_sample=True, eta_cutoff=1e-3),
+        dict(guidance_scale=1.5),
+        dict(penalty_alpha=0.6),
+        dict(diversity_penalty=0.5),
+        dict(forced_eos_token_id=2),
+        dict(exponential_decay_length_penalty=[5, 1.1]),
+        dict(min_length=10),
+        dict(watermarking_config={"bias": 2.5}),
+        dict(a_setting_of_next_year=1),
+    ],
+)
+def test_generation_settings_that_change_the_text_and_are_not_known_are_named(tmp_path, unknown):
+    name = [*unknown][-1]
+    with pytest.raises(ConfigError, match=f"settings that change the text .* {name} = "):
+        models.load(write(tmp_path, generation_config=unknown))
 
 
 MEASURED = """

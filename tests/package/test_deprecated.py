@@ -20,6 +20,7 @@ INTERNAL = {
     "jaxshare.cache": {"alignment", "arena_size", "finite", "put", "take"},
     "jaxshare.contents": {"filled", "like", "padded", "places"},
     "jaxshare.reencoding": {"standing"},
+    "jaxshare.sampling": {"largest", "logprob", "uniforms", "whole_rows"},
     "jaxshare.sharding": {"Stripes"},
     "jaxshare.models.hf": {"Stored", "Wanted", "wanted_tensors"},
     "jaxshare.models.reads": {"ended_reads", "why"},

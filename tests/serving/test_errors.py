@@ -17,6 +17,7 @@ import pytest
 import safetensors.numpy
 
 from jaxshare import FinishReason, Sampler, Samplers
+from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.models import EMBEDDED, CheckpointError, LoadedModel, load
 from jaxshare.serving import Branch, Branches, Completion, Prefixes, Workers, generate
 from jaxshare.serving.cli.main import main
@@ -209,7 +210,7 @@ def let_sample_lost(session: Workers, name: str) -> None:
     samplers[session.row(name)] = greedy(**SAMPLES_LOST)
     state = session._session.state
     session._session.state = dataclasses.replace(
-        state, samplers=Samplers.stack(samplers, bias_slots=8)
+        state, samplers=Samplers.stack(samplers, places=SamplerPlaces(8))
     )
 
 

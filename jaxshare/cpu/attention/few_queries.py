@@ -40,7 +40,7 @@ def _write_tile(shape: Shape, call: Call, number: int) -> Code:
     code = Code(call.module, call.machine, f"few_tile_{number}", [*[PTR] * 7, I64, I64])
     queries, mixed, tops, totals, ends, keys, values, first, count = code.args
     lanes = code.machine.lanes
-    tile = (_PairTile if shape.dots_pairs(code.machine) else _Tile)(shape, code, number)
+    tile = (_PairTile if shape.dots_pairs(code.machine) else _FewTile)(shape, code, number)
     scores, weights = (code.array(F32, number * TILE) for _ in range(2))
 
     def tokens(source: Val, start: Val) -> list[Val]:
@@ -73,7 +73,7 @@ def _write_tile(shape: Shape, call: Call, number: int) -> Code:
     return code
 
 
-class _Tile:
+class _FewTile:
     """The products of a tile, in float32."""
 
     def __init__(self, shape: Shape, code: Code, number: int):
@@ -153,7 +153,7 @@ class _Tile:
         return None if left >= lanes else self.code.constant(left)
 
 
-class _PairTile(_Tile):
+class _PairTile(_FewTile):
     """The products of a tile, of pairs of bfloat16 with float32 sums."""
 
     def __init__(self, shape: Shape, code: Code, number: int):

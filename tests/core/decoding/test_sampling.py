@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshare import Sampler, Samplers
+from jaxshare.decoding.history import History
+from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.decoding.sampling import _draw, logprob, uniforms
 from tests.helpers import mostly_slow
 
@@ -60,7 +62,7 @@ def gentle(vocab: int, seed: int = 0) -> np.ndarray:
 
 def counts(sampler: Sampler, logits: np.ndarray, rounds: int = ROUNDS) -> np.ndarray:
     samplers = jax.tree.map(
-        lambda a: jnp.repeat(a, ROWS, axis=0), Samplers.stack([sampler], bias_slots=4)
+        lambda a: jnp.repeat(a, ROWS, axis=0), Samplers.stack([sampler], places=SamplerPlaces(4))
     )
     spread = jnp.broadcast_to(jnp.asarray(logits), (ROWS, len(logits)))
     seen = np.zeros(len(logits), np.int64)
@@ -123,7 +125,8 @@ def compare(sampler: Sampler, logits: np.ndarray) -> None:
 @jax.jit
 def allowed(samplers, logits):
     """The tokens, bool[R, V], that truncation leaves in."""
-    scaled = samplers._biased(logits) / samplers.temperature[:, None]
+    none, first = History.empty(len(logits)), jnp.zeros(len(logits), jnp.int32)
+    scaled = samplers.changed(logits, none, first) / samplers.temperature[:, None]
     return scaled >= samplers._floor(scaled)
 
 
@@ -144,7 +147,7 @@ def test_the_support_is_exact(seed, top_k, top_p, min_p, temperature):
     sampler = Sampler(temperature, top_k, top_p, min_p)
     expected = expected_probabilities(logits[0], sampler) > 0
     np.testing.assert_array_equal(
-        allowed(Samplers.stack([sampler], bias_slots=1), logits)[0], expected
+        allowed(Samplers.stack([sampler], places=SamplerPlaces(1)), logits)[0], expected
     )
 
 
@@ -213,7 +216,7 @@ def test_rows_keep_their_own_settings():
     samplers = [*SETTINGS, Sampler(), Sampler(forbidden=(4,))]
     vocab, draws = 300, 200
     logits = np.stack([gentle(vocab, r) for r in range(len(samplers))])
-    stacked = Samplers.stack(samplers, bias_slots=4)
+    stacked = Samplers.stack(samplers, places=SamplerPlaces(4))
     seen = np.zeros(logits.shape, bool)
     for position in range(draws):
         tokens = sample(
@@ -250,13 +253,18 @@ def test_a_draw_depends_on_its_seed_and_position_alone():
     one = [slice(i, i + 1) for i in range(len(chosen))]
     alone = [
         int(
-            sample(Samplers.stack(chosen[i], bias_slots=0), logits[None], seeds[i], positions[i])[0]
+            sample(
+                Samplers.stack(chosen[i], places=SamplerPlaces(0)),
+                logits[None],
+                seeds[i],
+                positions[i],
+            )[0]
         )
         for i in one
     ]
     order = [3, 0, 4, 1, 2]
     others = [Sampler(), Sampler(2.0, top_k=3)]
-    stacked = Samplers.stack([*others, *(chosen[i] for i in order)], bias_slots=0)
+    stacked = Samplers.stack([*others, *(chosen[i] for i in order)], places=SamplerPlaces(0))
     batch = sample(
         stacked,
         np.stack([gentle(300, 8), gentle(300, 9), *[logits] * 5]),
@@ -359,12 +367,12 @@ def test_settings_at_the_ends_of_their_ranges_are_taken():
 def test_stack_makes_room_for_bias_and_refuses_too_little():
     samplers = [Sampler(bias={1: 2.0}), Sampler(forbidden=(4, 5)), Sampler()]
     stacked = Samplers.stack(samplers)
-    assert stacked.bias_tokens.shape == stacked.bias_values.shape == (3, 2)
-    assert Samplers.stack(samplers, bias_slots=5).bias_tokens.shape == (3, 5)
+    assert stacked.edit_tokens.shape == stacked.edit_values.shape == (3, 2)
+    assert Samplers.stack(samplers, places=SamplerPlaces(5)).edit_tokens.shape == (3, 5)
     with pytest.raises(
-        ValueError, match="sampler 1 has 2 biased or forbidden tokens; bias_slots is 1"
+        ValueError, match="sampler 1 has 2 biased or forbidden tokens; there are places for 1"
     ):
-        Samplers.stack(samplers, bias_slots=1)
+        Samplers.stack(samplers, places=SamplerPlaces(1))
 
 
 def test_samplers_are_frozen():

@@ -16,6 +16,7 @@ from jaxshare.decoding.array_rows import with_row
 from jaxshare.decoding.automaton import ByteAutomaton, TokenAutomata
 from jaxshare.decoding.pieces import num_pieces
 from jaxshare.decoding.row_transfer import PlacedRows, put_rows, take_rows
+from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.decoding.sessions import Sessions
 from jaxshare.decoding.steps import Steps
 from tests.helpers import MODEL, TINY, VOCAB, mostly_slow, tiny_params
@@ -138,7 +139,7 @@ class Part:
             max_new_tokens=20,
             capacity=CAPACITY,
             queue=QUEUE,
-            bias_slots=2,
+            places=SamplerPlaces(2),
             max_width=WIDTH,
             steps=steps,
         )
@@ -184,7 +185,7 @@ def together(parts: list[Part], last_pass: list[int]) -> tuple[DecodeState, list
         vocab_size=VOCAB,
         capacity=CAPACITY,
         queue=QUEUE,
-        bias_slots=2,
+        places=SamplerPlaces(2),
         max_width=WIDTH,
         steps=Steps.none(num_rows, automata, **ROOM),
     )

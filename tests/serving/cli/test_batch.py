@@ -94,6 +94,8 @@ class Engine:
         n,
         max_new_tokens,
         sampler,
+        stop,
+        include_stop,
         seed,
         share,
         max_rows,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxshare import Sampler, Samplers
+from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.decoding.sampling import uniforms
 from jaxshare.decoding.top_logits import TopLogits, compress_logits
 from jaxshare.serving.logits_cache.replay import (
@@ -39,7 +40,7 @@ def kept_of(logits: np.ndarray, temperature: float, k: int) -> TopLogits:
 
 def fresh(logits: np.ndarray, sampler: Sampler, seed: int, position: int) -> np.ndarray:
     """A device's samples from the full logits at consecutive positions."""
-    samplers = Samplers.stack([sampler] * len(logits), bias_slots=SLOTS)
+    samplers = Samplers.stack([sampler] * len(logits), places=SamplerPlaces(SLOTS))
     positions = position + jnp.arange(len(logits), dtype=jnp.int32)
     return np.asarray(
         SAMPLE(samplers, jnp.asarray(logits), jnp.full(len(logits), seed, jnp.uint32), positions)
@@ -293,7 +294,7 @@ def test_replayed_sequences_are_distributed_as_fresh_ones(sampler):
     sampled from the full logits."""
     logits = markov()
     seeds = jnp.arange(CALLS, dtype=jnp.uint32) + 1_000_000
-    samplers = Samplers.stack([sampler] * CALLS, bias_slots=2)
+    samplers = Samplers.stack([sampler] * CALLS, places=SamplerPlaces(2))
     last, code, replayed = np.zeros(CALLS, np.int64), np.zeros(CALLS, np.int64), {VOCAB: 0, 2: 0}
     kept = {k: kept_of(logits, 1.0, k) for k in replayed}
     for position in range(LENGTH):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxshare import FinishReason, Sampler, Samplers
+from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.models import LoadedModel
 from jaxshare.serving import Format, Result, Workers, WorkersLayout, box_answers, code_answers
 from jaxshare.serving.evaluation.arithmetic import instruction
@@ -84,7 +85,7 @@ def force(workers: Workers, **texts: str) -> None:
             if queue:
                 samplers[workers.row(name)] = Sampler(bias={queue[0]: 1e6})
         workers._session.state = dataclasses.replace(
-            workers._session.state, samplers=Samplers.stack(samplers, bias_slots=8)
+            workers._session.state, samplers=Samplers.stack(samplers, places=SamplerPlaces(8))
         )
         go(workers, 1)
         for name, queue in queues.items():
@@ -295,7 +296,7 @@ def test_what_ends_a_session_can_be_chosen():
         *[workers._session.sampler] * (workers.rows.num_rows - 1),
     ]
     workers._session.state = dataclasses.replace(
-        workers._session.state, samplers=Samplers.stack(samplers, bias_slots=8)
+        workers._session.state, samplers=Samplers.stack(samplers, places=SamplerPlaces(8))
     )
     go(workers, 50)
     assert (

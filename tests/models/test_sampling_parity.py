@@ -1,0 +1,68 @@
+"""Sampling settings against transformers' logits processors, and greedy texts under them.
+
+`scripts/fixtures/make_sampling.py` has written what transformers gives.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxshare import FinishReason, models
+from jaxshare.decoding.history import History
+from jaxshare.decoding.samplers import SamplerPlaces, Samplers
+from jaxshare.models import Generation
+from jaxshare.serving import Branch, generate
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+FOLDER = Path(os.environ.get("JAXSHARE_SAMPLING_FIXTURES", FIXTURES / "sampling"))
+FACTS = json.loads((FOLDER / "cases.json").read_text())
+EXPECTED = np.load(FOLDER / "expected.npz")
+STOPS = [1, 2]
+LOGITS, TOKENS = EXPECTED["logits"], EXPECTED["tokens"]
+ROWS, VOCAB = LOGITS.shape
+PLACES = SamplerPlaces(16, 0, 4, 3)
+
+
+@jax.jit
+def chances(samplers, logits, positions, history):
+    return samplers.chances(logits, positions, history=history)
+
+
+@pytest.mark.parametrize("name", FACTS["cases"])
+def test_the_chances_are_those_of_transformers(name):
+    """After texts of which some tokens were sampled, and after prompts alone."""
+    case = FACTS["cases"][name]
+    generation = Generation.from_json({"do_sample": True, **case}, {"eos_token_id": STOPS})
+    samplers = Samplers.stack([generation.sampler] * ROWS, places=PLACES, stops=STOPS)
+    sampled = [FACTS["sampled"]] * (ROWS // 2) + [0] * (ROWS - ROWS // 2)
+    history = History.empty(ROWS, VOCAB, 64)
+    for row, (text, count) in enumerate(zip(TOKENS, sampled, strict=True)):
+        history = history.with_text(row, text.tolist(), len(text) - count)
+    found = chances(samplers, LOGITS, np.asarray(sampled, np.int32), history)
+    expected = EXPECTED[f"chances.{name}"]
+    np.testing.assert_array_equal(np.asarray(found) > 0, expected > 0)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FACTS["families"])
+def test_greedy_texts_are_those_of_transformers(family, tmp_path):
+    """Each under its own generation_config.json, all in one run."""
+    tokens, samplers = [], []
+    for name in FACTS["greedy"]:
+        case = {"eos_token_id": STOPS, **FACTS["cases"][name]}
+        samplers.append(Generation.from_json(case, {}).sampler)
+        tokens.append(EXPECTED[f"prompt.{family}.{name}"].tolist())
+    model = models.load(FIXTURES / "parity" / family, dtype="float32")
+    branches = [
+        Branch(prompt, sampler=sampler) for prompt, sampler in zip(tokens, samplers, strict=True)
+    ]
+    found = generate(model, branches, max_new_tokens=FACTS["answer"]).completions
+    for name, completion in zip(FACTS["greedy"], found, strict=True):
+        answer = EXPECTED[f"answer.{family}.{name}"].tolist()
+        assert list(completion.tokens) == answer, name
+        ended = answer[-1] in STOPS
+        assert completion.finish_reason is (FinishReason.STOP if ended else FinishReason.LENGTH)
