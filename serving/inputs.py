@@ -14,6 +14,8 @@ from jaxshare.serving.chat_template import ChatTemplateError, render_marked
 from jaxshare.serving.words import check_length, check_tokens, encode_marked
 from jaxshare.sharding import KV, TENSOR, axis_size
 
+MOST_LOGPROBS = 20
+"""The most likeliest tokens whose log-probabilities are given in each place."""
 _log = logging.getLogger("jaxshare.generate")
 
 
@@ -114,6 +116,16 @@ def stop_texts(model: LoadedModel, stop: Any) -> tuple[str, ...]:
             "tokenizer's files to the folder, or give no stop"
         )
     return stops
+
+
+def as_top_logprobs(model: LoadedModel, count: Any) -> int:
+    """Returns the number of likeliest tokens to give the log-probabilities of, at each place.
+
+    Raises:
+      ValueError: it is out of range.
+      TypeError: it is no integer.
+    """
+    return as_integer("top_logprobs", count, 0, min(MOST_LOGPROBS, model.config.vocab_size))
 
 
 def check_sampler(model: LoadedModel, sampler: Sampler) -> None:

@@ -65,6 +65,7 @@ def generate(
     sampler: Sampler | None = None,
     stop: str | Sequence[str] | None = None,
     include_stop: bool = False,
+    top_logprobs: int = 0,
     seed: int = 0,
     share: bool | None = None,
     prefix: Prefix | None = None,
@@ -82,7 +83,7 @@ def generate(
 
     Args:
       model, prompts, n, max_new_tokens, sampler, stop, include_stop, seed: see `Branches`.
-      share, prefix: see `Branches`.
+      top_logprobs, share, prefix: see `Branches`.
       max_rows, max_kv_bytes, costs: see `Branches`.
       warm_up: compile everything before the clock starts.
       on_tokens: called between dispatches with the run so far.
@@ -107,11 +108,20 @@ def generate(
             on_tokens=on_tokens,
         )
         return _generate_on(
-            engine, model, prompts, n, max_new_tokens, sampler, seed, stop, include_stop
+            engine,
+            model,
+            prompts,
+            n,
+            max_new_tokens,
+            sampler,
+            seed,
+            stop,
+            include_stop,
+            top_logprobs,
         )
     options = {"share": share, "prefix": prefix, "max_rows": max_rows}
     options |= {"max_kv_bytes": max_kv_bytes, "costs": costs, "sampler": sampler, "seed": seed}
-    options |= {"stop": stop, "include_stop": include_stop}
+    options |= {"stop": stop, "include_stop": include_stop, "top_logprobs": top_logprobs}
     run = branches(model, prompts, n=n, max_new_tokens=max_new_tokens, **options)
     return _completions(run, on_tokens, warm_up)
 
@@ -155,6 +165,7 @@ def _generate_on(
     seed: int,
     stop: str | Sequence[str] | None,
     include_stop: bool,
+    top_logprobs: int,
 ) -> Completions:
     """Samples completions in the passes of an engine; see `generate`."""
     if model.params is not engine.model.params:
@@ -177,6 +188,7 @@ def _generate_on(
             seed=seed,
             stop=stop,
             include_stop=include_stop,
+            top_logprobs=top_logprobs,
         )
     ]
     unique = unique_tokens(build_prefix_tree(read))

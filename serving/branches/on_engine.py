@@ -26,6 +26,7 @@ def complete_on(
     seed: int,
     stop: str | Sequence[str] | None,
     include_stop: bool,
+    top_logprobs: int,
 ) -> Iterator[Completion]:
     """Samples completions of prompts, and yields them in the order of the prompts.
 
@@ -34,7 +35,7 @@ def complete_on(
     Args:
       engine: of the model.
       prompts: as tokens, with the number of completions of each.
-      max_new_tokens, sampler, seed, stop, include_stop: see `Branches`.
+      max_new_tokens, sampler, seed, stop, include_stop, top_logprobs: see `Branches`.
 
     Raises:
       NotANumberError: the model's logits for a prompt are not finite.
@@ -54,6 +55,7 @@ def complete_on(
                         include_stop=include_stop,
                         seed=stream_seed(seed, number, index),
                         logprobs=True,
+                        top_logprobs=top_logprobs,
                     )
                 except QueueFullError:
                     if not waiting:  # it is full of others' requests

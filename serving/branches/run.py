@@ -32,7 +32,13 @@ from jaxshare.serving.engine.scheduler import Scheduler
 from jaxshare.serving.engine.stream import Detokenizer
 from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.inputs import check_sampler, default_sampler, stop_texts, token_bytes
+from jaxshare.serving.inputs import (
+    as_top_logprobs,
+    check_sampler,
+    default_sampler,
+    stop_texts,
+    token_bytes,
+)
 from jaxshare.serving.kvcache.eviction import make_policy
 from jaxshare.serving.kvcache.fan_in import group_sizes
 from jaxshare.serving.kvcache.manager import KVManager
@@ -61,6 +67,8 @@ class Branches:
         own settings.
       stop: a completion ends before the first of these texts, or after it with `include_stop`;
         default those of the checkpoint.
+      top_logprobs: give the log-probabilities of so many of the likeliest tokens in each place, up
+        to 20.
       seed: of all streams; the first completion of the first prompt draws from it itself.
       share: True stores every common prefix once; False gives every completion a copy of its
         prompt; None decides for each prefix by `costs`.
@@ -99,6 +107,7 @@ class Branches:
         sampler: Sampler | None = None,
         stop: str | Sequence[str] | None = None,
         include_stop: bool = False,
+        top_logprobs: int = 0,
         seed: int = 0,
         share: bool | None = None,
         prefix: Prefix | None = None,
@@ -124,6 +133,7 @@ class Branches:
         for each in (self.sampler, *(p.sampler for p in self.prompts if p.sampler)):
             check_sampler(model, each)
         warn_of_greedy(model, self.sampler)
+        self._num_top_logprobs = as_top_logprobs(model, top_logprobs)
         self.detokenizer = Detokenizer(model.tokenizer, stop_texts(model, stop), include_stop)
         plan = plan_run(
             model,
@@ -291,6 +301,7 @@ class Branches:
             "",
             0,
             self,
+            num_top_logprobs=self._num_top_logprobs,
             prompt_number=sample.prompt,
             index=sample.index,
             cuts=[end for end in ends if end],

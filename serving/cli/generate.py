@@ -40,6 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_sampling(parser)
     arguments.add_stops(parser)
+    parser.add_argument(
+        "--top-logprobs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --json also the N likeliest tokens in each place, up to 20",
+    )
     process_mesh.add_arguments(parser)
     process_mesh.add_process_arguments(parser)
     parser.add_argument(
@@ -147,6 +154,7 @@ def _complete(
             sampler=sampler,
             stop=options.stop,
             include_stop=options.include_stop,
+            top_logprobs=options.top_logprobs,
             seed=options.seed,
             on_tokens=show,
         )
@@ -177,6 +185,8 @@ def _completion_as_json(completion: Completion) -> dict[str, Any]:
         "tokens": completion.tokens,
         "finish_reason": str(completion.finish_reason),
         "logprob": completion.logprob,
+        "logprobs": completion.logprobs,
+        **({"top_logprobs": completion.top_logprobs} if completion.top_logprobs else {}),
         "prompt": completion.prompt,
         "index": completion.index,
     }

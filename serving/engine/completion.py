@@ -30,6 +30,8 @@ class Completion:
         end. Of a run over a tree they are None and 0: it counts the time of all together.
       error: the exception where `finish_reason` is ERROR.
       logprobs: of each token, or None.
+      top_logprobs: for each token the likeliest tokens in its place and their log-probabilities,
+        the likeliest first; None where they were not asked for.
     """
 
     text: str
@@ -46,6 +48,7 @@ class Completion:
     seconds: float = 0.0
     error: Exception | None = None
     logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
 
     @property
     def reason(self) -> str:

@@ -206,7 +206,7 @@ class DecodeRows:
         self._sessions = placed
         self._wanted = (
             any(row.request.scored for row in rows),
-            any(row.request.resample for row in rows),
+            any(row.request.recorded for row in rows),
         )
 
     def _changes(
@@ -248,7 +248,13 @@ class DecodeRows:
             if row.request.sampler.looks_back:
                 tokens = row.request.tokens.tolist()
                 history = history.with_text(row.index, tokens, len(row.request.prompt))
-        state = dataclasses.replace(self.state, samplers=self._stacked, history=history)
+        top_logits = self.state.top_logits
+        if top_logits.tokens.shape[-1] < self._num_top_logits:  # what it had is taken
+            shape, vocab = self.state.tokens.shape, self._model.config.vocab_size
+            top_logits = TopLogits.empty(shape, self._num_top_logits, vocab)
+        state = dataclasses.replace(
+            self.state, samplers=self._stacked, history=history, top_logits=top_logits
+        )
         if self._view.groups != state.layout.groups:
             layout = dataclasses.replace(state.layout, groups=self._view.groups)
             state = dataclasses.replace(state, layout=layout)
@@ -325,6 +331,9 @@ class DecodeRows:
         places = self._places.grown(SamplerPlaces.of(samplers, stops))
         if places != self._places:
             self._places, self._stacked = places, None
+        logits = max((each.num_top_logprobs for each in requests), default=0)
+        if logits > self._num_top_logits:
+            self._num_top_logits = min(bucket(logits), self._model.config.vocab_size)
         vocab, capacity = self._history
         for each in requests:
             if each.sampler.counts_tokens:
@@ -372,6 +381,6 @@ def _start(row: RunningRequest) -> Start:
         request.max_new_tokens,
         len(request.output),
         row.unread.tolist() if row.logits is None else (),
-        request.resample is not None,
+        request.recorded,
         request.scored,
     )

@@ -132,6 +132,7 @@ class Engine(EngineLoop):
         priority: int = 0,
         resample: str | None = None,
         logprobs: bool = False,
+        top_logprobs: int = 0,
     ) -> Stream:
         """Submits a request; from any thread, without waiting.
 
@@ -151,6 +152,8 @@ class Engine(EngineLoop):
             Cache what it holds of this prompt, exactly, and adds what is computed; "hotspot" does
             the same but samples again only where the model was uncertain, which is APPROXIMATE.
           logprobs: compute those of the sampled tokens, under the model itself; not with `resample`.
+          top_logprobs: give those of so many of the likeliest tokens in each place, up to 20; not
+            with `resample`.
 
         Raises:
           TooLongError: the request does not fit the model's context, or never the memory.
@@ -172,6 +175,7 @@ class Engine(EngineLoop):
             priority=priority,
             resample=resample,
             logprobs=logprobs,
+            top_logprobs=top_logprobs,
             has_logits_cache=self.logits_cache is not None,
         )
         warn_of_greedy(self.model, options.sampler)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxshare import FinishReason
+from jaxshare.decoding.top_logits import largest_logprobs
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.fair_queue import FairQueue
@@ -95,7 +96,7 @@ class OutputProcessor:
         """Finishes a request: its last tokens, its final output, and all that is counted."""
         self.queue.finish(request)
         request.finished = True
-        if request.top_logits and reason is not FinishReason.ERROR:
+        if request.resample and request.top_logits and reason is not FinishReason.ERROR:
             self._write_logits(request)
         self.publish(request)
         output = request.stream.finish(_final_output(request, reason, error))
@@ -172,6 +173,7 @@ def _final_output(request: Request, reason: FinishReason, error: Exception | Non
         reason,
         logprob=None if logprobs is None else math.fsum(logprobs),
         logprobs=logprobs,
+        top_logprobs=_top_logprobs(request, len(tokens)),
         prompt=request.prompt_number,
         index=request.index,
         prompt_tokens=len(request.prompt),
@@ -180,6 +182,17 @@ def _final_output(request: Request, reason: FinishReason, error: Exception | Non
         preemptions=request.preemptions,
         error=error,
     )
+
+
+def _top_logprobs(request: Request, count: int) -> tuple[tuple[tuple[int, float], ...], ...] | None:
+    """The likeliest tokens in the places of the first tokens, and their log-probabilities."""
+    if not request.num_top_logprobs:
+        return None
+    return tuple(
+        each
+        for part in request.top_logits
+        for each in largest_logprobs(part, request.num_top_logprobs)
+    )[:count]
 
 
 def unfinished_output(request: Request) -> Completion:

@@ -48,6 +48,7 @@ class Request:
       prompt_number, index: of its completion.
       cuts: see `jaxshare.serving.kvcache.manager.KVRequest`.
       scored: whether log-probabilities are wanted; logprobs: of what was sampled so far.
+      num_top_logprobs: the likeliest tokens in each place that are wanted, with those of them.
       resample: "stepwise" or "hotspot" if the Logits Cache may answer it and keeps its
         distributions; None for neither.
       output: tokens sampled so far, of which the first `num_replayed` came from the cache;
@@ -70,6 +71,7 @@ class Request:
     priority: int
     stream: OutputSink
     resample: str | None = None
+    num_top_logprobs: int = 0
     prompt_number: int = 0
     index: int = 0
     cuts: Sequence[int] | None = None
@@ -88,6 +90,11 @@ class Request:
     cancelled: bool = False
     finished: bool = False
     given_seed: int | None = None
+
+    @property
+    def recorded(self) -> bool:
+        """True if the largest logits of its distributions are kept."""
+        return self.resample is not None or self.num_top_logprobs > 0
 
     @property
     def tokens(self) -> np.ndarray:

@@ -321,7 +321,7 @@ class Scheduler:
         index, new = row.index, slice(0, int(result.num_held[row.index]))
         if row.request.scored:
             row.request.logprobs += result.logprobs[index, new].tolist()
-        if row.request.resample and new.stop:
+        if row.request.recorded and new.stop:
             row.request.top_logits.append(
                 jax.tree.map(lambda array: array[index, new], result.top_logits)
             )

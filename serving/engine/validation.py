@@ -16,6 +16,7 @@ from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.stream import StreamState
 from jaxshare.serving.errors import TooLongError
 from jaxshare.serving.inputs import (
+    as_top_logprobs,
     check_sampler,
     encode,
     encode_messages,
@@ -177,6 +178,7 @@ class RequestOptions:
     resample: str | None
     logprobs: bool
     includes_stop: bool
+    num_top_logprobs: int
 
     def request(self, number: int, tokens: np.ndarray, stream: StreamState) -> Request:
         """Makes the request; its seed is still to be set."""
@@ -190,6 +192,7 @@ class RequestOptions:
             self.priority,
             stream,
             self.resample,
+            self.num_top_logprobs,
             scored=self.logprobs,
         )
 
@@ -207,6 +210,7 @@ class RequestOptions:
         resample: Any,
         logprobs: Any,
         include_stop: Any,
+        top_logprobs: Any,
         has_logits_cache: bool,
     ) -> "RequestOptions":
         """Refuses options that the engine cannot serve; they are those of `Engine.submit`.
@@ -229,15 +233,17 @@ class RequestOptions:
             resample,
             bool(logprobs),
             bool(include_stop),
+            as_top_logprobs(model, top_logprobs),
         )
         is_text = isinstance(resample, str)
         if resample is not None and not (is_text and resample in ("stepwise", "hotspot")):
             raise ValueError(
                 f"resample is {shown(resample)}; it must be None, 'stepwise' or 'hotspot'"
             )
-        if options.logprobs and resample:
+        if resample and (options.logprobs or options.num_top_logprobs):
+            name = "logprobs" if options.logprobs else "top_logprobs"
             raise ValueError(
-                "logprobs cannot be had with resample, which takes tokens from the Logits Cache; "
+                f"{name} cannot be had with resample, which takes tokens from the Logits Cache; "
                 "leave one of them out"
             )
         if resample and not has_logits_cache:

@@ -35,7 +35,7 @@ from jaxshare.serving.workers.text.transcript import Event
 from jaxshare.trace.recorder import Recorder
 from jaxshare.trace.trace import Trace
 
-_FORMAT = "jaxshare session 5"
+_FORMAT = "jaxshare session 6"
 _NOT_SAVED = ("tokens", "logprobs", "top_logits", "record")
 _REMADE = ("automata", "openings", "opening_sizes", "base", "prepared", "marks", "sampled_at")
 _TRACE = "trace"
