@@ -97,6 +97,8 @@ def generate(
       NotANumberError: the model's logits for a prompt are not finite; `Branches.stream` gives the
         other completions.
     """
+    of_texts = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": stop}
+    of_texts |= {"include_stop": include_stop, "top_logprobs": top_logprobs}
     if engine:
         _check_none(
             share=share,
@@ -107,22 +109,10 @@ def generate(
             warm_up=warm_up or None,
             on_tokens=on_tokens,
         )
-        return _generate_on(
-            engine,
-            model,
-            prompts,
-            n,
-            max_new_tokens,
-            sampler,
-            seed,
-            stop,
-            include_stop,
-            top_logprobs,
-        )
-    options = {"share": share, "prefix": prefix, "max_rows": max_rows}
-    options |= {"max_kv_bytes": max_kv_bytes, "costs": costs, "sampler": sampler, "seed": seed}
-    options |= {"stop": stop, "include_stop": include_stop, "top_logprobs": top_logprobs}
-    run = branches(model, prompts, n=n, max_new_tokens=max_new_tokens, **options)
+        return _generate_on(engine, model, prompts, n, sampler, **of_texts)
+    options = {"share": share, "prefix": prefix, "max_rows": max_rows, "sampler": sampler}
+    options |= {"max_kv_bytes": max_kv_bytes, "costs": costs}
+    run = branches(model, prompts, n=n, **options, **of_texts)
     return _completions(run, on_tokens, warm_up)
 
 
@@ -160,12 +150,10 @@ def _generate_on(
     model: LoadedModel,
     prompts: Prompts | None,
     n: int,
-    max_new_tokens: int,
     sampler: Sampler | None,
-    seed: int,
-    stop: str | Sequence[str] | None,
-    include_stop: bool,
-    top_logprobs: int,
+    *,
+    max_new_tokens: int,
+    **of_texts: Any,
 ) -> Completions:
     """Samples completions in the passes of an engine; see `generate`."""
     if model.params is not engine.model.params:
@@ -180,16 +168,7 @@ def _generate_on(
     warn_of_equal_texts((prompt.n, prompt.sampler or sampler) for prompt in read)
     started, passes = time.perf_counter(), engine.metrics.passes
     completions = [
-        *complete_on(
-            engine,
-            read,
-            max_new_tokens=max_new_tokens,
-            sampler=sampler,
-            seed=seed,
-            stop=stop,
-            include_stop=include_stop,
-            top_logprobs=top_logprobs,
-        )
+        *complete_on(engine, read, max_new_tokens=max_new_tokens, sampler=sampler, **of_texts)
     ]
     unique = unique_tokens(build_prefix_tree(read))
     sampled = sum(len(completion.tokens) for completion in completions)

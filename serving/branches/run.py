@@ -123,6 +123,7 @@ class Branches:
             model, prompts, n, prefix=prefix, max_new_tokens=max_new_tokens
         )
         self.max_new_tokens, self.seed = max_new_tokens, seed
+        self._num_top_logprobs = as_top_logprobs(model, top_logprobs)
         # Below a prefix keys must be rotated as the prefix's are.
         self.model = (
             dataclasses.replace(model, config=prefix.store.model.config)
@@ -133,7 +134,6 @@ class Branches:
         for each in (self.sampler, *(p.sampler for p in self.prompts if p.sampler)):
             check_sampler(model, each)
         warn_of_greedy(model, self.sampler)
-        self._num_top_logprobs = as_top_logprobs(model, top_logprobs)
         self.detokenizer = Detokenizer(model.tokenizer, stop_texts(model, stop), include_stop)
         plan = plan_run(
             model,
@@ -147,13 +147,11 @@ class Branches:
         )
         self.sharing_plan, self.rows, self.costs = plan.sharing, plan.peak.rows, plan.costs
         self.rows_because, self._samples = plan.rows_because, plan.samples
-        prefix_tokens = prefix.tokens if prefix else 0
+        before = prefix.tokens if prefix else 0
         self._samplers = {p.number: p.sampler or self.sampler for p in self.prompts}
-        self._prompt_tokens = {p.number: prefix_tokens + len(p.tokens) for p in self.prompts}
-        self.prompt_tokens = sum(prefix_tokens + len(prompt.tokens) for prompt in self.prompts)
-        self.unique_tokens = prefix_tokens + plan.unique_tokens
+        self.prompt_tokens = sum(before + len(prompt.tokens) for prompt in self.prompts)
+        self.unique_tokens = before + plan.unique_tokens
         self.passes, self.seconds, self.compile_seconds, self.sampled_tokens = 0, 0.0, 0.0, 0
-
         self._prefix, self._kv_tokens, self._state_rows = prefix, plan.kv_tokens, plan.state_rows
         self._live: dict[Request, None] = {}  # submitted and not finished
         self._ended: collections.deque[Completion] = collections.deque()

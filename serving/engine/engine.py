@@ -137,23 +137,19 @@ class Engine(EngineLoop):
         """Submits a request; from any thread, without waiting.
 
         Args:
-          prompt: a text, messages (dicts with role and content, put into the model's chat
-            template), or tokens.
+          prompt: a text, messages (dicts with role and content), or tokens.
           sampler: how tokens are sampled; by default the engine's.
           max_new_tokens: of the output.
-          stop: the output ends before the first of these texts, or after it with `include_stop`;
-            default those of the checkpoint.
-          seed: a 64-bit integer; by default it follows from the engine's seed, the prompt, and the
-            number of earlier requests with this prompt (`jaxshare.seeds`).
-          agent_id: the agent that the request belongs to. Agents are served in turn, and what is
-            evicted depends on what they contribute.
+          stop, include_stop: texts before which the output ends (default the checkpoint's), or after.
+          seed: of 64 bits; by default it follows from the engine's seed, the prompt, and the number
+            of earlier requests with this prompt (`jaxshare.seeds`).
+          agent_id: the agent that it belongs to. Agents are served in turn, by what they contribute.
           priority: requests of a higher one are served first, and preempt those of a lower one.
-          resample: for a prompt that is sampled several times: "stepwise" takes from the Logits
-            Cache what it holds of this prompt, exactly, and adds what is computed; "hotspot" does
-            the same but samples again only where the model was uncertain, which is APPROXIMATE.
-          logprobs: compute those of the sampled tokens, under the model itself; not with `resample`.
-          top_logprobs: give those of so many of the likeliest tokens in each place, up to 20; not
-            with `resample`.
+          resample: "stepwise" takes from the Logits Cache what it holds of this prompt, exactly, and
+            adds what is computed; "hotspot" does the same but samples again only where the model
+            was uncertain, which is APPROXIMATE.
+          logprobs: give those of the sampled tokens, under the model itself; not with `resample`.
+          top_logprobs: and of so many of the likeliest tokens in each place, up to 20.
 
         Raises:
           TooLongError: the request does not fit the model's context, or never the memory.

@@ -235,29 +235,33 @@ class RequestOptions:
             bool(include_stop),
             as_top_logprobs(model, top_logprobs),
         )
-        is_text = isinstance(resample, str)
-        if resample is not None and not (is_text and resample in ("stepwise", "hotspot")):
+        if resample is not None:
+            options._check_resample(has_logits_cache)
+        check_sampler(model, options.sampler)
+        return options
+
+    def _check_resample(self, has_logits_cache: bool) -> None:
+        """Refuses what the Logits Cache cannot serve, as `checked` does."""
+        if not isinstance(self.resample, str) or self.resample not in ("stepwise", "hotspot"):
             raise ValueError(
-                f"resample is {shown(resample)}; it must be None, 'stepwise' or 'hotspot'"
+                f"resample is {shown(self.resample)}; it must be None, 'stepwise' or 'hotspot'"
             )
-        if resample and (options.logprobs or options.num_top_logprobs):
-            name = "logprobs" if options.logprobs else "top_logprobs"
+        if self.logprobs or self.num_top_logprobs:
+            name = "logprobs" if self.logprobs else "top_logprobs"
             raise ValueError(
                 f"{name} cannot be had with resample, which takes tokens from the Logits Cache; "
                 "leave one of them out"
             )
-        if resample and not has_logits_cache:
+        if not has_logits_cache:
             raise ValueError(
-                f"resample is {resample!r}, but the engine has no Logits Cache; make it with "
+                f"resample is {self.resample!r}, but the engine has no Logits Cache; make it with "
                 "logits_cache=BYTES"
             )
-        if resample and (name := options.sampler.not_redrawn):
+        if name := self.sampler.not_redrawn:
             raise ValueError(
                 f"{name} cannot be had with resample, which samples again from distributions that "
                 "the Logits Cache has kept; leave one of them out"
             )
-        check_sampler(model, options.sampler)
-        return options
 
 
 def check_length(

@@ -90,6 +90,8 @@ def test_on_the_command_line(capsys):
     ],
 )
 def test_numbers_out_of_range_are_refused(wrong, words):
-    with Engine(MODEL, max_rows=ROWS, logits_cache=10**5) as engine:
-        with pytest.raises((ValueError, TypeError), match=words):
-            engine.submit(PROMPT, WARM, **wrong)
+    with (
+        Engine(MODEL, max_rows=ROWS, logits_cache=10**5) as engine,
+        pytest.raises((ValueError, TypeError), match=words),
+    ):
+        engine.submit(PROMPT, WARM, **wrong)
