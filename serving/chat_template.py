@@ -13,14 +13,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import markupsafe
 
-from jaxshare.serving.words import mark_messages
+from jaxshare.serving.chat.dialogue import (
+    checked_messages,
+    forms_of_calls,
+    has_calls,
+    with_other_names,
+)
+from jaxshare.serving.chat.tools import FunctionTool
+from jaxshare.serving.words import mark_messages, mark_values, restore_marks
 
 RENDER_SECONDS = 5.0
 """The time limit of one prompt; real templates take less than a millisecond."""
@@ -35,6 +42,10 @@ _PROGRAM = Path(__file__).with_name("chat_template_process.py")
 
 class ChatTemplateError(ValueError):
     """A chat template refuses its messages, is no template, or goes beyond its limits."""
+
+
+class UnusedToolsError(ChatTemplateError):
+    """A chat template writes nothing of the tools that are offered."""
 
 
 class SlowTemplateError(ChatTemplateError):
@@ -61,8 +72,16 @@ def render(
         )
     shown = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
     try:
-        # A key without a value is absent, as transformers has it.
-        kept = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        # A key without a value is absent, as transformers has it, but for the content beside calls,
+        # which some templates compare with None.
+        kept = [
+            {
+                key: value
+                for key, value in message.items()
+                if value is not None or (key == "content" and "tool_calls" in message)
+            }
+            for message in messages
+        ]
         request = json.dumps({"template": template, "variables": {**shown, "messages": kept}})
     except (TypeError, ValueError, RecursionError) as error:
         raise ChatTemplateError(
@@ -75,12 +94,70 @@ def render(
     return reply["text"]
 
 
-def render_marked(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+def render_marked(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[FunctionTool] = (),
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """Renders messages with marks at the control tokens in their words; see `words.encode_marked`.
 
-    Arguments and errors as in `render_with`.
+    Words are all texts in messages, in calls of functions and their results, in descriptions of
+    tools and in variables.
+
+    Args:
+      tokenizer: with a chat template.
+      messages: see `chat.dialogue.checked_messages`.
+      tools: that are offered to the model.
+      variables: further ones that the template sees.
+
+    Raises:
+      UnusedToolsError: the template writes nothing of the tools.
+      ChatTemplateError: see `render`; or the template writes nothing of the calls in messages.
+      TypeError, ValueError: a message has another form.
     """
-    return render_with(tokenizer, mark_messages(tokenizer, messages))
+    marked = mark_messages(tokenizer, checked_messages(messages))
+    extra = mark_values(tokenizer, dict(variables or {}))
+    schemas = mark_values(tokenizer, [tool.schema() for tool in tools])
+
+    def rendered(messages: Sequence[Mapping[str, Any]], tools: Any = schemas) -> str:
+        return render_with(tokenizer, messages, **{**extra, "tools": tools or None})
+
+    form = _form_with_calls(marked, rendered) if has_calls(marked) else marked
+    text = rendered(form)
+    if tools and text == _without_tools(lambda: rendered(form, None)):
+        raise UnusedToolsError(
+            "it writes nothing of tools; offer none, or use a template that knows them"
+        )
+    return restore_marks(text, marked, schemas, extra)
+
+
+def _form_with_calls(
+    messages: list[dict[str, Any]], rendered: Callable[[Sequence[Mapping[str, Any]]], str]
+) -> list[dict[str, Any]]:
+    """The messages in the form in which a template writes their calls."""
+    errors = []
+    for form in forms_of_calls(messages):
+        try:
+            if rendered(form) != rendered(with_other_names(form)):
+                return form
+        except SlowTemplateError:
+            raise
+        except ChatTemplateError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    raise ChatTemplateError("it writes nothing of the calls of functions in messages")
+
+
+def _without_tools(rendered: Callable[[], str]) -> str | None:
+    """The text without tools; None if the template refuses to write one."""
+    try:
+        return rendered()
+    except SlowTemplateError:
+        raise
+    except ChatTemplateError:
+        return None
 
 
 def render_with(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
@@ -89,13 +166,15 @@ def render_with(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **variabl
     Args:
       tokenizer: with a chat template.
       messages: see `render`.
-      variables: further ones that the template sees.
+      variables: further ones that the template sees; with `tools`, the template for them is taken
+        where a tokenizer has one of its own.
 
     Raises:
       ChatTemplateError: see `render`.
     """
+    tools = variables.get("tools")
     try:
-        template = tokenizer.get_chat_template()
+        template = tokenizer.get_chat_template(**({"tools": tools} if tools else {}))
     except ValueError as error:  # several by name, and none of them the default
         raise ChatTemplateError(str(error)) from error
     if not isinstance(template, str):

@@ -8,15 +8,27 @@ import jax
 import jax.numpy as jnp
 
 from jaxshare import Sampler
-from jaxshare.argument_checks import INT32_MAX, as_integer, as_list, as_texts
+from jaxshare.argument_checks import INT32_MAX, as_integer, as_list, as_texts, shown
 from jaxshare.models import LoadedModel
-from jaxshare.serving.chat_template import ChatTemplateError, render_marked
+from jaxshare.serving.chat.tools import as_tools
+from jaxshare.serving.chat_template import ChatTemplateError, UnusedToolsError, render_marked
 from jaxshare.serving.words import check_length, check_tokens, encode_marked
 from jaxshare.sharding import KV, TENSOR, axis_size
 
 MOST_LOGPROBS = 20
 """The most likeliest tokens whose log-probabilities are given in each place."""
 _log = logging.getLogger("jaxshare.generate")
+
+RESERVED = (
+    "messages",
+    "conversation",
+    "tools",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+"""Variables of a chat template that are set here."""
+_DEEPEST = 64
 
 
 def encode(model: LoadedModel, prompt: str | Sequence[int], *, first: bool = True) -> list[int]:
@@ -51,21 +63,42 @@ def encode(model: LoadedModel, prompt: str | Sequence[int], *, first: bool = Tru
     return check_tokens(tokens, model.config.vocab_size)
 
 
-def encode_messages(model: LoadedModel, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def encode_messages(
+    model: LoadedModel,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Encodes a dialogue in the model's chat template, up to the start of the model's answer.
 
-    Special tokens come from the template alone: their texts in messages are ordinary tokens.
+    Special tokens come from the template alone: their texts in messages are ordinary tokens, and so
+    are those in calls of functions, in their results, in tools and in chat_template_kwargs.
+
+    Args:
+      model: with a tokenizer that has a chat template.
+      messages: each with a role and content. An assistant's may have `tool_calls`, and a message of
+        the role "tool" has a call's result.
+      tools: that the model may call, as `jaxshare.serving.chat.as_tools` takes them; None for none.
+      chat_template_kwargs: further variables of the template, such as {"enable_thinking": False}.
 
     Raises:
-      ValueError: a model without a template or with the tokenizer of another, messages that the
-        template refuses, or far more text than the context holds.
+      ValueError: a model without a template or with the tokenizer of another, messages that have
+        another form or that the template refuses, tools that it does not know, or far more text
+        than the context holds.
+      TypeError: a message is no dict, something is no tool, or chat_template_kwargs no dict.
     """
     tokenizer = model.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         raise ValueError("the model has no chat template, so it cannot take messages; give a text")
-    check_messages(model, messages)
+    offered, variables = as_tools(tools), _checked_variables(chat_template_kwargs)
+    check_messages(model, [*messages, *(tool.schema() for tool in offered), variables])
     try:
-        text = render_marked(tokenizer, messages)
+        text = render_marked(tokenizer, messages, offered, variables)
+    except UnusedToolsError as error:
+        raise ValueError(
+            f"the model's chat template cannot offer {', '.join(tool.name for tool in offered)}: "
+            f"{error}"
+        ) from error
     except ChatTemplateError as error:
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise ValueError(
@@ -74,11 +107,40 @@ def encode_messages(model: LoadedModel, messages: Sequence[Mapping[str, str]]) -
     return check_tokens(encode_marked(tokenizer, text), model.config.vocab_size)
 
 
+def _checked_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise TypeError(f"chat_template_kwargs is {shown(given)}; it must be a dict with names")
+    if taken := [name for name in RESERVED if name in given]:
+        raise ValueError(f"chat_template_kwargs has {taken[0]}, which is set here; leave it out")
+    return dict(given)
+
+
 def check_messages(model: LoadedModel, messages: Sequence[Mapping[str, object]]) -> None:
     """Raises ValueError for messages that are far too long for the model's context."""
-    texts = (value for message in messages for value in message.values())
-    characters = sum(len(text) for text in texts if isinstance(text, str))
-    check_length(model.tokenizer, characters, model.config.max_positions)
+    check_length(model.tokenizer, _characters(messages), model.config.max_positions)
+
+
+def _characters(value: object) -> int:
+    """The characters of all texts in a value.
+
+    Raises:
+      ValueError: it is nested too deeply.
+    """
+    count, level = 0, [value]
+    for _ in range(_DEEPEST):
+        count += sum(len(one) for one in level if isinstance(one, str))
+        inner: list[object] = []
+        for one in level:
+            if isinstance(one, Mapping):
+                inner += [*one.keys(), *one.values()]
+            elif isinstance(one, list | tuple):
+                inner += one
+        if not inner:
+            return count
+        level = inner
+    raise ValueError(f"the messages are nested more than {_DEEPEST} levels deep; give plainer ones")
 
 
 def check_context(

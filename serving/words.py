@@ -9,6 +9,7 @@ where people's words make no control token.
 """
 
 import functools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ _START, _END, _EDGE = "\U000f0000", "\U000f0001", "\U000f0002"
 """Marks: of the start and the end of a control token in people's words, and of an edge of these
 words where they might be a part of one."""
 _MARKS = re.compile(f"[{_START}{_END}{_EDGE}]")
+_ESCAPED = re.compile(r"\\U000f000([012])|\\udb80\\udc0([012])", re.IGNORECASE)
 _THINK = ("<think>", "</think>")
 """Tokens that a session writes after a chat, whether the template has them or not."""
 
@@ -34,23 +36,43 @@ def mark(tokenizer: Any, words: str, *, of_model: bool = False) -> str:
 
 
 def mark_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Marks control tokens in messages, but for their roles, which templates build tokens from."""
+    """Marks control tokens in messages, but for their roles, which templates build tokens from.
+
+    An assistant's message is an answer of the model, but for its calls of functions: a text in
+    their arguments is one that the template puts between tokens of its own.
+    """
     control = _control(tokenizer)
-
-    def marked(value: Any, of_model: bool) -> Any:
-        if isinstance(value, str):
-            return control.mark(value, of_model)
-        if isinstance(value, Mapping):
-            return {key: marked(inner, of_model) for key, inner in value.items()}
-        return [marked(inner, of_model) for inner in value] if isinstance(value, list) else value
-
     return [
         {
-            key: value if key == "role" else marked(value, message.get("role") == "assistant")
+            key: value
+            if key == "role"
+            else control.mark_all(value, message.get("role") == "assistant" and key != "tool_calls")
             for key, value in message.items()
         }
         for message in messages
     ]
+
+
+def mark_values(tokenizer: Any, value: Any) -> Any:
+    """Marks control tokens in all texts of a value of types that JSON has, as `mark` does."""
+    return _control(tokenizer).mark_all(value, False)
+
+
+def restore_marks(text: str, *values: Any) -> str:
+    """Returns a rendered text in which marks that a template has escaped are marks again.
+
+    A template that prints a list or an object as Python does escapes private characters, and a
+    control token between such marks would be one.
+
+    Args:
+      text: that a template has made of the values.
+      values: with marks; where they have none, an escape in the text was in their words.
+    """
+    if "\\" not in text or not _ESCAPED.search(text):
+        return text
+    if not _MARKS.search(json.dumps(values, ensure_ascii=False, default=str)):
+        return text
+    return _ESCAPED.sub(lambda found: chr(ord(_START) + int(found[1] or found[2])), text)
 
 
 def unmark(text: str) -> str:
@@ -154,6 +176,27 @@ class _Control:
         if any(body[-n:] in self._starts for n in sizes):
             body += _EDGE
         return before + body + after if body else marked
+
+    def mark_all(self, value: Any, of_model: bool) -> Any:
+        """The value with marks in its texts, and in names that are more than a word."""
+        if isinstance(value, str):
+            return self.mark(value, of_model)
+        if isinstance(value, Mapping):
+            return {
+                key if self._is_word(key) else self.mark(key, of_model): self.mark_all(
+                    inner, of_model
+                )
+                for key, inner in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.mark_all(inner, of_model) for inner in value]
+        return value
+
+    def _is_word(self, key: Any) -> bool:
+        # Templates look names up, and so they must not change.
+        return not isinstance(key, str) or (
+            re.fullmatch(r"\w+", key) is not None and not self.every.search(key)
+        )
 
     def pieces(self, text: str) -> list[tuple[str, bool]]:
         """The parts of a text, each with True if it is a control token that is text only.
