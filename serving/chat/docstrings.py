@@ -1,5 +1,6 @@
 """Descriptions in docstrings of Google's form."""
 
+import itertools
 import re
 
 _SECTION = re.compile(
@@ -9,17 +10,17 @@ _ENTRY = re.compile(r"\*{0,2}(\w+(?:, *\w+)*)(?: *\([^()]*\))?: *(.*)")
 
 
 def described(docstring: str) -> tuple[str, dict[str, str]]:
-    """Returns the text before the first section, and the descriptions of the arguments by name.
+    """Returns the text before the first section, and those of arguments and attributes.
 
     Args:
       docstring: without the indentation of its lines, as inspect.getdoc returns it.
     """
     lines = docstring.strip().splitlines()
-    sections = [i for i, line in enumerate(lines) if _SECTION.fullmatch(line)]
-    text = "\n".join(lines[: sections[0]] if sections else lines).strip()
+    sections = [i for i, line in enumerate(lines) if _SECTION.fullmatch(line)] + [len(lines)]
+    text = "\n".join(lines[: sections[0]]).strip()
     arguments: dict[str, str] = {}
-    for start, end in zip(sections, [*sections[1:], len(lines)], strict=True):
-        if lines[start].startswith("Arg"):
+    for start, end in itertools.pairwise(sections):
+        if lines[start].startswith(("Arg", "Attr")):
             arguments |= _entries(lines[start + 1 : end])
     return text, arguments
 

@@ -3,6 +3,7 @@
 import collections.abc
 import dataclasses
 import enum
+import inspect
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
@@ -123,10 +124,9 @@ def _fields(hint: Any) -> list[dataclasses.Field[Any]]:
 
 
 def _field_texts(hint: type) -> dict[str, str]:
-    doc = hint.__doc__ or ""
+    doc = inspect.cleandoc(hint.__doc__ or "")
     # A dataclass without a docstring has its signature there.
-    doc = "" if doc.startswith(f"{hint.__name__}(") else doc
-    return described(doc.replace("Attributes:", "Args:"))[1] if doc else {}
+    return {} if doc.startswith(f"{hint.__name__}(") else described(doc)[1]
 
 
 def converted(value: Any, hint: Any) -> Any:

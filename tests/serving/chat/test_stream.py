@@ -1,0 +1,200 @@
+"""Answers as they are written: however they are cut, the pieces are those of the whole."""
+
+import itertools
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxshare.serving.chat import (
+    AnswerStream,
+    ArgumentsDelta,
+    CallBroken,
+    CallFinished,
+    CallStarted,
+    ChatEvent,
+    ChatFormat,
+    ContentDelta,
+    ThinkingDelta,
+    parse_answer,
+)
+from tests.serving.chat.test_answers import BROKEN, OTHER_BROKEN, TOOLS, TWO, hermes
+
+FORMATS = (*TWO, "plain")
+PIECES = (
+    *(
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "O\\"s"}}\n</tool_call>',
+        "<tool_call>",
+    ),
+    *(
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        "[THINK]",
+        "[/THINK]",
+        "<|python_tag|>",
+        "; ",
+        "```\n",
+    ),
+    *('{"name": "weather", "parameters": {"city": "a"}}', '{"name": "x", "parameters": {', "}}"),
+    *('{"type": "function", "name": "clock", "parameters": {}}', '{"name": "clock"', '"', "{", "}"),
+    *("[clock()]", "[clock(), ", 'weather(city="a")', "weather(1)", ")", "]", "[", "(", "'", "\\"),
+    *(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    *("function<｜tool▁sep｜>clock\n```json\n{}\n```", 'weather<｜tool▁sep｜>{"city": "a"}', "<｜"),
+    *(" ", "\n", "\n\n", "a", "Hello ", "<", "é"),
+)
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
+
+
+def check(text: str, format: ChatFormat, cuts: list[int], tools=None) -> None:
+    """Streams a text in pieces that end at the cuts and compares it with the whole."""
+    whole = parse_answer(text, format, tools=tools)
+    stream, events, ends = AnswerStream(format, tools=tools), [], [0, *sorted({*cuts, len(text)})]
+    for start, end in itertools.pairwise(ends):
+        events += stream.feed(text[start:end])
+    events += stream.finish()
+    assert stream.finish() == [] and stream.answer == whole
+    assert "".join(e.text for e in events if isinstance(e, ContentDelta)) == whole.content
+    thinking = "".join(e.text for e in events if isinstance(e, ThinkingDelta))
+    assert thinking == (whole.thinking or "")
+    assert not thinking or whole.thinking is not None
+    assert tuple(e.call for e in events if isinstance(e, CallFinished)) == whole.tool_calls
+    assert tuple(e.call for e in events if isinstance(e, CallBroken)) == whole.broken
+    check_calls(events)
+
+
+def check_calls(events: list[ChatEvent]) -> None:
+    """Started calls are counted, told in order, and end; their arguments are JSON of the call's."""
+    running: tuple[CallStarted, str] | None = None
+    started = 0
+    for event in events:
+        if isinstance(event, CallStarted):
+            assert running is None and event.index == started
+            running, started = (event, ""), started + 1
+        elif isinstance(event, ArgumentsDelta):
+            assert running and event.index == running[0].index and event.text
+            running = running[0], running[1] + event.text
+        elif isinstance(event, CallFinished):
+            assert running and event.index == running[0].index
+            call = event.call
+            assert (call.name, call.id) == (running[0].name, running[0].id)
+            assert json.loads(running[1], strict=False) == call.arguments
+            running = None
+        elif isinstance(event, CallBroken):
+            assert event.index == (running[0].index if running else None)
+            running = None
+    assert running is None
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 200), max_size=6), opened=st.booleans())
+@settings(max_examples=150)
+def test_any_cutting_gives_the_whole(format, text, cuts, opened):
+    given_format = ChatFormat(format, "<think>" if opened else None)
+    cuts = [cut for cut in cuts if cut < len(text)]
+    for tools in (None, TOOLS):
+        check(text, given_format, cuts, tools)
+        check(text, given_format, [*range(len(text))], tools)
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        *TWO.items(),
+        *(("hermes", f"a {hermes(body)}\nb") for body, _ in BROKEN if len(body) < 200),
+        *((format, text) for format, text, _, _ in OTHER_BROKEN),
+    ],
+)
+def test_every_single_cut_gives_the_whole(format, text):
+    for cut in range(len(text) + 1):
+        check(text, ChatFormat(format), [cut], TOOLS)
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60), cut=st.integers(0, 60))
+@settings(max_examples=100)
+def test_a_text_without_marks_is_not_changed(text, cut):
+    cut = min(cut, len(text))
+    for format in ("plain", "hermes", "deepseek"):
+        stream = AnswerStream(format)
+        events = [*stream.feed(text[:cut]), *stream.feed(text[cut:]), *stream.finish()]
+        if not text.lstrip().startswith(("<think>", "[THINK]")):
+            assert stream.answer.content == text
+            assert "".join(e.text for e in events if isinstance(e, ContentDelta)) == text
+
+
+def test_what_is_certain_is_told_at_once():
+    stream = AnswerStream("hermes", tools=TOOLS)
+    assert stream.feed("I look") == [ContentDelta("I look")]
+    assert stream.feed(" at it. <") == [ContentDelta(" at it.")]
+    assert stream.feed("b> <tool_ca") == [ContentDelta(" <b>")]
+    assert stream.feed('ll>{"name": "weather", "argu') == []
+    assert stream.feed('ments": {"ci') == [
+        CallStarted(0, "weather", "call_1"),
+        ArgumentsDelta(0, '{"ci'),
+    ]
+    assert stream.feed('ty": "Os') == [ArgumentsDelta(0, 'ty": "Os')]
+    [last, finished] = stream.feed('lo"}}</tool_call>')
+    assert last == ArgumentsDelta(0, 'lo"}')
+    assert isinstance(finished, CallFinished) and finished.call.arguments == {"city": "Oslo"}
+    assert stream.feed("\n") == [] == stream.finish()
+
+
+def test_thinking_is_told_as_it_comes():
+    stream = AnswerStream(ChatFormat("hermes", "<think>"))
+    assert stream.feed("\nFirst, ") == [ThinkingDelta("First,")]
+    assert stream.feed("then </th") == [ThinkingDelta(" then")]
+    assert stream.feed("ink>\n\nYes") == [ContentDelta("Yes")]
+
+
+def test_a_call_that_breaks_is_taken_back_and_its_text_is_content():
+    text = '<tool_call>{"name": "weather", "arguments": {"city": 3}}</tool_call>'
+    stream = AnswerStream("hermes", tools=TOOLS)
+    started, arguments, broken, content = stream.feed(text)
+    assert started == CallStarted(0, "weather", "call_1")
+    assert arguments == ArgumentsDelta(0, '{"city": 3}')
+    assert isinstance(broken, CallBroken) and broken.index == 0 and broken.call.text == text
+    assert content == ContentDelta(text)
+
+
+def test_a_call_of_an_unknown_function_is_never_started():
+    text = '<tool_call>{"name": "sum", "arguments": {"city": 3}}</tool_call>'
+    broken, content = AnswerStream("hermes", tools=TOOLS).feed(text)
+    assert isinstance(broken, CallBroken) and broken.index is None
+    assert content == ContentDelta(text)
+
+
+def test_an_object_that_is_no_call_is_told_at_its_first_key():
+    stream = AnswerStream("llama3", tools=TOOLS)
+    assert stream.feed('{"n') == []
+    assert stream.feed("o") == [ContentDelta('{"no')]
+    stream = AnswerStream("pythonic", tools=TOOLS)
+    assert stream.feed("[wea") == []
+    assert stream.feed(" k") == [ContentDelta("[wea k")]
+
+
+def test_a_finished_stream_takes_no_more():
+    stream = AnswerStream()
+    stream.finish()
+    with pytest.raises(ValueError, match="the stream is finished; make another one"):
+        stream.feed("a")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("start", ["", *(text[:30] for text in TWO.values()), '{"name": "'])
+def test_a_long_answer_takes_no_time(format, start):
+    """No state looks at all of its text again for every piece."""
+    took = {}
+    for size in (4_000, 32_000):
+        stream, begin = AnswerStream(format), time.process_time()
+        for piece in (start, *(" \n a"[i % 4] for i in range(size))):
+            stream.feed(piece)
+        stream.finish()
+        took[size] = time.process_time() - begin
+    assert took[32_000] < 40 * took[4_000] + 0.5
