@@ -1,0 +1,28 @@
+"""docs/tools.md runs as it stands, and prints what it says."""
+
+import contextlib
+import io
+import re
+
+from tests.paths import ROOT
+
+PAGE = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8")
+
+
+def test_the_examples_print_what_the_page_says(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    examples = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE, re.DOTALL)
+    assert len(examples) == PAGE.count("```python") == 4
+    names: dict[str, object] = {}
+    for program, printed in examples:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(program, "docs/tools.md", "exec"), names)
+        assert out.getvalue() == printed
+    tokenizer = names["model"].tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    assert "<tool_response>\nOslo: rain for 7 days" in tokenizer.decode(names["tokens"])
+
+
+def test_the_page_names_every_format():
+    named = re.findall(r"^\| `([\w.-]+)` \|", PAGE, re.MULTILINE)
+    assert named == ["hermes", "llama3", "pythonic", "deepseek", "deepseek-v3.1", "plain"]
