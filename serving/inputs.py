@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxshare import Sampler
 from jaxshare.argument_checks import INT32_MAX, as_integer, as_list, as_texts, shown
 from jaxshare.models import LoadedModel
+from jaxshare.serving.chat.dialogue import checked_messages
 from jaxshare.serving.chat.tools import as_tools
 from jaxshare.serving.chat_template import ChatTemplateError, UnusedToolsError, render_marked
 from jaxshare.serving.words import check_length, check_tokens, encode_marked
@@ -91,6 +92,7 @@ def encode_messages(
     if tokenizer is None or not tokenizer.chat_template:
         raise ValueError("the model has no chat template, so it cannot take messages; give a text")
     offered, variables = as_tools(tools), _checked_variables(chat_template_kwargs)
+    messages = checked_messages(messages)
     check_messages(model, [*messages, *(tool.schema() for tool in offered), variables])
     try:
         text = render_marked(tokenizer, messages, offered, variables)
@@ -119,11 +121,12 @@ def _checked_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def check_messages(model: LoadedModel, messages: Sequence[Mapping[str, object]]) -> None:
     """Raises ValueError for messages that are far too long for the model's context."""
-    check_length(model.tokenizer, _characters(messages), model.config.max_positions)
+    texts = [value for message in messages for value in message.values()]
+    check_length(model.tokenizer, _characters(texts), model.config.max_positions)
 
 
 def _characters(value: object) -> int:
-    """The characters of all texts in a value.
+    """The characters of all texts in a value, and of all names.
 
     Raises:
       ValueError: it is nested too deeply.

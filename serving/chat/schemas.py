@@ -178,6 +178,8 @@ def check_schema(schema: Mapping[str, Any]) -> None:
         jsonschema.Draft202012Validator.check_schema(dict(schema))
     except jsonschema.SchemaError as error:
         raise ValueError(f"it is no JSON schema: {_told(error)}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def problem(checked: Validator, value: Any) -> str | None:

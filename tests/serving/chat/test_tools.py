@@ -257,8 +257,16 @@ GIVEN = [
 def test_tools_of_a_wrong_form_are_refused(given, error, match):
     with pytest.raises(error, match=match):
         as_tools(given)
+
+
+def test_a_function_that_is_none_and_a_schema_without_end_are_refused():
     with pytest.raises(TypeError, match="the function of a is 3; it cannot be called"):
         FunctionTool("a", function=3)  # pyright: ignore[reportArgumentType]
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"items": deep}
+    with pytest.raises(ValueError, match="the parameters of a cannot be used: it is nested too"):
+        FunctionTool("a", parameters=deep)
 
 
 def test_tools_in_all_their_forms():
