@@ -20,7 +20,7 @@ from jaxtyping import Float, Float32, Int
 from jaxshare import cpu
 from jaxshare.attention.api import block_attention
 from jaxshare.attention.block_share import block_attention_share, last_tokens
-from jaxshare.attention.plan import make_plan
+from jaxshare.attention.plan import Plan, make_plan
 from jaxshare.cache import KVCache
 from jaxshare.cpu import Implementation
 from jaxshare.decoding.state import DecodeModel
@@ -194,19 +194,7 @@ class Decoder(nn.Module):
           row are NaN where the model's output is not finite at any of its tokens. Where the
           vocabulary is split they are this device's part.
         """
-        plan = make_plan(cache, layout, count, tokens.shape[1])
-        x, keys, values = self._embed(tokens), [*cache.keys], [*cache.values]
-        if self.is_initializing():
-            self._trunk(tokens, lambda layer, q, k, v: q)
-        layer = Layer(self.config, self.axis, self.implementation, parent=None)
-        for i in range(self.config.num_layers):
-            params = self.variables["params"][f"layers_{i}"]
-            with jax.named_scope(f"layers_{i}"):  # which profiles and compiled programs tell apart
-                x, keys[i], values[i] = run_layer(
-                    layer, params, x, keys[i], values[i], plan, self.implementation
-                )
-        x = self.norm(x)
-        cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
+        x, cache, plan = self._pass(tokens, count, cache, layout)
         if not every:
             # The cache stores finite values only, so later tokens would not show an overflow.
             real = jnp.arange(x.shape[1]) < plan.count[:, None]
@@ -214,7 +202,28 @@ class Decoder(nn.Module):
             last = jnp.maximum(plan.count - 1, 0)
             x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
             x = jnp.where(overflowed[:, None], jnp.nan, x) if tokens.shape[1] > 1 else x
-        return self._logits(x, self.implementation), cache.advance(plan)
+        return self._logits(x, self.implementation), cache
+
+    def hidden(
+        self,
+        tokens: Int[Array, "R T"],
+        count: Int[Array, " R"],
+        cache: KVCache,
+        layout: Layout,
+    ) -> tuple[Float[Array, "R T M"], KVCache]:
+        """Runs a pass as `__call__` does, up to the states that the head makes logits of.
+
+        For texts whose logits [R, T, V] would be too large, or are needed at few positions alone.
+
+        Returns:
+          The normed states of every new token, undefined for padding, and the cache with the new
+          tokens in it.
+        """
+        return self._pass(tokens, count, cache, layout)[:2]
+
+    def logits(self, hidden: Float[Array, "N M"]) -> Float32[Array, "N V"]:
+        """Returns the logits of some states that `hidden` has returned."""
+        return self._logits(hidden, self.implementation)
 
     def causal(self, tokens: Int[Array | np.ndarray, "R T"]) -> Float32[Array, "R T V"]:
         """Returns the logits of whole sequences with plain causal attention and no cache.
@@ -295,6 +304,24 @@ class Decoder(nn.Module):
 
         self._trunk(tokens, attend)
         return jnp.stack(shares)
+
+    def _pass(
+        self, tokens: Int[Array, "R T"], count: Int[Array, " R"], cache: KVCache, layout: Layout
+    ) -> tuple[Float[Array, "R T M"], KVCache, Plan]:
+        """The normed states of all new tokens, the cache with them in it, and the pass's plan."""
+        plan = make_plan(cache, layout, count, tokens.shape[1])
+        x, keys, values = self._embed(tokens), [*cache.keys], [*cache.values]
+        if self.is_initializing():
+            self._trunk(tokens, lambda layer, q, k, v: q)
+        layer = Layer(self.config, self.axis, self.implementation, parent=None)
+        for i in range(self.config.num_layers):
+            params = self.variables["params"][f"layers_{i}"]
+            with jax.named_scope(f"layers_{i}"):  # which profiles and compiled programs tell apart
+                x, keys[i], values[i] = run_layer(
+                    layer, params, x, keys[i], values[i], plan, self.implementation
+                )
+        cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
+        return self.norm(x), cache.advance(plan), plan
 
     def _trunk(
         self, tokens: Int[Array | np.ndarray, "R T"], attend: Attend

@@ -73,11 +73,11 @@ class ShardedDecoder:
         method: str | None = None,
         every: bool = False,
     ) -> Any:
-        """Runs `Decoder.apply` on every device, for a pass or with method="attention_share".
+        """Runs `Decoder.apply` on every device, for a pass or with one of the methods "hidden" and
+        "attention_share".
 
         Returns:
-          As `Decoder.__call__`, with logits sharded along the vocabulary, or as
-          `Decoder.attention_share`.
+          As `Decoder.__call__`, with logits sharded along the vocabulary, or as the method.
 
         Raises:
           ValueError: a cache on another mesh, or a vocabulary that does not divide over the devices
@@ -94,11 +94,8 @@ class ShardedDecoder:
             )
         none = PartitionSpec()
         split = "vocab" if self.splits_vocab else None
-        out = (
-            none
-            if method
-            else (sharding.spec((None, None, split) if every else (None, split)), cache.specs)
-        )
+        logits = sharding.spec((None, None, split) if every else (None, split))
+        out = {None: (logits, cache.specs), "hidden": (none, cache.specs)}.get(method, none)
         run: Callable[..., Any] = functools.partial(
             self._local().apply, method=method, **({} if method else {"every": every})
         )
@@ -108,6 +105,14 @@ class ShardedDecoder:
             in_specs=(self.specs(variables), none, none, cache.specs, none),
             out_specs=out,
         )(variables, tokens, count, cache, layout)
+
+    def logits(self, variables: Params, hidden: Float[Array, "N M"]) -> Float32[Array, "N V"]:
+        """Runs `Decoder.logits` on every device; the result is sharded along the vocabulary."""
+        out = sharding.spec((None, "vocab" if self.splits_vocab else None))
+        run = functools.partial(self._local().apply, method="logits")
+        in_specs = (self.specs(variables), PartitionSpec())
+        mapped: Any = on_each(run, self.mesh, in_specs=in_specs, out_specs=out)
+        return mapped(variables, hidden)
 
     def encode(
         self,

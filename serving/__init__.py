@@ -14,6 +14,7 @@ from jaxshare.serving.branches.selection import (
 )
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.kvcache.sharing_cost import Costs
+from jaxshare.serving.scoring import TextScore, prompt_logprobs, score
 from jaxshare.serving.workers.layouts import WorkersLayout, combined, contiguous, interleaved
 from jaxshare.serving.workers.prompts.format import COLLABORATIVE, PLAIN, Format, collaborative
 from jaxshare.serving.workers.results import Answer, Result
@@ -37,6 +38,7 @@ __all__ = [
     "Prefixes",
     "Result",
     "Step",
+    "TextScore",
     "Workers",
     "WorkersLayout",
     "best_of_n",
@@ -51,4 +53,6 @@ __all__ = [
     "majority_vote",
     "pass_at",
     "pass_at_k",
+    "prompt_logprobs",
+    "score",
 ]
