@@ -4,6 +4,7 @@
 #   .venv         jaxshare itself; `make demo` installs what it runs on, the other targets add the tools
 #   .venv-gpu     jaxshare with what compiles for a GPU, which no other target needs
 #   .venv-torch   PyTorch and transformers' models, which jaxshare is measured against and never imports
+#   .venv-lm-eval jaxshare with lm_eval; .venv-lm-eval-hf has lm_eval with PyTorch, which it is compared with
 #   .venv-llama   llama.cpp, built for this machine from the source in its Python package, which jaxshare is measured against
 #   .venv-hogwild PyTorch and the older transformers that the authors' implementation of Hogwild! Inference needs
 
@@ -26,6 +27,8 @@ TORCH_ENV := .venv-torch/.installed
 TORCH_PYTHON := .venv-torch/bin/python
 HOGWILD_ENV := .venv-hogwild/.installed
 HOGWILD_PYTHON := .venv-hogwild/bin/python
+LM_EVAL_ENV := .venv-lm-eval/.installed
+LM_EVAL_HF_ENV := .venv-lm-eval-hf/.installed
 LLAMA_ENV := .venv-llama/.installed
 LLAMA := llama-cpp-python==0.3.36
 
@@ -45,7 +48,7 @@ BENCH_OPTIONS_workers := $(if $(HOGWILD),--hogwild '$(HOGWILD)' --hogwild-python
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu lint bench audit drill gpu-compile parity parity-transformers parity-hogwild clean
+.PHONY: help demo test test-all test-gpu lint bench audit drill gpu-compile parity parity-transformers parity-hogwild lm-eval clean
 # A recipe that fails must not leave a stamp behind.
 .DELETE_ON_ERROR:
 
@@ -107,8 +110,14 @@ parity-hogwild: $(DEV) $(HOGWILD_ENV)
 	JAXSHARE_HOGWILD_FIXTURES="$$folder" $(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS) tests/serving/workers/test_hogwild_parity.py tests/serving/workers/test_hogwild_formatting.py
 endif
 
+lm-eval: $(LM_EVAL_ENV) $(LM_EVAL_HF_ENV) ## tasks of lm_eval run by jaxshare and by its own backend `hf`: the same results, and the time of both
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT TERM && \
+	export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_DATASETS_CACHE="$$folder/datasets" && \
+	.venv-lm-eval-hf/bin/python -m scripts.lm_eval.make_expected --out "$$folder" && \
+	.venv-lm-eval/bin/python -m scripts.lm_eval.compare "$$folder"
+
 clean: ## remove what make has made: environments, caches, builds
-	rm -rf .venv .venv-gpu .venv-torch .venv-llama .venv-hogwild build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-gpu .venv-torch .venv-lm-eval .venv-lm-eval-hf .venv-llama .venv-hogwild build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
 	find jaxshare models serving tests scripts examples -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/bin/python:
@@ -147,6 +156,19 @@ $(CUDA): $(DEV)
 
 $(TORCH_ENV): scripts/make_torch_env.sh
 	@scripts/make_torch_env.sh .venv-torch '$(TORCH)' 'transformers>=5,<6' safetensors sentencepiece protobuf
+	@touch $@
+
+.venv-lm-eval/bin/python:
+	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \
+	echo "making .venv-lm-eval with $$python" && "$$python" -m venv --clear .venv-lm-eval
+
+$(LM_EVAL_ENV): pyproject.toml .venv-lm-eval/bin/python
+	@echo "installing jaxshare and lm_eval into .venv-lm-eval"
+	@.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[lm-eval]'
+	@touch $@
+
+$(LM_EVAL_HF_ENV): scripts/make_torch_env.sh
+	@scripts/make_torch_env.sh .venv-lm-eval-hf '$(TORCH)' 'lm_eval[hf]>=0.4.13,<0.5' 'transformers>=5,<6'
 	@touch $@
 
 # The package's wheels are built for no machine in particular; its source has llama.cpp, and cmake and a compiler build it for this one.
