@@ -21,6 +21,7 @@ from jaxshare.serving.cli import (
     demo,
     generate,
     inspect,
+    score,
     tune,
     workers,
 )
@@ -37,6 +38,11 @@ _COMMANDS = (
         "generate",
         generate,
         "sample completions of a prompt, which is stored and read once for all of them",
+    ),
+    (
+        "score",
+        score,
+        "log-probabilities of candidates that may continue a text, which is read once for all of them",
     ),
     (
         "workers",

@@ -1,0 +1,78 @@
+"""The command `jaxshare score`: log-probabilities of candidates that may continue a prefix."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from jaxshare import models
+from jaxshare.serving.cli import arguments
+from jaxshare.serving.cluster import process_mesh
+from jaxshare.serving.scoring import TextScore, score
+from jaxshare.serving.scoring.scores import MAX_TOP
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `jaxshare score`."""
+    arguments.add_model(parser)
+    prefix = parser.add_mutually_exclusive_group()
+    prefix.add_argument(
+        "--prefix",
+        metavar="TEXT",
+        help="special tokens such as <|im_end|> in it are special (default: none; the candidates "
+        "are whole texts)",
+    )
+    prefix.add_argument("--prefix-file", metavar="FILE", help="`-` reads stdin")
+    parser.add_argument(
+        "--candidates",
+        metavar="FILE",
+        required=True,
+        help="a candidate on each line, as it stands, with the space before a word; `-` reads stdin",
+    )
+    parser.add_argument(
+        "--top-logprobs",
+        type=int,
+        default=0,
+        metavar="N",
+        help=f"with --json: the N likeliest tokens in the place of each token, at most {MAX_TOP}",
+    )
+    arguments.add_dtype(parser)
+    arguments.add_json(parser)
+    process_mesh.add_arguments(parser, groups="groups of candidates")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs `jaxshare score`.
+
+    Raises:
+      ValueError: wrong settings, an empty candidate, or one that does not fit the model's context.
+      FileNotFoundError: no such model.
+    """
+    if not 0 <= options.top_logprobs <= MAX_TOP:
+        raise ValueError(f"--top-logprobs is {options.top_logprobs}; it must be 0 to {MAX_TOP}")
+    prefix = ""
+    if options.prefix_file is not None:
+        prefix = arguments.read_text("prefix", None, options.prefix_file)
+    elif options.prefix:
+        prefix = options.prefix
+    lines = arguments.read_text("list of candidates", None, options.candidates).split("\n")
+    candidates = lines[:-1] if not lines[-1] else lines
+    model = models.load(options.model, dtype=options.dtype, mesh=process_mesh.mesh_of(options))
+    scores = score(model, prefix, candidates, top_logprobs=options.top_logprobs)
+    if options.json:
+        found = [
+            {"text": text, **dataclasses.asdict(one)}
+            for text, one in zip(candidates, scores, strict=True)
+        ]
+        print(json.dumps({"scores": found}))
+    else:
+        _print_table(candidates, scores)
+    return 0
+
+
+def _print_table(candidates: Sequence[str], scores: Sequence[TextScore]) -> None:
+    """Prints a line for each candidate; `*` marks those that are the likeliest token by token."""
+    print("     logprob  tokens     candidate")
+    for text, one in zip(candidates, scores, strict=True):
+        mark = "*" if one.greedy else " "
+        print(f"{one.logprob:12.4f} {len(one.tokens):7}  {mark}  {text}")
