@@ -1,8 +1,8 @@
 """Kernels for CPUs: compiled by LLVM (llvmlite) when they are first needed, called by XLA.
 
 What XLA makes of a pass on a CPU are hundreds of small kernels a layer. Here the products of few
-rows, the append to the cache and block attention are one call each. Where llvmlite is not installed,
-or XLA does not take its code, everything runs as XLA compiles it.
+rows, the append to the cache, block attention and truncation are one call each. Where llvmlite is
+not installed, or XLA does not take its code, everything runs as XLA compiles it.
 """
 
 import functools
@@ -102,6 +102,17 @@ def append_tokens(
         return cpu_append(keys, values, k, v, plan)
 
     return _served(implementation, append)
+
+
+def floor_and_top(scaled: Array, top_k: Array, top_p: Array) -> tuple[Array, Array] | None:
+    """Finds thresholds as `cpu_floor_and_top` does."""
+
+    def find() -> tuple[Array, Array]:
+        from jaxshare.cpu.truncation import cpu_floor_and_top
+
+        return cpu_floor_and_top(scaled, top_k, top_p)
+
+    return _served(None, find)
 
 
 def _served[T](implementation: Implementation, compute: Callable[[], T]) -> T | None:

@@ -27,11 +27,14 @@ class _BFloat(ir.types._BaseFloatType):
 _BFloat._create_instance()
 BOOL, I8, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 32, 64))
 I16, F16, BF16, F32 = ir.IntType(16), ir.HalfType(), _BFloat(), ir.FloatType()
+F64 = ir.DoubleType()
 PTR, VOID = ir.PointerType(), ir.VoidType()
 FORMATS: dict[str, ir.Type] = {"float32": F32, "bfloat16": BF16, "float16": F16}
 """The formats of numbers by NumPy's names."""
 NAMES = {kind: name for name, kind in FORMATS.items()}
-BYTES = {F32: 4, BF16: 2, F16: 2, I32: 4, I64: 8, PTR: 8, I8: 1, I16: 2}
+BYTES = {F32: 4, F64: 8, BF16: 2, F16: 2, I32: 4, I64: 8, PTR: 8, I8: 1, I16: 2}
+_FLOATS = (F32, F64, F16)
+"""The types that LLVM's instructions for floats are used with."""
 
 
 class Val:
@@ -55,7 +58,7 @@ class Val:
 
     def _binary(self, name: str, other: Any) -> "Val":
         scalar = self.type.element if isinstance(self.type, ir.VectorType) else self.type
-        is_float = scalar in (F32, F16)
+        is_float = scalar in _FLOATS
         names = {"div": "fdiv" if is_float else "sdiv", "rem": "srem"}
         name = names.get(name, f"f{name}" if is_float and name in ("add", "sub", "mul") else name)
         return Val(self.code, getattr(self.code.b, name)(self.value, self._same(other)))
@@ -98,7 +101,7 @@ class Val:
     def _compare(self, op: str, other: Any) -> "Val":
         scalar = self.type.element if isinstance(self.type, ir.VectorType) else self.type
         b = self.code.b
-        compare = b.fcmp_ordered if scalar in (F32, F16) else b.icmp_signed
+        compare = b.fcmp_ordered if scalar in _FLOATS else b.icmp_signed
         return Val(self.code, compare(op, self.value, self._same(other)))
 
     def __lt__(self, other: Any) -> "Val":
@@ -188,7 +191,7 @@ class Code:
         return Val(self, ir.Constant(kind, value))
 
     def zeros(self, lanes: int, kind: ir.Type = F32) -> Val:
-        return self.constant(0.0 if kind in (F32, F16) else 0, ir.VectorType(kind, lanes))
+        return self.constant(0.0 if kind in _FLOATS else 0, ir.VectorType(kind, lanes))
 
     def splat(self, scalar: Val, lanes: int) -> Val:
         """A vector with this number in all lanes."""

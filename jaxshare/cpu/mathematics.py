@@ -13,20 +13,45 @@ _CUBIC = (0.07814557, 0.22617357, 0.69555686, 1.0)
 """2 ** r for 0 <= r < 1 to 1e-4, which is less than what 16 bits round to."""
 _TAYLOR = tuple(math.log(2) ** k / math.factorial(k) for k in range(7, -1, -1))
 """2 ** r for -0.5 <= r <= 0.5 to 1e-8."""
+_NATURAL = tuple(1 / math.factorial(k) for k in range(7, -1, -1))
+"""e ** r for 2 |r| <= log(2) to 1e-8."""
+_LOG_2 = 0.693145751953125, 1.42860682030941723e-6
+"""log(2) in two parts; a whole number below 2**8 times the first is exact."""
 
 
 def exp2(code: Code, x: Val, *, is_short: bool) -> Val:
     """2 ** x for x <= 0, exact to float32, or to 16 bits where it is short; 0 below 2 ** -126."""
     clipped = code.max(x, _SMALLEST)
     whole = code.intrinsic("floor" if is_short else "rint", clipped)
-    rest = clipped - whole
-    first, *others = _CUBIC if is_short else _TAYLOR
-    power = code.constant(first, x.type)
+    power = _polynomial(code, _CUBIC if is_short else _TAYLOR, clipped - whole)
+    return code.select(x < _SMALLEST, code.constant(0.0, x.type), _scaled(code, power, whole))
+
+
+def exp(code: Code, x: Val) -> Val:
+    """e ** x for x <= 0, exact to float32; 0 below 2 ** -126."""
+    smallest = _SMALLEST * math.log(2)
+    clipped = code.max(x, smallest)
+    whole = code.intrinsic("rint", clipped * (1 / math.log(2)))
+    rest = clipped
+    for part in _LOG_2:
+        rest = code.fma(whole, code.constant(-part, x.type), rest)
+    power = _polynomial(code, _NATURAL, rest)
+    return code.select(x < smallest, code.constant(0.0, x.type), _scaled(code, power, whole))
+
+
+def _polynomial(code: Code, coefficients: Sequence[float], x: Val) -> Val:
+    first, *others = coefficients
+    total = code.constant(first, x.type)
     for coefficient in others:
-        power = code.fma(power, rest, code.constant(coefficient, x.type))
-    integers = ir.VectorType(I32, x.type.count)
+        total = code.fma(total, x, code.constant(coefficient, x.type))
+    return total
+
+
+def _scaled(code: Code, number: Val, whole: Val) -> Val:
+    """A number times a power of two, whose exponent is a float."""
+    integers = ir.VectorType(I32, whole.type.count)
     exponent = (Val(code, code.b.fptosi(whole.value, integers)) + 127) << 23
-    return code.select(x < _SMALLEST, code.constant(0.0, x.type), power * exponent.bitcast(x.type))
+    return number * exponent.bitcast(whole.type)
 
 
 def folded(vectors: Sequence[Val], combine: Callable[[Val, Val], Val]) -> Val:
