@@ -192,7 +192,7 @@ class _Nucleus:
         code, lanes = self.code, self.code.machine.lanes
         bits = load_bits(code, self._numbers + at * 4, left)
         below = bits.bitcast(ir.VectorType(F32, lanes)) - self._top
-        # A difference that is not a number is in the last bin.
+        below = code.select(below.equals(below), below, 0.0)  # where both are infinite
         far = code.min(below * -float(_PER_NAT), _BINS - 1.0)
         bins = Val(code, code.b.fptosi(far.value, bits.type))
         return code.select(keys_of(code, bits) >= self._cutoff, bins, _BINS), exp(code, below)

@@ -58,7 +58,9 @@ def truncation_bounds(
       Two arrays float32[R, 1]: -inf and inf where nothing is cut.
     """
     floor, top = _top_k_top_p(scaled, top_k, top_p)
-    floor = jnp.maximum(floor, top + jnp.log(min_p))[:, None]
+    by_min_p = top + jnp.log(min_p)
+    # By keys, since a maximum of floats takes subnormal numbers for zeros on some devices.
+    floor = _keys_inverse(jnp.maximum(_keys_of(floor), _keys_of(by_min_p)))[:, None]
     everything = jnp.full_like(floor, jnp.inf)
     if typical_p is None:
         return floor, everything

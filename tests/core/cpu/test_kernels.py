@@ -207,6 +207,7 @@ def test_kernels_for_lesser_machines_call_nothing_that_is_not_there(monkeypatch,
     from jaxshare.cpu.attention.work import Shape
     from jaxshare.cpu.matrices.few_rows import write_few_rows
     from jaxshare.cpu.norm import _write as write_norm
+    from jaxshare.cpu.truncation import _write as write_truncation
 
     whole = compiled.this_machine()
     features = frozenset(f for f in whole.features if not f.startswith(_WITHOUT[lacks] or "?"))
@@ -220,6 +221,7 @@ def test_kernels_for_lesser_machines_call_nothing_that_is_not_there(monkeypatch,
         "append": functools.partial(write_append, 40, 10, "float32", dtype),
         "norm": functools.partial(write_norm, 100, 1e-6, dtype, "float32"),
         "attention": functools.partial(write_attention, Shape(80, 20, dtype, dtype, 0.1), True),
+        "truncation": write_truncation,
     }
     try:
         for name, kernel in kernels.items():
