@@ -115,6 +115,19 @@ def floor_and_top(scaled: Array, top_k: Array, top_p: Array) -> tuple[Array, Arr
     return _served(None, find)
 
 
+def typical(
+    scaled: Array, top: Array, floor: Array, typical_p: Array
+) -> tuple[Array, Array] | None:
+    """Finds bounds as `cpu_typical` does."""
+
+    def find() -> tuple[Array, Array]:
+        from jaxshare.cpu.truncation import cpu_typical
+
+        return cpu_typical(scaled, top, floor, typical_p)
+
+    return _served(None, find)
+
+
 def _served[T](implementation: Implementation, compute: Callable[[], T]) -> T | None:
     if not used_for(implementation):
         return None

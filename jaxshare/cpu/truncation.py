@@ -1,10 +1,9 @@
-"""Thresholds of top-k and top-p on a CPU, in one call: a row is read from memory once, and then from
-the processor's cache.
+"""Thresholds of top-k and top-p on a CPU, in one call, and those of typical-p in another: a row is
+read from memory once, and then from the processor's cache.
 
 The smallest logit that top-k leaves in is found among few candidates. A row is cut into groups, and
 the k-th largest of the groups' maxima is at most as large as the k-th largest logit, so that only
-what is at least as large is looked at. For top-p all masses are added up in bins by how far a logit
-is below the largest one. One bin has the smallest logit that is left in, and only it is looked at.
+what is at least as large is looked at.
 """
 
 import jax
@@ -12,14 +11,21 @@ from jax import Array
 from jaxtyping import Float, Int
 from llvmlite import ir
 
-from jaxshare.cpu.ir import F32, F64, I32, I64, PTR, VOID, Code, Machine, Record, Val
-from jaxshare.cpu.mathematics import exp, reduced
+from jaxshare.cpu.ir import F32, I32, I64, PTR, VOID, Code, Machine, Record, Val
+from jaxshare.cpu.mathematics import reduced
+from jaxshare.cpu.nucleus import (
+    BINS_BYTES,
+    Nucleus,
+    TypicalNucleus,
+    nearness,
+    relative,
+    write_mean,
+)
 from jaxshare.cpu.runtime import Call, begin_task, register
 from jaxshare.cpu.selection import (
     LOWEST,
     NO_KEY,
     as_i64,
-    doubled,
     for_vectors,
     is_any,
     keys_of,
@@ -29,10 +35,10 @@ from jaxshare.cpu.selection import (
 )
 
 _WORK = Record(("size",), ("scaled", "top_k", "top_p", "floor", "top"))
+_TYPICAL_WORK_ARGUMENTS = ("scaled", "top", "floor", "typical_p")
+_TYPICAL_WORK = Record(("size",), (*_TYPICAL_WORK_ARGUMENTS, "low", "high"))
 _BLOCK = 32
 """Vectors of a block; the numbers in the same lane of its vectors are a group."""
-_BINS, _PER_NAT = 1024, 32
-"""Bins of masses, and how many of them logits that differ by 1 are apart."""
 _OF_MINUS_INFINITY = -0x7F800000
 """The key of -inf."""
 
@@ -53,8 +59,7 @@ def cpu_floor_and_top(
     Raises:
       NotImplementedError: logits that are not float32.
     """
-    if scaled.dtype != "float32":
-        raise NotImplementedError(f"it has no kernel for {scaled.dtype}")
+    _check(scaled)
     target = register("truncation", _write)
     result = jax.ShapeDtypeStruct(scaled.shape[:1], scaled.dtype)
     floor, top = jax.ffi.ffi_call(target, [result] * 2)(scaled, top_k, top_p)
@@ -76,7 +81,7 @@ def _write_row(call: Call) -> Code:
     maxima = _write_maxima(module, machine)
     count_threshold = write_count_threshold(module, machine)
     candidates = _write_candidates(module, machine)
-    nucleus = _Nucleus(call, write_mass_threshold(module, machine)).code
+    nucleus = Nucleus(call, write_mass_threshold(module, machine)).code
     code = begin_task(call, "row")
     work, row = code.args
     w = _WORK.read_all(code, work)
@@ -86,8 +91,8 @@ def _write_row(call: Call) -> Code:
     p = code.load(w.top_p + row * 4, F32)
     groups = (size + (_BLOCK * lanes - 1)) // (_BLOCK * lanes) * lanes
     room = (size + lanes) * 4  # a whole vector is written where numbers are appended
-    bins = code.external("malloc", PTR, groups * 4 + room * 3 + (_BINS + 1) * 8)
-    highest = bins + (_BINS + 1) * 8
+    bins = code.external("malloc", PTR, groups * 4 + room * 3 + BINS_BYTES)
+    highest = bins + BINS_BYTES
     found = highest + groups * 4
     top = code.call(maxima, numbers, size, highest)
     floor, taken, number = code.var(LOWEST), code.var(numbers), code.var(size)
@@ -99,7 +104,8 @@ def _write_row(call: Call) -> Code:
         taken.set(found)
         floor.set(code.max(code.call(count_threshold, found, number.get(), k), LOWEST))
     with code.where(p < 1):
-        given = taken.get(), number.get(), floor.get(), top, p
+        largest = keys_of(code, code.narrowed_int(top, I32)).bitcast(F32)
+        given = taken.get(), number.get(), floor.get(), largest, code.constant(0.0, F32), p
         floor.set(code.call(nucleus, *given, bins, found + room, found + room * 2))
     code.external("free", VOID, bins)
     for key, place in ((floor.get(), w.floor), (top, w.top)):
@@ -159,85 +165,99 @@ def _write_candidates(module: ir.Module, machine: Machine) -> Code:
     return code
 
 
-class _Nucleus:
-    """The code of nucleus(numbers, n, cutoff, top, p, bins, chosen, masses): the smallest key that
-    top-p leaves in, of those at or above the cutoff.
+def cpu_typical(
+    scaled: Float[Array, "R V"],
+    top: Float[Array, " R"],
+    floor: Float[Array, " R"],
+    typical_p: Float[Array, " R"],
+) -> tuple[Array, Array]:
+    """The smallest and the largest logit of each row that typical_p leaves in.
 
-    Bins are float64 [_BINS + 1]; the last one is for numbers below the cutoff. `chosen` and `masses`
-    are for the numbers of one bin.
+    Args:
+      scaled: float32 logits.
+      top: the largest logit.
+      floor: the smallest logit that other cuts have left in.
+      typical_p: float32, 1 for all tokens. Masses are float32, and their sums float64.
+
+    Returns:
+      Two arrays float32[R]: `floor` and inf where nothing is cut.
+
+    Raises:
+      NotImplementedError: logits that are not float32.
     """
+    _check(scaled)
+    target = register("typical", _write_typical)
+    result = jax.ShapeDtypeStruct(scaled.shape[:1], scaled.dtype)
+    low, high = jax.ffi.ffi_call(target, [result] * 2)(scaled, top, floor, typical_p)
+    return low, high
 
-    def __init__(self, call: Call, mass_threshold: Code):
-        arguments = [PTR, I64, I64, I64, F32, PTR, PTR, PTR]
-        self.code = Code(call.module, call.machine, "nucleus", arguments, I64)
-        code, lanes = self.code, call.machine.lanes
-        self._numbers, self._n, cutoff, top, p, self._bins, *arrays = code.args
-        self._chosen, self._masses = arrays
-        self._cutoff = code.splat(code.narrowed_int(cutoff, I32), lanes)
-        top_bits = keys_of(code, code.narrowed_int(top, I32))
-        self._top = code.splat(top_bits.bitcast(F32), lanes)
-        self._bin_of, self._mass_of = code.array(I32, lanes), code.array(F32, lanes)
-        with code.loop(0, _BINS + 1) as i:
-            code.store(code.constant(0.0, F64), self._bins + i * 8)
-        for_vectors(code, self._n, self._add)
-        pivot, below = self._pivot(p)
-        self._pivots = code.splat(code.narrowed_int(pivot, I32), lanes)
-        self._count = code.var(0)
-        for_vectors(code, self._n, self._choose)
-        threshold = mass_threshold, self._chosen, self._masses, self._count.get(), below
-        code.give(code.call(*threshold))
 
-    def _loaded(self, at: Val, left: Val | None) -> tuple[Val, Val]:
-        """The bins of a vector of numbers, and their masses relative to the largest number's."""
-        code, lanes = self.code, self.code.machine.lanes
-        bits = load_bits(code, self._numbers + at * 4, left)
-        below = bits.bitcast(ir.VectorType(F32, lanes)) - self._top
-        below = code.select(below.equals(below), below, 0.0)  # where both are infinite
-        far = code.min(below * -float(_PER_NAT), _BINS - 1.0)
-        bins = Val(code, code.b.fptosi(far.value, bits.type))
-        return code.select(keys_of(code, bits) >= self._cutoff, bins, _BINS), exp(code, below)
+def _write_typical(call: Call) -> None:
+    code, rows = call.code, call.size(0, 0)
+    work = code.array(I64, _TYPICAL_WORK.bytes // 8)
+    arguments = {name: call.argument(i) for i, name in enumerate(_TYPICAL_WORK_ARGUMENTS)}
+    _TYPICAL_WORK.write(code, work, size=call.size(0, 1), **arguments)
+    _TYPICAL_WORK.write(code, work, low=call.result(0), high=call.result(1))
+    call.parallel(_write_typical_row(call), work, rows)
 
-    def _add(self, at: Val, left: Val | None) -> None:
-        """Adds masses to their bins, in the order of the array."""
-        code = self.code
-        bins, masses = self._loaded(at, left)
-        code.store(bins, self._bin_of)
-        code.store(masses, self._mass_of)
-        for lane in range(code.machine.lanes):
-            place = self._bins + code.load_int(self._bin_of + lane * 4) * 8
-            mass = doubled(code, code.load(self._mass_of + lane * 4, F32))
-            code.store(code.load(place, F64) + mass, place)
 
-    def _pivot(self, p: Val) -> tuple[Val, Val]:
-        """The first bin up to which there is enough mass, and how much of it has to be in it."""
-        code = self.code
-        total = code.var(code.constant(0.0, F64))
-        with code.loop(0, _BINS) as i:
-            total.set(total.get() + code.load(self._bins + i * 8, F64))
-        target = total.get() * doubled(code, p)
-        before, pivot = code.var(code.constant(0.0, F64)), code.var(0)
+def _write_typical_row(call: Call) -> Code:
+    """row(work, i): the bounds of one row."""
+    threshold = write_mass_threshold(call.module, call.machine)
+    nucleus, mean = TypicalNucleus(call, threshold).code, write_mean(call)
+    extent = _write_extent(call)
+    code = begin_task(call, "row")
+    work, row = code.args
+    w = _TYPICAL_WORK.read_all(code, work)
+    at, numbers = row * 4, w.scaled + row * w.size * 4
+    top, p = code.load(w.top + at, F32), code.load(w.typical_p + at, F32)
+    floor = code.load(w.floor + at, I32)
+    code.store(floor, w.low + at)
+    code.store(code.constant(float("inf"), F32), w.high + at)
+    with code.where(p < 1):
+        room = (w.size + code.machine.lanes) * 4
+        bins = code.external("malloc", PTR, room * 2 + BINS_BYTES)
+        chosen = bins + BINS_BYTES
+        cutoff = code.max(as_i64(code, keys_of(code, floor)), LOWEST)
+        middle = code.call(mean, numbers, w.size, cutoff, top)
+        given = numbers, w.size, cutoff, top, middle, p, bins, chosen, chosen + room
+        least = code.call(nucleus, *given)
+        code.external("free", VOID, bins)
+        given = numbers, w.size, cutoff, top, middle, least
+        code.call(extent, *given, w.low + at, w.high + at)
+    code.give()
+    return code
 
-        def after() -> Val:
-            return before.get() + code.load(self._bins + pivot.get() * 8, F64)
 
-        with code.loop_while(lambda: (pivot.get() < _BINS - 1) & (after() < target)):
-            before.set(after())
-            pivot.set(pivot.get() + 1)
-        return pivot.get(), target - before.get()
+def _write_extent(call: Call) -> Code:
+    """extent(numbers, n, cutoff, top, mean, least, low, high): writes the smallest and the largest
+    of the numbers whose keys are at or above the cutoff, and those of their nearness at or above
+    `least`."""
+    arguments = [PTR, I64, I64, F32, F32, I64, PTR, PTR]
+    code = Code(call.module, call.machine, "extent", arguments)
+    numbers, n, cutoff, top, mean, least, *places = code.args
+    lanes = call.machine.lanes
+    cutoffs, leasts = (code.splat(code.narrowed_int(each, I32), lanes) for each in (cutoff, least))
+    tops, means = code.splat(top, lanes), code.splat(mean, lanes)
+    kind = ir.VectorType(I32, lanes)
+    low, high = code.var(code.constant(2**31 - 1, kind)), code.var(code.constant(NO_KEY, kind))
 
-    def _choose(self, at: Val, left: Val | None) -> None:
-        """Appends the numbers that are in the pivot's bin."""
-        code = self.code
-        bins, masses = self._loaded(at, left)
-        chosen = bins.equals(self._pivots)
-        with code.where(is_any(code, chosen)):
-            code.store(bins, self._bin_of)
-            code.store(masses, self._mass_of)
-            pivot = as_i64(code, self._pivots.element(0))
-            with code.loop(0, left or code.machine.lanes) as lane:
-                at_end = self._count.get() * 4
-                bits = code.load(self._numbers + (at + lane) * 4, I32)
-                code.store(bits, self._chosen + at_end)
-                code.store(code.load(self._mass_of + lane * 4, F32), self._masses + at_end)
-                is_chosen = code.load_int(self._bin_of + lane * 4).equals(pivot)
-                self._count.set(self._count.get() + code.as_int(is_chosen))
+    def widen(at: Val, left: Val | None) -> None:
+        bits = load_bits(code, numbers + at * 4, left)
+        keys = keys_of(code, bits)
+        near = nearness(code, relative(code, bits.bitcast(tops.type), tops), means)
+        is_kept = (keys >= cutoffs) & (keys_of(code, near.bitcast(kind)) >= leasts)
+        low.set(code.min(low.get(), code.select(is_kept, keys, low.get())))
+        high.set(code.max(high.get(), code.select(is_kept, keys, high.get())))
+
+    for_vectors(code, n, widen)
+    ends = reduced(low.get(), code.min), reduced(high.get(), code.max)
+    for key, place in zip(ends, places, strict=True):
+        code.store(keys_of(code, key), place)
+    code.give()
+    return code
+
+
+def _check(scaled: Array) -> None:
+    if scaled.dtype != "float32":
+        raise NotImplementedError(f"it has no kernel for {scaled.dtype}")

@@ -60,15 +60,15 @@ def truncation_bounds(
     floor, top = _top_k_top_p(scaled, top_k, top_p)
     by_min_p = top + jnp.log(min_p)
     # By keys, since a maximum of floats takes subnormal numbers for zeros on some devices.
-    floor = _keys_inverse(jnp.maximum(_keys_of(floor), _keys_of(by_min_p)))[:, None]
-    everything = jnp.full_like(floor, jnp.inf)
-    if typical_p is None:
-        return floor, everything
-    return lax.cond(
-        jnp.any(typical_p < 1),
-        lambda: _typical(scaled, top[:, None], floor, typical_p[:, None]),
-        lambda: (floor, everything),
-    )
+    floor = _keys_inverse(jnp.maximum(_keys_of(floor), _keys_of(by_min_p)))
+    ceiling = jnp.full_like(floor, jnp.inf)
+    if typical_p is not None:
+        floor, ceiling = lax.cond(
+            jnp.any(typical_p < 1),
+            lambda: _typical(scaled, top, floor, typical_p),
+            lambda: (floor, ceiling),
+        )
+    return floor[:, None], ceiling[:, None]
 
 
 def _top_k_top_p(scaled: Array, top_k: Array, top_p: Array) -> tuple[Array, Array]:
@@ -95,25 +95,27 @@ def _top_k_top_p(scaled: Array, top_k: Array, top_p: Array) -> tuple[Array, Arra
     return floor[:, 0], top[:, 0]
 
 
-def _typical(
-    scaled: Array, top: Array, floor: Array, typical_p: Array
-) -> tuple[Float[Array, "R 1"], Float[Array, "R 1"]]:
-    """The smallest and the largest logit that typical_p leaves in of those from `floor` up.
+def _typical(scaled: Array, top: Array, floor: Array, typical_p: Array) -> tuple[Array, Array]:
+    """The smallest and the largest logit of each row, float32[R], that typical_p leaves in of those
+    from `floor` up.
 
     With y a logit less the largest one, and m the mean of y under the distribution, -log p is less
     than the entropy by y - m: the tokens whose logits are nearest to m are kept.
     """
-    keys = _keys_of(scaled)
-    kept = keys >= _keys_of(floor)
-    below = scaled - top
+    found = cpu.typical(scaled, top, floor, typical_p)
+    if found is not None:
+        return found
+    share = typical_p[:, None]
+    keys, below = _keys_of(scaled), scaled - top[:, None]
+    kept = keys >= _keys_of(floor)[:, None]
     mass = jnp.where(kept, jnp.exp(below), 0.0)
     moment = jnp.where(mass > 0, mass * below, 0.0)
     mean = jnp.sum(moment, axis=-1, keepdims=True) / jnp.sum(mass, axis=-1, keepdims=True)
     nearness = _keys_of(-jnp.abs(below - mean))
-    nearest = nearness >= _threshold(nearness, mass, lambda total: typical_p * total)
+    nearest = nearness >= _threshold(nearness, mass, lambda total: share * total)
     keys = jnp.where(kept & nearest, keys, _NO_KEY)
-    high = jnp.max(keys, axis=-1, keepdims=True)
-    low = jnp.min(jnp.where(keys == _NO_KEY, high, keys), axis=-1, keepdims=True)
+    high = jnp.max(keys, axis=-1)
+    low = jnp.min(jnp.where(keys == _NO_KEY, high[:, None], keys), axis=-1)
     cuts = typical_p < 1
     return (
         jnp.where(cuts, _keys_inverse(low), floor),

@@ -34,6 +34,7 @@ INF = float("inf")
 def _without_kernels(bits: int) -> Iterator[None]:
     with (
         mock.patch.object(cpu, "floor_and_top", lambda *_: None),
+        mock.patch.object(cpu, "typical", lambda *_: None),
         mock.patch.object(truncation, "_BITS_ON_CPU", bits),
     ):
         yield
@@ -114,6 +115,7 @@ def normal(vocab: int, deviation: float = 3.0, seed: int = 0, rows: int = ROWS) 
 
 K = [0, 1, 2, 7, 50, 299, 300, 301]
 P = [1.0, 0.9, 0.5, 0.05, 2.0**-126, 1 - 2.0**-24, 0.99, 1.0]
+TYPICAL = [1.0, 0.9, 0.5, 0.2, 0.05, 2.0**-126, 1 - 2.0**-24, 0.7]
 
 
 @ways
@@ -149,6 +151,7 @@ def test_vocabularies_of_the_kernel(vocab):
         check("kernel", normal(vocab, deviation), top_k=K, top_p=P)
         check("kernel", normal(vocab, deviation, 1), top_k=[vocab // 2] * ROWS)
         check("kernel", normal(vocab, deviation, 2), top_p=P)
+        check("kernel", normal(vocab, deviation, 3), top_k=K, typical_p=TYPICAL)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 70])
@@ -160,11 +163,12 @@ def test_numbers_of_rows(rows):
 @ways
 def test_a_row_does_not_depend_on_the_rows_beside_it(way):
     logits = normal(300)
-    together = found_by(way, logits, top_k=K, top_p=P)
+    together = found_by(way, logits, top_k=K, top_p=P, typical_p=TYPICAL)
     for r in range(ROWS):
         others = np.roll(logits, r, axis=0) * np.float32(0.5)
         others[0] = logits[r]
         settings = {"top_k": [K[r], *[3] * 7], "top_p": [P[r], *[0.3] * 7]}
+        settings["typical_p"] = [TYPICAL[r], *[0.4] * 7]
         np.testing.assert_array_equal(found_by(way, others, **settings)[0], together[r])
 
 
@@ -249,6 +253,24 @@ def test_numbers_that_differ_by_a_bit(way):
 
 
 @ways
+@given(
+    st.lists(
+        st.one_of(
+            st.floats(-100, 0, width=32),
+            st.floats(width=32, allow_nan=False, allow_infinity=False),
+            st.sampled_from([0.0, -0.0, -INF, -1.0]),
+        ),
+        min_size=ROWS,
+        max_size=ROWS,
+    ),
+    st.lists(st.integers(0, 9), min_size=ROWS, max_size=ROWS),
+)
+def test_top_k_of_any_numbers(way, values, top_k):
+    """Of every size, with no mass to be rounded."""
+    check(way, np.tile(np.float32(values), (ROWS, 1)), top_k=top_k)
+
+
+@ways
 def test_a_number_that_is_none_harms_only_its_own_row(way):
     logits = normal(300)
     alone = found_by(way, logits, top_k=K, top_p=P)
@@ -257,9 +279,6 @@ def test_a_number_that_is_none_harms_only_its_own_row(way):
         found = found_by(way, logits, top_k=K, top_p=P)
         others = np.arange(ROWS) != 3
         np.testing.assert_array_equal(found[others], alone[others])
-
-
-TYPICAL = [1.0, 0.9, 0.5, 0.2, 0.05, 2.0**-126, 1 - 2.0**-24, 0.7]
 
 
 @ways
