@@ -3,7 +3,7 @@ read from memory once, and then from the processor's cache.
 
 The smallest logit that top-k leaves in is found among few candidates. A row is cut into groups, and
 the k-th largest of the groups' maxima is at most as large as the k-th largest logit, so that only
-what is at least as large is looked at.
+what is at least as large is looked at; all of the row where there are fewer groups than k.
 """
 
 import jax
@@ -97,12 +97,11 @@ def _write_row(call: Call) -> Code:
     top = code.call(maxima, numbers, size, highest)
     floor, taken, number = code.var(LOWEST), code.var(numbers), code.var(size)
     with code.where((k > 0) & (k < size)):
-        bound = code.var(LOWEST)
         with code.where(k <= groups):
-            bound.set(code.max(code.call(count_threshold, highest, groups, k), LOWEST))
-        number.set(code.call(candidates, numbers, size, highest, bound.get(), found))
-        taken.set(found)
-        floor.set(code.max(code.call(count_threshold, found, number.get(), k), LOWEST))
+            bound = code.max(code.call(count_threshold, highest, groups, k), LOWEST)
+            number.set(code.call(candidates, numbers, size, highest, bound, found))
+            taken.set(found)
+        floor.set(code.max(code.call(count_threshold, taken.get(), number.get(), k), LOWEST))
     with code.where(p < 1):
         largest = keys_of(code, code.narrowed_int(top, I32)).bitcast(F32)
         given = taken.get(), number.get(), floor.get(), largest, code.constant(0.0, F32), p
