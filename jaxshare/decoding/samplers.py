@@ -16,9 +16,6 @@ from jaxshare.argument_checks import INT32_MAX
 from jaxshare.decoding.history import History
 from jaxshare.decoding.penalties import penalised, without_repeats, without_words
 from jaxshare.decoding.sampling import (
-    _ordered,
-    _threshold,
-    _unordered,
     chances_of_rows,
     history_spec,
     sample_rows,
@@ -244,20 +241,6 @@ class Samplers:
             logits = without_repeats(logits, history, self.ngram, first)
             logits = without_words(logits, history, self.words, first)
         return logits
-
-    def _floor(self, scaled: Array) -> Array:
-        """float32[R, 1]: the smallest scaled logit of a row that passes top_k, top_p and min_p."""
-        top = jnp.max(scaled, axis=-1, keepdims=True)
-        order = _ordered(scaled)
-        k = jnp.where(self.top_k > 0, self.top_k, scaled.shape[1])[:, None].astype(jnp.float32)
-        kept_by_k = _threshold(order, jnp.ones_like(scaled), k)
-        mass = jnp.where(order >= kept_by_k, jnp.exp(scaled - top), 0.0)
-        p = jnp.where(self.top_p < 1, self.top_p, 0.0)[:, None] * jnp.sum(
-            mass, axis=-1, keepdims=True
-        )
-        kept_by_p = jnp.where(self.top_p[:, None] < 1, _threshold(order, mass, p), kept_by_k)
-        min_p = top + jnp.log(self.min_p)[:, None]
-        return jnp.maximum(_unordered(jnp.maximum(kept_by_k, kept_by_p)), min_p)
 
 
 def _check_places(samplers: Sequence[Sampler], places: SamplerPlaces, stops: Sequence[int]) -> None:

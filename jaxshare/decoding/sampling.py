@@ -1,8 +1,8 @@
 """Sampling from logits; `jaxshare.decoding.samplers` has the settings of rows.
 
 Randomness is counter-based: a draw depends on (row key, position) alone, never on the rest of the
-batch; `jaxshare.seeds` makes the keys. Truncation is exact and needs no sort: thresholds are found
-by bisecting the ordered bits of the logits.
+batch; `jaxshare.seeds` makes the keys. `jaxshare.decoding.truncation` has what top_k, top_p, min_p
+and typical_p keep.
 """
 
 import functools
@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float, Int, UInt32
 
 from jaxshare.decoding.history import History
+from jaxshare.decoding.truncation import truncation_bounds
 from jaxshare.sharding import (
     TENSOR,
     axis_in_use,
@@ -127,35 +128,18 @@ def _weights(axis: str | None, samplers: Any, logits: Array, top: Array) -> Arra
     scaled = (logits - top) / jnp.where(samplers.temperature > 0, samplers.temperature, 1.0)[
         :, None
     ]
-    cuts = (samplers.top_k > 0) | (samplers.top_p < 1)
+    cuts = (samplers.top_k > 0) | (samplers.top_p < 1) | (samplers.typical_p < 1)
     # The largest is 0 now, so that min_p alone needs no other logit.
-    floor = lax.cond(
-        jnp.any(cuts),
-        lambda x: samplers._floor(gathered(x, axis)),
-        lambda x: jnp.log(samplers.min_p)[:, None],
+    least = jnp.log(samplers.min_p)[:, None]
+    floor, ceiling = lax.cond(
+        jnp.any(cuts & (samplers.temperature > 0)),
+        lambda x: truncation_bounds(
+            gathered(x, axis), samplers.top_k, samplers.top_p, samplers.min_p, samplers.typical_p
+        ),
+        lambda _: (least, jnp.full_like(least, jnp.inf)),
         scaled,
     )
-    weights = jnp.where(scaled >= floor, jnp.exp(scaled), 0.0)
-    return lax.cond(
-        jnp.any((samplers.typical_p < 1) & (samplers.temperature > 0)),
-        lambda w: _typical(axis, w, samplers.typical_p[:, None]),
-        lambda w: w,
-        weights,
-    )
-
-
-def _typical(axis: str | None, weights: Array, typical_p: Array) -> Array:
-    """The weights of the tokens whose information is nearest to the entropy (Meister et al. 2022),
-    as few as have the chance float32[R, 1] `typical_p` together."""
-    total = psum(jnp.sum(weights, axis=-1, keepdims=True), axis)
-    chance = weights / total
-    information = jnp.where(weights > 0, -jnp.log(chance), jnp.inf)
-    entropy = psum(
-        jnp.sum(jnp.where(weights > 0, chance * information, 0.0), axis=-1, keepdims=True), axis
-    )
-    nearness = _ordered(-jnp.abs(information - entropy))
-    least = _threshold(gathered(nearness, axis), gathered(chance, axis), typical_p)
-    return jnp.where((nearness >= least) | (typical_p >= 1), weights, 0.0)
+    return jnp.where((scaled >= floor) & (scaled <= ceiling), jnp.exp(scaled), 0.0)
 
 
 def largest(logits: Float[Array, "R V"], mesh: Mesh | None) -> Float[Array, " R"]:
@@ -278,31 +262,3 @@ def _invert(weights: Array, cumulative: Array, target: Array) -> tuple[Array, Ar
         0.0,
     )
     return index, target - below
-
-
-def _ordered(x: Array) -> Array:
-    """Maps float32 values to int32 in the same order; `_unordered` is the inverse."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-def _unordered(order: Array) -> Array:
-    return jax.lax.bitcast_convert_type(order ^ ((order >> 31) & 0x7FFFFFFF), jnp.float32)
-
-
-def _threshold(order: Array, weights: Array, target: Array) -> Array:
-    """The largest threshold, int32[R, 1], whose entries have enough weight.
-
-    The entries at or above it have weights that sum to `target` [R, 1] or more.
-    """
-
-    def halve(_, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds  # reached at low, not reached at high
-        middle = (low & high) + ((low ^ high) >> 1)
-        reached = (
-            jnp.sum(jnp.where(order >= middle, weights, 0.0), axis=-1, keepdims=True) >= target
-        )
-        return jnp.where(reached, middle, low), jnp.where(reached, high, middle)
-
-    low = jnp.min(order, axis=-1, keepdims=True)
-    return jax.lax.fori_loop(0, 32, halve, (low, jnp.max(order, axis=-1, keepdims=True) + 1))[0]

@@ -17,6 +17,7 @@ from jaxshare import Sampler, Samplers
 from jaxshare.decoding.history import History
 from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.decoding.sampling import _draw, logprob, uniforms
+from jaxshare.decoding.truncation import truncation_bounds
 from tests.helpers import mostly_slow
 
 ROWS, ROUNDS = 4096, 8
@@ -127,7 +128,8 @@ def allowed(samplers, logits):
     """The tokens, bool[R, V], that truncation leaves in."""
     none, first = History.empty(len(logits)), jnp.zeros(len(logits), jnp.int32)
     scaled = samplers.changed(logits, none, first) / samplers.temperature[:, None]
-    return scaled >= samplers._floor(scaled)
+    floor, _ = truncation_bounds(scaled, samplers.top_k, samplers.top_p, samplers.min_p)
+    return scaled >= floor
 
 
 @settings(max_examples=60)
