@@ -112,7 +112,7 @@ class BareCalls:
             self._page.state = self._after_call
         else:
             self._page.prose.write(self._separator + self._call.text)
-            self._page.state = self._text
+            self._separator, self._page.state = "", self._text
         return True
 
     def _close(self) -> None:

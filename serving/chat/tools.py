@@ -151,6 +151,8 @@ def tool(function: Callable[..., Any]) -> FunctionTool:
 def as_tools(tools: Any) -> tuple[FunctionTool, ...]:
     """Returns tools of every kind as such; None as none.
 
+    Making them checks their schemas: where many answers are read, make them once.
+
     Args:
       tools: each a FunctionTool, a function (see `tool`), or a description in OpenAI's form,
         {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}, or

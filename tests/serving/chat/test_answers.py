@@ -5,7 +5,14 @@ import math
 
 import pytest
 
-from jaxshare.serving.chat import BrokenCall, ChatAnswer, ChatFormat, ToolCall, parse_answer
+from jaxshare.serving.chat import (
+    BrokenCall,
+    ChatAnswer,
+    ChatFormat,
+    ToolCall,
+    as_tools,
+    parse_answer,
+)
 
 
 def weather(city: str, days: int = 1) -> str:
@@ -18,7 +25,7 @@ def clock() -> str:
     return "noon"
 
 
-TOOLS = [weather, clock]
+TOOLS = as_tools([weather, clock])
 OSLO, NOW = ToolCall("weather", {"city": "Oslo"}, "call_1"), ToolCall("clock", {}, "call_2")
 
 
@@ -282,6 +289,13 @@ def test_a_text_after_llamas_calls_is_content():
     assert answer == ChatAnswer("; and then", None, (OSLO,))
     answer = parse_answer(f"So: <|python_tag|>{LLAMA_WEATHER}", "llama3", tools=TOOLS)
     assert answer == ChatAnswer("So:", None, (OSLO,))
+
+
+def test_what_separates_objects_is_written_once():
+    text = f'{LLAMA_WEATHER}; {{"city": 1}} <|python_tag|>clock()'
+    answer = parse_answer(text, "llama3", tools=TOOLS)
+    assert answer.content == text.removeprefix(LLAMA_WEATHER)
+    assert answer.tool_calls == (OSLO,) and answer.broken[0].text == "<|python_tag|>clock()"
 
 
 def test_ids_begin_as_they_are_told_to():

@@ -117,6 +117,38 @@ def test_every_single_cut_gives_the_whole(format, text):
         check(text, ChatFormat(format), [cut], TOOLS)
 
 
+WORDS = st.lists(st.sampled_from([*PIECES, "x", "\u2028"]), max_size=4).map("".join)
+SAID = st.text("ab .,{}[]()\"'é<>|\n", max_size=8).filter(lambda text: text == text.strip())
+WRITTEN = {
+    "hermes": '<tool_call>{{"name": "f", "arguments": {}}}</tool_call>',
+    "deepseek": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>",
+    "deepseek-v3.1": "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+}
+
+
+@pytest.mark.parametrize("format", WRITTEN)
+@given(
+    thinking=st.none() | SAID,
+    parts=st.lists(st.tuples(SAID, st.dictionaries(WORDS, WORDS, max_size=2)), max_size=3),
+    last=SAID,
+    cut=st.integers(0, 200),
+)
+@settings(max_examples=150)
+def test_what_an_answer_is_made_of_is_what_is_read(format, thinking, parts, last, cut):
+    """The oracle is how the text is made: calls whose arguments quote marks of every kind."""
+    text = "" if thinking is None else f"<think>\n{thinking}\n</think>\n\n"
+    for said, arguments in parts:
+        text += said + WRITTEN[format].format(json.dumps(arguments, ensure_ascii=False))
+    stream = AnswerStream(format)
+    stream.feed(text[:cut])
+    stream.feed(text[cut:] + last)
+    stream.finish()
+    answer = stream.answer
+    assert answer.content == "".join([*(said for said, _ in parts), last])
+    assert answer.thinking == thinking and answer.broken == ()
+    assert [call.arguments for call in answer.tool_calls] == [given for _, given in parts]
+
+
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60), cut=st.integers(0, 60))
 @settings(max_examples=100)
 def test_a_text_without_marks_is_not_changed(text, cut):
