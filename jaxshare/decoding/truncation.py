@@ -20,6 +20,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jaxshare import cpu
+from jaxshare.pallas.device import current_device
 
 _NO_KEY = np.int32(-(2**31))
 """Below the key of every number."""
@@ -140,7 +141,8 @@ def _threshold(keys: Array, weights: Array, target: Callable[[Array], Array]) ->
     rounded sums do not reach that.
     """
     keys, weights = _in_runs(keys, _NO_KEY), _in_runs(weights, 0)
-    bits = _BITS_ON_CPU if jax.default_backend() == "cpu" else _BITS
+    on_cpu = jax.default_backend() == "cpu" and current_device() is None
+    bits = _BITS_ON_CPU if on_cpu else _BITS
     found = jnp.full((len(keys), 1), _NO_KEY)
     enough = None
     for shift in range(32 - bits, -1, -bits):
@@ -151,7 +153,9 @@ def _threshold(keys: Array, weights: Array, target: Callable[[Array], Array]) ->
             enough = target(total)
         reached = sum((each >= enough).astype(jnp.int32) for each in sums)
         found = found + (reached << shift)
-    return found
+    # XLA computes both branches of a conditional that has nothing but sums and the like in it. This
+    # is something else, so that a cut that no row asks for is left out.
+    return lax.optimization_barrier(found)
 
 
 def _in_runs(x: Array, fill: int | np.int32) -> Array:
@@ -162,13 +166,16 @@ def _in_runs(x: Array, fill: int | np.int32) -> Array:
 
 def _sums_from(keys: Array, weights: Array, thresholds: list[Array]) -> list[Array]:
     """The weights at or above each threshold, [R, 1] each, from one pass over keys and weights."""
-    parts = lax.reduce(
-        [jnp.where(keys >= each[:, :, None], weights, 0.0) for each in thresholds],
-        [np.float32(0)] * len(thresholds),
-        lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
-        (2,),
-    )
-    return [jnp.sum(each, axis=-1, keepdims=True) for each in parts]
+    parts = [jnp.where(keys >= each[:, :, None], weights, 0.0) for each in thresholds]
+    # Runs, and then these: each time one operation, and so one kernel, for all thresholds.
+    for _ in range(2):
+        parts = lax.reduce(
+            parts,
+            [np.float32(0)] * len(parts),
+            lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
+            (parts[0].ndim - 1,),
+        )
+    return [each[:, None] for each in parts]
 
 
 def _int32(number: int) -> np.int32:

@@ -154,6 +154,15 @@ def test_vocabularies_of_the_kernel(vocab):
         check("kernel", normal(vocab, deviation, 3), top_k=K, typical_p=TYPICAL)
 
 
+@ways
+@pytest.mark.parametrize("deviation", [0.1, 3.0])
+def test_sums_over_a_large_vocabulary(way, deviation):
+    """Where thousands of tokens are near the threshold, sums must be right to `SLACK`."""
+    logits = normal(40_000, deviation)
+    check(way, logits, top_p=P, top_k=[0, 0, 0, 0, 0, 0, 9_000, 30_000])
+    check(way, logits, typical_p=TYPICAL)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 70])
 def test_numbers_of_rows(rows):
     logits = normal(300, rows=rows)
