@@ -15,11 +15,14 @@ from jaxshare.serving.inputs import default_sampler
 DEFAULT_NEW_TOKENS = 256
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the same setting, the first of which that is given counts."""
-_SAMPLING = ("top_k", "top_p", "min_p")
+_CUTS = ("top_k", "top_p", "min_p", "typical_p")
+"""Settings of sampling."""
+_GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+_PENALTIES = ("repetition_penalty", "no_repeat_ngram_size")
+"""Settings of greedy answers, too."""
 _WITHOUT_EFFECT = {
     "num_beams": 1,
     "num_return_sequences": 1,
-    "repetition_penalty": 1,
     "use_cache": True,
 }
 """Settings of transformers, with the values that change nothing."""
@@ -59,15 +62,18 @@ class HarnessSettings:
         length = next((value for value in lengths if value is not None), DEFAULT_NEW_TOKENS)
         samples = settings.pop("do_sample", None)
         temperature = as_float("temperature", settings.pop("temperature", 0.0), 0)
-        options = {name: settings.pop(name) for name in _SAMPLING if name in settings}
+        cuts, penalties = (
+            {name: settings.pop(name) for name in names if name in settings}
+            for names in (_CUTS, _PENALTIES)
+        )
         for name, value in settings.items():
             if name not in _WITHOUT_EFFECT or value != _WITHOUT_EFFECT[name]:
                 raise ValueError(
                     f"the setting {name}={shown(value)} of a request is not supported; leave it out"
                 )
-        sampler = Sampler()
-        if temperature and samples is not False:
-            sampler = dataclasses.replace(defaults, temperature=temperature, **options)
+        samples = bool(temperature) and samples is not False
+        given = {"temperature": temperature, **cuts} if samples else _GREEDY
+        sampler = dataclasses.replace(defaults, **penalties, **given)
         return cls(stops, as_integer("max_gen_toks", length, 1), sampler)
 
 

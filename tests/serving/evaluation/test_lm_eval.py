@@ -169,6 +169,8 @@ def test_windows_score_each_token_once_after_as_many_as_fit():
         ({"do_sample": True, "temperature": 1, "top_p": 0.5}, (), 256, Sampler(1, 40, 0.5)),
         ({"temperature": 1, "top_k": 3, "min_p": 0.1}, (), 256, Sampler(1, 3, 0.9, 0.1)),
         ({"num_beams": 1, "repetition_penalty": 1.0, "use_cache": True}, (), 256, Sampler()),
+        ({"repetition_penalty": 1.2}, (), 256, Sampler(repetition_penalty=1.2)),
+        ({"top_k": 3, "no_repeat_ngram_size": 2}, (), 256, Sampler(no_repeat_ngram_size=2)),
     ],
 )
 def test_settings_are_read_as_tasks_mean_them(given, stops, length, sampler):
@@ -180,7 +182,8 @@ def test_settings_are_read_as_tasks_mean_them(given, stops, length, sampler):
     ("given", "error", "message"),
     [
         ({"num_beams": 4}, ValueError, "the setting num_beams=4 of a request is not supported"),
-        ({"repetition_penalty": 1.2}, ValueError, "repetition_penalty=1.2 of a request is not"),
+        ({"penalty_alpha": 0.6}, ValueError, "penalty_alpha=0.6 of a request is not"),
+        ({"repetition_penalty": 0}, ValueError, "repetition_penalty is 0.0; it must be above 0"),
         ({"max_gen_toks": 0}, ValueError, "max_gen_toks is 0; it must be at least 1"),
         ({"until": [3]}, ValueError, r"until is \[3\]; give texts that are not empty"),
         ({"until": 3}, TypeError, "until is 3; it must be a list"),
