@@ -62,6 +62,7 @@ from scripts.bench.parts.engine.sides import (
     Raw,
     Served,
     arrivals,
+    steady_rate,
 )
 
 SATURATION_GOAL = 0.90
@@ -123,7 +124,8 @@ def saturation(served: Served, raw: Raw, calls: Calls, scale: Scale, passes: int
 
     def engine() -> float:
         asked = calls.make(scale.known, (1, 1))
-        seconds, rate = served.at_once(asked)
+        seconds, seen = served.at_once(asked)
+        rate = steady_rate(seen)
         whole.append(sum(call.budget for call in asked) / seconds)
         rates[ENGINE].append(rate)
         return 1 / rate

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxshare import cpu
 from jaxshare.models import LoadedModel
 from jaxshare.serving.inputs import cache_devices, token_bytes
 from jaxshare.serving.kvcache.free_memory import device_free_bytes, host_free_bytes
@@ -17,10 +18,11 @@ with more rows each completion takes longer."""
 _DEVICE_SHARE, _HOST_SHARE = 0.8, 0.5
 """The parts of free memory that runs may take: of a device's own, and of the host's, which other
 programs use, too."""
-_LOGITS = 6
+_LOGITS, _LOGITS_OF_XLA, _LOGITS_OF_COUNTS = 4, 7.1, 2.25
 """Arrays of a row's logits, float32[V] each, at the peak of a pass: one of the state, one that the
-model has just computed, and four of the sampler. This is the `memory_analysis()` of the decode
-loop, and a test asserts it."""
+model has just computed, and those of the sampler, of which a CPU's kernels need fewer than XLA; and
+the tokens so far, where samplers count them. This is the `memory_analysis()` of the decode loop,
+and a test asserts it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,7 @@ class RowBudget:
         *,
         max_kv_bytes: int | None = None,
         arena_tokens: int | None = None,
+        counts_tokens: bool = False,
     ) -> "RowBudget":
         """The budget beside a loaded model.
 
@@ -58,14 +61,15 @@ class RowBudget:
           max_new_tokens: of a row.
           max_kv_bytes: bound on keys and values; default what is free.
           arena_tokens: free tokens of an existing cache, where the rows are to use that one.
+          counts_tokens: see `row_bytes`.
         """
-        free = free_bytes(model)
+        free, per_row = free_bytes(model), row_bytes(model, max_new_tokens, counts_tokens)
         per_token = token_bytes(model)
         if arena_tokens is not None:
-            return cls(arena_tokens, free, 0, row_bytes(model, max_new_tokens))
+            return cls(arena_tokens, free, 0, per_row)
         tokens = (free if max_kv_bytes is None else max_kv_bytes) // per_token
         # An index of a token has 32 bits.
-        return cls(min(tokens, 2**31 - 1), free, per_token, row_bytes(model, max_new_tokens))
+        return cls(min(tokens, 2**31 - 1), free, per_token, per_row)
 
     def fits(self, rows: int, tokens: int, blocks: int) -> bool:
         """True if this many rows, with this many blocks of this many tokens, fit.
@@ -76,16 +80,23 @@ class RowBudget:
         return tokens <= self.tokens and (rows <= 1 or taken <= self.free)
 
 
-def row_bytes(model: LoadedModel, max_new_tokens: int) -> int:
+def row_bytes(model: LoadedModel, max_new_tokens: int, counts_tokens: bool = False) -> int:
     """Bytes of one row in a pass of one token per row, without keys and values.
 
     They count all devices of its data group together.
+
+    Args:
+      model: as loaded.
+      max_new_tokens: of the row.
+      counts_tokens: samplers count the tokens of the text so far.
     """
-    c = model.config
+    c, logits = model.config, _LOGITS if cpu.used_for(None) else _LOGITS_OF_XLA
+    logits += _LOGITS_OF_COUNTS * counts_tokens
     activations = 4 * c.hidden_size + 2 * c.intermediate_size + 4 * c.num_heads * c.head_dim
     # Activations are on every device of the group; logits are split over them or not: the larger
     # case is counted.
-    return cache_devices(model) * 4 * (_LOGITS * c.vocab_size + activations) + 8 * max_new_tokens
+    numbers = logits * c.vocab_size + activations
+    return cache_devices(model) * int(4 * numbers) + 8 * max_new_tokens
 
 
 def free_bytes(model: LoadedModel) -> int:

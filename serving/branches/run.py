@@ -116,7 +116,6 @@ class Branches:
         costs: Costs | None = None,
         skip: Collection[tuple[int, int]] = (),
     ):
-        """Reads the prompts and plans the run; computes nothing yet. See the class."""
         bounds = {"max_rows": max_rows, "max_kv_bytes": max_kv_bytes}
         check_settings(model, prompts, prefix, max_new_tokens=max_new_tokens, **bounds)
         self.prompts = read_and_check_prompts(
@@ -131,7 +130,8 @@ class Branches:
             else model.for_context(max(len(p.tokens) for p in self.prompts) + max_new_tokens)
         )
         self.sampler = sampler or default_sampler(model)
-        for each in (self.sampler, *(p.sampler for p in self.prompts if p.sampler)):
+        samplers = [self.sampler, *(p.sampler for p in self.prompts if p.sampler)]
+        for each in samplers:
             check_sampler(model, each)
         warn_of_greedy(model, self.sampler)
         self.detokenizer = Detokenizer(model.tokenizer, stop_texts(model, stop), include_stop)
@@ -143,6 +143,7 @@ class Branches:
             prefix=prefix,
             costs=costs,
             skip=skip,
+            counts_tokens=any(each.counts_tokens for each in samplers),
             **bounds,
         )
         self.sharing_plan, self.rows, self.costs = plan.sharing, plan.peak.rows, plan.costs

@@ -136,8 +136,9 @@ def plan_run(
     max_kv_bytes: int | None,
     costs: Costs | None,
     skip: Collection[tuple[int, int]],
+    counts_tokens: bool,
 ) -> RunPlan:
-    """Plans a run; for the arguments see `Branches`.
+    """Plans a run; for the arguments see `Branches` and `row_bytes`.
 
     Raises:
       ValueError: a completion that does not fit the memory even alone.
@@ -148,6 +149,7 @@ def plan_run(
         max_new_tokens,
         max_kv_bytes=max_kv_bytes,
         arena_tokens=prefix.store.free_tokens if prefix else None,
+        counts_tokens=counts_tokens,
     )
     chosen: Chosen | None = None
     if share is None and can_share(tree):

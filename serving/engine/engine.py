@@ -4,7 +4,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -133,33 +133,33 @@ class Engine(EngineLoop):
         resample: str | None = None,
         logprobs: bool = False,
         top_logprobs: int = 0,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Stream:
         """Submits a request; from any thread, without waiting.
 
         Args:
           prompt: a text, messages (dicts with role and content), or tokens.
-          sampler: how tokens are sampled; by default the engine's.
-          max_new_tokens: of the output.
+          sampler, max_new_tokens: how tokens are sampled, by default as the engine's; how many.
           stop, include_stop: texts before which the output ends (default the checkpoint's), or after.
           seed: of 64 bits; by default it follows from the engine's seed, the prompt, and the number
             of earlier requests with this prompt (`jaxshare.seeds`).
           agent_id: the agent that it belongs to. Agents are served in turn, by what they contribute.
           priority: requests of a higher one are served first, and preempt those of a lower one.
-          resample: "stepwise" takes from the Logits Cache what it holds of this prompt, exactly, and
-            adds what is computed; "hotspot" does the same but samples again only where the model
-            was uncertain, which is APPROXIMATE.
+          resample: "stepwise" takes from the Logits Cache what it holds of this prompt, exactly;
+            "hotspot" samples again only where the model was uncertain, which is APPROXIMATE.
           logprobs: give those of the sampled tokens, under the model itself; not with `resample`.
           top_logprobs: and of so many of the likeliest tokens in each place, up to 20.
+          tools, chat_template_kwargs: with messages; see `encode_messages`.
 
         Raises:
           TooLongError: the request does not fit the model's context, or never the memory.
           QueueFullError: `max_queue` requests wait already. Several processes wait instead.
           ClosedError: the engine was shut down.
-          ValueError: an empty prompt, a token outside the vocabulary, text without a tokenizer,
-            messages that the template refuses, or options out of range.
+          ValueError: a prompt that cannot be read, or options out of range.
           TypeError: an argument of another type.
         """
-        tokens = validation.prompt_tokens(self.model, prompt)
+        tokens = validation.prompt_tokens(self.model, prompt, tools, chat_template_kwargs)
         options = validation.RequestOptions.checked(
             self.model,
             sampler=self._sampler if sampler is None else sampler,

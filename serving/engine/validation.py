@@ -123,22 +123,32 @@ def logits_cache_for(
     return LogitsCache(model.fingerprint, given, min(num_top_logits, model.config.vocab_size))
 
 
-def prompt_tokens(model: LoadedModel, prompt: Prompt) -> np.ndarray:
-    """The int32 tokens of a prompt.
+def prompt_tokens(
+    model: LoadedModel,
+    prompt: Prompt,
+    tools: Sequence[Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> np.ndarray:
+    """The int32 tokens of a prompt; for tools and chat_template_kwargs see `encode_messages`.
 
     Raises:
       ValueError: the prompt is empty or of another kind, it has a token outside the vocabulary, it
         is a text and the model has no tokenizer, or the template refuses its messages.
       TypeError: it is nothing of the kind.
     """
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    messages = is_list and isinstance(next(iter(prompt), None), Mapping)
+    if (tools or chat_template_kwargs) and not messages:
+        name = "tools" if tools else "chat_template_kwargs"
+        raise ValueError(f"{name} are for the chat template, but the prompt is no list of messages")
     if isinstance(prompt, str):
         encoded = encode(model, prompt)
     elif not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes | bytearray):
         raise TypeError(f"{_A_PROMPT}, not {type(prompt).__name__}")
     elif isinstance(prompt, np.ndarray) and prompt.ndim != 1:
         raise ValueError(_A_PROMPT)
-    elif isinstance(next(iter(prompt), None), Mapping):
-        encoded = encode_messages(model, prompt)  # pyright: ignore[reportArgumentType]
+    elif messages:
+        encoded = encode_messages(model, prompt, tools, chat_template_kwargs)  # pyright: ignore[reportArgumentType]
     elif isinstance(prompt, np.ndarray):
         encoded = prompt
     else:

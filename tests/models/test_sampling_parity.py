@@ -3,19 +3,23 @@
 `scripts/fixtures/make_sampling.py` has written what transformers gives.
 """
 
+import functools
 import json
 import os
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxshare import FinishReason, models
 from jaxshare.decoding.history import History
 from jaxshare.decoding.samplers import SamplerPlaces, Samplers
+from jaxshare.decoding.sampling import history_after
 from jaxshare.models import Generation
 from jaxshare.serving import Branch, generate
+from jaxshare.sharding import make_mesh
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FOLDER = Path(os.environ.get("JAXSHARE_SAMPLING_FIXTURES", FIXTURES / "sampling"))
@@ -66,3 +70,28 @@ def test_greedy_texts_are_those_of_transformers(family, tmp_path):
         assert list(completion.tokens) == answer, name
         ended = answer[-1] in STOPS
         assert completion.finish_reason is (FinishReason.STOP if ended else FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("name", ["all", "ngram-2", "bad-words", "typical"])
+def test_the_chances_are_the_same_where_devices_have_parts_of_the_vocabulary(name):
+    generation = Generation.from_json(
+        {"do_sample": True, **FACTS["cases"][name]}, {"eos_token_id": STOPS}
+    )
+    mesh = make_mesh(tensor=2)
+    samplers = Samplers.stack([generation.sampler] * ROWS, places=PLACES, stops=STOPS)
+    history = History.empty(ROWS, VOCAB, 64)
+    for row, text in enumerate(TOKENS):
+        history = history.with_text(row, text[:-1].tolist(), 30)
+    sampled = jnp.full(ROWS, 9)
+
+    @functools.partial(jax.jit, static_argnames="mesh")
+    def after_one_more(samplers, logits, history, mesh):
+        history = history_after(history, jnp.asarray(TOKENS[:, -1]), jnp.arange(ROWS) % 3 > 0, mesh)
+        return samplers.chances(logits, sampled, history=history, mesh=mesh), history
+
+    alone, spread = (
+        jax.device_get(after_one_more(samplers, LOGITS, history, mesh)) for mesh in (None, mesh)
+    )
+    np.testing.assert_allclose(spread[0], alone[0], atol=1e-6)
+    for one, other in zip(jax.tree.leaves(spread[1]), jax.tree.leaves(alone[1]), strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxshare import DecodeState, KVCache, Layout, Sampler, decode
+from jaxshare import DecodeState, KVCache, Layout, Sampler, cpu, decode
 from jaxshare.models.layers import Decoder
 from jaxshare.serving import Prefixes, generate
 from jaxshare.serving.branches import row_budget
@@ -109,12 +109,17 @@ def test_keys_and_values_that_bound_the_rows_are_named():
         )
 
 
-def test_what_a_row_takes_is_what_the_compiled_loop_holds():
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("sampler", [Sampler(0.7), Sampler(0.7, repetition_penalty=1.2)])
+def test_what_a_row_takes_is_what_the_compiled_loop_holds(monkeypatch, sampler, kernels):
     """Logits are nearly all of it where the vocabulary is large.
 
     The loop is compiled for shapes, and does not run.
     """
-    config = dataclasses.replace(TINY, vocab_size=50_000, num_layers=1)
+    if not kernels:
+        monkeypatch.setattr(cpu, "available", lambda: False)
+    # Another shape, which was not traced with the kernels.
+    config = dataclasses.replace(TINY, vocab_size=50_000 if kernels else 50_001, num_layers=1)
     module, total = Decoder(config), {}
     params = jax.eval_shape(
         lambda: module.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32), method="causal")
@@ -127,7 +132,7 @@ def test_what_a_row_takes_is_what_the_compiled_loop_holds():
             [[1]] * rows,
             vocab_size=config.vocab_size,
             max_new_tokens=8,
-            samplers=Sampler(0.7),
+            samplers=sampler,
             max_width=1,
             logprobs=True,
         )
@@ -138,8 +143,9 @@ def test_what_a_row_takes_is_what_the_compiled_loop_holds():
         )
         analysis = compiled.memory_analysis()
         total[rows] = analysis.temp_size_in_bytes + state.logits.nbytes
+        total[rows] += sum(array.nbytes for array in jax.tree.leaves(state.history))
     measured = (total[64] - total[32]) / 32
-    expected = row_bytes(dataclasses.replace(model(), config=config), 8)
+    expected = row_bytes(dataclasses.replace(model(), config=config), 8, sampler.counts_tokens)
     assert measured <= expected < 1.2 * measured
 
 

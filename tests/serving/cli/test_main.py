@@ -108,7 +108,8 @@ def test_generate_json_is_one_object_and_repeats(capsys, tmp_path):
     )
     assert first["kv_bytes"] > 0 and first["tokens_per_second"] > 0
     for index, completion in enumerate(first["completions"]):
-        assert {*completion} == {"text", "tokens", "finish_reason", "logprob", "prompt", "index"}
+        names = {"text", "tokens", "finish_reason", "logprob", "logprobs", "prompt", "index"}
+        assert {*completion} == names and len(completion["logprobs"]) == len(completion["tokens"])
         ended = "length" if len(completion["tokens"]) == 30 else "stop"
         assert completion["finish_reason"] == ended and completion["logprob"] < 0
         assert (completion["prompt"], completion["index"]) == (0, index)

@@ -33,7 +33,7 @@ class Scale:
 FULL = {"embedded": Scale(16, 160, 64, 128, 5), "random": Scale(16, 64, 48, 48, 3)}
 
 
-QUICK = {"embedded": Scale(8, 48, 16, 24, 2)}
+QUICK = {"embedded": Scale(8, 96, 16, 24, 2)}
 
 
 @dataclasses.dataclass(frozen=True)

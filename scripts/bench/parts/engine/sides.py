@@ -37,7 +37,9 @@ ROOM = 256
 TEMPERATURE = 0.8
 
 
-POLL_SECONDS = 0.02
+POLL_SECONDS = 0.004
+Seen = list[tuple[float, float, bool]]
+"""Seconds, tokens so far, and whether calls wait, looked at often."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +114,9 @@ class Served:
     def submit(self, call: Call) -> Stream:
         return self.engine.submit(call.prompt, max_new_tokens=call.budget, seed=call.seed)
 
-    def at_once(self, calls: Sequence[Call]) -> tuple[float, float]:
-        """(seconds until all have ended, tokens a second while calls waited: then all rows are at
-        work)."""
-        seen: list[tuple[float, float, bool]] = []
+    def at_once(self, calls: Sequence[Call]) -> tuple[float, Seen]:
+        """(seconds until all have ended, what was seen meanwhile, for `steady_rate`)."""
+        seen: Seen = []
         begin = time.perf_counter()
         streams = [self.submit(call) for call in calls]
         for stream in streams:
@@ -127,7 +128,7 @@ class Served:
                         self._value("jaxshare_queue") > 0,
                     )
                 )
-        return time.perf_counter() - begin, steady_rate(seen)
+        return time.perf_counter() - begin, seen
 
     def arriving(self, calls: Sequence[Call], at: Sequence[float]) -> list[Completion]:
         """Submits every call at its time, in seconds from now."""
@@ -150,11 +151,8 @@ def _ended(stream: Stream) -> bool:
     return True
 
 
-def steady_rate(seen: Sequence[tuple[float, float, bool]]) -> float:
-    """Tokens a second while calls waited, from a counter that was looked at often.
-
-    Args:
-      seen: (seconds, tokens so far, whether calls wait).
+def steady_rate(seen: Seen) -> float:
+    """Tokens a second while calls waited: then all rows are at work.
 
     Raises:
       ValueError: calls did not wait for long enough.
