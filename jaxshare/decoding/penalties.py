@@ -56,15 +56,22 @@ def without_words(
 ) -> Array:
     """The logits without tokens that would complete one of these sequences of two tokens or more.
     `first`: the token of the first logit."""
-    length = words.shape[2]
     if not words.shape[1]:
         return logits
-    begun = words[:, :, -1] >= 0
-    for back in range(1, length):
-        token = words[:, :, length - 1 - back]
+    end = jnp.sum(words >= 0, axis=2, dtype=jnp.int32) - 1
+
+    def before_end(back: int) -> Array:
+        """The token so many before the last one of each sequence, -1 where it is shorter."""
+        place = jnp.maximum(end - back, 0)[:, :, None]
+        token = jnp.take_along_axis(words, place, axis=2)[:, :, 0]
+        return jnp.where(end >= back, token, -1)
+
+    begun = end >= 0
+    for back in range(1, words.shape[2]):
+        token = before_end(back)
         begun &= (token < 0) | (token == history.last(back)[:, None])
     return lax.cond(
-        jnp.any(begun), lambda x: _without(x, words[:, :, -1], begun, first), lambda x: x, logits
+        jnp.any(begun), lambda x: _without(x, before_end(0), begun, first), lambda x: x, logits
     )
 
 

@@ -1,9 +1,9 @@
 """Rows that are taken out of a decode state and put into another, with all that they carry.
 
 So a session of rows can join a larger state for a dispatch, beside rows that it knows nothing of,
-and rows that go on can leave a state whose other rows have ended. Logits and texts stay on the device; all
-else that rows carry is small, and is moved on the host, which takes less time there than to start a
-program.
+and rows that go on can leave a state whose other rows have ended. Logits and texts stay on the
+device; all else that rows carry is small, and is moved on the host, which takes less time there than
+to start a program.
 """
 
 import dataclasses

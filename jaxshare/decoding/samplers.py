@@ -81,7 +81,7 @@ class Samplers:
         logits while a row has sampled fewer tokens than `until`; an unused place has token -1.
       stops: int32[R, S], stop tokens of the row's own, -1 for an unused place.
       ignores_stops: bool[R], rows that the model's stop tokens do not end.
-      words: int32[R, W, L], sequences that must not come, -1 before the first token of one.
+      words: int32[R, W, L], sequences that must not come, -1 after the last token of one.
     """
 
     temperature: Array
@@ -133,7 +133,7 @@ class Samplers:
                 )
             own_stops[r, : len(sampler.stop_token_ids)] = sampler.stop_token_ids
             for w, word in enumerate(_long_words(sampler)):
-                words[r, w, -len(word) :] = word
+                words[r, w, : len(word)] = word
 
         def each(name: str, kind: Any = np.float32) -> np.ndarray:
             most = INT32_MAX if kind == np.int32 else None

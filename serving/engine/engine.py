@@ -172,7 +172,7 @@ class Engine(EngineLoop):
             resample=resample,
             logprobs=logprobs,
             top_logprobs=top_logprobs,
-            has_logits_cache=self.logits_cache is not None,
+            kept_logits=self._scheduler.output.num_top_logits,
         )
         warn_of_greedy(self.model, options.sampler)
         state = StreamState(Detokenizer(self.model.tokenizer, options.stops, options.includes_stop))

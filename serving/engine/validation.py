@@ -221,9 +221,10 @@ class RequestOptions:
         logprobs: Any,
         include_stop: Any,
         top_logprobs: Any,
-        has_logits_cache: bool,
+        kept_logits: int,
     ) -> "RequestOptions":
-        """Refuses options that the engine cannot serve; they are those of `Engine.submit`.
+        """Refuses options that the engine cannot serve; they are those of `Engine.submit`, and the
+        logits that its Logits Cache keeps, 0 without one.
 
         Raises:
           ValueError, TypeError: as described.
@@ -246,7 +247,12 @@ class RequestOptions:
             as_top_logprobs(model, top_logprobs),
         )
         if resample is not None:
-            options._check_resample(has_logits_cache)
+            options._check_resample(kept_logits > 0)
+        if 0 < kept_logits < options.num_top_logprobs:
+            raise ValueError(
+                f"top_logprobs is {top_logprobs}, but the engine's Logits Cache keeps {kept_logits} "
+                "logits; ask for at most as many, or make the engine with more kept_logits"
+            )
         check_sampler(model, options.sampler)
         return options
 

@@ -52,6 +52,23 @@ def test_requests_get_as_many_as_they_ask_for():
         assert again.tokens == several.tokens and again.top_logprobs is None
 
 
+def test_beside_a_logits_cache_as_many_as_it_keeps():
+    with Engine(MODEL, max_rows=ROWS, logits_cache=10**5, kept_logits=8) as engine:
+        first, again = (
+            engine.submit(PROMPT, WARM, seed=3, max_new_tokens=9, resample="stepwise").wait()
+            for _ in range(2)
+        )
+        check(
+            engine.submit(
+                PROMPT, WARM, seed=3, max_new_tokens=9, logprobs=True, top_logprobs=8
+            ).wait(),
+            8,
+        )
+        assert first.tokens == again.tokens and again.replayed_tokens > 0
+        with pytest.raises(ValueError, match="top_logprobs is 9, but the engine's Logits Cache k"):
+            engine.submit(PROMPT, WARM, top_logprobs=9)
+
+
 @pytest.mark.parametrize("on_engine", [False, True])
 def test_completions_of_a_run_have_them(on_engine):
     """They are of the model's own distributions, whatever the settings do to these."""

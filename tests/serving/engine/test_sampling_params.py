@@ -1,6 +1,8 @@
 """Sampling settings that look at the text, and what ends an output: in the engine, beside others."""
 
+import dataclasses
 import functools
+import itertools
 import math
 import random
 
@@ -178,16 +180,26 @@ def test_what_no_request_uses_takes_no_place():
 
 @pytest.mark.parametrize(
     "params",
-    [Sampler(repetition_penalty=1.3, temperature=0.7), Sampler(0.7, no_repeat_ngram_size=2)],
+    [
+        Sampler(repetition_penalty=1.3, temperature=0.7),
+        Sampler(0.7, no_repeat_ngram_size=2),
+        Sampler(0.7, bad_words=((3, 4),)),  # and what is written without
+    ],
 )
 def test_workers_write_under_penalties_what_they_write_on_an_engine(params):
     problem, more = "1. 47 + 38\n2. 12 * 3", {"names": ("Alice", "Bob"), "budget": 24, "seed": 1}
+    with Workers(one_layer(), problem, sampler=Sampler(0.7), **more) as session:
+        without = session.run().steps
+    if params.bad_words:
+        pairs = [pair for step in without for pair in itertools.pairwise(step.tokens)]
+        params = dataclasses.replace(params, bad_words=(*params.bad_words, *pairs[4::5]))
     with Workers(one_layer(), problem, sampler=params, **more) as session:
         alone = session.run().steps
-    with Workers(one_layer(), problem, sampler=Sampler(0.7), **more) as session:
-        assert session.run().steps != alone
+    assert without != alone
     with Engine(one_layer()) as engine:
-        other = engine.submit(problem, Sampler(1.0), max_new_tokens=60)
+        # Longer sequences than the workers have, so that theirs are in larger places.
+        beside = Sampler(1.0, bad_words=((1, 2, 3, 4, 5),))
+        other = engine.submit(problem, beside, max_new_tokens=60)
         with Workers(one_layer(), problem, sampler=params, engine=engine, **more) as session:
             assert session.run().steps == alone
         other.wait()
