@@ -17,7 +17,6 @@ from jaxshare.decoding.steps import Steps
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
-from jaxshare.serving.engine.few_rows import FewRows
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import WIDTH, RunningRequest
 from jaxshare.serving.engine.session_passes import (
@@ -34,6 +33,14 @@ from jaxshare.serving.kvcache.view import SessionBlocks, ViewBuilder, spans
 PIECES = 32
 """Pieces of texts that a pass with several tokens of a row has room for, beside the rows that feed a
 token each."""
+
+
+def few_rows(num_rows: int) -> int:
+    """The rows of the program that runs while few are in use; all where there are few anyway.
+
+    A pass costs what the rows of its program cost, in use or not.
+    """
+    return min(num_rows, max(4, bucket(num_rows) // 8))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +97,8 @@ class DecodeRows:
         self._stacked: Samplers | None = None  # the same on the device
         self._pieces = PIECES
         # Requests that come later find few rows in use at times; those of a batch seldom do.
-        self._few = FewRows(rows) if sessions else None
-        self._in_use = 0  # the first rows that include all of the dispatch under way
+        self._few = few_rows(rows) if sessions else rows
+        self._is_warm = False
         self._places = MIN_PLACES
         self._history = 0, 0  # sizes of the texts that samplers look at
         # Rows that leave, resume and enter with the next dispatch.
@@ -186,8 +193,8 @@ class DecodeRows:
             self._pieces = max(self._pieces, bucket(num_pieces(largest, WIDTH)))
             changes = _no_changes(state)
         taken = [row.index for row in rows] + [int(each.rows[-1]) for each in placed]
-        self._in_use = 1 + max(taken, default=-1)
-        num_rows = self._few.rows(self._in_use) if self._few else self._num_rows
+        is_few = self._is_warm and max(taken, default=0) < self._few
+        num_rows = self._few if is_few else self._num_rows
         self.state = decode(
             self._model.module,
             self._model.params,
@@ -300,8 +307,6 @@ class DecodeRows:
         total, phases = int(found.pop("passes")), found.pop("phases")
         passes, self._total_passes = total - self._total_passes, total
         self._kv.speeds.fetched(passes)
-        if self._few:
-            self._few.ran(self._in_use, passes)
         if found.pop("faults"):
             state.cache.check()
         whole = on_host(state) if self._sessions else state
@@ -313,14 +318,16 @@ class DecodeRows:
         return Dispatched(**found, num_held=held, passes=passes)
 
     def warm_up(self, requests: Sequence[Request]) -> None:
-        """Compiles the loop, and what lets rows enter, for requests with such samplers."""
+        """Compiles the loop, and what lets rows enter, for requests with such samplers.
+
+        From then on a program of few rows runs while few are in use: without, they would wait for
+        the compiler then.
+        """
         self._grow(requests)
         logits = jnp.zeros((self._num_rows, self._model.config.vocab_size))
         self.state = (self.state or self._created()).with_logits([], logits)
-        self.dispatch([], passes=0, stop_on_finish=False)
-        self.fetch()
-        if self._few and self._few.size < self._num_rows:
-            self._few.warm_up()
+        for is_warm in (False, self._few < self._num_rows):
+            self._is_warm = is_warm
             self.dispatch([], passes=0, stop_on_finish=False)
             self.fetch()
 

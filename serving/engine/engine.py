@@ -291,6 +291,8 @@ class Engine(EngineLoop):
     def warm_up(self) -> float:
         """Compiles what requests and sessions need, so that none waits for it; returns the seconds.
 
+        That is the decode loop for all rows, and for few, which runs while few are in use.
+
         Samplers that forbid or favour more than 8 tokens, prompts of many pieces and many sessions
         may need a larger program later. Raises ClosedError if the engine was shut down.
         """

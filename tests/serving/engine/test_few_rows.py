@@ -4,7 +4,7 @@ import pytest
 
 from jaxshare import Sampler
 from jaxshare.serving import Workers
-from jaxshare.serving.engine import Engine, decode_rows, few_rows
+from jaxshare.serving.engine import Engine, decode_rows
 from tests.helpers import one_layer
 from tests.serving.engine.test_engine import MODEL, WARM, alone
 from tests.serving.engine.test_warm_up import PROMPT, counted_compiles
@@ -30,28 +30,22 @@ def dispatched(monkeypatch):
     ("rows", "size"), [(1, 1), (4, 4), (5, 4), (16, 4), (32, 4), (48, 8), (64, 8), (512, 64)]
 )
 def test_the_small_program_has_an_eighth_of_the_rows_and_four_at_least(rows, size):
-    few = few_rows.FewRows(rows)
-    assert few.size == size and few.rows(size) == rows
-    few.warm_up()
-    assert few.rows(size) == size and few.rows(rows) == rows
+    assert decode_rows.few_rows(rows) == size
 
 
-def test_it_pays_after_enough_passes_of_few_rows():
-    few = few_rows.FewRows(ROWS)
-    few.ran(FEW + 1, 10**6)
-    few.ran(FEW, 511)
-    assert few.rows(FEW) == ROWS
-    few.ran(1, 1)
-    assert few.rows(FEW) == FEW and few.rows(FEW + 1) == ROWS
+def test_without_a_warm_up_no_request_waits_for_a_second_program(dispatched):
+    with Engine(MODEL, max_rows=ROWS, passes=4) as engine:
+        engine.submit([5, 7, 11], Sampler(), max_new_tokens=20).wait()
+    assert {rows for rows, _ in dispatched} == {ROWS}
 
 
-def test_texts_are_the_same_from_either_program(monkeypatch, dispatched):
-    monkeypatch.setattr(few_rows, "_MIN_PASSES", 6)
+def test_texts_are_the_same_from_either_program(dispatched):
     prompts = [[5, 7, 11 + n] for n in range(9)]
     with Engine(MODEL, max_rows=ROWS, passes=4) as engine:
+        engine.warm_up()
+        dispatched.clear()
         first = engine.submit(prompts[0], Sampler(), max_new_tokens=20).wait()
-        assert {rows for rows, _ in dispatched} == {ROWS, FEW}
-        assert sum(passes for rows, passes in dispatched if rows == ROWS) <= 12
+        assert {rows for rows, _ in dispatched} == {FEW}
         dispatched.clear()
         calls = [engine.submit(p, Sampler(), max_new_tokens=8 + n) for n, p in enumerate(prompts)]
         texts = [call.wait().tokens for call in calls]
