@@ -97,7 +97,9 @@ parity: parity-transformers parity-hogwild ## logits and greedy text against tra
 parity-transformers: $(DEV) $(TORCH_ENV)
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT TERM && \
 	$(TORCH_PYTHON) -m scripts.fixtures.make_parity --out "$$folder" && \
-	JAXSHARE_PARITY_FIXTURES="$$folder" $(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS) tests/models/test_parity.py
+	JAXSHARE_PARITY_FIXTURES="$$folder" $(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS) tests/models/test_parity.py && \
+	$(TORCH_PYTHON) -m scripts.fixtures.make_sampling --checkpoints tests/fixtures/parity --out "$$folder/sampling" && \
+	JAXSHARE_SAMPLING_FIXTURES="$$folder/sampling" $(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS) tests/models/test_sampling_parity.py
 
 ifeq ($(HOGWILD),)
 parity-hogwild:
