@@ -58,9 +58,7 @@ def write_count_threshold(module: ir.Module, machine: Machine) -> Code:
     code = Code(module, machine, "count_threshold", [PTR, I64, I64], I64)
     numbers, n, k = code.args
     lanes = machine.lanes
-
-    def load_keys(at: Val, left: Val | None) -> Val:
-        return keys_of(code, load_bits(code, numbers + at * 4, left))
+    load_keys = _load_keys(code, numbers)
 
     def is_reached(middle: Val) -> Val:
         pivot = code.splat(code.narrowed_int(middle, I32), lanes)
@@ -87,9 +85,7 @@ def write_mass_threshold(module: ir.Module, machine: Machine) -> Code:
     code = Code(module, machine, "mass_threshold", [PTR, PTR, I64, F64], I64)
     numbers, masses, n, target = code.args
     lanes = machine.lanes
-
-    def load_keys(at: Val, left: Val | None) -> Val:
-        return keys_of(code, load_bits(code, numbers + at * 4, left))
+    load_keys = _load_keys(code, numbers)
 
     def is_reached(middle: Val) -> Val:
         pivot = code.splat(code.narrowed_int(middle, I32), lanes)
@@ -105,6 +101,11 @@ def write_mass_threshold(module: ir.Module, machine: Machine) -> Code:
 
     code.give(_bisected(code, n, load_keys, is_reached))
     return code
+
+
+def _load_keys(code: Code, numbers: Val) -> Callable[[Val, Val | None], Val]:
+    """Loads the keys of a vector of an array's numbers, for `for_vectors`."""
+    return lambda at, left: keys_of(code, load_bits(code, numbers + at * 4, left))
 
 
 def _bisected(

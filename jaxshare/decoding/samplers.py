@@ -118,8 +118,7 @@ class Samplers:
         Raises:
           ValueError: a sampler needs more places.
         """
-        places = places or SamplerPlaces.of(samplers, stops)
-        _check_places(samplers, places, stops)
+        places = _places_of(samplers, stops, places)
         rows = len(samplers)
         tokens = np.full((rows, places.edits), -1, np.int32)
         values = np.zeros((rows, places.edits), np.float32)
@@ -243,7 +242,12 @@ class Samplers:
         return logits
 
 
-def _check_places(samplers: Sequence[Sampler], places: SamplerPlaces, stops: Sequence[int]) -> None:
+def _places_of(
+    samplers: Sequence[Sampler], stops: Sequence[int], places: SamplerPlaces | None
+) -> SamplerPlaces:
+    """The fewest places that serve these samplers, or those that are given, checked."""
+    if places is None:
+        return SamplerPlaces.of(samplers, stops)
     what = {
         "edits": "biased or forbidden tokens",
         "stops": "stop_token_ids",
@@ -257,3 +261,4 @@ def _check_places(samplers: Sequence[Sampler], places: SamplerPlaces, stops: Seq
                 raise ValueError(
                     f"sampler {i} has {count} {text}; there are places for {getattr(places, name)}"
                 )
+    return places

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from jaxshare import models
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.cluster import process_mesh
+from jaxshare.serving.inputs import MOST_LOGPROBS
 from jaxshare.serving.scoring import TextScore, score
-from jaxshare.serving.scoring.scores import MAX_TOP
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help=f"with --json: the N likeliest tokens in the place of each token, at most {MAX_TOP}",
+        help=f"with --json: the N likeliest tokens in the place of each token, at most {MOST_LOGPROBS}",
     )
     arguments.add_dtype(parser)
     arguments.add_json(parser)
@@ -48,8 +48,10 @@ def run(options: argparse.Namespace) -> int:
       ValueError: wrong settings, an empty candidate, or one that does not fit the model's context.
       FileNotFoundError: no such model.
     """
-    if not 0 <= options.top_logprobs <= MAX_TOP:
-        raise ValueError(f"--top-logprobs is {options.top_logprobs}; it must be 0 to {MAX_TOP}")
+    if not 0 <= options.top_logprobs <= MOST_LOGPROBS:
+        raise ValueError(
+            f"--top-logprobs is {options.top_logprobs}; it must be 0 to {MOST_LOGPROBS}"
+        )
     prefix = ""
     if options.prefix_file is not None:
         prefix = arguments.read_text("prefix", None, options.prefix_file)

@@ -333,6 +333,8 @@ class DecodeRows:
 
     def _grow(self, requests: Sequence[Request]) -> None:
         """Makes places for the settings of these requests' samplers, and for their texts."""
+        if not requests:
+            return
         samplers = [each.sampler for each in requests]
         stops = self._model.generation.stop_tokens
         places = self._places.grown(SamplerPlaces.of(samplers, stops))

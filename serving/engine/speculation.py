@@ -21,13 +21,12 @@ from jaxshare import KVCache, Layout, Sampler, Samplers
 from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.decoding.state import DecodeModel
 from jaxshare.decoding.top_logits import TopLogits, compress_logits
+from jaxshare.serving.engine.session_passes import MIN_PLACES
 
 SHAPES = ((1, 16), (4, 16))
 """(rows, tokens of a row) of a pass over drafts."""
 _MATCH = 3
 """Tokens in a row that locate a request in an earlier output."""
-_PLACES = SamplerPlaces(edits=8)
-"""Of a sampler's settings, at least."""
 _MAX_MISSES = 6
 """Drafting stops when bad drafts outnumber good ones by this."""
 
@@ -131,7 +130,7 @@ class DraftBatch:
 
     def stacked_samplers(self) -> Samplers:
         """The rows' samplers, with places for those of most requests."""
-        places = _PLACES.grown(SamplerPlaces.of(self.samplers))
+        places = MIN_PLACES.grown(SamplerPlaces.of(self.samplers))
         return Samplers.stack(self.samplers, places=places)
 
 

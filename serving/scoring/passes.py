@@ -129,7 +129,8 @@ class TreePasses:
         started: collections.deque[_Started] = collections.deque()
         cursor = 0, 0
         while cursor[0] < len(nodes):
-            shape = max(SHAPES, key=lambda shape: _held(nodes, cursor, shape))
+            held = {shape: _pieces(nodes, cursor, shape) for shape in SHAPES}
+            shape = max(SHAPES, key=lambda shape, held=held: sum(n for *_, n in held[shape]))
             rows, cursor = self._rows(nodes, cursor, shape)
             started.append(self._start(rows, shape))
             if len(started) > _IN_FLIGHT:
@@ -144,20 +145,16 @@ class TreePasses:
     ) -> tuple[list[_Row], tuple[int, int]]:
         """The rows of the next pass, and where the one after it goes on."""
         rows: list[_Row] = []
-        number, start = cursor
-        while number < len(nodes) and len(rows) < shape[0]:
+        for number, start, count in _pieces(nodes, cursor, shape):
             node = nodes[number]
             if not start:
                 parent = nodes[node.parent] if node.parent >= 0 else None
                 while self._live and self._live[-1].node is not parent:
                     self._closed.append(self._live.pop())
                 self._live.append(_Live(node))
-            count = min(shape[1], len(node.tokens) - start)
             rows.append(_Row(tuple(self._live), start, count))
-            start += count
-            if start == len(node.tokens):
-                number, start = number + 1, 0
-        return rows, (number, start)
+            cursor = _after(nodes, number, start + count)
+        return rows, cursor
 
     def _free(self) -> None:
         """Frees the memory of the nodes that have left the path."""
@@ -244,17 +241,22 @@ class TreePasses:
         return scores
 
 
-def _held(nodes: Sequence[FedNode], cursor: tuple[int, int], shape: tuple[int, int]) -> int:
-    """The tokens that a pass of this shape would take."""
-    (number, start), held = cursor, 0
+def _pieces(
+    nodes: Sequence[FedNode], cursor: tuple[int, int], shape: tuple[int, int]
+) -> Iterator[tuple[int, int, int]]:
+    """The pieces that a pass of this shape takes: node, start in it, and number of tokens of each."""
     for _ in range(shape[0]):
+        number, start = cursor
         if number == len(nodes):
-            break
+            return
         count = min(shape[1], len(nodes[number].tokens) - start)
-        held, start = held + count, start + count
-        if start == len(nodes[number].tokens):
-            number, start = number + 1, 0
-    return held
+        yield number, start, count
+        cursor = _after(nodes, number, start + count)
+
+
+def _after(nodes: Sequence[FedNode], number: int, end: int) -> tuple[int, int]:
+    """The node and the start of the piece after one that ends there."""
+    return (number + 1, 0) if end == len(nodes[number].tokens) else (number, end)
 
 
 def _settle(live: _Live) -> None:

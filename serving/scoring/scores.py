@@ -16,12 +16,11 @@ from typing import Any, overload
 
 from jaxshare.argument_checks import as_integer
 from jaxshare.models import LoadedModel, ModelConfig
+from jaxshare.serving.inputs import MOST_LOGPROBS
 from jaxshare.serving.scoring.inputs import read_texts
 from jaxshare.serving.scoring.passes import TokenScore, TreePasses
 from jaxshare.serving.scoring.text_tree import TokenText, batches, feeding_order
 
-MAX_TOP = 20
-"""The most likeliest tokens that are returned at a position."""
 _BATCH_TOKENS = 2**19
 """Tokens of the texts that are made a tree of at a time: the tree is in host memory."""
 
@@ -116,7 +115,7 @@ def score(
       TypeError: an argument of another type.
       NotANumberError: the model's logits for a candidate are not finite.
     """
-    num_top = as_integer("top_logprobs", top_logprobs, 0, MAX_TOP)
+    num_top = as_integer("top_logprobs", top_logprobs, 0, MOST_LOGPROBS)
     several, texts, sizes = read_texts(model, prefix, candidates)
     scores = iter(score_texts(model, texts, num_top, on_scored))
     found = [[next(scores) for _ in range(size)] for size in sizes]
@@ -136,7 +135,7 @@ def prompt_logprobs(model: LoadedModel, text: Text, *, top_logprobs: int = 0) ->
     Raises:
       ValueError, TypeError, NotANumberError: see `score`.
     """
-    num_top = as_integer("top_logprobs", top_logprobs, 0, MAX_TOP)
+    num_top = as_integer("top_logprobs", top_logprobs, 0, MOST_LOGPROBS)
     _, (read,), _ = read_texts(model, "" if isinstance(text, str) else [], [text])
     return score_texts(model, [dataclasses.replace(read, start=0)], num_top)[0]
 
