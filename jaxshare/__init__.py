@@ -9,6 +9,7 @@ from jaxshare.attention import Plan, block_attention, make_plan
 from jaxshare.cache import KVCache
 from jaxshare.checkout import find_siblings, version
 from jaxshare.decoding.loop import decode
+from jaxshare.decoding.grammar import Grammar
 from jaxshare.decoding.samplers import Samplers
 from jaxshare.decoding.sampling_params import Sampler, SamplingParams
 from jaxshare.decoding.state import DecodeState, FinishReason
@@ -27,6 +28,7 @@ __version__ = version()
 __all__ = [
     "DecodeState",
     "FinishReason",
+    "Grammar",
     "KVCache",
     "Layout",
     "Plan",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxshare.argument_checks import FLOAT32_MAX, INT32_MAX, as_float, as_integer, as_list, shown
+from jaxshare.decoding.grammar import Grammar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,7 @@ class SamplingParams:
       min_tokens: tokens that are sampled before a stop token can be.
       stop_token_ids: tokens that end the row, besides those of the model.
       ignore_eos: the model's own stop tokens do not end the row.
+      grammar: what the whole text must be; see `Grammar`.
 
     Numbers may be of any type, NumPy's among them; they are kept as int and float.
 
@@ -58,6 +60,7 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self):
         zero = "(0 takes the likeliest token)"
@@ -94,6 +97,11 @@ class SamplingParams:
             )
         if self.ignore_eos not in (True, False):
             raise TypeError(f"ignore_eos is {shown(self.ignore_eos)}; it must be True or False")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise TypeError(
+                f"grammar is {shown(self.grammar)}; it must be a Grammar, such as "
+                "Grammar.json_schema({'type': 'object'})"
+            )
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -123,7 +131,7 @@ class SamplingParams:
         names = (
             *("repetition_penalty", "presence_penalty", "frequency_penalty"),
             *("no_repeat_ngram_size", "bad_words", "forbidden_first", "min_tokens", "typical_p"),
-            *("stop_token_ids", "ignore_eos"),
+            *("stop_token_ids", "ignore_eos", "grammar"),
         )
         return next((name for name in names if getattr(self, name) != getattr(GREEDY, name)), None)
 
@@ -160,7 +168,9 @@ class SamplingParams:
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "SamplingParams":
         """Settings that `as_json` gave, by this version or an earlier one."""
-        return cls(**{**given, "bias": {int(token): value for token, value in given["bias"]}})
+        bias = {int(token): value for token, value in given["bias"]}
+        grammar = given.get("grammar")
+        return cls(**{**given, "bias": bias, "grammar": grammar and Grammar(**grammar)})
 
 
 def _probability(name: str, value: Any) -> float:
