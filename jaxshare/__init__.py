@@ -8,8 +8,8 @@ ordered lists of cached blocks. The core is pure JAX; `jaxshare.models` has Llam
 from jaxshare.attention import Plan, block_attention, make_plan
 from jaxshare.cache import KVCache
 from jaxshare.checkout import find_siblings, version
-from jaxshare.decoding.loop import decode
 from jaxshare.decoding.grammar import Grammar
+from jaxshare.decoding.loop import decode
 from jaxshare.decoding.samplers import Samplers
 from jaxshare.decoding.sampling_params import Sampler, SamplingParams
 from jaxshare.decoding.state import DecodeState, FinishReason
