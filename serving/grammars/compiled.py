@@ -159,7 +159,11 @@ def _description(grammar: Grammar) -> str:
     """A grammar in the form that llguidance reads."""
     source, to = grammar.source, llguidance.LLMatcher
     if grammar.kind == "json_schema":
-        _check_schema(json.loads(source))
+        schema = json.loads(source)
+        if schema is False:
+            raise GrammarError("the JSON schema is false, under which nothing is valid")
+        source = "{}" if schema is True else source
+        _check_schema(schema)
         return to.grammar_from_json_schema(source, defaults=_JSON)
     if grammar.kind == "regex":
         return to.grammar_from_regex(source)

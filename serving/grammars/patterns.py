@@ -114,7 +114,7 @@ def read_regex(pattern: str) -> Pattern:
 
 @functools.cache
 def _digits() -> tuple[tuple[int, int], ...]:
-    """The decimal digits of all scripts."""
+    """The decimal digits of all scripts, as Python's version of Unicode has them."""
     numbers = (n for n in range(_LAST + 1) if unicodedata.category(chr(n)) == "Nd")
     return Characters.of((n, n) for n in numbers).ranges
 
