@@ -25,4 +25,7 @@ def test_the_examples_print_what_the_page_says(monkeypatch):
 
 def test_the_page_names_every_format():
     named = re.findall(r"^\| `([\w.-]+)` \|", PAGE, re.MULTILINE)
-    assert named == ["hermes", "llama3", "pythonic", "deepseek", "deepseek-v3.1", "plain"]
+    assert named == [
+        *("hermes", "qwen3-coder", "llama3", "pythonic", "mistral", "deepseek", "deepseek-v3.1"),
+        "plain",
+    ]
