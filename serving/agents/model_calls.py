@@ -130,7 +130,7 @@ def _value(request: Llm, chat: Chat, reply: Reply, messages: tuple[Message, ...]
     Raises:
       ValueError: the answer cannot be parsed.
     """
-    if chat.tools and not chat.runs_tools:
+    if not chat.runs_tools:
         return _answer_messages(request, reply, messages)[0].as_dict()
     if chat.tools and (reply.tool_calls or reply.broken):
         return None

@@ -10,8 +10,14 @@ from typing import Any, Protocol
 from jaxshare import Grammar
 from jaxshare.argument_checks import as_float, as_integer, as_texts, shown
 from jaxshare.serving.agents.dialogue import Message, as_messages
-from jaxshare.serving.chat import BrokenCall, FunctionTool, ToolCall, as_tools
-from jaxshare.serving.chat.returns import Returns, as_returns
+from jaxshare.serving.chat import (
+    BrokenCall,
+    FunctionTool,
+    Returns,
+    ToolCall,
+    as_returns,
+    as_tools,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +58,8 @@ class Chat:
         `jaxshare.serving.chat.as_tools` takes. Calls are run one after the other, as by `tool`, each
         in a state of its own: a journal has its result, so that nothing is run twice. Results and
         errors become messages for the model, which is asked again, up to an answer without calls.
-      runs_tools: False gives the model's message to the agent instead, with its calls, if any.
+      runs_tools: False gives the model's message to the agent instead of its text, with its thinking
+        and its calls, if any.
       rounds: the number of answers whose calls are run.
       returns: the type of the value that is made of the answer; see `as_returns`. Where tools are
         offered it is that of the last answer.
@@ -82,7 +89,7 @@ class Chat:
 
     def value(self, recorded: Any) -> Any:
         """Returns the value that an agent gets, from the one that a journal has."""
-        if self.tools and not self.runs_tools:
+        if not self.runs_tools:
             return Message.of(recorded)
         return self.returns.made(recorded) if self.returns else recorded
 
@@ -242,7 +249,7 @@ def _check_combination(chat: Chat, n: int | None, parse: Any) -> None:
             f"n is {n}, and each answer would call tools of its own; leave n out, or give "
             "run_tools=False"
         )
-    if chat.tools and not chat.runs_tools and (parse or chat.returns):
+    if not chat.runs_tools and (parse or chat.returns):
         raise ValueError(
             f"{'parse' if parse else 'returns'} makes the result of an answer, and with "
             "run_tools=False that is the message with its calls; give one of them"
