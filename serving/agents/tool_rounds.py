@@ -25,9 +25,11 @@ async def run_call(request: CallRun) -> tuple[None, tuple[Message, ...]]:
     """(None, the message with the result of a call, or with its error)."""
     call, chat = request.calls[0], request.llm.chat
     assert chat is not None
-    [tool] = [one for one in chat.tools if one.name == call.name]
+    offered = {one.name: one for one in chat.tools}
     try:
-        function, arguments = bound(tool, call.arguments)
+        if call.name not in offered:
+            raise LookupError(f"there is no such function; there are {', '.join(offered)}")
+        function, arguments = bound(offered[call.name], call.arguments)
         text = as_text(await call_tool(Tool(function, (), arguments, request.llm.timeout, 0)))
     except Exception as error:
         text = failure(call.name, error)

@@ -355,6 +355,17 @@ def test_models_of_other_kinds_reply_with_calls():
     assert told.content == "This call cannot be run: why\nThis call cannot be run: how"
 
 
+def test_a_call_of_what_is_not_offered_is_answered_or_left_out():
+    own = Own(Reply("", tool_calls=(ToolCall("sum", {}, ""),)), Reply("noon"))
+    done = finished(asks_clock, model=own)
+    assert done.accepted.dialogue[2].content == (
+        "sum has failed: LookupError: there is no such function; there are clock"
+    )
+    own = Own(Reply("a", tool_calls=(ToolCall("sum", {}, ""),), broken=(BrokenCall("?", "why"),)))
+    done = finished(asks_with, "none", model=own)
+    assert done.accepted.dialogue == (Message("user", "x"), Message("assistant", "a"))
+
+
 @agent
 async def asks_clock():
     return await llm("time?", tools=[clock])
