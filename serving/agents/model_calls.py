@@ -151,13 +151,16 @@ def _answer_messages(
 
     Ids of calls are unique in the dialogue, and have nine letters and digits, as some templates want.
     """
-    chat, first = request.chat or _PLAIN, 1 + sum(len(one.tool_calls) for one in messages)
+    chat = request.chat or _PLAIN
+    if not chat.tools:
+        return (Message("assistant", reply.text, reply.reasoning or None),)
+    first = 1 + sum(len(message.tool_calls) for message in messages)
     calls = tuple(
         dataclasses.replace(call, id=f"call{number:05}")
-        for number, call in enumerate(reply.tool_calls if chat.tools else (), first)
+        for number, call in enumerate(reply.tool_calls, first)
     )
     answer = Message("assistant", reply.text, reply.reasoning or None, calls)
-    if calls or not reply.broken or not (chat.tools and chat.runs_tools):
+    if calls or not reply.broken or not chat.runs_tools:
         return (answer,)
     told = "\n".join(f"This call cannot be run: {call.reason}" for call in reply.broken)
     return answer, Message("user", told)
