@@ -58,7 +58,7 @@ class Tokenizer:
         return self.chat_template
 
 
-def model(tokenizer=Tokenizer, *, fingerprint="one", dtype="float32", **generation):
+def model(tokenizer=Tokenizer, *, fingerprint="one", dtype="float32", stop_tokens=(), **sampling):
     config = types.SimpleNamespace(
         max_positions=CONTEXT, vocab_size=VOCAB, architecture="LlamaForCausalLM"
     )
@@ -67,7 +67,7 @@ def model(tokenizer=Tokenizer, *, fingerprint="one", dtype="float32", **generati
         config=config,
         params={"some": np.zeros(1, jnp.dtype(dtype))},
         fingerprint=fingerprint,
-        generation=Generation(**{"temperature": 0.5, "top_k": 7, **generation}),
+        generation=Generation(stop_tokens, Sampler(**{"temperature": 0.5, "top_k": 7, **sampling})),
     )
 
 
