@@ -102,7 +102,7 @@ class Generation:
         given["temperature"] = given.get("temperature", 1.0) if samples else 0.0
         if "min_tokens" in given:  # it takes the place of min_length in transformers
             given.pop("min_length", None)
-        found = cls(_tokens(stops, "eos_token_id"), SamplingParams(**_split(given)), _texts(fields))
+        found = cls(_tokens(stops, "eos_token_id"), _sampler_of(given), _texts(fields))
         _refuse_others(fields, samples)
         return found
 
@@ -116,8 +116,9 @@ def _sampling(fields: Fields) -> dict[str, Any]:
             continue  # a whole number of 0 changes nothing
         if kind is int and value > MAX_INT:
             raise fields.error(name, f"must be at most {MAX_INT}")
+        alone: dict[str, Any] = {setting: value}
         try:
-            SamplingParams(**{setting: value})
+            SamplingParams(**alone)
         except (ValueError, TypeError) as error:
             # The sentence ends with what would do.
             raise fields.error(name, str(error).rpartition("; ")[2]) from error
@@ -125,12 +126,13 @@ def _sampling(fields: Fields) -> dict[str, Any]:
     return found
 
 
-def _split(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with biases of single tokens apart, of which the last of equals counts."""
+def _sampler_of(given: Mapping[str, Any]) -> SamplingParams:
+    """The sampler with biases of single tokens apart, of which the last of equals counts."""
     biases = {tuple(word): float(value) for word, value in given.get("sequence_bias", ())}
     single = {word[0]: value for word, value in biases.items() if len(word) == 1}
     long = tuple((word, value) for word, value in biases.items() if len(word) > 1)
-    return {**given, "bias": single, "sequence_bias": long}
+    fields: dict[str, Any] = {**given, "bias": single, "sequence_bias": long}
+    return SamplingParams(**fields)
 
 
 def _is_token(value: Any) -> bool:

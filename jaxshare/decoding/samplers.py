@@ -123,16 +123,12 @@ class Samplers:
         values = np.zeros((rows, places.edits), np.float32)
         until = np.zeros((rows, places.edits), np.int32)
         own_stops = np.full((rows, places.stops), -1, np.int32)
-        words = np.full((rows, places.words, places.word_tokens), -1, np.int32)
-        word_values = np.zeros((rows, places.words), np.float32)
         for r, sampler in enumerate(samplers):
             if edits := sampler.edits(stops):
                 tokens[r, : len(edits)], values[r, : len(edits)], until[r, : len(edits)] = zip(
                     *edits, strict=True
                 )
             own_stops[r, : len(sampler.stop_token_ids)] = sampler.stop_token_ids
-            for w, (word, value) in enumerate(sampler.long_words):
-                words[r, w, : len(word)], word_values[r, w] = word, value
 
         def each(name: str, kind: Any = np.float32) -> np.ndarray:
             most = INT32_MAX if kind == np.int32 else None
@@ -156,8 +152,7 @@ class Samplers:
                     until,
                     own_stops,
                     each("ignore_eos", bool),
-                    words,
-                    word_values,
+                    *_words_of(samplers, places),
                 )
             )
         )
@@ -242,6 +237,16 @@ class Samplers:
         if history.tokens.shape[1]:
             logits = without_repeats(logits, history, self.ngram, first)
         return logits
+
+
+def _words_of(samplers: Sequence[Sampler], places: SamplerPlaces) -> tuple[np.ndarray, np.ndarray]:
+    """`Samplers.words` and `word_values` of these samplers."""
+    words = np.full((len(samplers), places.words, places.word_tokens), -1, np.int32)
+    values = np.zeros((len(samplers), places.words), np.float32)
+    for r, sampler in enumerate(samplers):
+        for w, (word, value) in enumerate(sampler.long_words):
+            words[r, w, : len(word)], values[r, w] = word, value
+    return words, values
 
 
 def _places_of(

@@ -115,20 +115,12 @@ def generate(
     count, best_of = chosen("n", n, sampler, 1), chosen("best_of", best_of, sampler)
     prompts, kept = _samples_to_take(model, prompts, count, best_of, prefix)
     sampler = dataclasses.replace(sampler, best_of=None) if sampler.best_of else sampler
+    of_run = {"share": share, "prefix": prefix, "max_rows": max_rows}
+    of_run |= {"max_kv_bytes": max_kv_bytes, "costs": costs}
     if engine:
-        _check_none(
-            share=share,
-            prefix=prefix,
-            max_rows=max_rows,
-            max_kv_bytes=max_kv_bytes,
-            costs=costs,
-            warm_up=warm_up or None,
-            on_tokens=on_tokens,
-        )
+        _check_none(**of_run, warm_up=warm_up or None, on_tokens=on_tokens)
         return _best(_generate_on(engine, model, prompts, count, sampler, **of_texts), kept)
-    options = {"share": share, "prefix": prefix, "max_rows": max_rows, "sampler": sampler}
-    options |= {"max_kv_bytes": max_kv_bytes, "costs": costs}
-    run = branches(model, prompts, n=count, **options, **of_texts)
+    run = branches(model, prompts, n=count, sampler=sampler, **of_run, **of_texts)
     return _best(_completions(run, on_tokens, warm_up), kept)
 
 

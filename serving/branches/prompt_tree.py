@@ -113,8 +113,7 @@ def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
                 text += branch.text
             else:
                 head, text = (*tokens(head, text), *map(int, branch.text)), ""
-            usual = sampler.n if sampler and sampler.n else n
-            count = branch.n if branch.children else branch.n or usual
+            count = branch.n if branch.children else branch.n or (sampler and sampler.n) or n
             if count:
                 whole = tokens(head, text)
                 if not whole:

@@ -319,7 +319,7 @@ class Branches:
         return output
 
     def _detokenizer(self, prompt: int) -> Detokenizer:
-        """What finds the stop texts of a completion of this prompt."""
+        """Finds the stop texts of completions of this prompt."""
         answer = self._answers[prompt]
         return Detokenizer(self.model.tokenizer, answer.stops, answer.includes_stop)
 

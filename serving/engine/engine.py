@@ -159,20 +159,17 @@ class Engine(EngineLoop):
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Submits a request; from any thread, without waiting.
-
-        An argument that is not given is that of the sampler, or the default.
+        """Submits a request; from any thread, without waiting. None leaves an option to the sampler.
 
         Args:
           prompt: a text, messages (dicts with role and content), or tokens.
           sampler, max_new_tokens: how tokens are sampled, by default as the engine's; at most how
             many, by default 256.
-          n: samples of the prompt, which are given as a `StreamGroup`; None for a single `Stream`.
-          best_of: samples of which the n with the largest `logprob` are given; not with `resample`.
+          n, best_of: samples of the prompt, which make a `StreamGroup`; so many of which the n with
+            the largest `logprob` are given, not with `resample`.
           stop, include_stop: texts before which the output ends (default the checkpoint's), or after.
           seed: of 64 bits; by default it follows from the engine's seed, the prompt, and the number
-            of earlier requests with this prompt (`jaxshare.seeds`). Of n samples each has a seed of
-            its own, as those of `generate`.
+            of earlier requests with this prompt (`jaxshare.seeds`). Samples are as of `generate`.
           agent_id: the agent that it belongs to. Agents are served in turn, by what they contribute.
           priority: requests of a higher one are served first, and preempt those of a lower one.
           resample: "stepwise" takes from the Logits Cache what it holds of this prompt, exactly;
@@ -191,24 +188,26 @@ class Engine(EngineLoop):
         tokens = validation.prompt_tokens(self.model, prompt, tools, chat_template_kwargs)
         sampler = self._sampler if sampler is None else as_sampler(sampler)
         several = validation.samples_of_prompt(sampler, n, best_of, resample)
+        given = {"max_new_tokens": max_new_tokens, "stop": stop, "include_stop": include_stop}
+        given |= {"seed": seed, "agent_id": agent_id, "priority": priority, "resample": resample}
         options = validation.RequestOptions.checked(
             self.model,
             sampler=sampler,
-            max_new_tokens=max_new_tokens,
-            stop=stop,
-            include_stop=include_stop,
-            seed=seed,
-            agent_id=agent_id,
-            priority=priority,
-            resample=resample,
-            logprobs=logprobs if not several or several[0] == several[1] else True,
+            logprobs=True if several and several[1] else logprobs,
             top_logprobs=top_logprobs,
             kept_logits=self._scheduler.output.num_top_logits,
+            **given,
         )
+        return self._start_all(tokens, options, several)
+
+    def _start_all(
+        self, tokens: np.ndarray, options: validation.RequestOptions, several: validation.Samples
+    ) -> Stream | StreamGroup:
+        """Submits the samples of a prompt, or the single one; see `samples_of_prompt`."""
         warn_of_greedy(self.model, options.sampler)
         if several is None:
             return self._start(tokens, options, 0, options.seed)
-        warn_of_equal_texts([(several[0], sampler)])
+        warn_of_equal_texts([(several[0], options.sampler)])
         return start_group(functools.partial(self._start, tokens, options), options.seed, *several)
 
     def _start(

@@ -22,7 +22,8 @@ class StreamGroup:
       streams: of the samples, in their order; each may be read and cancelled by itself.
     """
 
-    def __init__(self, streams: Sequence[Stream], num_kept: int):
+    def __init__(self, streams: Sequence[Stream], num_kept: int | None):
+        """`num_kept`: of the best samples to give; None gives all in their order."""
         self.streams, self._num_kept = tuple(streams), num_kept
 
     def cancel(self) -> None:
@@ -51,9 +52,7 @@ class StreamGroup:
         )
 
     def _kept(self, completions: list[Completion]) -> list[Completion]:
-        if self._num_kept == len(completions):
-            return completions
-        return likeliest(completions, self._num_kept)
+        return completions if self._num_kept is None else likeliest(completions, self._num_kept)
 
     async def _finished(self) -> list[Completion]:
         return self._kept([await stream for stream in self.streams])
@@ -69,7 +68,10 @@ def likeliest(completions: Sequence[Completion], count: int) -> list[Completion]
 
 
 def start_group(
-    start: Callable[[int, int | None], Stream], seed: int | None, num_sampled: int, num_kept: int
+    start: Callable[[int, int | None], Stream],
+    seed: int | None,
+    num_sampled: int,
+    num_kept: int | None,
 ) -> StreamGroup:
     """Starts the samples of a prompt; where one is refused, those before it are cancelled.
 
@@ -77,7 +79,7 @@ def start_group(
       start: submits the sample of a number with a seed.
       seed: sample i has the stream `stream_seed(seed, 0, i)`, as from `generate`; None leaves each to
         the engine, as requests one after the other.
-      num_sampled, num_kept: the number of samples, and of completions to give.
+      num_sampled, num_kept: the number of samples, and see `StreamGroup`.
     """
     with contextlib.ExitStack() as refused:
         streams = []

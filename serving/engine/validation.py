@@ -33,6 +33,8 @@ _MAX_DEFAULT_BYTES = 2 * 1024**3
 _A_PROMPT = "a prompt is a text, messages with role and content, or a list of tokens"
 Messages = Sequence[Mapping[str, str]]
 Prompt = str | Messages | Sequence[int] | np.ndarray
+Samples = tuple[int, int | None] | None
+"""See `samples_of_prompt`."""
 
 
 class SubmitOptions(TypedDict, total=False):
@@ -304,11 +306,9 @@ class RequestOptions:
             )
 
 
-def samples_of_prompt(
-    sampler: Sampler, n: Any, best_of: Any, resample: str | None
-) -> tuple[int, int] | None:
-    """(completions to sample, how many of them to give), or None where neither n nor best_of is given
-    by the call or its sampler.
+def samples_of_prompt(sampler: Sampler, n: Any, best_of: Any, resample: str | None) -> Samples:
+    """(completions to sample, how many of the best of them to give), or None where neither n nor
+    best_of is given by the call or its sampler. Without best_of all are given.
 
     Raises:
       ValueError, TypeError: see `check_completions`; or both best_of and resample.
@@ -319,7 +319,10 @@ def samples_of_prompt(
             "best_of cannot be had with resample, which knows no log-probabilities; leave one of "
             "them out"
         )
-    return None if n is None and best_of is None else check_completions(n, best_of)
+    if n is None and best_of is None:
+        return None
+    sampled, kept = check_completions(n, best_of)
+    return sampled, None if best_of is None else kept
 
 
 def check_length(

@@ -25,7 +25,6 @@ from jaxshare.serving.words import check_length
 from jaxshare.serving.workers.block_sizes import block_sizes, rounded_budget
 from jaxshare.serving.workers.growth import Growth
 from jaxshare.serving.workers.layouts import MAX_WORKERS, MOVES, MakeLayout, layout_maker
-from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.prompts.presets import advises_sampling, format_of
 from jaxshare.serving.workers.prompts.session_prompt import SessionTexts
 from jaxshare.serving.workers.roster import Roster, check_names, reserved_blocks
@@ -133,8 +132,7 @@ def create_session(
     settings = _checked(model, settings, engine)
     names, format = settings["names"], settings["format"]
     plan = _SessionPlan.create(model, settings)
-    sampler = settings["sampler"].for_prompt(len(plan.texts.prompt))
-    sampler = _with_forbidden(sampler, model, format, settings["stop_on"])
+    sampler = _with_forbidden(settings, plan, model)
     # An engine's memory holds keys that are rotated as for the whole context.
     context = model.config.max_positions if engine else plan.needed
     loaded, model = model, model.for_context(context)
@@ -326,11 +324,13 @@ def _fill_cache(
     return cache, growth, broken, seconds
 
 
-def _with_forbidden(sampler: Sampler, model: LoadedModel, format: Format, stop_on: str) -> Sampler:
-    """The sampler without the tokens that workers must not sample.
+def _with_forbidden(settings: Mapping[str, Any], plan: _SessionPlan, model: LoadedModel) -> Sampler:
+    """The sampler without the tokens that workers must not sample, for texts after the prompt.
 
     Stop tokens are allowed with "eos", which they end, and forbidden with "never".
     """
+    sampler, format = settings["sampler"].for_prompt(len(plan.texts.prompt)), settings["format"]
+    stop_on = settings["stop_on"]
     stops = {*model.generation.stop_tokens}
     tokens = {*sampler.forbidden, *format.forbidden_tokens(model.tokenizer)}
     if stop_on == "eos":
