@@ -67,7 +67,8 @@ class RowInputs:
 
         Raises:
           ValueError: a token outside the vocabulary in a prompt, a bias or a ban, a grammar, a
-            negative number of tokens to sample, or a row in use with nothing to feed and no logits.
+            negative number of tokens to sample, a row in use with nothing to feed and no logits, or
+            a sampler with a field of calls.
         """
         in_use = layout.count_listed() > 0
         for r, (prompt, sampler) in enumerate(zip(self.prompts, self.samplers, strict=True)):
@@ -81,6 +82,11 @@ class RowInputs:
                     f"row {r} has an empty prompt and no logits to sample from; give it at least "
                     "one token"
                 )
+            sampler.refuse(
+                None,
+                f"row {r} of a state takes seeds and max_new_tokens apart and knows no texts; leave "
+                "the field out, or sample with generate or an engine",
+            )
             if outside := [t for t in sampler.tokens if t >= vocab_size]:
                 raise ValueError(
                     f"the sampler of row {r} names token {outside[0]}, outside the vocabulary of "

@@ -1,6 +1,5 @@
 """Output processing: stop texts, finish reasons, streaming, and the Logits Cache."""
 
-import bisect
 import logging
 import math
 
@@ -142,16 +141,10 @@ class OutputProcessor:
 
     def cut_at_stop_text(self, request: Request) -> bool:
         """Cuts the output before a stop text; False if there is none."""
-        detokenizer = request.stream.detokenizer
-        if not detokenizer.stopped(request.output):
-            return False
         # The fewest tokens that contain it: the same for any number of passes per dispatch.
-        shortest = bisect.bisect_left(
-            range(len(request.output)),
-            True,
-            lo=1,
-            key=lambda n: detokenizer.stopped(request.output[:n]),
-        )
+        shortest = request.stream.detokenizer.fewest_with_stop(request.output)
+        if shortest is None:
+            return False
         del request.output[shortest:]
         request.stop_token = None  # it came after the stop text
         return True

@@ -1,6 +1,7 @@
 """Streams: the tokens of a request as they come, their text, and the finished output."""
 
 import asyncio
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -12,6 +13,12 @@ from typing import Any, Self
 
 from jaxshare.argument_checks import as_timeout
 from jaxshare.serving.engine.completion import Completion, without_stop
+
+_FEW_TOKENS = 32
+"""So many tokens at the end of an output are always decoded again."""
+_ODD_START = 16
+"""The most characters at the start of some tokens' text that differ where others come before them: a
+space, or parts of a character."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +105,8 @@ class Detokenizer:
         self._tokenizer, self.stops, self._includes_stop = tokenizer, stops, includes_stop
         self._tokens: list[int] = []
         self._num_shown = 0
+        # Of `fewest_with_stop`: what ends before this token has no stop text.
+        self._begin, self._most_decoded = 0, _FEW_TOKENS
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of an output's first tokens, cut at a stop text."""
@@ -106,6 +115,40 @@ class Detokenizer:
     def stopped(self, tokens: Sequence[int]) -> bool:
         """Returns whether the text of these tokens contains a stop text."""
         return bool(self.stops) and self._cut(tokens)[1]
+
+    def fewest_with_stop(self, tokens: Sequence[int]) -> int | None:
+        """Returns the fewest of these tokens whose text contains a stop text; None if it has none.
+
+        Those of earlier calls must be a beginning of these. Only the end of the text is decoded, and
+        all of it once, where that end has a stop text.
+        """
+        if not self.stops or not self._ends_with_stop(tokens) or not self.stopped(tokens):
+            return None
+        return bisect.bisect_left(
+            range(len(tokens)), True, lo=1, key=lambda n: self.stopped(tokens[:n])
+        )
+
+    def _ends_with_stop(self, tokens: Sequence[int]) -> bool:
+        """Returns whether the text of the tokens from `_begin` on has a stop text; moves `_begin` on where
+        these have become many, so that each token is decoded a few times in all."""
+        text = self._decode(tokens[self._begin :])
+        if any(stop in text for stop in self.stops):
+            return True
+        # After a character that is not complete, more than the last one may change.
+        if len(tokens) - self._begin <= self._most_decoded or text.endswith("\ufffd"):
+            return False
+        enough, size = max(map(len, self.stops)) + 2 * _ODD_START, _FEW_TOKENS // 2
+        while size < len(tokens) - self._begin:
+            end = self._decode(tokens[-size:])
+            if len(end) >= enough and text.endswith(end[_ODD_START:]):
+                self._begin = len(tokens) - size
+                break
+            size *= 2
+        self._most_decoded = 2 * (len(tokens) - self._begin)
+        return False
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.decode(tokens)
 
     def next_text(self, tokens: Sequence[int], last: bool) -> str:
         """Text that the next tokens add.
@@ -124,7 +167,7 @@ class Detokenizer:
         return new
 
     def _cut(self, tokens: Sequence[int]) -> tuple[str, bool]:
-        text = "" if self._tokenizer is None else self._tokenizer.decode(tokens)
+        text = self._decode(tokens)
         found = [(start, len(stop)) for stop in self.stops if (start := text.find(stop)) >= 0]
         if not found:
             return text, False
