@@ -39,6 +39,7 @@ class Start:
       num_sampled: tokens that it has sampled before, which count for that and for its randomness.
       pending: tokens to feed first. Where there are none, it samples at once from its logits.
       recorded, scored: whether its top logits, or log-probabilities, are kept.
+      processed: whether they are those of the chances that tokens are drawn with.
     """
 
     seed: int
@@ -47,6 +48,7 @@ class Start:
     pending: Sequence[int] = ()
     recorded: bool = False
     scored: bool = False
+    processed: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +59,8 @@ class Changes:
     Attributes:
       rows: int32[R, 6], for each row an `Action` and, where it is admitted, what `Start` has but
         for seed and pending tokens: max_new_tokens, num_sampled, the number of pending tokens,
-        recorded, scored.
+        recorded, and 2 for log-probabilities of the chances that tokens are drawn with, 1 for
+        those of the model, 0 for none.
       seeds: uint32[R, 2] of admitted rows.
       pending: int32[R, Q] of admitted rows.
       blocks: int32[R, N], of the layout.
@@ -115,7 +118,7 @@ class Changes:
             start.num_sampled,
             size,
             start.recorded,
-            start.scored,
+            2 if start.processed else start.scored,
         )
         self.seeds[row] = seed_words([start.seed])[0]
         self.pending[row, :size] = start.pending

@@ -8,7 +8,7 @@ decoding are one mechanism.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxshare.cache import KVCache
 from jaxshare.decoding.changes import Changes
 from jaxshare.decoding.few_rows import put_first, take_first
 from jaxshare.decoding.pieces import count_pieces, feed_in_pieces, num_pieces
+from jaxshare.decoding.processing import Processing, processed_logits
 from jaxshare.decoding.sampling import history_after, largest, logprob, whole_rows
 from jaxshare.decoding.sessions import Sessions
 from jaxshare.decoding.state import DecodeModel, DecodeState, FinishReason
@@ -290,7 +291,8 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
     not_finite = ~jnp.isfinite(largest(state.logits, state.cache.mesh))
     not_finite &= state.running & state.has_logits
     due = due & ~spent & ~not_finite
-    token, log_chance = _draw(state, due)
+    drawn = _draw(state, due)
+    token, not_finite, due = drawn.token, not_finite | drawn.failed, due & ~drawn.failed
     num_sampled = state.num_sampled + due.astype(jnp.int32)
     stopped = due & state.samplers.ends(token, state.stops)
     spent = spent | (due & ~stopped & (num_sampled >= state.max_new_tokens))
@@ -303,7 +305,7 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
     row = jnp.arange(due.shape[0])
     logprobs = state.logprobs
     if logprobs.shape[1]:
-        logprobs = logprobs.at[row, index].set(log_chance, mode="drop")
+        logprobs = logprobs.at[row, index].set(drawn.log_chance, mode="drop")
     sampled = dataclasses.replace(
         state,
         reasons=reasons,
@@ -314,7 +316,8 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
         pending=state.pending.at[:, 0].set(jnp.where(goes_on, token, state.pending[:, 0])),
         tokens=state.tokens.at[row, index].set(token, mode="drop"),
         logprobs=logprobs,
-        top_logits=_with_top_logits(state, due & state.recorded, index),
+        top_logits=_with_top_logits(state, drawn.logits, due & state.recorded, index),
+        processing=drawn.processing,
     )
     if not state.steps.marks.shape[1]:
         return sampled
@@ -326,38 +329,66 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
     )
 
 
-def _draw(state: DecodeState, due: Array) -> tuple[Array, Array]:
-    """The next token of each row that is due, int32[R], and its log-probability, float32[R].
+class _Drawn(NamedTuple):
+    """The draws of rows: int32[R] tokens, their float32[R] log-probabilities, the float32[R, V]
+    logits that these and top logits are of (None for the model's), the logits processors after it,
+    and the bool[R] rows that these have failed."""
+
+    token: Array
+    log_chance: Array
+    logits: Array | None
+    processing: Processing | None
+    failed: Array
+
+
+def _draw(state: DecodeState, due: Array) -> _Drawn:
+    """Draws the next token of each row that is due.
 
     Tokens of other rows mean nothing; log-probabilities that are not wanted are 0 or right.
     """
-    mesh = state.cache.mesh
+    mesh, positions = state.cache.mesh, state.num_sampled
 
-    def draw() -> tuple[Array, Array]:
-        token = state.samplers.sample(
-            state.logits, state.seeds, state.num_sampled, history=state.history, mesh=mesh
+    def draw() -> _Drawn:
+        processed = processed_logits(
+            state.processing, state.samplers, state.logits, state.history, positions, due, mesh
         )
-        if not state.logprobs.shape[1]:
-            return token, jnp.zeros(token.shape)
-        return token, jax.lax.cond(
-            jnp.any(due & state.scored),
-            lambda: logprob(state.logits, token, mesh=mesh),
-            lambda: jnp.zeros(token.shape),
+        token = processed.samplers.sample(
+            processed.logits, state.seeds, positions, history=processed.history, mesh=mesh
         )
+        scored = None
+        if state.processed is not None:
+            wanted = due & state.processed & (state.scored | state.recorded)
+            scored = processed.as_drawn(state.logits, positions, wanted, mesh)
+        log_chance = jnp.zeros(token.shape)
+        if state.logprobs.shape[1]:
+            log_chance = jax.lax.cond(
+                jnp.any(due & state.scored),
+                lambda: logprob(state.logits if scored is None else scored, token, mesh=mesh),
+                lambda: log_chance,
+            )
+        return _Drawn(token, log_chance, scored, processed.processing, processed.failed)
 
-    nothing = jnp.zeros(due.shape, jnp.int32), jnp.zeros(due.shape)
+    scored = None if state.processed is None else state.logits
+    none, never = jnp.zeros(due.shape), jnp.zeros(due.shape, bool)
+    nothing = _Drawn(none.astype(jnp.int32), none, scored, state.processing, never)
     return jax.lax.cond(jnp.any(due), draw, lambda: nothing)
 
 
-def _with_top_logits(state: DecodeState, keeps: Array, index: Array) -> TopLogits:
-    """The top logits with those that the bool[R] rows have just drawn from, at int32[R] index."""
+def _with_top_logits(
+    state: DecodeState, scored: Array | None, keeps: Array, index: Array
+) -> TopLogits:
+    """The top logits with those that the bool[R] rows have just drawn from, at int32[R] index.
+
+    They are of the model's logits, or of float32[R, V] `scored` ones.
+    """
     whole = state.top_logits
     if not whole.rest.shape[1]:
         return whole
     k = whole.tokens.shape[-1]
 
     def compress() -> TopLogits:
-        logits = whole_rows(state.logits, state.cache.mesh)
+        logits = state.logits if scored is None else scored
+        logits = whole_rows(logits, state.cache.mesh)
         return compress_logits(logits, state.samplers.temperature, k)
 
     def nothing() -> TopLogits:

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxshare.argument_checks import FLOAT32_MAX, INT32_MAX, as_float, as_integer, as_list, shown
 from jaxshare.decoding.grammar import Grammar
+from jaxshare.decoding.processors import Given, as_processors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,9 @@ class SamplingParams:
       stop_token_ids: tokens that end the row, besides those of the model.
       ignore_eos: the model's own stop tokens do not end the row.
       grammar: what the whole text must be; see `Grammar`.
+      processors: logits processors (`jaxshare.register_logits_processor`) that change the logits
+        after all of these, in this order: their names, or a dict of parameters by name. They are
+        kept as pairs of a name and all parameters.
 
     Numbers may be of any type, NumPy's among them; they are kept as int and float.
 
@@ -61,6 +65,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: Grammar | None = None
+    processors: Given = ()
 
     def __post_init__(self):
         zero = "(0 takes the likeliest token)"
@@ -83,6 +88,7 @@ class SamplingParams:
             "min_tokens": as_integer("min_tokens", self.min_tokens, 0, INT32_MAX),
             "stop_token_ids": _token_numbers("stop_token_ids", self.stop_token_ids),
             "ignore_eos": bool(self.ignore_eos),
+            "processors": as_processors(self.processors),
         }
         for name in ("presence_penalty", "frequency_penalty"):
             values[name] = as_float(name, getattr(self, name), -FLOAT32_MAX, FLOAT32_MAX)
@@ -117,7 +123,8 @@ class SamplingParams:
     @property
     def reads_tokens(self) -> bool:
         """True if it depends on the order of the text's tokens."""
-        return self.no_repeat_ngram_size > 0 or any(len(word) > 1 for word in self.bad_words)
+        long_words = any(len(word) > 1 for word in self.bad_words)
+        return self.no_repeat_ngram_size > 0 or long_words or bool(self.processors)
 
     @property
     def looks_back(self) -> bool:
@@ -131,7 +138,7 @@ class SamplingParams:
         names = (
             *("repetition_penalty", "presence_penalty", "frequency_penalty"),
             *("no_repeat_ngram_size", "bad_words", "forbidden_first", "min_tokens", "typical_p"),
-            *("stop_token_ids", "ignore_eos", "grammar"),
+            *("stop_token_ids", "ignore_eos", "grammar", "processors"),
         )
         return next((name for name in names if getattr(self, name) != getattr(GREEDY, name)), None)
 

@@ -66,6 +66,7 @@ def generate(
     stop: str | Sequence[str] | None = None,
     include_stop: bool = False,
     top_logprobs: int = 0,
+    logprobs: bool | str = "raw",
     seed: int = 0,
     share: bool | None = None,
     prefix: Prefix | None = None,
@@ -83,7 +84,7 @@ def generate(
 
     Args:
       model, prompts, n, max_new_tokens, sampler, stop, include_stop, seed: see `Branches`.
-      top_logprobs, share, prefix: see `Branches`.
+      top_logprobs, logprobs, share, prefix: see `Branches`.
       max_rows, max_kv_bytes, costs: see `Branches`.
       warm_up: compile everything before the clock starts.
       on_tokens: called between dispatches with the run so far.
@@ -99,6 +100,7 @@ def generate(
     """
     of_texts = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": stop}
     of_texts |= {"include_stop": include_stop, "top_logprobs": top_logprobs}
+    of_texts["logprobs"] = logprobs
     if engine:
         _check_none(
             share=share,

@@ -27,6 +27,7 @@ def complete_on(
     stop: str | Sequence[str] | None,
     include_stop: bool,
     top_logprobs: int,
+    logprobs: bool | str,
 ) -> Iterator[Completion]:
     """Samples completions of prompts, and yields them in the order of the prompts.
 
@@ -35,7 +36,7 @@ def complete_on(
     Args:
       engine: of the model.
       prompts: as tokens, with the number of completions of each.
-      max_new_tokens, sampler, seed, stop, include_stop, top_logprobs: see `Branches`.
+      max_new_tokens, sampler, seed, stop, include_stop, top_logprobs, logprobs: see `Branches`.
 
     Raises:
       NotANumberError: the model's logits for a prompt are not finite.
@@ -54,7 +55,7 @@ def complete_on(
                         stop=stop,
                         include_stop=include_stop,
                         seed=stream_seed(seed, number, index),
-                        logprobs=True,
+                        logprobs=logprobs,
                         top_logprobs=top_logprobs,
                     )
                 except QueueFullError:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxshare import Sampler
 from jaxshare.compile_time import Stopwatch
+from jaxshare.decoding.logprobs import PROCESSED, as_logprobs
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.branches.prefix import Prefix
@@ -29,7 +30,7 @@ from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.output import OutputProcessor, unfinished_output
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.scheduler import Scheduler
-from jaxshare.serving.engine.stream import Detokenizer
+from jaxshare.serving.engine.stream import Detokenizer, TokenChunk
 from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import (
@@ -69,6 +70,8 @@ class Branches:
         default those of the checkpoint.
       top_logprobs: give the log-probabilities of so many of the likeliest tokens in each place, up
         to 20.
+      logprobs: "raw" gives log-probabilities under the model itself, "processed" those of the
+        chances that tokens are drawn with, after all settings.
       seed: of all streams; the first completion of the first prompt draws from it itself.
       share: True stores every common prefix once; False gives every completion a copy of its
         prompt; None decides for each prefix by `costs`.
@@ -108,6 +111,7 @@ class Branches:
         stop: str | Sequence[str] | None = None,
         include_stop: bool = False,
         top_logprobs: int = 0,
+        logprobs: bool | str = "raw",
         seed: int = 0,
         share: bool | None = None,
         prefix: Prefix | None = None,
@@ -121,8 +125,8 @@ class Branches:
         self.prompts = read_and_check_prompts(
             model, prompts, n, prefix=prefix, max_new_tokens=max_new_tokens
         )
-        self.max_new_tokens, self.seed = max_new_tokens, seed
-        self._num_top_logprobs = as_top_logprobs(model, top_logprobs)
+        self.max_new_tokens, self.seed, self._peak_tokens = max_new_tokens, seed, 0
+        self._logprobs = as_logprobs(logprobs), as_top_logprobs(model, top_logprobs)
         # Below a prefix keys must be rotated as the prefix's are.
         self.model = (
             dataclasses.replace(model, config=prefix.store.model.config)
@@ -156,7 +160,6 @@ class Branches:
         self._prefix, self._kv_tokens, self._state_rows = prefix, plan.kv_tokens, plan.state_rows
         self._live: dict[Request, None] = {}  # submitted and not finished
         self._ended: collections.deque[Completion] = collections.deque()
-        self._peak_tokens = 0
 
     @property
     def sample_counts(self) -> list[tuple[int, Sampler]]:
@@ -300,16 +303,17 @@ class Branches:
             "",
             0,
             self,
-            num_top_logprobs=self._num_top_logprobs,
+            num_top_logprobs=self._logprobs[1],
             prompt_number=sample.prompt,
             index=sample.index,
             cuts=[end for end in ends if end],
-            scored=True,
+            scored=self._logprobs[0] is not None,
+            processed=self._logprobs[0] == PROCESSED,
         )
 
     # The sink of the requests; `detokenizer` is a part of it.
 
-    def put(self, tokens: tuple[int, ...]) -> None:
+    def put(self, chunk: TokenChunk) -> None:
         """Ignores new tokens: `running` has them."""
 
     def finish(self, output: Completion) -> Completion:

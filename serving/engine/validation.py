@@ -10,6 +10,7 @@ import numpy as np
 from jaxshare import Sampler
 from jaxshare.arena import ALIGNMENT, arena_size
 from jaxshare.argument_checks import INT32_MAX, INT64_MAX, as_integer, as_list, shown
+from jaxshare.decoding.logprobs import PROCESSED, as_logprobs
 from jaxshare.models import LoadedModel
 from jaxshare.serving.checkpoints import SaveError
 from jaxshare.serving.engine.request import Request
@@ -186,7 +187,7 @@ class RequestOptions:
     agent: str
     priority: int
     resample: str | None
-    logprobs: bool
+    logprobs: str | None
     includes_stop: bool
     num_top_logprobs: int
 
@@ -203,7 +204,8 @@ class RequestOptions:
             stream,
             self.resample,
             self.num_top_logprobs,
-            scored=self.logprobs,
+            scored=self.logprobs is not None,
+            processed=self.logprobs == PROCESSED,
         )
 
     @classmethod
@@ -231,9 +233,8 @@ class RequestOptions:
         """
         if agent_id is not None and not isinstance(agent_id, str):
             raise TypeError(f"agent_id is {shown(agent_id)}; it must be a text")
-        for name, value in (("logprobs", logprobs), ("include_stop", include_stop)):
-            if not isinstance(value, bool | np.bool_):
-                raise TypeError(f"{name} is {shown(value)}; it must be True or False")
+        if not isinstance(include_stop, bool | np.bool_):
+            raise TypeError(f"include_stop is {shown(include_stop)}; it must be True or False")
         options = cls(
             as_sampler(sampler),
             as_integer("max_new_tokens", max_new_tokens, 1),
@@ -242,7 +243,7 @@ class RequestOptions:
             agent_id or "",
             as_integer("priority", priority, -INT64_MAX, INT64_MAX),
             resample,
-            bool(logprobs),
+            as_logprobs(logprobs),
             bool(include_stop),
             as_top_logprobs(model, top_logprobs),
         )
