@@ -18,7 +18,7 @@ from jaxshare.serving.words import encode_marked
 _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "bad_words", "forbidden"),
-    *("forbidden_first", "min_tokens", "stop_token_ids", "ignore_eos"),
+    *("forbidden_first", "min_tokens", "stop_token_ids", "ignore_eos", "processors"),
 )
 """The fields of `Sampler` that a line may set."""
 

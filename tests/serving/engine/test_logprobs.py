@@ -203,6 +203,62 @@ def test_completions_of_a_run_have_them(on_engine):
         check(completion, 5)
 
 
+MODULE = """
+from jaxshare import register_logits_processor
+
+
+def only(logits, tokens, size, state, *, token):
+    return logits.at[token.astype(int)].add(1000.0), state
+
+
+register_logits_processor("only", only, parameters={"token": 5})
+"""
+
+
+def test_processors_and_processed_log_probabilities_on_the_command_line(
+    capsys, tmp_path, monkeypatch
+):
+    """In `generate` and in `batch`, where a line can name others."""
+    (tmp_path / "my_processors.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    lines = [
+        {"prompt": "1. 47 + 38"},
+        {"prompt": "2.", "processors": {"only": {"token": 9}}},
+        {"prompt": "3.", "processors": ["nobody's"]},
+    ]
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
+    more = ["--max-new-tokens", "3", "--temperature", "1", "--json", "--logprobs", "processed"]
+    more += ["--top-logprobs", "2", "--processors-from", "my_processors"]
+    more += ["--processor", "only,token=7"]
+    files = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
+    jaxshare(["generate", str(models.EMBEDDED), "--prompt", "1. 47 + 38", *more])
+    [one] = json.loads(capsys.readouterr().out)["completions"]
+    assert jaxshare(["batch", str(models.EMBEDDED), *files, *more]) == 3
+    report = json.loads(capsys.readouterr().out)
+    assert (
+        'processors names "nobody\'s", which is not registered' in report["bad_lines"][0]["error"]
+    )
+    first, second = map(json.loads, (tmp_path / "out").read_text().splitlines())
+    for found, token in ((one, 7), (first, 7), (second, 9)):
+        assert found["tokens"] == [token] * 3 and found["logprob"] == 0.0
+        assert found["logprobs"] == [0.0] * 3 and found["top_logprobs"] == [[[token, 0.0]]] * 3
+    assert jaxshare(["batch", str(models.EMBEDDED), *files, *more, "--resume"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (["--processors-from", "no_such_module"], "--processors-from is 'no_such_module', which c"),
+        (["--processor", "only,token"], "--processor is 'only,token'; it must be a name and numb"),
+        (["--processor", "no_such"], "processors names 'no_such', which is not registered"),
+        (["--top-logprobs", "21"], "top_logprobs is 21; it must be at most 20"),
+    ],
+)
+def test_options_of_the_command_line_that_are_refused(capsys, option, words):
+    assert jaxshare(["generate", str(models.EMBEDDED), "--prompt", "1.", *option]) == 1
+    assert words in capsys.readouterr().err
+
+
 def test_on_the_command_line(capsys):
     prompt = ["--prompt", "1. 47 + 38", "--max-new-tokens", "3", "--json"]
     jaxshare(["generate", str(models.EMBEDDED), *prompt, "--top-logprobs", "2"])
