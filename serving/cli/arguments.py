@@ -1,7 +1,7 @@
 """Arguments that several commands share, and how their texts are read."""
 
 import argparse
-import importlib
+import pkgutil
 import re
 import sys
 from typing import Any
@@ -134,7 +134,7 @@ def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
 def _import(module: str) -> None:
     """Imports the module that --processors-from names; raises ValueError where that fails."""
     try:
-        importlib.import_module(module)
+        pkgutil.resolve_name(module)
     except Exception as error:  # of the module's own, too
         raise ValueError(
             f"--processors-from is {module!r}, which cannot be imported ({type(error).__name__}: "
