@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxshare import Sampler
 from jaxshare.argument_checks import INT32_MAX, as_integer, as_list, as_texts, shown
+from jaxshare.decoding.processors import check_processor, find_processor
 from jaxshare.decoding.sampling_params import check_best_of
 from jaxshare.models import LoadedModel
 from jaxshare.serving.chat.dialogue import checked_messages
@@ -219,7 +220,7 @@ def as_top_logprobs(model: LoadedModel, count: Any) -> int:
 
 def check_sampler(model: LoadedModel, sampler: Sampler) -> None:
     """Raises ValueError if a sampler names a token outside the model's vocabulary, or leaves none to
-    choose."""
+    choose, or has a logits processor that does not serve it."""
     vocab = model.config.vocab_size
     compile_grammar(model, sampler)
     if outside := [token for token in sampler.tokens if token >= vocab]:
@@ -231,6 +232,8 @@ def check_sampler(model: LoadedModel, sampler: Sampler) -> None:
             f"the sampler forbids all {vocab} tokens of the vocabulary, so none could be chosen; "
             "allow at least one"
         )
+    for name, _ in sampler.processors:
+        check_processor(find_processor(name), vocab)
 
 
 def warn_of_equal_texts(counts: Iterable[tuple[int, Sampler]]) -> None:

@@ -216,6 +216,12 @@ class Samplers:
             out_specs=vocab_spec(axis),
         )(self, logits, history, masks, positions)
 
+    def without_changes(self) -> "Samplers":
+        """The samplers of logits that `changed` has changed already; give them no history."""
+        edits = ("edit_tokens", "edit_values", "edit_until")
+        none: Any = {name: getattr(self, name)[:, :0] for name in edits}
+        return dataclasses.replace(self, **none)
+
     def ends(self, token: Int[Array, " R"], stops: Int[Array, " S"]) -> Bool[Array, " R"]:
         """Marks the rows that these tokens end, where the model has these stop tokens."""
         by_model = jnp.any(token[:, None] == stops, axis=1) & ~self.ignores_stops

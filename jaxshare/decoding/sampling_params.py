@@ -15,6 +15,7 @@ from jaxshare.argument_checks import (
     shown,
 )
 from jaxshare.decoding.grammar import Grammar
+from jaxshare.decoding.processors import Given, as_processors
 
 _OF_CALLS = ("n", "best_of", "max_tokens", "min_length", "stop", "include_stop", "seed")
 """The fields that say how a prompt is answered; the others say how a token is drawn."""
@@ -59,6 +60,9 @@ class SamplingParams:
     From `n` on, and `include_stop`, they are of calls that answer prompts: None leaves them to the
     call, whose argument wins over a field where both are given. What cannot obey one refuses it by
     name.
+      processors: logits processors (`jaxshare.register_logits_processor`) that change the logits
+        after all of these, in this order: their names, or a dict of parameters by name. They are
+        kept as pairs of a name and all parameters.
 
     Numbers may be of any type, NumPy's among them; they are kept as int and float.
 
@@ -92,6 +96,7 @@ class SamplingParams:
     stop: tuple[str, ...] | None = None
     include_stop: bool | None = None
     seed: int | None = None
+    processors: Given = ()
 
     def __post_init__(self):
         zero = "(0 takes the likeliest token)"
@@ -116,6 +121,7 @@ class SamplingParams:
             "ignore_eos": bool(self.ignore_eos),
             "sequence_bias": _sequence_biases(self.sequence_bias),
             **self._checked_of_calls(),
+            "processors": as_processors(self.processors),
         }
         for name in ("presence_penalty", "frequency_penalty"):
             values[name] = as_float(name, getattr(self, name), -FLOAT32_MAX, FLOAT32_MAX)
@@ -198,7 +204,7 @@ class SamplingParams:
     @property
     def reads_tokens(self) -> bool:
         """True if it depends on the order of the text's tokens."""
-        return self.no_repeat_ngram_size > 0 or bool(self.long_words)
+        return self.no_repeat_ngram_size > 0 or bool(self.long_words or self.processors)
 
     @property
     def long_words(self) -> list[tuple[tuple[int, ...], float]]:
@@ -219,7 +225,8 @@ class SamplingParams:
         names = (
             *("repetition_penalty", "presence_penalty", "frequency_penalty"),
             *("no_repeat_ngram_size", "bad_words", "forbidden_first", "min_tokens", "typical_p"),
-            *("stop_token_ids", "ignore_eos", "grammar", "sequence_bias", "min_length"),
+            *("stop_token_ids", "ignore_eos", "grammar", "processors", "sequence_bias"),
+            "min_length",
         )
         return next((name for name in names if getattr(self, name) != getattr(GREEDY, name)), None)
 

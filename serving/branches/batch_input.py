@@ -19,7 +19,7 @@ _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "bad_words", "forbidden"),
     *("forbidden_first", "min_tokens", "stop_token_ids", "ignore_eos", "sequence_bias"),
-    *("max_tokens", "min_length", "stop", "include_stop", "seed"),
+    *("max_tokens", "min_length", "stop", "include_stop", "seed", "processors"),
 )
 """The fields of `Sampler` that a line may set, besides its grammar."""
 

@@ -76,6 +76,7 @@ def generate(
     stop: str | Sequence[str] | None = None,
     include_stop: bool | None = None,
     top_logprobs: int = 0,
+    logprobs: bool | str = "raw",
     seed: int | None = None,
     share: bool | None = None,
     prefix: Prefix | None = None,
@@ -95,7 +96,7 @@ def generate(
       model, prompts, n, max_new_tokens, sampler, stop, include_stop, seed: see `Branches`.
       best_of: completions of each prompt to sample, of which the n with the largest `logprob` are
         given, the best first; default n. The `best_of` of a prompt's own sampler wins over it.
-      top_logprobs, share, prefix: see `Branches`.
+      top_logprobs, logprobs, share, prefix: see `Branches`.
       max_rows, max_kv_bytes, costs: see `Branches`.
       warm_up: compile everything before the clock starts.
       on_tokens: called between dispatches with the run so far.
@@ -111,6 +112,7 @@ def generate(
     """
     of_texts = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": stop}
     of_texts |= {"include_stop": include_stop, "top_logprobs": top_logprobs}
+    of_texts["logprobs"] = logprobs
     sampler = sampler or default_sampler(model)
     count, best_of = chosen("n", n, sampler, 1), chosen("best_of", best_of, sampler)
     prompts, kept = _samples_to_take(model, prompts, count, best_of, prefix)
@@ -194,6 +196,7 @@ def _generate_on(
     sampler: Sampler,
     *,
     top_logprobs: int,
+    logprobs: bool | str,
     **of_texts: Any,
 ) -> Completions:
     """Samples completions in the passes of an engine; see `generate`."""
@@ -207,7 +210,8 @@ def _generate_on(
     answers = call.of_prompts(read, 0)
     warn_of_equal_texts((prompt.n, answers[prompt.number].sampler) for prompt in read)
     started, passes = time.perf_counter(), engine.metrics.passes
-    completions = [*complete_on(engine, read, answers=answers, top_logprobs=top_logprobs)]
+    kept = {"top_logprobs": top_logprobs, "logprobs": logprobs}
+    completions = [*complete_on(engine, read, answers=answers, **kept)]
     unique = unique_tokens(build_prefix_tree(read))
     sampled = sum(len(completion.tokens) for completion in completions)
     return Completions(

@@ -22,6 +22,7 @@ def complete_on(
     *,
     answers: Mapping[int, Answering],
     top_logprobs: int,
+    logprobs: bool | str,
 ) -> Iterator[Completion]:
     """Samples completions of prompts, and yields them in the order of the prompts.
 
@@ -31,7 +32,7 @@ def complete_on(
       engine: of the model.
       prompts: as tokens, with the number of completions of each.
       answers: how each prompt is answered, by its number.
-      top_logprobs: see `Branches`.
+      top_logprobs, logprobs: see `Branches`.
 
     Raises:
       NotANumberError, NoTokenError: nothing can be sampled for a prompt.
@@ -51,7 +52,7 @@ def complete_on(
                         stop=answering.stops,
                         include_stop=answering.includes_stop,
                         seed=answering.seed(index),
-                        logprobs=True,
+                        logprobs=logprobs,
                         top_logprobs=top_logprobs,
                     )
                 except QueueFullError:

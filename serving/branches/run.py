@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxshare import Sampler
 from jaxshare.compile_time import Stopwatch
+from jaxshare.decoding.logprobs import PROCESSED, as_logprobs
 from jaxshare.models import LoadedModel
 from jaxshare.serving.branches.answering import CallAnswering
 from jaxshare.serving.branches.prefix import Prefix
@@ -29,7 +30,7 @@ from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.output import OutputProcessor, unfinished_output
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.scheduler import Scheduler
-from jaxshare.serving.engine.stream import Detokenizer
+from jaxshare.serving.engine.stream import Detokenizer, TokenChunk
 from jaxshare.serving.errors import SamplingError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import (
@@ -70,6 +71,8 @@ class Branches:
         default those of the checkpoint.
       top_logprobs: give the log-probabilities of so many of the likeliest tokens in each place, up
         to 20.
+      logprobs: "raw" gives log-probabilities under the model itself, "processed" those of the
+        chances that tokens are drawn with, after all settings.
       seed: of all streams, by default 0; the first completion of the first prompt draws from it itself.
       share: True stores every common prefix once; False gives every completion a copy of its
         prompt; None decides for each prefix by `costs`.
@@ -110,6 +113,7 @@ class Branches:
         stop: str | Sequence[str] | None = None,
         include_stop: bool | None = None,
         top_logprobs: int = 0,
+        logprobs: bool | str = "raw",
         seed: int | None = None,
         share: bool | None = None,
         prefix: Prefix | None = None,
@@ -120,6 +124,7 @@ class Branches:
     ):
         bounds = {"max_rows": max_rows, "max_kv_bytes": max_kv_bytes}
         check_settings(model, prompts, prefix, **bounds)
+        self._peak_tokens = 0
         self.sampler = sampler or default_sampler(model)
         texts = {"max_new_tokens": max_new_tokens, "stop": stop, "include_stop": include_stop}
         call = CallAnswering.of(model, self.sampler, seed=seed, **texts)
@@ -130,7 +135,7 @@ class Branches:
         for each in samplers:
             each.refuse(["best_of"], "a run yields all its completions; call generate to choose")
         longest = max(answer.max_new_tokens for answer in self._answers.values())
-        self._num_top_logprobs = as_top_logprobs(model, top_logprobs)
+        self._logprobs = as_logprobs(logprobs), as_top_logprobs(model, top_logprobs)
         # Below a prefix keys must be rotated as the prefix's are.
         self.model = (
             dataclasses.replace(model, config=prefix.store.model.config)
@@ -157,7 +162,6 @@ class Branches:
         self._prefix, self._kv_tokens, self._state_rows = prefix, plan.kv_tokens, plan.state_rows
         self._live: dict[Request, None] = {}  # submitted and not finished
         self._ended: collections.deque[Completion] = collections.deque()
-        self._peak_tokens = 0
 
     @property
     def sample_counts(self) -> list[tuple[int, Sampler]]:
@@ -302,11 +306,12 @@ class Branches:
             "",
             0,
             _Sink(self._detokenizer(sample.prompt), self._finish),
-            num_top_logprobs=self._num_top_logprobs,
+            num_top_logprobs=self._logprobs[1],
             prompt_number=sample.prompt,
             index=sample.index,
             cuts=[end for end in ends if end],
-            scored=True,
+            scored=self._logprobs[0] is not None,
+            processed=self._logprobs[0] == PROCESSED,
         )
 
     def _finish(self, output: Completion) -> Completion:
@@ -346,5 +351,5 @@ class _Sink:
         """Gives the output to the run."""
         return self.ended(output)
 
-    def put(self, tokens: tuple[int, ...]) -> None:
+    def put(self, chunk: TokenChunk) -> None:
         """Ignores new tokens: `Branches.running` has them."""

@@ -154,7 +154,7 @@ class Engine(EngineLoop):
         agent_id: str | None = None,
         priority: int = 0,
         resample: str | None = None,
-        logprobs: bool = False,
+        logprobs: bool | str = False,
         top_logprobs: int = 0,
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -174,7 +174,7 @@ class Engine(EngineLoop):
           priority: requests of a higher one are served first, and preempt those of a lower one.
           resample: "stepwise" takes from the Logits Cache what it holds of this prompt, exactly;
             "hotspot" samples again only where the model was uncertain, which is APPROXIMATE.
-          logprobs: give those of the sampled tokens, under the model itself; not with `resample`.
+          logprobs: of sampled tokens: True under the model, "processed" as drawn; not with `resample`.
           top_logprobs: and of so many of the likeliest tokens in each place, up to 20.
           tools, chat_template_kwargs: with messages; see `encode_messages`.
 

@@ -7,13 +7,13 @@ import jax
 import numpy as np
 
 from jaxshare import FinishReason
-from jaxshare.decoding.top_logits import largest_logprobs
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.fair_queue import FairQueue
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.speculation import DraftLookup
+from jaxshare.serving.engine.stream import TokenChunk
 from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import USUAL, Hotspot
@@ -151,8 +151,12 @@ class OutputProcessor:
 
     def publish(self, request: Request) -> None:
         """Gives the stream all new tokens."""
-        request.stream.put(tuple(request.output[request.num_streamed :]))
-        request.num_streamed = len(request.output)
+        new = slice(request.num_streamed, len(request.output))
+        if new.start < new.stop:
+            logprobs = tuple(request.logprobs[new]) if request.scored else None
+            tokens, top = tuple(request.output[new]), _top_logprobs(request, new)
+            request.stream.put(TokenChunk(tokens, "", logprobs, top))
+        request.num_streamed = new.stop
 
 
 def _final_output(request: Request, reason: FinishReason, error: Exception | None) -> Completion:
@@ -166,7 +170,7 @@ def _final_output(request: Request, reason: FinishReason, error: Exception | Non
         reason,
         logprob=None if logprobs is None else math.fsum(logprobs),
         logprobs=logprobs,
-        top_logprobs=_top_logprobs(request, len(tokens)),
+        top_logprobs=_top_logprobs(request, slice(0, len(tokens))),
         prompt=request.prompt_number,
         index=request.index,
         prompt_tokens=len(request.prompt),
@@ -177,15 +181,11 @@ def _final_output(request: Request, reason: FinishReason, error: Exception | Non
     )
 
 
-def _top_logprobs(request: Request, count: int) -> tuple[tuple[tuple[int, float], ...], ...] | None:
-    """The likeliest tokens in the places of the first tokens, and their log-probabilities."""
-    if not request.num_top_logprobs:
-        return None
-    return tuple(
-        each
-        for part in request.top_logits
-        for each in largest_logprobs(part, request.num_top_logprobs)
-    )[:count]
+def _top_logprobs(
+    request: Request, places: slice
+) -> tuple[tuple[tuple[int, float], ...], ...] | None:
+    """The likeliest tokens in some places of the output, and their log-probabilities."""
+    return tuple(request.top_logprobs[places]) if request.num_top_logprobs else None
 
 
 def unfinished_output(request: Request) -> Completion:

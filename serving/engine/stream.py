@@ -8,7 +8,7 @@ import dataclasses
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Self
 
 from jaxshare.argument_checks import as_timeout
@@ -25,11 +25,20 @@ space, or parts of a character."""
 class TokenChunk:
     """One item of a stream: tokens, and the text that they complete.
 
-    A character may be completed by a later chunk.
+    A character may be completed by a later chunk, and the beginning of a possible stop text comes
+    when it is known to be none. All chunks together have the tokens of the completion but for a
+    stop token, which is no text, and the same log-probabilities.
+
+    Attributes:
+      tokens, text: as described.
+      logprobs: of each token, or None where they were not asked for.
+      top_logprobs: see `Completion`.
     """
 
     tokens: tuple[int, ...]
     text: str
+    logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
 
 
 class Stream:
@@ -38,7 +47,9 @@ class Stream:
         stream = engine.submit("What is 2 + 2?")
         async for chunk in stream:
             print(chunk.text, end="")
-        output = await stream                     # or, outside of an event loop, stream.wait()
+        output = await stream
+
+    Outside of an event loop these are `for chunk in stream.chunks()` and `stream.wait()`.
 
     The engine never waits for a reader: unread tokens stay here, at most `max_new_tokens` of them.
     A request whose stream is garbage-collected is cancelled.
@@ -77,16 +88,29 @@ class Stream:
         return self
 
     async def __anext__(self) -> TokenChunk:
-        state = self._state
-        await state.wait_until(lambda: state.chunks or state.output is not None)
-        with state.changed:
-            tokens = state.chunks.popleft() if state.chunks else ()
-            last = state.output is not None and not state.chunks
-        chunk = TokenChunk(tokens, state.detokenizer.next_text(tokens, last))
-        if chunk.tokens or chunk.text:
+        await self._state.wait_until(self._state.has_next)
+        if chunk := self._state.next_chunk():
             return chunk
-        state.result()  # raises the request's error
+        self._state.result()  # raises the request's error
         raise StopAsyncIteration
+
+    def chunks(self, timeout: float | None = None) -> Iterator[TokenChunk]:
+        """Yields the chunks as they come, for the calling thread. Each chunk has one reader.
+
+        Raises:
+          TimeoutError: no chunk has come within `timeout` seconds; the request goes on.
+          EngineError: the error that ended the request.
+        """
+        state, timeout = self._state, as_timeout("timeout", timeout)
+        while True:
+            with state.changed:
+                if not state.changed.wait_for(state.has_next, timeout):
+                    raise TimeoutError(f"the request has sampled nothing within {timeout} seconds")
+            chunk = state.next_chunk()
+            if chunk is None:
+                state.result()  # raises the request's error
+                return
+            yield chunk
 
 
 class Detokenizer:
@@ -181,7 +205,7 @@ class StreamState:
     def __init__(self, detokenizer: Detokenizer) -> None:
         self.detokenizer = detokenizer
         self.changed = threading.Condition()
-        self.chunks: collections.deque[tuple[int, ...]] = collections.deque()
+        self.chunks: collections.deque[TokenChunk] = collections.deque()
         self.output: Completion | None = None
         self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._result: Completion | None = None
@@ -210,14 +234,24 @@ class StreamState:
                 self.waiters.append((loop, future))
             await future
 
-    def put(self, tokens: tuple[int, ...]) -> None:
+    def has_next(self) -> bool:
+        """Returns whether a reader need not wait: there is a chunk, or the end."""
+        return bool(self.chunks) or self.output is not None
+
+    def next_chunk(self) -> TokenChunk | None:
+        """The next chunk with its text; None at the end."""
+        with self.changed:
+            chunk = self.chunks.popleft() if self.chunks else TokenChunk((), "")
+            last = self.output is not None and not self.chunks
+        chunk = dataclasses.replace(chunk, text=self.detokenizer.next_text(chunk.tokens, last))
+        return chunk if chunk.tokens or chunk.text else None
+
+    def put(self, chunk: TokenChunk) -> None:
         """Adds tokens. Called in the engine's thread."""
-        if not tokens:
-            return
         if self._first_token_seconds is None:
             self._first_token_seconds = time.perf_counter() - self._submit_time
         with self.changed:
-            self.chunks.append(tokens)
+            self.chunks.append(chunk)
         self._notify()
 
     def finish(self, output: Completion) -> Completion:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxshare import Sampler
 from jaxshare.arena import ALIGNMENT, arena_size
 from jaxshare.argument_checks import INT32_MAX, INT64_MAX, as_integer, as_list, shown
+from jaxshare.decoding.logprobs import PROCESSED, as_logprobs
 from jaxshare.models import LoadedModel
 from jaxshare.serving.checkpoints import SaveError
 from jaxshare.serving.engine.request import Request
@@ -47,7 +48,7 @@ class SubmitOptions(TypedDict, total=False):
     agent_id: str | None
     priority: int
     resample: str | None
-    logprobs: bool
+    logprobs: bool | str
     top_logprobs: int
     tools: Sequence[Any] | None
     chat_template_kwargs: Mapping[str, Any] | None
@@ -206,7 +207,7 @@ class RequestOptions:
     agent: str
     priority: int
     resample: str | None
-    logprobs: bool
+    logprobs: str | None
     includes_stop: bool
     num_top_logprobs: int
 
@@ -226,7 +227,8 @@ class RequestOptions:
             self.resample,
             self.num_top_logprobs,
             index=index,
-            scored=self.logprobs,
+            scored=self.logprobs is not None,
+            processed=self.logprobs == PROCESSED,
         )
 
     @classmethod
@@ -257,9 +259,8 @@ class RequestOptions:
         sampler = as_sampler(sampler)
         include_stop = chosen("include_stop", include_stop, sampler, False)
         seed = chosen("seed", seed, sampler)
-        for name, value in (("logprobs", logprobs), ("include_stop", include_stop)):
-            if not isinstance(value, bool | np.bool_):
-                raise TypeError(f"{name} is {shown(value)}; it must be True or False")
+        if not isinstance(include_stop, bool | np.bool_):
+            raise TypeError(f"include_stop is {shown(include_stop)}; it must be True or False")
         options = cls(
             sampler,
             as_integer("max_new_tokens", chosen("max_tokens", max_new_tokens, sampler, 256), 1),
@@ -268,7 +269,7 @@ class RequestOptions:
             agent_id or "",
             as_integer("priority", priority, -INT64_MAX, INT64_MAX),
             resample,
-            bool(logprobs),
+            as_logprobs(logprobs),
             bool(include_stop),
             as_top_logprobs(model, top_logprobs),
         )
