@@ -76,11 +76,12 @@ def test_processors_see_the_whole_vocabulary_where_devices_have_parts_of_it():
         history = history.with_text(row, text, 2)
     logits = jnp.asarray(RNG.normal(size=(rows, VOCAB)) * 3, jnp.float32)
     due = jnp.asarray([True, True, True, False])
+    masks = jnp.zeros((rows, 0), jnp.uint32)
 
     @functools.partial(jax.jit, static_argnames="mesh")
     def process(processing, logits, mesh):
         positions = jnp.asarray([0, 0, 2, 2])
-        done = processed_logits(processing, samplers, logits, history, positions, due, mesh)
+        done = processed_logits(processing, samplers, logits, history, masks, positions, due, mesh)
         return done.logits, done.processing
 
     one, spread = (process(processing, logits, mesh) for mesh in (None, make_mesh(tensor=2)))

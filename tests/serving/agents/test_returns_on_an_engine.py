@@ -19,7 +19,7 @@ class Size:
 @dataclasses.dataclass(frozen=True)
 class Box:
     colour: Literal["red", "green"]
-    sizes: list[Size]
+    size: Size
     is_open: bool | None
 
 
@@ -33,7 +33,5 @@ def test_every_answer_is_an_object_of_the_class():
         model = EngineModel(engine, sampler=Sampler(1.0))
         boxes = [run(measure, model=model, seed=seed) for seed in range(4)]
     assert all(isinstance(box, Box) for box in boxes)
-    assert all(
-        isinstance(size, Size) and isinstance(size.wide, int) for b in boxes for size in b.sizes
-    )
+    assert all(isinstance(box.size, Size) and isinstance(box.size.wide, int) for box in boxes)
     assert {box.colour for box in boxes} <= {"red", "green"}

@@ -873,7 +873,7 @@ def test_another_model_of_the_same_name_does_not_go_on(evaluation):
         evaluation("--resume")
     assert (evaluation.out / "runs.jsonl").read_bytes() == before
     evaluation.model.fingerprint = "one"
-    evaluation.model.generation = Generation(temperature=0.0, stop_tokens=(7,))
+    evaluation.model.generation = Generation(stop_tokens=(7,))
     with pytest.raises(ValueError, match=r"settings \(stop_tokens \[\], now \[7\]\) have changed"):
         evaluation("--resume")
     evaluation.model.generation = Generation()
