@@ -19,11 +19,12 @@ from jax import Array
 from jaxshare.cpu.ir import VOID
 from jaxshare.cpu.runtime import Call, register
 
-# Offsets in bytes, as in jaxshare.cpu.runtime: of the number of arrays, and the arrays, of a call; and
-# of what describes an array.
-_ARGUMENTS, _RESULTS = (56, 72), (96, 112)
-_DTYPE, _DATA, _RANK, _DIMS = 16, 24, 32, 40
-_DTYPES = {1: np.bool_, 4: np.int32, 8: np.uint32, 11: np.float32}
+# The words of 8 bytes of a call and of a buffer, as in jaxshare.cpu.runtime: the numbers of arguments
+# and results, and where they are; a buffer's dtype, data, rank and dimensions.
+_Call, _Buffer = ctypes.c_int64 * 15, ctypes.c_int64 * 6
+_ARGUMENTS, _RESULTS = (7, 9), (12, 14)
+_DTYPE, _DATA, _RANK, _DIMS = 2, 3, 4, 5
+_DTYPES = {n: np.dtype(name) for n, name in {1: "bool", 4: "i4", 8: "u4", 11: "f4"}.items()}
 """By their numbers in XLA, those that are served."""
 _log = logging.getLogger("jaxshare.cpu")
 
@@ -67,27 +68,21 @@ def _write_call(call: Call, name: str) -> None:
 
 def _handle(function: HostFunction, frame: int) -> None:
     try:
-        arrays = [*_arrays(frame, *_ARGUMENTS), *_arrays(frame, *_RESULTS)]
-        function(*arrays)
+        call = _Call.from_address(frame)
+        function(*_arrays(call, *_ARGUMENTS), *_arrays(call, *_RESULTS))
     except Exception:
         _log.exception("a call from a program has failed")
 
 
-def _arrays(frame: int, count: int, first: int) -> list[np.ndarray]:
-    buffers = _word(frame + first)
-    return [_array(_word(buffers + 8 * i)) for i in range(_word(frame + count))]
+def _arrays(call: Any, count: int, first: int) -> list[np.ndarray]:
+    return [*map(_array, (ctypes.c_int64 * call[count]).from_address(call[first]))]
 
 
 def _array(buffer: int) -> np.ndarray:
-    dtype = np.dtype(_DTYPES[ctypes.c_int32.from_address(buffer + _DTYPE).value])
-    dims = _word(buffer + _DIMS)
-    shape = [_word(dims + 8 * axis) for axis in range(_word(buffer + _RANK))]
+    fields = _Buffer.from_address(buffer)
+    dtype = _DTYPES[fields[_DTYPE] & 0xFFFFFFFF]
+    shape = [*(ctypes.c_int64 * fields[_RANK]).from_address(fields[_DIMS])] if fields[_RANK] else []
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return np.zeros(shape, dtype)
-    data = (ctypes.c_char * size).from_address(_word(buffer + _DATA))
-    return np.frombuffer(data, dtype).reshape(shape)
-
-
-def _word(address: int) -> int:
-    return ctypes.c_int64.from_address(address).value
+    return np.ndarray(shape, dtype, (ctypes.c_char * size).from_address(fields[_DATA]))

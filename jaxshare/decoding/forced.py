@@ -16,6 +16,10 @@ from jaxshare.decoding.history import History
 from jaxshare.decoding.sampling import history_after
 from jaxshare.decoding.state import DecodeState
 
+_PAYS = 2
+"""Forced tokens for each running row from which on they are fed at once: so many passes of that row
+are saved, and as much time of all rows taken."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Forced:
@@ -40,7 +44,7 @@ class Forced:
     ) -> "Forced":
         """The forced tokens after those that rows have just sampled.
 
-        There are none in rows whose log-probabilities or largest logits are kept, which each place
+        There are none where a pass for them would not pay, in rows whose log-probabilities or largest logits are kept, which each place
         must be sampled for, nor beside bans and logits processors: there a mask admits the forced
         token alone.
 
@@ -63,7 +67,11 @@ class Forced:
         if state.processing is not None:
             banned |= state.processing.used
         room = jnp.where(state.scored | state.recorded | banned, 0, room)
-        grammars, tokens, count = state.grammars.after(token, sampled, room, state.cache.mesh)
+        # A pass that feeds several tokens of a row comes beside the one for the other rows.
+        least = _PAYS * jnp.sum(state.running, dtype=jnp.int32)
+        grammars, tokens, count = state.grammars.after(
+            token, sampled, room, least, state.cache.mesh
+        )
         return cls(tokens, count, grammars)
 
     def behind(

@@ -39,15 +39,16 @@ class MaskServer(Protocol):
         tokens: Int[np.ndarray, " R"],
         sampled: Bool[np.ndarray, " R"],
         room: Int[np.ndarray, " R"],
+        least: int,
     ) -> tuple[Int[np.ndarray, "R F"], Int[np.ndarray, " R"]]:
         """Reads the tokens that rows have just sampled.
-
-        It returns without waiting for the next masks.
 
         Args:
           tokens: of each row.
           sampled: the rows that have sampled one.
           room: how many forced tokens each row can take.
+          least: as many forced tokens in all rows together pay; fewer come one by one, where masks
+            admit nothing else.
 
         Returns:
           The forced tokens that follow, and how many there are: all read, too.
@@ -78,14 +79,15 @@ class GrammarRows:
 
     Attributes:
       states: int32[R], the state of each row in `tables`, or `NO_GRAMMAR` or `SERVED`.
-      served: [R, 1] where there is a server, of no meaning but its size; [R, 0] for none.
+      words: uint32[R, W], the masks of rows that a server has, where the host is the device; elsewhere
+        it is asked for them, and only the size of this tells that there is a server. [R, 0] for none.
       tables: the grammars on the device.
       server: int32[], the number of the server.
       ticket: int32[], orders the calls of the server.
     """
 
     states: Array
-    served: Array
+    words: Array
     tables: GrammarTables
     server: Array
     ticket: Array
@@ -95,7 +97,7 @@ class GrammarRows:
         """Rows without a grammar, and without room for one."""
         return cls(
             filled(rows, NO_GRAMMAR),
-            filled((rows, 0), False, bool),
+            filled((rows, 0), dtype=np.uint32),
             GrammarTables.empty(vocab_size),
             filled(()),
             filled(()),
@@ -104,14 +106,12 @@ class GrammarRows:
     @property
     def in_use(self) -> bool:
         """True if any row can have a grammar."""
-        return self.tables.num_states > 0 or self.served.shape[1] > 0
+        return self.tables.num_states > 0 or self.words.shape[1] > 0
 
     def with_server(self, number: int) -> "GrammarRows":
-        """The same with room for rows that this server serves."""
-        rows = self.states.shape[0]
-        return dataclasses.replace(
-            self, served=filled((rows, 1), False, bool), server=filled((), number)
-        )
+        """The same with the masks of the rows that this server serves, as they are now."""
+        words = jax.device_put(np.asarray(_servers[number].masks(self.states.shape[0])))
+        return dataclasses.replace(self, words=words, server=filled((), number))
 
     def with_states(self, states: Int[Any, " R"]) -> "GrammarRows":
         """The same with other states of rows."""
@@ -129,6 +129,8 @@ class GrammarRows:
         if not self.in_use:
             return jnp.zeros((rows, 0), jnp.uint32)
         words = jnp.full((rows, self.tables.num_words), _ALL, jnp.uint32)
+        if self.words.shape[1]:
+            words = self._served_words(words, due, mesh)
         if self.tables.num_states:
             has_table = self.states >= 0
             words = jax.lax.cond(
@@ -139,21 +141,26 @@ class GrammarRows:
                 lambda words: words,
                 words,
             )
-        if self.served.shape[1]:
-            served = due & (self.states == SERVED)
-
-            def ask(words: Array) -> Array:
-                (given,) = _call(_masks, mesh, (words,), self.server, self.ticket)
-                return jnp.where(served[:, None], given, words)
-
-            words = jax.lax.cond(jnp.any(served), ask, lambda words: words, words)
         return words
+
+    def _served_words(self, words: Array, due: Array, mesh: Mesh | None) -> Array:
+        """The masks with those of the rows that a server has."""
+        served = self.states == SERVED
+        if _is_host():
+            return jnp.where(served[:, None], self.words, words)
+
+        def ask(words: Array) -> Array:
+            (given,) = _call(_masks, mesh, (words,), self.server, self.ticket)
+            return jnp.where(served[:, None], given, words)
+
+        return jax.lax.cond(jnp.any(due & served), ask, lambda words: words, words)
 
     def after(
         self,
         token: Int[Array, " R"],
         sampled: Bool[Array, " R"],
         room: Int[Array, " R"],
+        least: Int[Array, ""],
         mesh: Mesh | None = None,
     ) -> tuple["GrammarRows", Int[Array, "R F"], Int[Array, " R"]]:
         """The grammars after rows have sampled, the tokens that these force, and how many.
@@ -162,38 +169,47 @@ class GrammarRows:
           token: of each row.
           sampled: the rows that have sampled one, and go on.
           room: how many forced tokens each row can take.
+          least: see `MaskServer.advance`.
           mesh: of the model.
         """
         rows = self.states.shape[0]
         forced, count = jnp.zeros((rows, MOST_FORCED), jnp.int32), jnp.zeros(rows, jnp.int32)
-        states, ticket = self.states, self.ticket
+        states = self.states
         if self.tables.num_states:
             reads = sampled & (states >= 0)
             states, forced, count = jax.lax.cond(
                 jnp.any(reads),
-                lambda *_: self._read(token, reads, room),
+                lambda *_: self._read(token, reads, room, least),
                 lambda *same: same,
                 *(states, forced, count),
             )
-        if self.served.shape[1]:
-            served = sampled & (self.states == SERVED)
+        after = dataclasses.replace(self, states=states)
+        if not self.words.shape[1]:
+            return after, forced, count
+        served = sampled & (self.states == SERVED)
+        other = forced, count, self.ticket, *([self.words] if _is_host() else [])
 
-            def tell(*other: Array) -> tuple[Array, Array, Array]:
-                forced, count, ticket = other
-                arguments = self.server, ticket, token, served, room
-                given, number, ticket = _call(_advance, mesh, other, *arguments)
-                forced = jnp.where(served[:, None], given, forced)
-                return forced, jnp.where(served, number, count), ticket
+        def tell(*other: Array) -> tuple[Array, ...]:
+            arguments = self.server, self.ticket, token, served, room, least
+            given, number, *rest = _call(_advance, mesh, other, *arguments)
+            forced = jnp.where(served[:, None], given, other[0])
+            return forced, jnp.where(served, number, other[1]), *rest
 
-            forced, count, ticket = jax.lax.cond(
-                jnp.any(served), tell, lambda *same: same, forced, count, ticket
-            )
-        return dataclasses.replace(self, states=states, ticket=ticket), forced, count
+        found = jax.lax.cond(jnp.any(served), tell, lambda *same: same, *other)
+        forced, count, ticket, *words = found
+        return (
+            dataclasses.replace(after, ticket=ticket, words=words[0] if words else self.words),
+            forced,
+            count,
+        )
 
-    def _read(self, token: Array, reads: Array, room: Array) -> tuple[Array, Array, Array]:
+    def _read(
+        self, token: Array, reads: Array, room: Array, least: Array
+    ) -> tuple[Array, Array, Array]:
         """The states of rows that read a token with a table, what is forced, and how much."""
         reached = self.tables.step(jnp.maximum(self.states, 0), jnp.maximum(token, 0))
         count = jnp.where(reads, jnp.minimum(self.tables.num_forced[reached], room), 0)
+        count = jnp.where(jnp.sum(count) >= least, count, 0)
         last = jnp.take_along_axis(
             self.tables.after[reached], jnp.maximum(count - 1, 0)[:, None], axis=1
         )[:, 0]
@@ -206,7 +222,7 @@ class GrammarRows:
 
 def _masks(server: Any, ticket: Any, words: np.ndarray) -> None:
     del ticket
-    words[:] = 0  # where the server fails, no token is left
+    words[:] = 0
     words[:] = _servers[int(server)].masks(len(words))
 
 
@@ -216,13 +232,24 @@ def _advance(
     tokens: np.ndarray,
     sampled: np.ndarray,
     room: np.ndarray,
+    least: Any,
     forced: np.ndarray,
     count: np.ndarray,
     next_ticket: np.ndarray,
+    *words: np.ndarray,
 ) -> None:
     next_ticket[...] = (int(ticket) + 1) % 2**31
-    forced[:], count[:] = 0, 0
-    forced[:], count[:] = _servers[int(server)].advance(tokens, sampled, room)
+    for array in (forced, count, *words):  # where the server fails, no token is left
+        array[:] = 0
+    forced[:], count[:] = _servers[int(server)].advance(tokens, sampled, room, int(least))
+    for array in words:
+        array[:] = _servers[int(server)].masks(len(array))
+
+
+def _is_host() -> bool:
+    """True where the host that computes masks is the device that samples: they are then computed as
+    soon as they can be, in the same call. Elsewhere that would let the device wait."""
+    return current_device() is None
 
 
 def _call(

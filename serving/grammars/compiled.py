@@ -59,9 +59,9 @@ class CompiledGrammar:
         """Returns whether any token can come first."""
         if self.table:
             return bool((self.table.transitions[self.table.start] >= 0).any())
-        mask = llguidance.numpy.allocate_token_bitmask(1, len(self.vocabulary.tokens))
-        llguidance.numpy.fill_next_token_bitmask(self.matcher(), mask)
-        return bool(mask.any())
+        words = llguidance.numpy.allocate_token_bitmask(1, self.vocabulary.reader.vocab_size)
+        llguidance.numpy.fill_next_token_bitmask(self.matcher(), words)
+        return bool(words.any())
 
     def admits(self, tokens: Sequence[int]) -> bool:
         """Returns whether these tokens, without one that ends the text, are a whole text of it."""

@@ -44,11 +44,12 @@ class GrammarPlaces:
     """
 
     def __init__(self, vocab_size: int):
-        self._vocab, self._server = vocab_size, None
+        self._vocab = vocab_size
+        self._server: MatcherServer | None = None
         self._placed: dict[CompiledGrammar, _Placed] = {}
         self._of_row: dict[int, _Placed] = {}
         self._sizes = 0, 0, 0
-        self._changed = False
+        self._changed = self._entered = False
 
     def enter(self, row: int, grammar: CompiledGrammar | None, output: Sequence[int]) -> int:
         """Gives a row a grammar; returns the row's state in `GrammarRows`.
@@ -68,8 +69,9 @@ class GrammarPlaces:
             self._of_row[row] = placed
             return placed.state + grammar.table.read(output)
         if self._server is None:
-            self._server, self._changed = MatcherServer(self._vocab), True
+            self._server = MatcherServer(self._vocab)
         self._server.enter(row, grammar, output)
+        self._entered = True
         return SERVED
 
     def leave(self, row: int) -> None:
@@ -90,11 +92,12 @@ class GrammarPlaces:
 
     def put(self, grammars: GrammarRows) -> GrammarRows:
         """The grammars of a decode state with the tables and the server that its rows need."""
+        if self._entered:  # the device has the masks of the others already
+            assert self._server
+            grammars, self._entered = grammars.with_server(self._server.number), False
         if not self._changed:
             return grammars
         self._changed = False
-        if self._server and not grammars.served.shape[1]:
-            grammars = grammars.with_server(self._server.number)
         return dataclasses.replace(grammars, tables=self._tables())
 
     def _place(self, grammar: CompiledGrammar) -> _Placed | None:

@@ -1,5 +1,8 @@
-"""The host's part of grammars that are no tables: it reads along, and computes the next masks while
-the device is at work on the next pass."""
+"""The host's part of grammars that are no tables: it reads along, and computes the next masks.
+
+A GPU is at work on the next pass meanwhile. Where the host itself is the device, it computes them
+between two passes: threads beside those of a pass would hold these up for longer than that takes.
+"""
 
 import collections
 import concurrent.futures
@@ -8,13 +11,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import llguidance
-import llguidance.numpy
 import numpy as np
 
 from jaxshare.decoding.grammar_rows import register_server
 from jaxshare.decoding.grammar_tables import MOST_FORCED
+from jaxshare.pallas.device import current_device
 from jaxshare.serving.grammars.compiled import CompiledGrammar
+from jaxshare.serving.grammars.vocabulary import GrammarVocabulary
 
 _ALL = 0xFFFFFFFF
 
@@ -24,20 +27,20 @@ class _ServedRow:
     """A row that is read along with.
 
     Attributes:
+      vocabulary: of the model.
       matcher: has read the forced tokens, too.
-      stops: tokens that end the text.
       forced: tokens that must come, and were not fed yet.
     """
 
+    vocabulary: GrammarVocabulary
     matcher: Any
-    stops: tuple[int, ...]
     forced: collections.deque[int]
 
     def read(self, token: int) -> None:
         """Reads a sampled token, and finds those that it forces."""
         if self.forced:
             self.forced.popleft()
-        elif token not in self.stops:
+        elif token not in self.vocabulary.stops:
             self.matcher.consume_token(token)
             self.find_forced()
 
@@ -61,16 +64,15 @@ class MatcherServer:
     """
 
     def __init__(self, vocab_size: int):
-        self._words = -(-vocab_size // 32)
+        self._words, self._ahead = -(-vocab_size // 32), current_device() is not None
         self._rows: dict[int, _ServedRow] = {}
-        self._masks = np.zeros((0, self._words), np.int32)
-        self._executor = llguidance.LLExecutor()
+        self._masks, self._address = np.zeros((0, self._words), np.uint32), 0
         self._under_way: concurrent.futures.Future | None = None
         self.number = register_server(self)
 
     def enter(self, index: int, grammar: CompiledGrammar, output: Sequence[int]) -> None:
         """Serves a row from now on, whose output so far is given."""
-        row = _ServedRow(grammar.matcher(), grammar.vocabulary.stops, collections.deque())
+        row = _ServedRow(grammar.vocabulary, grammar.matcher(), collections.deque())
         row.find_forced()
         for token in output:  # one by one, so that the same tokens are forced as at first
             row.read(token)
@@ -95,7 +97,7 @@ class MatcherServer:
         return self._rows[index].matcher.get_error() if index in self._rows else ""
 
     def advance(
-        self, tokens: np.ndarray, sampled: np.ndarray, room: np.ndarray
+        self, tokens: np.ndarray, sampled: np.ndarray, room: np.ndarray, least: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """See `MaskServer.advance`."""
         self._wait()
@@ -106,8 +108,11 @@ class MatcherServer:
             row = self._rows[index]
             row.read(int(tokens[index]))
             count[index] = min(len(row.forced), room[index])
+        if count.sum() < least:
+            count[:] = 0
+        for index in read:
             for place in range(count[index]):
-                forced[index, place] = row.forced.popleft()
+                forced[index, place] = self._rows[index].forced.popleft()
         self._compute(read)
         return forced, count
 
@@ -116,33 +121,39 @@ class MatcherServer:
         self._wait()
         words = np.full((rows, self._words), _ALL, np.uint32)
         served = [index for index in self._rows if index < rows]
-        words[served] = self._masks[served].view(np.uint32)
+        words[served] = self._masks[served]
         return words
 
     def _compute(self, indices: Sequence[int]) -> None:
         """Computes the masks of some rows in the background."""
         self._grow(max(indices, default=-1) + 1)
-        matchers = []
+        unforced = []
         for index in indices:
             row = self._rows[index]
             if row.forced:
                 self._masks[index] = 0
                 word, bit = divmod(row.forced[0], 32)
-                self._masks.view(np.uint32)[index, word] = 1 << bit
+                self._masks[index, word] = 1 << bit
             else:
-                matchers.append((row.matcher, index))
-        if matchers:
-            self._under_way = _thread().submit(self._fill, matchers)
+                unforced.append(index)
+        if self._ahead and unforced:
+            self._under_way = _thread().submit(self._fill, unforced)
+        else:
+            self._fill(unforced)
 
-    def _fill(self, matchers: Sequence[tuple[Any, int]]) -> None:
-        llguidance.numpy.fill_next_token_bitmask_par(self._executor, [*matchers], self._masks)
-        for matcher, index in matchers:
-            if matcher.is_error():
+    def _fill(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            row = self._rows[index]
+            self._masks[index, row.vocabulary.num_words :] = 0
+            size = 4 * row.vocabulary.num_words
+            row.matcher.unsafe_compute_mask_ptr(self._address + 4 * index * self._words, size)
+            if row.matcher.is_error():
                 self._masks[index] = 0
 
     def _grow(self, rows: int) -> None:
         if rows > len(self._masks):
             self._masks = np.pad(self._masks, ((0, rows - len(self._masks)), (0, 0)))
+            self._address = self._masks.ctypes.data
 
     def _wait(self) -> None:
         under_way, self._under_way = self._under_way, None
@@ -152,5 +163,5 @@ class MatcherServer:
 
 @functools.cache
 def _thread() -> concurrent.futures.Executor:
-    """One thread for all servers; llguidance has its own for the rows of a call."""
+    """One thread for all servers."""
     return concurrent.futures.ThreadPoolExecutor(1, "jaxshare grammars")

@@ -33,6 +33,11 @@ class GrammarVocabulary:
         """
         return _vocabulary(tokenizer, vocab_size, stops)
 
+    @functools.cached_property
+    def num_words(self) -> int:
+        """Words of 32 bits for the tokens that the tokenizer knows; it may be fewer than the model's."""
+        return -(-self.reader.vocab_size // 32)
+
     def first_forced(self, text: bytes, ends: bool) -> int | None:
         """The first token of a text that must come, as the tokenizer cuts it; None where that
         depends on what follows.
@@ -51,8 +56,11 @@ def _vocabulary(tokenizer: Any, vocab_size: int, stops: tuple[int, ...]) -> Gram
     tokens = _bytes(tokenizer, vocab_size)
     # A token that ends a text is no part of one.
     tokens = [b"" if number in stops else token for number, token in enumerate(tokens)]
-    wrapped = llguidance.TokenizerWrapper(_Tokenizer(tokenizer, tokens, stops))
-    reader = llguidance.LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=[*stops])
+    # Places at the end that the tokenizer does not use would be looked at for every mask.
+    used = max((number for number, token in enumerate(tokens) if token), default=0)
+    known = tokens[: max(used, *stops) + 1]
+    wrapped = llguidance.TokenizerWrapper(_Tokenizer(tokenizer, known, stops))
+    reader = llguidance.LLTokenizer(wrapped, eos_token=[*stops])
     return GrammarVocabulary(tokens, stops, reader)
 
 

@@ -153,7 +153,7 @@ class Reader:
         found = np.flatnonzero(grammar.transitions[self.states[row]] >= 0)
         return int(found[0]) if len(found) == 1 and found[0] != STOP else None
 
-    def advance(self, tokens, sampled, room):
+    def advance(self, tokens, sampled, room, least):
         self.calls.append("advance")
         forced, count = np.zeros((len(tokens), MOST_FORCED), int), np.zeros(len(tokens), int)
         for row in np.flatnonzero(sampled):
@@ -190,14 +190,14 @@ def test_rows_that_the_host_reads_along_write_what_tables_make_them_write(more):
             part += new
         state = state.without_outputs()
     assert parts == expected
-    # A mask before each draw, and what was drawn after it: never out of order.
-    assert reader.calls[:2] == ["masks", "advance"]
+    # The masks of the first draws, and then those after each draw: never out of order.
+    assert reader.calls[:3] == ["masks", "advance", "masks"]
     assert all(a != b for a, b in zip(reader.calls, reader.calls[1:], strict=False))
 
 
 def test_a_server_that_fails_leaves_no_token_and_the_others_go_on():
     class Broken(Reader):
-        def masks(self, rows):
+        def advance(self, tokens, sampled, room, least):
             raise RuntimeError("no masks today")
 
     broken = Broken(ONE, None, None)
@@ -206,6 +206,7 @@ def test_a_server_that_fails_leaves_no_token_and_the_others_go_on():
     states = jnp.asarray([SERVED, NO_GRAMMAR, NO_GRAMMAR], jnp.int32)
     state = run(dataclasses.replace(state, grammars=rows.with_states(states)))
     assert FinishReason(int(state.reasons[0])) is FinishReason.NO_TOKEN
+    assert len(texts(state)[0]) == 1  # with the masks that it had at first
     assert texts(state)[1:] == texts(run(start(None, None, None)))[1:]
 
 
