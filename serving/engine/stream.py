@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Self
 
 from jaxshare.argument_checks import as_timeout
+from jaxshare.decoding.top_logits import TopLogits, largest_logprobs
 from jaxshare.serving.engine.completion import Completion, without_stop
 
 
@@ -19,10 +20,17 @@ class TokenChunk:
     """One item of a stream: tokens, and the text that they complete.
 
     A character may be completed by a later chunk.
+
+    Attributes:
+      tokens, text: as described.
+      logprobs, top_logprobs: of the tokens, as `Completion` has them; None where they were not
+        asked for. Those of a stop token, which is in no chunk, are in the completion.
     """
 
     tokens: tuple[int, ...]
     text: str
+    logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
 
 
 class Stream:
@@ -75,7 +83,8 @@ class Stream:
         with state.changed:
             tokens = state.chunks.popleft() if state.chunks else ()
             last = state.output is not None and not state.chunks
-        chunk = TokenChunk(tokens, state.detokenizer.next_text(tokens, last))
+        scores = state.scores.next(len(tokens)) if state.scores else ()
+        chunk = TokenChunk(tokens, state.detokenizer.next_text(tokens, last), *scores)
         if chunk.tokens or chunk.text:
             return chunk
         state.result()  # raises the request's error
@@ -132,11 +141,47 @@ class Detokenizer:
         return text[: start + size * self._includes_stop], True
 
 
+class StreamScores:
+    """The log-probabilities of a stream's tokens, in their order.
+
+    Args:
+      logprobs: of all tokens so far, which grows while the engine runs; None if none are wanted.
+      parts: their distributions, which grow likewise.
+      num_top: the number of likeliest tokens to give in each place; 0 for none.
+    """
+
+    def __init__(self, logprobs: Sequence[float] | None, parts: Sequence[TopLogits], num_top: int):
+        self._logprobs, self._parts, self._num_top = logprobs, parts, num_top
+        self._told = self._taken = 0
+        self._top: list[tuple[tuple[int, float], ...]] = []
+
+    def next(self, count: int) -> tuple[Any, Any]:
+        """The log-probabilities of the next tokens, and the likeliest tokens; None for neither."""
+        logprobs = top = None
+        if self._logprobs is not None:
+            logprobs = tuple(self._logprobs[self._told : self._told + count])
+        if self._num_top:
+            while len(self._top) < count:
+                self._top += largest_logprobs(self._parts[self._taken], self._num_top)
+                self._taken += 1
+            top, self._top = tuple(self._top[:count]), self._top[count:]
+        self._told += count
+        return logprobs, top
+
+
 class StreamState:
-    """State shared by a stream and the engine, which must not keep the stream itself alive."""
+    """State shared by a stream and the engine, which must not keep the stream itself alive.
+
+    Args:
+      detokenizer: of the text.
+
+    Attributes:
+      scores: of the tokens; None if none are wanted.
+    """
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self.detokenizer = detokenizer
+        self.scores: StreamScores | None = None
         self.changed = threading.Condition()
         self.chunks: collections.deque[tuple[int, ...]] = collections.deque()
         self.output: Completion | None = None

@@ -1,0 +1,106 @@
+"""The application: all endpoints, and what every request goes through."""
+
+import time
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxshare import __version__
+from jaxshare.serving.http import errors
+from jaxshare.serving.http.auth import ApiKeys
+from jaxshare.serving.http.endpoints import chat, completions, models
+from jaxshare.serving.http.limits import BodyLimits, LocalHosts
+from jaxshare.serving.http.metrics import HttpMetrics
+from jaxshare.serving.http.service import Service
+
+_ROUTERS = (models.router, completions.router, chat.router)
+_ERROR = {
+    "description": "An error in OpenAI's shape",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["error"],
+                "properties": {
+                    "error": {
+                        "type": "object",
+                        "required": ["message", "type", "param", "code"],
+                        "properties": {
+                            "message": {"type": "string"},
+                            "type": {"type": "string"},
+                            "param": {"type": ["string", "null"]},
+                            "code": {"type": ["string", "null"]},
+                        },
+                    }
+                },
+            }
+        }
+    },
+}
+
+
+def create_app(service: Service, *, is_local: bool = False) -> FastAPI:
+    """Makes the application.
+
+    Args:
+      service: that its endpoints share.
+      is_local: it listens on a loopback address, so that requests name this machine.
+    """
+    app = FastAPI(
+        title="jaxshare",
+        version=__version__,
+        docs_url=None,  # these pages load programs from elsewhere
+        redoc_url=None,
+        responses={"default": _ERROR},
+    )
+    app.state.service = service
+    errors.add_handlers(app)
+    for router in _ROUTERS:
+        app.include_router(router)
+    settings = service.settings
+    # The last one that is added sees a request first.
+    app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
+    app.add_middleware(ApiKeys, keys=settings.api_keys)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["Authorization", "Content-Type"],
+        )
+    if is_local:
+        app.add_middleware(LocalHosts)
+    app.add_middleware(_Counted, metrics=service.metrics)
+    return app
+
+
+class _Counted:
+    """Counts requests, by the path of their endpoint and the status of their answer."""
+
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics):
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        status, begin = 500, time.perf_counter()
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self._metrics.begun()
+        try:
+            await self._app(scope, receive, counted)
+        finally:
+            path = _path_of(scope.get("route"))
+            self._metrics.ended(path, status, time.perf_counter() - begin)
+
+
+def _path_of(route: Any) -> str:
+    """The path of an endpoint as it is written here; paths that clients make up are all one."""
+    return getattr(route, "path", "other")
