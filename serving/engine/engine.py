@@ -24,7 +24,7 @@ from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.request import DerivedSeeds, Request
 from jaxshare.serving.engine.scheduler import MAX_PASSES
 from jaxshare.serving.engine.session_passes import SessionPasses
-from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamScores, StreamState
+from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamState
 from jaxshare.serving.engine.validation import as_sampler
 from jaxshare.serving.errors import EngineError, QueueFullError
 from jaxshare.serving.greedy import warn_of_greedy
@@ -184,9 +184,6 @@ class Engine(EngineLoop):
         warn_of_greedy(self.model, options.sampler)
         state = StreamState(Detokenizer(self.model.tokenizer, options.stops, options.includes_stop))
         request = options.request(next(self._numbers), tokens, state)
-        if request.scored or request.num_top_logprobs:
-            scored = request.logprobs if request.scored else None
-            state.scores = StreamScores(scored, request.top_logits, request.num_top_logprobs)
         self._enqueue(request, state, options.seed)
         return Stream(state, functools.partial(_cancel, request))
 

@@ -13,7 +13,7 @@ from jaxshare.argument_checks import INT32_MAX, INT64_MAX, as_integer, as_list, 
 from jaxshare.models import LoadedModel
 from jaxshare.serving.checkpoints import SaveError
 from jaxshare.serving.engine.request import Request
-from jaxshare.serving.engine.stream import StreamState
+from jaxshare.serving.engine.stream import StreamScores, StreamState
 from jaxshare.serving.errors import TooLongError
 from jaxshare.serving.inputs import (
     as_top_logprobs,
@@ -191,8 +191,8 @@ class RequestOptions:
     num_top_logprobs: int
 
     def request(self, number: int, tokens: np.ndarray, stream: StreamState) -> Request:
-        """Makes the request; its seed is still to be set."""
-        return Request(
+        """Makes the request, whose scores the stream gives; its seed is still to be set."""
+        request = Request(
             number,
             tokens,
             self.sampler,
@@ -205,6 +205,10 @@ class RequestOptions:
             self.num_top_logprobs,
             scored=self.logprobs,
         )
+        if self.logprobs or self.num_top_logprobs:
+            logprobs = request.logprobs if self.logprobs else None
+            stream.scores = StreamScores(logprobs, request.top_logits, self.num_top_logprobs)
+        return request
 
     @classmethod
     def checked(

@@ -1,4 +1,4 @@
-"""What handlers of requests have in common: their service, and the forms of answers."""
+"""The service of a request, and the forms of answers, for all handlers."""
 
 import json
 from collections.abc import Awaitable

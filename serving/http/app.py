@@ -10,12 +10,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxshare import __version__
 from jaxshare.serving.http import errors
 from jaxshare.serving.http.auth import ApiKeys
-from jaxshare.serving.http.endpoints import chat, completions, models
+from jaxshare.serving.http.endpoints import chat, completions, models, responses, tokens
+from jaxshare.serving.http.endpoints.response_store import ResponseStore
 from jaxshare.serving.http.limits import BodyLimits, LocalHosts
 from jaxshare.serving.http.metrics import HttpMetrics
 from jaxshare.serving.http.service import Service
 
-_ROUTERS = (models.router, completions.router, chat.router)
+_ROUTERS = tuple(part.router for part in (models, completions, chat, responses, tokens))
 _ERROR = {
     "description": "An error in OpenAI's shape",
     "content": {
@@ -56,10 +57,11 @@ def create_app(service: Service, *, is_local: bool = False) -> FastAPI:
         responses={"default": _ERROR},
     )
     app.state.service = service
+    settings = service.settings
+    app.state.responses = ResponseStore(settings.max_responses, settings.max_response_bytes)
     errors.add_handlers(app)
     for router in _ROUTERS:
         app.include_router(router)
-    settings = service.settings
     # The last one that is added sees a request first.
     app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
     app.add_middleware(ApiKeys, keys=settings.api_keys)

@@ -23,7 +23,7 @@ from jaxshare.serving.inputs import default_sampler, encode
 
 
 class Service:
-    """What the endpoints share.
+    """The state that the endpoints share.
 
     Attributes:
       engine, model, settings: as given; the model is the engine's.
@@ -114,13 +114,17 @@ class Service:
                 raise
             raise told from error
 
-    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+    def encode(self, prompt: str | Sequence[int], *, first: bool = True) -> list[int]:
         """Returns the tokens of a prompt, checked against the vocabulary.
+
+        Args:
+          prompt: a text, or tokens.
+          first: see `jaxshare.serving.inputs.encode`.
 
         Raises:
           ApiError: it is empty, or has other tokens.
         """
-        tokens = encode(self.model, prompt)
+        tokens = encode(self.model, prompt, first=first)
         vocab = self.model.config.vocab_size
         if (wrong := next((token for token in tokens if token >= vocab), None)) is not None:
             raise bad_request(

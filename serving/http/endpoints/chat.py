@@ -26,7 +26,7 @@ from jaxshare.serving.http.generation.logprobs import (
     chat_logprobs,
     shown_tokens,
 )
-from jaxshare.serving.http.generation.messages import Message, NamedTool, OfferedTool
+from jaxshare.serving.http.generation.messages import ChatMessage, NamedTool, OfferedTool
 from jaxshare.serving.http.generation.running import FINISHED, Choice, Running, usage_of
 from jaxshare.serving.http.generation.tool_choice import offer_of
 from jaxshare.serving.http.service import Service, new_id
@@ -57,7 +57,7 @@ class ChatFields(SamplingFields):
         *("store", "reasoning_effort", "verbosity", "safety_identifier", "prompt_cache_key"),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=_MOST_MESSAGES)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = 1

@@ -66,7 +66,7 @@ class CompletionFields(SamplingFields):
         return given
 
 
-class _Work:
+class _CompletionWork:
     """A request that is checked: what its choices are, and how they are written."""
 
     def __init__(self, service: Service, fields: CompletionFields):
@@ -188,11 +188,11 @@ def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 async def create_completion(body: CompletionFields, request: Request) -> Response:
     """Samples completions of prompts."""
     service = service_of(request)
-    work = _Work(service, body)
+    work = _CompletionWork(service, body)
     return await whole(request, _answer(request, work))
 
 
-async def _answer(request: Request, work: _Work) -> Response:
+async def _answer(request: Request, work: _CompletionWork) -> Response:
     await work.prepare()
     if work.max_tokens == 0:
         choices = [work.choice(i, i, None) for i in range(len(work.prompts))]
@@ -226,7 +226,7 @@ def _best(completions: list[Completion], n: int) -> list[Completion]:
     return best
 
 
-async def _events(work: _Work, running: Running) -> AsyncGenerator[bytes]:
+async def _events(work: _CompletionWork, running: Running) -> AsyncGenerator[bytes]:
     """The events of a stream of chunks."""
     options = work.fields.stream_options
     with_usage = options is not None and options.include_usage

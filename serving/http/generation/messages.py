@@ -38,7 +38,7 @@ class MessageCall(BaseModel):
     function: CalledFunction
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """A message of a dialogue. Templates make tokens of roles, so there are no others."""
 
     model_config = ConfigDict(extra="ignore", strict=True)

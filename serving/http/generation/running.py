@@ -16,7 +16,7 @@ from jaxshare.serving.http.errors import api_error, draining
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What is sampled for the prompts of a request.
+    """The prompts of a request, and how they are continued.
 
     Attributes:
       prompts: tokens of each.
