@@ -1,6 +1,7 @@
 """Errors in OpenAI's shape, with the right status, from wherever they are raised."""
 
 import logging
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +22,11 @@ from jaxshare.serving.errors import (
 _log = logging.getLogger("jaxshare.http")
 
 _RETRY_SECONDS = 1
-_MOST_PLACES = 8
+_MOST_PLACES = 16
+_ALTERNATIVE = re.compile(
+    r"str|int|float|bool|(list|dict|literal|constrained|function)[-\[].*|[A-Z]\w*"
+)
+"""How pydantic names an alternative of a field on the way to an error."""
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -36,6 +41,10 @@ _TYPES = {
 }
 _NAMES = {"max_new_tokens": "max_tokens", "bias": "logit_bias", "include_stop": None}
 """Arguments of the library whose fields have another name."""
+
+
+_SINGLE = frozenset({"temperature", "seed", "stop", "tools", "priority", "resample"})
+"""Fields of one word that sentences of the library begin with."""
 
 
 class ApiError(Exception):
@@ -144,9 +153,7 @@ def _param_of(message: str, prompt: str) -> str:
     """The field that a sentence of the library begins with, or that of the prompt."""
     found = re.match(r"([a-z]\w*) (?:is|has|cannot|are)\b", message)
     name = found[1] if found else ""
-    return (
-        name if "_" in name or name in ("seed", "stop", "tools", "priority", "resample") else prompt
-    )
+    return name if "_" in name or name in _SINGLE else prompt
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -190,16 +197,24 @@ async def _tell_http(_: Request, error: Exception) -> JSONResponse:
 async def _tell_invalid(_: Request, error: Exception) -> JSONResponse:
     """Tells where a body does not fit, without what it has there."""
     assert isinstance(error, RequestValidationError)
-    found = [(_place(one), str(one.get("msg", "it is not valid"))) for one in error.errors()]
-    place, message = found[0] if found else ("", "it is not valid")
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    told = f"{place or 'the body'}: {message}{more}"
-    return bad_request(told, place or None, "invalid_value").response()
+    found = [*error.errors()]
+    if any(one.get("type") == "json_invalid" for one in found):
+        return bad_request("the body is no JSON", None, "invalid_json").response()
+    # Of a field's alternatives, those that fit the longest way are meant.
+    first = [one for one in found if _field(one) == _field(found[0])]
+    deepest = max((len(_place(one)) for one in first), default=0)
+    meant = [one for one in first if len(_place(one)) == deepest]
+    place = ".".join(os.path.commonprefix([_place(one) for one in meant]))
+    told = dict.fromkeys(str(one.get("msg", "it is not valid")) for one in meant)
+    message = f"{place or 'the body'}: {', or: '.join(told)}"
+    return bad_request(message, place or None, "invalid_value").response()
 
 
-def _place(error: Mapping[str, Any]) -> str:
-    """The field that an error of validation is about, such as `messages.0.role`."""
-    parts = [str(part)[:64] for part in error.get("loc", ())]
-    if error.get("type") == "json_invalid":
-        return ""
-    return ".".join(parts[1 : 1 + _MOST_PLACES])
+def _field(error: Mapping[str, Any]) -> str:
+    return ".".join(map(str, error.get("loc", ())[:2]))
+
+
+def _place(error: Mapping[str, Any]) -> list[str]:
+    """The names and numbers on the way to an error, such as ["messages", "0", "role"]."""
+    parts = [str(part)[:64] for part in error.get("loc", ())[1 : 1 + _MOST_PLACES]]
+    return [part for part in parts if not _ALTERNATIVE.fullmatch(part)]

@@ -10,13 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from jaxshare import FinishReason
+from jaxshare.serving.chat import FunctionTool
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.http import sse
 from jaxshare.serving.http.answers import json_response, owner_of, service_of, whole
 from jaxshare.serving.http.endpoints.response_input import Input, messages_of
 from jaxshare.serving.http.endpoints.response_output import OutputWriter
 from jaxshare.serving.http.endpoints.response_store import ResponseStore
-from jaxshare.serving.http.errors import ApiError, bad_request, unsupported
+from jaxshare.serving.http.errors import ApiError, unsupported
 from jaxshare.serving.http.generation.chat_answers import AnswerReader
 from jaxshare.serving.http.generation.dialogues import (
     Dialogue,
@@ -44,9 +45,22 @@ router = APIRouter()
 
 
 class FlatTool(OfferedFunction):
-    """A tool of a response."""
+    """A tool of a response, whose function is not a part of its own."""
 
-    type: Literal["function"]
+    type: str
+    name: str = ""
+
+    def tool(self) -> FunctionTool:
+        """Returns the tool.
+
+        Raises:
+          ApiError: it is no function, or its name or schema cannot be used.
+        """
+        if self.type != "function":
+            raise unsupported(
+                "tools", f"type {self.type[:32]} is none that clients run; give functions"
+            )
+        return super().tool()
 
 
 class FlatNamedTool(NamedFunction):
@@ -232,16 +246,10 @@ async def _start(request: Request, fields: ResponseFields) -> _ResponseWork:
         fields.parallel_tool_calls is not False,
     )
     form = fields.text.format.response_format() if fields.text and fields.text.format else None
-    try:
-        dialogue = await read_dialogue(
-            service,
-            [*told, *messages],
-            offer,
-            grammar_of(fields, form),
-            fields.chat_template_kwargs,
-        )
-    except ApiError as error:
-        raise _about_input(error) from error
+    grammar, variables = grammar_of(fields, form), fields.chat_template_kwargs
+    dialogue = await read_dialogue(
+        service, [*told, *messages], offer, grammar, variables, field="input"
+    )
     running = await start_dialogue(
         service,
         fields,
@@ -250,16 +258,10 @@ async def _start(request: Request, fields: ResponseFields) -> _ResponseWork:
         max_tokens=fields.max_output_tokens,
         logprobs=fields.logprobs,
         top_logprobs=fields.top_logprobs or 0 if fields.logprobs else 0,
+        field="input",
     )
     response = _response(service, fields)
     return _ResponseWork(service, store, owner, fields, dialogue, messages, running, response)
-
-
-def _about_input(error: ApiError) -> ApiError:
-    """An error about messages, which are called input here."""
-    if error.param != "messages":
-        return error
-    return bad_request(error.message, "input", error.code)
 
 
 def _response(service: Service, fields: ResponseFields) -> dict[str, Any]:

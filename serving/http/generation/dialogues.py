@@ -46,6 +46,7 @@ async def read_dialogue(
     offer: Offer,
     grammar: Grammar | None,
     variables: Mapping[str, Any] | None,
+    field: str = "messages",
 ) -> Dialogue:
     """Encodes a dialogue.
 
@@ -55,6 +56,7 @@ async def read_dialogue(
       offer: the tools, and what has to be called.
       grammar: that the request asks for.
       variables: of the chat template.
+      field: the name of the messages, for errors.
 
     Raises:
       ApiError: the template refuses it, or a grammar is asked for beside a call that has to come.
@@ -73,7 +75,7 @@ async def read_dialogue(
         tail = tokenizer.decode(tokens[-_TAIL_TOKENS:])
         return tokens, format_of(tokenizer, service.settings.tool_format, offer.tools, tail)
 
-    tokens, format = await service.in_thread(encoded, prompt="messages")
+    tokens, format = await service.in_thread(encoded, prompt=field)
     return Dialogue(tokens, offer, format, forced or grammar)
 
 
@@ -86,8 +88,9 @@ async def start_dialogue(
     max_tokens: int | None,
     logprobs: bool,
     top_logprobs: int,
+    field: str = "messages",
 ) -> Running:
-    """Submits the answers to a dialogue; arguments and errors as of `Service.start`."""
+    """Submits the answers to a dialogue; arguments and errors as of `read_dialogue` and `Service.start`."""
     return await service.start(
         fields,
         [dialogue.tokens],
@@ -97,7 +100,7 @@ async def start_dialogue(
         grammar=dialogue.grammar,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
-        prompt="messages",
+        prompt=field,
     )
 
 

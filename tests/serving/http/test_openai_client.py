@@ -176,7 +176,9 @@ def test_logprobs_of_chats_are_those_of_the_engine(client, engine):
         for one in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else ())
     ]
     for found in (answer.choices[0].logprobs.content, streamed):
-        assert [one.logprob for one in found] == pytest.approx([*library.logprobs[:shown]], abs=1e-5)
+        assert [one.logprob for one in found] == pytest.approx(
+            [*library.logprobs[:shown]], abs=1e-5
+        )
         assert [len(one.top_logprobs) for one in found] == [2] * shown
         assert b"".join(bytes(one.bytes) for one in found).decode(errors="replace") == library.text
 
