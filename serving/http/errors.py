@@ -1,7 +1,6 @@
 """Errors in OpenAI's shape, with the right status, from wherever they are raised."""
 
-import logging
-import os
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -18,8 +17,6 @@ from jaxshare.serving.errors import (
     QueueFullError,
     TooLongError,
 )
-
-_log = logging.getLogger("jaxshare.http")
 
 _RETRY_SECONDS = 1
 _MOST_PLACES = 16
@@ -204,7 +201,8 @@ async def _tell_invalid(_: Request, error: Exception) -> JSONResponse:
     first = [one for one in found if _field(one) == _field(found[0])]
     deepest = max((len(_place(one)) for one in first), default=0)
     meant = [one for one in first if len(_place(one)) == deepest]
-    place = ".".join(os.path.commonprefix([_place(one) for one in meant]))
+    ways = zip(*map(_place, meant), strict=True)
+    place = ".".join(way[0] for way in itertools.takewhile(lambda way: len({*way}) == 1, ways))
     told = dict.fromkeys(str(one.get("msg", "it is not valid")) for one in meant)
     message = f"{place or 'the body'}: {', or: '.join(told)}"
     return bad_request(message, place or None, "invalid_value").response()

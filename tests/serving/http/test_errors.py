@@ -198,8 +198,15 @@ def test_a_body_that_is_too_large_is_not_read(tiny):
 
 
 def test_headers_have_a_bound(tiny):
-    answer = tiny.http.get("/health", headers={"X-Long": "a" * 2**20})
-    assert answer.status_code in (400, 431)
+    address = tiny.http.base_url
+    with socket.create_connection((address.host, address.port), timeout=10) as client:
+        try:
+            client.sendall(b"GET /health HTTP/1.1\r\nX-Long: " + b"a" * 2**20)
+            answer = client.recv(64)
+        except ConnectionError:  # it was closed before all of it was read
+            answer = b""
+    assert answer[:12] in (b"HTTP/1.1 400", b"")
+    assert tiny.http.get("/health").status_code == 200
 
 
 def test_a_body_that_does_not_come_is_not_waited_for():
