@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxshare import __version__
 from jaxshare.serving.http import errors
-from jaxshare.serving.http.auth import ApiKeys
+from jaxshare.serving.http.auth import OPEN_PATHS, ApiKeys
 from jaxshare.serving.http.endpoints import chat, completions, models, responses, tokens
 from jaxshare.serving.http.endpoints.response_store import ResponseStore
 from jaxshare.serving.http.limits import BodyLimits, LocalHosts
@@ -63,7 +63,12 @@ def create_app(service: Service, *, is_local: bool = False) -> FastAPI:
     for router in _ROUTERS:
         app.include_router(router)
     # The last one that is added sees a request first.
-    app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
+    app.add_middleware(
+        BodyLimits,
+        max_bytes=settings.max_body_bytes,
+        max_held_bytes=settings.max_held_bytes,
+        seconds=settings.body_seconds,
+    )
     app.add_middleware(ApiKeys, keys=settings.api_keys)
     if settings.allowed_origins:
         app.add_middleware(
@@ -74,15 +79,19 @@ def create_app(service: Service, *, is_local: bool = False) -> FastAPI:
         )
     if is_local:
         app.add_middleware(LocalHosts)
-    app.add_middleware(_Counted, metrics=service.metrics)
+    app.add_middleware(_Counted, metrics=service.metrics, most=settings.max_open)
     return app
 
 
 class _Counted:
-    """Counts requests, by the path of their endpoint and the status of their answer."""
+    """Counts requests, by the path of their endpoint and the status of their answer.
 
-    def __init__(self, app: ASGIApp, metrics: HttpMetrics):
-        self._app, self._metrics = app, metrics
+    Those that come while `most` are open get 503, but for probes.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics, most: int):
+        self._app, self._metrics, self._most = app, metrics, most
+        self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -96,11 +105,25 @@ class _Counted:
             await send(message)
 
         self._metrics.begun()
+        self._open += 1
         try:
-            await self._app(scope, receive, counted)
+            if self._open > self._most and scope["path"] not in OPEN_PATHS:
+                await _too_many().response()(scope, receive, counted)
+            else:
+                await self._app(scope, receive, counted)
         finally:
+            self._open -= 1
             path = _path_of(scope.get("route"))
             self._metrics.ended(path, status, time.perf_counter() - begin)
+
+
+def _too_many() -> errors.ApiError:
+    return errors.ApiError(
+        503,
+        "as many requests are open as may be; try again in a moment",
+        code="too_many_requests",
+        headers={"Retry-After": "1"},
+    )
 
 
 def _path_of(route: Any) -> str:

@@ -9,49 +9,65 @@ from jaxshare.serving.http.errors import ApiError
 
 
 class BodyLimits:
-    """Refuses bodies that are too large (413) or too slow (408).
+    """Refuses bodies that are too large (413), too slow (408), or too much together (503).
 
     Args:
       app: that is asked.
       max_bytes: of a body.
-      seconds: in which it has to be there.
+      max_held_bytes: of all bodies whose requests are not answered yet.
+      seconds: in which a body has to be there.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float):
+    def __init__(self, app: ASGIApp, max_bytes: int, max_held_bytes: int, seconds: float):
         self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
+        self._max_held_bytes, self._held = max_held_bytes, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if not declared.isdigit() or int(declared[:20]) > self._max_bytes:
+        if not declared.isdigit() or len(declared) > 18 or int(declared) > self._max_bytes:
             return await self._too_large().response()(scope, receive, send)
+        held: list[int] = []
         try:
-            body = await asyncio.wait_for(self._read(receive), self._seconds)
+            body = await asyncio.wait_for(self._read(receive, held), self._seconds)
         except TimeoutError:
-            error = ApiError(
-                408, f"the body did not come within {self._seconds:g} seconds", code="timeout"
-            )
-            return await error.response()(scope, receive, send)
-        except ApiError as error:
-            return await error.response()(scope, receive, send)
-        if body is not None:
-            await self._app(scope, _replayed(body, receive), send)
+            self._held -= sum(held)
+            return await self._too_slow().response()(scope, receive, send)
+        except _BodyError as refused:
+            self._held -= sum(held)
+            return await refused.error.response()(scope, receive, send)
+        try:
+            if body is not None:
+                await self._app(scope, _replayed(body, receive), send)
+        finally:
+            self._held -= sum(held)
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        """The whole body; None where the client has gone."""
-        parts, size = [], 0
+    async def _read(self, receive: Receive, held: list[int]) -> bytes | None:
+        """The whole body; None where the client has gone. `held` gets the sizes of its pieces."""
+        parts = []
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             part = message.get("body", b"")
-            size += len(part)
-            if size > self._max_bytes:
-                raise self._too_large()
+            held.append(len(part))
+            self._held += len(part)
+            if sum(held) > self._max_bytes:
+                raise _BodyError(self._too_large())
+            if self._held > self._max_held_bytes:
+                raise _BodyError(_too_much())
             parts.append(part)
             if not message.get("more_body"):
                 return b"".join(parts)
+
+    def _too_slow(self) -> ApiError:
+        return ApiError(
+            408,
+            f"the body did not come within {self._seconds:g} seconds",
+            code="timeout",
+            headers={"Connection": "close"},
+        )
 
     def _too_large(self) -> ApiError:
         return ApiError(
@@ -61,6 +77,21 @@ class BodyLimits:
             code="body_too_large",
             headers={"Connection": "close"},
         )
+
+
+class _BodyError(Exception):
+    """A body is refused while it is read."""
+
+    def __init__(self, error: ApiError):
+        self.error = error
+
+
+def _too_much() -> ApiError:
+    return ApiError(
+        503,
+        "the bodies of all open requests together are too large; try again in a moment",
+        headers={"Retry-After": "1", "Connection": "close"},
+    )
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -11,6 +11,7 @@ import uvicorn
 
 from jaxshare.serving.errors import ClosedError
 from jaxshare.serving.http.app import create_app
+from jaxshare.serving.http.protocol import timed_protocol
 from jaxshare.serving.http.service import Service
 from jaxshare.serving.http.settings import is_loopback
 
@@ -69,7 +70,7 @@ class DrainingServer(uvicorn.Server):
         host = listening.getsockname()[0]
         config = uvicorn.Config(
             create_app(service, is_local=is_loopback(host)),
-            http="h11",  # which has a limit on headers
+            http=timed_protocol(service.settings.body_seconds),
             ws="none",
             loop="asyncio",
             log_config=None,

@@ -21,8 +21,9 @@ class ServerSettings:
     Attributes:
       model_names: under which the model is served; the first one is in answers.
       api_keys: any of which a request has to bring; none for all requests.
-      max_body_bytes: of a request.
-      body_seconds: in which a body has to be there.
+      max_body_bytes: of a request; max_held_bytes: of all that are not answered yet.
+      body_seconds: in which the head of a request has to be there, and then its body.
+      max_open: requests that are not answered yet; more get 503.
       request_seconds: after which a request is ended, with what it has then.
       stall_seconds: after which a client that takes nothing of a stream is given up.
       max_choices: completions that a request may ask for, over all its prompts.
@@ -40,7 +41,9 @@ class ServerSettings:
     model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     max_body_bytes: int = 16 * 2**20
+    max_held_bytes: int = 256 * 2**20
     body_seconds: float = 60.0
+    max_open: int = 4096
     request_seconds: float = 3600.0
     stall_seconds: float = 60.0
     max_choices: int = 128
@@ -56,6 +59,8 @@ class ServerSettings:
             name: as_integer(name, getattr(self, name), least, most)
             for name, least, most in (
                 ("max_body_bytes", 1024, INT32_MAX),
+                ("max_held_bytes", 1024, 2**40),
+                ("max_open", 1, 2**20),
                 ("max_choices", 1, 2**16),
                 ("max_agents", 0, 2**20),
                 ("max_responses", 0, 2**20),

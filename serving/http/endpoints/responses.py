@@ -79,7 +79,7 @@ class TextFormat(BaseModel):
 
     def response_format(self) -> ResponseFormat:
         """Returns the form as chats have it."""
-        inner = JsonSchemaFormat(json_schema=self.json_schema)
+        inner = JsonSchemaFormat(schema=self.json_schema)
         return ResponseFormat(type=self.type, json_schema=inner)
 
 

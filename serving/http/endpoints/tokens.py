@@ -120,8 +120,9 @@ async def score_candidates(body: ScoreFields, request: Request) -> Response:
 
 
 async def _score(service: Service, body: ScoreFields, name: str) -> Response:
-    work: Any = functools.partial(
-        score, service.model, body.prefix, body.candidates, top_logprobs=body.top_logprobs
+    prefix: Any = body.prefix
+    work = functools.partial(
+        score, service.model, prefix, body.candidates, top_logprobs=body.top_logprobs
     )
     scores: list[TextScore] = await service.alone(work, prompt="candidates")
     sizes = sum(len(one.tokens) for one in scores)

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from tests.serving.http.served import ScriptedEngine, served
+from tests.serving.http.served import ScriptedEngine, served, until
 
 ASK = [{"role": "user", "content": "Rain?"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -216,6 +216,43 @@ def test_a_body_that_does_not_come_is_not_waited_for():
             head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 10\r\n\r\n"
             slow.sendall(head.encode() + b"{")
             assert slow.recv(64).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize(
+    "begun", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea"]
+)
+def test_a_head_that_does_not_come_is_not_waited_for(begun):
+    with served(ScriptedEngine(), body_seconds=0.2) as made:
+        address = made.http.base_url
+        with socket.create_connection((address.host, address.port), timeout=10) as slow:
+            slow.sendall(begun)
+            received = b""
+            while part := slow.recv(4096):
+                received += part
+        assert received.count(b"HTTP/1.1 200") == begun.count(b"\r\n\r\n")
+
+
+def test_bodies_have_a_bound_together():
+    with served(ScriptedEngine(), max_body_bytes=2000, max_held_bytes=3000) as made:
+        address = made.http.base_url
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1900\r\n\r\n"
+        with socket.create_connection((address.host, address.port), timeout=10) as slow:
+            slow.sendall(head.encode() + b" " * 1800)
+            until(lambda: made.post(COMPLETIONS, {"prompt": "a" * 1500}).status_code == 503)
+            assert made.post(COMPLETIONS, {"prompt": "a"}).status_code == 200
+        until(lambda: made.post(COMPLETIONS, {"prompt": "a" * 1500}).status_code == 200)
+
+
+def test_open_requests_have_a_bound():
+    with served(ScriptedEngine(), max_open=1) as made:
+        address = made.http.base_url
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n"
+        with socket.create_connection((address.host, address.port), timeout=10) as slow:
+            slow.sendall(head.encode())
+            until(lambda: made.http.get("/version").status_code == 503)
+            assert made.http.get("/health").status_code == 200
+            refused(made.http.get("/version"), 503, None, "too_many_requests")
+        until(lambda: made.http.get("/version").status_code == 200)
 
 
 def test_agents_have_a_bound(tiny):
