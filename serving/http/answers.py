@@ -41,8 +41,10 @@ async def whole(request: Request, work: Awaitable[Response]) -> Response:
     Raises:
       ClientGoneError: it has gone; all that ran for it is cancelled.
     """
+    service = service_of(request)
     try:
-        return await sse.unless_gone(work, sse.disconnected(request.receive))
+        with service.busy():
+            return await sse.unless_gone(work, sse.disconnected(request.receive))
     except ClientGoneError:
-        service_of(request).client_gone()
+        service.client_gone()
         raise

@@ -124,7 +124,7 @@ class DrainingServer(uvicorn.Server):
                     self.service.num_running,
                 )
                 self.service.cancel_all()
-            self.should_exit = late or not self.service.num_running
+            self.should_exit = late or self.service.is_idle
         return await super().on_tick(counter)
 
     def _warm_up(self) -> None:

@@ -2,10 +2,11 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 from jaxshare import Grammar
@@ -41,6 +42,7 @@ class Service:
         self.token_texts = TokenTexts(engine.model.tokenizer, engine.model.config.vocab_size)
         self.is_warm = self.is_draining = False
         self._running: set[Running] = set()
+        self._busy = 0
         self._agents: set[str] = set()
         self._scoring = concurrent.futures.ThreadPoolExecutor(1, "jaxshare-score")
 
@@ -50,6 +52,20 @@ class Service:
     def num_running(self) -> int:
         """The number of requests that run."""
         return len(self._running)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing is computed for any client."""
+        return not self._running and not self._busy
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Keeps the server from ending in the midst of an answer."""
+        self._busy += 1
+        try:
+            yield
+        finally:
+            self._busy -= 1
 
     def cancel_all(self) -> None:
         """Ends all requests; their clients are told that the server shuts down."""
@@ -163,6 +179,15 @@ class Service:
             )
         return asked or min(left, default or left)
 
+    def check_choices(self, count: int) -> None:
+        """Raises ApiError where a request asks for too many completions."""
+        if count > self.settings.max_choices:
+            raise bad_request(
+                f"the request asks for {count} completions; this server takes "
+                f"{self.settings.max_choices} at most",
+                "n",
+            )
+
     def check_agent(self, name: str | None) -> None:
         """Raises ApiError where a request brings one name of an agent too many."""
         if not name or name in self._agents:
@@ -203,12 +228,7 @@ class Service:
           ApiError: it was refused.
         """
         self.check_open()
-        if n * len(prompts) > self.settings.max_choices:
-            raise bad_request(
-                f"the request asks for {n * len(prompts)} completions; this server takes "
-                f"{self.settings.max_choices} at most",
-                "n",
-            )
+        self.check_choices(n * len(prompts))
         self.check_agent(fields.agent_id)
         room = [self.room(each, max_tokens, default_max_tokens, prompt) for each in prompts]
 

@@ -76,6 +76,7 @@ class _CompletionWork:
         self.n = fields.n or 1
         self.best_of = fields.best_of or self.n
         self.max_tokens = fields.max_tokens
+        service.check_choices(self.best_of * len(fields.prompts()))
         if self.best_of < self.n:
             raise bad_request(f"best_of is {self.best_of}, less than n, {self.n}", "best_of")
         if self.best_of > self.n and fields.stream:

@@ -112,24 +112,32 @@ class Running:
             async for piece in self._pieces(self.choices[0]):
                 yield piece
             return
-        readers = [self._pieces(choice) for choice in self.choices]
-        waiting = {asyncio.ensure_future(anext(each)): each for each in readers}
+        # A bound, so that what a slow client does not take is not read either.
+        queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(len(self.choices))
+        readers = [asyncio.create_task(self._read(choice, queue)) for choice in self.choices]
+        left = len(readers)
         try:
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    reader = waiting.pop(task)
-                    try:
-                        piece = task.result()
-                    except StopAsyncIteration:
-                        continue
-                    waiting[asyncio.ensure_future(anext(reader))] = reader
+            while left:
+                piece = await queue.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                if piece is None:
+                    left -= 1
+                else:
                     yield piece
         finally:
-            for task in waiting:
-                task.cancel()
-            if waiting:
-                await asyncio.wait(waiting)
+            for reader in readers:
+                reader.cancel()
+            await asyncio.wait(readers)
+
+    async def _read(self, choice: Choice, queue: asyncio.Queue[Any]) -> None:
+        """Puts all pieces of a choice into a queue, and None or an error at their end."""
+        try:
+            async for piece in self._pieces(choice):
+                await queue.put(piece)
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
 
     async def _pieces(self, choice: Choice) -> AsyncGenerator[Piece]:
         with _told():
