@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxshare.serving.http.errors import ClientGoneError
+from jaxshare.serving.http.errors import ClientGoneError, api_error
+
+_log = logging.getLogger("jaxshare.http")
 
 DONE = b"data: [DONE]\n\n"
 """The end of a stream of chunks."""
@@ -102,10 +105,18 @@ class EventStream(Response):
         start = {"status": self.status_code, "headers": self.raw_headers}
         await self._send(send, {"type": "http.response.start", **start})
         async with contextlib.aclosing(self._events) as events:
-            async for part in events:
-                body = {"body": part, "more_body": True}
-                await self._send(send, {"type": "http.response.body", **body})
+            try:
+                async for part in events:
+                    await self._send_part(send, part)
+            except (OSError, asyncio.CancelledError):
+                raise
+            except Exception as error:  # the status is sent already
+                _log.error("a stream has failed", exc_info=error)
+                await self._send_part(send, event(api_error(error).body(), "error"))
         await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_part(self, send: Send, part: bytes) -> None:
+        await self._send(send, {"type": "http.response.body", "body": part, "more_body": True})
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
         self._is_sending, self._last = True, time.monotonic()
@@ -122,5 +133,4 @@ class EventStream(Response):
             if self._is_sending and idle >= self._stall_seconds:
                 return
             if not self._is_sending and idle >= _KEEP_ALIVE_SECONDS:
-                body = {"body": KEEP_ALIVE, "more_body": True}
-                await self._send(send, {"type": "http.response.body", **body})
+                await self._send_part(send, KEEP_ALIVE)

@@ -1,6 +1,7 @@
 """Fields of requests that sample, which completions, chats and responses have in common."""
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,7 +15,7 @@ _log = logging.getLogger("jaxshare.http")
 MOST_TEXTS = 256
 """The most stop texts, choices or bad words of a request."""
 _MOST_TOLD = 256
-_MOST_NAME = 64
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
@@ -49,10 +50,10 @@ _told: set[str] = set()
 
 
 def _tell_once(name: str) -> None:
-    shown = ascii(name[:_MOST_NAME])
-    if shown not in _told and len(_told) < _MOST_TOLD:
-        _told.add(shown)
-        _log.warning("requests have the field %s, which is unknown and left out", shown)
+    """Logs a name, unless it is no word: then it could be anything, and is not for a log."""
+    if _WORD.fullmatch(name) and name not in _told and len(_told) < _MOST_TOLD:
+        _told.add(name)
+        _log.warning("requests have the field %s, which is unknown and left out", name)
 
 
 class StreamOptions(BaseModel):

@@ -14,7 +14,7 @@ from jaxshare import FinishReason
 from jaxshare.models import Generation, LoadedModel
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamState
+from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamScores, StreamState
 from jaxshare.serving.http.server import DrainingServer, listen, url_of
 from jaxshare.serving.http.service import Service
 from jaxshare.serving.http.settings import ServerSettings
@@ -73,6 +73,7 @@ class ScriptedEngine:
       answers: the texts of the next requests, in turn; the last one is for all others.
       asked: the prompts and options of all requests.
       piece: tokens of a piece of a stream.
+      broken: an error that reading of every stream raises in its midst, or None.
     """
 
     def __init__(self, template: str = "hermes", answers: Sequence[str] = ("",)):
@@ -83,6 +84,7 @@ class ScriptedEngine:
         self.metrics, self.max_request_tokens = Metrics(), 4096
         self.answers, self.piece = [*answers], 3
         self.asked: list[tuple[list[int], dict[str, Any]]] = []
+        self.broken: Exception | None = None
 
     def submit(self, prompt: Any, sampler: Any, **options: Any) -> Stream:
         self.asked.append(([*prompt], {"sampler": sampler, **options}))
@@ -93,11 +95,18 @@ class ScriptedEngine:
         if len(tokens) >= most:
             tokens, reason = tokens[:most], FinishReason.LENGTH
         state = StreamState(Detokenizer(words, options["stop"] or ()))
+        logprobs = tuple(-0.5 for _ in range(len(tokens) + 1)) if options["logprobs"] else None
+        state.scores = StreamScores(logprobs, (), 0) if logprobs else None
         for start in range(0, len(tokens), self.piece):
             state.put(tuple(tokens[start : start + self.piece]))
         if reason is FinishReason.STOP:
             tokens = [*tokens, self._end]
-        state.finish(Completion("", tuple(tokens), reason, prompt_tokens=len(prompt)))
+        scores = logprobs and logprobs[: len(tokens)]
+        logprob = scores and sum(scores)
+        done = Completion("", tuple(tokens), reason, logprob, logprobs=scores)
+        if self.broken:
+            done = dataclasses.replace(done, finish_reason=FinishReason.ERROR, error=self.broken)
+        state.finish(dataclasses.replace(done, prompt_tokens=len(prompt)))
         return Stream(state, lambda: None)
 
     @property

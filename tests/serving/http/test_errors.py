@@ -1,11 +1,13 @@
 """Errors in OpenAI's shape: what was wrong, where, with which status."""
 
+import json
 import logging
 import socket
 
 import pytest
 
-from tests.serving.http.served import ScriptedEngine, served, until
+from jaxshare.serving.errors import EngineError, NotANumberError
+from tests.serving.http.served import ScriptedEngine, served, sse_events, until
 
 ASK = [{"role": "user", "content": "Rain?"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -99,8 +101,6 @@ def test_bad_requests_name_the_field(tiny, path, body, param):
 
 def as_json(body):
     """JSON as clients in C write it: half a surrogate pair may be in it."""
-    import json
-
     return json.dumps(body).encode()
 
 
@@ -216,6 +216,28 @@ def test_a_body_that_does_not_come_is_not_waited_for():
             head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 10\r\n\r\n"
             slow.sendall(head.encode() + b"{")
             assert slow.recv(64).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (EngineError("the device is lost"), 503, None),
+        (NotANumberError.of("the prompt", "2 tokens"), 500, "not_a_number"),
+        (RuntimeError("secret words"), 500, "internal_error"),
+    ],
+)
+def test_errors_of_the_engine_end_answers_and_streams(error, status, code):
+    engine = ScriptedEngine(answers=["It rains."])
+    engine.broken = error
+    with served(engine) as made:
+        for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": ASK})):
+            assert "secret" not in refused(made.post(path, body), status, None, code)
+            text = made.post(path, {**body, "stream": True}).text
+            *_, (_, failure), (_, end) = sse_events(text)
+            assert json.loads(failure)["error"]["code"] == code and end == "[DONE]"
+        events = sse_events(made.post("/v1/responses", {"input": "a", "stream": True}).text)
+        assert events[-1][0] == "response.failed"
+        until(lambda: made.service.num_running == 0)
 
 
 @pytest.mark.parametrize(
