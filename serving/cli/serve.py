@@ -56,12 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of pages in browsers that may ask the server, such as https://example.org; may be "
         "given several times (default: none)",
     )
-    parser.add_argument("--access-log", action="store_true", help="log a line for each request")
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="warning",
-        help="what is logged to stderr (default warning)",
+        help="what is logged to stderr; info has a line for each request (default warning)",
     )
     arguments.add_dtype(parser)
     process_mesh.add_arguments(parser, groups="engines, of which a server has one")
@@ -166,7 +165,7 @@ def run(options: argparse.Namespace) -> int:
         for name in ("kv_bytes", "host_kv_bytes", "logits_cache")
         if (size := getattr(options, name)) is not None
     }
-    _log_to_stderr(options.log_level, options.access_log)
+    _log_to_stderr(options.log_level)
     listening = listen(options.host, options.port)
     with listening:
         if not settings.api_keys and not is_loopback(listening.getsockname()[0]):
@@ -180,9 +179,7 @@ def run(options: argparse.Namespace) -> int:
         )
         rows = {"max_rows": options.max_rows, "max_queue": options.max_queue}
         with Engine(model, seed=options.seed, **rows, **memory) as engine:
-            server = DrainingServer(
-                Service(engine, settings), listening, access_log=options.access_log
-            )
+            server = DrainingServer(Service(engine, settings), listening)
             server.on_start = lambda: _say(
                 f"{settings.model_names[0]} is served at {url_of(listening)}/v1"
             )
@@ -220,15 +217,13 @@ def _shortened(model: Any, max_model_len: int | None) -> Any:
     return dataclasses.replace(model, config=dataclasses.replace(model.config, max_positions=most))
 
 
-def _log_to_stderr(level: str, access_log: bool) -> None:
+def _log_to_stderr(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("jaxshare", "uvicorn"):
         logger = logging.getLogger(name)
         logger.addHandler(handler)
         logger.setLevel(level.upper())
-    if access_log:
-        logging.getLogger("uvicorn.access").setLevel("INFO")
 
 
 def _say(line: str) -> None:

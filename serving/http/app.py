@@ -1,5 +1,7 @@
 """The application: all endpoints, and what every request goes through."""
 
+import logging
+import secrets
 import time
 from typing import Any
 
@@ -16,6 +18,10 @@ from jaxshare.serving.http.limits import BodyLimits, LocalHosts
 from jaxshare.serving.http.metrics import HttpMetrics
 from jaxshare.serving.http.service import Service
 
+_log = logging.getLogger("jaxshare.http")
+
+_GONE = 499
+"""The status of requests whose clients have gone before there was one."""
 _ROUTERS = tuple(part.router for part in (models, completions, chat, responses, tokens))
 _ERROR = {
     "description": "An error in OpenAI's shape",
@@ -84,9 +90,10 @@ def create_app(service: Service, *, is_local: bool = False) -> FastAPI:
 
 
 class _Counted:
-    """Counts requests, by the path of their endpoint and the status of their answer.
+    """Counts requests, and logs each by its endpoint, its status and its time; never by its text.
 
-    Those that come while `most` are open get 503, but for probes.
+    Answers have an `x-request-id`, which is in the log. Requests that come while `most` are open get
+    503, but for those of probes.
     """
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics, most: int):
@@ -96,12 +103,13 @@ class _Counted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        status, begin = 500, time.perf_counter()
+        status, begin, identity = _GONE, time.perf_counter(), secrets.token_hex(12)
 
         async def counted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
             await send(message)
 
         self._metrics.begun()
@@ -111,10 +119,16 @@ class _Counted:
                 await _too_many().response()(scope, receive, counted)
             else:
                 await self._app(scope, receive, counted)
+        except Exception:
+            status = 500
+            raise
         finally:
             self._open -= 1
-            path = _path_of(scope.get("route"))
-            self._metrics.ended(path, status, time.perf_counter() - begin)
+            path, seconds = _path_of(scope.get("route")), time.perf_counter() - begin
+            self._metrics.ended(path, status, seconds)
+            _log.info(
+                "%s %s: %d after %.3f s (%s)", scope["method"], path, status, seconds, identity
+            )
 
 
 def _too_many() -> errors.ApiError:

@@ -66,7 +66,7 @@ class DrainingServer(uvicorn.Server):
       on_start: called when it listens.
     """
 
-    def __init__(self, service: Service, listening: socket.socket, *, access_log: bool = False):
+    def __init__(self, service: Service, listening: socket.socket):
         host = listening.getsockname()[0]
         config = uvicorn.Config(
             create_app(service, is_local=is_loopback(host)),
@@ -74,7 +74,7 @@ class DrainingServer(uvicorn.Server):
             ws="none",
             loop="asyncio",
             log_config=None,
-            access_log=access_log,
+            access_log=False,  # the application logs its own
             server_header=False,
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,

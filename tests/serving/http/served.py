@@ -41,12 +41,12 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(engine: Any, **settings: Any) -> Iterator[Served]:
+def served(engine: Any, *, warm_up: bool = False, **settings: Any) -> Iterator[Served]:
     """Serves an engine in a thread as long as the context lasts."""
     listening = listen("127.0.0.1", 0)
     service = Service(engine, ServerSettings(**{"model_names": ("tiny",), **settings}))
     server = DrainingServer(service, listening)
-    thread = threading.Thread(target=server.serve_until_told, kwargs={"warm_up": False})
+    thread = threading.Thread(target=server.serve_until_told, kwargs={"warm_up": warm_up})
     thread.start()
     try:
         until(lambda: server.started)
@@ -73,6 +73,8 @@ class ScriptedEngine:
       answers: the texts of the next requests, in turn; the last one is for all others.
       asked: the prompts and options of all requests.
       piece: tokens of a piece of a stream.
+      late: seconds until an answer starts.
+      warm: set when the engine may be warm.
       broken: an error that reading of every stream raises in its midst, or None.
     """
 
@@ -85,6 +87,13 @@ class ScriptedEngine:
         self.answers, self.piece = [*answers], 3
         self.asked: list[tuple[list[int], dict[str, Any]]] = []
         self.broken: Exception | None = None
+        self.late, self.warm = 0.0, threading.Event()
+
+    def warm_up(self) -> float:
+        assert self.warm.wait(30)
+        if self.broken:
+            raise self.broken
+        return 0.0
 
     def submit(self, prompt: Any, sampler: Any, **options: Any) -> Stream:
         self.asked.append(([*prompt], {"sampler": sampler, **options}))
@@ -97,8 +106,7 @@ class ScriptedEngine:
         state = StreamState(Detokenizer(words, options["stop"] or ()))
         logprobs = tuple(-0.5 for _ in range(len(tokens) + 1)) if options["logprobs"] else None
         state.scores = StreamScores(logprobs, (), 0) if logprobs else None
-        for start in range(0, len(tokens), self.piece):
-            state.put(tuple(tokens[start : start + self.piece]))
+        shown = tokens
         if reason is FinishReason.STOP:
             tokens = [*tokens, self._end]
         scores = logprobs and logprobs[: len(tokens)]
@@ -106,7 +114,17 @@ class ScriptedEngine:
         done = Completion("", tuple(tokens), reason, logprob, logprobs=scores)
         if self.broken:
             done = dataclasses.replace(done, finish_reason=FinishReason.ERROR, error=self.broken)
-        state.finish(dataclasses.replace(done, prompt_tokens=len(prompt)))
+        done = dataclasses.replace(done, prompt_tokens=len(prompt))
+
+        def answer() -> None:
+            for start in range(0, len(shown), self.piece):
+                state.put(tuple(shown[start : start + self.piece]))
+            state.finish(done)
+
+        if self.late:
+            threading.Timer(self.late, answer).start()
+        else:
+            answer()
         return Stream(state, lambda: None)
 
     @property

@@ -1,6 +1,7 @@
 """The life of a server: clients that go away, full queues, ends that let requests finish."""
 
 import json
+import logging
 import re
 import signal
 import socket
@@ -13,9 +14,10 @@ import pytest
 
 from jaxshare.serving import score
 from jaxshare.serving.engine import Engine
+from jaxshare.serving.http import sse
 from jaxshare.serving.inputs import encode_messages
 from tests.helpers import one_layer
-from tests.serving.http.served import ScriptedEngine, served, until
+from tests.serving.http.served import ScriptedEngine, served, sse_events, until
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "1. 17 + 25", "max_tokens": 4000, "ignore_eos": True}
@@ -137,7 +139,7 @@ def test_a_request_ends_after_its_time_with_what_it_has(narrow):
         assert 0 < answer["usage"]["completion_tokens"] < 4000
 
 
-def test_a_client_that_takes_nothing_is_given_up(monkeypatch):
+def test_a_client_that_takes_nothing_is_given_up():
     """The answer is larger than what sockets buffer, so that it is waited for."""
     engine = ScriptedEngine(answers=["a" * 3000])
     engine.piece = 1
@@ -155,6 +157,42 @@ def test_a_client_that_takes_nothing_is_given_up(monkeypatch):
             )
             until(lambda: counted(made, "jaxshare_http_disconnects_total") == 1)
             until(lambda: made.service.num_running == 0)
+
+
+def test_comments_are_sent_while_nothing_comes(monkeypatch):
+    monkeypatch.setattr(sse, "_KEEP_ALIVE_SECONDS", 0.1)
+    engine = ScriptedEngine(answers=["It rains."])
+    engine.late = 0.5
+    with served(engine) as made:
+        text = made.post(COMPLETIONS, {"prompt": "a", "stream": True}).text
+    assert 2 <= text.count(": waiting\n\n") <= 8
+    pieces = [json.loads(data) for _, data in sse_events(text) if data != "[DONE]"]
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == "It rains."
+
+
+@pytest.mark.parametrize("broken", [None, RuntimeError("no compiler")])
+def test_a_server_is_ready_when_its_engine_is_warm(broken):
+    """Where it cannot be warmed up, the first requests compile what they need."""
+    engine = ScriptedEngine(answers=["Yes."])
+    engine.broken = broken
+    with served(engine, warm_up=True) as made:
+        assert made.http.get("/ready").json() == {"status": "warming up"}
+        assert made.http.get("/ready").status_code == 503
+        assert made.http.get("/health").status_code == 200
+        engine.warm.set()
+        until(lambda: made.http.get("/ready").status_code == 200)
+
+
+def test_requests_are_logged_without_their_text(caplog):
+    caplog.set_level(logging.INFO)
+    with served(ScriptedEngine(answers=["secret answer"])) as made:
+        answer = made.post(f"{COMPLETIONS}?key=secret", {"prompt": "secret prompt"})
+        made.http.get("/secret/path")
+    assert re.fullmatch("[0-9a-f]{24}", answer.headers["x-request-id"])
+    (line,) = [each for each in caplog.messages if answer.headers["x-request-id"] in each]
+    assert line.startswith(f"POST {COMPLETIONS}: 200 after ")
+    told = [record for record in caplog.records if record.name.startswith(("jaxshare", "uvicorn"))]
+    assert not any("secret" in record.getMessage() for record in told)
 
 
 def test_metrics_have_the_engine_s_counters_and_the_server_s(live):
