@@ -26,21 +26,37 @@ class TooLongError(ValueError):
     """A request is too long for the memory or for the model's context."""
 
 
-class NotANumberError(EngineError):
-    """The model's logits are not finite, so that nothing can be sampled from them.
+class SamplingError(EngineError):
+    """Nothing could be sampled for a request.
 
     Attributes:
-      after: what came before them, such as "24 tokens".
+      after: what came before, such as "24 tokens".
     """
 
     after = ""
+    _MESSAGE = "nothing could be sampled for {what} after {after}"
 
     @classmethod
     def of(cls, what: str, after: str) -> Self:
         """The error for `what`, such as "prompt 3", after so much, such as "24 tokens"."""
-        error = cls(
-            f"the model's logits for {what} are not numbers after {after}; its weights, or its "
-            "dtype, cannot serve this prompt"
-        )
+        error = cls(cls._MESSAGE.format(what=what, after=after))
         error.after = after
         return error
+
+
+class NotANumberError(SamplingError):
+    """The model's logits are not finite, so that nothing can be sampled from them."""
+
+    _MESSAGE = (
+        "the model's logits for {what} are not numbers after {after}; its weights, or its dtype, "
+        "cannot serve this prompt"
+    )
+
+
+class NoTokenError(SamplingError):
+    """A request's grammar and its bans leave no token to sample."""
+
+    _MESSAGE = (
+        "no token is left to sample for {what} after {after}: what its grammar admits there its "
+        "sampler forbids; take the forbidden tokens, bad words or n-grams away"
+    )

@@ -13,6 +13,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.serving.chat.dialogue import checked_messages
 from jaxshare.serving.chat.tools import as_tools
 from jaxshare.serving.chat_template import ChatTemplateError, UnusedToolsError, render_marked
+from jaxshare.serving.grammars.compiled import compile_grammar
 from jaxshare.serving.words import check_length, check_tokens, encode_marked
 from jaxshare.sharding import KV, TENSOR, axis_size
 
@@ -197,6 +198,7 @@ def check_sampler(model: LoadedModel, sampler: Sampler) -> None:
     """Raises ValueError if a sampler names a token outside the model's vocabulary, or leaves none to
     choose."""
     vocab = model.config.vocab_size
+    compile_grammar(model, sampler)
     if outside := [token for token in sampler.tokens if token >= vocab]:
         raise ValueError(
             f"the sampler names token {min(outside)}, outside the vocabulary of {vocab}"

@@ -36,11 +36,12 @@ class Call:
     Attributes:
       code: of the handler.
       module, machine: what other functions of the kernel are written in and for.
+      frame: the call, as XLA describes it.
     """
 
     def __init__(self, code: Code, frame: Val, parallel: Code):
         self.code, self.module, self.machine = code, code.module, code.machine
-        self._frame, self._parallel = frame, parallel
+        self.frame, self._parallel = frame, parallel
 
     def argument(self, index: int) -> Val:
         """The data of an argument."""
@@ -59,11 +60,11 @@ class Call:
         return self.code.load(self._buffer(array, index) + _DATA, PTR)
 
     def _buffer(self, array: int, index: int) -> Val:
-        return self.code.load(self.code.load(self._frame + array, PTR) + 8 * index, PTR)
+        return self.code.load(self.code.load(self.frame + array, PTR) + 8 * index, PTR)
 
     def parallel(self, task: Code, work: Val, count: Any) -> None:
         """Runs task(work, i) for all i below `count` on XLA's threads; returns when all are done."""
-        self.code.call(self._parallel, self._frame, self.code.address(task), work, count)
+        self.code.call(self._parallel, self.frame, self.code.address(task), work, count)
 
 
 def begin_task(call: Call, name: str) -> Code:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32, UInt32
 
 from jaxshare.cache import KVCache
+from jaxshare.decoding.grammar_rows import NO_GRAMMAR
 from jaxshare.seeds import seed_words
 
 
@@ -39,6 +40,7 @@ class Start:
       num_sampled: tokens that it has sampled before, which count for that and for its randomness.
       pending: tokens to feed first. Where there are none, it samples at once from its logits.
       recorded, scored: whether its top logits, or log-probabilities, are kept.
+      grammar: its state of `GrammarRows`.
     """
 
     seed: int
@@ -47,6 +49,7 @@ class Start:
     pending: Sequence[int] = ()
     recorded: bool = False
     scored: bool = False
+    grammar: int = NO_GRAMMAR
 
 
 @jax.tree_util.register_dataclass
@@ -55,9 +58,9 @@ class Changes:
     """Changes of a state of R rows, whose queues hold Q tokens with their slack.
 
     Attributes:
-      rows: int32[R, 6], for each row an `Action` and, where it is admitted, what `Start` has but
+      rows: int32[R, 7], for each row an `Action` and, where it is admitted, what `Start` has but
         for seed and pending tokens: max_new_tokens, num_sampled, the number of pending tokens,
-        recorded, scored.
+        recorded, scored, grammar.
       seeds: uint32[R, 2] of admitted rows.
       pending: int32[R, Q] of admitted rows.
       blocks: int32[R, N], of the layout.
@@ -67,7 +70,7 @@ class Changes:
         the state's), and whether the tokens that the state holds are taken.
     """
 
-    rows: Int32[Any, "R 6"]
+    rows: Int32[Any, "R 7"]
     seeds: UInt32[Any, "R 2"]
     pending: Int32[Any, "R Q"]
     blocks: Int32[Any, "R N"]
@@ -94,7 +97,7 @@ class Changes:
         """
         rows = blocks.shape[0]
         return cls(
-            np.zeros((rows, 6), np.int32),
+            np.zeros((rows, 7), np.int32),
             np.zeros((rows, 2), np.uint32),
             np.zeros((rows, queue_width), np.int32),
             np.asarray(blocks, np.int32),
@@ -116,6 +119,7 @@ class Changes:
             size,
             start.recorded,
             start.scored,
+            start.grammar,
         )
         self.seeds[row] = seed_words([start.seed])[0]
         self.pending[row, :size] = start.pending

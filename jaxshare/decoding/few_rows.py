@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxshare.decoding.grammar_rows import GrammarRows
 from jaxshare.decoding.state import DecodeState
 from jaxshare.layout import Layout
 from jaxshare.trace.recorder import PassLog
@@ -25,6 +26,7 @@ def take_first(state: DecodeState, rows: int) -> DecodeState:
         stops=state.stops,
         passes=state.passes,
         steps=dataclasses.replace(cut.steps, automata=state.steps.automata),
+        grammars=_with_shared(cut, state),
         record=dataclasses.replace(state.record, **log),
     )
 
@@ -45,6 +47,7 @@ def put_first(state: DecodeState, part: DecodeState) -> DecodeState:
         stops=state.stops,
         passes=part.passes,
         steps=dataclasses.replace(put.steps, automata=state.steps.automata),
+        grammars=_with_shared(put, part),
         record=dataclasses.replace(part.record, **log),
     )
 
@@ -53,7 +56,21 @@ def _per_row(state: DecodeState) -> Any:
     """The arrays that have an entry for each row, but for the layout, which no pass changes."""
     none: Any = dict.fromkeys(("cache", "layout", "stops", "passes", "record"))
     automata: Any = {"automata": None}
-    return dataclasses.replace(state, steps=dataclasses.replace(state.steps, **automata), **none)
+    shared: Any = dict.fromkeys(("tables", "server", "ticket"))
+    return dataclasses.replace(
+        state,
+        steps=dataclasses.replace(state.steps, **automata),
+        grammars=dataclasses.replace(state.grammars, **shared),
+        **none,
+    )
+
+
+def _with_shared(rows: DecodeState, whole: DecodeState) -> GrammarRows:
+    """The grammars of rows, with what all rows share as `whole` has it."""
+    shared = whole.grammars
+    return dataclasses.replace(
+        rows.grammars, tables=shared.tables, server=shared.server, ticket=shared.ticket
+    )
 
 
 def _log_per_row(log: PassLog) -> dict[str, Any]:

@@ -43,6 +43,8 @@ class FinishReason(enum.IntEnum, metaclass=_FinishReasons):
     """The text contains one of the request's stop texts; found by the host."""
     CANCELLED = 10
     """The caller has cancelled the request."""
+    NO_TOKEN = 11
+    """Bans and a grammar left no token to sample; of a request, an exception."""
 
     def __str__(self) -> str:
         return self.name.lower()

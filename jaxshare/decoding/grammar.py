@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxshare.argument_checks import as_list, shown
@@ -61,6 +61,23 @@ class Grammar:
         except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(f"the JSON schema has a value that JSON has not: {error}") from None
         return cls("json_schema", source)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "Grammar":
+        """The grammar of a dict with one key, a kind, such as {"regex": "[0-9]+"}; the value is what
+        the method of that name takes.
+
+        Raises:
+          ValueError, TypeError: it is something else.
+        """
+        if not isinstance(given, Mapping):
+            raise TypeError(f"the grammar is {shown(given)}; it must be a dict")
+        if len(given) != 1 or (kind := next(iter(given))) not in KINDS:
+            raise ValueError(
+                f"the grammar is {shown(given)}; it must have one key, one of {', '.join(KINDS)}"
+            )
+        make: Callable[[Any], Grammar] = getattr(cls, kind)
+        return make(given[kind])
 
     @classmethod
     def json_object(cls) -> "Grammar":

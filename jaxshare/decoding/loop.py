@@ -19,6 +19,7 @@ from jaxshare.argument_checks import INT32_MAX
 from jaxshare.cache import KVCache
 from jaxshare.decoding.changes import Changes
 from jaxshare.decoding.few_rows import put_first, take_first
+from jaxshare.decoding.forced import Forced
 from jaxshare.decoding.pieces import count_pieces, feed_in_pieces, num_pieces
 from jaxshare.decoding.sampling import history_after, largest, logprob, whole_rows
 from jaxshare.decoding.sessions import Sessions
@@ -291,15 +292,20 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
     not_finite &= state.running & state.has_logits
     due = due & ~spent & ~not_finite
     token, log_chance = _draw(state, due)
+    none_left = due & (token < 0)
+    due = due & ~none_left
     num_sampled = state.num_sampled + due.astype(jnp.int32)
     stopped = due & state.samplers.ends(token, state.stops)
+    # Rows that do not sample write outside the array, which drops what they write.
+    index = jnp.where(due, state.num_held, state.tokens.shape[1])
+    forced = Forced.find(state, token, due & ~stopped, index + 1)
+    num_sampled = num_sampled + forced.count
     spent = spent | (due & ~stopped & (num_sampled >= state.max_new_tokens))
     reasons = jnp.where(spent, FinishReason.LENGTH.value, state.reasons)
     reasons = jnp.where(stopped, FinishReason.STOP.value, reasons)
     reasons = jnp.where(not_finite, FinishReason.ERROR.value, reasons)
+    reasons = jnp.where(none_left, FinishReason.NO_TOKEN.value, reasons)
     goes_on = due & ~stopped & ~spent
-    # Rows that do not sample write outside the array, which drops what they write.
-    index = jnp.where(due, state.num_held, state.tokens.shape[1])
     row = jnp.arange(due.shape[0])
     logprobs = state.logprobs
     if logprobs.shape[1]:
@@ -308,11 +314,16 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
         state,
         reasons=reasons,
         num_sampled=num_sampled,
-        history=history_after(state.history, token, due, state.cache.mesh),
-        num_pending=jnp.where(goes_on, 1, state.num_pending),
+        history=forced.read(history_after(state.history, token, due, state.cache.mesh), state),
+        grammars=forced.grammars,
+        num_pending=jnp.where(goes_on, 1 + forced.count, state.num_pending),
         head=jnp.where(due, 0, state.head),
-        pending=state.pending.at[:, 0].set(jnp.where(goes_on, token, state.pending[:, 0])),
-        tokens=state.tokens.at[row, index].set(token, mode="drop"),
+        pending=forced.behind(
+            state.pending.at[:, 0].set(jnp.where(goes_on, token, state.pending[:, 0])), 1, goes_on
+        ),
+        tokens=forced.behind(
+            state.tokens.at[row, index].set(token, mode="drop"), index + 1, goes_on | spent
+        ),
         logprobs=logprobs,
         top_logits=_with_top_logits(state, due & state.recorded, index),
     )
@@ -335,7 +346,12 @@ def _draw(state: DecodeState, due: Array) -> tuple[Array, Array]:
 
     def draw() -> tuple[Array, Array]:
         token = state.samplers.sample(
-            state.logits, state.seeds, state.num_sampled, history=state.history, mesh=mesh
+            state.logits,
+            state.seeds,
+            state.num_sampled,
+            history=state.history,
+            masks=state.grammars.masks(due, mesh),
+            mesh=mesh,
         )
         if not state.logprobs.shape[1]:
             return token, jnp.zeros(token.shape)

@@ -66,8 +66,8 @@ class RowInputs:
         """Checks tokens and numbers of them.
 
         Raises:
-          ValueError: a token outside the vocabulary in a prompt, a bias or a ban, a negative
-            number of tokens to sample, or a row in use with nothing to feed and no logits.
+          ValueError: a token outside the vocabulary in a prompt, a bias or a ban, a grammar, a
+            negative number of tokens to sample, or a row in use with nothing to feed and no logits.
         """
         in_use = layout.count_listed() > 0
         for r, (prompt, sampler) in enumerate(zip(self.prompts, self.samplers, strict=True)):
@@ -85,6 +85,11 @@ class RowInputs:
                 raise ValueError(
                     f"the sampler of row {r} names token {outside[0]}, outside the vocabulary of "
                     f"{vocab_size}"
+                )
+            if sampler.grammar:
+                raise ValueError(
+                    f"the sampler of row {r} has a grammar, which must be compiled for a "
+                    "tokenizer; use `jaxshare.serving.generate` or an engine"
                 )
             if self.max_new_tokens[r] < 0:
                 raise ValueError(

@@ -15,7 +15,9 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from jaxshare.decoding.grammar_rows import GrammarRows
 from jaxshare.decoding.state import DecodeState
+from jaxshare.decoding.steps import Steps
 from jaxshare.trace.recorder import PassLog
 
 _OF_STATE = ("cache", "logits", "top_logits", "history", "record", "stops", "passes")
@@ -42,9 +44,9 @@ def on_host(state: DecodeState) -> DecodeState:
     """The state with what `take_rows` and `put_rows` move in arrays of numpy, fetched once for
     several of their calls. It can be used as the other can."""
     fetched = _fetched(state)
-    steps = dataclasses.replace(fetched.steps, automata=state.steps.automata)
+    steps, grammars = _with_shared(fetched, state)
     rest = {name: getattr(state, name) for name in _OF_STATE}
-    return dataclasses.replace(fetched, steps=steps, **rest)
+    return dataclasses.replace(fetched, steps=steps, grammars=grammars, **rest)
 
 
 def take_rows(
@@ -66,9 +68,11 @@ def take_rows(
     taken = dataclasses.replace(taken, session=place[taken.session])
     taken = _renumbered(taken, -block, -automaton)
     logits, top_logits, history = _take((state.logits, state.top_logits, state.history), rows)
+    steps, grammars = _with_shared(taken, state)
     return dataclasses.replace(
         taken,
-        steps=dataclasses.replace(taken.steps, automata=state.steps.automata),
+        steps=steps,
+        grammars=grammars,
         cache=state.cache,
         stops=state.stops,
         passes=state.passes,
@@ -109,17 +113,34 @@ def put_rows(state: DecodeState, parts: Sequence[PlacedRows]) -> DecodeState:
     )
     rest: Any = {name: getattr(state, name) for name in _OF_STATE}
     rest |= dict(zip(("logits", "top_logits", "history"), logits, strict=True))
-    steps = dataclasses.replace(put.steps, automata=state.steps.automata)
-    return dataclasses.replace(put, steps=steps, **rest)
+    steps, grammars = _with_shared(put, state)
+    return dataclasses.replace(put, steps=steps, grammars=grammars, **rest)
 
 
 def _fetched(state: DecodeState) -> DecodeState:
     """The arrays that are moved on the host, each with an entry for each row."""
     none: Any = {name: None for name in _OF_STATE}
     automata: Any = {"automata": None}
-    moved = dataclasses.replace(state, steps=dataclasses.replace(state.steps, **automata), **none)
+    shared: Any = dict.fromkeys(("tables", "server", "ticket"))
+    moved = dataclasses.replace(
+        state,
+        steps=dataclasses.replace(state.steps, **automata),
+        grammars=dataclasses.replace(state.grammars, **shared),
+        **none,
+    )
     there = all(isinstance(array, np.ndarray) for array in jax.tree.leaves(moved))
     return moved if there else jax.device_get(moved)
+
+
+def _with_shared(moved: DecodeState, whole: DecodeState) -> tuple[Steps, GrammarRows]:
+    """The steps and grammars of rows, with what all rows share as `whole` has it."""
+    shared = whole.grammars
+    return (
+        dataclasses.replace(moved.steps, automata=whole.steps.automata),
+        dataclasses.replace(
+            moved.grammars, tables=shared.tables, server=shared.server, ticket=shared.ticket
+        ),
+    )
 
 
 def _renumbered(moved: DecodeState, block: int, automaton: int) -> DecodeState:

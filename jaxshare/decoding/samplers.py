@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float, Int, UInt32
 
 from jaxshare.argument_checks import INT32_MAX
+from jaxshare.decoding.grammar_rows import admitted
 from jaxshare.decoding.history import History
 from jaxshare.decoding.penalties import penalised, without_repeats, without_words
 from jaxshare.decoding.sampling import (
@@ -174,9 +175,10 @@ class Samplers:
         positions: Int[Array, " R"],
         *,
         history: History | None = None,
+        masks: UInt32[Array, "R W"] | None = None,
         mesh: Mesh | None = None,
     ) -> Int[Array, " R"]:
-        """Samples one token a row.
+        """Samples one token a row, -1 where bans and masks leave none.
 
         Logits that are sharded over a mesh's vocabulary stay where they are, except for top_k,
         top_p and typical_p, which need all of a row.
@@ -187,16 +189,17 @@ class Samplers:
           positions: the tokens that the row has sampled, and the counter of its randomness: the same
             key and position always give the same draw.
           history: the texts so far, for settings that look at them.
+          masks: the tokens that grammars admit, as `GrammarRows.masks` gives them.
           mesh: of the model that the logits are from.
         """
         axis, none = vocab_axis(mesh, logits.shape[-1]), PartitionSpec()
-        history = History.empty(logits.shape[0]) if history is None else history
+        history, masks = _or_none(logits, history, masks)
         return on_each(
             functools.partial(sample_rows, axis),
             mesh,
-            in_specs=(none, vocab_spec(axis), history_spec(axis), none, none),
+            in_specs=(none, vocab_spec(axis), history_spec(axis), none, none, none),
             out_specs=none,
-        )(self, logits, history, seeds, positions)
+        )(self, logits, history, masks, seeds, positions)
 
     def chances(
         self,
@@ -204,17 +207,18 @@ class Samplers:
         positions: Int[Array, " R"],
         *,
         history: History | None = None,
+        masks: UInt32[Array, "R W"] | None = None,
         mesh: Mesh | None = None,
     ) -> Float[Array, "R V"]:
         """Returns the chance of each token: what `sample` draws from. The arguments are its own."""
         axis, none = vocab_axis(mesh, logits.shape[-1]), PartitionSpec()
-        history = History.empty(logits.shape[0]) if history is None else history
+        history, masks = _or_none(logits, history, masks)
         return on_each(
             functools.partial(chances_of_rows, axis),
             mesh,
-            in_specs=(none, vocab_spec(axis), history_spec(axis), none),
+            in_specs=(none, vocab_spec(axis), history_spec(axis), none, none),
             out_specs=vocab_spec(axis),
-        )(self, logits, history, positions)
+        )(self, logits, history, masks, positions)
 
     def ends(self, token: Int[Array, " R"], stops: Int[Array, " S"]) -> Bool[Array, " R"]:
         """Marks the rows that these tokens end, where the model has these stop tokens."""
@@ -222,9 +226,15 @@ class Samplers:
         return by_model | jnp.any(token[:, None] == self.stops, axis=1)
 
     def changed(
-        self, logits: Array, history: History, positions: Array, first: Array | int = 0
+        self,
+        logits: Array,
+        history: History,
+        masks: Array,
+        positions: Array,
+        first: Array | int = 0,
     ) -> Array:
-        """The logits after biases, penalties and bans, of the vocabulary from token `first` on."""
+        """The logits after biases, penalties, bans and masks, of the vocabulary from token `first`
+        on."""
         if self.edit_tokens.shape[1]:
             index = self.edit_tokens - first
             index = jnp.where((self.edit_tokens < 0) | (index < 0), logits.shape[1], index)
@@ -239,7 +249,14 @@ class Samplers:
         if history.tokens.shape[1]:
             logits = without_repeats(logits, history, self.ngram, first)
             logits = without_words(logits, history, self.words, first)
-        return logits
+        return admitted(logits, masks, first)
+
+
+def _or_none(logits: Array, history: History | None, masks: Array | None) -> tuple[History, Array]:
+    """The texts and masks of rows, of size 0 where there are none."""
+    rows = logits.shape[0]
+    history = History.empty(rows) if history is None else history
+    return history, jnp.zeros((rows, 0), jnp.uint32) if masks is None else masks
 
 
 def _places_of(

@@ -84,12 +84,14 @@ def sample_rows(
     samplers: Any,
     logits: Array,
     history: History,
+    masks: Array,
     seeds: Array,
     positions: Array,
 ) -> Array:
-    """Samples on one device, which has the logits of its part of the vocabulary."""
+    """Samples on one device, which has the logits of its part of the vocabulary; -1 where none is
+    left."""
     first = _first_token(axis, logits)
-    logits = samplers.changed(logits, history, positions, first)
+    logits = samplers.changed(logits, history, masks, positions, first)
     top = pmax(jnp.max(logits, axis=-1, keepdims=True), axis)
     likeliest = _argmax(top, logits, first, axis)
 
@@ -99,15 +101,21 @@ def sample_rows(
             samplers.temperature > 0, _draw(weights, uniforms(seeds, positions), axis), likeliest
         )
 
-    return lax.cond(jnp.any(samplers.temperature > 0), draw, lambda: likeliest)
+    token = lax.cond(jnp.any(samplers.temperature > 0), draw, lambda: likeliest)
+    return jnp.where(top[:, 0] > -jnp.inf, token, -1)
 
 
 def chances_of_rows(
-    axis: str | None, samplers: Any, logits: Array, history: History, positions: Array
+    axis: str | None,
+    samplers: Any,
+    logits: Array,
+    history: History,
+    masks: Array,
+    positions: Array,
 ) -> Array:
     """The chances of tokens on one device, which has the logits of its part of the vocabulary."""
     first = _first_token(axis, logits)
-    logits = samplers.changed(logits, history, positions, first)
+    logits = samplers.changed(logits, history, masks, positions, first)
     top = pmax(jnp.max(logits, axis=-1, keepdims=True), axis)
     weights = _weights(axis, samplers, logits, top)
     token = first + jnp.arange(logits.shape[1])

@@ -20,6 +20,7 @@ from jaxshare.decoding.array_rows import filled, with_own_buffers, with_row
 from jaxshare.decoding.automaton import TokenAutomata
 from jaxshare.decoding.changes import Action, Changes
 from jaxshare.decoding.finish_reason import FinishReason
+from jaxshare.decoding.grammar_rows import GrammarRows
 from jaxshare.decoding.history import History
 from jaxshare.decoding.row_inputs import Admission, RowInputs
 from jaxshare.decoding.samplers import SamplerPlaces, Samplers
@@ -65,6 +66,7 @@ class DecodeState:
       logits: float32[R, V] after each row's last fed token, defined where `has_logits`.
       has_logits: bool[R].
       history: the texts so far, where samplers look at them.
+      grammars: what the texts must be, where rows have grammars.
       pending: int32[R, P + slack], tokens to feed.
       num_pending, head: int32[R], the number of pending tokens, and the index of the first.
       seeds: uint32[R, 2], the key of each row's randomness: the words of its seed
@@ -98,6 +100,7 @@ class DecodeState:
     logits: Array
     has_logits: Array
     history: History
+    grammars: GrammarRows
     pending: Array
     num_pending: Array
     head: Array
@@ -295,7 +298,8 @@ class DecodeState:
 
     def with_changes(self, changes: Changes) -> "DecodeState":
         """The state after these changes; inside jit. Logits stay as they are."""
-        action, max_new_tokens, num_sampled, num_pending, recorded, scored = changes.rows.T
+        action, max_new_tokens, num_sampled, num_pending, *flags, grammar = changes.rows.T
+        recorded, scored = flags
         admitted, retired = action == Action.ADMIT, action == Action.RETIRE
         runs = admitted | (action == Action.RESUME)
 
@@ -315,6 +319,7 @@ class DecodeState:
             pending=put(self.pending, changes.pending),
             head=put(self.head, 0),
             seeds=put(self.seeds, changes.seeds),
+            grammars=self.grammars.with_states(put(self.grammars.states, grammar)),
             num_sampled=put(self.num_sampled, num_sampled),
             num_taken=put(taken, num_sampled),
             max_new_tokens=put(self.max_new_tokens, max_new_tokens),
@@ -366,11 +371,8 @@ class DecodeState:
 
     def __getattr__(self, name: str) -> Any:
         former = {
-            "drawn": "num_sampled",
-            "waiting": "num_pending",
-            "ready": "has_logits",
-            "budgets": "max_new_tokens",
-            "kept": "top_logits",
+            **{"drawn": "num_sampled", "waiting": "num_pending", "ready": "has_logits"},
+            **{"budgets": "max_new_tokens", "kept": "top_logits"},
         }
         if name not in former:
             raise AttributeError(f"DecodeState has no attribute {name!r}")
@@ -401,6 +403,7 @@ def _fed_state(
         logits=jnp.zeros(shape) if logits is None else jnp.broadcast_to(logits, shape) + 0.0,
         has_logits=jax.device_put((num_pending == 0) & (listed > 0)),
         history=History.empty(rows),
+        grammars=GrammarRows.none(rows, vocab_size),
         pending=jax.device_put(queues),
         num_pending=jax.device_put(num_pending),
         head=zeros,

@@ -6,9 +6,10 @@ Follows section 5 of Hive.
 from jaxshare.serving.agents.agent import Agent, agent
 from jaxshare.serving.agents.compiler.program import UncopyableError
 from jaxshare.serving.agents.compiler.variables import RefusedError
+from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.react import react
 from jaxshare.serving.agents.requests import (
-    Message,
+    AnswerError,
     Model,
     ModelCall,
     Options,
@@ -17,6 +18,7 @@ from jaxshare.serving.agents.requests import (
     llm,
     tool,
 )
+from jaxshare.serving.agents.runs import RoundsError
 from jaxshare.serving.agents.runtime import (
     AgentError,
     AgentRun,
@@ -44,6 +46,7 @@ __all__ = [
     "Agent",
     "AgentError",
     "AgentRun",
+    "AnswerError",
     "BeamSearch",
     "BestOfN",
     "Budget",
@@ -61,6 +64,7 @@ __all__ = [
     "ParseError",
     "RefusedError",
     "Reply",
+    "RoundsError",
     "Runtime",
     "SelfConsistency",
     "SelfRefine",

@@ -5,11 +5,13 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxshare import Sampler
+from jaxshare import FinishReason, Sampler
 from jaxshare.models import LoadedModel
-from jaxshare.serving.agents.requests import Message, ModelCall, Reply
+from jaxshare.serving.agents.requests import ModelCall, Reply
+from jaxshare.serving.chat import ChatFormat, chat_format, parse_answer
+from jaxshare.serving.chat.formats import as_format
 from jaxshare.serving.engine import Engine
-from jaxshare.serving.inputs import default_sampler
+from jaxshare.serving.inputs import default_sampler, encode_messages
 from jaxshare.serving.words import encode_marked, mark
 
 _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
@@ -20,8 +22,9 @@ class EngineModel:
 
     The engine caches dialogues, so that later calls can reuse their beginnings. An answer depends
     on its dialogue, options and seed alone, in float32 token for token, whatever else the engine
-    runs. A dialogue is put into the model's chat template. A model without one continues a text of
-    this form, and its answer ends before the next user's message:
+    runs. A dialogue is put into the model's chat template, and a think block at the start of the
+    answer is its `reasoning`. A model without a template continues a text of this form, and its
+    answer ends before the next user's message:
 
         System: ...
 
@@ -69,9 +72,12 @@ class EngineModel:
     async def answer(self, call: ModelCall) -> Reply:
         """Answers one call; see `Model`.
 
+        The answer is constrained to the call's grammar, unless the prompt opens a think block, which
+        comes before it.
+
         Raises:
-          ValueError: a dialogue that the template refuses or that does not fit the context or the
-            memory, or sampling options out of range.
+          ValueError: a dialogue or tools that the template refuses, or a dialogue that does not fit
+            the context or the memory, tools without a template, or sampling options out of range.
           EngineError: the engine's queue is full, or the model's logits are not numbers.
         """
         names = ("temperature", "top_k", "top_p", "min_p")
@@ -79,13 +85,19 @@ class EngineModel:
             name: value for name in names if (value := getattr(call.options, name)) is not None
         }
         tokenizer: Any = self.engine.model.tokenizer
-        has_template = bool(tokenizer.chat_template)
-        if has_template:
-            prompt = [dataclasses.asdict(message) for message in call.messages]
+        form = None
+        if tokenizer.chat_template:
+            messages = [message.as_dict() for message in call.messages]
+            prompt = encode_messages(
+                self.engine.model, messages, call.tools, call.chat_template_kwargs
+            )
+            form = _format(tokenizer, call, prompt)
             stops = call.options.stop or None
         else:
-            prompt = encode_marked(tokenizer, _plain_text(tokenizer, call.messages), first=True)
+            prompt = encode_marked(tokenizer, _plain_text(tokenizer, call), first=True)
             stops = (*call.options.stop, f"\n\n{_NAMES['user']}:")
+        if call.grammar and not (form and form.opened):
+            given["grammar"] = call.grammar
         stream = self.engine.submit(
             prompt,
             dataclasses.replace(self._sampler, **given),
@@ -99,13 +111,44 @@ class EngineModel:
             done = await stream
         finally:
             stream.cancel()  # no effect on a finished answer
-        text = done.text if has_template else done.text.strip()
-        return Reply(text, len(done.tokens), done.prompt_tokens)
+        is_cut = done.finish_reason in (FinishReason.LENGTH, FinishReason.CACHE_FULL)
+        counts = len(done.tokens), done.prompt_tokens
+        if form is None:
+            return Reply(done.text.strip(), *counts, is_cut=is_cut)
+        return _reply(done.text, form, call, counts, is_cut)
 
 
-def _plain_text(tokenizer: Any, messages: Sequence[Message]) -> str:
-    """The dialogue as text, marked for `encode_marked`."""
-    marked = [(message.role, mark(tokenizer, message.content)) for message in messages]
+_END_OF_PROMPT = 16
+"""The tokens at the end of a prompt in which it may open a think block."""
+
+
+def _format(tokenizer: Any, call: ModelCall, prompt: Sequence[int]) -> ChatFormat:
+    """The format of the answer to a prompt."""
+    tools = [tool.schema() for tool in call.tools]
+    template = tokenizer.get_chat_template(**({"tools": tools} if tools else {}))
+    return chat_format(template).after(tokenizer.decode(prompt[-_END_OF_PROMPT:]))
+
+
+def _reply(
+    text: str, form: ChatFormat | str, call: ModelCall, counts: tuple[int, int], is_cut: bool
+) -> Reply:
+    """A reply with the parts of an answer's text."""
+    answer = parse_answer(text, form, tools=call.tools)
+    return Reply(answer.content, *counts, answer.thinking, answer.tool_calls, answer.broken, is_cut)
+
+
+def _plain_text(tokenizer: Any, call: ModelCall) -> str:
+    """The dialogue as text, marked for `encode_marked`.
+
+    Raises:
+      ValueError: the call has what needs a chat template.
+    """
+    if call.tools or call.chat_template_kwargs or any(one.tool_calls for one in call.messages):
+        raise ValueError(
+            "the model has no chat template, so it takes no tools, no calls in messages and no "
+            "chat_template_kwargs; leave them out, or use a model with a template"
+        )
+    marked = [(message.role, mark(tokenizer, message.content)) for message in call.messages]
     turns = [f"{_NAMES.get(role, mark(tokenizer, role))}: {content}" for role, content in marked]
     return "\n\n".join([*turns, f"{_NAMES['assistant']}:"])
 
@@ -126,12 +169,14 @@ class ScriptedModel:
             lambda call: call.agent == "judge": lambda call: str(call.seed),
         })
 
-    A key that equals the last user's message has the answer; else the first key, in the order of
-    the script, that is a part of that message, or a function that is true of the call.
+    A key that equals the last message of the user or of a tool has the answer; else the first key,
+    in the order of the script, that is a part of that message, or a function that is true of the
+    call.
 
     An answer is a text, several texts, or a function of the call. The index among several texts is
     the sum of the call's path in the tree, modulo their number: so a state's second firing gets the
-    second text. Further calls of one firing (n answers, or attempts) get the next ones.
+    second text. Further calls of one firing (n answers, or attempts) get the next ones. A think
+    block at its start, and calls of the tools that are offered, are taken out of a text.
 
     Attributes:
       calls: all calls, in order.
@@ -142,14 +187,16 @@ class ScriptedModel:
         script: Mapping[str | Callable[[ModelCall], bool], Answer],
         *,
         delay: Callable[[ModelCall], float] | None = None,
+        format: ChatFormat | str = "hermes",
     ):
         """Makes a model from a script.
 
         Args:
           script: answers by key; see above.
           delay: seconds before an answer; default none.
+          format: in which the texts have calls of tools; see `ChatFormat`.
         """
-        self.script, self.delay = dict(script), delay
+        self.script, self.delay, self.format = dict(script), delay, as_format(format)
         self.calls: list[ModelCall] = []
         # Seeds of the calls of each firing, by (run, state).
         self._seeds: dict[tuple[str, tuple[int, ...]], list[int]] = {}
@@ -178,14 +225,12 @@ class ScriptedModel:
             key=len,
             default=text,
         )
-        return Reply(
-            text, len(text.split()), sum(len(message.content.split()) for message in call.messages)
-        )
+        read = sum(len(message.content.split()) for message in call.messages)
+        return _reply(text, self.format, call, (len(text.split()), read), False)
 
     def _find(self, call: ModelCall) -> Answer:
-        question = next(
-            (message.content for message in reversed(call.messages) if message.role == "user"), ""
-        )
+        asked = (one for one in reversed(call.messages) if one.role in ("user", "tool"))
+        question = next((message.content for message in asked), "")
         if question in self.script:
             return self.script[question]
         for key, answer in self.script.items():

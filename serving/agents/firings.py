@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.compiler.program import Returned, snapshot
+from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.model_calls import (
     ATOMS,
     UsedUpError,
@@ -16,7 +17,7 @@ from jaxshare.serving.agents.model_calls import (
     spend,
     spent_by_firing,
 )
-from jaxshare.serving.agents.requests import Llm, Message, Tool, Yielded
+from jaxshare.serving.agents.requests import CallRun, Llm, Tool, Yielded
 from jaxshare.serving.agents.runs import (
     AgentError,
     AgentRun,
@@ -26,6 +27,7 @@ from jaxshare.serving.agents.runs import (
     current_firing,
 )
 from jaxshare.serving.agents.states import State
+from jaxshare.serving.agents.tool_rounds import Follow, follow, is_followed, run_call
 
 if TYPE_CHECKING:
     from jaxshare.serving.agents.compiler.frames import Frame
@@ -37,9 +39,18 @@ Outcome = tuple[Any, tuple[Message, ...]]
 def outcome(
     runtime: Host, run: AgentRun, state: State, path: tuple[int, ...]
 ) -> Coroutine[Any, Any, Outcome]:
-    """The outcome of a state's wait, from the journal where it has one; raises the wait's error."""
+    """The outcome of a state's wait, from the journal where it has one; raises the wait's error.
+
+    The value is a `Follow` if the agent has to wait for something else before its code goes on.
+    """
     find = _new_outcome if runtime.journal is None else _journaled_outcome
-    return find(runtime, run, state, path)
+    found = find(runtime, run, state, path)
+    return _followed(run, state, found) if is_followed(state.waiting) else found
+
+
+async def _followed(run: AgentRun, state: State, found: Coroutine[Any, Any, Outcome]) -> Outcome:
+    value, messages = await found
+    return follow(run, state.waiting, value, messages), messages
 
 
 async def _new_outcome(
@@ -50,6 +61,8 @@ async def _new_outcome(
         return await call_model(runtime, run, state, request, path)
     if isinstance(request, Tool):
         return await call_tool(request), ()
+    if isinstance(request, CallRun):
+        return await run_call(request)
     if isinstance(request, types.CoroutineType) and path[-1]:
         raise AgentError(
             f"agent {run.agent.name} waits in line {state.line} for a coroutine, which cannot "
@@ -99,6 +112,10 @@ def run_to_next_wait(
       value, error: what the wait gave; error is raised in the agent unless it is None.
     """
     program, now = run.agent.program, Firing(runtime, run, new.path)
+    if error is None and isinstance(value, Follow):
+        # Frames are copied before they go on, so that both states can have this one.
+        new.frame, new.line, new.waiting = state.frame, state.line, value.request
+        return now
     token = current_firing.set(now)
     try:
         assert state.frame is not None

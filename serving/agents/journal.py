@@ -29,8 +29,9 @@ from jaxshare.models.config_fields import first_line
 from jaxshare.paths import whole_file
 from jaxshare.serving import checksums
 from jaxshare.serving.agents import model_calls, requests, runs
+from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.model_calls import UsedUpError
-from jaxshare.serving.agents.requests import Llm, Message, Tool
+from jaxshare.serving.agents.requests import CallRun, Llm, Tool
 
 _FORMAT = "jaxshare agents journal 1"
 _ERRORS: dict[str, type[Exception]] = {
@@ -211,7 +212,7 @@ class Journal:
                         "run": run,
                         "path": path,
                         "asked": entry.request,
-                        "said": [[message.role, message.content] for message in entry.messages],
+                        "said": [_written(message) for message in entry.messages],
                         "spent": entry.spent,
                         **entry.outcome,
                     }
@@ -244,7 +245,7 @@ class Journal:
             for number, sealed in enumerate(data["entries"], 1):
                 entry = _unsealed(sealed, number)
                 key, request = (entry.pop("run"), tuple(entry.pop("path"))), entry.pop("asked")
-                messages = tuple(Message(*message) for message in entry.pop("said"))
+                messages = tuple(map(_read, entry.pop("said")))
                 calls, written, read = map(int, entry.pop("spent"))
                 if len(entry) != 1 or not entry.keys() <= {
                     "json",
@@ -255,9 +256,8 @@ class Journal:
                 }:
                     raise ValueError(f"entry {number} has {', '.join(entry) or 'nothing'}")
                 _check_outcome(entry)
-                words = [key[0], request, *(w for m in messages for w in (m.role, m.content))]
-                if not all(isinstance(word, str) for word in words):
-                    raise ValueError(f"entry {number} has a name or a message that is no text")
+                if not isinstance(key[0], str) or not isinstance(request, str):
+                    raise ValueError(f"entry {number} has a name that is no text")
                 journal._entries[key] = _Entry(request, entry, messages, (calls, written, read))
         except _DAMAGE as error:
             raise ValueError(
@@ -274,6 +274,19 @@ def _unsealed(entry: Any, number: int) -> Any:
         raise ValueError(f"entry {number} is damaged: {error}") from error
 
 
+def _written(message: Message) -> list[Any]:
+    """A message as JSON: its role, its content, and an object of the rest if there is any."""
+    role, content, *rest = message.as_dict().items()
+    return [role[1], content[1], *([dict(rest)] if rest else [])]
+
+
+def _read(written: Any) -> Message:
+    role, content, *rest = written
+    if len(rest) > 1 or not isinstance(role, str) or not isinstance(content, str):
+        raise ValueError("a message that is no list of a role, a content and the rest")
+    return Message.of({"role": role, "content": content, **(rest[0] if rest else {})})
+
+
 def _summary(request: Any) -> str:
     """A request in a few words; a model request's whole content is in a digest.
 
@@ -281,9 +294,15 @@ def _summary(request: Any) -> str:
     """
     if isinstance(request, Llm):
         words = repr((request.messages, request.options, request.n))
+        words += request.chat.words() if request.chat else ""
         return (
             f"an answer of the model ({hashlib.blake2b(words.encode(), digest_size=6).hexdigest()})"
         )
+    if isinstance(request, CallRun):
+        call = request.calls[0]
+        words = json.dumps(call.arguments, sort_keys=True)
+        digest = hashlib.blake2b(words.encode(), digest_size=6).hexdigest()
+        return f"the call {call.id} of {call.name} ({digest})"
     if isinstance(request, Tool):
         return f"the tool {getattr(request.function, '__name__', type(request.function).__name__)}"
     return "" if request is None else f"a {type(request).__name__.removeprefix('Child')}"

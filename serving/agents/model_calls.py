@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import contextvars
 import copy
+import dataclasses
 import inspect
 import itertools
 import threading
@@ -14,7 +15,16 @@ from typing import Any
 import jax
 
 from jaxshare.seeds import stream_seed
-from jaxshare.serving.agents.requests import Llm, Message, ModelCall, ParseError, Reply, Tool
+from jaxshare.serving.agents.dialogue import Message
+from jaxshare.serving.agents.requests import (
+    AnswerError,
+    Chat,
+    Llm,
+    ModelCall,
+    ParseError,
+    Reply,
+    Tool,
+)
 from jaxshare.serving.agents.runs import AgentRun, Host
 from jaxshare.serving.agents.states import State
 
@@ -42,8 +52,8 @@ async def call_model(
     check_budget(run, count)
     spend(run, count)
     if request.n is None:
-        value, text = await _answer(runtime, run, state, request, path, messages, 0)
-        return value, (*request.messages, Message("assistant", text))
+        value, reply = await _answer(runtime, run, state, request, path, messages, 0)
+        return value, (*request.messages, *_answer_messages(request, reply, messages))
     calls = [
         _answer(runtime, run, state, request, path, messages, number) for number in range(count)
     ]
@@ -61,9 +71,9 @@ async def _answer(
     path: tuple[int, ...],
     messages: tuple[Message, ...],
     number: int,
-) -> tuple[Any, str]:
-    """(one answer of the model, its text), after as many attempts as needed to parse it."""
-    text, reason = "", ""
+) -> tuple[Any, Reply]:
+    """(the value of one answer, the answer), after as many attempts as needed to parse it."""
+    text, reason, chat = "", "", request.chat or _PLAIN
     for attempt in range(request.retries + 1):
         if attempt:
             check_budget(run, 1)
@@ -75,6 +85,9 @@ async def _answer(
             run.agent.name,
             run.id,
             path,
+            chat.tools,
+            chat.variables,
+            chat.grammar,
         )
         try:
             if runtime.call_slots is None and request.timeout is None:
@@ -100,13 +113,57 @@ async def _answer(
             )
         spend(run, 0, reply.new_tokens, reply.prompt_tokens)
         text = reply.text
-        if request.parse is None:
-            return text, text
         try:
-            return request.parse(text), text
+            return _value(request, chat, reply, messages), reply
         except ValueError as error:
             reason = str(error)
-    raise ParseError(run.agent.name, request.retries + 1, text, reason)
+    error_type = ParseError if chat.returns is None else AnswerError
+    raise error_type(run.agent.name, request.retries + 1, text, reason)
+
+
+_PLAIN = Chat()
+
+
+def _value(request: Llm, chat: Chat, reply: Reply, messages: tuple[Message, ...]) -> Any:
+    """The value of an answer as a journal has it; None for one whose calls are to be run.
+
+    Raises:
+      ValueError: the answer cannot be parsed.
+    """
+    if not chat.runs_tools:
+        return _answer_messages(request, reply, messages)[0].as_dict()
+    if chat.tools and (reply.tool_calls or reply.broken):
+        return None
+    if chat.returns is not None:
+        if reply.is_cut:
+            limit = request.options.max_new_tokens
+            raise ValueError(
+                f"it was cut after {reply.new_tokens} tokens; max_new_tokens is {limit}"
+            )
+        return chat.returns.read(reply.text)
+    return reply.text if request.parse is None else request.parse(reply.text)
+
+
+def _answer_messages(
+    request: Llm, reply: Reply, messages: tuple[Message, ...]
+) -> tuple[Message, ...]:
+    """The model's message; and what it is told if it has only calls that cannot be run.
+
+    Ids of calls are unique in the dialogue, and have nine letters and digits, as some templates want.
+    """
+    chat = request.chat or _PLAIN
+    if not chat.tools:
+        return (Message("assistant", reply.text, reply.reasoning or None),)
+    first = 1 + sum(len(message.tool_calls) for message in messages)
+    calls = tuple(
+        dataclasses.replace(call, id=f"call{number:05}")
+        for number, call in enumerate(reply.tool_calls, first)
+    )
+    answer = Message("assistant", reply.text, reply.reasoning or None, calls)
+    if calls or not reply.broken or not chat.runs_tools:
+        return (answer,)
+    told = "\n".join(f"This call cannot be run: {call.reason}" for call in reply.broken)
+    return answer, Message("user", told)
 
 
 spent_by_firing: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar(
@@ -202,7 +259,7 @@ def _in_thread(function: Callable[[], Any]) -> Awaitable[Any]:
     return future
 
 
-ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, range, Message))
+ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, range))
 """Types without mutable parts."""
 _SHARED = (type, types.FunctionType, types.ModuleType, BaseException, jax.Array)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jaxshare.serving.agents.agent import agent
 from jaxshare.serving.agents.requests import llm, tool
 from jaxshare.serving.agents.runs import AgentError
+from jaxshare.serving.chat.tools import failure
 
 _FORMAT = """\
 Answer the task below. You can use tools, one at a time. Each time you write, write a line with \
@@ -78,7 +79,7 @@ async def react(task, tools, steps=8, retries=2, timeout=None):
             )
             say = f"Observation: {found}"
         except Exception as error:
-            say = f"Observation: {step.action} has failed: {type(error).__name__}: {error}"
+            say = f"Observation: {failure(step.action, error)}"
     raise AgentError(
         f"react has found no answer within {steps} steps; the last it was told is {say!r}"
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxshare.serving.agents.requests import Message
+from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.states import Budget, Paths, State, best, comparable_score
 
 

@@ -1,19 +1,23 @@
 """The requests that agents wait for: `llm`, `tool` and the rest; and the interface of a model."""
 
+import copy
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
-from jaxshare.argument_checks import as_float, as_integer, as_list, as_texts, shown
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Message:
-    """One message of a dialogue: the role ("system", "user" or "assistant") and the text."""
-
-    role: str
-    content: str
+from jaxshare import Grammar
+from jaxshare.argument_checks import as_float, as_integer, as_texts, shown
+from jaxshare.serving.agents.dialogue import Message, as_messages
+from jaxshare.serving.chat import (
+    BrokenCall,
+    FunctionTool,
+    Returns,
+    ToolCall,
+    as_returns,
+    as_tools,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,51 @@ _options = functools.lru_cache(Options)
 """Cached, since most calls of a run have equal options, and checking them takes longer."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """The functions, the type and the template's variables of a request.
+
+    Attributes:
+      tools: that the model may call: functions with type hints, and whatever else
+        `jaxshare.serving.chat.as_tools` takes. Calls are run one after the other, as by `tool`, each
+        in a state of its own: a journal has its result, so that nothing is run twice. Results and
+        errors become messages for the model, which is asked again, up to an answer without calls.
+      runs_tools: False gives the model's message to the agent instead of its text, with its thinking
+        and its calls, if any.
+      rounds: the number of answers whose calls are run.
+      returns: the type of the value that is made of the answer; see `as_returns`. Where tools are
+        offered it is that of the last answer.
+      variables: of the chat template, such as {"enable_thinking": False}.
+    """
+
+    tools: tuple[FunctionTool, ...] = ()
+    runs_tools: bool = True
+    rounds: int = 8
+    returns: Returns | None = None
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The grammar of the answer's text, if calls cannot come before it."""
+        return self.returns.grammar if self.returns and not self.tools else None
+
+    def words(self) -> str:
+        """Returns what decides about answers, as a text; saved journals have digests of it."""
+        parts = (
+            [tool.schema() for tool in self.tools],
+            self.runs_tools,
+            self.returns and self.returns.schema,
+            self.variables,
+        )
+        return json.dumps(parts, sort_keys=True, default=str)
+
+    def value(self, recorded: Any) -> Any:
+        """Returns the value that an agent gets, from the one that a journal has."""
+        if not self.runs_tools:
+            return Message.of(recorded)
+        return self.returns.made(recorded) if self.returns else recorded
+
+
 class _AgentOnly:
     """A request that only an agent can await, since the runtime handles its waits."""
 
@@ -68,6 +117,15 @@ class Llm(_AgentOnly):
     parse: Callable[[str], Any] | None
     retries: int
     timeout: float | None
+    chat: Chat | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class CallRun(_AgentOnly):
+    """A request for the result of the first of some calls, on the way to the answer of `llm`."""
+
+    llm: Llm
+    calls: tuple[ToolCall, ...]
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,7 +160,7 @@ class Yielded:
     value: Any
 
 
-Content = str | Message | Mapping[str, str] | Sequence[Message | Mapping[str, str]]
+Content = str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]]
 
 
 def llm(
@@ -119,6 +177,11 @@ def llm(
     parse: Callable[[str], Any] | None = None,
     retries: int = 0,
     timeout: float | None = None,
+    returns: Any = None,
+    tools: Sequence[Any] | None = None,
+    run_tools: bool = True,
+    rounds: int = 8,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Llm:
     """Requests the model's answer; awaited in an agent, it gives the answer's text.
 
@@ -126,21 +189,22 @@ def llm(
 
     Args:
       content: a user's message, or messages; nothing to continue the dialogue as it is.
-      n: number of answers to the same dialogue, sampled side by side. The result is their list, and
+      n: number of answers to the same dialogue, sampled side by side; the result is their list, and
         none becomes part of the dialogue.
       stop, max_new_tokens, temperature, top_k, top_p, min_p: see `Options`.
-      parse: converts the text; the result is the converted value then. It raises a ValueError for a
-        text that it cannot convert.
-      retries: number of further attempts after an error, a timeout, or a text that cannot be
-        parsed.
-      timeout: seconds for one attempt.
+      parse: converts the text to the result; raises a ValueError for a text that it cannot convert.
+      retries: number of further attempts, each with a seed of its own, after an error, a timeout, or
+        a text that cannot be parsed.
+      timeout: seconds for one attempt, and for each call of a tool.
+      returns, tools, run_tools, rounds, chat_template_kwargs: see `Chat`.
 
     Raises (where it is awaited):
-      ParseError: no attempt could be parsed; it has the last text.
+      ParseError: no attempt could be parsed; an AnswerError where `returns` is given.
       TimeoutError: the last attempt took too long.
+      RoundsError: the model calls tools again after `rounds` answers with calls.
 
     Raises (at once):
-      ValueError: invalid messages or options.
+      ValueError, TypeError: invalid messages, options, tools or types.
     """
     if n is not None:
         n = as_integer("n", n, 1, why=": there is at least one answer")
@@ -153,7 +217,43 @@ def llm(
         None if min_p is None else as_float("min_p", min_p),
         as_texts("stop", stop),
     )
-    return Llm(_messages(content), options, n, parse, retries, timeout)
+    chat = None
+    if not (returns is tools is chat_template_kwargs is None and run_tools and rounds == 8):
+        chat = _chat(returns, tools, run_tools, rounds, chat_template_kwargs)
+        _check_combination(chat, n, parse)
+    return Llm(as_messages(content), options, n, parse, retries, timeout, chat)
+
+
+def _chat(returns: Any, tools: Any, run_tools: Any, rounds: Any, variables: Any) -> Chat:
+    if not isinstance(run_tools, bool):
+        raise TypeError(f"run_tools is {shown(run_tools)}; it must be True or False")
+    if variables is not None and not isinstance(variables, Mapping):
+        raise TypeError(f"chat_template_kwargs is {shown(variables)}; it must be a dict with names")
+    offered = as_tools(tools)
+    if run_tools and (idle := [one.name for one in offered if one.function is None]):
+        raise ValueError(f"the tool {idle[0]} has no function to run; give one, or run_tools=False")
+    return Chat(
+        offered,
+        run_tools,
+        as_integer("rounds", rounds, 1),
+        None if returns is None else as_returns(returns),
+        copy.deepcopy(dict(variables or {})),
+    )
+
+
+def _check_combination(chat: Chat, n: int | None, parse: Any) -> None:
+    if parse is not None and chat.returns is not None:
+        raise ValueError("parse and returns both make the result of an answer; give one of them")
+    if chat.tools and chat.runs_tools and n is not None:
+        raise ValueError(
+            f"n is {n}, and each answer would call tools of its own; leave n out, or give "
+            "run_tools=False"
+        )
+    if not chat.runs_tools and (parse or chat.returns):
+        raise ValueError(
+            f"{'parse' if parse else 'returns'} makes the result of an answer, and with "
+            "run_tools=False that is the message with its calls; give one of them"
+        )
 
 
 def tool(
@@ -195,33 +295,6 @@ def _check_effort(retries: int, timeout: float | None) -> None:
         )
 
 
-def _messages(content: Content) -> tuple[Message, ...]:
-    if isinstance(content, str):
-        return (Message("user", content),)
-    if isinstance(content, (Message, Mapping)):
-        content = (content,)
-    made = []
-    for message in as_list("content", content):
-        if isinstance(message, Mapping):
-            if set(message) != {"role", "content"}:
-                raise ValueError(
-                    "a message has a role and a content; this has "
-                    f"{', '.join(map(repr, message)) or 'nothing'}"
-                )
-            message = Message(message["role"], message["content"])
-        if (
-            not isinstance(message, Message)
-            or not isinstance(message.role, str)
-            or not isinstance(message.content, str)
-        ):
-            raise ValueError(
-                f"{shown(message)} is no message: give a text, a Message, or a dict with role and "
-                "content"
-            )
-        made.append(message)
-    return tuple(made)
-
-
 class ParseError(ValueError):
     """No attempt of a model could be parsed; `text` is the last one, `reason` its parse error."""
 
@@ -231,6 +304,15 @@ class ParseError(ValueError):
             f"parsed ({reason}); the last was {text!r}"
         )
         self.text, self.reason = text, reason
+
+
+class AnswerError(ParseError):
+    """No attempt of a model was a value of the type that `llm` returns, or each was cut short.
+
+    Attributes:
+      text: the last answer.
+      reason: what is wrong with it.
+    """
 
 
 # Models.
@@ -248,6 +330,10 @@ class ModelCall:
       agent: the name of the calling agent.
       run: id of its run, the path of agents that led to it.
       state: position in the tree of that run: the index of the firing of each state on the path.
+      tools: that the model may call.
+      chat_template_kwargs: further variables of the chat template.
+      grammar: what the text of the answer has to be; a model that cannot constrain its answers may
+        ignore it, since they are checked anyway.
     """
 
     messages: tuple[Message, ...]
@@ -256,15 +342,31 @@ class ModelCall:
     agent: str
     run: str
     state: tuple[int, ...]
+    tools: tuple[FunctionTool, ...] = ()
+    chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    grammar: Grammar | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """A model's answer, and the numbers of tokens generated and read for it."""
+    """A model's answer.
+
+    Attributes:
+      text: without thinking and calls of tools.
+      new_tokens, prompt_tokens: the numbers of tokens generated and read for it.
+      reasoning: the text of its think block; None if there is none.
+      tool_calls: its calls of the tools that were offered; their ids do not matter.
+      broken: those of its calls that cannot be run; `text` has them as they were written.
+      is_cut: it has ended because there were no more tokens for it.
+    """
 
     text: str
     new_tokens: int = 0
     prompt_tokens: int = 0
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    broken: tuple[BrokenCall, ...] = ()
+    is_cut: bool = False
 
 
 class Model(Protocol):

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.compiler import program
 from jaxshare.serving.agents.compiler.frames import shared
-from jaxshare.serving.agents.requests import ChildNext, ChildResult, Message, Model
+from jaxshare.serving.agents.dialogue import Message
+from jaxshare.serving.agents.requests import ChildNext, ChildResult, Model
 from jaxshare.serving.agents.states import Arrival, State, Supervisor
 
 
@@ -42,6 +43,10 @@ class Host(Protocol):
 
 class AgentError(RuntimeError):
     """An impossible interaction between agents, or between a supervisor and its agent."""
+
+
+class RoundsError(AgentError):
+    """A model calls tools again after as many answers with calls as `llm` allows."""
 
 
 class DeadlockError(AgentError):

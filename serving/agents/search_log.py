@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any, Self
 from jaxshare.models.config_fields import first_line
 from jaxshare.paths import whole_file
 from jaxshare.serving import checksums
-from jaxshare.serving.agents.requests import ChildNext, ChildResult, Llm, Tool, Yielded
+from jaxshare.serving.agents.requests import (
+    CallRun,
+    ChildNext,
+    ChildResult,
+    Llm,
+    Tool,
+    Yielded,
+)
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
 from jaxshare.serving.agents.states import State
 
@@ -225,7 +232,8 @@ def _waits_for(state: State) -> str:
         return "end"
     if state.waiting is None:
         return "begin"
-    kinds = {Llm: "llm", Tool: "tool", ChildNext: "next", ChildResult: "result", Yielded: "yield"}
+    kinds = {Llm: "llm", Tool: "tool", CallRun: "tool"}
+    kinds |= {ChildNext: "next", ChildResult: "result", Yielded: "yield"}
     return next((name for kind, name in kinds.items() if isinstance(state.waiting, kind)), "await")
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxshare.argument_checks import as_float
-from jaxshare.serving.agents.requests import ChildNext, ChildResult, Llm, Message, Yielded
+from jaxshare.serving.agents.dialogue import Message
+from jaxshare.serving.agents.requests import ChildNext, ChildResult, Llm, Yielded
 
 if TYPE_CHECKING:
     from jaxshare.serving.agents.compiler.frames import Frame

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from jaxshare import Sampler
+from jaxshare import Grammar, Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.branches.prompt_tree import MAX_COMPLETIONS, Branch, read_prompts
 from jaxshare.serving.chat_template import ChatTemplateError, SlowTemplateError, render_marked
@@ -20,7 +20,7 @@ _SAMPLING = (
     *("presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "bad_words", "forbidden"),
     *("forbidden_first", "min_tokens", "stop_token_ids", "ignore_eos"),
 )
-"""The fields of `Sampler` that a line may set."""
+"""The fields of `Sampler` that a line may set, besides its grammar."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,6 +236,8 @@ def _sampler(value: dict[str, Any], outer: Sampler) -> Sampler | None:
     """The sampler of a line or node with settings of its own, or None."""
     given = {name: value[name] for name in _SAMPLING if name in value}
     try:
+        if value.get("grammar") is not None:
+            given["grammar"] = Grammar.of(value["grammar"])
         return dataclasses.replace(outer, **given) if given else None
     except (ValueError, TypeError) as error:
         raise ValueError(f"has a sampling setting out of range: {error}") from error

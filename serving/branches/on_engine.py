@@ -11,7 +11,7 @@ from jaxshare.seeds import stream_seed
 from jaxshare.serving.branches.prompt_tree import Prompt
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.stream import Stream
-from jaxshare.serving.errors import NotANumberError, QueueFullError
+from jaxshare.serving.errors import QueueFullError, SamplingError
 
 if TYPE_CHECKING:
     from jaxshare.serving.engine import Engine
@@ -38,7 +38,7 @@ def complete_on(
       max_new_tokens, sampler, seed, stop, include_stop, top_logprobs: see `Branches`.
 
     Raises:
-      NotANumberError: the model's logits for a prompt are not finite.
+      NotANumberError, NoTokenError: nothing can be sampled for a prompt.
       TooLongError, QueueFullError, ClosedError: see `Engine.submit`.
     """
     waiting: collections.deque[tuple[int, int, Stream]] = collections.deque()
@@ -77,9 +77,9 @@ def _result(number: int, index: int, stream: Stream) -> Completion:
     """The completion of a request, with the number of its prompt.
 
     Raises:
-      NotANumberError: with that number, too.
+      SamplingError: with that number, too.
     """
     try:
         return dataclasses.replace(stream.wait(), prompt=number, index=index)
-    except NotANumberError as error:
-        raise NotANumberError.of(f"prompt {number}", error.after) from error
+    except SamplingError as error:
+        raise type(error).of(f"prompt {number}", error.after) from error

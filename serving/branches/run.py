@@ -30,7 +30,7 @@ from jaxshare.serving.engine.output import OutputProcessor, unfinished_output
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.scheduler import Scheduler
 from jaxshare.serving.engine.stream import Detokenizer
-from jaxshare.serving.errors import NotANumberError
+from jaxshare.serving.errors import SamplingError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import (
     as_top_logprobs,
@@ -198,7 +198,7 @@ class Branches:
         """Runs, and yields every completion as it ends. To be called once.
 
         Where the model's logits are not finite, a completion has what was sampled before, and its
-        `error` is a `NotANumberError` with the number of its prompt; the others go on.
+        `error` is a `SamplingError` with the number of its prompt; the others go on.
 
         Args:
           on_pass: called between dispatches with this run.
@@ -316,7 +316,8 @@ class Branches:
         """Takes a completion that has ended; its error gets the number of its prompt."""
         if output.error:
             after = f"{output.prompt_tokens + len(output.tokens)} tokens"
-            error = NotANumberError.of(f"prompt {output.prompt}", after)
+            kind = type(output.error) if isinstance(output.error, SamplingError) else SamplingError
+            error = kind.of(f"prompt {output.prompt}", after)
             output = dataclasses.replace(output, error=error)
         self._ended.append(output)
         return output

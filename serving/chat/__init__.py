@@ -13,6 +13,7 @@ from jaxshare.serving.chat.answers import (
     ToolCall,
 )
 from jaxshare.serving.chat.formats import ChatFormat, chat_format
+from jaxshare.serving.chat.returns import Returns, as_returns
 from jaxshare.serving.chat.stream import AnswerStream, parse_answer
 from jaxshare.serving.chat.tools import (
     FunctionTool,
@@ -35,9 +36,11 @@ __all__ = [
     "ChatFormat",
     "ContentDelta",
     "FunctionTool",
+    "Returns",
     "ThinkingDelta",
     "ToolCall",
     "ToolResult",
+    "as_returns",
     "as_tools",
     "call",
     "chat_format",

@@ -1,5 +1,6 @@
 """Messages with calls of functions and their results, in the forms that chat templates expect."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -84,11 +85,32 @@ def has_calls(messages: Messages) -> bool:
 def forms_of_calls(messages: Messages) -> Iterator[Messages]:
     """Yields messages in all forms in which templates want calls, the most frequent one first.
 
-    Arguments may have to be objects or their text, and a missing content absent, empty or None.
+    Arguments may have to be objects or their text, a missing content absent, empty or None, and ids
+    of nine letters and digits, as Mistral's templates have them.
     """
-    for as_text in (False, True):
-        for contents in ((), ("",), (None,)):
-            yield [_in_form(message, as_text, contents) for message in messages]
+    for given in (messages, [_with_short_ids(message) for message in messages]):
+        for as_text in (False, True):
+            for contents in ((), ("",), (None,)):
+                yield [_in_form(message, as_text, contents) for message in given]
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    made = dict(message)
+    if isinstance(message.get("tool_call_id"), str):
+        made["tool_call_id"] = _short_id(message["tool_call_id"])
+    if "tool_calls" in message:
+        made["tool_calls"] = [
+            call | ({"id": _short_id(str(call["id"]))} if "id" in call else {})
+            for call in message["tool_calls"]
+        ]
+    return made
+
+
+def _short_id(id: str) -> str:
+    """An id of nine letters and digits: the given one, or its digest."""
+    if len(id) == 9 and id.isascii() and id.isalnum():
+        return id
+    return hashlib.blake2b(id.encode("utf-8", "surrogatepass"), digest_size=5).hexdigest()[:9]
 
 
 def _in_form(message: dict[str, Any], as_text: bool, contents: tuple[Any, ...]) -> dict[str, Any]:

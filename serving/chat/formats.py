@@ -42,7 +42,13 @@ MARKS = {
 PYTHON_TAG = "<|python_tag|>"
 """Llama's mark before a call, which it may leave out at the start of an answer."""
 
-_NAMES = ("plain", "hermes", "llama3", "pythonic", "deepseek", "deepseek-v3.1")
+CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"
+"""Mistral's marks before calls, and before the arguments of one."""
+
+_NAMES = (
+    *("plain", "hermes", "qwen3-coder", "llama3", "pythonic"),
+    *("mistral", "deepseek", "deepseek-v3.1"),
+)
 _PYTHONIC = re.compile(r"\[\w+\(\w+=")
 
 
@@ -56,9 +62,13 @@ class ChatFormat:
       name: the form of calls, one of
         "plain": there are none;
         "hermes": `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen2.5, Qwen3);
+        "qwen3-coder": `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`, with
+        values that are not quoted (Qwen3-Coder);
         "llama3": `{"name": ..., "parameters": {...}}`, several separated by `;`, after
         `<|python_tag|>` or as the whole answer (Llama 3.1 and 3.2);
         "pythonic": the answer is `[f(a=1), g(b="x")]` (Llama 3.2 and Llama 4);
+        "mistral": `[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]f[ARGS]{...}`
+        for each call (Mistral's models up to and from v11 of their tokenizer);
         "deepseek": DeepSeek-V3's and R1's marks around a name and a block of JSON;
         "deepseek-v3.1": the same marks around a name and JSON.
       opened: the mark of a think block that the prompt has opened; None if it has not.
@@ -97,9 +107,10 @@ def chat_format(template: str | None) -> ChatFormat:
     template = template or ""
     if _DEEPSEEK.start in template:
         return ChatFormat("deepseek" if "```json" in template else "deepseek-v3.1")
-    # Templates with `<function=` have a call in XML between these marks.
-    if MARKS["hermes"].start in template and "<function=" not in template:
-        return ChatFormat("hermes")
+    if CALLS in template:
+        return ChatFormat("mistral")
+    if MARKS["hermes"].start in template:
+        return ChatFormat("qwen3-coder" if "<function=" in template else "hermes")
     if _PYTHONIC.search(template):
         return ChatFormat("pythonic")
     if re.search(r'\{\\?"name\\?":', template) and re.search(r'\\?"parameters\\?":', template):

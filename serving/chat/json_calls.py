@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from jaxshare.serving.chat.formats import SEPARATOR
+from jaxshare.serving.chat.formats import ARGS, SEPARATOR
 from jaxshare.serving.chat.json_text import ObjectEnd, read_object
 from jaxshare.serving.chat.ledger import CallLedger
 
@@ -20,9 +20,17 @@ _HEADS = {
         rf'\s*function{SEPARATOR}(?P<name>[^"\n]+)\n\s*```(?:json)?\s*(?P<arguments>\{{)'
     ),
     "deepseek-v3.1": re.compile(rf'\s*(?P<name>[^<"\n]+){SEPARATOR}\s*(?P<arguments>\{{)'),
+    "mistral": re.compile(
+        rf'\s*(?P<name>[^\["\n]+)(?:\[CALL_ID\][^\["\n]*)?{re.escape(ARGS)}\s*(?P<arguments>\{{)'
+    ),
 }
 """The text of a call up to the first brace of its arguments, in which its name is known."""
-_DEEPSEEK_TAIL = {"deepseek": re.compile(r"\s*```\s*"), "deepseek-v3.1": re.compile(r"\s*")}
+_TAILS = {
+    "deepseek": re.compile(r"\s*```\s*"),
+    "deepseek-v3.1": re.compile(r"\s*"),
+    "mistral": re.compile(r"\s*"),
+}
+"""The text after the arguments, in the forms that name a function before an object of arguments."""
 LONGEST_HEAD = 2048
 """The characters of a call in which its name may be known before its end."""
 
@@ -58,19 +66,19 @@ class JsonCall:
         Raises:
           ValueError: it cannot be run, with the reason.
         """
-        if self._form in _DEEPSEEK_TAIL:
-            name, arguments = self._deepseek()
+        if self._form in _TAILS:
+            name, arguments = self._named_before()
         else:
             name, arguments = call_in(read_object(self.text))
         self._ledger.finish(name, arguments)
 
-    def _deepseek(self) -> tuple[str, dict[str, Any]]:
+    def _named_before(self) -> tuple[str, dict[str, Any]]:
         head = _HEADS[self._form].match(self.text)
         if not head:
             raise ValueError("it has no name with JSON of arguments after it")
         given = self.text[head.start("arguments") :]
         end = ObjectEnd().feed(given)
-        if not _DEEPSEEK_TAIL[self._form].fullmatch(given[end:]):
+        if not _TAILS[self._form].fullmatch(given[end:]):
             read_object(given)  # says what is wrong with the JSON, where it is that
             raise ValueError("there is text after the JSON of its arguments")
         return _name_in(head["name"], self._form), read_object(given[:end])
@@ -103,7 +111,7 @@ def is_call(value: dict[str, Any]) -> bool:
 
 def _name_in(text: str, form: str) -> str:
     """The name that a head has; "" for one that is no JSON."""
-    if form in _DEEPSEEK_TAIL:
+    if form in _TAILS:
         return text.strip()
     try:
         return json.loads(f'"{text}"')

@@ -81,11 +81,23 @@ class StopMark:
 
 
 def read_object(text: str) -> dict[str, Any]:
-    """Reads a JSON object; strings may have line breaks in them, as models write them.
+    """Reads a JSON object; see `read_json`.
 
     Raises:
-      ValueError: with the reason: it is no valid JSON, no object, has a name twice, a number that
-        is not finite, or half of a character.
+      ValueError: with the reason: `read_json` refuses it, or it is no object.
+    """
+    value = read_json(text)
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    return value
+
+
+def read_json(text: str) -> Any:
+    """Reads JSON; strings may have line breaks in them, as models write them.
+
+    Raises:
+      ValueError: with the reason: it is no valid JSON, or has a name twice in an object, a number
+        that is not finite, or half of a character.
     """
     try:
         value = json.loads(
@@ -100,8 +112,6 @@ def read_object(text: str) -> dict[str, Any]:
         raise ValueError("it is not valid JSON: it has half of a character") from None
     except ValueError as error:
         raise ValueError(f"it is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError("it is no JSON object")
     return value
 
 

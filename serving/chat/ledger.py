@@ -49,6 +49,13 @@ class CallLedger:
         self._tell(CallStarted(self._started - 1, name, f"{self._id_prefix}{self._started}"))
         return True
 
+    def schema(self, name: str, argument: str) -> Mapping[str, Any]:
+        """The JSON schema of a function's argument; an empty one if there is none."""
+        known = (self._tools or {}).get(name)
+        properties = known.parameters.get("properties", {}) if known else {}
+        schema = properties.get(argument)
+        return schema if isinstance(schema, Mapping) else {}
+
     def arguments(self, text: str) -> None:
         """Tells the next piece of the started call's arguments, as JSON."""
         if text:

@@ -3,10 +3,12 @@
 import re
 
 from jaxshare.serving.chat import pythonic
+from jaxshare.serving.chat.bracketed import BracketedCalls
 from jaxshare.serving.chat.formats import MARKS, PYTHON_TAG
 from jaxshare.serving.chat.json_calls import LONGEST_HEAD, JsonCall, is_call
 from jaxshare.serving.chat.json_text import ObjectEnd, StopMark, read_object
 from jaxshare.serving.chat.page import Page, State
+from jaxshare.serving.chat.tagged import TaggedCalls
 
 _BETWEEN = re.compile(r"\s*;?\s*")
 _FIRST_KEY = re.compile(r'\{\s*(?:"(?P<key>[a-z]{0,12})(?P<end>"?)|[^"\s])')
@@ -17,6 +19,10 @@ def reader(name: str, page: Page) -> State:
     """Returns the state that reads content with calls in the form of this name."""
     if name in MARKS:
         return MarkedCalls(name, page).read
+    if name == "qwen3-coder":
+        return TaggedCalls(page).read
+    if name == "mistral":
+        return BracketedCalls(page).read
     if name == "llama3":
         return BareCalls(page).read
     return ListedCalls(page).read if name == "pythonic" else page.write_all

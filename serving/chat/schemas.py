@@ -6,7 +6,7 @@ import enum
 import inspect
 import types
 from collections.abc import Mapping
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 import jsonschema
 import referencing
@@ -36,9 +36,9 @@ def schema_of(hint: Any, outer: tuple[type, ...] = ()) -> dict[str, Any]:
     """Returns the JSON schema of a type: transformers' own where it has one, with tuples' lengths.
 
     Args:
-      hint: str, int, float, bool, None, Any, Literal, an enum (by its values), a dataclass, or list,
-        tuple, set, dict, Optional and unions of them.
-      outer: dataclasses that this is a part of.
+      hint: str, int, float, bool, None, Any, Literal, an enum (by its values), a dataclass, a
+        TypedDict, or list, tuple, set, dict, Optional and unions of them.
+      outer: dataclasses and TypedDicts that this is a part of.
 
     Raises:
       TypeError: there is no schema of this type.
@@ -66,9 +66,11 @@ def schema_of(hint: Any, outer: tuple[type, ...] = ()) -> dict[str, Any]:
         )
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _dataclass(hint, outer)
+    if is_typeddict(hint):
+        return _typed_dict(hint, outer)
     raise TypeError(
         f"there is no JSON schema of {shown(hint)}; use str, int, float, bool, Literal, an enum, a "
-        "dataclass, or list, tuple, dict and Optional of them"
+        "dataclass, a TypedDict, or list, tuple, dict and Optional of them"
     )
 
 
@@ -105,16 +107,30 @@ def _tuple(args: tuple[Any, ...], outer: tuple[type, ...]) -> dict[str, Any]:
 
 
 def _dataclass(hint: type, outer: tuple[type, ...]) -> dict[str, Any]:
+    required = [
+        field.name
+        for field in _fields(hint)
+        if field.default is field.default_factory is dataclasses.MISSING
+    ]
+    return _object(hint, [field.name for field in _fields(hint)], required, outer)
+
+
+def _typed_dict(hint: Any, outer: tuple[type, ...]) -> dict[str, Any]:
+    names = [*get_type_hints(hint)]
+    return _object(hint, names, [name for name in names if name in hint.__required_keys__], outer)
+
+
+def _object(
+    hint: type, names: list[str], required: list[str], outer: tuple[type, ...]
+) -> dict[str, Any]:
     if hint in outer:
         raise TypeError(f"{hint.__name__} has a field of its own type, which no schema here tells")
     hints, texts = get_type_hints(hint), _field_texts(hint)
-    properties, required = {}, []
-    for field in _fields(hint):
-        properties[field.name] = schema_of(hints[field.name], (*outer, hint))
-        if text := texts.get(field.name):
-            properties[field.name]["description"] = text
-        if field.default is field.default_factory is dataclasses.MISSING:
-            required.append(field.name)
+    properties = {}
+    for name in names:
+        properties[name] = schema_of(hints[name], (*outer, hint))
+        if text := texts.get(name):
+            properties[name]["description"] = text
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
     return schema | ({"required": required} if required else {})
 
@@ -155,7 +171,7 @@ def converted(value: Any, hint: Any) -> Any:
         return kind(made) if kind in (set, frozenset) else made
     if kind in _DICTS:
         return {key: converted(one, args[1]) if args else one for key, one in value.items()}
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+    if is_typeddict(hint) or (dataclasses.is_dataclass(hint) and isinstance(hint, type)):
         hints = get_type_hints(hint)
         return hint(**{name: converted(one, hints[name]) for name, one in value.items()})
     return value
@@ -167,9 +183,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def validator(schema: Mapping[str, Any]) -> Validator:
     """Returns what checks values against a schema; no reference in it is ever fetched."""
-    return jsonschema.Draft202012Validator(
-        _with_null(dict(schema)), registry=referencing.Registry()
-    )
+    return jsonschema.Draft202012Validator(with_null(dict(schema)), registry=referencing.Registry())
 
 
 def check_schema(schema: Mapping[str, Any]) -> None:
@@ -199,18 +213,18 @@ def _told(error: jsonschema.ValidationError | jsonschema.SchemaError) -> str:
     return told if len(told) <= 200 else f"{told[:197]}..."
 
 
-def _with_null(schema: Any) -> Any:
-    """The schema with `nullable`, which templates know and JSON schemas do not, written out."""
+def with_null(schema: Any) -> Any:
+    """Returns a schema with `nullable`, which templates know and JSON schemas do not, written out."""
     if isinstance(schema, list):
-        return [_with_null(inner) for inner in schema]
+        return [with_null(inner) for inner in schema]
     if not isinstance(schema, Mapping):
         return schema
     made: dict[str, Any] = {}
     for key, inner in schema.items():
         if key in _NAMED and isinstance(inner, Mapping):
-            made[key] = {name: _with_null(one) for name, one in inner.items()}
+            made[key] = {name: with_null(one) for name, one in inner.items()}
         elif key != "nullable":
-            made[key] = inner if key in _DATA else _with_null(inner)
+            made[key] = inner if key in _DATA else with_null(inner)
     is_nullable = schema.get("nullable") is True
     return {"anyOf": [made, {"type": "null"}]} if is_nullable else made
 

@@ -100,6 +100,10 @@ class FunctionTool:
         return validator({**self.parameters, **({"additionalProperties": False} if closed else {})})
 
 
+class NoFunctionError(ValueError):
+    """A tool is to be run that has no function."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolResult:
     """The text of a call's result, or of its error."""
@@ -200,24 +204,42 @@ def call(tool: Any, arguments: Mapping[str, Any]) -> ToolResult:
       error of the function are results, too, and name the error.
 
     Raises:
-      ValueError: the tool has no function.
+      NoFunctionError: the tool has no function.
     """
     one = _as_tool(tool)
-    if (function := one.function) is None:
-        raise ValueError(f"the tool {one.name} has no function to run; give one")
     try:
-        one.check(arguments)
-        hints = hints_of(function)
-        given = {
-            name: converted(value, hints[name]) if name in hints else value
-            for name, value in arguments.items()
-        }
+        function, given = bound(one, arguments)
         value = function(**given)
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
-        return ToolResult(_as_text(value))
+        return ToolResult(as_text(value))
+    except NoFunctionError:
+        raise
     except Exception as error:
-        return ToolResult(f"{one.name} has failed: {type(error).__name__}: {error}", True)
+        return ToolResult(failure(one.name, error), True)
+
+
+def bound(tool: FunctionTool, arguments: Mapping[str, Any]) -> tuple[Callable[..., Any], dict]:
+    """Returns the function of a tool, and its arguments as it takes them.
+
+    Raises:
+      NoFunctionError: the tool has no function.
+      ValueError: the arguments do not fit, with the reason.
+    """
+    if (function := tool.function) is None:
+        raise NoFunctionError(f"the tool {tool.name} has no function to run; give one")
+    tool.check(arguments)
+    hints = hints_of(function)
+    given = {
+        name: converted(value, hints[name]) if name in hints else value
+        for name, value in arguments.items()
+    }
+    return function, given
+
+
+def failure(name: str, error: Exception) -> str:
+    """Returns what a model is told of an error of a tool of this name."""
+    return f"{name} has failed: {type(error).__name__}: {error}"
 
 
 def tool_messages(answer: ChatAnswer, tools: Sequence[Any]) -> list[dict[str, Any]]:
@@ -249,7 +271,8 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """Returns a result as text: a text as it is, anything else as JSON."""
     if isinstance(value, str) and not isinstance(value, enum.Enum):
         return value
     return json.dumps(value, ensure_ascii=False, default=_plain)

@@ -5,6 +5,7 @@ import re
 import sys
 from typing import Any
 
+from jaxshare.decoding.grammar import Grammar
 from jaxshare.decoding.sampling_params import Sampler
 
 _MAX_TEXT = 2**26
@@ -101,6 +102,44 @@ def add_stops(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_grammar(parser: argparse.ArgumentParser) -> None:
+    """Adds --json-schema, --regex, --lark and --choice."""
+    group = parser.add_argument_group("structured output").add_mutually_exclusive_group()
+    group.add_argument(
+        "--json-schema",
+        metavar="FILE",
+        help="a completion is JSON that is valid under the schema in this file, or in this text",
+    )
+    group.add_argument(
+        "--regex", metavar="PATTERN", help="a completion matches this regular expression"
+    )
+    group.add_argument(
+        "--lark", metavar="FILE", help="a completion is a text of the grammar in this file"
+    )
+    group.add_argument(
+        "--choice",
+        action="append",
+        metavar="TEXT",
+        help="a completion is this text; may be given several times, for one of several",
+    )
+
+
+def _grammar_of(options: argparse.Namespace) -> Grammar | None:
+    """The grammar that was given, or None."""
+    schema = getattr(options, "json_schema", None)
+    if schema is not None:
+        is_text = schema.lstrip().startswith("{") or schema in ("true", "false")
+        text = schema if is_text else read_text("json-schema", None, schema)
+        return Grammar.json_schema(text)
+    if getattr(options, "regex", None) is not None:
+        return Grammar.regex(options.regex)
+    if getattr(options, "lark", None) is not None:
+        return Grammar.lark(read_text("lark", None, options.lark))
+    if getattr(options, "choice", None) is not None:
+        return Grammar.choices(options.choice)
+    return None
+
+
 def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of `Sampler` that were given, checked."""
     given = {
@@ -110,6 +149,8 @@ def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
     }
     if getattr(options, "ignore_eos", False):
         given["ignore_eos"] = True
+    if grammar := _grammar_of(options):
+        given["grammar"] = grammar
     Sampler(**given)
     return given
 

@@ -36,7 +36,6 @@ from jaxshare.serving.cli.batch_output import AGAIN, OTHER, Key
 from jaxshare.serving.cluster import process_mesh, ray_pool
 from jaxshare.serving.cluster.model_spec import ModelSpec
 from jaxshare.serving.cluster.shards import Shards
-from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.identity import check_identity, identity
 from jaxshare.serving.inputs import default_sampler, warn_of_equal_texts
@@ -119,6 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout at the end")
     arguments.add_sampling(parser)
     arguments.add_stops(parser)
+    arguments.add_grammar(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -377,7 +377,8 @@ def _result(completion: Any, items: Sequence[Item], tree: bool) -> dict[str, Any
     """A line of the output."""
     item = items[completion.prompt]
     num_tokens = len(item.tokens) + len(completion.tokens)
-    error = NotANumberError.of(item.name, f"{num_tokens} tokens") if completion.error else None
+    failed = completion.error
+    error = type(failed).of(item.name, f"{num_tokens} tokens") if failed else None
     return {
         "id": item.id,
         "line": item.line,

@@ -174,8 +174,8 @@ def sorted_lines(output: Path, order: Mapping[Key, tuple[int, int]]) -> list[byt
 
 def num_failed(lines: Sequence[bytes]) -> int:
     """The number of completions among these lines that have ended with an error."""
-    failed = str(FinishReason.ERROR)
-    return sum(json.loads(line)["finish_reason"] == failed for line in lines)
+    failed = str(FinishReason.ERROR), str(FinishReason.NO_TOKEN)
+    return sum(json.loads(line)["finish_reason"] in failed for line in lines)
 
 
 _MAX_BYTES = 2**32

@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_sampling(parser)
     arguments.add_stops(parser)
+    arguments.add_grammar(parser)
     parser.add_argument(
         "--top-logprobs",
         type=int,

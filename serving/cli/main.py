@@ -27,7 +27,7 @@ from jaxshare.serving.cli import (
     workers,
 )
 from jaxshare.serving.cli.evaluation import evaluate, judge
-from jaxshare.serving.errors import NotANumberError
+from jaxshare.serving.errors import SamplingError
 
 _NEW_OBJECTS = 50_000
 """Objects that Python makes before it looks for garbage: imports and tracing make many that stay, and
@@ -91,7 +91,7 @@ _COMMANDS = (
 """The name, the module and the help text of each command."""
 
 
-_MENDABLE = (ValueError, FileNotFoundError, NotImplementedError, NotANumberError, WriteError)
+_MENDABLE = (ValueError, FileNotFoundError, NotImplementedError, SamplingError, WriteError)
 """The errors that the user can mend."""
 
 

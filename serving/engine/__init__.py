@@ -9,6 +9,7 @@ from jaxshare.serving.errors import (
     ClosedError,
     EngineError,
     NotANumberError,
+    NoTokenError,
     QueueFullError,
     TooLongError,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "Engine",
     "EngineError",
     "Hotspot",
+    "NoTokenError",
     "NotANumberError",
     "QueueFullError",
     "Stream",

@@ -26,6 +26,8 @@ from jaxshare.serving.engine.session_passes import (
     SessionPasses,
     SessionRows,
 )
+from jaxshare.serving.grammars.compiled import compile_grammar
+from jaxshare.serving.grammars.places import GrammarPlaces
 from jaxshare.serving.kvcache.fan_in import FanInGroups
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.view import SessionBlocks, ViewBuilder, spans
@@ -100,6 +102,8 @@ class DecodeRows:
         self._few = few_rows(rows) if sessions else rows
         self._is_warm = False
         self._places = MIN_PLACES
+        self._grammars = GrammarPlaces(model.config.vocab_size)
+        self._grammar_states: dict[int, int] = {}  # of rows that enter with the next dispatch
         self._history = 0, 0  # sizes of the texts that samplers look at
         # Rows that leave, resume and enter with the next dispatch.
         self._left: list[int] = []
@@ -114,6 +118,7 @@ class DecodeRows:
     def reset(self) -> None:
         """Drops the state after a failure, or to free its memory."""
         self.state, self._total_passes = None, 0
+        self._grammars = GrammarPlaces(self._model.config.vocab_size)
         for each in (self._left, self._resumed, self._entering):
             each.clear()
 
@@ -156,6 +161,9 @@ class DecodeRows:
             if self._samplers[row.index] != row.request.sampler:
                 self._samplers[row.index], self._stacked = row.request.sampler, None
             self._entering[row.index] = row
+            grammar = compile_grammar(self._model, row.request.sampler)
+            state = self._grammars.enter(row.index, grammar, row.request.output)
+            self._grammar_states[row.index] = state
 
     def dispatch(
         self,
@@ -238,7 +246,7 @@ class DecodeRows:
         changes.act(self._resumed, Action.RESUME)
         changes.act(self._left, Action.RETIRE)
         for index, row in self._entering.items():
-            changes.admit(index, _start(row))
+            changes.admit(index, _start(row, self._grammar_states.pop(index)))
         self._left.clear()
         self._resumed.clear()
         return changes
@@ -260,7 +268,11 @@ class DecodeRows:
             shape, vocab = self.state.tokens.shape, self._model.config.vocab_size
             top_logits = TopLogits.empty(shape, self._num_top_logits, vocab)
         state = dataclasses.replace(
-            self.state, samplers=self._stacked, history=history, top_logits=top_logits
+            self.state,
+            samplers=self._stacked,
+            history=history,
+            top_logits=top_logits,
+            grammars=self._grammars.put(self.state.grammars),
         )
         if self._view.groups != state.layout.groups:
             layout = dataclasses.replace(state.layout, groups=self._view.groups)
@@ -354,6 +366,7 @@ class DecodeRows:
     def remove(self, row: RunningRequest) -> None:
         """Takes a row out with the next dispatch."""
         row.decoding = False
+        self._grammars.leave(row.index)
         if self._entering.pop(row.index, None) is None:
             self._left.append(row.index)
 
@@ -370,6 +383,7 @@ class DecodeRows:
         self._left = [place[row] for row in self._left if row in place]
         self._resumed = [place[row] for row in self._resumed if row in place]
         self._samplers = [self._samplers[row] for row in rows]
+        self._grammars.move(rows)
         self._stacked, self._num_rows = None, len(rows)
 
 
@@ -383,7 +397,7 @@ def _no_changes(state: DecodeState) -> Changes:
     )
 
 
-def _start(row: RunningRequest) -> Start:
+def _start(row: RunningRequest, grammar: int) -> Start:
     request = row.request
     return Start(
         request.seed,
@@ -392,4 +406,5 @@ def _start(row: RunningRequest) -> Start:
         row.unread.tolist() if row.logits is None else (),
         request.recorded,
         request.scored,
+        grammar,
     )

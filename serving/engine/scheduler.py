@@ -27,7 +27,7 @@ from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import RunningRequest, preemption_order
 from jaxshare.serving.engine.session_passes import SessionPasses, WaitingSessions
 from jaxshare.serving.engine.speculation import SHAPES
-from jaxshare.serving.errors import NotANumberError
+from jaxshare.serving.errors import NotANumberError, NoTokenError
 from jaxshare.serving.kvcache.manager import KVManager, Wait
 from jaxshare.serving.kvcache.speeds import USUAL_PASSES
 from jaxshare.serving.kvcache.view import SessionBlocks, ViewBuilder
@@ -342,6 +342,9 @@ class Scheduler:
         stopped = self.output.cut_at_stop_text(request)
         if reason is FinishReason.ERROR:
             self._fail_not_finite(row)
+        elif reason is FinishReason.NO_TOKEN:
+            count = f"{len(request.output)} tokens"
+            self._finish(row, reason, NoTokenError.of(f"request {request.number}", count))
         elif stopped:
             self._finish(row, FinishReason.STOP_TEXT)
         elif reason in _FINAL:

@@ -318,6 +318,11 @@ def _with_forbidden(sampler: Sampler, model: LoadedModel, format: Format, stop_o
 
     Stop tokens are allowed with "eos", which they end, and forbidden with "never".
     """
+    if sampler.grammar:
+        raise ValueError(
+            "the sampler has a grammar, but workers write steps in the format of their session; "
+            "leave it out"
+        )
     stops = {*model.generation.stop_tokens}
     tokens = {*sampler.forbidden, *format.forbidden_tokens(model.tokenizer)}
     if stop_on == "eos":

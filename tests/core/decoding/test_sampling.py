@@ -127,7 +127,8 @@ def compare(sampler: Sampler, logits: np.ndarray) -> None:
 def allowed(samplers, logits):
     """The tokens, bool[R, V], that truncation leaves in."""
     none, first = History.empty(len(logits)), jnp.zeros(len(logits), jnp.int32)
-    scaled = samplers.changed(logits, none, first) / samplers.temperature[:, None]
+    all_admitted = jnp.zeros((len(logits), 0), jnp.uint32)
+    scaled = samplers.changed(logits, none, all_admitted, first) / samplers.temperature[:, None]
     floor, _ = truncation_bounds(scaled, samplers.top_k, samplers.top_p, samplers.min_p)
     return scaled >= floor
 

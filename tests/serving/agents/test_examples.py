@@ -32,11 +32,32 @@ def example(name: str):
     return module
 
 
-game24, bug_repair, pipeline = (example(name) for name in ("game24", "bug_repair", "pipeline"))
+game24, bug_repair, pipeline, trip = map(example, ("game24", "bug_repair", "pipeline", "trip"))
 
 
 def finished(model, what, *args):
     return asyncio.run(Runtime(model).run(what, *args)).accepted.value
+
+
+# The journey.
+
+
+def test_a_journey_is_found_with_tools_and_a_wrong_one_refused():
+    model = trip.scripted()
+    assert finished(model, trip.plan, *trip.arguments([])) == trip.Trip(
+        "Bergen", "08:25", "15:10", True
+    )
+    timetable, rain = model.calls[1].messages[-2:]
+    assert json.loads(timetable.content) == trip.TRAINS["Oslo", "Bergen"]
+    assert (timetable.role, rain.role, rain.content) == ("tool", "tool", "true")
+    assert len(model.calls) == 4 and "with an umbrella" in trip.shown(
+        trip.Trip("Bergen", "08:25", "15:10", True)
+    )
+    with pytest.raises(ValueError, match="no train to Bergen leaves at 08:26"):
+        trip.Trip("Bergen", "08:26", "15:10", True)
+    assert tuple(trip.arguments(["Trondheim", "20:00"])) == ("Trondheim", "20:00")
+    with pytest.raises(ValueError, match="give a city and a time, such as Bergen 16:00, not Oslo"):
+        trip.arguments(["Oslo"])
 
 
 # The game of 24.

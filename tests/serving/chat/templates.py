@@ -15,18 +15,26 @@ from tests.paths import FIXTURES
 
 TEMPLATES = {
     name: (FIXTURES / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
-    for name in ("hermes", "llama3", "pythonic", "deepseek", "deepseek-v3.1")
+    for name in (
+        *("hermes", "qwen3-coder", "llama3", "pythonic"),
+        *("mistral", "mistral-args", "deepseek", "deepseek-v3.1"),
+    )
 }
 ENDS = {
     "hermes": "<|im_end|>",
+    "qwen3-coder": "<|im_end|>",
     "llama3": "<|eot_id|>",
     "pythonic": "<|eot_id|>",
+    "mistral": "</s>",
+    "mistral-args": "</s>",
     "deepseek": "<｜end▁of▁sentence｜>",
     "deepseek-v3.1": "<｜end▁of▁sentence｜>",
 }
 """The end of the model's turn."""
 SPECIAL = (
     *("<s>", "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>"),
+    *("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+    *("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[THINK]", "[/THINK]"),
     *("<｜User｜>", "<｜Assistant｜>", *dict.fromkeys(ENDS.values())),
 )
 OTHERS = (

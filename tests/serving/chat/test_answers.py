@@ -1,5 +1,7 @@
 """Answers of each format, written in the published forms, and what is broken in them."""
 
+import dataclasses
+import enum
 import json
 import math
 
@@ -33,6 +35,17 @@ def hermes(*bodies: str) -> str:
     return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
 
 
+def coder(*calls: tuple[str, dict[str, str]]) -> str:
+    written = (
+        "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
+        for _, given in calls
+    )
+    return "\n".join(
+        f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+        for (name, _), inner in zip(calls, written, strict=True)
+    )
+
+
 def v3(*calls: tuple[str, str]) -> str:
     inner = "\n".join(
         f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{body}\n```<｜tool▁call▁end｜>"
@@ -57,6 +70,8 @@ LLAMA_WEATHER = '{"name": "weather", "parameters": {"city": "Oslo"}}'
 LLAMA_CLOCK = '{"type": "function", "name": "clock", "parameters": {}}'
 TWO = {
     "hermes": hermes(WEATHER, CLOCK),
+    "qwen3-coder": coder(("weather", {"city": "Oslo"}), ("clock", {})),
+    "mistral": f"[TOOL_CALLS] [{WEATHER}, {CLOCK}]",
     "llama3": f"<|python_tag|>{LLAMA_WEATHER}; {LLAMA_CLOCK}",
     "pythonic": '[weather(city="Oslo"), clock()]',
     "deepseek": v3(("weather", '{"city": "Oslo"}'), ("clock", "{}")),
@@ -76,7 +91,19 @@ def test_two_calls(format):
     assert parse_answer(text, "plain", tools=TOOLS) == ChatAnswer(text)
 
 
-@pytest.mark.parametrize("format", ["hermes", "deepseek", "deepseek-v3.1"])
+MISTRAL_ARGS = '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]clock[ARGS]{}'
+
+
+@pytest.mark.parametrize("tools", [TOOLS, None])
+def test_two_calls_of_mistrals_newer_form(tools):
+    for text in (MISTRAL_ARGS, MISTRAL_ARGS.replace("clock", "clock[CALL_ID]a1b2c3d4e")):
+        answer = parse_answer(f"[THINK]Hm.[/THINK]I look.{text}", "mistral", tools=tools)
+        assert answer == ChatAnswer("I look.", "Hm.", (OSLO, NOW))
+
+
+@pytest.mark.parametrize(
+    "format", ["hermes", "qwen3-coder", "mistral", "deepseek", "deepseek-v3.1"]
+)
 def test_content_around_calls(format):
     answer = parse_answer(f"I look.\n\n{TWO[format]}\n\nDone. ", format, tools=TOOLS)
     assert answer == ChatAnswer("I look.\n\nDone. ", None, (OSLO, NOW))
@@ -128,13 +155,28 @@ def test_a_call_in_a_thought_is_a_thought():
     assert answer == ChatAnswer("ok", TWO["hermes"])
 
 
-@pytest.mark.parametrize("format", TWO)
-@pytest.mark.parametrize("quoted", [*TWO.values(), '"\\', "'", "</tool_call>", "<|python_tag|>"])
+QUOTED = (
+    *(text for name, text in TWO.items() if name != "qwen3-coder"),
+    *('"\\', "'", "</tool_call>", "<|python_tag|>", MISTRAL_ARGS, "[TOOL_CALLS]", "[ARGS]"),
+    *("</parameter>", "a</parameter>\n</tool_call>", "<parameter=days>", "</function>"),
+)
+CODER = TWO["qwen3-coder"]
+
+
+@pytest.mark.parametrize(
+    ("format", "quoted"),
+    [
+        *((format, quoted) for format in TWO for quoted in QUOTED),
+        *((format, CODER) for format in TWO if format != "qwen3-coder"),
+    ],
+)
 def test_what_an_argument_quotes_is_the_arguments(format, quoted):
     """A page that a model quotes cannot call anything."""
     body = json.dumps({"city": quoted}, ensure_ascii=False)
     text = {
         "hermes": hermes(f'{{"name": "weather", "arguments": {body}}}'),
+        "qwen3-coder": coder(("weather", {"city": quoted})),
+        "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {body}}}]',
         "llama3": f'{{"name": "weather", "parameters": {body}}}',
         "pythonic": f"[weather(city={quoted!r})]",
         "deepseek": v3(("weather", body)),
@@ -142,6 +184,83 @@ def test_what_an_argument_quotes_is_the_arguments(format, quoted):
     }[format]
     call = ToolCall("weather", {"city": quoted}, "call_1")
     assert parse_answer(text, format, tools=TOOLS) == ChatAnswer("", None, (call,))
+
+
+def test_newer_calls_of_mistral_may_quote_marks():
+    for quoted in QUOTED:
+        body = json.dumps({"city": quoted}, ensure_ascii=False)
+        text = f"[TOOL_CALLS]weather[ARGS]{body}"
+        call = ToolCall("weather", {"city": quoted}, "call_1")
+        assert parse_answer(text, "mistral", tools=TOOLS) == ChatAnswer("", None, (call,))
+
+
+def test_a_value_without_quotes_ends_where_its_parameter_and_function_seem_to():
+    """Nothing in Qwen3-Coder's form tells a whole call that a value quotes from a call."""
+    text = coder(("weather", {"city": f"a\n{CODER}"}))
+    answer = parse_answer(text, "qwen3-coder", tools=TOOLS)
+    assert [call.arguments for call in answer.tool_calls] == [
+        {"city": "a\n<tool_call>\n<function=weather>\n<parameter=city>\nOslo"},
+        {},
+    ]
+
+
+class Shade(enum.Enum):
+    DARK = 1
+    LIGHT = 2
+
+
+@dataclasses.dataclass
+class Spot:
+    x: int
+    y: float = 0.0
+
+
+def draw(
+    text: str,
+    size: int,
+    ratio: float,
+    is_filled: bool,
+    points: list[int],
+    at: Spot,
+    label: str | None,
+    shade: Shade,
+    mixed: int | str = 0,
+) -> str:
+    """Draws something."""
+    return text
+
+
+def test_values_without_quotes_have_the_types_of_their_parameters():
+    written = {
+        "text": "\n 7 \n\n",
+        "size": "3",
+        "ratio": "2.5",
+        "is_filled": "True",
+        "points": "[1, 2]",
+        "at": '{"x": 1}',
+        "label": "None",
+        "shade": "2",
+        "mixed": "7",
+    }
+    expected = {
+        "text": "\n 7 \n\n",
+        "size": 3,
+        "ratio": 2.5,
+        "is_filled": True,
+        "points": [1, 2],
+        "at": {"x": 1},
+        "label": None,
+        "shade": 2,
+        "mixed": "7",
+    }
+    text = coder(("draw", written))
+    [call] = parse_answer(text, "qwen3-coder", tools=[draw]).tool_calls
+    assert call.arguments == expected and call.arguments["is_filled"] is True
+    [call] = parse_answer(text, "qwen3-coder").tool_calls
+    assert call.arguments == written  # a type that nothing tells is a text's
+    text = coder(("draw", written | {"is_filled": "false", "label": "null", "shade": " 2"}))
+    [call] = parse_answer(text, "qwen3-coder", tools=[draw]).tool_calls
+    assert call.arguments == expected | {"is_filled": False}
 
 
 def test_values_have_the_types_of_json():
@@ -161,6 +280,14 @@ FORGIVEN = [
     ("hermes", hermes('{"name": "weather", "parameters": {"city": "Oslo"}, "id": 3}')),
     ("hermes", hermes('{"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\"}"}')),
     ("hermes", hermes('{"n\\u0061me": "we\\u0061ther", "arguments": {"city": "Oslo"}}')),
+    ("qwen3-coder", coder(("weather", {"city": "Oslo"})).replace("\n", "")),
+    ("qwen3-coder", coder(("weather", {"city": "Oslo"})).replace("\n</tool_call>", "")),
+    ("qwen3-coder", coder(("weather", {"city": "Oslo"})).replace("=weather>", "= weather >")),
+    ("mistral", f"[TOOL_CALLS][{WEATHER}]"),
+    ("mistral", f"[TOOL_CALLS] [{WEATHER}"),
+    ("mistral", f"[TOOL_CALLS] [\n{WEATHER},\n]\n"),
+    ("mistral", "[TOOL_CALLS] [" + WEATHER[:-1] + ', "id": "abcdefghi"}]'),
+    ("mistral", '[TOOL_CALLS] weather [ARGS] {"city": "Oslo"}\n'),
     ("llama3", LLAMA_WEATHER),
     ("llama3", f" {LLAMA_WEATHER}\n"),
     ("llama3", f"{LLAMA_WEATHER};"),
@@ -253,6 +380,51 @@ OTHER_BROKEN = [
     ("pythonic", "[clock()()]", "()]", "it is in a list of calls, but is none"),
     ("pythonic", "[sum(a=1)]", "sum(a=1)", "there is no function 'sum'"),
     ("pythonic", "[see (1)", "see (1)", "it has an argument without a name"),
+    ("qwen3-coder", coder(("sum", {})), None, "there is no function 'sum'"),
+    ("qwen3-coder", coder(("weather", {})), None, "'city' is a required property"),
+    ("qwen3-coder", coder(("weather", {"city": "a", "x": "1"})), None, "Additional properties"),
+    ("qwen3-coder", coder(("weather", {"city": "a", "days": "x"})), None, "days: it is not valid"),
+    (
+        "qwen3-coder",
+        coder(("weather", {"city": "a", "days": "1.5"})),
+        None,
+        "not of type 'integer'",
+    ),
+    (
+        "qwen3-coder",
+        coder(("weather", {"city": "a", "#": "b"})).replace("#", "city"),
+        None,
+        "parameter city: it has city twice",
+    ),
+    ("qwen3-coder", "<tool_call>", None, "it ends before a function's name"),
+    ("qwen3-coder", "<tool_call>\n<function=weat", None, "it ends before a function's name"),
+    ("qwen3-coder", f"<tool_call>{WEATHER}</tool_call>", None, "there is no <function=NAME>"),
+    ("qwen3-coder", "<tool_call><function=clock>", None, "it ends before its function does"),
+    ("qwen3-coder", "<tool_call><function=clock><para", None, "it ends before its function does"),
+    ("qwen3-coder", "<tool_call><function=clock>x", None, "there is no <parameter=NAME>"),
+    ("qwen3-coder", "<tool_call><function=clock></function>x", None, "text after its function"),
+    (
+        "qwen3-coder",
+        "<tool_call><function=weather><parameter=city>Os",
+        None,
+        "its parameter city has no end",
+    ),
+    (
+        "qwen3-coder",
+        "<tool_call><function=weather><parameter=city>Os</parameter>" + " " * 70 + "</function>",
+        None,
+        "its parameter city has no end",
+    ),
+    ("mistral", "[TOOL_CALLS]", None, "no name with JSON of arguments after it"),
+    ("mistral", "[TOOL_CALLS]weather", None, "no name with JSON of arguments after it"),
+    ("mistral", "[TOOL_CALLS]weather[ARGS]", None, "no name with JSON of arguments after it"),
+    ("mistral", "[TOOL_CALLS]weather[ARGS]Oslo", None, "no name with JSON of arguments after it"),
+    ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Os', None, "not valid JSON"),
+    ("mistral", '[TOOL_CALLS]weather[ARGS]{"city" "Os"}', None, "not valid JSON"),
+    ("mistral", "[TOOL_CALLS]sum[ARGS]{}", None, "there is no function 'sum'"),
+    ("mistral", "[TOOL_CALLS] []", None, "it is in a list of calls, but is none"),
+    ("mistral", "[TOOL_CALLS] [", None, "it is in a list of calls, but is none"),
+    ("mistral", "[TOOL_CALLS] [clock]", None, "it is in a list of calls, but is none"),
     ("deepseek", v3(("sum", "{}")), None, "there is no function 'sum'"),
     ("deepseek", v3(("weather", '{"city": "Oslo"')), None, "not valid JSON"),
     ("deepseek", v3(("weather", "Oslo")), None, "no name with JSON of arguments after it"),
@@ -282,6 +454,26 @@ def test_a_broken_call_in_a_list_does_not_break_the_others():
     assert [call.name for call in answer.tool_calls] == ["clock", "weather"]
     assert answer.content == "weather(1) ok"
     assert answer.broken == (BrokenCall("weather(1)", "it has an argument without a name"),)
+
+
+def test_a_broken_call_in_mistrals_list_does_not_break_the_others():
+    wrong, other = body("{}", "sum"), body("{}")
+    text = f"So: [TOOL_CALLS] [{wrong}, {other}, {WEATHER}, {CLOCK}] Done."
+    answer = parse_answer(text, "mistral", tools=TOOLS)
+    assert [call.name for call in answer.tool_calls] == ["weather", "clock"]
+    assert answer.content == f"So: {wrong}, {other} Done."
+    assert [broken.text for broken in answer.broken] == [wrong, other]
+    answer = parse_answer(f"[TOOL_CALLS] [{WEATHER}, clock] a", "mistral", tools=TOOLS)
+    assert answer.tool_calls == (OSLO,) and answer.content == ", clock] a"
+    assert [broken.text for broken in answer.broken] == [", clock] a"]
+
+
+@pytest.mark.parametrize(("format", "calls"), [("mistral", MISTRAL_ARGS), ("qwen3-coder", CODER)])
+def test_calls_follow_a_broken_one(format, calls):
+    broken = {"mistral": "[TOOL_CALLS]sum[ARGS]x ", "qwen3-coder": "<tool_call>sum "}[format]
+    answer = parse_answer(broken + calls, format, tools=TOOLS)
+    assert answer.tool_calls == (OSLO, NOW)
+    assert answer.content == broken.strip() and answer.broken[0].text == broken
 
 
 def test_a_text_after_llamas_calls_is_content():

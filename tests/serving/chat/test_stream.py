@@ -2,10 +2,11 @@
 
 import itertools
 import json
+import re
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxshare.serving.chat import (
@@ -20,7 +21,15 @@ from jaxshare.serving.chat import (
     ThinkingDelta,
     parse_answer,
 )
-from tests.serving.chat.test_answers import BROKEN, OTHER_BROKEN, TOOLS, TWO, hermes
+from tests.serving.chat.test_answers import (
+    BROKEN,
+    MISTRAL_ARGS,
+    OTHER_BROKEN,
+    TOOLS,
+    TWO,
+    coder,
+    hermes,
+)
 
 FORMATS = (*TWO, "plain")
 PIECES = (
@@ -48,6 +57,16 @@ PIECES = (
         "<｜tool▁calls▁end｜>",
     ),
     *("function<｜tool▁sep｜>clock\n```json\n{}\n```", 'weather<｜tool▁sep｜>{"city": "a"}', "<｜"),
+    *(
+        "<function=weather>",
+        "<function=clock>\n",
+        "</function>",
+        "<parameter=city>",
+        "</parameter>",
+    ),
+    *("<tool_call>\n<function=weather>\n<parameter=city>\nOs\n</parameter>\n", "<parameter=days>3"),
+    *("[TOOL_CALLS]", "[TOOL_CALLS] [", "[ARGS]", '{"name": "clock", "arguments": {}}', ", "),
+    *('[TOOL_CALLS]weather[ARGS]{"city": "a"}', "clock[CALL_ID]a1", "[TOOL_"),
     *(" ", "\n", "\n\n", "a", "Hello ", "<", "é"),
 )
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
@@ -108,6 +127,7 @@ def test_any_cutting_gives_the_whole(format, text, cuts, opened):
     ("format", "text"),
     [
         *TWO.items(),
+        ("mistral", MISTRAL_ARGS),
         *(("hermes", f"a {hermes(body)}\nb") for body, _ in BROKEN if len(body) < 200),
         *((format, text) for format, text, _, _ in OTHER_BROKEN),
     ],
@@ -121,6 +141,8 @@ WORDS = st.lists(st.sampled_from([*PIECES, "x", "\u2028"]), max_size=4).map("".j
 SAID = st.text("ab .,{}[]()\"'é<>|\n", max_size=8).filter(lambda text: text == text.strip())
 WRITTEN = {
     "hermes": '<tool_call>{{"name": "f", "arguments": {}}}</tool_call>',
+    "mistral": '[TOOL_CALLS] [{{"name": "f", "arguments": {}}}]',
+    "mistral args": "[TOOL_CALLS]f[ARGS]{}",
     "deepseek": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>",
     "deepseek-v3.1": "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
 }
@@ -139,7 +161,7 @@ def test_what_an_answer_is_made_of_is_what_is_read(format, thinking, parts, last
     text = "" if thinking is None else f"<think>\n{thinking}\n</think>\n\n"
     for said, arguments in parts:
         text += said + WRITTEN[format].format(json.dumps(arguments, ensure_ascii=False))
-    stream = AnswerStream(format)
+    stream = AnswerStream(format.removesuffix(" args"))
     stream.feed(text[:cut])
     stream.feed(text[cut:] + last)
     stream.finish()
@@ -149,11 +171,38 @@ def test_what_an_answer_is_made_of_is_what_is_read(format, thinking, parts, last
     assert [call.arguments for call in answer.tool_calls] == [given for _, given in parts]
 
 
+VALUE = st.lists(
+    st.sampled_from([*(p for p in PIECES if "</parameter>" not in p), "</parameter>", "x"]),
+    max_size=4,
+).map(lambda parts: "".join(parts) + "y")
+
+
+@given(
+    parts=st.lists(
+        st.tuples(SAID, st.dictionaries(st.sampled_from(["a", "größe"]), VALUE)), max_size=3
+    ),
+    last=SAID,
+    cut=st.integers(0, 300),
+)
+@settings(max_examples=150)
+def test_parameters_without_quotes_are_what_is_read(parts, last, cut):
+    """Values may quote any mark, but for the end of a parameter before another or a function's."""
+    for _, given_values in parts:
+        for value in given_values.values():
+            assume(not re.search(r"</parameter>\s*(<parameter=|</function>)", value))
+    text = "".join(said + coder(("f", values)) for said, values in parts)
+    stream = AnswerStream("qwen3-coder")
+    events = [*stream.feed(text[:cut]), *stream.feed(text[cut:] + last), *stream.finish()]
+    check_calls(events)
+    assert stream.answer.content == "".join([*(said for said, _ in parts), last])
+    assert [call.arguments for call in stream.answer.tool_calls] == [given for _, given in parts]
+
+
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60), cut=st.integers(0, 60))
 @settings(max_examples=100)
 def test_a_text_without_marks_is_not_changed(text, cut):
     cut = min(cut, len(text))
-    for format in ("plain", "hermes", "deepseek"):
+    for format in ("plain", "hermes", "qwen3-coder", "mistral", "deepseek"):
         stream = AnswerStream(format)
         events = [*stream.feed(text[:cut]), *stream.feed(text[cut:]), *stream.finish()]
         if not text.lstrip().startswith(("<think>", "[THINK]")):
@@ -176,6 +225,26 @@ def test_what_is_certain_is_told_at_once():
     assert last == ArgumentsDelta(0, 'lo"}')
     assert isinstance(finished, CallFinished) and finished.call.arguments == {"city": "Oslo"}
     assert stream.feed("\n") == [] == stream.finish()
+
+
+def test_parameters_and_arguments_are_told_as_they_come():
+    stream = AnswerStream("qwen3-coder", tools=TOOLS)
+    assert stream.feed("<tool_call>\n<function=weat") == []
+    assert stream.feed("her>") == [CallStarted(0, "weather", "call_1")]
+    assert stream.feed("<parameter=city>\nOslo\n</parameter>\n<par") == []
+    assert stream.feed("ameter=") == [ArgumentsDelta(0, '{"city": "Oslo"')]
+    assert stream.feed("days>2</parameter></function>") == [ArgumentsDelta(0, ', "days": 2')]
+    [last, finished] = stream.feed("</tool_call>")
+    assert last == ArgumentsDelta(0, "}") and isinstance(finished, CallFinished)
+    stream = AnswerStream("mistral", tools=TOOLS)
+    assert stream.feed("I look. [TOOL_") == [ContentDelta("I look.")]
+    assert stream.feed("CALLS]weather[AR") == []
+    assert stream.feed('GS]{"ci') == [
+        CallStarted(0, "weather", "call_1"),
+        ArgumentsDelta(0, '{"ci'),
+    ]
+    [last, finished] = stream.feed('ty": "Oslo"}')
+    assert isinstance(finished, CallFinished) and finished.call.arguments == {"city": "Oslo"}
 
 
 def test_thinking_is_told_as_it_comes():

@@ -3,6 +3,7 @@ control token from anyone's words."""
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -56,14 +57,18 @@ def called(*arguments: dict[str, Any], content: str | None = "", as_text: bool =
     """An assistant's message with calls."""
     given = [json.dumps(one, ensure_ascii=False) if as_text else one for one in arguments]
     calls = [
-        {"id": f"call_{i}", "type": "function", "function": {"name": "weather", "arguments": one}}
+        {
+            "id": f"call0000{i}",
+            "type": "function",
+            "function": {"name": "weather", "arguments": one},
+        }
         for i, one in enumerate(given, 1)
     ]
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
 def result(text: str, number: int = 1) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": f"call_{number}", "name": "weather", "content": text}
+    return {"role": "tool", "tool_call_id": f"call0000{number}", "name": "weather", "content": text}
 
 
 def theirs(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -128,7 +133,7 @@ VALUES = st.recursive(
 NAMES = st.sampled_from(["city", "days", "größe", "x1", "items"])
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "qwen3-coder"])
 @given(arguments=st.lists(st.dictionaries(NAMES, VALUES, max_size=3), min_size=1, max_size=3))
 @settings(max_examples=40)
 def test_calls_that_a_template_writes_are_read_back(name, arguments):
@@ -144,6 +149,69 @@ def test_calls_that_a_template_writes_are_read_back(name, arguments):
     read = parse_answer(written, chat_format(template))
     assert read == answer
     assert json.dumps([one.arguments for one in read.tool_calls]) == json.dumps(arguments)
+
+
+TYPED = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": ["integer", "null"]},
+            "größe": {"type": "number"},
+            "x1": {"type": "boolean"},
+            "items": {"type": "array"},
+        },
+    },
+}
+
+
+@given(
+    arguments=st.lists(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "city": WORDS,
+                "days": st.none() | st.integers(),
+                "größe": st.floats(allow_nan=False, allow_infinity=False),
+                "x1": st.booleans(),
+                "items": st.lists(VALUES, max_size=3),
+            },
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+@settings(max_examples=60)
+def test_parameters_that_a_template_writes_are_read_back_by_their_types(arguments):
+    answer = ChatAnswer(
+        "", None, tuple(ToolCall("weather", one, f"call_{i}") for i, one in enumerate(arguments, 1))
+    )
+    template = TEMPLATES["qwen3-coder"]
+    before, after = ours(template, [ASKED]), "<|im_end|>\n<|im_start|>assistant\n"
+    written = ours(template, [ASKED, answer.message()]).removeprefix(before)
+    read = parse_answer(written.removesuffix(after), chat_format(template), tools=[TYPED])
+    assert read == answer
+    assert json.dumps([one.arguments for one in read.tool_calls]) == json.dumps(arguments)
+
+
+def test_ids_are_made_short_for_a_template_that_takes_no_others():
+    """Mistral's templates refuse ids that have not nine letters and digits."""
+
+    def text(*ids: str) -> str:
+        calls = [{"id": one, "name": "weather", "arguments": {}} for one in ids]
+        results = [result("Rain.") | {"tool_call_id": one} for one in ids]
+        return ours(
+            TEMPLATES["mistral"], [ASKED, {"role": "assistant", "tool_calls": calls}, *results]
+        )
+
+    assert re.findall(r'_?id": "(\w+)"', text("call00001", "call00002")) == [
+        *("call00001", "call00002"),
+        *("call00001", "call00002"),
+    ]
+    first, second, *others = re.findall(r'_?id": "(\w+)"', text("call_1", "call00002"))
+    assert others == [first, second] and second == "call00002"
+    assert len(first) == 9 and first.isalnum()
 
 
 def test_an_answer_continues_its_dialogue_with_thinking_content_and_calls():
@@ -279,11 +347,11 @@ def test_variables_and_nesting_that_cannot_be_are_refused():
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_format_is_found_from_the_template(name):
-    assert chat_format(TEMPLATES[name]).name == name
+    assert chat_format(TEMPLATES[name]).name == name.removesuffix("-args")
 
 
 def test_a_template_that_tells_no_form_of_calls_is_plain():
-    for template in (None, "", NO_TOOLS, HERMES.replace('{"name"', "<function=")):
+    for template in (None, "", NO_TOOLS, "<function=f>", HERMES.replace("tool_call>", "call>")):
         assert chat_format(template).name == "plain"
 
 

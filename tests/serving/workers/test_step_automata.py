@@ -17,7 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jaxshare.decoding.automaton import ByteAutomaton, TokenAutomaton
 from jaxshare.models import EMBEDDED
-from jaxshare.serving.workers.text.codec import check_separator, token_bytes
+from jaxshare.serving.grammars.token_bytes import token_bytes
+from jaxshare.serving.workers.text.codec import check_separator
 from jaxshare.serving.workers.text.step_automata import (
     box_automaton,
     code_automaton,

@@ -1,0 +1,86 @@
+"""Tokens that a row's grammar forces after the one that it has sampled.
+
+They go to the output and into the queue as that does, so that one pass feeds them all.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Int
+
+from jaxshare.decoding.grammar_rows import GrammarRows
+from jaxshare.decoding.grammar_tables import MOST_FORCED
+from jaxshare.decoding.history import History
+from jaxshare.decoding.sampling import history_after
+from jaxshare.decoding.state import DecodeState
+
+
+@dataclasses.dataclass(frozen=True)
+class Forced:
+    """Forced tokens of R rows, of which a row has F at most.
+
+    Attributes:
+      tokens: int32[R, F]; count: int32[R], how many of them each row has.
+      grammars: after them.
+    """
+
+    tokens: Array
+    count: Array
+    grammars: GrammarRows
+
+    @classmethod
+    def find(
+        cls,
+        state: DecodeState,
+        token: Int[Array, " R"],
+        sampled: Bool[Array, " R"],
+        num_held: Int[Array, " R"],
+    ) -> "Forced":
+        """The forced tokens after those that rows have just sampled.
+
+        There are none in rows whose log-probabilities or largest logits are kept, which each place
+        must be sampled for, nor beside bans: there a mask admits the forced token alone.
+
+        Args:
+          state: as it was when they were sampled.
+          token: of each row.
+          sampled: the rows that have sampled one, and are not ended by it.
+          num_held: the number of places of `state.tokens` that each row has filled.
+        """
+        if not state.grammars.in_use:
+            none = jnp.zeros(token.shape, jnp.int32)
+            return cls(none[:, None], none, state.grammars)
+        left = jnp.minimum(
+            state.max_new_tokens - state.num_sampled - 1, state.tokens.shape[1] - num_held
+        )
+        room = jnp.clip(left, 0, min(MOST_FORCED, state.queue_capacity - 1))
+        samplers = state.samplers
+        banned = jnp.any(jnp.isneginf(samplers.edit_values), axis=1) | (samplers.ngram > 0)
+        banned |= jnp.any(samplers.words >= 0, axis=(1, 2))
+        room = jnp.where(state.scored | state.recorded | banned, 0, room)
+        grammars, tokens, count = state.grammars.after(token, sampled, room, state.cache.mesh)
+        return cls(tokens, count, grammars)
+
+    def behind(
+        self, array: Int[Array, "R X"], first: Int[Array, " R"] | int, rows: Bool[Array, " R"]
+    ) -> Int[Array, "R X"]:
+        """An array with the forced tokens of these rows from place `first` on."""
+        if not self.grammars.in_use:
+            return array
+        place, row = jnp.arange(self.tokens.shape[1]), jnp.arange(len(self.count))[:, None]
+        taken = rows[:, None] & (place < self.count[:, None])
+        at = jnp.where(taken, jnp.reshape(jnp.asarray(first), (-1, 1)) + place, array.shape[1])
+        return array.at[row, at].set(self.tokens, mode="drop")
+
+    def read(self, history: History, state: DecodeState) -> History:
+        """The texts after the forced tokens."""
+        if not (self.grammars.in_use and history.is_kept):
+            return history
+
+        def add(place: Array, history: History) -> History:
+            token = jax.lax.dynamic_index_in_dim(self.tokens, place, axis=1, keepdims=False)
+            return history_after(history, token, place < self.count, state.cache.mesh)
+
+        return jax.lax.fori_loop(0, jnp.max(self.count), add, history)

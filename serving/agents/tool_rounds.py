@@ -1,0 +1,75 @@
+"""Calls of tools on the way to a model's answer: each result, and what an agent waits for next.
+
+An answer with calls leads to a state in which the first call is run, that to the next one, and the
+last to a state that asks the model again. The agent's code goes on after an answer without calls.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxshare.serving.agents.dialogue import Message
+from jaxshare.serving.agents.model_calls import call_tool
+from jaxshare.serving.agents.requests import CallRun, Llm, Tool
+from jaxshare.serving.agents.runs import AgentRun, RoundsError
+from jaxshare.serving.chat.tools import as_text, bound, failure
+
+
+@dataclasses.dataclass(frozen=True)
+class Follow:
+    """The request that an agent waits for next, before its code goes on."""
+
+    request: Llm | CallRun
+
+
+async def run_call(request: CallRun) -> tuple[None, tuple[Message, ...]]:
+    """(None, the message with the result of a call, or with its error)."""
+    call, chat = request.calls[0], request.llm.chat
+    assert chat is not None
+    offered = {one.name: one for one in chat.tools}
+    try:
+        if call.name not in offered:
+            raise LookupError(f"there is no such function; there are {', '.join(offered)}")
+        function, arguments = bound(offered[call.name], call.arguments)
+        text = as_text(await call_tool(Tool(function, (), arguments, request.llm.timeout, 0)))
+    except Exception as error:
+        text = failure(call.name, error)
+    return None, (Message("tool", text, tool_call_id=call.id, name=call.name),)
+
+
+def is_followed(request: Any) -> bool:
+    """Returns True for a request whose outcome is not yet what the agent gets."""
+    return isinstance(request, CallRun) or (isinstance(request, Llm) and request.chat is not None)
+
+
+def follow(run: AgentRun, request: Llm | CallRun, value: Any, messages: tuple[Message, ...]) -> Any:
+    """Returns what the agent gets for an outcome, or a `Follow`.
+
+    Args:
+      run: of the agent.
+      request: for which `is_followed` is True.
+      value, messages: the outcome, as a journal has it.
+
+    Raises:
+      RoundsError: the model calls tools, and may not any more.
+      ValueError: a type refuses the value that a journal has.
+    """
+    if isinstance(request, CallRun):
+        rest = request.calls[1:]
+        return Follow(CallRun(request.llm, rest) if rest else request.llm)
+    chat, last = request.chat, messages[-1] if messages else None
+    assert chat is not None
+    if request.n is not None:
+        return [chat.value(one) for one in value]
+    is_broken = last is not None and last.role == "user"  # the model is told that a call is broken
+    if not chat.tools or not chat.runs_tools or last is None or not (last.tool_calls or is_broken):
+        return chat.value(value)
+    if not chat.rounds:
+        names = ", ".join(dict.fromkeys(call.name for call in last.tool_calls))
+        raise RoundsError(
+            f"agent {run.agent.name}: the model calls {names or 'a tool'} again after as many "
+            "answers with calls as rounds allows; give more rounds, or fewer tools"
+        )
+    again = dataclasses.replace(
+        request, messages=(), chat=dataclasses.replace(chat, rounds=chat.rounds - 1)
+    )
+    return Follow(CallRun(again, last.tool_calls) if last.tool_calls else again)
