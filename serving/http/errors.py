@@ -14,6 +14,7 @@ from jaxshare.serving.errors import (
     ClosedError,
     EngineError,
     NotANumberError,
+    NoTokenError,
     QueueFullError,
     TooLongError,
 )
@@ -129,13 +130,15 @@ def api_error(error: BaseException, *, prompt: str = "prompt") -> ApiError:
         return bad_request(_renamed(str(error)), prompt, "context_length_exceeded")
     if isinstance(error, ClosedError):
         return draining()
+    if isinstance(error, NoTokenError):
+        return bad_request(str(error), None, "no_token")
     if isinstance(error, NotANumberError):
         return ApiError(500, str(error), code="not_a_number")
     if isinstance(error, EngineError):
         return ApiError(503, str(error), headers={"Retry-After": str(_RETRY_SECONDS)})
     if isinstance(error, ValueError | TypeError):
         message = _renamed(str(error))
-        return bad_request(message, _param_of(message, prompt), "invalid_value")
+        return bad_request(message, param_of(message, prompt), "invalid_value")
     return ApiError(500, "the server has failed; its log has the reason", code="internal_error")
 
 
@@ -146,8 +149,10 @@ def _renamed(message: str) -> str:
     return message
 
 
-def _param_of(message: str, prompt: str) -> str:
-    """The field that a sentence of the library begins with, or that of the prompt."""
+def param_of(message: str, prompt: str) -> str:
+    """Returns the field that a sentence of the library begins with, or that of the prompt."""
+    if "cannot be had with resample" in message:
+        return "resample"
     found = re.match(r"([a-z]\w*) (?:is|has|cannot|are)\b", message)
     name = found[1] if found else ""
     return name if "_" in name or name in _SINGLE else prompt

@@ -9,11 +9,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
-from jaxshare import Grammar
+from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine import Engine
-from jaxshare.serving.http.errors import ApiError, api_error, bad_request, draining
+from jaxshare.serving.grammars import GrammarError, compile_grammar
+from jaxshare.serving.http.errors import ApiError, api_error, bad_request, draining, param_of
 from jaxshare.serving.http.generation.fields import SamplingFields
+from jaxshare.serving.http.generation.grammars import AskedGrammar
 from jaxshare.serving.http.generation.logprobs import TokenTexts
 from jaxshare.serving.http.generation.running import Running, Wanted, submit
 from jaxshare.serving.http.generation.sampling import sampler_of, stops_of
@@ -208,7 +210,7 @@ class Service:
         n: int,
         max_tokens: int | None,
         default_max_tokens: int | None,
-        grammar: Grammar | None,
+        grammar: AskedGrammar | None,
         logprobs: bool,
         top_logprobs: int,
         prompt: str = "prompt",
@@ -233,12 +235,10 @@ class Service:
         room = [self.room(each, max_tokens, default_max_tokens, prompt) for each in prompts]
 
         def submit_all() -> Running:
-            default = default_sampler(self.model)
-            sampler = sampler_of(fields, default, self.model.tokenizer, grammar)
             wanted = Wanted(
                 prompts,
                 n,
-                sampler,
+                self._sampler(fields, grammar),
                 room,
                 stops_of(fields),
                 fields.include_stop_str_in_output,
@@ -255,6 +255,23 @@ class Service:
         self._running.add(running)
         running.expire_after(self.settings.request_seconds)
         return running
+
+    def _sampler(self, fields: SamplingFields, asked: AskedGrammar | None) -> Sampler:
+        """The sampler of a request.
+
+        Raises:
+          ApiError: its grammar does not compile, with the field that asks for it.
+          ValueError, TypeError: see `sampler_of`.
+        """
+        grammar = asked and asked.grammar
+        made = sampler_of(fields, default_sampler(self.model), self.model.tokenizer, grammar)
+        try:
+            compile_grammar(self.model, made)  # the engine finds it compiled
+        except GrammarError as error:
+            assert asked is not None
+            field = param_of(str(error), asked.field)
+            raise bad_request(str(error), field, "invalid_value") from None
+        return made
 
     async def alone[Value](self, work: Callable[[], Value], *, prompt: str = "prompt") -> Value:
         """Runs a scoring of texts as `in_thread`; one at a time, since each takes memory."""

@@ -27,7 +27,7 @@ from jaxshare.serving.http.generation.logprobs import (
     shown_tokens,
 )
 from jaxshare.serving.http.generation.messages import ChatMessage, NamedTool, OfferedTool
-from jaxshare.serving.http.generation.running import FINISHED, Choice, Running, usage_of
+from jaxshare.serving.http.generation.running import FINISHED, Running, SampledChoice, usage_of
 from jaxshare.serving.http.generation.tool_choice import offer_of
 from jaxshare.serving.http.service import Service, new_id
 from jaxshare.serving.inputs import MOST_LOGPROBS
@@ -175,7 +175,9 @@ async def _events(
     cursors = [LogprobCursor() for _ in running.choices]
     done: list[Completion] = []
 
-    def chunk(choice: Choice, delta: dict[str, Any], logprobs: Any, reason: str | None) -> bytes:
+    def chunk(
+        choice: SampledChoice, delta: dict[str, Any], logprobs: Any, reason: str | None
+    ) -> bytes:
         one = {
             "index": choice.index,
             "delta": delta,

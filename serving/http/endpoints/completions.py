@@ -21,7 +21,7 @@ from jaxshare.serving.http.generation.fields import (
 )
 from jaxshare.serving.http.generation.grammars import grammar_of
 from jaxshare.serving.http.generation.logprobs import LogprobCursor, completion_logprobs
-from jaxshare.serving.http.generation.running import FINISHED, Choice, Running, usage_of
+from jaxshare.serving.http.generation.running import FINISHED, Running, SampledChoice, usage_of
 from jaxshare.serving.http.service import Service, new_id
 from jaxshare.serving.inputs import MOST_LOGPROBS
 from jaxshare.serving.scoring import TextScore, prompt_logprobs
@@ -236,7 +236,7 @@ async def _events(work: _CompletionWork, running: Running) -> AsyncGenerator[byt
     sizes = [0 for _ in running.choices]
     done: list[tuple[int, Completion]] = []
 
-    def chunk(choice: Choice, text: str, logprobs: Any, reason: str | None) -> bytes:
+    def chunk(choice: SampledChoice, text: str, logprobs: Any, reason: str | None) -> bytes:
         sizes[choice.index] += len(text)
         one = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         return sse.event({**work.head, "choices": [one], **more})

@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from jaxshare import Grammar
 from jaxshare.serving.chat import ChatFormat
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.http.errors import bad_request
 from jaxshare.serving.http.generation.chat_answers import AnswerDelta, AnswerReader, format_of
 from jaxshare.serving.http.generation.fields import SamplingFields
-from jaxshare.serving.http.generation.running import Choice, Piece, Running
+from jaxshare.serving.http.generation.grammars import AskedGrammar
+from jaxshare.serving.http.generation.running import Piece, Running, SampledChoice
 from jaxshare.serving.http.generation.tool_choice import Offer
 from jaxshare.serving.http.service import Service
 from jaxshare.serving.inputs import encode_messages
@@ -33,7 +33,7 @@ class Dialogue:
     tokens: list[int]
     offer: Offer
     format: ChatFormat
-    grammar: Grammar | None
+    grammar: AskedGrammar | None
 
     def reader(self) -> AnswerReader:
         """Returns a reader for one answer."""
@@ -44,7 +44,7 @@ async def read_dialogue(
     service: Service,
     messages: Sequence[Mapping[str, Any]],
     offer: Offer,
-    grammar: Grammar | None,
+    grammar: AskedGrammar | None,
     variables: Mapping[str, Any] | None,
     field: str = "messages",
 ) -> Dialogue:
@@ -106,7 +106,7 @@ async def start_dialogue(
 
 async def deltas(
     running: Running, readers: Sequence[AnswerReader]
-) -> AsyncGenerator[tuple[Choice, list[AnswerDelta], Piece]]:
+) -> AsyncGenerator[tuple[SampledChoice, list[AnswerDelta], Piece]]:
     """Yields the pieces of answers as they are read, with what they were read from.
 
     Args:

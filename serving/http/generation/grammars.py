@@ -1,5 +1,6 @@
 """Grammars of requests: what a text has to be, in OpenAI's words and in vLLM's."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,15 @@ from jaxshare.serving.http.generation.fields import (
 )
 
 
-def grammar_of(fields: SamplingFields, format: ResponseFormat | None = None) -> Grammar | None:
+@dataclasses.dataclass(frozen=True)
+class AskedGrammar:
+    """A grammar, and the field that asks for it."""
+
+    field: str
+    grammar: Grammar
+
+
+def grammar_of(fields: SamplingFields, format: ResponseFormat | None = None) -> AskedGrammar | None:
     """Returns the grammar that a request asks for, or None for free text.
 
     Args:
@@ -28,7 +37,7 @@ def grammar_of(fields: SamplingFields, format: ResponseFormat | None = None) -> 
         raise bad_request(f"{names} are given; a text can have one form, give one", asked[1][0])
     for name, make in asked:
         try:
-            return make()
+            return AskedGrammar(name, make())
         except (ValueError, TypeError) as error:
             raise bad_request(f"{name}: {error}", name, "invalid_value") from None
     return None

@@ -42,7 +42,7 @@ class Wanted:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class SampledChoice:
     """One sampled continuation.
 
     Attributes:
@@ -55,7 +55,7 @@ class Choice:
     stream: Stream
 
 
-Piece = tuple[Choice, TokenChunk | Completion]
+Piece = tuple[SampledChoice, TokenChunk | Completion]
 """A piece of a choice: some tokens, or at its end all of it."""
 
 
@@ -67,7 +67,7 @@ class Running:
       on_close: called once, when nothing of it runs any more.
     """
 
-    def __init__(self, choices: Sequence[Choice], on_close: Callable[["Running"], None]):
+    def __init__(self, choices: Sequence[SampledChoice], on_close: Callable[["Running"], None]):
         self.choices, self._on_close = choices, on_close
         self._is_open, self._has_expired = True, False
         self._timer: asyncio.TimerHandle | None = None
@@ -130,7 +130,7 @@ class Running:
                 reader.cancel()
             await asyncio.wait(readers)
 
-    async def _read(self, choice: Choice, queue: asyncio.Queue[Any]) -> None:
+    async def _read(self, choice: SampledChoice, queue: asyncio.Queue[Any]) -> None:
         """Puts all pieces of a choice into a queue, and None or an error at their end."""
         try:
             async for piece in self._pieces(choice):
@@ -139,13 +139,13 @@ class Running:
         except Exception as error:
             await queue.put(error)
 
-    async def _pieces(self, choice: Choice) -> AsyncGenerator[Piece]:
+    async def _pieces(self, choice: SampledChoice) -> AsyncGenerator[Piece]:
         with _told():
             async for chunk in choice.stream:
                 yield choice, chunk
         yield choice, await self._completion(choice)
 
-    async def _completion(self, choice: Choice) -> Completion:
+    async def _completion(self, choice: SampledChoice) -> Completion:
         with _told():
             completion = await choice.stream
         if completion.finish_reason is FinishReason.CANCELLED and not self._has_expired:
@@ -162,13 +162,13 @@ def _told() -> Any:
         raise api_error(error) from error
 
 
-def submit(engine: Engine, wanted: Wanted) -> list[Choice]:
+def submit(engine: Engine, wanted: Wanted) -> list[SampledChoice]:
     """Submits all choices, or none.
 
     Raises:
       ApiError: one was refused.
     """
-    choices: list[Choice] = []
+    choices: list[SampledChoice] = []
     try:
         for number, prompt in enumerate(wanted.prompts):
             for index in range(wanted.n):
@@ -186,7 +186,7 @@ def submit(engine: Engine, wanted: Wanted) -> list[Choice]:
                     logprobs=wanted.logprobs,
                     top_logprobs=wanted.top_logprobs,
                 )
-                choices.append(Choice(len(choices), number, stream))
+                choices.append(SampledChoice(len(choices), number, stream))
     except Exception as error:
         for choice in choices:
             choice.stream.cancel()

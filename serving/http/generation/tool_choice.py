@@ -12,6 +12,7 @@ from typing import Any
 from jaxshare import Grammar
 from jaxshare.serving.chat import FunctionTool, as_tools
 from jaxshare.serving.http.errors import bad_request
+from jaxshare.serving.http.generation.grammars import AskedGrammar
 
 _MOST_CALLS = 16
 
@@ -37,10 +38,10 @@ class Offer:
         """True if the answer is JSON of calls alone."""
         return self.required or self.named is not None
 
-    def grammar(self) -> Grammar | None:
+    def grammar(self) -> AskedGrammar | None:
         """Returns the grammar of an answer that has to call; None for another."""
         if self.named is not None:
-            return Grammar.json_schema(self.named.parameters)
+            return AskedGrammar("tools", Grammar.json_schema(self.named.parameters))
         if not self.required:
             return None
         kinds = [
@@ -53,9 +54,8 @@ class Offer:
             for tool in self.tools
         ]
         most = _MOST_CALLS if self.parallel else 1
-        return Grammar.json_schema(
-            {"type": "array", "items": {"anyOf": kinds}, "minItems": 1, "maxItems": most}
-        )
+        calls = {"type": "array", "items": {"anyOf": kinds}, "minItems": 1, "maxItems": most}
+        return AskedGrammar("tools", Grammar.json_schema(calls))
 
     def calls(self, text: str) -> list[tuple[str, str]] | None:
         """Returns the names and the JSON arguments of a list of calls that had to come.

@@ -82,7 +82,7 @@ class ScriptedEngine:
         words = tokenizer(TEMPLATES[template])
         config = types.SimpleNamespace(vocab_size=len(words), max_positions=4096)
         self._end = words.convert_tokens_to_ids(ENDS[template])
-        self.model = LoadedModel(config, {}, words, Generation())  # pyright: ignore[reportArgumentType]
+        self.model = LoadedModel(config, {}, words, Generation((self._end,)))  # pyright: ignore[reportArgumentType]
         self.metrics, self.max_request_tokens = Metrics(), 4096
         self.answers, self.piece = [*answers], 3
         self.asked: list[tuple[list[int], dict[str, Any]]] = []
