@@ -129,6 +129,7 @@ class DrainingServer(uvicorn.Server):
 
     def _warm_up(self) -> None:
         try:
+            self.service.token_texts.prepare()
             seconds = self.service.engine.warm_up()
         except ClosedError:
             return

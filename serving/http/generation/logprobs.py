@@ -33,13 +33,18 @@ class TokenTexts:
         """Returns the bytes of a token in UTF-8; of a special one, those of its name."""
         if self._tokenizer is None:
             return None
-        if self._bytes is None:
+        self.prepare()
+        assert self._bytes is not None
+        found = self._bytes[token] if token < len(self._bytes) else b""
+        return list(found or self.text(token).encode())
+
+    def prepare(self) -> None:
+        """Reads the bytes of all tokens, unless that is done; it takes a second where V is large."""
+        if self._bytes is None and self._tokenizer is not None:
             try:
                 self._bytes = token_bytes(self._tokenizer, self._vocab_size)
             except ValueError:  # not of the tokenizers library
                 self._bytes = []
-        found = self._bytes[token] if token < len(self._bytes) else b""
-        return list(found or self.text(token).encode())
 
 
 def chat_logprobs(
