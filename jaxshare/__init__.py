@@ -10,6 +10,10 @@ from jaxshare.cache import KVCache
 from jaxshare.checkout import find_siblings, version
 from jaxshare.decoding.grammar import Grammar
 from jaxshare.decoding.loop import decode
+from jaxshare.decoding.processors import (
+    register_logits_processor,
+    registered_logits_processors,
+)
 from jaxshare.decoding.samplers import Samplers
 from jaxshare.decoding.sampling_params import Sampler, SamplingParams
 from jaxshare.decoding.state import DecodeState, FinishReason
@@ -43,4 +47,6 @@ __all__ = [
     "block_attention",
     "decode",
     "make_plan",
+    "register_logits_processor",
+    "registered_logits_processors",
 ]

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxshare.decoding.sampling_params import SamplingParams
-from jaxshare.models.config_fields import MAX_FLOAT, MAX_INT, ConfigError, Fields
+from jaxshare.decoding.sampling_params import GREEDY, SamplingParams
+from jaxshare.models.config_fields import MAX_INT, ConfigError, Fields
 
 _CALLS = (
     *(
@@ -45,34 +45,36 @@ _OF_SAMPLING = ("epsilon_cutoff", "eta_cutoff", "top_h")
 """Settings that change nothing in a checkpoint that does not sample."""
 
 
+_SAMPLING: dict[str, tuple[str, type]] = {
+    "temperature": ("temperature", float),
+    "top_k": ("top_k", int),
+    "top_p": ("top_p", float),
+    "min_p": ("min_p", float),
+    "typical_p": ("typical_p", float),
+    "repetition_penalty": ("repetition_penalty", float),
+    "no_repeat_ngram_size": ("no_repeat_ngram_size", int),
+    "bad_words_ids": ("bad_words", list),
+    "suppress_tokens": ("forbidden", list),
+    "begin_suppress_tokens": ("forbidden_first", list),
+    "min_length": ("min_length", int),
+    "min_new_tokens": ("min_tokens", int),
+    "sequence_bias": ("sequence_bias", list),
+}
+"""Fields of the file, the fields of `SamplingParams` that they are, and their types in JSON."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Generation:
     """The stop tokens and sampling defaults of a checkpoint.
 
     Attributes:
       stop_tokens: each of them ends an answer.
-      temperature: 0 is greedy.
-      top_k: keep the k most likely tokens; 0 keeps all.
-      top_p: keep the most likely tokens that together have this probability, in (0, 1].
-      min_p: keep tokens at least this fraction as likely as the most likely one, in [0, 1].
-      typical_p, repetition_penalty, no_repeat_ngram_size, bad_words, forbidden, forbidden_first,
-        min_tokens, bias: see `SamplingParams`.
+      sampler: the sampling settings.
       stop_texts: each of them ends an answer, too, which ends before it.
     """
 
     stop_tokens: tuple[int, ...] = ()
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    forbidden: tuple[int, ...] = ()
-    forbidden_first: tuple[int, ...] = ()
-    min_tokens: int = 0
-    bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
+    sampler: SamplingParams = GREEDY
     stop_texts: tuple[str, ...] = ()
 
     @classmethod
@@ -92,93 +94,57 @@ class Generation:
             there is nothing for.
         """
         fields = Fields(generation, source)
-        temperature = fields.take("temperature", float, 1.0)
-        if temperature < 0:
-            raise fields.error("temperature", "must not be negative")
-        if temperature > MAX_FLOAT:
-            raise fields.error("temperature", f"must be at most {MAX_FLOAT}")
-        top_k = fields.take("top_k", int, 0)
-        if top_k < 0:
-            raise fields.error("top_k", "must not be negative")
-        if top_k > MAX_INT:
-            raise fields.error("top_k", f"must be at most {MAX_INT}; 0 keeps all tokens")
-        top_p, typical_p = (fields.positive(name, float, 1.0) for name in ("top_p", "typical_p"))
-        for name, value in (("top_p", top_p), ("typical_p", typical_p)):
-            if value > 1:
-                raise fields.error(name, "must be in (0, 1]")
-        min_p = fields.take("min_p", float, 0.0)
-        if not 0 <= min_p <= 1:
-            raise fields.error("min_p", "must be in [0, 1]")
         stops = (
             fields if generation.get("eos_token_id") is not None else Fields(config, "config.json")
         )
         samples = fields.take("do_sample", bool, False)
-        found = cls(
-            _tokens(stops, "eos_token_id", single=True),
-            temperature if samples else 0.0,
-            top_k,
-            top_p,
-            min_p,
-            typical_p,
-            fields.positive("repetition_penalty", float, 1.0),
-            _at_least_0(fields, "no_repeat_ngram_size"),
-            _sequences(fields),
-            _tokens(fields, "suppress_tokens"),
-            _tokens(fields, "begin_suppress_tokens"),
-            _at_least_0(fields, "min_new_tokens"),
-            _biases(fields),
-            _texts(fields),
-        )
+        given = _sampling(fields)
+        given["temperature"] = given.get("temperature", 1.0) if samples else 0.0
+        if "min_tokens" in given:  # it takes the place of min_length in transformers
+            given.pop("min_length", None)
+        found = cls(_tokens(stops, "eos_token_id"), _sampler_of(given), _texts(fields))
         _refuse_others(fields, samples)
         return found
 
-    @property
-    def sampler(self) -> SamplingParams:
-        """The sampling settings."""
-        names = {field.name for field in dataclasses.fields(self)} - {"stop_tokens", "stop_texts"}
-        return SamplingParams(**{name: getattr(self, name) for name in names})
+
+def _sampling(fields: Fields) -> dict[str, Any]:
+    """The values of fields of `SamplingParams`, each within its range."""
+    found: dict[str, Any] = {}
+    for name, (setting, kind) in _SAMPLING.items():
+        value = fields.take(name, kind, None)
+        if value is None or (kind is int and value == 0 and setting != "min_tokens"):
+            continue  # a whole number of 0 changes nothing
+        if kind is int and value > MAX_INT:
+            raise fields.error(name, f"must be at most {MAX_INT}")
+        alone: dict[str, Any] = {setting: value}
+        try:
+            SamplingParams(**alone)
+        except (ValueError, TypeError) as error:
+            # The sentence ends with what would do.
+            raise fields.error(name, str(error).rpartition("; ")[2]) from error
+        found[setting] = value
+    return found
 
 
-def _at_least_0(fields: Fields, name: str) -> int:
-    value = fields.take(name, int, 0)
-    if not 0 <= value <= MAX_INT:
-        raise fields.error(name, f"must be from 0 to {MAX_INT}; 0 changes nothing")
-    return value
+def _sampler_of(given: Mapping[str, Any]) -> SamplingParams:
+    """The sampler with biases of single tokens apart, of which the last of equals counts."""
+    biases = {tuple(word): float(value) for word, value in given.get("sequence_bias", ())}
+    single = {word[0]: value for word, value in biases.items() if len(word) == 1}
+    long = tuple((word, value) for word, value in biases.items() if len(word) > 1)
+    fields: dict[str, Any] = {**given, "bias": single, "sequence_bias": long}
+    return SamplingParams(**fields)
 
 
 def _is_token(value: Any) -> bool:
     return type(value) is int and 0 <= value <= MAX_INT
 
 
-def _tokens(fields: Fields, name: str, *, single: bool = False) -> tuple[int, ...]:
+def _tokens(fields: Fields, name: str) -> tuple[int, ...]:
     value = fields.given(name)
     tokens = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(map(_is_token, tokens)) or not (single or isinstance(value, list | None)):
-        raise fields.error(name, f"must be a {'token or a ' * single}list of tokens")
+    if not all(map(_is_token, tokens)):
+        raise fields.error(name, "must be a token or a list of tokens")
     return tuple(tokens)
-
-
-def _sequences(fields: Fields) -> tuple[tuple[int, ...], ...]:
-    value = fields.take("bad_words_ids", list, None) or []
-    if not all(isinstance(word, list) and word and all(map(_is_token, word)) for word in value):
-        raise fields.error("bad_words_ids", "must be a list of lists of tokens")
-    return tuple(map(tuple, value))
-
-
-def _biases(fields: Fields) -> dict[int, float]:
-    """The biases of single tokens; transformers writes [[[token], bias], ...]."""
-    value = fields.take("sequence_bias", list, None) or []
-    found: dict[int, float] = {}
-    for pair in value:
-        match pair:
-            case [[int(token)], int() | float() as bias] if _is_token(token):
-                found[token] = float(bias)
-            case _:
-                raise fields.error(
-                    "sequence_bias",
-                    "must be a list of [[token], bias]; only single tokens have one",
-                )
-    return found
 
 
 def _texts(fields: Fields) -> tuple[str, ...]:

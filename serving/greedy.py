@@ -32,7 +32,7 @@ def warn_of_greedy(model: LoadedModel, sampler: Sampler, *, discouraged: bool = 
       discouraged: the prompts were chosen by the name of a family whose authors advise against
         greedy decoding.
     """
-    own = model.generation
+    own = model.generation.sampler
     if sampler.temperature > 0 or own.temperature == 0:
         return
     if model.config.architecture not in _DISCOURAGED and not discouraged:

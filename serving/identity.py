@@ -32,7 +32,7 @@ def identity(model: LoadedModel) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if model.params:
         found = {"dtype": str(cache_dtype(model)), "weights": model.fingerprint}
-    given, off = dataclasses.asdict(model.generation), dataclasses.asdict(Generation())
+    given, off = _settings(model.generation), _settings(Generation())
     # Settings that earlier versions did not know are there where they are on.
     generation = {k: v for k, v in given.items() if k in _ALWAYS or v != off[k]}
     generation = json.loads(json.dumps(generation))  # as it comes out of a file
@@ -43,6 +43,14 @@ def identity(model: LoadedModel) -> dict[str, Any]:
         "chat_template": _hash(json.dumps(template)) if template else None,
         "generation": generation,
     }
+
+
+def _settings(generation: Generation) -> dict[str, Any]:
+    """All settings by name."""
+    found: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(generation).items():
+        found |= value if name == "sampler" else {name: value}
+    return found
 
 
 def check_identity(

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from jaxshare import Sampler
 from jaxshare.argument_checks import INT32_MAX, as_integer, as_list, as_texts, shown
+from jaxshare.decoding.processors import check_processor, find_processor
+from jaxshare.decoding.sampling_params import check_best_of
 from jaxshare.models import LoadedModel
 from jaxshare.serving.chat.dialogue import checked_messages
 from jaxshare.serving.chat.tools import as_tools
@@ -164,6 +166,28 @@ def default_sampler(model: LoadedModel) -> Sampler:
     return model.generation.sampler
 
 
+def chosen(name: str, given: Any, sampler: Sampler, default: Any = None) -> Any:
+    """Returns a setting of a call: its argument, or where that is None the sampler's field of this
+    name, or where that is None, too, the default."""
+    if given is not None:
+        return given
+    value = getattr(sampler, name)
+    return default if value is None else value
+
+
+def check_completions(n: Any, best_of: Any) -> tuple[int, int]:
+    """(completions of a prompt to sample, how many of them to give); None is for none given.
+
+    Raises:
+      ValueError: a number below 1, or fewer to sample than to give.
+      TypeError: it is no integer.
+    """
+    kept = 1 if n is None else as_integer("n", n, 1, INT32_MAX)
+    sampled = kept if best_of is None else as_integer("best_of", best_of, 1, INT32_MAX)
+    check_best_of(kept, sampled)
+    return sampled, kept
+
+
 def stop_texts(model: LoadedModel, stop: Any) -> tuple[str, ...]:
     """Returns the texts that end an output.
 
@@ -196,7 +220,7 @@ def as_top_logprobs(model: LoadedModel, count: Any) -> int:
 
 def check_sampler(model: LoadedModel, sampler: Sampler) -> None:
     """Raises ValueError if a sampler names a token outside the model's vocabulary, or leaves none to
-    choose."""
+    choose, or has a logits processor that does not serve it."""
     vocab = model.config.vocab_size
     compile_grammar(model, sampler)
     if outside := [token for token in sampler.tokens if token >= vocab]:
@@ -208,6 +232,8 @@ def check_sampler(model: LoadedModel, sampler: Sampler) -> None:
             f"the sampler forbids all {vocab} tokens of the vocabulary, so none could be chosen; "
             "allow at least one"
         )
+    for name, _ in sampler.processors:
+        check_processor(find_processor(name), vocab)
 
 
 def warn_of_equal_texts(counts: Iterable[tuple[int, Sampler]]) -> None:

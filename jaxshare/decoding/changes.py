@@ -41,6 +41,7 @@ class Start:
       pending: tokens to feed first. Where there are none, it samples at once from its logits.
       recorded, scored: whether its top logits, or log-probabilities, are kept.
       grammar: its state of `GrammarRows`.
+      processed: whether log-probabilities are those of the chances that tokens are drawn with.
     """
 
     seed: int
@@ -50,6 +51,7 @@ class Start:
     recorded: bool = False
     scored: bool = False
     grammar: int = NO_GRAMMAR
+    processed: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -60,7 +62,8 @@ class Changes:
     Attributes:
       rows: int32[R, 7], for each row an `Action` and, where it is admitted, what `Start` has but
         for seed and pending tokens: max_new_tokens, num_sampled, the number of pending tokens,
-        recorded, scored, grammar.
+        recorded, scored (2 for log-probabilities of the chances that tokens are drawn with, 1 for
+        those of the model, 0 for none), grammar.
       seeds: uint32[R, 2] of admitted rows.
       pending: int32[R, Q] of admitted rows.
       blocks: int32[R, N], of the layout.
@@ -118,7 +121,7 @@ class Changes:
             start.num_sampled,
             size,
             start.recorded,
-            start.scored,
+            2 if start.processed else start.scored,
             start.grammar,
         )
         self.seeds[row] = seed_words([start.seed])[0]

@@ -41,7 +41,8 @@ class Forced:
         """The forced tokens after those that rows have just sampled.
 
         There are none in rows whose log-probabilities or largest logits are kept, which each place
-        must be sampled for, nor beside bans: there a mask admits the forced token alone.
+        must be sampled for, nor beside bans and logits processors: there a mask admits the forced
+        token alone.
 
         Args:
           state: as it was when they were sampled.
@@ -59,6 +60,8 @@ class Forced:
         samplers = state.samplers
         banned = jnp.any(jnp.isneginf(samplers.edit_values), axis=1) | (samplers.ngram > 0)
         banned |= jnp.any(samplers.words >= 0, axis=(1, 2))
+        if state.processing is not None:
+            banned |= state.processing.used
         room = jnp.where(state.scored | state.recorded | banned, 0, room)
         grammars, tokens, count = state.grammars.after(token, sampled, room, state.cache.mesh)
         return cls(tokens, count, grammars)

@@ -18,14 +18,15 @@ from jax import Array
 from jaxshare.argument_checks import INT32_MAX
 from jaxshare.cache import KVCache
 from jaxshare.decoding.changes import Changes
+from jaxshare.decoding.draw import draw_tokens, with_top_logits
 from jaxshare.decoding.few_rows import put_first, take_first
 from jaxshare.decoding.forced import Forced
 from jaxshare.decoding.pieces import count_pieces, feed_in_pieces, num_pieces
-from jaxshare.decoding.sampling import history_after, largest, logprob, whole_rows
+from jaxshare.decoding.sampling import history_after, largest
 from jaxshare.decoding.sessions import Sessions
 from jaxshare.decoding.state import DecodeModel, DecodeState, FinishReason
 from jaxshare.decoding.steps import after_sampling
-from jaxshare.decoding.top_logits import TopLogits, compress_logits
+from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.deprecated import warn_renamed
 from jaxshare.pallas.device import current_device
 
@@ -291,7 +292,8 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
     not_finite = ~jnp.isfinite(largest(state.logits, state.cache.mesh))
     not_finite &= state.running & state.has_logits
     due = due & ~spent & ~not_finite
-    token, log_chance = _draw(state, due)
+    drawn = draw_tokens(state, due)
+    token, not_finite, due = drawn.token, not_finite | drawn.failed, due & ~drawn.failed
     none_left = due & (token < 0)
     due = due & ~none_left
     num_sampled = state.num_sampled + due.astype(jnp.int32)
@@ -309,7 +311,7 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
     row = jnp.arange(due.shape[0])
     logprobs = state.logprobs
     if logprobs.shape[1]:
-        logprobs = logprobs.at[row, index].set(log_chance, mode="drop")
+        logprobs = logprobs.at[row, index].set(drawn.log_chance, mode="drop")
     sampled = dataclasses.replace(
         state,
         reasons=reasons,
@@ -325,7 +327,8 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
             state.tokens.at[row, index].set(token, mode="drop"), index + 1, goes_on | spent
         ),
         logprobs=logprobs,
-        top_logits=_with_top_logits(state, due & state.recorded, index),
+        top_logits=with_top_logits(state, drawn.logits, due & state.recorded, index),
+        processing=drawn.processing,
     )
     if not state.steps.marks.shape[1]:
         return sampled
@@ -335,54 +338,6 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
         sampled,
         lambda s: _end_steps(s, sessions, token, index, due, stopped),
     )
-
-
-def _draw(state: DecodeState, due: Array) -> tuple[Array, Array]:
-    """The next token of each row that is due, int32[R], and its log-probability, float32[R].
-
-    Tokens of other rows mean nothing; log-probabilities that are not wanted are 0 or right.
-    """
-    mesh = state.cache.mesh
-
-    def draw() -> tuple[Array, Array]:
-        token = state.samplers.sample(
-            state.logits,
-            state.seeds,
-            state.num_sampled,
-            history=state.history,
-            masks=state.grammars.masks(due, mesh),
-            mesh=mesh,
-        )
-        if not state.logprobs.shape[1]:
-            return token, jnp.zeros(token.shape)
-        return token, jax.lax.cond(
-            jnp.any(due & state.scored),
-            lambda: logprob(state.logits, token, mesh=mesh),
-            lambda: jnp.zeros(token.shape),
-        )
-
-    nothing = jnp.zeros(due.shape, jnp.int32), jnp.zeros(due.shape)
-    return jax.lax.cond(jnp.any(due), draw, lambda: nothing)
-
-
-def _with_top_logits(state: DecodeState, keeps: Array, index: Array) -> TopLogits:
-    """The top logits with those that the bool[R] rows have just drawn from, at int32[R] index."""
-    whole = state.top_logits
-    if not whole.rest.shape[1]:
-        return whole
-    k = whole.tokens.shape[-1]
-
-    def compress() -> TopLogits:
-        logits = whole_rows(state.logits, state.cache.mesh)
-        return compress_logits(logits, state.samplers.temperature, k)
-
-    def nothing() -> TopLogits:
-        return TopLogits.empty(keeps.shape, k, whole.vocab)
-
-    # The conditional is over the new entries alone: over the whole it would copy that.
-    new = jax.lax.cond(jnp.any(keeps), compress, nothing)
-    row, index = jnp.arange(keeps.shape[0]), jnp.where(keeps, index, whole.tokens.shape[1])
-    return jax.tree.map(lambda a, part: a.at[row, index].set(part, mode="drop"), whole, new)
 
 
 def _end_steps(

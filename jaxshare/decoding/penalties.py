@@ -48,14 +48,15 @@ def without_repeats(
     return lax.cond(jnp.any(ngram > 0), ban, lambda x: x, logits)
 
 
-def without_words(
+def with_word_values(
     logits: Float[Array, "R V"],
     history: History,
     words: Int32[Array, "R W L"],
+    values: Float[Array, "R W"],
     first: Array | int = 0,
 ) -> Array:
-    """The logits without tokens that would complete one of these sequences of two tokens or more.
-    `first`: the token of the first logit."""
+    """The logits with each value added to that of a token that would complete its sequence, of two
+    tokens or more; minus infinity bans it. `first`: the token of the first logit."""
     if not words.shape[1]:
         return logits
     end = jnp.sum(words >= 0, axis=2, dtype=jnp.int32) - 1
@@ -70,16 +71,25 @@ def without_words(
     for back in range(1, words.shape[2]):
         token = before_end(back)
         begun &= (token < 0) | (token == history.last(back)[:, None])
-    return lax.cond(
-        jnp.any(begun), lambda x: _without(x, before_end(0), begun, first), lambda x: x, logits
-    )
+
+    def add(logits: Array) -> Array:
+        row, index = _places(logits, before_end(0), begun, first)
+        return logits.at[row, index].add(values.astype(logits.dtype), mode="drop")
+
+    return lax.cond(jnp.any(begun), add, lambda x: x, logits)
 
 
 def _without(
     logits: Array, tokens: Int32[Array, "R N"], banned: Bool[Array, "R N"], first: Array | int
 ) -> Array:
     """The logits without the banned of each row's tokens."""
+    return logits.at[_places(logits, tokens, banned, first)].set(-jnp.inf, mode="drop")
+
+
+def _places(
+    logits: Array, tokens: Int32[Array, "R N"], chosen: Bool[Array, "R N"], first: Array | int
+) -> tuple[Array, Array]:
+    """The rows and columns of each row's chosen tokens in the logits; the others are outside."""
     index = tokens - first
-    index = jnp.where(banned & (index >= 0), index, logits.shape[1])
-    row = jax.lax.broadcasted_iota(jnp.int32, index.shape, 0)
-    return logits.at[row, index].set(-jnp.inf, mode="drop")
+    index = jnp.where(chosen & (index >= 0), index, logits.shape[1])
+    return jax.lax.broadcasted_iota(jnp.int32, index.shape, 0), index

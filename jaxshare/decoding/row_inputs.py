@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int
 
 from jaxshare.decoding.changes import Start
 from jaxshare.decoding.history import History
+from jaxshare.decoding.processors import check_processor, find_processor
 from jaxshare.decoding.sampling_params import Sampler
 from jaxshare.layout import Layout
 from jaxshare.seeds import stream_seed
@@ -67,7 +68,8 @@ class RowInputs:
 
         Raises:
           ValueError: a token outside the vocabulary in a prompt, a bias or a ban, a grammar, a
-            negative number of tokens to sample, or a row in use with nothing to feed and no logits.
+            negative number of tokens to sample, a row in use with nothing to feed and no logits, a
+            sampler with a field of calls, or a logits processor that does not serve the vocabulary.
         """
         in_use = layout.count_listed() > 0
         for r, (prompt, sampler) in enumerate(zip(self.prompts, self.samplers, strict=True)):
@@ -81,6 +83,11 @@ class RowInputs:
                     f"row {r} has an empty prompt and no logits to sample from; give it at least "
                     "one token"
                 )
+            sampler.refuse(
+                None,
+                f"row {r} of a state takes seeds and max_new_tokens apart and knows no texts; leave "
+                "the field out, or sample with generate or an engine",
+            )
             if outside := [t for t in sampler.tokens if t >= vocab_size]:
                 raise ValueError(
                     f"the sampler of row {r} names token {outside[0]}, outside the vocabulary of "
@@ -91,6 +98,8 @@ class RowInputs:
                     f"the sampler of row {r} has a grammar, which must be compiled for a "
                     "tokenizer; use `jaxshare.serving.generate` or an engine"
                 )
+            for name, _ in sampler.processors:
+                check_processor(find_processor(name), vocab_size)
             if self.max_new_tokens[r] < 0:
                 raise ValueError(
                     f"max_new_tokens of row {r} is {self.max_new_tokens[r]}; it must be at least 0"
@@ -201,10 +210,10 @@ class Admission:
             blocks[row] = [*seen, *[-1] * (blocks.shape[1] - len(seen))]
         return blocks
 
-    def starts(self) -> list[Start]:
-        """The inputs of the rows, one by one."""
+    def starts(self, processed: bool) -> list[Start]:
+        """The inputs of the rows, one by one; `processed` is the kind of log-probabilities."""
         return [
-            Start(*values)
+            Start(*values, processed=processed)
             for values in zip(
                 self.seeds,
                 self.max_new_tokens,

@@ -13,14 +13,20 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 from jaxtyping import Int
 
 from jaxshare.decoding.grammar_rows import GrammarRows
+from jaxshare.decoding.processing import Processing
+from jaxshare.decoding.sampling_params import Sampler
 from jaxshare.decoding.state import DecodeState
 from jaxshare.decoding.steps import Steps
 from jaxshare.trace.recorder import PassLog
 
-_OF_STATE = ("cache", "logits", "top_logits", "history", "record", "stops", "passes")
+_OF_STATE = (
+    *("cache", "logits", "top_logits", "history", "record", "stops", "passes"),
+    *("processing", "processed"),
+)
 """The fields of a decode state that are not moved on the host."""
 
 
@@ -79,6 +85,8 @@ def take_rows(
         logits=logits,
         top_logits=top_logits,
         history=history,
+        processing=state.processing and state.processing.take(rows),
+        processed=None if state.processed is None else state.processed[rows],
         record=PassLog.empty(0, len(rows), state.max_width, state.cache.num_blocks),
     )
 
@@ -113,8 +121,31 @@ def put_rows(state: DecodeState, parts: Sequence[PlacedRows]) -> DecodeState:
     )
     rest: Any = {name: getattr(state, name) for name in _OF_STATE}
     rest |= dict(zip(("logits", "top_logits", "history"), logits, strict=True))
+    rest |= {"processing": _processing(state, parts), "processed": _processed(state, parts)}
     steps, grammars = _with_shared(put, state)
     return dataclasses.replace(put, steps=steps, grammars=grammars, **rest)
+
+
+def _processing(state: DecodeState, parts: Sequence[PlacedRows]) -> Processing | None:
+    """The logits processors of a state with the rows of these parts."""
+    found = [each for each in (state, *(part.state for part in parts)) if each.processing]
+    if not found or not found[0].processing:
+        return None
+    none = [Sampler()] * state.layout.num_rows
+    whole = state.processing or Processing.stack(none, places=found[0].processing.places)
+    for part in parts:
+        whole = whole and whole.put(part.state.processing, part.rows)
+    return whole
+
+
+def _processed(state: DecodeState, parts: Sequence[PlacedRows]) -> Array | None:
+    """The rows whose log-probabilities are of the chances that their tokens are drawn with."""
+    if all(each.processed is None for each in (state, *(part.state for part in parts))):
+        return None
+    whole = np.zeros(state.layout.num_rows, bool)
+    for each, rows in ((state, slice(None)), *((part.state, part.rows) for part in parts)):
+        whole[rows] = False if each.processed is None else np.asarray(each.processed)
+    return jax.device_put(whole)
 
 
 def _fetched(state: DecodeState) -> DecodeState:

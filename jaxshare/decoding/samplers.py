@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int, UInt32
 from jaxshare.argument_checks import INT32_MAX
 from jaxshare.decoding.grammar_rows import admitted
 from jaxshare.decoding.history import History
-from jaxshare.decoding.penalties import penalised, without_repeats, without_words
+from jaxshare.decoding.penalties import penalised, with_word_values, without_repeats
 from jaxshare.decoding.sampling import (
     chances_of_rows,
     history_spec,
@@ -39,7 +39,8 @@ class SamplerPlaces:
     Attributes:
       edits: changes of single logits.
       stops: stop tokens of the row's own.
-      words, word_tokens: sequences that must not come, of two tokens or more, and their tokens.
+      words, word_tokens: sequences that are favoured or must not come, of two tokens or more, and
+        their tokens.
     """
 
     edits: int = 0
@@ -51,12 +52,12 @@ class SamplerPlaces:
     def of(cls, samplers: Iterable[Sampler], stops: Sequence[int] = ()) -> "SamplerPlaces":
         """The fewest that serve these samplers, for a model with these stop tokens."""
         samplers = [*samplers]
-        words = [_long_words(sampler) for sampler in samplers]
+        words = [sampler.long_words for sampler in samplers]
         return cls(
             max((len(sampler.edits(stops)) for sampler in samplers), default=0),
             max((len(sampler.stop_token_ids) for sampler in samplers), default=0),
             max(map(len, words), default=0),
-            max((len(word) for of_row in words for word in of_row), default=0),
+            max((len(word) for of_row in words for word, _ in of_row), default=0),
         )
 
     def grown(self, other: "SamplerPlaces") -> "SamplerPlaces":
@@ -64,10 +65,6 @@ class SamplerPlaces:
         all."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         return SamplerPlaces(*(a if a >= b else bucket(b) for a, b in pairs))
-
-
-def _long_words(sampler: Sampler) -> list[tuple[int, ...]]:
-    return [word for word in sampler.bad_words if len(word) > 1]
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +79,8 @@ class Samplers:
         logits while a row has sampled fewer tokens than `until`; an unused place has token -1.
       stops: int32[R, S], stop tokens of the row's own, -1 for an unused place.
       ignores_stops: bool[R], rows that the model's stop tokens do not end.
-      words: int32[R, W, L], sequences that must not come, -1 after the last token of one.
+      words: int32[R, W, L], sequences, -1 after the last token of one.
+      word_values: float32[R, W], added to the logit of a token that would complete one.
     """
 
     temperature: Array
@@ -100,6 +98,7 @@ class Samplers:
     stops: Array
     ignores_stops: Array
     words: Array
+    word_values: Array
 
     @classmethod
     def stack(
@@ -125,15 +124,12 @@ class Samplers:
         values = np.zeros((rows, places.edits), np.float32)
         until = np.zeros((rows, places.edits), np.int32)
         own_stops = np.full((rows, places.stops), -1, np.int32)
-        words = np.full((rows, places.words, places.word_tokens), -1, np.int32)
         for r, sampler in enumerate(samplers):
             if edits := sampler.edits(stops):
                 tokens[r, : len(edits)], values[r, : len(edits)], until[r, : len(edits)] = zip(
                     *edits, strict=True
                 )
             own_stops[r, : len(sampler.stop_token_ids)] = sampler.stop_token_ids
-            for w, word in enumerate(_long_words(sampler)):
-                words[r, w, : len(word)] = word
 
         def each(name: str, kind: Any = np.float32) -> np.ndarray:
             most = INT32_MAX if kind == np.int32 else None
@@ -157,7 +153,7 @@ class Samplers:
                     until,
                     own_stops,
                     each("ignore_eos", bool),
-                    words,
+                    *_words_of(samplers, places),
                 )
             )
         )
@@ -220,6 +216,12 @@ class Samplers:
             out_specs=vocab_spec(axis),
         )(self, logits, history, masks, positions)
 
+    def without_changes(self) -> "Samplers":
+        """The samplers of logits that `changed` has changed already; give them no history."""
+        edits = ("edit_tokens", "edit_values", "edit_until")
+        none: Any = {name: getattr(self, name)[:, :0] for name in edits}
+        return dataclasses.replace(self, **none)
+
     def ends(self, token: Int[Array, " R"], stops: Int[Array, " S"]) -> Bool[Array, " R"]:
         """Marks the rows that these tokens end, where the model has these stop tokens."""
         by_model = jnp.any(token[:, None] == stops, axis=1) & ~self.ignores_stops
@@ -241,6 +243,8 @@ class Samplers:
             values = jnp.where(positions[:, None] < self.edit_until, self.edit_values, 0.0)
             row = jnp.arange(logits.shape[0])[:, None]
             logits = logits.at[row, index].add(values, mode="drop")
+        if history.tokens.shape[1]:  # before penalties, as transformers does
+            logits = with_word_values(logits, history, self.words, self.word_values, first)
         if history.counts.shape[1]:
             penalties = (self.repetition != 1) | (self.presence != 0) | (self.frequency != 0)
             logits = lax.cond(
@@ -248,7 +252,6 @@ class Samplers:
             )
         if history.tokens.shape[1]:
             logits = without_repeats(logits, history, self.ngram, first)
-            logits = without_words(logits, history, self.words, first)
         return admitted(logits, masks, first)
 
 
@@ -257,6 +260,16 @@ def _or_none(logits: Array, history: History | None, masks: Array | None) -> tup
     rows = logits.shape[0]
     history = History.empty(rows) if history is None else history
     return history, jnp.zeros((rows, 0), jnp.uint32) if masks is None else masks
+
+
+def _words_of(samplers: Sequence[Sampler], places: SamplerPlaces) -> tuple[np.ndarray, np.ndarray]:
+    """`Samplers.words` and `word_values` of these samplers."""
+    words = np.full((len(samplers), places.words, places.word_tokens), -1, np.int32)
+    values = np.zeros((len(samplers), places.words), np.float32)
+    for r, sampler in enumerate(samplers):
+        for w, (word, value) in enumerate(sampler.long_words):
+            words[r, w, : len(word)], values[r, w] = word, value
+    return words, values
 
 
 def _places_of(
@@ -268,8 +281,8 @@ def _places_of(
     what = {
         "edits": "biased or forbidden tokens",
         "stops": "stop_token_ids",
-        "words": "bad_words",
-        "word_tokens": "tokens in one of its bad_words",
+        "words": "bad_words and sequences with a bias",
+        "word_tokens": "tokens in one of these",
     }
     for i, sampler in enumerate(samplers):
         needed = SamplerPlaces.of([sampler], stops)

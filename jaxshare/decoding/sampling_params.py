@@ -5,8 +5,20 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxshare.argument_checks import FLOAT32_MAX, INT32_MAX, as_float, as_integer, as_list, shown
+from jaxshare.argument_checks import (
+    FLOAT32_MAX,
+    INT32_MAX,
+    as_float,
+    as_integer,
+    as_list,
+    as_texts,
+    shown,
+)
 from jaxshare.decoding.grammar import Grammar
+from jaxshare.decoding.processors import Given, as_processors
+
+_OF_CALLS = ("n", "best_of", "max_tokens", "min_length", "stop", "include_stop", "seed")
+"""The fields that say how a prompt is answered; the others say how a token is drawn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +48,21 @@ class SamplingParams:
       stop_token_ids: tokens that end the row, besides those of the model.
       ignore_eos: the model's own stop tokens do not end the row.
       grammar: what the whole text must be; see `Grammar`.
+      sequence_bias: sequences of tokens and numbers, each added to the logit of the last token where
+        the text ends with those before it.
+      n: completions of a prompt.
+      best_of: completions that are sampled, of which the n with the largest `logprob` are given.
+      max_tokens: the most tokens of a completion, which calls name `max_new_tokens`.
+      min_length: tokens of the prompt and the completion before a stop token can be sampled.
+      stop: texts before which a completion ends, or after with `include_stop`; () for none.
+      seed: of the random numbers, any integer.
+
+    From `n` on, and `include_stop`, they are of calls that answer prompts: None leaves them to the
+    call, whose argument wins over a field where both are given. What cannot obey one refuses it by
+    name.
+      processors: logits processors (`jaxshare.register_logits_processor`) that change the logits
+        after all of these, in this order: their names, or a dict of parameters by name. They are
+        kept as pairs of a name and all parameters.
 
     Numbers may be of any type, NumPy's among them; they are kept as int and float.
 
@@ -61,6 +88,15 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: Grammar | None = None
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
+    n: int | None = None
+    best_of: int | None = None
+    max_tokens: int | None = None
+    min_length: int | None = None
+    stop: tuple[str, ...] | None = None
+    include_stop: bool | None = None
+    seed: int | None = None
+    processors: Given = ()
 
     def __post_init__(self):
         zero = "(0 takes the likeliest token)"
@@ -83,6 +119,9 @@ class SamplingParams:
             "min_tokens": as_integer("min_tokens", self.min_tokens, 0, INT32_MAX),
             "stop_token_ids": _token_numbers("stop_token_ids", self.stop_token_ids),
             "ignore_eos": bool(self.ignore_eos),
+            "sequence_bias": _sequence_biases(self.sequence_bias),
+            **self._checked_of_calls(),
+            "processors": as_processors(self.processors),
         }
         for name in ("presence_penalty", "frequency_penalty"):
             values[name] = as_float(name, getattr(self, name), -FLOAT32_MAX, FLOAT32_MAX)
@@ -105,6 +144,54 @@ class SamplingParams:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def _checked_of_calls(self) -> dict[str, Any]:
+        """The fields of calls that are given, in Python's own types."""
+        least = {"n": 1, "best_of": 1, "max_tokens": 1, "min_length": 0}
+        values: dict[str, Any] = {
+            name: as_integer(name, value, bound, INT32_MAX)
+            for name, bound in least.items()
+            if (value := getattr(self, name)) is not None
+        }
+        check_best_of(values.get("n"), values.get("best_of"))
+        if self.seed is not None:
+            values["seed"] = as_integer("seed", self.seed)
+        if self.stop is not None:
+            values["stop"] = as_texts("stop", self.stop)
+        if self.include_stop is not None:
+            if self.include_stop not in (True, False):
+                raise TypeError(
+                    f"include_stop is {shown(self.include_stop)}; it must be True, False or None"
+                )
+            values["include_stop"] = bool(self.include_stop)
+        return values
+
+    @property
+    def of_calls(self) -> dict[str, Any]:
+        """The fields of calls that are given, by name."""
+        fields = {name: getattr(self, name) for name in _OF_CALLS}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def for_prompt(self, tokens: int) -> "SamplingParams":
+        """The settings with which the tokens after a prompt of so many tokens are drawn: without those
+        of calls. Samplers that differ in these alone, as in the seed, give equal ones."""
+        given = self.of_calls
+        if not given:
+            return self
+        least = max(self.min_tokens, given.get("min_length", 0) - tokens)
+        return dataclasses.replace(self, **dict.fromkeys(given), min_tokens=least)
+
+    def refuse(self, names: Iterable[str] | None, why: str) -> None:
+        """Raises ValueError for a field of calls that is given where it cannot be obeyed.
+
+        Args:
+          names: of the fields; None for all.
+          why: what the error says after the field's name and value.
+        """
+        names = _OF_CALLS if names is None else names
+        for name in names:
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(f"the sampler's {name} is {shown(value)}, but {why}")
+
     @property
     def counts_tokens(self) -> bool:
         """True if it depends on which tokens the text so far has."""
@@ -117,7 +204,14 @@ class SamplingParams:
     @property
     def reads_tokens(self) -> bool:
         """True if it depends on the order of the text's tokens."""
-        return self.no_repeat_ngram_size > 0 or any(len(word) > 1 for word in self.bad_words)
+        return self.no_repeat_ngram_size > 0 or bool(self.long_words or self.processors)
+
+    @property
+    def long_words(self) -> list[tuple[tuple[int, ...], float]]:
+        """Sequences of two tokens or more, and what is added to the logit of a token that would
+        complete one: minus infinity for bad words."""
+        given = [*self.sequence_bias, *((word, -math.inf) for word in self.bad_words)]
+        return [(word, value) for word, value in given if len(word) > 1]
 
     @property
     def looks_back(self) -> bool:
@@ -131,14 +225,16 @@ class SamplingParams:
         names = (
             *("repetition_penalty", "presence_penalty", "frequency_penalty"),
             *("no_repeat_ngram_size", "bad_words", "forbidden_first", "min_tokens", "typical_p"),
-            *("stop_token_ids", "ignore_eos", "grammar"),
+            *("stop_token_ids", "ignore_eos", "grammar", "processors", "sequence_bias"),
+            "min_length",
         )
         return next((name for name in names if getattr(self, name) != getattr(GREEDY, name)), None)
 
     @property
     def tokens(self) -> set[int]:
         """All tokens that it names."""
-        words = [token for word in self.bad_words for token in word]
+        words = [*self.bad_words, *(word for word, _ in self.sequence_bias)]
+        words = [token for word in words for token in word]
         return {*self.bias, *self.forbidden, *self.forbidden_first, *self.stop_token_ids, *words}
 
     def edits(self, stops: Iterable[int] = ()) -> list[tuple[int, float, int]]:
@@ -151,6 +247,9 @@ class SamplingParams:
         always, found = INT32_MAX, dict[tuple[int, int], float]()
         for token, value in self.bias.items():
             found[token, always] = value
+        for word, value in self.sequence_bias:
+            if len(word) == 1:
+                found[word[0], always] = found.get((word[0], always), 0.0) + value
         single = [word[0] for word in self.bad_words if len(word) == 1]
         for token in (*self.forbidden, *single):
             found[token, always] = -math.inf
@@ -173,6 +272,14 @@ class SamplingParams:
         return cls(**{**given, "bias": bias, "grammar": grammar and Grammar(**grammar)})
 
 
+def check_best_of(n: int | None, best_of: int | None) -> None:
+    """Raises ValueError where fewer completions are to be sampled than given."""
+    if best_of is not None and best_of < (n or 1):
+        raise ValueError(
+            f"best_of is {best_of}; it must be at least {n or 1}, the number of completions to give"
+        )
+
+
 def _probability(name: str, value: Any) -> float:
     given = as_float(name, value)
     if not 0 < given <= 1:
@@ -193,6 +300,22 @@ def _token_numbers(name: str, tokens: Any) -> tuple[int, ...]:
     if negative := [token for token in numbers if token < 0]:
         raise ValueError(f"a bias or a ban names token {negative[0]}; tokens are numbered from 0")
     return tuple(numbers)
+
+
+def _sequence_biases(pairs: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
+    made = []
+    for pair in as_list("sequence_bias", pairs):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(
+                f"sequence_bias has {shown(pair)}; it must be pairs of tokens and a number, such as "
+                "((5, 6), 1.0)"
+            )
+        word = _token_numbers("a sequence of sequence_bias", pair[0])
+        if not word:
+            raise ValueError("sequence_bias has an empty sequence; give at least one token of each")
+        name, why = f"the sequence_bias of {shown(word)}", " (bad_words are listed apart)"
+        made.append((word, as_float(name, pair[1], -FLOAT32_MAX, FLOAT32_MAX, why)))
+    return tuple(made)
 
 
 def _sequences(words: Any) -> tuple[tuple[int, ...], ...]:

@@ -22,6 +22,8 @@ from jaxshare.decoding.changes import Action, Changes
 from jaxshare.decoding.finish_reason import FinishReason
 from jaxshare.decoding.grammar_rows import GrammarRows
 from jaxshare.decoding.history import History
+from jaxshare.decoding.logprobs import as_logprobs, logprob_places
+from jaxshare.decoding.processing import Processing
 from jaxshare.decoding.row_inputs import Admission, RowInputs
 from jaxshare.decoding.samplers import SamplerPlaces, Samplers
 from jaxshare.decoding.sampling_params import GREEDY, Sampler
@@ -92,6 +94,8 @@ class DecodeState:
       steps: how rows end their steps.
       record: the tokens that the last dispatch has fed and the steps it has moved.
       max_width: the widest pass that this state can take (static).
+      processing: the logits processors of rows; None where no row has one.
+      processed: bool[R], rows whose log-probabilities are of what is drawn from; None for none.
     """
 
     cache: KVCache
@@ -123,6 +127,8 @@ class DecodeState:
     steps: Steps
     record: PassLog
     max_width: int = dataclasses.field(metadata={"static": True})
+    processing: Processing | None = None
+    processed: Array | None = None
 
     @classmethod
     @renamed_arguments(budgets="max_new_tokens", room="capacity", kept="num_top_logits")
@@ -143,7 +149,7 @@ class DecodeState:
         places: SamplerPlaces | None = None,
         texts: Sequence[Sequence[int]] | None = None,
         max_width: int = 256,
-        logprobs: bool = False,
+        logprobs: bool | str = False,
         num_top_logits: int = 0,
         steps: Steps | None = None,
         record: int = 0,
@@ -159,7 +165,7 @@ class DecodeState:
           capacity: X, sampled tokens of a row that the state holds (see `without_outputs`).
           places: for the settings of a row's sampler; default what these need.
           texts: of each row so far, for samplers that look at it; default its prompt.
-          logprobs: keep the log-probabilities of the tokens that all rows sample.
+          logprobs: keep those of what all rows sample, of the kind that `as_logprobs` tells.
           num_top_logits: logits to keep of what a `recorded` row draws from.
           steps: for rows that write in steps, one session; default none, each row by itself.
           record: passes of a dispatch that can be logged; 0 logs none.
@@ -178,8 +184,7 @@ class DecodeState:
             history=inputs.history(texts, vocab_size),
             stops=jax.device_put(np.asarray(_padded_stops(stops), np.int32)),
             tokens=filled(shape),
-            logprobs=filled(shape if logprobs else (rows, 0), dtype=np.float32),
-            scored=filled(rows, logprobs, bool),
+            **logprob_places(as_logprobs(logprobs), shape),
             top_logits=TopLogits.empty(kept, num_top_logits, vocab_size),
             steps=steps,
             session=first_rows(steps.ends),
@@ -269,7 +274,7 @@ class DecodeState:
         listed = admission.listed(listed)
         dataclasses.replace(self.layout, blocks=listed).check(self.cache.num_blocks)
         changes = Changes.none(self.pending.shape[1], listed)
-        for row, start in zip(rows, admission.starts(), strict=True):
+        for row, start in zip(rows, admission.starts(self.processed is not None), strict=True):
             changes.admit(row, start)
         return self.with_logits(rows, logits).changed(changes)
 
@@ -325,6 +330,7 @@ class DecodeState:
             max_new_tokens=put(self.max_new_tokens, max_new_tokens),
             recorded=put(self.recorded, recorded > 0),
             scored=put(self.scored, scored > 0),
+            processed=None if self.processed is None else put(self.processed, scored > 1),
             session=put(self.session, jnp.arange(len(action), dtype=jnp.int32)),
             clock=put(self.clock, 0),
             last_pass=put(self.last_pass, INT32_MAX),
@@ -399,6 +405,7 @@ def _fed_state(
         cache=cache,
         layout=layout,
         samplers=Samplers.stack([]),
+        processing=Processing.stack(inputs.samplers),
         # added to, because the state donates its logits
         logits=jnp.zeros(shape) if logits is None else jnp.broadcast_to(logits, shape) + 0.0,
         has_logits=jax.device_put((num_pending == 0) & (listed > 0)),

@@ -71,14 +71,16 @@ class TopLogits:
 
 def largest_logprobs(top: TopLogits, count: int) -> list[tuple[tuple[int, float], ...]]:
     """The likeliest tokens of distributions [X] on the host and their log-probabilities at
-    temperature 1, the likeliest first, of equal ones the lower token; at most `count` of each."""
+    temperature 1, the likeliest first, of equal ones the lower token; at most `count` of each, and
+    none without a chance."""
     tokens, logits = np.asarray(top.tokens), np.asarray(top.logits, np.float64)
     largest = logits.max(axis=-1, keepdims=True)
     mass = np.exp(logits - largest).sum(axis=-1) + np.asarray(top.rest_at_1, np.float64)
     logprobs = logits - largest - np.log(mass)[:, None]
     order = np.argsort(-logits, axis=-1, kind="stable")[:, :count]
     found = [np.take_along_axis(each, order, axis=-1).tolist() for each in (tokens, logprobs)]
-    return [tuple(zip(*pair, strict=True)) for pair in zip(*found, strict=True)]
+    pairs = [zip(*pair, strict=True) for pair in zip(*found, strict=True)]
+    return [tuple((token, value) for token, value in each if value > -np.inf) for each in pairs]
 
 
 def compress_logits(

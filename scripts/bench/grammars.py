@@ -1,4 +1,4 @@
-"""What rows without a grammar lose beside rows that have one, in the same passes of one engine.
+"""Measures what rows without a grammar lose beside rows that have one, in the passes of one engine.
 
     python -m scripts.bench.grammars                            # the full measurement
     python -m scripts.bench.grammars --quick                    # fewer rounds, the large model alone

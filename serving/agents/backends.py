@@ -48,14 +48,16 @@ class EngineModel:
 
         Args:
           model: from `jaxshare.models.load`; or an engine, which may have other users too.
-          sampler: settings for the options that a call leaves open; default the checkpoint's own.
+          sampler: settings for the options that a call leaves open, `max_tokens` and `stop` among
+            them; default the checkpoint's own.
           resample: "stepwise" lets calls that come to the same state again reuse the cached logits
             of the Logits Cache, exactly; "hotspot" approximately. Both need an engine with
             `logits_cache`.
           options: options of the engine, if a model is given.
 
         Raises:
-          ValueError: a model without a tokenizer, or options that the engine refuses.
+          ValueError: a model without a tokenizer, a sampler with n, best_of or seed, which calls
+            have themselves, or options that the engine refuses.
         """
         loaded = model.model if isinstance(model, Engine) else model
         if loaded.tokenizer is None:
@@ -65,6 +67,11 @@ class EngineModel:
             )
         self.engine = model if isinstance(model, Engine) else Engine(model, **options)
         self._sampler, self._resample = sampler or default_sampler(loaded), resample
+        self._sampler.refuse(
+            ["n", "best_of", "seed"],
+            "each call of an agent is one answer with a seed of its own; give n to llm, and the seed "
+            "to the runtime",
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EngineModel":
         return self
@@ -95,7 +102,7 @@ class EngineModel:
             stops = call.options.stop or None
         else:
             prompt = encode_marked(tokenizer, _plain_text(tokenizer, call), first=True)
-            stops = (*call.options.stop, f"\n\n{_NAMES['user']}:")
+            stops = (*(call.options.stop or self._sampler.stop or ()), f"\n\n{_NAMES['user']}:")
         if call.grammar and not (form and form.opened):
             given["grammar"] = call.grammar
         stream = self.engine.submit(

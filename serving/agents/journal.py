@@ -293,7 +293,10 @@ def _summary(request: Any) -> str:
     Saved journals hold these words, so they must not change.
     """
     if isinstance(request, Llm):
-        words = repr((request.messages, request.options, request.n))
+        # Journals of before have the number that an engine takes where none is given.
+        limit = 256 if (given := request.options.max_new_tokens) is None else given
+        options = dataclasses.replace(request.options, max_new_tokens=limit)
+        words = repr((request.messages, options, request.n))
         words += request.chat.words() if request.chat else ""
         return (
             f"an answer of the model ({hashlib.blake2b(words.encode(), digest_size=6).hexdigest()})"

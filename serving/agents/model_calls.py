@@ -137,9 +137,8 @@ def _value(request: Llm, chat: Chat, reply: Reply, messages: tuple[Message, ...]
     if chat.returns is not None:
         if reply.is_cut:
             limit = request.options.max_new_tokens
-            raise ValueError(
-                f"it was cut after {reply.new_tokens} tokens; max_new_tokens is {limit}"
-            )
+            remedy = "give more max_new_tokens" if limit is None else f"max_new_tokens is {limit}"
+            raise ValueError(f"it was cut after {reply.new_tokens} tokens; {remedy}")
         return chat.returns.read(reply.text)
     return reply.text if request.parse is None else request.parse(reply.text)
 

@@ -25,12 +25,12 @@ class Options:
     """Options of a model's answer. None leaves an option to the model's own setting.
 
     Attributes:
-      max_new_tokens: limit of the answer's tokens.
+      max_new_tokens: limit of the answer's tokens; an engine's is 256 unless its sampler has one.
       temperature, top_k, top_p, min_p: sampling settings.
       stop: the answer ends before the first of these texts.
     """
 
-    max_new_tokens: int = 256
+    max_new_tokens: int | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -38,7 +38,7 @@ class Options:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(
                 f"max_new_tokens is {self.max_new_tokens}; an answer has at least one token"
             )
@@ -169,7 +169,7 @@ def llm(
     *,
     n: int | None = None,
     stop: str | Sequence[str] = (),
-    max_new_tokens: int = 256,
+    max_new_tokens: int | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -210,7 +210,7 @@ def llm(
         n = as_integer("n", n, 1, why=": there is at least one answer")
     _check_effort(retries, timeout)
     options = _options(
-        as_integer("max_new_tokens", max_new_tokens, 1),
+        None if max_new_tokens is None else as_integer("max_new_tokens", max_new_tokens, 1),
         None if temperature is None else as_float("temperature", temperature),
         None if top_k is None else as_integer("top_k", top_k),
         None if top_p is None else as_float("top_p", top_p),

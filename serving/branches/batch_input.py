@@ -18,7 +18,8 @@ from jaxshare.serving.words import encode_marked
 _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "bad_words", "forbidden"),
-    *("forbidden_first", "min_tokens", "stop_token_ids", "ignore_eos"),
+    *("forbidden_first", "min_tokens", "stop_token_ids", "ignore_eos", "sequence_bias"),
+    *("max_tokens", "min_length", "stop", "include_stop", "seed", "processors"),
 )
 """The fields of `Sampler` that a line may set, besides its grammar."""
 
@@ -129,7 +130,8 @@ def _read_line(
                 f"{model.config.vocab_size - 1}"
             )
         what = f"the prompt of {_branch_name(item.branch)}" if options.tree else "the prompt"
-        check_context(model, len(item.tokens), options.max_new_tokens, what)
+        own = item.sampler and item.sampler.max_tokens
+        check_context(model, len(item.tokens), own or options.max_new_tokens, what)
     return items
 
 

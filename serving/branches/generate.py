@@ -3,19 +3,28 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
+from jaxshare.serving.branches.answering import CallAnswering
 from jaxshare.serving.branches.data_parallel import branches
 from jaxshare.serving.branches.on_engine import complete_on
 from jaxshare.serving.branches.prefix import Prefix
-from jaxshare.serving.branches.prompt_tree import Prompts
-from jaxshare.serving.branches.run_plan import check_settings, read_and_check_prompts
+from jaxshare.serving.branches.prompt_tree import Prompts, check_n
+from jaxshare.serving.branches.run_plan import check_settings, read_run_prompts
+from jaxshare.serving.branches.selection import by_prompt
 from jaxshare.serving.branches.sharing_plan import build_prefix_tree, unique_tokens
 from jaxshare.serving.engine.completion import Completion
-from jaxshare.serving.inputs import default_sampler, token_bytes, warn_of_equal_texts
+from jaxshare.serving.engine.stream_group import likeliest
+from jaxshare.serving.inputs import (
+    check_completions,
+    chosen,
+    default_sampler,
+    token_bytes,
+    warn_of_equal_texts,
+)
 from jaxshare.serving.kvcache.sharing_cost import Chosen, Costs
 
 if TYPE_CHECKING:
@@ -60,13 +69,15 @@ def generate(
     model: LoadedModel,
     prompts: Prompts | None,
     *,
-    n: int = 1,
-    max_new_tokens: int = 64,
+    n: int | None = None,
+    best_of: int | None = None,
+    max_new_tokens: int | None = None,
     sampler: Sampler | None = None,
     stop: str | Sequence[str] | None = None,
-    include_stop: bool = False,
+    include_stop: bool | None = None,
     top_logprobs: int = 0,
-    seed: int = 0,
+    logprobs: bool | str = "raw",
+    seed: int | None = None,
     share: bool | None = None,
     prefix: Prefix | None = None,
     max_rows: int | None = None,
@@ -83,7 +94,9 @@ def generate(
 
     Args:
       model, prompts, n, max_new_tokens, sampler, stop, include_stop, seed: see `Branches`.
-      top_logprobs, share, prefix: see `Branches`.
+      best_of: completions of each prompt to sample, of which the n with the largest `logprob` are
+        given, the best first; default n. The `best_of` of a prompt's own sampler wins over it.
+      top_logprobs, logprobs, share, prefix: see `Branches`.
       max_rows, max_kv_bytes, costs: see `Branches`.
       warm_up: compile everything before the clock starts.
       on_tokens: called between dispatches with the run so far.
@@ -99,21 +112,51 @@ def generate(
     """
     of_texts = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": stop}
     of_texts |= {"include_stop": include_stop, "top_logprobs": top_logprobs}
+    of_texts["logprobs"] = logprobs
+    sampler = sampler or default_sampler(model)
+    count, best_of = chosen("n", n, sampler, 1), chosen("best_of", best_of, sampler)
+    prompts, kept = _samples_to_take(model, prompts, count, best_of, prefix)
+    sampler = dataclasses.replace(sampler, best_of=None) if sampler.best_of else sampler
+    of_run = {"share": share, "prefix": prefix, "max_rows": max_rows}
+    of_run |= {"max_kv_bytes": max_kv_bytes, "costs": costs}
     if engine:
-        _check_none(
-            share=share,
-            prefix=prefix,
-            max_rows=max_rows,
-            max_kv_bytes=max_kv_bytes,
-            costs=costs,
-            warm_up=warm_up or None,
-            on_tokens=on_tokens,
-        )
-        return _generate_on(engine, model, prompts, n, sampler, **of_texts)
-    options = {"share": share, "prefix": prefix, "max_rows": max_rows, "sampler": sampler}
-    options |= {"max_kv_bytes": max_kv_bytes, "costs": costs}
-    run = branches(model, prompts, n=n, **options, **of_texts)
-    return _completions(run, on_tokens, warm_up)
+        _check_none(**of_run, warm_up=warm_up or None, on_tokens=on_tokens)
+        return _best(_generate_on(engine, model, prompts, count, sampler, **of_texts), kept)
+    run = branches(model, prompts, n=count, sampler=sampler, **of_run, **of_texts)
+    return _best(_completions(run, on_tokens, warm_up), kept)
+
+
+def _samples_to_take(
+    model: LoadedModel, prompts: Prompts | None, n: int, best_of: int | None, prefix: Prefix | None
+) -> tuple[Prompts | None, dict[int, int]]:
+    """The prompts with the number of samples of each, and how many of them to give where they are not
+    all."""
+    if prompts is None and prefix is None:
+        return None, {}  # refused later
+    check_n(n)
+    read = read_run_prompts(model, prompts, n, prefix)
+    kept, found = {}, []
+    for prompt in read:
+        own = prompt.sampler and prompt.sampler.best_of
+        if (most := own or best_of) is None:
+            found.append(prompt)
+            continue
+        sampled, kept[prompt.number] = check_completions(prompt.n, most)
+        sampler = prompt.sampler and dataclasses.replace(prompt.sampler, best_of=None)
+        found.append(dataclasses.replace(prompt, n=sampled, sampler=sampler))
+    return found, kept
+
+
+def _best(result: Completions, kept: Mapping[int, int]) -> Completions:
+    """The completions with the largest log-probability of each prompt, as many as are to be given."""
+    if not kept:
+        return result
+    given = [
+        completion
+        for number, group in by_prompt(result.completions).items()
+        for completion in likeliest(group, kept[number] if number in kept else len(group))
+    ]
+    return dataclasses.replace(result, completions=given)
 
 
 def _check_none(**options: Any) -> None:
@@ -150,9 +193,10 @@ def _generate_on(
     model: LoadedModel,
     prompts: Prompts | None,
     n: int,
-    sampler: Sampler | None,
+    sampler: Sampler,
     *,
-    max_new_tokens: int,
+    top_logprobs: int,
+    logprobs: bool | str,
     **of_texts: Any,
 ) -> Completions:
     """Samples completions in the passes of an engine; see `generate`."""
@@ -160,16 +204,14 @@ def _generate_on(
         raise ValueError("the engine is of another model; call generate with engine.model")
     if prompts is None:
         raise ValueError("there are no prompts; give at least one")
-    check_settings(
-        model, prompts, None, max_new_tokens=max_new_tokens, max_rows=None, max_kv_bytes=None
-    )
-    read = read_and_check_prompts(model, prompts, n, prefix=None, max_new_tokens=max_new_tokens)
-    sampler = sampler or default_sampler(model)
-    warn_of_equal_texts((prompt.n, prompt.sampler or sampler) for prompt in read)
+    check_settings(model, prompts, None, max_rows=None, max_kv_bytes=None)
+    call = CallAnswering.of(model, sampler, **of_texts)
+    read = read_run_prompts(model, prompts, n, None)
+    answers = call.of_prompts(read, 0)
+    warn_of_equal_texts((prompt.n, answers[prompt.number].sampler) for prompt in read)
     started, passes = time.perf_counter(), engine.metrics.passes
-    completions = [
-        *complete_on(engine, read, max_new_tokens=max_new_tokens, sampler=sampler, **of_texts)
-    ]
+    kept = {"top_logprobs": top_logprobs, "logprobs": logprobs}
+    completions = [*complete_on(engine, read, answers=answers, **kept)]
     unique = unique_tokens(build_prefix_tree(read))
     sampled = sum(len(completion.tokens) for completion in completions)
     return Completions(

@@ -3,11 +3,10 @@
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jaxshare import Sampler
-from jaxshare.seeds import stream_seed
+from jaxshare.serving.branches.answering import Answering
 from jaxshare.serving.branches.prompt_tree import Prompt
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.stream import Stream
@@ -21,12 +20,9 @@ def complete_on(
     engine: "Engine",
     prompts: Sequence[Prompt],
     *,
-    max_new_tokens: int,
-    sampler: Sampler,
-    seed: int,
-    stop: str | Sequence[str] | None,
-    include_stop: bool,
+    answers: Mapping[int, Answering],
     top_logprobs: int,
+    logprobs: bool | str,
 ) -> Iterator[Completion]:
     """Samples completions of prompts, and yields them in the order of the prompts.
 
@@ -35,7 +31,8 @@ def complete_on(
     Args:
       engine: of the model.
       prompts: as tokens, with the number of completions of each.
-      max_new_tokens, sampler, seed, stop, include_stop, top_logprobs: see `Branches`.
+      answers: how each prompt is answered, by its number.
+      top_logprobs, logprobs: see `Branches`.
 
     Raises:
       NotANumberError, NoTokenError: nothing can be sampled for a prompt.
@@ -45,16 +42,17 @@ def complete_on(
     with contextlib.ExitStack() as cancelled:
         for prompt, index in _samples(prompts):
             number, stream = prompt.number, None
+            answering = answers[number]
             while stream is None:
                 try:
                     stream = engine.submit(
                         prompt.tokens,
-                        prompt.sampler or sampler,
-                        max_new_tokens=max_new_tokens,
-                        stop=stop,
-                        include_stop=include_stop,
-                        seed=stream_seed(seed, number, index),
-                        logprobs=True,
+                        dataclasses.replace(answering.sampler, n=None, best_of=None),
+                        max_new_tokens=answering.max_new_tokens,
+                        stop=answering.stops,
+                        include_stop=answering.includes_stop,
+                        seed=answering.seed(index),
+                        logprobs=logprobs,
                         top_logprobs=top_logprobs,
                     )
                 except QueueFullError:

@@ -32,10 +32,11 @@ class Branch:
     Attributes:
       text: of this node, or its tokens; never empty.
       children: continuations; each sees this node's text before its own.
-      n: completions sampled where this node ends. None means the call's n for a node without
-        children, and no completions for others.
+      n: completions sampled where this node ends. None means that of its sampler, or else the
+        call's, for a node without children, and no completions for others.
       sampler: of the completions that end here, and of those of its descendants that have none of
-        their own. None means that of the parent, and of the call where no node has one.
+        their own. None means that of the parent, and of the call where no node has one. Its
+        `max_tokens`, `stop`, `include_stop` and `seed` win over the call's, being nearer.
     """
 
     text: str | Sequence[int]
@@ -112,7 +113,7 @@ def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
                 text += branch.text
             else:
                 head, text = (*tokens(head, text), *map(int, branch.text)), ""
-            count = branch.n if branch.children else branch.n or n
+            count = branch.n if branch.children else branch.n or (sampler and sampler.n) or n
             if count:
                 whole = tokens(head, text)
                 if not whole:

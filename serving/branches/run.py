@@ -13,15 +13,16 @@ import numpy as np
 
 from jaxshare import Sampler
 from jaxshare.compile_time import Stopwatch
+from jaxshare.decoding.logprobs import PROCESSED, as_logprobs
 from jaxshare.models import LoadedModel
-from jaxshare.seeds import stream_seed
+from jaxshare.serving.branches.answering import CallAnswering
 from jaxshare.serving.branches.prefix import Prefix
 from jaxshare.serving.branches.prompt_tree import Prompts
 from jaxshare.serving.branches.run_plan import (
     FEW_ROWS,
     check_settings,
     plan_run,
-    read_and_check_prompts,
+    read_run_prompts,
 )
 from jaxshare.serving.engine.completion import Completion, without_stop
 from jaxshare.serving.engine.fair_queue import FairQueue
@@ -29,14 +30,13 @@ from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.output import OutputProcessor, unfinished_output
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.scheduler import Scheduler
-from jaxshare.serving.engine.stream import Detokenizer
+from jaxshare.serving.engine.stream import Detokenizer, TokenChunk
 from jaxshare.serving.errors import SamplingError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import (
     as_top_logprobs,
-    check_sampler,
+    chosen,
     default_sampler,
-    stop_texts,
     token_bytes,
 )
 from jaxshare.serving.kvcache.eviction import make_policy
@@ -59,17 +59,21 @@ class Branches:
       prompts: text, tokens, a tree (`Branch`), or a list of these, from which the tree of their
         common prefixes is built; or prompts with numbers of their own (`prompt_tree.Prompt`), such
         as a part of a longer list. None samples from the end of `prefix`.
-      n: completions of each prompt. Number i of prompt p draws from the stream
+      n: completions of each prompt, by default 1. Number i of prompt p draws from the stream
         `jaxshare.seeds.stream_seed(seed, p, i)`, so its text depends neither on n nor on the other
         prompts, and two seeds share no stream.
-      max_new_tokens: the maximum length of a completion; a stop token ends it earlier.
+      max_new_tokens: the maximum length of a completion, by default 64; a stop token ends it
+        earlier.
       sampler: how to sample where a `Branch` has no sampler of its own; default the checkpoint's
-        own settings.
+        own settings. Its fields of calls (`n`, `max_tokens`, `stop`, `include_stop`, `seed`) are for
+        arguments that are not given; it has no `best_of`, which `generate` has.
       stop: a completion ends before the first of these texts, or after it with `include_stop`;
         default those of the checkpoint.
       top_logprobs: give the log-probabilities of so many of the likeliest tokens in each place, up
         to 20.
-      seed: of all streams; the first completion of the first prompt draws from it itself.
+      logprobs: "raw" gives log-probabilities under the model itself, "processed" those of the
+        chances that tokens are drawn with, after all settings.
+      seed: of all streams, by default 0; the first completion of the first prompt draws from it itself.
       share: True stores every common prefix once; False gives every completion a copy of its
         prompt; None decides for each prefix by `costs`.
       prefix: comes before all prompts, prefilled already. The rows run in its store.
@@ -84,7 +88,8 @@ class Branches:
 
     Raises:
       ValueError: no prompts, an empty one, n, max_new_tokens or max_rows below 1, a prompt that
-        leaves too little of the model's context, or one that does not fit the memory.
+        leaves too little of the model's context, one that does not fit the memory, or a sampler
+        with `best_of`.
 
     Attributes:
       model: for the context that the run needs.
@@ -102,13 +107,14 @@ class Branches:
         model: LoadedModel,
         prompts: Prompts | None,
         *,
-        n: int = 1,
-        max_new_tokens: int = 64,
+        n: int | None = None,
+        max_new_tokens: int | None = None,
         sampler: Sampler | None = None,
         stop: str | Sequence[str] | None = None,
-        include_stop: bool = False,
+        include_stop: bool | None = None,
         top_logprobs: int = 0,
-        seed: int = 0,
+        logprobs: bool | str = "raw",
+        seed: int | None = None,
         share: bool | None = None,
         prefix: Prefix | None = None,
         max_rows: int | None = None,
@@ -117,28 +123,30 @@ class Branches:
         skip: Collection[tuple[int, int]] = (),
     ):
         bounds = {"max_rows": max_rows, "max_kv_bytes": max_kv_bytes}
-        check_settings(model, prompts, prefix, max_new_tokens=max_new_tokens, **bounds)
-        self.prompts = read_and_check_prompts(
-            model, prompts, n, prefix=prefix, max_new_tokens=max_new_tokens
-        )
-        self.max_new_tokens, self.seed = max_new_tokens, seed
-        self._num_top_logprobs = as_top_logprobs(model, top_logprobs)
+        check_settings(model, prompts, prefix, **bounds)
+        self._peak_tokens = 0
+        self.sampler = sampler or default_sampler(model)
+        texts = {"max_new_tokens": max_new_tokens, "stop": stop, "include_stop": include_stop}
+        call = CallAnswering.of(model, self.sampler, seed=seed, **texts)
+        count, before = chosen("n", n, self.sampler, 1), prefix.tokens if prefix else 0
+        self.prompts = read_run_prompts(model, prompts, count, prefix)
+        self._answers = call.of_prompts(self.prompts, before)
+        samplers = [self.sampler, *(answer.sampler for answer in self._answers.values())]
+        for each in samplers:
+            each.refuse(["best_of"], "a run yields all its completions; call generate to choose")
+        longest = max(answer.max_new_tokens for answer in self._answers.values())
+        self._logprobs = as_logprobs(logprobs), as_top_logprobs(model, top_logprobs)
         # Below a prefix keys must be rotated as the prefix's are.
         self.model = (
             dataclasses.replace(model, config=prefix.store.model.config)
             if prefix
-            else model.for_context(max(len(p.tokens) for p in self.prompts) + max_new_tokens)
+            else model.for_context(max(len(p.tokens) for p in self.prompts) + longest)
         )
-        self.sampler = sampler or default_sampler(model)
-        samplers = [self.sampler, *(p.sampler for p in self.prompts if p.sampler)]
-        for each in samplers:
-            check_sampler(model, each)
         warn_of_greedy(model, self.sampler)
-        self.detokenizer = Detokenizer(model.tokenizer, stop_texts(model, stop), include_stop)
         plan = plan_run(
             model,
             self.prompts,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=longest,
             share=share,
             prefix=prefix,
             costs=costs,
@@ -148,20 +156,17 @@ class Branches:
         )
         self.sharing_plan, self.rows, self.costs = plan.sharing, plan.peak.rows, plan.costs
         self.rows_because, self._samples = plan.rows_because, plan.samples
-        before = prefix.tokens if prefix else 0
-        self._samplers = {p.number: p.sampler or self.sampler for p in self.prompts}
         self.prompt_tokens = sum(before + len(prompt.tokens) for prompt in self.prompts)
         self.unique_tokens = before + plan.unique_tokens
         self.passes, self.seconds, self.compile_seconds, self.sampled_tokens = 0, 0.0, 0.0, 0
         self._prefix, self._kv_tokens, self._state_rows = prefix, plan.kv_tokens, plan.state_rows
         self._live: dict[Request, None] = {}  # submitted and not finished
         self._ended: collections.deque[Completion] = collections.deque()
-        self._peak_tokens = 0
 
     @property
     def sample_counts(self) -> list[tuple[int, Sampler]]:
         """The number of completions of each prompt, and their sampler."""
-        return [(prompt.n, self._samplers[prompt.number]) for prompt in self.prompts]
+        return [(prompt.n, self._answers[prompt.number].sampler) for prompt in self.prompts]
 
     @property
     def notes(self) -> list[str]:
@@ -291,28 +296,25 @@ class Branches:
         runs = [sharing.blocks[block].tokens for block in sharing.path(sample.block)]
         ends = itertools.accumulate(map(len, runs), initial=len(before))
         prompt = [*before, *itertools.chain(*runs), *sample.suffix]
+        answer = self._answers[sample.prompt]
         return Request(
             number,
             np.asarray(prompt, np.int32),
-            self._samplers[sample.prompt],
-            stream_seed(self.seed, sample.prompt, sample.index),
-            self.max_new_tokens,
+            answer.sampler.for_prompt(len(prompt)),
+            answer.seed(sample.index),
+            answer.max_new_tokens,
             "",
             0,
-            self,
-            num_top_logprobs=self._num_top_logprobs,
+            _Sink(self._detokenizer(sample.prompt), self._finish),
+            num_top_logprobs=self._logprobs[1],
             prompt_number=sample.prompt,
             index=sample.index,
             cuts=[end for end in ends if end],
-            scored=True,
+            scored=self._logprobs[0] is not None,
+            processed=self._logprobs[0] == PROCESSED,
         )
 
-    # The sink of the requests; `detokenizer` is a part of it.
-
-    def put(self, tokens: tuple[int, ...]) -> None:
-        """Ignores new tokens: `running` has them."""
-
-    def finish(self, output: Completion) -> Completion:
+    def _finish(self, output: Completion) -> Completion:
         """Takes a completion that has ended; its error gets the number of its prompt."""
         if output.error:
             after = f"{output.prompt_tokens + len(output.tokens)} tokens"
@@ -322,11 +324,32 @@ class Branches:
         self._ended.append(output)
         return output
 
+    def _detokenizer(self, prompt: int) -> Detokenizer:
+        """Finds the stop texts of completions of this prompt."""
+        answer = self._answers[prompt]
+        return Detokenizer(self.model.tokenizer, answer.stops, answer.includes_stop)
+
     def _with_text(self, completion: Completion) -> Completion:
         shown = [*without_stop(completion.tokens, completion.finish_reason)]
-        return dataclasses.replace(completion, text=self.detokenizer.text(shown))
+        text = self._detokenizer(completion.prompt).text(shown)
+        return dataclasses.replace(completion, text=text)
 
     def _add_time(self, watch: Stopwatch) -> None:
         seconds, compiled = watch.split()
         self.seconds += seconds
         self.compile_seconds += compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sink:
+    """The taker of a request's output, which is of one completion."""
+
+    detokenizer: Detokenizer
+    ended: Callable[[Completion], Completion]
+
+    def finish(self, output: Completion) -> Completion:
+        """Gives the output to the run."""
+        return self.ended(output)
+
+    def put(self, chunk: TokenChunk) -> None:
+        """Ignores new tokens: `Branches.running` has them."""

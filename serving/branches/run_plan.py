@@ -22,7 +22,7 @@ from jaxshare.serving.branches.sharing_plan import (
     plan_sharing,
     unique_tokens,
 )
-from jaxshare.serving.inputs import check_context, encode, token_bytes
+from jaxshare.serving.inputs import encode, token_bytes
 from jaxshare.serving.kvcache import sharing_cost
 from jaxshare.serving.kvcache.pool import standard_tokens, whole_tiles
 from jaxshare.serving.kvcache.sharing_cost import Chosen, Costs
@@ -63,16 +63,11 @@ def check_settings(
     prompts: Prompts | None,
     prefix: Prefix | None,
     *,
-    max_new_tokens: int,
     max_rows: int | None,
     max_kv_bytes: int | None,
 ) -> None:
     """Raises ValueError for limits below 1, an unusable prefix, or neither prompts nor a prefix."""
-    for name, value in (
-        ("max_new_tokens", max_new_tokens),
-        ("max_rows", max_rows),
-        ("max_kv_bytes", max_kv_bytes),
-    ):
+    for name, value in (("max_rows", max_rows), ("max_kv_bytes", max_kv_bytes)):
         if value is not None:
             as_integer(name, value, 1)
     if prefix is not None:
@@ -94,35 +89,20 @@ def check_settings(
         )
 
 
-def read_and_check_prompts(
-    model: LoadedModel,
-    prompts: Prompts | None,
-    n: int,
-    *,
-    prefix: Prefix | None,
-    max_new_tokens: int,
+def read_run_prompts(
+    model: LoadedModel, prompts: Prompts | None, n: int, prefix: Prefix | None
 ) -> list[Prompt]:
     """The prompts as tokens; without prompts, an empty one that continues the prefix.
 
     Raises:
-      ValueError: see `read_prompts`, or a prompt that leaves too little of the model's context.
+      ValueError: see `read_prompts`.
     """
     if prompts is None:
         check_n(n)
-        found = [Prompt(0, (), n)]
-    else:
-        found = read_prompts(
-            prompts, n, lambda text, first: encode(model, text, first=first and prefix is None)
-        )
-    prefix_tokens = prefix.tokens if prefix else 0
-    for prompt in found:
-        check_context(
-            model,
-            prefix_tokens + len(prompt.tokens),
-            max_new_tokens,
-            f"prompt {prompt.number}" if len(found) > 1 else "the prompt",
-        )
-    return found
+        return [Prompt(0, (), n)]
+    return read_prompts(
+        prompts, n, lambda text, first: encode(model, text, first=first and prefix is None)
+    )
 
 
 def plan_run(

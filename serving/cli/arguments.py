@@ -1,11 +1,13 @@
 """Arguments that several commands share, and how their texts are read."""
 
 import argparse
+import pkgutil
 import re
 import sys
 from typing import Any
 
 from jaxshare.decoding.grammar import Grammar
+from jaxshare.decoding.logprobs import PROCESSED, RAW
 from jaxshare.decoding.sampling_params import Sampler
 
 _MAX_TEXT = 2**26
@@ -69,6 +71,17 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=kind, help=f"{text} (default: the checkpoint's own)"
         )
+    parser.add_argument(
+        "--processors-from",
+        metavar="MODULE",
+        help="a Python module to import, which registers logits processors",
+    )
+    parser.add_argument(
+        "--processor",
+        action="append",
+        metavar="NAME[,PARAMETER=NUMBER...]",
+        help="a registered logits processor; several are applied in the given order",
+    )
     add_dtype(parser)
 
 
@@ -151,8 +164,62 @@ def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
         given["ignore_eos"] = True
     if grammar := _grammar_of(options):
         given["grammar"] = grammar
+    if options.processors_from is not None:
+        _import(options.processors_from)
+    if options.processor:
+        given["processors"] = [*map(_parse_processor, options.processor)]
     Sampler(**given)
     return given
+
+
+def _import(module: str) -> None:
+    """Imports the module that --processors-from names; raises ValueError where that fails."""
+    try:
+        pkgutil.resolve_name(module)
+    except Exception as error:  # of the module's own, too
+        raise ValueError(
+            f"--processors-from is {module!r}, which cannot be imported ({type(error).__name__}: "
+            f"{error}); give the name of a Python module, whose folder is in PYTHONPATH"
+        ) from error
+
+
+def _parse_processor(text: str) -> list[Any]:
+    """The name and the parameters of "name,strength=2,length=3", as JSON can hold them.
+
+    Raises:
+      ValueError: the text is something else.
+    """
+    name, *parts = text.split(",")
+    try:
+        pairs = [part.split("=") for part in parts]
+        return [name, {parameter.strip(): float(value) for parameter, value in pairs}]
+    except ValueError as error:
+        raise ValueError(
+            f"--processor is {text!r}; it must be a name and numbers by parameter, such as "
+            "my_name,strength=2"
+        ) from error
+
+
+def add_logprobs(parser: argparse.ArgumentParser, where: str) -> None:
+    """Adds --logprobs and --top-logprobs.
+
+    Args:
+      parser: of a command.
+      where: the place in which the output has them, for the help.
+    """
+    parser.add_argument(
+        "--logprobs",
+        choices=(RAW, PROCESSED),
+        help=f"{where} those of all tokens: under the model itself, or of the chances that they are "
+        "drawn with, after all settings (default raw)",
+    )
+    parser.add_argument(
+        "--top-logprobs",
+        type=int,
+        default=0,
+        metavar="N",
+        help=f"{where} also the N likeliest tokens in each place, up to 20",
+    )
 
 
 def parse_numbers(option: str, text: str | None) -> list[int]:

@@ -119,6 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_sampling(parser)
     arguments.add_stops(parser)
     arguments.add_grammar(parser)
+    arguments.add_logprobs(parser, "in each line")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -233,7 +234,13 @@ def _settings(options: argparse.Namespace, sampling: dict[str, Any], data: bytes
         for name in ("model", "n", "max_new_tokens", "seed", "tree", "chat", "dtype", "share")
     }
     stops = {"stop": options.stop, "include_stop": options.include_stop} if options.stop else {}
-    return {"input": jsonl.sha256(data), **given, **sampling, **stops}
+    return {"input": jsonl.sha256(data), **given, **sampling, **stops, **_scores(options)}
+
+
+def _scores(options: argparse.Namespace) -> dict[str, Any]:
+    """The log-probabilities that lines are to have beside that of the completion."""
+    given = {"logprobs": options.logprobs, "top_logprobs": options.top_logprobs}
+    return {name: value for name, value in given.items() if value}
 
 
 def _same_model(
@@ -337,6 +344,7 @@ def _engine(
         max_rows=options.max_rows,
         max_kv_bytes=max_kv_bytes,
         skip=skip,
+        **_scores(options),
     )
 
 
@@ -358,7 +366,7 @@ def _sample(
     ) as bar:
         try:
             for completion in engine.stream(on_pass=lambda e: bar.update(e.sampled_tokens - bar.n)):
-                jsonl.append(file, _result(completion, items, options.tree), AGAIN)
+                jsonl.append(file, _result(completion, items, options), AGAIN)
                 done += 1
                 # A completion that stops early leaves less to do.
                 bar.total -= max_tokens - len(completion.tokens)
@@ -373,7 +381,7 @@ def _sample(
             raise
 
 
-def _result(completion: Any, items: Sequence[Item], tree: bool) -> dict[str, Any]:
+def _result(completion: Any, items: Sequence[Item], options: argparse.Namespace) -> dict[str, Any]:
     """A line of the output."""
     item = items[completion.prompt]
     num_tokens = len(item.tokens) + len(completion.tokens)
@@ -382,12 +390,13 @@ def _result(completion: Any, items: Sequence[Item], tree: bool) -> dict[str, Any
     return {
         "id": item.id,
         "line": item.line,
-        **({"branch": item.branch} if tree else {}),
+        **({"branch": item.branch} if options.tree else {}),
         "index": completion.index,
         "text": completion.text,
         "tokens": completion.tokens,
         "finish_reason": str(completion.finish_reason),
         "logprob": round(completion.logprob, 4),
+        **{name: getattr(completion, name) for name in _scores(options)},
         **({"error": str(error)} if error else {}),
     }
 

@@ -30,7 +30,7 @@ _RESULT = {
     "logprob": float,
 }
 """The fields of every line of the output, beside the id."""
-_ALL = {*_RESULT, "id", "branch", "error"}
+_ALL = {*_RESULT, "id", "branch", "error", "logprobs", "top_logprobs"}
 
 
 def write_job(

@@ -9,6 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jaxshare import models
+from jaxshare.decoding.logprobs import RAW
 from jaxshare.serving.branches.generate import Completions
 from jaxshare.serving.branches.generate import generate as generate_completions
 from jaxshare.serving.branches.prompt_tree import MAX_COMPLETIONS
@@ -41,13 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_sampling(parser)
     arguments.add_stops(parser)
     arguments.add_grammar(parser)
-    parser.add_argument(
-        "--top-logprobs",
-        type=int,
-        default=0,
-        metavar="N",
-        help="with --json also the N likeliest tokens in each place, up to 20",
-    )
+    arguments.add_logprobs(parser, "with --json")
     process_mesh.add_arguments(parser)
     process_mesh.add_process_arguments(parser)
     parser.add_argument(
@@ -156,6 +151,7 @@ def _complete(
             stop=options.stop,
             include_stop=options.include_stop,
             top_logprobs=options.top_logprobs,
+            logprobs=options.logprobs or RAW,
             seed=options.seed,
             on_tokens=show,
         )

@@ -151,7 +151,11 @@ class Shards:
         self._compiled = collections.Counter[int]()  # seconds of each replica
         self._rows: int | None = None
         self._shards = cut(read, skip, _SHARDS_PER_REPLICA * pool.replicas)
-        longest = max(read, key=lambda prompt: len(prompt.tokens))
+        most = settings.get("max_new_tokens")
+        longest = max(
+            read,
+            key=lambda p: len(p.tokens) + ((p.sampler and p.sampler.max_tokens) or most or 0),
+        )
         pool.start(
             functools.partial(_make_work, load, longest, settings),
             max_replicas=max(1, len(self._shards)),

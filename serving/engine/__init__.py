@@ -5,6 +5,7 @@ from jaxshare.deprecated import renamed
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.engine import Engine
 from jaxshare.serving.engine.stream import Stream, TokenChunk
+from jaxshare.serving.engine.stream_group import StreamGroup
 from jaxshare.serving.errors import (
     ClosedError,
     EngineError,
@@ -25,6 +26,7 @@ __all__ = [
     "NotANumberError",
     "QueueFullError",
     "Stream",
+    "StreamGroup",
     "TokenChunk",
     "TooLongError",
 ]

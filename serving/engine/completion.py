@@ -17,8 +17,8 @@ class Completion:
       tokens: as they were sampled: a stop token is the last of them. With a stop text they end with
         the token that completes it.
       finish_reason: the reason why no more was sampled; RUNNING for an unfinished one.
-      logprob: of all its tokens together, under the model itself (temperature 1, nothing cut); None
-        where it was not asked for.
+      logprob: of all its tokens together, under the model itself (temperature 1, nothing cut), or
+        with `logprobs="processed"` as they were drawn; None where it was not asked for.
       prompt: number of the prompt that it continues: its index in the list, or among the ends of a
         tree, depth first.
       index: its number among the prompt's n completions.
@@ -31,7 +31,7 @@ class Completion:
       error: the exception where `finish_reason` is ERROR.
       logprobs: of each token, or None.
       top_logprobs: for each token the likeliest tokens in its place and their log-probabilities,
-        the likeliest first; None where they were not asked for.
+        the likeliest first, without those that have no chance; None where they were not asked for.
     """
 
     text: str

@@ -234,6 +234,7 @@ def digest(request: Request) -> str:
         request.priority,
         request.resample,
         request.scored,
+        request.processed,
         request.stream.detokenizer.stops,
     )
     return text_digest(repr(given).encode() + request.prompt.tobytes())

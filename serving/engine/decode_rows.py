@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,11 @@ import numpy as np
 from jax import Array
 
 from jaxshare import DecodeState, Sampler, decode
+from jaxshare.decoding.array_rows import filled
 from jaxshare.decoding.changes import Action, Changes, Start
 from jaxshare.decoding.pieces import num_pieces
+from jaxshare.decoding.processing import Processing, ProcessorPlaces
+from jaxshare.decoding.processors import LogitsProcessor
 from jaxshare.decoding.row_transfer import on_host, take_rows
 from jaxshare.decoding.samplers import SamplerPlaces, Samplers
 from jaxshare.decoding.steps import Steps
@@ -96,7 +100,7 @@ class DecodeRows:
         self._views = ViewBuilder(rows, FanInGroups(rows, groups))
         self._view = self._views.build({})  # of the last dispatch
         self._samplers = [Sampler()] * rows
-        self._stacked: Samplers | None = None  # the same on the device
+        self._stacked: tuple[Samplers, Processing | None] | None = None  # the same on the device
         self._pieces = PIECES
         # Requests that come later find few rows in use at times; those of a batch seldom do.
         self._few = few_rows(rows) if sessions else rows
@@ -104,6 +108,7 @@ class DecodeRows:
         self._places = MIN_PLACES
         self._grammars = GrammarPlaces(model.config.vocab_size)
         self._grammar_states: dict[int, int] = {}  # of rows that enter with the next dispatch
+        self._processors, self._processed = ProcessorPlaces(), False
         self._history = 0, 0  # sizes of the texts that samplers look at
         # Rows that leave, resume and enter with the next dispatch.
         self._left: list[int] = []
@@ -255,9 +260,16 @@ class DecodeRows:
         """The state with the samplers of all rows, and the logits of those that enter with some."""
         assert self.state is not None
         if self._stacked is None:
-            self._stacked = Samplers.stack(
-                self._samplers, places=self._places, stops=self._model.generation.stop_tokens
+            stops = self._model.generation.stop_tokens
+            self._stacked = (
+                Samplers.stack(self._samplers, places=self._places, stops=stops),
+                Processing.stack(self._samplers, places=self._processors),
             )
+        samplers, processing = self._stacked
+        processing = processing and self._with_states(processing)
+        processed = self.state.processed
+        if self._processed and processed is None:
+            processed = filled(self._num_rows, False, bool)
         history = self.state.history.grown(*self._history)
         for row in self._entering.values():
             if row.request.sampler.looks_back:
@@ -269,9 +281,11 @@ class DecodeRows:
             top_logits = TopLogits.empty(shape, self._num_top_logits, vocab)
         state = dataclasses.replace(
             self.state,
-            samplers=self._stacked,
+            samplers=samplers,
             history=history,
             top_logits=top_logits,
+            processing=processing,
+            processed=processed,
             grammars=self._grammars.put(self.state.grammars),
         )
         if self._view.groups != state.layout.groups:
@@ -284,6 +298,23 @@ class DecodeRows:
             row.logits = None
         self._entering.clear()
         return state
+
+    def _with_states(self, processing: Processing) -> Processing:
+        """Logits processors with the states of all rows, those of preempted requests included."""
+        assert self.state is not None
+        processing = processing.with_states_of(self.state.processing)
+        for index, row in self._entering.items():
+            if states := row.request.processor_states:
+                processing = processing.with_row_states(index, states)
+                row.request.processor_states = None
+        return processing
+
+    def processor_states(self, row: RunningRequest) -> dict[LogitsProcessor, Any] | None:
+        """The states of a row's logits processors, to go on with in another row; None without."""
+        if row.index in self._entering or not row.decoding or not row.request.sampler.processors:
+            return row.request.processor_states
+        assert self.state is not None and self.state.processing is not None
+        return self.state.processing.row_states(row.index)
 
     def _entering_logits(self, rows: Sequence[RunningRequest]) -> Array:
         # For each row of the loop, and out of a rounded number, so that few programs serve all.
@@ -350,8 +381,10 @@ class DecodeRows:
         samplers = [each.sampler for each in requests]
         stops = self._model.generation.stop_tokens
         places = self._places.grown(SamplerPlaces.of(samplers, stops))
-        if places != self._places:
-            self._places, self._stacked = places, None
+        processors = self._processors.grown(ProcessorPlaces.of(samplers))
+        if places != self._places or processors != self._processors:
+            self._places, self._processors, self._stacked = places, processors, None
+        self._processed |= any(each.processed for each in requests)
         logits = max((each.num_top_logprobs for each in requests), default=0)
         if logits > self._num_top_logits:
             self._num_top_logits = min(bucket(logits), self._model.config.vocab_size)
@@ -407,4 +440,5 @@ def _start(row: RunningRequest, grammar: int) -> Start:
         request.recorded,
         request.scored,
         grammar,
+        request.processed,
     )

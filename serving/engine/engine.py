@@ -5,7 +5,7 @@ import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, Unpack, overload
 
 import numpy as np
 
@@ -25,10 +25,11 @@ from jaxshare.serving.engine.request import DerivedSeeds, Request
 from jaxshare.serving.engine.scheduler import MAX_PASSES
 from jaxshare.serving.engine.session_passes import SessionPasses
 from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamState
+from jaxshare.serving.engine.stream_group import StreamGroup, start_group
 from jaxshare.serving.engine.validation import as_sampler
-from jaxshare.serving.errors import EngineError, QueueFullError
+from jaxshare.serving.errors import EngineError
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.inputs import default_sampler
+from jaxshare.serving.inputs import default_sampler, warn_of_equal_texts
 from jaxshare.serving.kvcache.lease import KVLease, LeaseTable
 from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.logits_cache.cache import LogitsCache
@@ -126,36 +127,61 @@ class Engine(EngineLoop):
 
     # Requests.
 
+    @overload
     def submit(
         self,
-        prompt: "str | validation.Messages | Sequence[int] | np.ndarray",
+        prompt: validation.Prompt,
         sampler: Sampler | None = None,
         *,
-        max_new_tokens: int = 256,
+        n: None = None,
+        best_of: None = None,
+        **options: Unpack[validation.SubmitOptions],
+    ) -> Stream: ...
+    @overload
+    def submit(
+        self,
+        prompt: validation.Prompt,
+        sampler: Sampler | None = None,
+        *,
+        n: int | None = None,
+        best_of: int | None = None,
+        **options: Unpack[validation.SubmitOptions],
+    ) -> StreamGroup: ...
+    def submit(
+        self,
+        prompt: validation.Prompt,
+        sampler: Sampler | None = None,
+        *,
+        n: int | None = None,
+        best_of: int | None = None,
+        max_new_tokens: int | None = None,
         stop: str | Sequence[str] | None = None,
-        include_stop: bool = False,
+        include_stop: bool | None = None,
         seed: int | None = None,
         agent_id: str | None = None,
         priority: int = 0,
         resample: str | None = None,
-        logprobs: bool = False,
+        logprobs: bool | str = False,
         top_logprobs: int = 0,
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Stream:
-        """Submits a request; from any thread, without waiting.
+    ) -> Any:
+        """Submits a request; from any thread, without waiting. None leaves an option to the sampler.
 
         Args:
           prompt: a text, messages (dicts with role and content), or tokens.
-          sampler, max_new_tokens: how tokens are sampled, by default as the engine's; how many.
+          sampler, max_new_tokens: how tokens are sampled, by default as the engine's; at most how
+            many, by default 256.
+          n, best_of: samples of the prompt, which make a `StreamGroup`; so many of which the n with
+            the largest `logprob` are given, not with `resample`.
           stop, include_stop: texts before which the output ends (default the checkpoint's), or after.
           seed: of 64 bits; by default it follows from the engine's seed, the prompt, and the number
-            of earlier requests with this prompt (`jaxshare.seeds`).
+            of earlier requests with this prompt (`jaxshare.seeds`). Samples are as of `generate`.
           agent_id: the agent that it belongs to. Agents are served in turn, by what they contribute.
           priority: requests of a higher one are served first, and preempt those of a lower one.
           resample: "stepwise" takes from the Logits Cache what it holds of this prompt, exactly;
             "hotspot" samples again only where the model was uncertain, which is APPROXIMATE.
-          logprobs: give those of the sampled tokens, under the model itself; not with `resample`.
+          logprobs: of sampled tokens: True under the model, "processed" as drawn; not with `resample`.
           top_logprobs: and of so many of the likeliest tokens in each place, up to 20.
           tools, chat_template_kwargs: with messages; see `encode_messages`.
 
@@ -167,24 +193,37 @@ class Engine(EngineLoop):
           TypeError: an argument of another type.
         """
         tokens = validation.prompt_tokens(self.model, prompt, tools, chat_template_kwargs)
+        sampler = self._sampler if sampler is None else as_sampler(sampler)
+        several = validation.samples_of_prompt(sampler, n, best_of, resample)
+        given = {"max_new_tokens": max_new_tokens, "stop": stop, "include_stop": include_stop}
+        given |= {"seed": seed, "agent_id": agent_id, "priority": priority, "resample": resample}
         options = validation.RequestOptions.checked(
             self.model,
-            sampler=self._sampler if sampler is None else sampler,
-            max_new_tokens=max_new_tokens,
-            stop=stop,
-            include_stop=include_stop,
-            seed=seed,
-            agent_id=agent_id,
-            priority=priority,
-            resample=resample,
-            logprobs=logprobs,
+            sampler=sampler,
+            logprobs=True if several and several[1] else logprobs,
             top_logprobs=top_logprobs,
             kept_logits=self._scheduler.output.num_top_logits,
+            **given,
         )
+        return self._start_all(tokens, options, several)
+
+    def _start_all(
+        self, tokens: np.ndarray, options: validation.RequestOptions, several: validation.Samples
+    ) -> Stream | StreamGroup:
+        """Submits the samples of a prompt, or the single one; see `samples_of_prompt`."""
         warn_of_greedy(self.model, options.sampler)
+        if several is None:
+            return self._start(tokens, options, 0, options.seed)
+        warn_of_equal_texts([(several[0], options.sampler)])
+        return start_group(functools.partial(self._start, tokens, options), options.seed, *several)
+
+    def _start(
+        self, tokens: np.ndarray, options: validation.RequestOptions, index: int, seed: int | None
+    ) -> Stream:
+        """Submits a sample of a prompt."""
         state = StreamState(Detokenizer(self.model.tokenizer, options.stops, options.includes_stop))
-        request = options.request(next(self._numbers), tokens, state)
-        self._enqueue(request, state, options.seed)
+        request = options.request(next(self._numbers), tokens, state, index)
+        self._enqueue(request, state, seed)
         return Stream(state, functools.partial(_cancel, request))
 
     def _enqueue(self, request: Request, state: StreamState, seed: int | None) -> None:
@@ -201,7 +240,7 @@ class Engine(EngineLoop):
                 available=pool.tokens if shared else self._leases.available,
                 bytes_per_token=pool.bytes_per_token,
             )
-            self._wait_for_place()
+            self._wait_for_place(self._max_queue)
             request.given_seed = seed
             if seed is None:
                 request.seed, request.next_seed = self._seeds.next(request.prompt)
@@ -211,21 +250,6 @@ class Engine(EngineLoop):
             self._submitted.append(request)
             self._requests[request] = state
             self._changed.notify_all()  # another process may have decided on it already
-
-    def _wait_for_place(self) -> None:
-        """Refuses a request where the queue is full, or waits where processes could differ."""
-
-        def waiting() -> int:
-            return len(self._submitted) + len(self._scheduler.queue)
-
-        if self._leases.shared and self._leases.decides:
-            self._changed.wait_for(lambda: self._closed or waiting() < self._max_queue)
-            self._check_open()
-        elif not self._leases.shared and waiting() >= self._max_queue:
-            raise QueueFullError(
-                f"{waiting()} requests wait already, which is max_queue; try again when some "
-                "have finished, or make the engine with a larger max_queue"
-            )
 
     # Sessions.
 

@@ -13,7 +13,7 @@ from jaxshare.serving.engine.decisions import StepDecisions
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.scheduler import Scheduler
 from jaxshare.serving.engine.submitted_sessions import SubmittedSessions
-from jaxshare.serving.errors import ClosedError, EngineError
+from jaxshare.serving.errors import ClosedError, EngineError, QueueFullError
 from jaxshare.serving.kvcache.lease import LeaseTable
 
 log = logging.getLogger("jaxshare.engine")
@@ -62,6 +62,21 @@ class EngineLoop:
             f"the engine has failed and could not go on ({type(self._failure).__name__}: "
             f"{first_line(self._failure)}); make another"
         )
+
+    def _wait_for_place(self, max_queue: int) -> None:
+        """Refuses a request where the queue is full, or waits where processes could differ."""
+
+        def waiting() -> int:
+            return len(self._submitted) + len(self._scheduler.queue)
+
+        if self._leases.shared and self._leases.decides:
+            self._changed.wait_for(lambda: self._closed or waiting() < max_queue)
+            self._check_open()
+        elif not self._leases.shared and waiting() >= max_queue:
+            raise QueueFullError(
+                f"{waiting()} requests wait already, which is max_queue; try again when some "
+                "have finished, or make the engine with a larger max_queue"
+            )
 
     def _work(self) -> None:
         try:

@@ -1,6 +1,5 @@
 """Output processing: stop texts, finish reasons, streaming, and the Logits Cache."""
 
-import bisect
 import logging
 import math
 
@@ -8,13 +7,13 @@ import jax
 import numpy as np
 
 from jaxshare import FinishReason
-from jaxshare.decoding.top_logits import largest_logprobs
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.fair_queue import FairQueue
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.speculation import DraftLookup
+from jaxshare.serving.engine.stream import TokenChunk
 from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import USUAL, Hotspot
@@ -142,24 +141,22 @@ class OutputProcessor:
 
     def cut_at_stop_text(self, request: Request) -> bool:
         """Cuts the output before a stop text; False if there is none."""
-        detokenizer = request.stream.detokenizer
-        if not detokenizer.stopped(request.output):
-            return False
         # The fewest tokens that contain it: the same for any number of passes per dispatch.
-        shortest = bisect.bisect_left(
-            range(len(request.output)),
-            True,
-            lo=1,
-            key=lambda n: detokenizer.stopped(request.output[:n]),
-        )
+        shortest = request.stream.detokenizer.fewest_with_stop(request.output)
+        if shortest is None:
+            return False
         del request.output[shortest:]
         request.stop_token = None  # it came after the stop text
         return True
 
     def publish(self, request: Request) -> None:
         """Gives the stream all new tokens."""
-        request.stream.put(tuple(request.output[request.num_streamed :]))
-        request.num_streamed = len(request.output)
+        new = slice(request.num_streamed, len(request.output))
+        if new.start < new.stop:
+            logprobs = tuple(request.logprobs[new]) if request.scored else None
+            tokens, top = tuple(request.output[new]), _top_logprobs(request, new)
+            request.stream.put(TokenChunk(tokens, "", logprobs, top))
+        request.num_streamed = new.stop
 
 
 def _final_output(request: Request, reason: FinishReason, error: Exception | None) -> Completion:
@@ -173,7 +170,7 @@ def _final_output(request: Request, reason: FinishReason, error: Exception | Non
         reason,
         logprob=None if logprobs is None else math.fsum(logprobs),
         logprobs=logprobs,
-        top_logprobs=_top_logprobs(request, len(tokens)),
+        top_logprobs=_top_logprobs(request, slice(0, len(tokens))),
         prompt=request.prompt_number,
         index=request.index,
         prompt_tokens=len(request.prompt),
@@ -184,15 +181,11 @@ def _final_output(request: Request, reason: FinishReason, error: Exception | Non
     )
 
 
-def _top_logprobs(request: Request, count: int) -> tuple[tuple[tuple[int, float], ...], ...] | None:
-    """The likeliest tokens in the places of the first tokens, and their log-probabilities."""
-    if not request.num_top_logprobs:
-        return None
-    return tuple(
-        each
-        for part in request.top_logits
-        for each in largest_logprobs(part, request.num_top_logprobs)
-    )[:count]
+def _top_logprobs(
+    request: Request, places: slice
+) -> tuple[tuple[tuple[int, float], ...], ...] | None:
+    """The likeliest tokens in some places of the output, and their log-probabilities."""
+    return tuple(request.top_logprobs[places]) if request.num_top_logprobs else None
 
 
 def unfinished_output(request: Request) -> Completion:

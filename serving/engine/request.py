@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from jaxshare import Sampler
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.engine.completion import Completion
-from jaxshare.serving.engine.stream import Detokenizer
+from jaxshare.serving.engine.stream import Detokenizer, TokenChunk
 from jaxshare.serving.kvcache.policy import prefix_hash
 
 _MAX_PROMPTS = 2**16
@@ -26,8 +26,8 @@ class OutputSink(Protocol):
 
     @property
     def detokenizer(self) -> Detokenizer: ...
-    def put(self, tokens: tuple[int, ...]) -> None:
-        """Takes new tokens of the text."""
+    def put(self, chunk: TokenChunk) -> None:
+        """Takes new tokens of the text, whose own text is left to the reader."""
         ...
 
     def finish(self, output: Completion) -> Completion:
@@ -48,7 +48,9 @@ class Request:
       prompt_number, index: of its completion.
       cuts: see `jaxshare.serving.kvcache.manager.KVRequest`.
       scored: whether log-probabilities are wanted; logprobs: of what was sampled so far.
-      num_top_logprobs: the likeliest tokens in each place that are wanted, with those of them.
+      processed: whether all log-probabilities are of the chances that tokens are drawn with.
+      num_top_logprobs: the likeliest tokens in each place that are wanted, with those of them;
+        top_logprobs: these, of what was sampled so far.
       resample: "stepwise" or "hotspot" if the Logits Cache may answer it and keeps its
         distributions; None for neither.
       output: tokens sampled so far, of which the first `num_replayed` came from the cache;
@@ -57,6 +59,7 @@ class Request:
       top_logits: the distributions from which the output was sampled, without the replayed ones.
       next_seed: the seed of the next request with the same prompt, where seeds are derived.
       num_streamed: tokens of the output that its stream was given.
+      processor_states: of its logits processors, where it was preempted.
       given_seed: the seed as it was submitted, or None.
       cancel_wanted: whether it is to be cancelled, which is decided before a step; cancelled:
         whether that was decided.
@@ -90,6 +93,9 @@ class Request:
     cancelled: bool = False
     finished: bool = False
     given_seed: int | None = None
+    processed: bool = False
+    top_logprobs: list[tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=list)
+    processor_states: Any = None
 
     @property
     def recorded(self) -> bool:

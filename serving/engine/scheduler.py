@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxshare import FinishReason
+from jaxshare.decoding.top_logits import largest_logprobs
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine import prefill
 from jaxshare.serving.engine.decode_rows import DecodeRows, Dispatched
@@ -213,6 +214,7 @@ class Scheduler:
         """Returns a request to the queue; it goes on later, and its output does not change."""
         request = row.request
         request.preemptions += 1
+        request.processor_states = self._decode_rows.processor_states(row)
         self.metrics.preempted()
         sampled = len(request.output)
         extra = {"call": request.number, "agent": request.agent, "sampled": sampled}
@@ -322,9 +324,11 @@ class Scheduler:
         if row.request.scored:
             row.request.logprobs += result.logprobs[index, new].tolist()
         if row.request.recorded and new.stop:
-            row.request.top_logits.append(
-                jax.tree.map(lambda array: array[index, new], result.top_logits)
-            )
+            top = jax.tree.map(lambda array: array[index, new], result.top_logits)
+            if count := row.request.num_top_logprobs:
+                row.request.top_logprobs += largest_logprobs(top, count)
+            else:
+                row.request.top_logits.append(top)
         reason = FinishReason(int(result.reasons[index]))
         self._append(row, result.tokens[index, new].tolist(), reason)
 

@@ -241,6 +241,10 @@ class SessionRows:
             layout=old.layout,
             steps=dataclasses.replace(taken.steps, automata=old.steps.automata),
             history=_shaped(taken.history, old.history),
+            processing=old.processing
+            and taken.processing
+            and taken.processing.only(old.processing.places),
+            processed=old.processed,
             record=old.record,
             passes=old.passes,
             last_pass=np.full(request.num_rows, INT32_MAX, np.int32),

@@ -1,33 +1,40 @@
 """Streams: the tokens of a request as they come, their text, and the finished output."""
 
 import asyncio
+import bisect
 import collections
 import contextlib
 import dataclasses
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Self
 
 from jaxshare.argument_checks import as_timeout
-from jaxshare.decoding.top_logits import TopLogits, largest_logprobs
 from jaxshare.serving.engine.completion import Completion, without_stop
 
 _SETTLED_TOKENS = 16
 """Tokens after which the text before them is decoded no more."""
+_FEW_TOKENS = 32
+"""So many tokens at the end of an output are always decoded again."""
+_ODD_START = 16
+"""The most characters at the start of some tokens' text that differ where others come before them: a
+space, or parts of a character."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenChunk:
     """One item of a stream: tokens, and the text that they complete.
 
-    A character may be completed by a later chunk.
+    A character may be completed by a later chunk, and the beginning of a possible stop text comes
+    when it is known to be none. All chunks together have the tokens of the completion but for a
+    stop token, which is no text, and the same log-probabilities.
 
     Attributes:
       tokens, text: as described.
-      logprobs, top_logprobs: of the tokens, as `Completion` has them; None where they were not
-        asked for. Those of a stop token, which is in no chunk, are in the completion.
+      logprobs: of each token, or None where they were not asked for.
+      top_logprobs: see `Completion`.
     """
 
     tokens: tuple[int, ...]
@@ -42,7 +49,9 @@ class Stream:
         stream = engine.submit("What is 2 + 2?")
         async for chunk in stream:
             print(chunk.text, end="")
-        output = await stream                     # or, outside of an event loop, stream.wait()
+        output = await stream
+
+    Outside of an event loop these are `for chunk in stream.chunks()` and `stream.wait()`.
 
     The engine never waits for a reader: unread tokens stay here, at most `max_new_tokens` of them.
     A request whose stream is garbage-collected is cancelled.
@@ -81,17 +90,29 @@ class Stream:
         return self
 
     async def __anext__(self) -> TokenChunk:
-        state = self._state
-        await state.wait_until(lambda: state.chunks or state.output is not None)
-        with state.changed:
-            tokens = state.chunks.popleft() if state.chunks else ()
-            last = state.output is not None and not state.chunks
-        scores = state.scores.next(len(tokens)) if state.scores else ()
-        chunk = TokenChunk(tokens, state.detokenizer.next_text(tokens, last), *scores)
-        if chunk.tokens or chunk.text:
+        await self._state.wait_until(self._state.has_next)
+        if chunk := self._state.next_chunk():
             return chunk
-        state.result()  # raises the request's error
+        self._state.result()  # raises the request's error
         raise StopAsyncIteration
+
+    def chunks(self, timeout: float | None = None) -> Iterator[TokenChunk]:
+        """Yields the chunks as they come, for the calling thread. Each chunk has one reader.
+
+        Raises:
+          TimeoutError: no chunk has come within `timeout` seconds; the request goes on.
+          EngineError: the error that ended the request.
+        """
+        state, timeout = self._state, as_timeout("timeout", timeout)
+        while True:
+            with state.changed:
+                if not state.changed.wait_for(state.has_next, timeout):
+                    raise TimeoutError(f"the request has sampled nothing within {timeout} seconds")
+            chunk = state.next_chunk()
+            if chunk is None:
+                state.result()  # raises the request's error
+                return
+            yield chunk
 
 
 class Detokenizer:
@@ -110,6 +131,8 @@ class Detokenizer:
         self._tokenizer, self.stops, self._includes_stop = tokenizer, stops, includes_stop
         self._growing = GrowingText(tokenizer)
         self._num_shown = 0
+        # Of `fewest_with_stop`: what ends before this token has no stop text.
+        self._begin, self._most_decoded = 0, _FEW_TOKENS
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of an output's first tokens, cut at a stop text."""
@@ -118,6 +141,40 @@ class Detokenizer:
     def stopped(self, tokens: Sequence[int]) -> bool:
         """Returns whether the text of these tokens contains a stop text."""
         return bool(self.stops) and self._cut(tokens)[1]
+
+    def fewest_with_stop(self, tokens: Sequence[int]) -> int | None:
+        """Returns the fewest of these tokens whose text contains a stop text; None if it has none.
+
+        Those of earlier calls must be a beginning of these. Only the end of the text is decoded, and
+        all of it once, where that end has a stop text.
+        """
+        if not self.stops or not self._ends_with_stop(tokens) or not self.stopped(tokens):
+            return None
+        return bisect.bisect_left(
+            range(len(tokens)), True, lo=1, key=lambda n: self.stopped(tokens[:n])
+        )
+
+    def _ends_with_stop(self, tokens: Sequence[int]) -> bool:
+        """Returns whether the text of the tokens from `_begin` on has a stop text; moves `_begin` on where
+        these have become many, so that each token is decoded a few times in all."""
+        text = self._decode(tokens[self._begin :])
+        if any(stop in text for stop in self.stops):
+            return True
+        # After a character that is not complete, more than the last one may change.
+        if len(tokens) - self._begin <= self._most_decoded or text.endswith("\ufffd"):
+            return False
+        enough, size = max(map(len, self.stops)) + 2 * _ODD_START, _FEW_TOKENS // 2
+        while size < len(tokens) - self._begin:
+            end = self._decode(tokens[-size:])
+            if len(end) >= enough and text.endswith(end[_ODD_START:]):
+                self._begin = len(tokens) - size
+                break
+            size *= 2
+        self._most_decoded = 2 * (len(tokens) - self._begin)
+        return False
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.decode(tokens)
 
     def next_text(self, tokens: Sequence[int], last: bool) -> str:
         """Text that the next tokens add.
@@ -136,7 +193,7 @@ class Detokenizer:
         return new
 
     def _cut(self, tokens: Sequence[int]) -> tuple[str, bool]:
-        return self._cut_text("" if self._tokenizer is None else self._tokenizer.decode(tokens))
+        return self._cut_text(self._decode(tokens))
 
     def _cut_text(self, text: str) -> tuple[str, bool]:
         found = [(start, len(stop)) for stop in self.stops if (start := text.find(stop)) >= 0]
@@ -184,49 +241,13 @@ class GrowingText:
         return text
 
 
-class StreamScores:
-    """The log-probabilities of a stream's tokens, in their order.
-
-    Args:
-      logprobs: of all tokens so far, which grows while the engine runs; None if none are wanted.
-      parts: their distributions, which grow likewise.
-      num_top: the number of likeliest tokens to give in each place; 0 for none.
-    """
-
-    def __init__(self, logprobs: Sequence[float] | None, parts: Sequence[TopLogits], num_top: int):
-        self._logprobs, self._parts, self._num_top = logprobs, parts, num_top
-        self._told = self._taken = 0
-        self._top: list[tuple[tuple[int, float], ...]] = []
-
-    def next(self, count: int) -> tuple[Any, Any]:
-        """The log-probabilities of the next tokens, and the likeliest tokens; None for neither."""
-        logprobs = top = None
-        if self._logprobs is not None:
-            logprobs = tuple(self._logprobs[self._told : self._told + count])
-        if self._num_top:
-            while len(self._top) < count:
-                self._top += largest_logprobs(self._parts[self._taken], self._num_top)
-                self._taken += 1
-            top, self._top = tuple(self._top[:count]), self._top[count:]
-        self._told += count
-        return logprobs, top
-
-
 class StreamState:
-    """State shared by a stream and the engine, which must not keep the stream itself alive.
-
-    Args:
-      detokenizer: of the text.
-
-    Attributes:
-      scores: of the tokens; None if none are wanted.
-    """
+    """State shared by a stream and the engine, which must not keep the stream itself alive."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self.detokenizer = detokenizer
-        self.scores: StreamScores | None = None
         self.changed = threading.Condition()
-        self.chunks: collections.deque[tuple[int, ...]] = collections.deque()
+        self.chunks: collections.deque[TokenChunk] = collections.deque()
         self.output: Completion | None = None
         self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._result: Completion | None = None
@@ -255,14 +276,24 @@ class StreamState:
                 self.waiters.append((loop, future))
             await future
 
-    def put(self, tokens: tuple[int, ...]) -> None:
+    def has_next(self) -> bool:
+        """Returns whether a reader need not wait: there is a chunk, or the end."""
+        return bool(self.chunks) or self.output is not None
+
+    def next_chunk(self) -> TokenChunk | None:
+        """The next chunk with its text; None at the end."""
+        with self.changed:
+            chunk = self.chunks.popleft() if self.chunks else TokenChunk((), "")
+            last = self.output is not None and not self.chunks
+        chunk = dataclasses.replace(chunk, text=self.detokenizer.next_text(chunk.tokens, last))
+        return chunk if chunk.tokens or chunk.text else None
+
+    def put(self, chunk: TokenChunk) -> None:
         """Adds tokens. Called in the engine's thread."""
-        if not tokens:
-            return
         if self._first_token_seconds is None:
             self._first_token_seconds = time.perf_counter() - self._submit_time
         with self.changed:
-            self.chunks.append(tokens)
+            self.chunks.append(chunk)
         self._notify()
 
     def finish(self, output: Completion) -> Completion:

@@ -3,21 +3,24 @@
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 from jaxshare import Sampler
 from jaxshare.arena import ALIGNMENT, arena_size
 from jaxshare.argument_checks import INT32_MAX, INT64_MAX, as_integer, as_list, shown
+from jaxshare.decoding.logprobs import PROCESSED, as_logprobs
 from jaxshare.models import LoadedModel
 from jaxshare.serving.checkpoints import SaveError
 from jaxshare.serving.engine.request import Request
-from jaxshare.serving.engine.stream import StreamScores, StreamState
+from jaxshare.serving.engine.stream import StreamState
 from jaxshare.serving.errors import TooLongError
 from jaxshare.serving.inputs import (
     as_top_logprobs,
+    check_completions,
     check_sampler,
+    chosen,
     encode,
     encode_messages,
     stop_texts,
@@ -31,6 +34,24 @@ _MAX_DEFAULT_BYTES = 2 * 1024**3
 _A_PROMPT = "a prompt is a text, messages with role and content, or a list of tokens"
 Messages = Sequence[Mapping[str, str]]
 Prompt = str | Messages | Sequence[int] | np.ndarray
+Samples = tuple[int, int | None] | None
+"""See `samples_of_prompt`."""
+
+
+class SubmitOptions(TypedDict, total=False):
+    """The types of the arguments of `Engine.submit` by name."""
+
+    max_new_tokens: int | None
+    stop: str | Sequence[str] | None
+    include_stop: bool | None
+    seed: int | None
+    agent_id: str | None
+    priority: int
+    resample: str | None
+    logprobs: bool | str
+    top_logprobs: int
+    tools: Sequence[Any] | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 def check_engine(**at_least_1: int) -> list[int]:
@@ -186,16 +207,18 @@ class RequestOptions:
     agent: str
     priority: int
     resample: str | None
-    logprobs: bool
+    logprobs: str | None
     includes_stop: bool
     num_top_logprobs: int
 
-    def request(self, number: int, tokens: np.ndarray, stream: StreamState) -> Request:
-        """Makes the request, whose scores the stream gives; its seed is still to be set."""
-        request = Request(
+    def request(
+        self, number: int, tokens: np.ndarray, stream: StreamState, index: int = 0
+    ) -> Request:
+        """Makes the request of a sample of a prompt; its seed is still to be set."""
+        return Request(
             number,
             tokens,
-            self.sampler,
+            self.sampler.for_prompt(len(tokens)),
             0,
             self.max_new_tokens,
             self.agent,
@@ -203,12 +226,10 @@ class RequestOptions:
             stream,
             self.resample,
             self.num_top_logprobs,
-            scored=self.logprobs,
+            index=index,
+            scored=self.logprobs is not None,
+            processed=self.logprobs == PROCESSED,
         )
-        if self.logprobs or self.num_top_logprobs:
-            logprobs = request.logprobs if self.logprobs else None
-            stream.scores = StreamScores(logprobs, request.top_logits, self.num_top_logprobs)
-        return request
 
     @classmethod
     def checked(
@@ -227,26 +248,28 @@ class RequestOptions:
         top_logprobs: Any,
         kept_logits: int,
     ) -> "RequestOptions":
-        """Refuses options that the engine cannot serve; they are those of `Engine.submit`, and the
-        logits that its Logits Cache keeps, 0 without one.
+        """Refuses options that the engine cannot serve; they are those of `Engine.submit`, where None
+        is for those of the sampler, and the logits that its Logits Cache keeps, 0 without one.
 
         Raises:
           ValueError, TypeError: as described.
         """
         if agent_id is not None and not isinstance(agent_id, str):
             raise TypeError(f"agent_id is {shown(agent_id)}; it must be a text")
-        for name, value in (("logprobs", logprobs), ("include_stop", include_stop)):
-            if not isinstance(value, bool | np.bool_):
-                raise TypeError(f"{name} is {shown(value)}; it must be True or False")
+        sampler = as_sampler(sampler)
+        include_stop = chosen("include_stop", include_stop, sampler, False)
+        seed = chosen("seed", seed, sampler)
+        if not isinstance(include_stop, bool | np.bool_):
+            raise TypeError(f"include_stop is {shown(include_stop)}; it must be True or False")
         options = cls(
-            as_sampler(sampler),
-            as_integer("max_new_tokens", max_new_tokens, 1),
-            stop_texts(model, stop),
+            sampler,
+            as_integer("max_new_tokens", chosen("max_tokens", max_new_tokens, sampler, 256), 1),
+            stop_texts(model, chosen("stop", stop, sampler)),
             None if seed is None else as_integer("seed", seed),
             agent_id or "",
             as_integer("priority", priority, -INT64_MAX, INT64_MAX),
             resample,
-            bool(logprobs),
+            as_logprobs(logprobs),
             bool(include_stop),
             as_top_logprobs(model, top_logprobs),
         )
@@ -282,6 +305,25 @@ class RequestOptions:
                 f"{name} cannot be had with resample, which samples again from distributions that "
                 "the Logits Cache has kept; leave one of them out"
             )
+
+
+def samples_of_prompt(sampler: Sampler, n: Any, best_of: Any, resample: str | None) -> Samples:
+    """(completions to sample, how many of the best of them to give), or None where neither n nor
+    best_of is given by the call or its sampler. Without best_of all are given.
+
+    Raises:
+      ValueError, TypeError: see `check_completions`; or both best_of and resample.
+    """
+    n, best_of = chosen("n", n, sampler), chosen("best_of", best_of, sampler)
+    if best_of is not None and resample is not None:
+        raise ValueError(
+            "best_of cannot be had with resample, which knows no log-probabilities; leave one of "
+            "them out"
+        )
+    if n is None and best_of is None:
+        return None
+    sampled, kept = check_completions(n, best_of)
+    return sampled, None if best_of is None else kept
 
 
 def check_length(

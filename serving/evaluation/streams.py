@@ -72,6 +72,8 @@ def independent_streams(
     **more: Any,
 ) -> Workers:
     """A session of streams that see the prompt and their own text."""
+    if sampler := more.get("sampler"):
+        sampler.refuse(["seed"], "a baseline takes its seed apart; give it as the argument seed")
     layout = WorkersLayout({name: (PROMPT, name) for name in names})
     return Workers(
         model,

@@ -88,9 +88,10 @@ def compile_grammar(model: LoadedModel, sampler: Sampler) -> CompiledGrammar | N
             "ignore_eos cannot be had with a grammar, whose text ends with a stop token; leave one "
             "of them out"
         )
-    if sampler.min_tokens:
+    if sampler.min_tokens or sampler.min_length:
+        name = "min_tokens" if sampler.min_tokens else "min_length"
         raise GrammarError(
-            "min_tokens cannot be had with a grammar, which says where the text may end; leave one "
+            f"{name} cannot be had with a grammar, which says where the text may end; leave one "
             "of them out"
         )
     own = () if sampler.ignore_eos else tuple(model.generation.stop_tokens)

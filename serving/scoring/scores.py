@@ -127,6 +127,7 @@ def prompt_logprobs(model: LoadedModel, text: Text, *, top_logprobs: int = 0) ->
 
     The first token of all has nothing before it, so its log-probability is None. Where the
     tokenizer puts a special token before texts, that is the first one, and is among the tokens.
+    They are under the model itself: a prompt's tokens are not drawn, so there are no processed ones.
 
     Args:
       model, top_logprobs: see `score`.

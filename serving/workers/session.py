@@ -46,8 +46,8 @@ class Workers(SessionView):
         the model's own, or else the collaborative prompt.
       sampler: how to sample; default the checkpoint's own settings. The format's forbidden tokens
         are added.
-      seed: worker i, from 0, draws from the stream `jaxshare.seeds.stream_seed(seed, i)`; one that
-        joins later has a stream of its own.
+      seed: by default that of the sampler, or 0. Worker i, from 0, draws from the stream
+        `jaxshare.seeds.stream_seed(seed, i)`; one that joins later has a stream of its own.
       ask_every: sampled tokens, all workers together, after which one of them is asked whether its
         work is redundant; 0 never asks.
       move: "rotate" moves a finished step as it is; "reencode" encodes it anew after the history
@@ -98,7 +98,7 @@ class Workers(SessionView):
         budget: int = 1024,
         format: Format | str | None = None,
         sampler: Sampler | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         ask_every: int = 1024,
         move: str = "rotate",
         max_workers: int | None = None,

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler
+from jaxshare.argument_checks import as_integer
 from jaxshare.compile_time import Stopwatch
 from jaxshare.decoding.automaton import TokenAutomaton
 from jaxshare.decoding.samplers import SamplerPlaces
@@ -18,13 +19,12 @@ from jaxshare.serving.engine.decisions import text_digest
 from jaxshare.serving.engine.prefill import prefill
 from jaxshare.serving.engine.session_passes import MIN_PLACES, RowShape
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.inputs import cache_dtype, check_sampler, default_sampler
+from jaxshare.serving.inputs import cache_dtype, check_sampler, chosen, default_sampler
 from jaxshare.serving.kvcache.lease import KVLease
 from jaxshare.serving.words import check_length
 from jaxshare.serving.workers.block_sizes import block_sizes, rounded_budget
 from jaxshare.serving.workers.growth import Growth
 from jaxshare.serving.workers.layouts import MAX_WORKERS, MOVES, MakeLayout, layout_maker
-from jaxshare.serving.workers.prompts.format import Format
 from jaxshare.serving.workers.prompts.presets import advises_sampling, format_of
 from jaxshare.serving.workers.prompts.session_prompt import SessionTexts
 from jaxshare.serving.workers.roster import Roster, check_names, reserved_blocks
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 _MAX_BUDGET = 2**31 - 2**10
 """The most forward passes, which devices count in int32."""
+_NOT_OF_SESSIONS = ("n", "best_of", "max_tokens", "stop", "include_stop")
+"""Fields of samplers that say how a prompt is answered, which no worker does."""
 _PASSES_AT_ONCE = 16
 """Passes of a dispatch of a session without an engine, by default."""
 
@@ -129,8 +131,8 @@ def create_session(
     watch = Stopwatch.start()
     settings = _checked(model, settings, engine)
     names, format = settings["names"], settings["format"]
-    sampler = _with_forbidden(settings["sampler"], model, format, settings["stop_on"])
     plan = _SessionPlan.create(model, settings)
+    sampler = _with_forbidden(settings, plan, model)
     # An engine's memory holds keys that are rotated as for the whole context.
     context = model.config.max_positions if engine else plan.needed
     loaded, model = model, model.for_context(context)
@@ -200,7 +202,16 @@ def _checked(
     check_problem(model, settings["problem"])
     given, sampler = settings["format"], settings["sampler"]
     settings["format"] = format_of(model, given)
-    settings["sampler"] = sampler = sampler or default_sampler(model)
+    sampler = sampler or default_sampler(model)
+    sampler.refuse(
+        _NOT_OF_SESSIONS,
+        "a session has steps, a budget of forward passes and answers of its own; leave the field "
+        "out, and see budget, stop_on and names",
+    )
+    seed = as_integer("seed", chosen("seed", settings["seed"], sampler, 0))
+    # Two samplers that differ in the seed alone are one to the session's programs and checkpoints.
+    settings["sampler"] = sampler = dataclasses.replace(sampler, seed=None)
+    settings["seed"] = seed
     warn_of_greedy(model, sampler, discouraged=advises_sampling(given))
     return settings
 
@@ -313,11 +324,13 @@ def _fill_cache(
     return cache, growth, broken, seconds
 
 
-def _with_forbidden(sampler: Sampler, model: LoadedModel, format: Format, stop_on: str) -> Sampler:
-    """The sampler without the tokens that workers must not sample.
+def _with_forbidden(settings: Mapping[str, Any], plan: _SessionPlan, model: LoadedModel) -> Sampler:
+    """The sampler without the tokens that workers must not sample, for texts after the prompt.
 
     Stop tokens are allowed with "eos", which they end, and forbidden with "never".
     """
+    sampler, format = settings["sampler"].for_prompt(len(plan.texts.prompt)), settings["format"]
+    stop_on = settings["stop_on"]
     if sampler.grammar:
         raise ValueError(
             "the sampler has a grammar, but workers write steps in the format of their session; "

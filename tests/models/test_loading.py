@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from jaxshare import models
+from jaxshare import Sampler, models
 from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
 from jaxshare.models import CheckpointError, ConfigError
@@ -479,15 +479,15 @@ def test_loading_is_quiet_and_leaves_the_environment_alone(tmp_path):
         (
             dict(do_sample=True, temperature=0.6, top_p=0.9, top_k=20),
             {},
-            models.Generation((), 0.6, 20, 0.9),
+            models.Generation(sampler=Sampler(0.6, 20, 0.9)),
         ),
-        (dict(do_sample=True), {}, models.Generation(temperature=1.0)),
+        (dict(do_sample=True), {}, models.Generation(sampler=Sampler(1.0))),
         (
             dict(do_sample=True, temperature=None, top_k=None, min_p=0.05),
             {},
-            models.Generation(temperature=1.0, min_p=0.05),
+            models.Generation(sampler=Sampler(1.0, min_p=0.05)),
         ),
-        (dict(temperature=0.6, top_p=0.9), {}, models.Generation(temperature=0.0, top_p=0.9)),
+        (dict(temperature=0.6, top_p=0.9), {}, models.Generation(sampler=Sampler(top_p=0.9))),
         (
             dict(
                 typical_p=0.9,
@@ -497,21 +497,30 @@ def test_loading_is_quiet_and_leaves_the_environment_alone(tmp_path):
                 suppress_tokens=[5],
                 begin_suppress_tokens=[6, 7],
                 min_new_tokens=2,
-                sequence_bias=[[[8], -2]],
+                sequence_bias=[[[8], -2], [[8, 9], 1.5]],
                 stop_strings="END",
             ),
             {},
             models.Generation(
-                typical_p=0.9,
-                repetition_penalty=1.05,
-                no_repeat_ngram_size=3,
-                bad_words=((1, 2), (3,)),
-                forbidden=(5,),
-                forbidden_first=(6, 7),
-                min_tokens=2,
-                bias={8: -2.0},
+                sampler=Sampler(
+                    typical_p=0.9,
+                    repetition_penalty=1.05,
+                    no_repeat_ngram_size=3,
+                    bad_words=((1, 2), (3,)),
+                    forbidden=(5,),
+                    forbidden_first=(6, 7),
+                    min_tokens=2,
+                    bias={8: -2.0},
+                    sequence_bias=(((8, 9), 1.5),),
+                ),
                 stop_texts=("END",),
             ),
+        ),
+        (dict(min_length=10), {}, models.Generation(sampler=Sampler(min_length=10))),
+        (  # transformers takes the second alone, too
+            dict(min_length=10, min_new_tokens=3),
+            {},
+            models.Generation(sampler=Sampler(min_tokens=3)),
         ),
         (dict(stop_strings=["A", "B"]), {}, models.Generation(stop_texts=("A", "B"))),
         (  # what changes nothing
@@ -531,6 +540,8 @@ def test_loading_is_quiet_and_leaves_the_environment_alone(tmp_path):
                 renormalize_logits=True,
                 penalty_alpha=None,
                 chat_format="chatml",
+                min_length=0,
+                top_k=0,
             ),
             {},
             models.Generation(),
@@ -562,7 +573,16 @@ def test_generation_settings(tmp_path, file, config, expected):
         dict(suppress_tokens=5),
         dict(begin_suppress_tokens=["a"]),
         dict(min_new_tokens=-1),
-        dict(sequence_bias=[[[1, 2], 3.0]]),
+        dict(min_length=-1),
+        dict(min_length=2**31),
+        dict(top_k=2**31),
+        dict(temperature=1e39),
+        dict(temperature=True),
+        dict(sequence_bias=[[[1, 2]]]),
+        dict(sequence_bias=[[[], 3.0]]),
+        dict(sequence_bias=[[[1, -2], 3.0]]),
+        dict(sequence_bias=[[[1, 2], "3"]]),
+        dict(sequence_bias={"1": 2.0}),
         dict(stop_strings=[""]),
         dict(stop_strings=3),
     ],
@@ -584,7 +604,6 @@ def test_generation_settings_out_of_range_are_named(tmp_path, wrong):
         dict(diversity_penalty=0.5),
         dict(forced_eos_token_id=2),
         dict(exponential_decay_length_penalty=[5, 1.1]),
-        dict(min_length=10),
         dict(watermarking_config={"bias": 2.5}),
         dict(a_setting_of_next_year=1),
     ],
@@ -712,7 +731,7 @@ def test_odd_settings_are_an_error_by_name_or_load(written, config, generation):
     else:
         assert loaded.config.num_layers == QWEN["num_hidden_layers"]
         assert all(0 <= token < 2**31 for token in loaded.generation.stop_tokens)
-        assert 0 <= loaded.generation.top_k < 2**31
+        assert 0 <= loaded.generation.sampler.top_k < 2**31
 
 
 @pytest.fixture(scope="module")

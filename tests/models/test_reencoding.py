@@ -33,7 +33,7 @@ CLOSE = dict(atol=1e-4, rtol=1e-4)
 
 
 def tiny() -> LoadedModel:
-    return LoadedModel(TINY, tiny_params(), None, Generation((), 0.0, 0, 1.0, 0.0))
+    return LoadedModel(TINY, tiny_params(), None, Generation())
 
 
 def contents(cache: KVCache) -> Iterator[np.ndarray]:

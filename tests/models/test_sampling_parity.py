@@ -28,7 +28,7 @@ EXPECTED = np.load(FOLDER / "expected.npz")
 STOPS = [1, 2]
 LOGITS, TOKENS = EXPECTED["logits"], EXPECTED["tokens"]
 ROWS, VOCAB = LOGITS.shape
-PLACES = SamplerPlaces(16, 0, 4, 3)
+PLACES = SamplerPlaces(16, 0, 8, 3)
 
 
 @jax.jit
@@ -41,8 +41,10 @@ def test_the_chances_are_those_of_transformers(name):
     """After texts of which some tokens were sampled, and after prompts alone."""
     case = FACTS["cases"][name]
     generation = Generation.from_json({"do_sample": True, **case}, {"eos_token_id": STOPS})
-    samplers = Samplers.stack([generation.sampler] * ROWS, places=PLACES, stops=STOPS)
     sampled = [FACTS["sampled"]] * (ROWS // 2) + [0] * (ROWS - ROWS // 2)
+    prompts = [len(text) - count for text, count in zip(TOKENS, sampled, strict=True)]
+    rows = [generation.sampler.for_prompt(length) for length in prompts]
+    samplers = Samplers.stack(rows, places=PLACES, stops=STOPS)
     history = History.empty(ROWS, VOCAB, 64)
     for row, (text, count) in enumerate(zip(TOKENS, sampled, strict=True)):
         history = history.with_text(row, text.tolist(), len(text) - count)
@@ -72,7 +74,7 @@ def test_greedy_texts_are_those_of_transformers(family, tmp_path):
         assert completion.finish_reason is (FinishReason.STOP if ended else FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize("name", ["all", "ngram-2", "bad-words", "typical"])
+@pytest.mark.parametrize("name", ["all", "ngram-2", "bad-words", "sequences", "typical"])
 def test_the_chances_are_the_same_where_devices_have_parts_of_the_vocabulary(name):
     generation = Generation.from_json(
         {"do_sample": True, **FACTS["cases"][name]}, {"eos_token_id": STOPS}

@@ -32,7 +32,9 @@ def sampler_of(
       ApiError: `logit_bias` or `bad_words` cannot be used.
       ValueError, TypeError: see `Sampler`.
     """
-    changed = {name: value for name in _SAME if (value := getattr(fields, name)) is not None}
+    # How many completions a prompt has is the request's.
+    changed: dict[str, Any] = {"n": None, "best_of": None}
+    changed |= {name: value for name in _SAME if (value := getattr(fields, name)) is not None}
     if fields.top_k is not None:
         changed["top_k"] = max(fields.top_k, 0)  # -1 keeps all in vLLM
     if fields.logit_bias is not None:

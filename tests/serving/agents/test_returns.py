@@ -124,7 +124,7 @@ def test_a_wrong_answer_is_asked_for_again_with_another_seed():
 WRONG = [
     ("no", "it is not valid JSON"),
     ('{"legs": [{"to": "a"}]}', "it does not fit the schema: legs.0: 'km' is a required"),
-    (Reply(SAID, 7, 1, is_cut=True), "it was cut after 7 tokens; max_new_tokens is 256"),
+    (Reply(SAID, 7, 1, is_cut=True), "it was cut after 7 tokens; give more max_new_tokens"),
     (Reply("", 7, 1, reasoning="Hm", is_cut=True), "it was cut after 7 tokens"),
 ]
 

@@ -58,7 +58,7 @@ class Tokenizer:
         return self.chat_template
 
 
-def model(tokenizer=Tokenizer, *, fingerprint="one", dtype="float32", **generation):
+def model(tokenizer=Tokenizer, *, fingerprint="one", dtype="float32", stop_tokens=(), **sampling):
     config = types.SimpleNamespace(
         max_positions=CONTEXT, vocab_size=VOCAB, architecture="LlamaForCausalLM"
     )
@@ -67,7 +67,7 @@ def model(tokenizer=Tokenizer, *, fingerprint="one", dtype="float32", **generati
         config=config,
         params={"some": np.zeros(1, jnp.dtype(dtype))},
         fingerprint=fingerprint,
-        generation=Generation(**{"temperature": 0.5, "top_k": 7, **generation}),
+        generation=Generation(stop_tokens, Sampler(**{"temperature": 0.5, "top_k": 7, **sampling})),
     )
 
 
@@ -329,6 +329,23 @@ def test_a_line_or_a_node_may_have_sampling_settings_of_its_own(job):
     assert job([tree], "--tree", sampling=given, name="b")[0] == 0
     samplers = [branch.sampler for branch in job.engines[0].prompts]
     assert samplers == [Sampler(0.75, 9), Sampler(2, 9), Sampler(0.75, 9)]
+
+
+def test_a_line_may_say_how_it_is_answered(job):
+    """As far as the context goes, by its own number of tokens."""
+    lines = [
+        {"prompt": "a", "max_tokens": 3, "stop": "x", "include_stop": True, "seed": 4},
+        {"prompt": "b", "stop": [], "min_length": 5, "sequence_bias": [[[3, 4], 1.5]]},
+        {"prompt": "c", "max_tokens": CONTEXT},
+        {"prompt": "d", "best_of": 2},
+    ]
+    code, _, printed = job(lines)
+    assert code == 3 and "line 3: the prompt has" in printed
+    assert 'line 4: has the unknown field "best_of"' in printed
+    assert [branch.sampler for branch in job.engines[0].prompts] == [
+        Sampler(0.5, 7, max_tokens=3, stop=("x",), include_stop=True, seed=4),
+        Sampler(0.5, 7, stop=(), min_length=5, sequence_bias=(((3, 4), 1.5),)),
+    ]
 
 
 def test_trees(job):

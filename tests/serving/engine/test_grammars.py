@@ -11,6 +11,8 @@ import llguidance.numpy
 import numpy as np
 import pytest
 import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxshare import FinishReason, Grammar, Sampler, SamplingParams
 from jaxshare.models.layers import Decoder
@@ -184,12 +186,12 @@ def test_texts_are_the_same_beside_others_after_preemption_and_with_little_room(
 def test_penalties_read_forced_tokens_too(engine):
     """A penalty on what the text has had is the same whether its tokens were forced or sampled."""
     grammar = Grammar.choices(["a b a b a b " + end for end in ("a", "b", "c", "d")])
-    for settings in (
+    for penalty in (
         {"presence_penalty": 1.5},
         {"frequency_penalty": 0.9},
         {"repetition_penalty": 1.8},
     ):
-        params = sampler(grammar, **settings)
+        params = sampler(grammar, **penalty)
         for seed in range(4):
             once = engine.submit(PROMPT, params, seed=seed).wait()
             one_by_one = engine.submit(PROMPT, params, seed=seed, logprobs=True).wait()
@@ -246,6 +248,43 @@ def test_every_text_that_ends_is_valid_under_its_schema(part):
             ended += 1
             jsonschema.validate(json.loads(completion.text), schema)
     assert ended >= 0.9 * len(streams)
+
+
+SETTINGS = st.fixed_dictionaries(
+    {
+        "grammar": st.sampled_from([TABLE, WORDS, HOST, None]),
+        "temperature": st.sampled_from([0.0, 0.7, 1.5]),
+        "top_k": st.sampled_from([0, 3]),
+        "top_p": st.sampled_from([1.0, 0.8]),
+        "repetition_penalty": st.sampled_from([1.0, 1.4]),
+        "frequency_penalty": st.sampled_from([0.0, 0.6]),
+        "no_repeat_ngram_size": st.sampled_from([0, 6]),
+        "bias": st.sampled_from([{}, {70: 2.0}]),
+    }
+)
+CALLS = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 9),
+        "max_new_tokens": st.sampled_from([5, 40]),
+        "stop": st.sampled_from([(), (";",), ('"',)]),
+    }
+)
+
+
+@settings(max_examples=12)
+@given(st.lists(st.tuples(SETTINGS, CALLS), min_size=2, max_size=6))
+def test_the_same_seed_writes_the_same_text_whatever_runs_beside_it(engine, requests):
+    def submit(given, call):
+        return engine.submit(PROMPT, SamplingParams(**given), **call)
+
+    def text(stream):
+        try:
+            return stream.wait().tokens
+        except NoTokenError:
+            return "no token"
+
+    alone = [text(submit(*request)) for request in requests]
+    assert [text(stream) for stream in [submit(*request) for request in requests]] == alone
 
 
 @pytest.mark.parametrize("grammar", [TABLE, HOST], ids=["table", "host"])

@@ -48,6 +48,9 @@ def greedy(prompt, params: SamplingParams, count: int) -> tuple[list[int], Finis
         logits = logits_after(tuple(tokens)).copy()
         for token, value in params.bias.items():
             logits[token] += value
+        for (*begin, end), value in params.sequence_bias:
+            if tokens[len(tokens) - len(begin) :] == begin:
+                logits[end] += value
         for token in {*tokens}:
             factor = params.repetition_penalty
             logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
@@ -81,6 +84,17 @@ SETTINGS = {
     "negative frequency": Sampler(frequency_penalty=-0.3, ignore_eos=True),
     "ngram": Sampler(no_repeat_ngram_size=2, ignore_eos=True),
     "words": Sampler(bad_words=((5, 9), (4,), (11, 7, 3)), ignore_eos=True),
+    "sequences": Sampler(
+        sequence_bias=(
+            ((7, 5, 9), 6.0),
+            ((9, 9), -8.0),
+            ((9, 12), 3.0),
+            ((5, 9, 12), 3.0),
+            ((3,), 1),
+        ),
+        repetition_penalty=1.3,
+        ignore_eos=True,
+    ),
     "first": Sampler(forbidden_first=tuple(range(12))),
     "min_tokens": Sampler(min_tokens=9, bias={STOP: 4.0}),
     "stops": Sampler(stop_token_ids=(3, 6, 10), ignore_eos=True),

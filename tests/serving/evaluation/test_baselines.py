@@ -234,7 +234,7 @@ def scripted(outline: list[str], goes_on: float = 0.8) -> LoadedModel:
         config,
         params,
         tokenizer,
-        Generation(stop_tokens=tuple(tokenizer.encode("<end>")), temperature=1.0),
+        Generation(tuple(tokenizer.encode("<end>")), Sampler(1.0)),
     )
 
 

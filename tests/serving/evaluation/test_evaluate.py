@@ -461,7 +461,7 @@ def evaluation_in(folder: Path, read_printed=lambda: ("", "")):
         return code, *read_printed()
 
     model = types.SimpleNamespace(
-        generation=Generation(temperature=0.0),
+        generation=Generation(),
         params={"some": np.zeros(1, np.float32)},
         fingerprint="one",
         tokenizer=None,
@@ -873,10 +873,10 @@ def test_another_model_of_the_same_name_does_not_go_on(evaluation):
         evaluation("--resume")
     assert (evaluation.out / "runs.jsonl").read_bytes() == before
     evaluation.model.fingerprint = "one"
-    evaluation.model.generation = Generation(temperature=0.0, stop_tokens=(7,))
+    evaluation.model.generation = Generation(stop_tokens=(7,))
     with pytest.raises(ValueError, match=r"settings \(stop_tokens \[\], now \[7\]\) have changed"):
         evaluation("--resume")
-    evaluation.model.generation = Generation(temperature=0.0)
+    evaluation.model.generation = Generation()
     evaluation.model.params = {}  # known by its outline alone, on other machines
     assert evaluation("--resume")[0] == 0
 

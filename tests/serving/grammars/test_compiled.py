@@ -256,7 +256,11 @@ def test_a_grammar_that_cannot_be_used_is_refused_with_the_place(grammar, messag
 
 @pytest.mark.parametrize(
     ("settings", "name"),
-    [({"ignore_eos": True}, "ignore_eos"), ({"min_tokens": 3}, "min_tokens")],
+    [
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"min_tokens": 3}, "min_tokens"),
+        ({"min_length": 9}, "min_length"),
+    ],
 )
 def test_settings_that_a_grammar_rules_out_are_named(settings, name):
     with pytest.raises(GrammarError, match=name):

@@ -14,7 +14,7 @@ from jaxshare import FinishReason
 from jaxshare.models import Generation, LoadedModel
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamScores, StreamState
+from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamState, TokenChunk
 from jaxshare.serving.http.server import DrainingServer, listen, url_of
 from jaxshare.serving.http.service import Service
 from jaxshare.serving.http.settings import ServerSettings
@@ -105,7 +105,6 @@ class ScriptedEngine:
             tokens, reason = tokens[:most], FinishReason.LENGTH
         state = StreamState(Detokenizer(words, options["stop"] or ()))
         logprobs = tuple(-0.5 for _ in range(len(tokens) + 1)) if options["logprobs"] else None
-        state.scores = StreamScores(logprobs, (), 0) if logprobs else None
         shown = tokens
         if reason is FinishReason.STOP:
             tokens = [*tokens, self._end]
@@ -118,7 +117,8 @@ class ScriptedEngine:
 
         def answer() -> None:
             for start in range(0, len(shown), self.piece):
-                state.put(tuple(shown[start : start + self.piece]))
+                part = slice(start, min(start + self.piece, len(shown)))
+                state.put(TokenChunk(tuple(shown[part]), "", logprobs and logprobs[part]))
             state.finish(done)
 
         if self.late:
