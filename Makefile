@@ -12,6 +12,7 @@ PYTHON ?=
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
+SERVE_ARGS ?= embedded
 BENCH_ARGS ?= --quick
 GPU_ARGS ?=
 # A checkout of the authors' implementation of Hogwild! Inference, which has no package and is not kept here.
@@ -19,6 +20,7 @@ HOGWILD ?=
 
 BIN := .venv/bin
 RUNTIME := .venv/.installed
+SERVE := .venv/.installed-serve
 DEV := .venv/.installed-dev
 AUDIT := .venv/.installed-audit
 CUDA := .venv/.installed-cuda
@@ -48,7 +50,7 @@ BENCH_OPTIONS_workers := $(if $(HOGWILD),--hogwild '$(HOGWILD)' --hogwild-python
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu lint bench audit drill gpu-compile parity parity-transformers parity-hogwild lm-eval clean
+.PHONY: help demo serve test test-all test-gpu lint bench audit drill gpu-compile parity parity-transformers parity-hogwild lm-eval clean
 # A recipe that fails must not leave a stamp behind.
 .DELETE_ON_ERROR:
 
@@ -57,6 +59,9 @@ help: ## this list
 
 demo: $(RUNTIME) ## one model as two workers and as sixteen branches over one shared cache (DEMO_ARGS='--seed 3')
 	@$(BIN)/jaxshare demo $(DEMO_ARGS)
+
+serve: $(SERVE) ## a model behind OpenAI's HTTP interface, on this machine alone (SERVE_ARGS='MODEL --port 8080')
+	@$(BIN)/jaxshare serve $(SERVE_ARGS)
 
 test: $(DEV) ## ruff and the quick tests (PYTEST_ARGS='-k rope')
 	$(BIN)/ruff check
@@ -131,10 +136,15 @@ $(RUNTIME): pyproject.toml .venv/bin/python
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
+$(SERVE): pyproject.toml .venv/bin/python
+	@echo "installing jaxshare and its server into .venv"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[serve]'
+	@touch $@ $(RUNTIME)
+
 $(DEV): pyproject.toml .venv/bin/python
 	@echo "installing jaxshare and its tools into .venv"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	@touch $@ $(RUNTIME)
+	@touch $@ $(RUNTIME) $(SERVE)
 
 .venv-gpu/bin/python:
 	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \

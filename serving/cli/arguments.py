@@ -237,8 +237,12 @@ def parse_numbers(option: str, text: str | None) -> list[int]:
         ) from error
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, option: str = "--max-kv-bytes") -> int:
     """The bytes of a number with or without a unit: 2e9, 2GB (powers of 1000), 512MiB (of 1024).
+
+    Args:
+      text: as it was given.
+      option: its name, for the error.
 
     Raises:
       ValueError: the text is something else, or less than one byte.
@@ -246,7 +250,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\+?\d{1,2})?)\s*([a-z]*)\s*", text.lower())
     if not match or match[2] not in _UNITS or (size := int(float(match[1]) * _UNITS[match[2]])) < 1:
         raise ValueError(
-            f"--max-kv-bytes is {text!r}; it must be a number of bytes such as 2e9, 2GB or 512MiB"
+            f"{option} is {text!r}; it must be a number of bytes such as 2e9, 2GB or 512MiB"
         )
     return size
 

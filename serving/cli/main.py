@@ -22,6 +22,7 @@ from jaxshare.serving.cli import (
     generate,
     inspect,
     score,
+    serve,
     tune,
     workers,
 )
@@ -54,6 +55,7 @@ _COMMANDS = (
         batch,
         "complete the prompts of a file, each n times, and share what they have in common",
     ),
+    ("serve", serve, "serve a model over HTTP to every client of OpenAI's interface"),
     ("evaluate", evaluate, "measure accuracy against the budget of forward passes"),
     (
         "judge",

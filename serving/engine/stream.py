@@ -14,6 +14,8 @@ from typing import Any, Self
 from jaxshare.argument_checks import as_timeout
 from jaxshare.serving.engine.completion import Completion, without_stop
 
+_SETTLED_TOKENS = 16
+"""Tokens after which the text before them is decoded no more."""
 _FEW_TOKENS = 32
 """So many tokens at the end of an output are always decoded again."""
 _ODD_START = 16
@@ -127,7 +129,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], includes_stop: bool = False):
         self._tokenizer, self.stops, self._includes_stop = tokenizer, stops, includes_stop
-        self._tokens: list[int] = []
+        self._growing = GrowingText(tokenizer)
         self._num_shown = 0
         # Of `fewest_with_stop`: what ends before this token has no stop text.
         self._begin, self._most_decoded = 0, _FEW_TOKENS
@@ -179,24 +181,64 @@ class Detokenizer:
 
         Holds back the beginning of a possible stop text and incomplete characters, unless `last`.
         """
-        self._tokens += tokens
-        text = self.text(self._tokens)
+        text = self._cut_text(self._growing.add(tokens, last))[0]
         if not last:
+            text = text.rstrip("\ufffd")  # first: a stop text may go on with this character
             held = max(
                 (n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
                 default=0,
             )
-            text = text[: len(text) - held].rstrip("\ufffd")
+            text = text[: len(text) - held]
         new, self._num_shown = text[self._num_shown :], max(self._num_shown, len(text))
         return new
 
     def _cut(self, tokens: Sequence[int]) -> tuple[str, bool]:
-        text = self._decode(tokens)
+        return self._cut_text(self._decode(tokens))
+
+    def _cut_text(self, text: str) -> tuple[str, bool]:
         found = [(start, len(stop)) for stop in self.stops if (start := text.find(stop)) >= 0]
         if not found:
             return text, False
         start, size = min(found)
         return text[: start + size * self._includes_stop], True
+
+
+class GrowingText:
+    """The text of tokens that come a few at a time, of which each is decoded a few times only.
+
+    The newest tokens are decoded together with some before them, as far as the text is known to stay
+    what it is. Where a tokenizer changes text before a place by what comes after it, all is decoded.
+
+    Args:
+      tokenizer: None if there are no texts.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer, self._tokens = tokenizer, list[int]()
+        # The text of the first `_end` tokens is `_settled`; that of those from `_start` to there is
+        # `_context`, by itself.
+        self._start = self._end = 0
+        self._settled = self._context = ""
+        self._is_local = True
+
+    def add(self, tokens: Sequence[int], last: bool) -> str:
+        """Adds tokens; returns the whole text, which after the last ones is that of all together."""
+        self._tokens += tokens
+        if self._tokenizer is None:
+            return ""
+        if last or not self._is_local:
+            return self._tokenizer.decode(self._tokens)
+        window = self._tokenizer.decode(self._tokens[self._start :])
+        if not window.startswith(self._context):
+            self._is_local = False
+            return self._tokenizer.decode(self._tokens)
+        new = window[len(self._context) :]
+        text = self._settled + new
+        # A text that ends in the sign for a broken character may still become another one.
+        if len(self._tokens) - self._end >= _SETTLED_TOKENS and new and new[-1] != "\ufffd":
+            self._context = self._tokenizer.decode(self._tokens[self._end :])
+            self._settled, self._start, self._end = text, self._end, len(self._tokens)
+        return text
 
 
 class StreamState:

@@ -1,0 +1,230 @@
+"""The command `jaxshare serve`: a model behind OpenAI's HTTP interface."""
+
+import argparse
+import dataclasses
+import importlib.util
+import logging
+import os
+import sys
+from typing import Any
+
+from jaxshare import models
+from jaxshare.argument_checks import as_integer
+from jaxshare.serving.cli import arguments
+from jaxshare.serving.cluster import process_mesh
+from jaxshare.serving.engine import Engine
+from jaxshare.serving.http.settings import ServerSettings, is_loopback, read_keys
+
+KEY_VARIABLE = "JAXSHARE_API_KEY"
+"""The environment variable with an API key."""
+_PACKAGES = ("fastapi", "pydantic", "uvicorn")
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ServerSettings)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `jaxshare serve`."""
+    arguments.add_model(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="to listen at (default 127.0.0.1)")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="to listen at; 0 takes a free one (default 8000)"
+    )
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="requests have to bring; may be given several times, but other users of this machine "
+        f"can see it: rather use ${KEY_VARIABLE} or --api-key-file (default: none)",
+    )
+    parser.add_argument("--api-key-file", metavar="FILE", help="with a key on each line")
+    parser.add_argument(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="by which requests name the model; may be given several times (default: MODEL)",
+    )
+    _add_engine(parser)
+    _add_limits(parser)
+    parser.add_argument(
+        "--tool-format",
+        metavar="NAME",
+        help="form of calls in answers, such as hermes (default: as the chat template tells)",
+    )
+    parser.add_argument(
+        "--allow-origin",
+        action="append",
+        metavar="ORIGIN",
+        help="of pages in browsers that may ask the server, such as https://example.org; may be "
+        "given several times (default: none)",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="warning",
+        help="what is logged to stderr; info has a line for each request (default warning)",
+    )
+    arguments.add_dtype(parser)
+    process_mesh.add_arguments(parser, groups="engines, of which a server has one")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="most tokens of a prompt and its output together (default: the model's context)",
+    )
+    parser.add_argument(
+        "--kv-bytes",
+        metavar="SIZE",
+        help="memory for keys and values, such as 8GiB (default: for rows of 2,048 tokens, at most "
+        "2 GiB)",
+    )
+    parser.add_argument(
+        "--host-kv-bytes", metavar="SIZE", help="host memory for evicted ones (default: none)"
+    )
+    parser.add_argument(
+        "--logits-cache",
+        metavar="SIZE",
+        help="host memory for the Logits Cache, which the field `resample` takes (default: none)",
+    )
+    parser.add_argument(
+        "--max-rows", type=int, default=16, help="requests that run at a time (default 16)"
+    )
+    parser.add_argument(
+        "--max-queue",
+        type=int,
+        default=1024,
+        help="requests that wait beside those; more get the status 429 (default 1024)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of requests that bring none (default 0)"
+    )
+    parser.add_argument(
+        "--no-warm-up",
+        action="store_true",
+        help="do not compile before requests come; the first ones wait for it",
+    )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-body",
+        metavar="SIZE",
+        help="most bytes of a request (default 16MiB)",
+    )
+    for name, text in (
+        ("request_seconds", "after which a request ends with what it has"),
+        ("grace", "seconds that running requests have after a SIGTERM"),
+    ):
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=float,
+            metavar="SECONDS",
+            default=_DEFAULTS[name],
+            help=f"{text} (default {_DEFAULTS[name]:g})",
+        )
+    for name, text in (
+        ("max_choices", "most completions of one request"),
+        ("max_agents", "most different values of the field `agent_id`"),
+        ("max_responses", "most responses of /v1/responses that are stored"),
+    ):
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=int,
+            metavar="N",
+            default=_DEFAULTS[name],
+            help=f"{text} (default {_DEFAULTS[name]})",
+        )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs `jaxshare serve` until it is told to end.
+
+    Raises:
+      ValueError: wrong settings, an address that is taken, or packages that are not installed.
+      FileNotFoundError: no such model.
+    """
+    if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
+        raise ValueError(
+            f"serve needs {', '.join(missing)}, which are not installed; run pip install "
+            "'jaxshare[serve]'"
+        )
+    from jaxshare.serving.http.server import DrainingServer, listen, url_of
+    from jaxshare.serving.http.service import Service
+
+    # Errors that do not depend on the model are raised before it is loaded.
+    settings = settings_of(options)
+    if options.data != 1:
+        raise ValueError(
+            f"--data is {options.data}, but a server has one engine; run a server for each group"
+        )
+    if not 0 <= options.port < 2**16:
+        raise ValueError(f"--port is {options.port}; it must be 0 to 65535")
+    memory: dict[str, Any] = {
+        name: arguments.parse_bytes(size, f"--{name.replace('_', '-')}")
+        for name in ("kv_bytes", "host_kv_bytes", "logits_cache")
+        if (size := getattr(options, name)) is not None
+    }
+    _log_to_stderr(options.log_level)
+    listening = listen(options.host, options.port)
+    with listening:
+        if not settings.api_keys and not is_loopback(listening.getsockname()[0]):
+            _say(
+                "warning: anyone who can reach this machine can use the server, which listens at "
+                f"{options.host} without an API key; set ${KEY_VARIABLE} or give --api-key-file"
+            )
+        mesh = process_mesh.mesh_of(options)
+        model = _shortened(
+            models.load(options.model, dtype=options.dtype, mesh=mesh), options.max_model_len
+        )
+        rows = {"max_rows": options.max_rows, "max_queue": options.max_queue}
+        with Engine(model, seed=options.seed, **rows, **memory) as engine:
+            server = DrainingServer(Service(engine, settings), listening)
+            server.on_start = lambda: _say(
+                f"{settings.model_names[0]} is served at {url_of(listening)}/v1"
+            )
+            server.serve_until_told(warm_up=not options.no_warm_up)
+    return 0
+
+
+def settings_of(options: argparse.Namespace) -> ServerSettings:
+    """Returns the settings of the server from the options of the command.
+
+    Raises:
+      ValueError: one is out of its range.
+    """
+    given = {
+        name: getattr(options, name)
+        for name in ("request_seconds", "grace", "max_choices", "max_agents", "max_responses")
+    }
+    if options.max_body is not None:
+        given["max_body_bytes"] = arguments.parse_bytes(options.max_body, "--max-body")
+    variable = os.environ.get(KEY_VARIABLE)
+    return ServerSettings(
+        model_names=tuple(options.served_model_name or (options.model,)),
+        api_keys=read_keys(options.api_key, options.api_key_file, variable),
+        allowed_origins=tuple(options.allow_origin or ()),
+        tool_format=options.tool_format,
+        **given,
+    )
+
+
+def _shortened(model: Any, max_model_len: int | None) -> Any:
+    """The model with a context of so many tokens."""
+    if max_model_len is None:
+        return model
+    most = as_integer("--max-model-len", max_model_len, 2, model.config.max_positions)
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, max_positions=most))
+
+
+def _log_to_stderr(level: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("jaxshare", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(level.upper())
+
+
+def _say(line: str) -> None:
+    print(f"jaxshare: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,145 @@
+"""The application: all endpoints, and what every request goes through."""
+
+import logging
+import secrets
+import time
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxshare import __version__
+from jaxshare.serving.http import errors
+from jaxshare.serving.http.auth import OPEN_PATHS, ApiKeys
+from jaxshare.serving.http.endpoints import chat, completions, models, responses, tokens
+from jaxshare.serving.http.endpoints.response_store import ResponseStore
+from jaxshare.serving.http.limits import BodyLimits, LocalHosts
+from jaxshare.serving.http.metrics import HttpMetrics
+from jaxshare.serving.http.service import Service
+
+_log = logging.getLogger("jaxshare.http")
+
+_GONE = 499
+"""The status of requests whose clients have gone before there was one."""
+_ROUTERS = tuple(part.router for part in (models, completions, chat, responses, tokens))
+_ERROR = {
+    "description": "An error in OpenAI's shape",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["error"],
+                "properties": {
+                    "error": {
+                        "type": "object",
+                        "required": ["message", "type", "param", "code"],
+                        "properties": {
+                            "message": {"type": "string"},
+                            "type": {"type": "string"},
+                            "param": {"type": ["string", "null"]},
+                            "code": {"type": ["string", "null"]},
+                        },
+                    }
+                },
+            }
+        }
+    },
+}
+
+
+def create_app(service: Service, *, is_local: bool = False) -> FastAPI:
+    """Makes the application.
+
+    Args:
+      service: that its endpoints share.
+      is_local: it listens on a loopback address, so that requests name this machine.
+    """
+    app = FastAPI(
+        title="jaxshare",
+        version=__version__,
+        docs_url=None,  # these pages load programs from elsewhere
+        redoc_url=None,
+        responses={"default": _ERROR},
+    )
+    app.state.service = service
+    settings = service.settings
+    app.state.responses = ResponseStore(settings.max_responses, settings.max_response_bytes)
+    errors.add_handlers(app)
+    for router in _ROUTERS:
+        app.include_router(router)
+    # The last one that is added sees a request first.
+    app.add_middleware(
+        BodyLimits,
+        max_bytes=settings.max_body_bytes,
+        max_held_bytes=settings.max_held_bytes,
+        seconds=settings.body_seconds,
+    )
+    app.add_middleware(ApiKeys, keys=settings.api_keys)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["Authorization", "Content-Type"],
+        )
+    if is_local:
+        app.add_middleware(LocalHosts)
+    app.add_middleware(_Counted, metrics=service.metrics, most=settings.max_open)
+    return app
+
+
+class _Counted:
+    """Counts requests, and logs each by its endpoint, its status and its time; never by its text.
+
+    Answers have an `x-request-id`, which is in the log. Requests that come while `most` are open get
+    503, but for those of probes.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics, most: int):
+        self._app, self._metrics, self._most = app, metrics, most
+        self._open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        status, begin, identity = _GONE, time.perf_counter(), secrets.token_hex(12)
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
+            await send(message)
+
+        self._metrics.begun()
+        self._open += 1
+        try:
+            if self._open > self._most and scope["path"] not in OPEN_PATHS:
+                await _too_many().response()(scope, receive, counted)
+            else:
+                await self._app(scope, receive, counted)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            self._open -= 1
+            path, seconds = _path_of(scope.get("route")), time.perf_counter() - begin
+            self._metrics.ended(path, status, seconds)
+            _log.info(
+                "%s %s: %d after %.3f s (%s)", scope["method"], path, status, seconds, identity
+            )
+
+
+def _too_many() -> errors.ApiError:
+    return errors.ApiError(
+        503,
+        "as many requests are open as may be; try again in a moment",
+        code="too_many_requests",
+        headers={"Retry-After": "1"},
+    )
+
+
+def _path_of(route: Any) -> str:
+    """The path of an endpoint as it is written here; paths that clients make up are all one."""
+    return getattr(route, "path", "other")

@@ -1,0 +1,1 @@
+"""The endpoints of the server, one module for each part of the interface."""

@@ -1,0 +1,224 @@
+"""POST /v1/chat/completions: answers in dialogues, with thinking, tools and forced forms."""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from jaxshare.serving.engine.completion import Completion
+from jaxshare.serving.http import sse
+from jaxshare.serving.http.answers import failed, json_response, service_of, whole
+from jaxshare.serving.http.errors import ApiError, bad_request
+from jaxshare.serving.http.generation.chat_answers import AnswerDelta, WrittenCall
+from jaxshare.serving.http.generation.dialogues import (
+    Dialogue,
+    deltas,
+    read_dialogue,
+    start_dialogue,
+)
+from jaxshare.serving.http.generation.fields import ResponseFormat, SamplingFields
+from jaxshare.serving.http.generation.grammars import grammar_of
+from jaxshare.serving.http.generation.logprobs import (
+    LogprobCursor,
+    chat_logprobs,
+    shown_tokens,
+)
+from jaxshare.serving.http.generation.messages import ChatMessage, NamedTool, OfferedTool
+from jaxshare.serving.http.generation.running import FINISHED, Running, SampledChoice, usage_of
+from jaxshare.serving.http.generation.tool_choice import offer_of
+from jaxshare.serving.http.service import Service, new_id
+from jaxshare.serving.inputs import MOST_LOGPROBS
+
+_MOST_MESSAGES = 4096
+_MOST_TOOLS = 256
+
+router = APIRouter()
+
+
+class ChatFields(SamplingFields):
+    """The body of POST /v1/chat/completions."""
+
+    REFUSED: ClassVar = {
+        "audio": "answers are texts",
+        "functions": "give tools",
+        "function_call": "give tool_choice",
+        "prediction": "drafts are taken from earlier answers, with resample",
+        "web_search_options": "the server calls nothing",
+        "continue_final_message": "an answer starts with a turn of its own",
+        "documents": "put them into messages, or into chat_template_kwargs",
+        "chat_template": "the template is the checkpoint's",
+        "use_beam_search": "answers are sampled",
+        "prompt_logprobs": "POST /v1/completions has them, with echo",
+    }
+    LEFT_OUT: ClassVar = SamplingFields.LEFT_OUT | {
+        *("store", "reasoning_effort", "verbosity", "safety_identifier", "prompt_cache_key"),
+    }
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=_MOST_MESSAGES)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = 1
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    modalities: list[Literal["text"]] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=_MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+@router.post("/v1/chat/completions", tags=["OpenAI"])
+async def create_chat_completion(body: ChatFields, request: Request) -> Response:
+    """Samples answers in a dialogue."""
+    service = service_of(request)
+    body.check_fields()
+    if body.top_logprobs and not body.logprobs:
+        raise bad_request("top_logprobs is given without logprobs; set it to true", "top_logprobs")
+    head = {
+        "id": new_id("chatcmpl-"),
+        "object": "chat.completion.chunk" if body.stream else "chat.completion",
+        "created": int(time.time()),
+        "model": service.check_model(body.model),
+    }
+    return await whole(request, _answer(service, body, head))
+
+
+async def dialogue_of(service: Service, body: ChatFields) -> Dialogue:
+    """Encodes the dialogue of a request.
+
+    Raises:
+      ApiError: it cannot be read.
+    """
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+    choice = None if isinstance(body.tool_choice, NamedTool) else body.tool_choice
+    tools = [one.function.tool() for one in body.tools or ()]
+    offer = offer_of(tools, choice, named, body.parallel_tool_calls is not False)
+    messages = [message.as_dict(i) for i, message in enumerate(body.messages)]
+    grammar = grammar_of(body, body.response_format)
+    return await read_dialogue(service, messages, offer, grammar, body.chat_template_kwargs)
+
+
+async def _answer(service: Service, body: ChatFields, head: dict[str, Any]) -> Response:
+    service.check_open()
+    dialogue = await dialogue_of(service, body)
+    running = await start_dialogue(
+        service,
+        body,
+        dialogue,
+        n=body.n or 1,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        logprobs=bool(body.logprobs),
+        top_logprobs=body.top_logprobs or 0,
+    )
+    if body.stream:
+        return service.stream(running, _events(service, body, head, dialogue, running))
+    try:
+        done = await running.finished()
+    finally:
+        running.close()
+    choices = [_choice(service, dialogue, i, each) for i, each in enumerate(done)]
+    usage = usage_of([(0, each) for each in done])
+    return json_response({**head, "choices": choices, "usage": usage})
+
+
+def _choice(
+    service: Service, dialogue: Dialogue, index: int, completion: Completion
+) -> dict[str, Any]:
+    """A choice in OpenAI's form."""
+    reader = dialogue.reader()
+    reader.feed(completion.text)
+    reader.finish()
+    answer = reader.answer()
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": answer.content or (None if answer.calls else ""),
+        "refusal": None,
+    }
+    if answer.thinking is not None:
+        message["reasoning_content"] = answer.thinking
+    if answer.calls:
+        message["tool_calls"] = [_call(call) for call in answer.calls]
+    logprobs = None
+    if completion.logprobs is not None:
+        logprobs = chat_logprobs(
+            service.token_texts, *LogprobCursor().next(completion, shown_tokens(completion))
+        )
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": logprobs,
+        "finish_reason": _reason(completion, answer.calls),
+    }
+
+
+def _call(call: WrittenCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _reason(completion: Completion, calls: Sequence[WrittenCall]) -> str:
+    reason = FINISHED[completion.finish_reason]
+    return "tool_calls" if calls and reason == "stop" else reason
+
+
+async def _events(
+    service: Service, body: ChatFields, head: dict[str, Any], dialogue: Dialogue, running: Running
+) -> AsyncGenerator[bytes]:
+    """The events of a stream of chunks."""
+    with_usage = body.stream_options is not None and body.stream_options.include_usage
+    more = {"usage": None} if with_usage else {}
+    readers = [dialogue.reader() for _ in running.choices]
+    cursors = [LogprobCursor() for _ in running.choices]
+    done: list[Completion] = []
+
+    def chunk(
+        choice: SampledChoice, delta: dict[str, Any], logprobs: Any, reason: str | None
+    ) -> bytes:
+        one = {
+            "index": choice.index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
+        return sse.event({**head, "choices": [one], **more})
+
+    try:
+        for choice in running.choices:
+            yield chunk(choice, {"role": "assistant", "content": ""}, None, None)
+        async for choice, found, (_, piece) in deltas(running, readers):
+            logprobs = None
+            if body.logprobs:
+                end = shown_tokens(piece) if isinstance(piece, Completion) else None
+                told = cursors[choice.index].next(piece, end)
+                logprobs = chat_logprobs(service.token_texts, *told) if told[0] else None
+            written = [_delta(delta) for delta in found] or ([{}] if logprobs else [])
+            for i, delta in enumerate(written):
+                yield chunk(choice, delta, logprobs if i == 0 else None, None)
+            if isinstance(piece, Completion):
+                done.append(piece)
+                reason = _reason(piece, readers[choice.index].answer().calls)
+                yield chunk(choice, {}, None, reason)
+        if with_usage:
+            usage = usage_of([(0, each) for each in done])
+            yield sse.event({**head, "choices": [], "usage": usage})
+    except ApiError as error:
+        yield failed(error)
+    yield sse.DONE
+
+
+def _delta(delta: AnswerDelta) -> dict[str, Any]:
+    """A piece of an answer in OpenAI's form."""
+    if delta.thinking:
+        return {"reasoning_content": delta.thinking}
+    if delta.call is None:
+        return {"content": delta.content}
+    call: dict[str, Any] = {"index": delta.call, "function": {"arguments": delta.arguments}}
+    if delta.started:
+        identity, name = delta.started
+        call |= {"id": identity, "type": "function"}
+        call["function"] = {"name": name, "arguments": delta.arguments}
+    return {"tool_calls": [call]}

@@ -1,0 +1,1 @@
+"""Sampling for HTTP: fields of requests, samplers, streams of choices, usage, log-probabilities."""

@@ -1,0 +1,138 @@
+"""Limits of what a client sends: the size of a body, the time it takes, the hosts it may name."""
+
+import asyncio
+import ipaddress
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxshare.serving.http.errors import ApiError
+
+
+class BodyLimits:
+    """Refuses bodies that are too large (413), too slow (408), or too much together (503).
+
+    Args:
+      app: that is asked.
+      max_bytes: of a body.
+      max_held_bytes: of all bodies whose requests are not answered yet.
+      seconds: in which a body has to be there.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_held_bytes: int, seconds: float):
+        self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
+        self._max_held_bytes, self._held = max_held_bytes, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        if not declared.isdigit() or len(declared) > 18 or int(declared) > self._max_bytes:
+            return await self._too_large().response()(scope, receive, send)
+        held: list[int] = []
+        try:
+            body = await asyncio.wait_for(self._read(receive, held), self._seconds)
+        except TimeoutError:
+            self._held -= sum(held)
+            return await self._too_slow().response()(scope, receive, send)
+        except _BodyError as refused:
+            self._held -= sum(held)
+            return await refused.error.response()(scope, receive, send)
+        try:
+            if body is not None:
+                await self._app(scope, _replayed(body, receive), send)
+        finally:
+            self._held -= sum(held)
+
+    async def _read(self, receive: Receive, held: list[int]) -> bytes | None:
+        """The whole body; None where the client has gone. `held` gets the sizes of its pieces."""
+        parts = []
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            part = message.get("body", b"")
+            held.append(len(part))
+            self._held += len(part)
+            if sum(held) > self._max_bytes:
+                raise _BodyError(self._too_large())
+            if self._held > self._max_held_bytes:
+                raise _BodyError(_too_much())
+            parts.append(part)
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    def _too_slow(self) -> ApiError:
+        return ApiError(
+            408,
+            f"the body did not come within {self._seconds:g} seconds",
+            code="timeout",
+            headers={"Connection": "close"},
+        )
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"the body has more than {self._max_bytes:,} bytes; send less, or start the server "
+            "with a larger --max-body",
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )
+
+
+class _BodyError(Exception):
+    """A body is refused while it is read."""
+
+    def __init__(self, error: ApiError):
+        self.error = error
+
+
+def _too_much() -> ApiError:
+    return ApiError(
+        503,
+        "the bodies of all open requests together are too large; try again in a moment",
+        headers={"Retry-After": "1", "Connection": "close"},
+    )
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Gives the body first, and then what the client sends: that it has gone."""
+    given = False
+
+    async def next_message() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return next_message
+
+
+class LocalHosts:
+    """Refuses requests to other names than this machine's own, for a server on a loopback address.
+
+    A page of another site whose name is made to point at 127.0.0.1 could read the answers (DNS
+    rebinding): its requests have its own name as the host.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not _is_local(dict(scope["headers"]).get(b"host", b"")):
+            error = ApiError(
+                403, "this server is for this machine; call it as localhost or by its address"
+            )
+            return await error.response()(scope, receive, send)
+        await self._app(scope, receive, send)
+
+
+def _is_local(header: bytes) -> bool:
+    host = header.decode("latin-1").strip().lower()
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if name in ("", "localhost") or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

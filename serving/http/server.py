@@ -1,0 +1,140 @@
+"""The server's life: its socket, its warm-up, and its end, which lets running requests finish."""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from jaxshare.serving.errors import ClosedError
+from jaxshare.serving.http.app import create_app
+from jaxshare.serving.http.protocol import timed_protocol
+from jaxshare.serving.http.service import Service
+from jaxshare.serving.http.settings import is_loopback
+
+_log = logging.getLogger("jaxshare.http")
+
+_BACKLOG = 2048
+_KEEP_ALIVE_SECONDS = 5
+_MAX_HEADER_BYTES = 64 * 1024
+_LAST_SECONDS = 5
+"""The time that answers have to be sent once their requests are cancelled."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that is bound to an address; port 0 takes a free one.
+
+    Raises:
+      ValueError: there is no such address, or it is taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ValueError(f"--host {host} is no address here ({error}); try 127.0.0.1") from error
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        raise ValueError(
+            f"{host} port {port} cannot be listened at ({error.strerror or error}); give another "
+            "--port, or 0 for a free one"
+        ) from error
+    return made
+
+
+def url_of(listening: socket.socket) -> str:
+    """Returns the address of a socket as the start of a URL."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class DrainingServer(uvicorn.Server):
+    """Serves an engine until it is told to end, and then what has begun.
+
+    SIGTERM or SIGINT: new requests get 503, running ones have the time of `grace`; then they are
+    cancelled. A second signal ends the server at once.
+
+    Attributes:
+      service: as given.
+      on_start: called when it listens.
+    """
+
+    def __init__(self, service: Service, listening: socket.socket):
+        host = listening.getsockname()[0]
+        config = uvicorn.Config(
+            create_app(service, is_local=is_loopback(host)),
+            http=timed_protocol(service.settings.body_seconds),
+            ws="none",
+            loop="asyncio",
+            log_config=None,
+            access_log=False,  # the application logs its own
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=_LAST_SECONDS,
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        )
+        super().__init__(config)
+        self.service, self._listening = service, listening
+        self.on_start: Callable[[], None] = lambda: None
+        self._deadline: float | None = None
+
+    def serve_until_told(self, *, warm_up: bool = True) -> None:
+        """Serves; returns when the server has ended. The engine is the caller's to shut down."""
+        if warm_up:
+            threading.Thread(target=self._warm_up, name="jaxshare-warm-up", daemon=True).start()
+        else:
+            self.service.is_warm = True
+        try:
+            self.run(sockets=[self._listening])
+        finally:
+            self.service.close()
+
+    def drain(self) -> None:
+        """Takes no more requests, and ends when those that run have finished; from any thread."""
+        self._deadline = self._deadline or time.monotonic() + self.service.settings.grace
+        self.service.is_draining = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Takes a signal."""
+        if self._deadline is None:
+            return self.drain()
+        self.service.cancel_all()
+        self.should_exit = self.force_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts to listen."""
+        await super().startup(sockets)
+        self.on_start()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Looks, every tenth of a second, whether the server may end."""
+        if self._deadline is not None and not self.should_exit:
+            late = time.monotonic() >= self._deadline
+            if late and self.service.num_running:
+                _log.warning(
+                    "%d requests have not finished in time and are cancelled",
+                    self.service.num_running,
+                )
+                self.service.cancel_all()
+            self.should_exit = late or self.service.is_idle
+        return await super().on_tick(counter)
+
+    def _warm_up(self) -> None:
+        try:
+            self.service.token_texts.prepare()
+            seconds = self.service.engine.warm_up()
+        except ClosedError:
+            return
+        except Exception:
+            _log.exception("the engine could not be warmed up; requests compile what they need")
+        else:
+            _log.info("the engine is warm after %.1f seconds", seconds)
+        self.service.is_warm = True

@@ -1,0 +1,47 @@
+"""docs/server.md names all options, endpoints and fields."""
+
+import argparse
+import re
+
+import pytest
+from pydantic import BaseModel
+
+from jaxshare.serving.cli import serve
+from jaxshare.serving.http.endpoints.chat import ChatFields
+from jaxshare.serving.http.endpoints.completions import CompletionFields
+from jaxshare.serving.http.endpoints.responses import ResponseFields
+from jaxshare.serving.http.endpoints.tokens import DetokenizeFields, ScoreFields, TokenizeFields
+from tests.paths import ROOT
+from tests.serving.http.served import ScriptedEngine, served
+
+PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+BODIES = [
+    ChatFields,
+    CompletionFields,
+    ResponseFields,
+    TokenizeFields,
+    DetokenizeFields,
+    ScoreFields,
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_every_field_is_described(body: type[BaseModel]):
+    assert [name for name in body.model_fields if f"`{name}`" not in PAGE] == []
+
+
+def test_every_option_is_described():
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    options = [name for action in parser._actions for name in action.option_strings]
+    assert [name for name in options if f"`{name}`" not in PAGE and len(name) > 2] == ["--help"]
+
+
+def test_every_endpoint_is_described():
+    with served(ScriptedEngine()) as made:
+        paths = made.http.get("/openapi.json").json()["paths"]
+    told = set(re.findall(r"(?:GET|POST|DELETE) (/[\w/{}.]*)", PAGE))
+    found = {
+        re.sub(r":path|\{(\w+)\}", lambda m: f"{{{m[1]}}}" if m[1] else "", path) for path in paths
+    }
+    assert found <= told | {"/v1/responses/{identity}"} and told <= found | {"/openapi.json"}
