@@ -10,8 +10,7 @@ from typing import Any, Self, Unpack, overload
 import numpy as np
 
 from jaxshare import Sampler
-from jaxshare.arena import extents
-from jaxshare.argument_checks import INT32_MAX, as_integer, as_list, shown
+from jaxshare.argument_checks import as_integer
 from jaxshare.deprecated import find, warn_renamed
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
@@ -19,24 +18,23 @@ from jaxshare.serving.checkpoints import CheckpointStore, SavedCheckpoint
 from jaxshare.serving.engine import agreement, checkpoint, validation
 from jaxshare.serving.engine.create_scheduler import create_scheduler
 from jaxshare.serving.engine.decisions import agree_on_settings, settings_of
-from jaxshare.serving.engine.engine_loop import EngineLoop
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.request import DerivedSeeds, Request
 from jaxshare.serving.engine.scheduler import MAX_PASSES
-from jaxshare.serving.engine.session_passes import SessionPasses
+from jaxshare.serving.engine.session_host import SessionHost
 from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamState
 from jaxshare.serving.engine.stream_group import StreamGroup, start_group
 from jaxshare.serving.engine.validation import as_sampler
 from jaxshare.serving.errors import EngineError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler, warn_of_equal_texts
-from jaxshare.serving.kvcache.lease import KVLease, LeaseTable
+from jaxshare.serving.kvcache.lease import LeaseTable
 from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import USUAL, Hotspot
 
 
-class Engine(EngineLoop):
+class Engine(SessionHost):
     """Serves requests to one model, as many at a time as there are rows and memory.
 
         with Engine(model) as engine:
@@ -251,71 +249,11 @@ class Engine(EngineLoop):
             self._requests[request] = state
             self._changed.notify_all()  # another process may have decided on it already
 
-    # Sessions.
-
     def workers(self, problem: str, **options: Any) -> Any:
         """The former name of `Workers(engine.model, problem, engine=engine, **options)`."""
         warn_renamed("Engine.workers", "Workers(..., engine=engine)")
         session = find("jaxshare.serving.workers.Workers")
         return session(self.model, problem, engine=self, **options)
-
-    def lease(self, capacities: Sequence[int], name: str = "") -> KVLease:
-        """Leases memory for the blocks of a session.
-
-        Waits for requests that do not fit beside it. Later requests that need more than the rest of
-        the memory are refused.
-
-        Args:
-          capacities: of the blocks, in tokens.
-          name: what several processes find the session by: a digest of all that it is made from.
-
-        Raises:
-          TooLongError: the session needs more memory than the engine has.
-          EngineError: other sessions have too much of it.
-          ClosedError: the engine was shut down.
-        """
-        given = as_list("capacities", capacities)
-        capacities = [as_integer("capacities", size, 0, INT32_MAX) for size in given]
-        if not isinstance(name, str):
-            raise TypeError(f"name is {shown(name)}; it must be a text")
-        offsets, tokens = extents(np.asarray(capacities, np.int64))
-        leases, name = self._leases, f"{name} {capacities}"
-        with leases.exclusive(f"reserve {name}") if leases.shared else self._changed:
-            self._check_open()
-            leases.reserve(tokens)
-        try:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: (
-                        self._closed
-                        or not leases.decides
-                        or all(r.max_tokens <= leases.available for r in self._requests)
-                    )
-                )
-        except BaseException:
-            leases.cancel(tokens)
-            raise
-        return leases.lease(capacities, tokens, offsets, name)
-
-    def run_session(self, session: SessionPasses) -> BaseException | None:
-        """Runs passes of a session's rows, at most `rows`, in a dispatch with all that runs besides.
-
-        Returns:
-          An interrupt, to raise when the results have been taken, or None.
-
-        Raises:
-          ClosedError: the engine was shut down or has failed, or the session's memory is gone.
-        """
-        with self._changed:
-            self._check_open()
-            self._start_thread()
-            self._sessions.submit(session)
-            return self._sessions.wait(session)
-
-    def forget_session(self, lease: KVLease) -> None:
-        """Lets the next dispatch not wait for a session that asks for no more passes."""
-        with self._changed:
-            self._sessions.forget(lease)
 
     # Its life.
 
