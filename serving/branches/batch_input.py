@@ -12,16 +12,16 @@ from jaxshare import Grammar, Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.branches.prompt_tree import MAX_COMPLETIONS, Branch, read_prompts
 from jaxshare.serving.chat_template import ChatTemplateError, SlowTemplateError, render_marked
-from jaxshare.serving.inputs import check_context, check_messages, encode
+from jaxshare.serving.inputs import check_context, check_messages, check_sampler, encode
 from jaxshare.serving.words import encode_marked
 
 _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "bad_words", "forbidden"),
     *("forbidden_first", "min_tokens", "stop_token_ids", "ignore_eos", "sequence_bias"),
-    *("max_tokens", "min_length", "stop", "include_stop", "seed", "processors"),
+    *("max_tokens", "min_length", "stop", "include_stop", "seed", "processors", "grammar"),
 )
-"""The fields of `Sampler` that a line may set, besides its grammar."""
+"""The fields of `Sampler` that a line may set; a grammar is as `Grammar.of` takes it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,16 @@ def _read_line(
         what = f"the prompt of {_branch_name(item.branch)}" if options.tree else "the prompt"
         own = item.sampler and item.sampler.max_tokens
         check_context(model, len(item.tokens), own or options.max_new_tokens, what)
+        _check_sampler(model, item.sampler)
     return items
+
+
+def _check_sampler(model: LoadedModel, sampler: Sampler | None) -> None:
+    try:
+        if sampler:
+            check_sampler(model, sampler)
+    except ValueError as error:
+        raise ValueError(f"has settings that cannot be obeyed: {error}") from error
 
 
 def _prompt(value: dict[str, Any], model: LoadedModel, chat: bool) -> str | list[int]:
@@ -238,8 +247,8 @@ def _sampler(value: dict[str, Any], outer: Sampler) -> Sampler | None:
     """The sampler of a line or node with settings of its own, or None."""
     given = {name: value[name] for name in _SAMPLING if name in value}
     try:
-        if value.get("grammar") is not None:
-            given["grammar"] = Grammar.of(value["grammar"])
+        if given.get("grammar") is not None:
+            given["grammar"] = Grammar.of(given["grammar"])
         return dataclasses.replace(outer, **given) if given else None
     except (ValueError, TypeError) as error:
         raise ValueError(f"has a sampling setting out of range: {error}") from error

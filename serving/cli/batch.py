@@ -234,6 +234,8 @@ def _settings(options: argparse.Namespace, sampling: dict[str, Any], data: bytes
         for name in ("model", "n", "max_new_tokens", "seed", "tree", "chat", "dtype", "share")
     }
     stops = {"stop": options.stop, "include_stop": options.include_stop} if options.stop else {}
+    if grammar := sampling.get("grammar"):
+        sampling = {**sampling, "grammar": dataclasses.asdict(grammar)}
     return {"input": jsonl.sha256(data), **given, **sampling, **stops, **_scores(options)}
 
 

@@ -420,6 +420,12 @@ BAD = [
     ('{"prompt": "x", "top_k": 1.5}', "has a sampling setting out of range: top_k is 1.5"),
     ('{"prompt": "x", "top_p": null}', "top_p is None; it must be a number"),
     ('{"prompt": "x", "min_p": 1e999}', "min_p is inf; it must be finite"),
+    ('{"prompt": "x", "grammar": {"xml": "a"}}', "it must have one key, one of json_schema, regex"),
+    ('{"prompt": "x", "grammar": "a+"}', "the grammar is 'a+'; it must be a dict"),
+    (
+        '{"prompt": "x", "forbidden": [300]}',
+        "has settings that cannot be obeyed: the sampler names",
+    ),
     ('{"tokens": []}', "give at least one token"),
     ('{"tokens": [1, "2"]}', "no list of whole numbers"),
     ('{"tokens": 7}', "no list of whole numbers"),
