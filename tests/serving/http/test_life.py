@@ -238,8 +238,8 @@ def test_the_description_of_the_interface_has_all_of_it(live):
     assert all("422" not in one["responses"] for path in paths.values() for one in path.values())
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_the_command_serves_and_ends_on_a_signal(sent, tmp_path):
+@pytest.mark.parametrize("sent", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGTERM] * 2])
+def test_the_command_serves_and_ends_on_signals(sent, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("# of this test\nright\n")
     command = [sys.executable, "-m", "jaxshare.serving.cli", "serve", "embedded", "--port", "0"]
@@ -254,6 +254,7 @@ def test_the_command_serves_and_ends_on_a_signal(sent, tmp_path):
             assert (model["id"], model["max_model_len"]) == ("embedded", 64)
             refused = client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 100})
             assert refused.json()["error"]["code"] == "context_length_exceeded"
-        process.send_signal(sent)
+        for each in sent:
+            process.send_signal(each)
         assert process.wait(30) == 0
         assert process.stderr.read() == ""
