@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import httpx2
 import pytest
@@ -256,5 +257,7 @@ def test_the_command_serves_and_ends_on_signals(sent, tmp_path):
             assert refused.json()["error"]["code"] == "context_length_exceeded"
         for each in sent:
             process.send_signal(each)
-        assert process.wait(30) == 0
+            time.sleep(0.05)  # two at a time may come as one
+        # A second signal may find that the server has ended, and the process about to.
+        assert process.wait(30) in (0, *(-each for each in sent[1:]))
         assert process.stderr.read() == ""
