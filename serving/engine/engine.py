@@ -116,13 +116,6 @@ class Engine(SessionHost):
         """The Logits Cache."""
         return self._scheduler.output.logits
 
-    @property
-    def max_request_tokens(self) -> int:
-        """The most tokens that a prompt and its output may have together, beside what is leased."""
-        pool, leases = self._scheduler.kv.pool, self._leases
-        room = pool.tokens if leases.shared else leases.available
-        return min(self.model.config.max_positions, room)
-
     # Requests.
 
     @overload

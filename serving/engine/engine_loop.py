@@ -36,6 +36,13 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
+    @property
+    def max_request_tokens(self) -> int:
+        """The most tokens that a prompt and its output may have together, beside what is leased."""
+        pool, leases = self._scheduler.kv.pool, self._leases
+        room = pool.tokens if leases.shared else leases.available
+        return min(self._scheduler.model.config.max_positions, room)
+
     def _start_thread(self) -> None:
         """Starts the thread, unless it runs. It ends when there is nothing to do.
 

@@ -72,6 +72,7 @@ class DrainingServer(uvicorn.Server):
             create_app(service, is_local=is_loopback(host)),
             http=timed_protocol(service.settings.body_seconds),
             ws="none",
+            lifespan="off",  # whose task would be cut off by a second signal
             loop="asyncio",
             log_config=None,
             access_log=False,  # the application logs its own

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import httpx2
 import pytest
@@ -238,8 +239,8 @@ def test_the_description_of_the_interface_has_all_of_it(live):
     assert all("422" not in one["responses"] for path in paths.values() for one in path.values())
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_the_command_serves_and_ends_on_a_signal(sent, tmp_path):
+@pytest.mark.parametrize("sent", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGTERM] * 2])
+def test_the_command_serves_and_ends_on_signals(sent, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("# of this test\nright\n")
     command = [sys.executable, "-m", "jaxshare.serving.cli", "serve", "embedded", "--port", "0"]
@@ -254,6 +255,9 @@ def test_the_command_serves_and_ends_on_a_signal(sent, tmp_path):
             assert (model["id"], model["max_model_len"]) == ("embedded", 64)
             refused = client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 100})
             assert refused.json()["error"]["code"] == "context_length_exceeded"
-        process.send_signal(sent)
-        assert process.wait(30) == 0
+        for each in sent:
+            process.send_signal(each)
+            time.sleep(0.05)  # two at a time may come as one
+        # A second signal may find that the server has ended, and the process about to.
+        assert process.wait(30) in (0, *(-each for each in sent[1:]))
         assert process.stderr.read() == ""
