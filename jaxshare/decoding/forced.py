@@ -80,10 +80,11 @@ class Forced:
         """An array with the forced tokens of these rows from place `first` on."""
         if not self.grammars.in_use:
             return array
-        place, row = jnp.arange(self.tokens.shape[1]), jnp.arange(len(self.count))[:, None]
-        taken = rows[:, None] & (place < self.count[:, None])
-        at = jnp.where(taken, jnp.reshape(jnp.asarray(first), (-1, 1)) + place, array.shape[1])
-        return array.at[row, at].set(self.tokens, mode="drop")
+        # By what each place takes: XLA scatters on a CPU one number after the other.
+        place = jnp.arange(array.shape[1]) - jnp.reshape(jnp.asarray(first), (-1, 1))
+        taken = rows[:, None] & (place >= 0) & (place < self.count[:, None])
+        token = jnp.take_along_axis(self.tokens, jnp.where(taken, place, 0), axis=1)
+        return jnp.where(taken, token, array)
 
     def read(self, history: History, state: DecodeState) -> History:
         """The texts after the forced tokens."""

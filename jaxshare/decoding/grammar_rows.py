@@ -132,15 +132,8 @@ class GrammarRows:
         if self.words.shape[1]:
             words = self._served_words(words, due, mesh)
         if self.tables.num_states:
-            has_table = self.states >= 0
-            words = jax.lax.cond(
-                jnp.any(due & has_table),
-                lambda words: jnp.where(
-                    has_table[:, None], self.tables.masks[jnp.maximum(self.states, 0)], words
-                ),
-                lambda words: words,
-                words,
-            )
+            of_table = self.tables.masks[jnp.maximum(self.states, 0)]
+            words = jnp.where((self.states >= 0)[:, None], of_table, words)
         return words
 
     def _served_words(self, words: Array, due: Array, mesh: Mesh | None) -> Array:
@@ -177,30 +170,29 @@ class GrammarRows:
         states = self.states
         if self.tables.num_states:
             reads = sampled & (states >= 0)
-            states, forced, count = jax.lax.cond(
-                jnp.any(reads),
-                lambda *_: self._read(token, reads, room, least),
-                lambda *same: same,
-                *(states, forced, count),
-            )
+            states, forced, count = self._read(token, reads, room, least)
         after = dataclasses.replace(self, states=states)
         if not self.words.shape[1]:
             return after, forced, count
         served = sampled & (self.states == SERVED)
-        other = forced, count, self.ticket, *([self.words] if _is_host() else [])
-
-        def tell(*other: Array) -> tuple[Array, ...]:
-            arguments = self.server, self.ticket, token, served, room, least
-            given, number, *rest = _call(_advance, mesh, other, *arguments)
-            forced = jnp.where(served[:, None], given, other[0])
-            return forced, jnp.where(served, number, other[1]), *rest
-
-        found = jax.lax.cond(jnp.any(served), tell, lambda *same: same, *other)
-        forced, count, ticket, *words = found
+        # One array each way: what they hold takes less time than to describe them to the host.
+        numbers = jnp.stack([self.server, self.ticket, least])[:, None]
+        of_rows = jnp.stack([token, served.astype(jnp.int32), room])
+        message = jnp.concatenate([numbers, of_rows], axis=1)
+        nothing = jnp.zeros((1 + rows, 1 + MOST_FORCED), jnp.int32).at[0, 0].set(self.ticket)
+        other = nothing, *([self.words] if _is_host() else [])
+        answer, *words = jax.lax.cond(
+            jnp.any(served),
+            lambda *_: tuple(_call(_advance, mesh, other, message)),
+            lambda *same: same,
+            *other,
+        )
         return (
-            dataclasses.replace(after, ticket=ticket, words=words[0] if words else self.words),
-            forced,
-            count,
+            dataclasses.replace(
+                after, ticket=answer[0, 0], words=words[0] if words else self.words
+            ),
+            jnp.where(served[:, None], answer[1:, 1:], forced),
+            jnp.where(served, answer[1:, 0], count),
         )
 
     def _read(
@@ -222,28 +214,32 @@ class GrammarRows:
 
 def _masks(server: Any, ticket: Any, words: np.ndarray) -> None:
     del ticket
-    words[:] = 0
+    words[:] = 0  # where the server fails, no token is left
     words[:] = _servers[int(server)].masks(len(words))
 
 
-def _advance(
-    server: Any,
-    ticket: Any,
-    tokens: np.ndarray,
-    sampled: np.ndarray,
-    room: np.ndarray,
-    least: Any,
-    forced: np.ndarray,
-    count: np.ndarray,
-    next_ticket: np.ndarray,
-    *words: np.ndarray,
-) -> None:
-    next_ticket[...] = (int(ticket) + 1) % 2**31
-    for array in (forced, count, *words):  # where the server fails, no token is left
-        array[:] = 0
-    forced[:], count[:] = _servers[int(server)].advance(tokens, sampled, room, int(least))
-    for array in words:
-        array[:] = _servers[int(server)].masks(len(array))
+def _advance(message: np.ndarray, answer: np.ndarray, *words: np.ndarray) -> None:
+    """Tells a server what was sampled.
+
+    Args:
+      message: int32[3, 1 + R]: server, ticket and `least`, and for each row the token, whether it is
+        to be read, and the room.
+      answer: int32[1 + R, 1 + F]: the next ticket, and for each row the number of forced tokens, and
+        these.
+      words: the masks, if they are wanted now.
+    """
+    (number, ticket, least), (tokens, sampled, room) = message[:, 0].tolist(), message[:, 1:]
+    answer[0, 0] = (ticket + 1) % 2**31
+    try:
+        server = _servers[number]
+        answer[1:, 1:], answer[1:, 0] = server.advance(tokens, sampled > 0, room, least)
+        for array in words:
+            array[:] = server.masks(len(array))
+    except BaseException:
+        answer[1:] = 0
+        for array in words:
+            array[:] = 0  # no token is left
+        raise
 
 
 def _is_host() -> bool:

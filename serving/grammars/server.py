@@ -78,18 +78,24 @@ class MatcherServer:
             row.read(token)
         self._wait()
         self._rows[index] = row
+        self._grow(index + 1)
+        self._masks[index] = 0  # and so remain the places that the tokenizer does not use
         self._compute([index])
 
     def leave(self, index: int) -> None:
         """Serves a row no more."""
         self._wait()
-        self._rows.pop(index, None)
+        if self._rows.pop(index, None):
+            self._masks[index] = _ALL
 
     def move(self, rows: Sequence[int]) -> None:
         """Goes on with these rows, in this order."""
         self._wait()
-        self._rows = {i: self._rows[row] for i, row in enumerate(rows) if row in self._rows}
-        self._compute([*self._rows])
+        masks, self._masks = self._masks, self._masks[:0]
+        kept = {i: row for i, row in enumerate(rows) if row in self._rows}
+        self._grow(len(rows))
+        self._masks[[*kept]] = masks[[*kept.values()]]
+        self._rows = {i: self._rows[row] for i, row in kept.items()}
 
     def error(self, index: int) -> str:
         """Why a row's matcher gave up; an empty text if it did not."""
@@ -119,14 +125,11 @@ class MatcherServer:
     def masks(self, rows: int) -> np.ndarray:
         """See `MaskServer.masks`."""
         self._wait()
-        words = np.full((rows, self._words), _ALL, np.uint32)
-        served = [index for index in self._rows if index < rows]
-        words[served] = self._masks[served]
-        return words
+        self._grow(rows)
+        return self._masks[:rows]
 
     def _compute(self, indices: Sequence[int]) -> None:
         """Computes the masks of some rows in the background."""
-        self._grow(max(indices, default=-1) + 1)
         unforced = []
         for index in indices:
             row = self._rows[index]
@@ -144,7 +147,6 @@ class MatcherServer:
     def _fill(self, indices: Sequence[int]) -> None:
         for index in indices:
             row = self._rows[index]
-            self._masks[index, row.vocabulary.num_words :] = 0
             size = 4 * row.vocabulary.num_words
             row.matcher.unsafe_compute_mask_ptr(self._address + 4 * index * self._words, size)
             if row.matcher.is_error():
@@ -152,7 +154,8 @@ class MatcherServer:
 
     def _grow(self, rows: int) -> None:
         if rows > len(self._masks):
-            self._masks = np.pad(self._masks, ((0, rows - len(self._masks)), (0, 0)))
+            more = np.full((rows - len(self._masks), self._words), _ALL, np.uint32)
+            self._masks = np.concatenate([self._masks, more])
             self._address = self._masks.ctypes.data
 
     def _wait(self) -> None:
