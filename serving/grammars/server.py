@@ -46,8 +46,6 @@ class _ServedRow:
 
     def find_forced(self) -> None:
         """Reads the tokens that must come next."""
-        if self.matcher.is_stopped():
-            return
         tokens = self.matcher.compute_ff_tokens()
         if tokens and self.matcher.consume_tokens(tokens):
             self.forced += tokens
