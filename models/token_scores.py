@@ -14,6 +14,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Float32, Int, Int32
 
 from jaxshare.cache import KVCache
+from jaxshare.decoding.samplers import Samplers
 from jaxshare.layout import Layout
 from jaxshare.models.layers import Decoder, Params
 from jaxshare.models.tensor_parallel import ShardedDecoder
@@ -56,6 +57,7 @@ def score_positions(
     asked: Int[Array, "N K"],
     used: Int[Array, ""],
     num_top: int,
+    samplers: Samplers | None = None,
 ) -> tuple[ScoredPositions, KVCache]:
     """Runs one pass over a shared cache, and scores tokens after some of its positions.
 
@@ -66,6 +68,8 @@ def score_positions(
       asked: tokens of the vocabulary, whose log-probabilities after each position are wanted.
       used: of the N positions only the first `used` are computed; the rest is 0.
       num_top: P; static.
+      samplers: of `CHUNK` rows, all alike, for the log-probabilities of the chances that they draw
+        with; default those of the model itself.
 
     Returns:
       The scores, and the cache with the new tokens in it.
@@ -79,7 +83,11 @@ def score_positions(
     def chunk(number: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
         start = number * CHUNK
         part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=CHUNK)
-        reduced = _reduce(_logits(module, params, part(states)), part(asked), num_top)
+        logits = _logits(module, params, part(states))
+        if samplers is not None:
+            positions = jnp.zeros(CHUNK, jnp.int32)
+            logits = jnp.log(samplers.chances(logits, positions, mesh=cache.mesh))
+        reduced = _reduce(logits, part(asked), num_top)
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(whole, new, start, axis=0)
             for whole, new in zip(found, reduced, strict=True)

@@ -218,6 +218,13 @@ def as_top_logprobs(model: LoadedModel, count: Any) -> int:
     return as_integer("top_logprobs", count, 0, min(MOST_LOGPROBS, model.config.vocab_size))
 
 
+def as_sampler(value: Any) -> Sampler:
+    """Returns a sampler; raises TypeError for anything else."""
+    if not isinstance(value, Sampler):
+        raise TypeError(f"sampler is of type {type(value).__name__}; it must be a Sampler")
+    return value
+
+
 def check_sampler(model: LoadedModel, sampler: Sampler) -> None:
     """Raises ValueError if a sampler names a token outside the model's vocabulary, or leaves none to
     choose, or has a logits processor that does not serve it."""

@@ -3,12 +3,15 @@
 import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
+from typing import Any
 
 from jaxshare import models
+from jaxshare.decoding.logprobs import PROCESSED, RAW
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.cluster import process_mesh
-from jaxshare.serving.inputs import MOST_LOGPROBS
+from jaxshare.serving.inputs import MOST_LOGPROBS, default_sampler
 from jaxshare.serving.scoring import TextScore, score
 
 
@@ -36,7 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"with --json: the N likeliest tokens in the place of each token, at most {MOST_LOGPROBS}",
     )
-    arguments.add_dtype(parser)
+    parser.add_argument(
+        "--logprobs",
+        choices=(RAW, PROCESSED),
+        default=RAW,
+        help="of the model itself, or of the chances that tokens would be drawn with after the "
+        "sampling settings (default: %(default)s)",
+    )
+    arguments.add_sampling(parser)
     arguments.add_json(parser)
     process_mesh.add_arguments(parser, groups="groups of candidates")
 
@@ -52,6 +62,12 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--top-logprobs is {options.top_logprobs}; it must be 0 to {MOST_LOGPROBS}"
         )
+    sampling = arguments.sampling_of(options)
+    if sampling and options.logprobs == RAW:
+        raise ValueError(
+            f"{next(iter(sampling))} is given, but log-probabilities are those of the model itself; "
+            "ask for --logprobs processed"
+        )
     prefix = ""
     if options.prefix_file is not None:
         prefix = arguments.read_text("prefix", None, options.prefix_file)
@@ -60,16 +76,26 @@ def run(options: argparse.Namespace) -> int:
     lines = arguments.read_text("list of candidates", None, options.candidates).split("\n")
     candidates = lines[:-1] if not lines[-1] else lines
     model = models.load(options.model, dtype=options.dtype, mesh=process_mesh.mesh_of(options))
-    scores = score(model, prefix, candidates, top_logprobs=options.top_logprobs)
+    sampler = None
+    if options.logprobs == PROCESSED:
+        sampler = dataclasses.replace(default_sampler(model), **sampling)
+    scores = score(model, prefix, candidates, top_logprobs=options.top_logprobs, sampler=sampler)
     if options.json:
         found = [
-            {"text": text, **dataclasses.asdict(one)}
-            for text, one in zip(candidates, scores, strict=True)
+            {"text": text, **_as_json(one)} for text, one in zip(candidates, scores, strict=True)
         ]
         print(json.dumps({"scores": found}))
     else:
         _print_table(candidates, scores)
     return 0
+
+
+def _as_json(score: TextScore) -> dict[str, Any]:
+    """A score as JSON has it: None for minus infinity."""
+    given = dataclasses.asdict(score)
+    given["logprobs"] = [None if n == -math.inf else n for n in score.logprobs]
+    given["logprob"] = None if score.logprob == -math.inf else score.logprob
+    return given
 
 
 def _print_table(candidates: Sequence[str], scores: Sequence[TextScore]) -> None:

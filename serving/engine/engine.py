@@ -24,10 +24,9 @@ from jaxshare.serving.engine.scheduler import MAX_PASSES
 from jaxshare.serving.engine.session_host import SessionHost
 from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamState
 from jaxshare.serving.engine.stream_group import StreamGroup, start_group
-from jaxshare.serving.engine.validation import as_sampler
 from jaxshare.serving.errors import EngineError
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.inputs import default_sampler, warn_of_equal_texts
+from jaxshare.serving.inputs import as_sampler, default_sampler, warn_of_equal_texts
 from jaxshare.serving.kvcache.lease import LeaseTable
 from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.logits_cache.cache import LogitsCache

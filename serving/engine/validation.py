@@ -17,6 +17,7 @@ from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.stream import StreamState
 from jaxshare.serving.errors import TooLongError
 from jaxshare.serving.inputs import (
+    as_sampler,
     as_top_logprobs,
     check_completions,
     check_sampler,
@@ -187,13 +188,6 @@ def prompt_tokens(
             f"the prompt's token {int(tokens[outside.argmax()])} is outside the vocabulary of {vocab}"
         )
     return tokens.astype(np.int32)
-
-
-def as_sampler(value: Any) -> Sampler:
-    """Returns a sampler; raises TypeError for anything else."""
-    if not isinstance(value, Sampler):
-        raise TypeError(f"sampler is of type {type(value).__name__}; it must be a Sampler")
-    return value
 
 
 @dataclasses.dataclass(frozen=True)

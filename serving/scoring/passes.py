@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jaxshare import Sampler, Samplers
 from jaxshare.arena import LARGE_TILE
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
@@ -100,10 +101,15 @@ class TreePasses:
       model: for the context of the texts.
       longest: tokens to feed of the longest text.
       num_top: likeliest tokens to return at each position.
+      sampler: for the log-probabilities of the chances that it draws with; None for those of the
+        model itself.
     """
 
-    def __init__(self, model: LoadedModel, longest: int, num_top: int):
+    def __init__(
+        self, model: LoadedModel, longest: int, num_top: int, sampler: Sampler | None = None
+    ):
         self._model = model
+        self._samplers = Samplers.stack([sampler] * CHUNK) if sampler else None
         self._num_top = min(num_top, model.config.vocab_size)
         # A path and the tokens of a pass; of few sizes, so that programs are few.
         needed = longest + _PLACES
@@ -191,6 +197,7 @@ class TreePasses:
             asked,
             np.int32(len(places) and places[-1][0] + 1),
             self._num_top,
+            self._samplers,
         )
         for live in {id(row.path[-1]): row.path[-1] for row in rows}.values():
             _settle(live)
@@ -231,11 +238,11 @@ class TreePasses:
         for place, column, node, index, token in started.asked:
             position, logprob = node.position + index + 1, float(found.logprobs[place, column])
             greedy = int(found.likeliest[place]) == token
-            top = tuple(
-                zip(found.top[place].tolist(), found.top_logprobs[place].tolist(), strict=True)
-            )
+            pairs = zip(found.top[place].tolist(), found.top_logprobs[place].tolist(), strict=True)
+            top = tuple(pair for pair in pairs if pair[1] > -math.inf or not self._samplers)
             for text in node.wanted[index][token]:
-                if not math.isfinite(logprob):
+                # A sampler may give a token no chance.
+                if not (math.isfinite(logprob) or (self._samplers and logprob == -math.inf)):
                     _fail(texts[text], position)
                 scores.append(TokenScore(text, position, logprob, greedy, top))
         return scores

@@ -14,9 +14,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
+from jaxshare import Sampler
 from jaxshare.argument_checks import as_integer
 from jaxshare.models import LoadedModel, ModelConfig
-from jaxshare.serving.inputs import MOST_LOGPROBS
+from jaxshare.serving.inputs import MOST_LOGPROBS, as_sampler, check_sampler
 from jaxshare.serving.scoring.inputs import read_texts
 from jaxshare.serving.scoring.passes import TokenScore, TreePasses
 from jaxshare.serving.scoring.text_tree import TokenText, batches, feeding_order
@@ -32,7 +33,8 @@ Text = str | Sequence[int]
 class TextScore:
     """The log-probabilities of a text's tokens, each given all before it.
 
-    Natural logarithms, under the model itself: temperature 1, nothing cut.
+    Natural logarithms, under the model itself: temperature 1, nothing cut; or of the chances that a
+    sampler draws with, minus infinity for a token that has none.
 
     Attributes:
       tokens: of the text, without those of its prefix.
@@ -59,6 +61,7 @@ def score(
     candidates: Sequence[Text],
     *,
     top_logprobs: int = 0,
+    sampler: Sampler | None = None,
     on_scored: Callable[[int], None] | None = None,
 ) -> list[TextScore]: ...
 @overload
@@ -68,6 +71,7 @@ def score(
     candidates: Sequence[Text],
     *,
     top_logprobs: int = 0,
+    sampler: Sampler | None = None,
     on_scored: Callable[[int], None] | None = None,
 ) -> list[TextScore]: ...
 @overload
@@ -77,6 +81,7 @@ def score(
     candidates: Sequence[Sequence[Text]],
     *,
     top_logprobs: int = 0,
+    sampler: Sampler | None = None,
     on_scored: Callable[[int], None] | None = None,
 ) -> list[list[TextScore]]: ...
 def score(
@@ -85,6 +90,7 @@ def score(
     candidates: Any,
     *,
     top_logprobs: int = 0,
+    sampler: Sampler | None = None,
     on_scored: Callable[[int], None] | None = None,
 ) -> Any:
     """Computes the log-probabilities of candidates that may continue a prefix.
@@ -103,6 +109,9 @@ def score(
         of a candidate has no log-probability.
       candidates: texts or their tokens; of several prefixes, a list for each.
       top_logprobs: likeliest tokens to return in the place of each token, at most 20; 0 for none.
+      sampler: for the log-probabilities of the chances that it draws with, instead of the model's own.
+        Temperature, truncation, biases and forbidden tokens count; settings that look at the text, or
+        at the number of sampled tokens, are refused.
       on_scored: called with the number of texts that are scored, as it grows.
 
     Returns:
@@ -116,29 +125,47 @@ def score(
       NotANumberError: the model's logits for a candidate are not finite.
     """
     num_top = as_integer("top_logprobs", top_logprobs, 0, MOST_LOGPROBS)
+    _check_sampler(model, sampler)
     several, texts, sizes = read_texts(model, prefix, candidates)
-    scores = iter(score_texts(model, texts, num_top, on_scored))
+    scores = iter(score_texts(model, texts, num_top, on_scored, sampler))
     found = [[next(scores) for _ in range(size)] for size in sizes]
     return found if several else found[0]
 
 
-def prompt_logprobs(model: LoadedModel, text: Text, *, top_logprobs: int = 0) -> TextScore:
+def _check_sampler(model: LoadedModel, sampler: Sampler | None) -> None:
+    """Raises ValueError for a sampler whose chances do not follow from one place's logits alone."""
+    if sampler is None:
+        return
+    check_sampler(model, as_sampler(sampler))
+    sampler.refuse(None, "given texts are not sampled; leave it out")
+    # These follow from the distribution of one place, or end a text.
+    other = dataclasses.replace(sampler, typical_p=1.0, stop_token_ids=(), ignore_eos=False)
+    if used := other.not_redrawn:
+        raise ValueError(
+            f"{used} cannot be had for given texts, whose tokens are not drawn one after the other; "
+            "leave it out of the sampler"
+        )
+
+
+def prompt_logprobs(
+    model: LoadedModel, text: Text, *, top_logprobs: int = 0, sampler: Sampler | None = None
+) -> TextScore:
     """Computes the log-probabilities of all tokens of a text, such as for its perplexity.
 
     The first token of all has nothing before it, so its log-probability is None. Where the
     tokenizer puts a special token before texts, that is the first one, and is among the tokens.
-    They are under the model itself: a prompt's tokens are not drawn, so there are no processed ones.
 
     Args:
-      model, top_logprobs: see `score`.
+      model, top_logprobs, sampler: see `score`.
       text: a text or its tokens.
 
     Raises:
       ValueError, TypeError, NotANumberError: see `score`.
     """
     num_top = as_integer("top_logprobs", top_logprobs, 0, MOST_LOGPROBS)
+    _check_sampler(model, sampler)
     _, (read,), _ = read_texts(model, "" if isinstance(text, str) else [], [text])
-    return score_texts(model, [dataclasses.replace(read, start=0)], num_top)[0]
+    return score_texts(model, [dataclasses.replace(read, start=0)], num_top, sampler=sampler)[0]
 
 
 def score_texts(
@@ -146,6 +173,7 @@ def score_texts(
     texts: Sequence[TokenText],
     num_top: int = 0,
     on_scored: Callable[[int], None] | None = None,
+    sampler: Sampler | None = None,
 ) -> list[TextScore]:
     """Scores texts that are read and checked; arguments and errors otherwise as in `score`."""
     scores: dict[int, TextScore] = {}
@@ -163,7 +191,7 @@ def score_texts(
                 if on_scored:
                     on_scored(len(scores))
 
-        _score_alike(fitted, [texts[i] for i in members], num_top, finish)
+        _score_alike(fitted, [texts[i] for i in members], num_top, finish, sampler)
     return [scores[i] for i in range(len(texts))]
 
 
@@ -172,6 +200,7 @@ def _score_alike(
     texts: Sequence[TokenText],
     num_top: int,
     finish: Callable[[int, TextScore], None],
+    sampler: Sampler | None,
 ) -> None:
     """Scores texts of one rotation, on all data groups of a mesh."""
     replicas = model.replicas()
@@ -179,7 +208,7 @@ def _score_alike(
     cut = batches(texts, _BATCH_TOKENS, len(replicas))
 
     def run(group: int) -> None:
-        passes = TreePasses(replicas[group], longest, num_top)
+        passes = TreePasses(replicas[group], longest, num_top, sampler)
         for members in cut[group :: len(replicas)]:
             _score_batch(
                 passes,

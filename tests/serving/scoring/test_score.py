@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jaxshare import Rope
+from jaxshare import Grammar, Rope, Sampler
 from jaxshare.models import Generation, LoadedModel
 from jaxshare.models.layers import Decoder
 from jaxshare.serving import TextScore, prompt_logprobs, score
@@ -20,6 +20,7 @@ from jaxshare.serving.kvcache.pool import Pool
 from jaxshare.serving.scoring import passes
 from jaxshare.serving.scoring.text_tree import TokenText, batches
 from jaxshare.sharding import make_mesh
+from tests.core.decoding.test_sampling import expected_probabilities
 from tests.helpers import TINY, init, mostly_slow, one_layer, tiny_params
 
 CONTEXT = 600
@@ -393,3 +394,52 @@ def test_logits_that_are_not_numbers_name_their_text():
         score(model, [1, 2], [[3, 4], [50, 4], [4, 4]])
     with pytest.raises(NotANumberError, match="for candidate 0 of prefix 1 are not numbers"):
         score(model, [[1, 2], [50, 2]], [[[3]], [[4]]])
+
+
+CHANGED = Sampler(0.7, top_k=20, top_p=0.9, min_p=0.01, bias={4: 2.0}, forbidden=(6,))
+
+
+@pytest.mark.parametrize("axes", [None, {"tensor": 2}], ids=str)
+def test_log_probabilities_of_the_chances_that_a_sampler_draws_with(axes):
+    model = tiny() if axes is None else tiny().on(make_mesh(**axes))
+    prefix, candidates = random_tokens(9), [random_tokens(5), [4, 6, 4], [6]]
+    scores = score(model, prefix, candidates, sampler=CHANGED, top_logprobs=5)
+    for found, text in zip(scores, candidates, strict=True):
+        oracle = plain_logprobs([*prefix, *text], tiny())[len(prefix) - 1 :]
+        for place, token in enumerate(text):
+            chances = expected_probabilities(oracle[place].astype(np.float32), CHANGED)
+            with np.errstate(divide="ignore"):
+                logs = np.log(chances)
+            np.testing.assert_allclose(found.logprobs[place], logs[token], atol=1e-4)
+            likeliest = sorted(np.flatnonzero(chances), key=lambda t: (-chances[t], t))[:5]
+            assert [t for t, _ in found.top_logprobs[place]] == likeliest
+    assert scores[2].logprob == -np.inf and not scores[2].greedy
+
+
+def test_of_a_prompt_too_and_with_the_model_s_own_it_is_the_same():
+    text = random_tokens(12)
+    whole = prompt_logprobs(tiny(), text, sampler=Sampler(1.0))
+    assert whole.logprobs[0] is None
+    np.testing.assert_allclose(
+        whole.logprobs[1:], prompt_logprobs(tiny(), text).logprobs[1:], atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        (
+            Sampler(repetition_penalty=1.1, typical_p=0.5),
+            "repetition_penalty cannot be had for given",
+        ),
+        (Sampler(forbidden_first=(3,)), "forbidden_first cannot be had"),
+        (Sampler(grammar=Grammar.choices(["a"])), "no tokenizer"),
+        (Sampler(n=2), "sampler's n is 2, but given texts are not sampled"),
+        (Sampler(forbidden=(10**6,)), "outside the vocabulary"),
+        (0.7, "it must be a Sampler"),
+    ],
+    ids=str,
+)
+def test_a_sampler_that_needs_more_than_one_place_is_refused(sampler, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        score(tiny(), [3], [[4]], sampler=sampler)
