@@ -127,6 +127,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         ("max_choices", "most completions of one request"),
         ("max_agents", "most different values of the field `agent_id`"),
         ("max_responses", "most responses of /v1/responses that are stored"),
+        ("max_sessions", "most sessions of /v1/workers at a time"),
     ):
         parser.add_argument(
             f"--{name.replace('_', '-')}",
@@ -195,7 +196,10 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
     """
     given = {
         name: getattr(options, name)
-        for name in ("request_seconds", "grace", "max_choices", "max_agents", "max_responses")
+        for name in (
+            *("request_seconds", "grace", "max_choices", "max_agents", "max_responses"),
+            "max_sessions",
+        )
     }
     if options.max_body is not None:
         given["max_body_bytes"] = arguments.parse_bytes(options.max_body, "--max-body")

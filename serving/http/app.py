@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxshare import __version__
 from jaxshare.serving.http import errors
 from jaxshare.serving.http.auth import OPEN_PATHS, ApiKeys
-from jaxshare.serving.http.endpoints import chat, completions, models, responses, tokens
+from jaxshare.serving.http.endpoints import chat, completions, models, responses, tokens, workers
 from jaxshare.serving.http.endpoints.response_store import ResponseStore
 from jaxshare.serving.http.limits import BodyLimits, LocalHosts
 from jaxshare.serving.http.metrics import HttpMetrics
@@ -22,7 +22,7 @@ _log = logging.getLogger("jaxshare.http")
 
 _GONE = 499
 """The status of requests whose clients have gone before there was one."""
-_ROUTERS = tuple(part.router for part in (models, completions, chat, responses, tokens))
+_ROUTERS = tuple(part.router for part in (models, completions, chat, responses, tokens, workers))
 _ERROR = {
     "description": "An error in OpenAI's shape",
     "content": {

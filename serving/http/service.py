@@ -20,6 +20,7 @@ from jaxshare.serving.http.generation.logprobs import TokenTexts
 from jaxshare.serving.http.generation.running import Running, Wanted, submit
 from jaxshare.serving.http.generation.sampling import sampler_of, stops_of
 from jaxshare.serving.http.metrics import HttpMetrics
+from jaxshare.serving.http.sessions.running import RUNNING, RunningSession
 from jaxshare.serving.http.settings import ServerSettings
 from jaxshare.serving.http.sse import EventStream
 from jaxshare.serving.inputs import default_sampler, encode
@@ -33,6 +34,7 @@ class Service:
       metrics: of the server.
       token_texts: of the model.
       created: the time of its start, in seconds since 1970.
+      sessions: of workers, by their identity.
       is_warm: True when the engine has compiled what requests need.
       is_draining: True when it takes no more requests.
     """
@@ -46,6 +48,7 @@ class Service:
         self._running: set[Running] = set()
         self._busy = 0
         self._agents: set[str] = set()
+        self.sessions: dict[str, RunningSession] = {}
         self._scoring = concurrent.futures.ThreadPoolExecutor(1, "jaxshare-score")
 
     # Life.
@@ -58,7 +61,8 @@ class Service:
     @property
     def is_idle(self) -> bool:
         """True if nothing is computed for any client."""
-        return not self._running and not self._busy
+        writes = any(session.status == RUNNING for session in self.sessions.values())
+        return not self._running and not self._busy and not writes
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -73,6 +77,7 @@ class Service:
         """Ends all requests; their clients are told that the server shuts down."""
         for running in [*self._running]:
             running.cancel()
+        self._close_sessions()
 
     def client_gone(self) -> None:
         """Counts a client that did not wait for its answer."""
@@ -278,8 +283,13 @@ class Service:
         return await self._in(self._scoring, work, prompt)
 
     def close(self) -> None:
-        """Frees the thread of scorings."""
+        """Frees the thread of scorings, and ends sessions."""
         self._scoring.shutdown(wait=False, cancel_futures=True)
+        self._close_sessions()
+
+    def _close_sessions(self) -> None:
+        for session in [*self.sessions.values()]:
+            session.close(wait=False)
 
 
 def new_id(kind: str) -> str:

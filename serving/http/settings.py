@@ -29,6 +29,7 @@ class ServerSettings:
       max_choices: completions that a request may ask for, over all its prompts.
       max_agents: different values of `agent_id` that the server takes in its life.
       max_responses, max_response_bytes: stored responses, and the bytes that they may take.
+      max_sessions: of workers at a time.
       grace: seconds that running requests have after a SIGTERM.
       allowed_origins: of pages in browsers that may ask the server; none allows none.
       tool_format: the form of calls in answers; None for the one that the chat template tells.
@@ -50,6 +51,7 @@ class ServerSettings:
     max_agents: int = 1024
     max_responses: int = 1024
     max_response_bytes: int = 64 * 2**20
+    max_sessions: int = 16
     grace: float = 30.0
     allowed_origins: tuple[str, ...] = ()
     tool_format: str | None = None
@@ -65,6 +67,7 @@ class ServerSettings:
                 ("max_agents", 0, 2**20),
                 ("max_responses", 0, 2**20),
                 ("max_response_bytes", 0, 2**40),
+                ("max_sessions", 0, 2**12),
             )
         }
         for name, least in (

@@ -11,6 +11,7 @@ from jaxshare.serving.http.endpoints.chat import ChatFields
 from jaxshare.serving.http.endpoints.completions import CompletionFields
 from jaxshare.serving.http.endpoints.responses import ResponseFields
 from jaxshare.serving.http.endpoints.tokens import DetokenizeFields, ScoreFields, TokenizeFields
+from jaxshare.serving.http.endpoints.workers import SayFields, SessionFields, WorkerFields
 from tests.paths import ROOT
 from tests.serving.http.served import ScriptedEngine, served
 
@@ -22,6 +23,9 @@ BODIES = [
     TokenizeFields,
     DetokenizeFields,
     ScoreFields,
+    SessionFields,
+    SayFields,
+    WorkerFields,
 ]
 
 

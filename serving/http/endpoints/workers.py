@@ -1,0 +1,256 @@
+"""/v1/workers: sessions of workers that write together, and see each other's words at once."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from jaxshare import Sampler
+from jaxshare.serving.http import sse
+from jaxshare.serving.http.answers import json_response, owner_of, service_of
+from jaxshare.serving.http.errors import ApiError, api_error, bad_request
+from jaxshare.serving.http.generation.fields import Body, Number
+from jaxshare.serving.http.service import Service, new_id
+from jaxshare.serving.http.sessions.running import RunningSession, describe
+from jaxshare.serving.inputs import default_sampler
+from jaxshare.serving.workers import Workers
+from jaxshare.serving.workers.prompts.presets import FORMATS
+
+router = APIRouter()
+
+Name = Annotated[str, Field(min_length=1, max_length=64)]
+Count = Annotated[int, Field(ge=1, le=2**20)]
+
+
+class SessionFields(Body):
+    """The body of POST /v1/workers. None means the default of `jaxshare.serving.Workers`."""
+
+    REFUSED: ClassVar = {"implementation": "it is the server's", "engine": "it is the server's"}
+
+    model: str | None = None
+    problem: Annotated[str, Field(min_length=1)]
+    names: Annotated[list[Name], Field(min_length=1, max_length=64)] = Field(["Alice", "Bob"])
+    layout: str = "combined"
+    budget: Count = 1024
+    format: str | None = None
+    ask_every: Annotated[int, Field(ge=0, le=2**20)] | None = None
+    max_workers: Count | None = None
+    stop_on: str | None = None
+    kind: str | None = None
+    temperature: Number | None = Field(None, ge=0)
+    top_p: Number | None = Field(None, gt=0, le=1)
+    min_p: Number | None = Field(None, ge=0, le=1)
+    seed: int | None = None
+
+
+class SayFields(Body):
+    """The body of POST /v1/workers/{identity}/say."""
+
+    text: Annotated[str, Field(min_length=1)]
+    name: Name = "User"
+
+
+class WorkerFields(Body):
+    """The body of requests about one worker."""
+
+    name: Name
+
+
+@router.post("/v1/workers", tags=["workers"])
+async def create_session(body: SessionFields, request: Request) -> Response:
+    """Creates a session, whose workers begin to write at once."""
+    service = service_of(request)
+    body.check_fields()
+    service.check_open()
+    service.check_model(body.model)
+    # The library takes files, too, but no request may touch the disk.
+    if body.format is not None and body.format.partition("+")[0] not in FORMATS:
+        raise bad_request(
+            f"the format {body.format[:64]!r} is not known; it must be one of "
+            f"{', '.join(FORMATS)}, with options after it, such as qwen3+user",
+            "format",
+        )
+    sampler = _sampler(service, body)
+    given = {
+        name: value
+        for name in ("format", "ask_every", "max_workers", "stop_on", "kind", "seed")
+        if (value := getattr(body, name)) is not None
+    }
+
+    def make() -> Workers:
+        return Workers(
+            service.model,
+            body.problem,
+            names=body.names,
+            layout=body.layout,
+            budget=body.budget,
+            sampler=sampler,
+            engine=service.engine,
+            **given,
+        )
+
+    most, sessions = service.settings.max_sessions, service.sessions
+    if len(sessions) >= most:
+        raise ApiError(
+            429,
+            f"the server has {most} sessions, the most that it takes; delete one",
+            code="too_many_sessions",
+        )
+    identity = new_id("session")
+    running = RunningSession(identity, owner_of(request), make)
+    sessions[identity] = running
+    try:
+        made = await _result(running.ready, "problem")
+    except BaseException:
+        del sessions[identity]
+        raise
+    return json_response(_told(running, made))
+
+
+@router.get("/v1/workers", tags=["workers"])
+async def list_sessions(request: Request) -> Response:
+    """Lists the sessions of this key."""
+    owner = owner_of(request)
+    mine = [each for each in service_of(request).sessions.values() if each.owner == owner]
+    return json_response({"object": "list", "data": [_head(each) for each in mine]})
+
+
+@router.get("/v1/workers/{identity}", tags=["workers"])
+async def retrieve_session(identity: str, request: Request) -> Response:
+    """Describes a session: its workers, and the steps that they have written."""
+    running = _session(request, identity)
+    return json_response(_told(running, await _result(running.ask(describe))))
+
+
+@router.get("/v1/workers/{identity}/events", tags=["workers"])
+async def stream_events(identity: str, request: Request, after: int = 0) -> Response:
+    """Streams the events of a session from a number on, up to its end."""
+    service, running = service_of(request), _session(request, identity)
+    if after < 0:
+        raise bad_request(f"after is {after}; it must be at least 0", "after")
+
+    async def events() -> AsyncGenerator[bytes]:
+        async for each in running.events(after):
+            yield sse.event(each, each["type"])
+        yield sse.DONE
+
+    seconds = service.settings.stall_seconds
+    return sse.EventStream(events(), seconds, on_gone=service.client_gone, on_end=lambda: None)
+
+
+@router.post("/v1/workers/{identity}/say", tags=["workers"])
+async def say(identity: str, body: SayFields, request: Request) -> Response:
+    """Adds a person's words to the history, which all workers read from the next pass on."""
+    body.check_fields()
+    return await _do(request, identity, lambda w: w.say(body.text, body.name), "text")
+
+
+@router.post("/v1/workers/{identity}/pause", tags=["workers"])
+async def pause(identity: str, body: WorkerFields, request: Request) -> Response:
+    """Stops a worker where it is."""
+    return await _do(request, identity, lambda w: w.pause(body.name))
+
+
+@router.post("/v1/workers/{identity}/resume", tags=["workers"])
+async def resume(identity: str, body: WorkerFields, request: Request) -> Response:
+    """Lets a paused worker go on."""
+    return await _do(request, identity, lambda w: w.resume(body.name))
+
+
+@router.post("/v1/workers/{identity}/add", tags=["workers"])
+async def add(identity: str, body: WorkerFields, request: Request) -> Response:
+    """Adds a worker, which starts its first step with the next pass."""
+    return await _do(request, identity, lambda w: w.add(body.name))
+
+
+@router.post("/v1/workers/{identity}/remove", tags=["workers"])
+async def remove(identity: str, body: WorkerFields, request: Request) -> Response:
+    """Removes a worker; what it has written stays."""
+    return await _do(request, identity, lambda w: w.remove(body.name))
+
+
+@router.post("/v1/workers/{identity}/finish", tags=["workers"])
+async def finish(identity: str, request: Request) -> Response:
+    """Gives the answer of the workers, or their best guess now; they go on as if nobody had asked."""
+    found = await _result(_session(request, identity).ask(lambda workers: workers.finish()))
+    return json_response(
+        {
+            "object": "workers.answer",
+            "value": found.value,
+            "text": found.text,
+            "passes": found.passes,
+            "extra_passes": found.extra_passes,
+        }
+    )
+
+
+@router.delete("/v1/workers/{identity}", tags=["workers"])
+async def delete_session(identity: str, request: Request) -> Response:
+    """Ends a session, and frees its memory."""
+    running = _session(request, identity)
+    service_of(request).sessions.pop(identity, None)
+    await asyncio.get_running_loop().run_in_executor(None, running.close)
+    return json_response({"id": identity, "object": "workers.session", "deleted": True})
+
+
+def _sampler(service: Service, body: SessionFields) -> Sampler:
+    given = {
+        name: value
+        for name in ("temperature", "top_p", "min_p")
+        if (value := getattr(body, name)) is not None
+    }
+    base = default_sampler(service.model)
+    return Sampler(**{**{"temperature": base.temperature, "top_p": base.top_p}, **given})
+
+
+def _session(request: Request, identity: str) -> RunningSession:
+    """The session of this name, if it is of this key.
+
+    Raises:
+      ApiError: there is none (404).
+    """
+    found = service_of(request).sessions.get(identity)
+    if found is None or found.owner != owner_of(request):
+        raise ApiError(
+            404, "there is no such session; GET /v1/workers lists those that are", param="identity"
+        )
+    return found
+
+
+async def _do(
+    request: Request, identity: str, work: Callable[[Workers], Any], field: str = "name"
+) -> Response:
+    """Lets a session do something, and describes it then."""
+    running = _session(request, identity)
+
+    def done(workers: Workers) -> dict[str, Any]:
+        work(workers)
+        return describe(workers)
+
+    return json_response(_told(running, await _result(running.ask(done), field)))
+
+
+async def _result(future: Any, field: str = "identity") -> Any:
+    """Awaits what the thread of a session computes.
+
+    Raises:
+      ApiError: for every error of the library.
+    """
+    try:
+        return await asyncio.wrap_future(future)
+    except Exception as error:
+        told = api_error(error, prompt=field)
+        if told.status == 500:
+            raise
+        raise told from error
+
+
+def _head(running: RunningSession) -> dict[str, Any]:
+    return {"id": running.identity, "object": "workers.session", "status": running.status}
+
+
+def _told(running: RunningSession, described: dict[str, Any]) -> dict[str, Any]:
+    return {**_head(running), **described}

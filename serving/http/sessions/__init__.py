@@ -1,0 +1,1 @@
+"""Sessions of workers on the server's engine."""

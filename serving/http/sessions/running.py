@@ -1,0 +1,191 @@
+"""A session of workers that runs in a thread, and what its clients see of it."""
+
+import asyncio
+import concurrent.futures
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from jaxshare.serving.errors import ClosedError
+from jaxshare.serving.workers import Workers
+
+_log = logging.getLogger("jaxshare.http")
+
+RUNNING, WAITING, ENDED, FAILED, CLOSED = "running", "waiting", "ended", "failed", "closed"
+"""States of a session. One that waits has workers that could go on, all of them paused."""
+
+_Command = tuple[Callable[[Workers], Any], concurrent.futures.Future]
+
+
+class RunningSession:
+    """A session in a thread of its own, which alone touches it.
+
+    What clients ask for is done between two dispatches, in the order in which it comes. Events stay
+    here, numbered from 0, for as long as the session does, so that a client may come late or again.
+
+    Args:
+      identity: of the session, which clients name.
+      owner: the hash of the key that made it.
+      make: creates the session; in the thread.
+
+    Attributes:
+      identity, owner: as given.
+      status: one of the states.
+      ready: done when the session is made, with its description, or with the error that hinders it.
+    """
+
+    def __init__(self, identity: str, owner: str, make: Callable[[], Workers]):
+        self.identity, self.owner, self.status = identity, owner, RUNNING
+        self.ready: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+        self._make, self._commands = make, queue.SimpleQueue[_Command | None]()
+        self._events: list[dict[str, Any]] = []
+        self._changed = threading.Lock()
+        self._readers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=f"jaxshare-{identity}", daemon=True)
+        self._thread.start()
+
+    # In any thread.
+
+    def ask(self, work: Callable[[Workers], Any]) -> concurrent.futures.Future:
+        """Lets the session's thread do something between two dispatches."""
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        with self._changed:
+            if self._is_closing:
+                future.set_exception(ClosedError("the session has been closed"))
+            else:
+                self._commands.put((work, future))
+        return future
+
+    def close(self, wait: bool = True) -> None:
+        """Ends the session, and frees its memory."""
+        with self._changed:
+            self._is_closing = True
+        self._commands.put(None)
+        if wait:
+            self._thread.join()
+
+    async def events(self, after: int) -> AsyncGenerator[dict[str, Any]]:
+        """Yields the events from a number on as they come, up to the end of the session."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        reader = loop, changed
+        with self._changed:
+            self._readers.add(reader)
+        try:
+            while True:
+                with self._changed:
+                    changed.clear()
+                    new, status = self._events[after:], self.status
+                for each in new:
+                    yield each
+                after += len(new)
+                if not new and status in (ENDED, FAILED, CLOSED):
+                    return
+                if not new:
+                    await changed.wait()
+        finally:
+            with self._changed:
+                self._readers.discard(reader)
+
+    # In the session's thread.
+
+    def _run(self) -> None:
+        try:
+            workers = self._make()
+        except BaseException as error:
+            self.status = FAILED
+            self.ready.set_exception(error)
+            return
+        with workers:
+            self.ready.set_result(describe(workers))
+            try:
+                self._write(workers)
+            except ClosedError:
+                self._tell(CLOSED, {})
+            except Exception as error:
+                _log.error("a session of workers has failed", exc_info=error)
+                self._tell(FAILED, {"type": "error", "message": str(error)})
+        with self._changed:
+            self._is_closing = True
+        while not self._commands.empty():
+            if command := self._commands.get():
+                command[1].set_exception(ClosedError("the session has been closed"))
+
+    def _write(self, workers: Workers) -> None:
+        while True:
+            self._tell(RUNNING)
+            for event in workers.stream():
+                self._tell(
+                    RUNNING,
+                    {
+                        "type": "text",
+                        "worker": event.worker,
+                        "step": event.step,
+                        "text": event.text,
+                        "passes": event.passes,
+                        "ends": event.ends,
+                    },
+                )
+                if not self._obey(workers, wait=False):
+                    return self._tell(CLOSED)
+            if workers.finish_reason is not None or workers.passes >= workers.budget:
+                self._tell(ENDED, {"type": "end", **describe(workers)})
+            elif self.status != WAITING:
+                self._tell(WAITING, {"type": "waiting", "passes": workers.passes})
+            if not self._obey(workers, wait=True):
+                return self._tell(CLOSED)
+
+    def _obey(self, workers: Workers, wait: bool) -> bool:
+        """Does what clients have asked for; False where the session is to end.
+
+        Args:
+          workers: the session.
+          wait: for the next one; else those that are there.
+        """
+        while wait or not self._commands.empty():
+            command, wait = self._commands.get(), False
+            if command is None:
+                return False
+            work, future = command
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work(workers))
+            except BaseException as error:
+                future.set_exception(error)
+        return True
+
+    def _tell(self, status: str, event: dict[str, Any] | None = None) -> None:
+        """Sets the state, and tells readers of an event."""
+        with self._changed:
+            self.status = status
+            if event:
+                self._events.append({"number": len(self._events), **event})
+            readers = [*self._readers]
+        for loop, changed in readers:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(changed.set)
+
+
+def describe(workers: Workers) -> dict[str, Any]:
+    """A session as JSON: its workers, its steps, and how far it is."""
+    reason = workers.finish_reason
+    return {
+        "names": [*workers.names],
+        "passes": workers.passes,
+        "budget": workers.budget,
+        "finish_reason": None if reason is None else str(reason),
+        "steps": [
+            {
+                "worker": step.worker,
+                "step": step.number,
+                "text": step.text,
+                "began": step.began,
+                "ended": step.ended,
+                "answers": step.answer,
+            }
+            for step in workers.steps
+        ],
+    }

@@ -1,0 +1,159 @@
+"""Sessions of workers over HTTP: what they write, what is asked of them, and how they end."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from jaxshare import Sampler
+from jaxshare.serving import Workers
+from tests.helpers import one_layer
+
+PROBLEM = "Solve: 1. 3 + 4 2. 5 + 6"
+SETTINGS = {"names": ["Alice", "Bob"], "budget": 48, "seed": 3}
+
+
+def begin(live, **more) -> dict:
+    answer = live.http.post(
+        "/v1/workers", json={"problem": PROBLEM, "temperature": 1.0, **SETTINGS, **more}
+    )
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events_of(live, identity: str, after: int = 0) -> list[dict]:
+    """All events to the end of the session."""
+    with live.http.stream("GET", f"/v1/workers/{identity}/events?after={after}") as answer:
+        lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def end(live, identity: str) -> None:
+    assert live.http.delete(f"/v1/workers/{identity}").json()["deleted"]
+
+
+def test_a_session_writes_what_it_writes_in_the_library_and_a_late_client_sees_all(live):
+    made = begin(live)
+    found = events_of(live, made["id"])
+    assert [each["number"] for each in found] == [*range(len(found))]
+    assert events_of(live, made["id"], after=3) == found[3:]
+    told = live.http.get(f"/v1/workers/{made['id']}").json()
+    with Workers(one_layer(), PROBLEM, sampler=Sampler(1.0), **SETTINGS) as session:
+        expected = [(step.worker, step.number, step.text) for step in session.run().steps]
+    steps = [(step["worker"], step["step"], step["text"]) for step in told["steps"]]
+    assert steps == expected
+    written: dict[tuple, str] = {}
+    for each in found:
+        if each["type"] == "text":
+            key = each["worker"], each["step"]
+            written[key] = written.get(key, "") + each["text"]
+    assert written == {(worker, number): text for worker, number, text in expected if text}
+    assert told["status"] == "ended" and found[-1]["type"] == "end"
+    end(live, made["id"])
+    assert live.http.get(f"/v1/workers/{made['id']}").status_code == 404
+
+
+def test_two_sessions_and_a_request_at_once_do_not_change_each_other(live):
+    alone = begin(live)
+    expected = [e for e in events_of(live, alone["id"]) if e["type"] == "text"]
+    both, texts = [begin(live), begin(live, seed=4)], []
+    request = threading.Thread(
+        target=lambda: texts.append(
+            live.http.post("/v1/completions", json={"prompt": "1. 3 + 4", "max_tokens": 30})
+        )
+    )
+    request.start()
+    found = [[e for e in events_of(live, made["id"]) if e["type"] == "text"] for made in both]
+    request.join()
+    assert "".join(e["text"] for e in found[0]) and texts[0].status_code == 200
+
+    def words(events):
+        return {w: "".join(e["text"] for e in events if e["worker"] == w) for w in ("Alice", "Bob")}
+
+    assert words(found[0]) == words(expected) != words(found[1])
+    for made in (alone, *both):
+        end(live, made["id"])
+
+
+def test_a_person_speaks_workers_pause_join_and_leave_and_answer_at_any_time(live):
+    made = begin(live, names=["Alice"], max_workers=2, budget=4000, stop_on="never")
+    path = f"/v1/workers/{made['id']}"
+
+    def ask(what: str, **body) -> dict:
+        answer = live.http.post(f"{path}/{what}", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    assert ask("add", name="Bob")["names"] == ["Alice", "Bob"]
+    told = ask("say", text="Please be brief.", name="Carol")
+    assert any(step["worker"] == "Carol" and "be brief" in step["text"] for step in told["steps"])
+    ask("pause", name="Alice")
+    ask("pause", name="Bob")
+    deadline = time.monotonic() + 60
+    while live.http.get(path).json()["status"] != "waiting" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    passes = live.http.get(path).json()["passes"]
+    assert live.http.get(path).json() == {**live.http.get(path).json(), "passes": passes}
+    answer = ask("finish")
+    assert answer["object"] == "workers.answer" and answer["passes"] <= passes
+    ask("resume", name="Bob")
+    while live.http.get(path).json()["passes"] == passes and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert live.http.get(path).json()["passes"] > passes
+    assert ask("remove", name="Alice")["names"] == ["Bob"]
+    assert [each["id"] for each in live.http.get("/v1/workers").json()["data"]] == [made["id"]]
+    end(live, made["id"])
+    assert live.http.get("/v1/workers").json()["data"] == []
+
+
+def test_a_client_that_goes_away_stops_no_session_and_the_memory_comes_back(live, engine):
+    before = engine._leases.available
+    made = begin(live, budget=200, stop_on="never")
+    with live.http.stream("GET", f"/v1/workers/{made['id']}/events") as answer:
+        next(answer.iter_lines())
+    assert events_of(live, made["id"])[-1]["type"] == "end"
+    assert engine._leases.available < before
+    end(live, made["id"])
+    assert engine._leases.available == before
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"problem": ""}, 400, "problem"),
+        ({"names": []}, 400, "names"),
+        ({"names": ["A", "A"]}, 400, "A"),
+        ({"budget": 0}, 400, "budget"),
+        ({"layout": "spiral"}, 400, "layout"),
+        ({"format": "/etc/passwd"}, 400, "format"),
+        ({"kind": "poem"}, 400, "kind"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"budget": 2**21}, 400, "budget"),
+        ({"model": "other"}, 404, "other"),
+        ({"engine": "mine"}, 400, "engine"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_told_and_leaves_no_session(live, body, status, words):
+    answer = live.http.post("/v1/workers", json={"problem": PROBLEM, **SETTINGS, **body})
+    assert answer.status_code == status, answer.text
+    assert words in answer.json()["error"]["message"]
+    assert live.http.get("/v1/workers").json()["data"] == []
+
+
+def test_wrong_requests_of_a_session_are_told_and_it_goes_on(live):
+    made = begin(live, budget=64)
+    path = f"/v1/workers/{made['id']}"
+    for what, body in (
+        ("pause", {"name": "Nobody"}),
+        ("say", {"text": ""}),
+        ("add", {"name": "Bob"}),
+    ):
+        answer = live.http.post(f"{path}/{what}", json=body)
+        assert answer.status_code == 400, answer.text
+    assert live.http.get(f"{path}/events?after=-1").status_code == 400
+    assert live.http.post("/v1/workers/session-none/pause", json={"name": "A"}).status_code == 404
+    assert events_of(live, made["id"])[-1]["type"] == "end"
+    end(live, made["id"])
