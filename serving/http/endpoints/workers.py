@@ -174,7 +174,7 @@ async def remove(identity: str, body: WorkerFields, request: Request) -> Respons
 
 @router.post("/v1/workers/{identity}/finish", tags=["workers"])
 async def finish(identity: str, request: Request) -> Response:
-    """Gives the answer of the workers, or their best guess now; they go on as if nobody had asked."""
+    """Gives the answer of the workers, or their best guess now, and lets them go on."""
     found = await _result(_session(request, identity).ask(lambda workers: workers.finish()))
     return json_response(
         {
