@@ -229,7 +229,12 @@ def check_sampler(model: LoadedModel, sampler: Sampler) -> None:
     """Raises ValueError if a sampler names a token outside the model's vocabulary, or leaves none to
     choose, or has a logits processor that does not serve it."""
     vocab = model.config.vocab_size
-    compile_grammar(model, sampler)
+    grammar = compile_grammar(model, sampler)
+    if grammar and not grammar.table and model.mesh is not None and model.mesh.is_multi_process:
+        raise ValueError(
+            "the sampler's grammar is no table, so that a host has to read along, but the model is on "
+            "devices of several processes; give a regular grammar that is small"
+        )
     if outside := [token for token in sampler.tokens if token >= vocab]:
         raise ValueError(
             f"the sampler names token {min(outside)}, outside the vocabulary of {vocab}"

@@ -396,6 +396,10 @@ class DecodeRows:
                 capacity = max(capacity, bucket(each.max_tokens))
         self._history = vocab, capacity
 
+    def grammar_error(self, index: int) -> str:
+        """Why the grammar of a row can be read on no more; an empty text where it can."""
+        return self._grammars.error(index)
+
     def remove(self, row: RunningRequest) -> None:
         """Takes a row out with the next dispatch."""
         row.decoding = False

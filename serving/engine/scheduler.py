@@ -347,7 +347,10 @@ class Scheduler:
         if reason is FinishReason.ERROR:
             self._fail_not_finite(row)
         elif reason is FinishReason.NO_TOKEN:
-            count = f"{len(request.output)} tokens"
+            why = self._decode_rows.grammar_error(row.index)
+            count = (
+                f"{len(request.output)} tokens{f', where its grammar gave up ({why})' * bool(why)}"
+            )
             self._finish(row, reason, NoTokenError.of(f"request {request.number}", count))
         elif stopped:
             self._finish(row, FinishReason.STOP_TEXT)

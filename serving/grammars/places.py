@@ -81,6 +81,10 @@ class GrammarPlaces:
         if self._server:
             self._server.leave(row)
 
+    def error(self, row: int) -> str:
+        """Why the host can read a row's grammar on no more; an empty text where it can."""
+        return self._server.error(row) if self._server else ""
+
     def move(self, rows: Sequence[int]) -> None:
         """Goes on with these rows, in this order."""
         of_row = {i: self._of_row[row] for i, row in enumerate(rows) if row in self._of_row}

@@ -127,7 +127,7 @@ class MatcherServer:
         return self._masks[:rows]
 
     def _compute(self, indices: Sequence[int]) -> None:
-        """Computes the masks of some rows in the background."""
+        """Computes the masks of some rows."""
         unforced = []
         for index in indices:
             row = self._rows[index]
