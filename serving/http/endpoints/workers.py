@@ -203,7 +203,10 @@ def _sampler(service: Service, body: SessionFields) -> Sampler:
         if (value := getattr(body, name)) is not None
     }
     base = default_sampler(service.model)
-    return Sampler(**{**{"temperature": base.temperature, "top_p": base.top_p}, **given})
+    try:
+        return Sampler(**{"temperature": base.temperature, "top_p": base.top_p, **given})
+    except ValueError as error:
+        raise api_error(error) from error
 
 
 def _session(request: Request, identity: str) -> RunningSession:

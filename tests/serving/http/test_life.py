@@ -185,7 +185,7 @@ def test_a_server_is_ready_when_its_engine_is_warm(broken):
 
 
 def test_requests_are_logged_without_their_text(caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "jaxshare.http")
     with served(ScriptedEngine(answers=["secret answer"])) as made:
         answer = made.post(f"{COMPLETIONS}?key=secret", {"prompt": "secret prompt"})
         made.http.get("/secret/path")

@@ -8,7 +8,9 @@ import pytest
 
 from jaxshare import Sampler
 from jaxshare.serving import Workers
+from jaxshare.serving.http.endpoints.workers import SessionFields
 from tests.helpers import one_layer
+from tests.serving.http.test_values import VALUES
 
 PROBLEM = "Solve: 1. 3 + 4 2. 5 + 6"
 SETTINGS = {"names": ["Alice", "Bob"], "budget": 48, "seed": 3}
@@ -157,3 +159,16 @@ def test_wrong_requests_of_a_session_are_told_and_it_goes_on(live):
     assert live.http.post("/v1/workers/session-none/pause", json={"name": "A"}).status_code == 404
     assert events_of(live, made["id"])[-1]["type"] == "end"
     end(live, made["id"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("field", [*SessionFields.model_fields])
+def test_no_value_of_a_field_makes_the_server_fail(live, field):
+    for value in VALUES:
+        body = {"problem": PROBLEM, **SETTINGS, "budget": 4, field: value}
+        head = {"Content-Type": "application/json"}
+        answer = live.http.post("/v1/workers", content=json.dumps(body), headers=head)
+        assert answer.status_code != 415
+        assert answer.status_code < 500 or answer.status_code == 503, (value, answer.text)
+        if answer.status_code == 200:
+            end(live, answer.json()["id"])
