@@ -10,7 +10,7 @@ from typing import Any, Self, Unpack, overload
 import numpy as np
 
 from jaxshare import Sampler
-from jaxshare.argument_checks import as_integer
+from jaxshare.argument_checks import INT32_MAX, as_integer
 from jaxshare.deprecated import find, warn_renamed
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
@@ -22,6 +22,7 @@ from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.request import DerivedSeeds, Request
 from jaxshare.serving.engine.scheduler import MAX_PASSES
 from jaxshare.serving.engine.session_host import SessionHost
+from jaxshare.serving.engine.snapshot import EngineSnapshot, take_snapshot
 from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamState
 from jaxshare.serving.engine.stream_group import StreamGroup, start_group
 from jaxshare.serving.errors import EngineError
@@ -268,6 +269,25 @@ class Engine(SessionHost):
             if agreed["idle"]:
                 self._scheduler.warm_up()
         return time.perf_counter() - begin
+
+    def snapshot(self, max_runs: int = 4096) -> EngineSnapshot:
+        """Looks at rows, queue and cache between two steps, from any thread; see `EngineSnapshot`.
+
+        Args:
+          max_runs: the most runs of the prefix tree to describe, those nearest to the root.
+
+        Raises:
+          EngineError: several processes run the engine.
+          ClosedError: it was shut down.
+        """
+        max_runs = as_integer("max_runs", max_runs, 0, INT32_MAX)
+        if self._leases.shared:
+            raise EngineError(
+                "several processes run the engine; snapshots are of one that is alone"
+            )
+        with self._leases.exclusive("snapshot"):
+            self._check_open()
+            return take_snapshot(self._scheduler, self.metrics, max_runs)
 
     # Checkpoints.
 

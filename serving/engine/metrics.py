@@ -18,14 +18,15 @@ class Metrics:
       registry: the registry that Prometheus reads.
       passes: forward passes so far: those of prefill, of drafts, and those that sample.
       num_sampled: tokens sampled so far, stop tokens included.
-      reused: tokens of prompts that were cached when their requests were first admitted.
+      admitted_tokens: tokens of the prompts of admitted requests.
+      reused: those of them that were cached when their requests were first admitted.
       compile_seconds: seconds in which the engine's own thread has compiled; sessions on the engine
         count theirs.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.passes = self.reused = self.num_sampled = 0
+        self.passes = self.reused = self.admitted_tokens = self.num_sampled = 0
         self.compile_seconds = 0.0
         self._create_state_gauges()
         self._create_token_counters()
@@ -113,6 +114,7 @@ class Metrics:
         self._prompt.labels(request.agent).inc(len(request.tokens))
         self._reused.labels(request.agent).inc(num_cached)
         if not request.preemptions:
+            self.admitted_tokens += len(request.prompt)
             self.reused += min(num_cached, len(request.prompt))
 
     def ran(self, kind: str, passes: int) -> None:
