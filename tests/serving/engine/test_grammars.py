@@ -271,7 +271,7 @@ CALLS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.lists(st.tuples(SETTINGS, CALLS), min_size=2, max_size=6))
 def test_the_same_seed_writes_the_same_text_whatever_runs_beside_it(engine, requests):
     def submit(given, call):
@@ -287,7 +287,7 @@ def test_the_same_seed_writes_the_same_text_whatever_runs_beside_it(engine, requ
     assert [text(stream) for stream in [submit(*request) for request in requests]] == alone
 
 
-@pytest.mark.parametrize("grammar", [TABLE, HOST], ids=["table", "host"])
+@pytest.mark.parametrize("grammar", mostly_slow([HOST, TABLE]), ids=["host", "table"])
 def test_a_model_on_a_mesh_writes_the_same(engine, grammar):
     expected = engine.submit(PROMPT, sampler(grammar, 0), max_new_tokens=40).wait()
     with Engine(MODEL.on(make_mesh(tensor=2)), max_rows=ROWS, kv_bytes=2**12 * SIZE) as other:
