@@ -44,9 +44,9 @@ class Forced:
     ) -> "Forced":
         """The forced tokens after those that rows have just sampled.
 
-        There are none where a pass for them would not pay, in rows whose log-probabilities or largest logits are kept, which each place
-        must be sampled for, nor beside bans and logits processors: there a mask admits the forced
-        token alone.
+        There are none where a pass for them would not pay; in rows whose log-probabilities or largest
+        logits are kept, for which each place must be sampled; and beside bans and logits processors.
+        There a mask admits the forced token alone.
 
         Args:
           state: as it was when they were sampled.
