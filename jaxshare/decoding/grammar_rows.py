@@ -9,7 +9,7 @@ forced: it is fed along with the token before it, and not sampled in a pass of i
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -20,8 +20,7 @@ from jax.experimental import io_callback
 from jax.sharding import Mesh
 from jaxtyping import Bool, Int, UInt32
 
-from jaxshare.cpu.compiled import is_served
-from jaxshare.cpu.host_call import HostFunction, cpu_host_call
+from jaxshare import cpu
 from jaxshare.decoding.array_rows import filled
 from jaxshare.decoding.grammar_tables import MOST_FORCED, GrammarTables
 from jaxshare.pallas.device import current_device
@@ -249,11 +248,13 @@ def _is_host() -> bool:
 
 
 def _call(
-    function: HostFunction, mesh: Mesh | None, like: Sequence[Array], *arguments: Array
+    function: Callable[..., None], mesh: Mesh | None, like: Sequence[Array], *arguments: Array
 ) -> Sequence[Array]:
     """Calls a function on the host, whose results are arrays like these."""
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in like]
-    if mesh is None and current_device() is None and is_served():
+    if mesh is None and cpu.used_for(None):
+        from jaxshare.cpu.host_call import cpu_host_call  # needs llvmlite, as all kernels there
+
         return cpu_host_call(function, shapes, *arguments)
 
     def call(*given: Any) -> list[np.ndarray]:
