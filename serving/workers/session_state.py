@@ -304,6 +304,18 @@ class SessionView:
         return self._session.roster.blocks
 
     @property
+    def reasons(self) -> dict[str, FinishReason]:
+        """For each worker the reason why it does not write now, or RUNNING."""
+        return dict(self._session.reasons)
+
+    @property
+    def block_lengths(self) -> dict[str, int]:
+        """The tokens in each block that a worker sees, by the block's name."""
+        lengths = np.asarray(self._session.state.cache.lengths).tolist()
+        known = dict(zip(self.blocks, lengths, strict=True))
+        return {block: known[block] for block in self.layout.blocks}
+
+    @property
     def cache(self) -> KVCache:
         """The blocks as they are now; on an engine a copy.
 
