@@ -57,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "given several times (default: none)",
     )
     parser.add_argument(
+        "--show-texts",
+        action="store_true",
+        help="show on the page how cached texts begin, to all who have a key (default: their sizes)",
+    )
+    parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="warning",
@@ -115,6 +120,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     for name, text in (
         ("request_seconds", "after which a request ends with what it has"),
         ("grace", "seconds that running requests have after a SIGTERM"),
+        ("session_idle_seconds", "after which a session that no client looks at is held"),
     ):
         parser.add_argument(
             f"--{name.replace('_', '-')}",
@@ -182,7 +188,8 @@ def run(options: argparse.Namespace) -> int:
         with Engine(model, seed=options.seed, **rows, **memory) as engine:
             server = DrainingServer(Service(engine, settings), listening)
             server.on_start = lambda: _say(
-                f"{settings.model_names[0]} is served at {url_of(listening)}/v1"
+                f"{settings.model_names[0]} is served at {url_of(listening)}/v1, with a page at "
+                f"{url_of(listening)}/"
             )
             server.serve_until_told(warm_up=not options.no_warm_up)
     return 0
@@ -198,7 +205,7 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
         name: getattr(options, name)
         for name in (
             *("request_seconds", "grace", "max_choices", "max_agents", "max_responses"),
-            "max_sessions",
+            *("max_sessions", "session_idle_seconds", "show_texts"),
         )
     }
     if options.max_body is not None:

@@ -11,18 +11,31 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxshare import __version__
 from jaxshare.serving.http import errors
-from jaxshare.serving.http.auth import OPEN_PATHS, ApiKeys
-from jaxshare.serving.http.endpoints import chat, completions, models, responses, tokens, workers
+from jaxshare.serving.http.auth import ApiKeys, is_open
+from jaxshare.serving.http.endpoints import (
+    chat,
+    completions,
+    engine,
+    models,
+    page,
+    responses,
+    tokens,
+    trees,
+    workers,
+)
 from jaxshare.serving.http.endpoints.response_store import ResponseStore
+from jaxshare.serving.http.endpoints.tree_store import TreeStore
 from jaxshare.serving.http.limits import BodyLimits, LocalHosts
 from jaxshare.serving.http.metrics import HttpMetrics
+from jaxshare.serving.http.observer import Observer
 from jaxshare.serving.http.service import Service
 
 _log = logging.getLogger("jaxshare.http")
 
 _GONE = 499
 """The status of requests whose clients have gone before there was one."""
-_ROUTERS = tuple(part.router for part in (models, completions, chat, responses, tokens, workers))
+_PARTS = (page, models, completions, chat, responses, tokens, workers, engine, trees)
+_ROUTERS = tuple(part.router for part in _PARTS)
 _ERROR = {
     "description": "An error in OpenAI's shape",
     "content": {
@@ -65,6 +78,7 @@ def create_app(service: Service, *, is_local: bool = False) -> FastAPI:
     app.state.service = service
     settings = service.settings
     app.state.responses = ResponseStore(settings.max_responses, settings.max_response_bytes)
+    app.state.observer, app.state.trees = Observer(service), TreeStore()
     errors.add_handlers(app)
     for router in _ROUTERS:
         app.include_router(router)
@@ -115,7 +129,7 @@ class _Counted:
         self._metrics.begun()
         self._open += 1
         try:
-            if self._open > self._most and scope["path"] not in OPEN_PATHS:
+            if self._open > self._most and not is_open(scope["path"]):
                 await _too_many().response()(scope, receive, counted)
             else:
                 await self._app(scope, receive, counted)

@@ -10,6 +10,12 @@ from jaxshare.serving.http.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """What probes ask for, without a key."""
+_PAGE = "/page/"
+
+
+def is_open(path: str) -> bool:
+    """Returns True if a path needs no key: those of probes, and the page, which has no secrets."""
+    return path in OPEN_PATHS or path == "/" or path.startswith(_PAGE)
 
 
 class ApiKeys:
@@ -28,7 +34,7 @@ class ApiKeys:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         scope.setdefault("state", {})["owner"] = ""
-        if self._digests and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+        if self._digests and not is_open(scope["path"]) and scope["method"] != "OPTIONS":
             given = _bearer(scope)
             digest = _digest(given or b"")
             # All of them are compared, so that the time does not tell which one it was.

@@ -30,6 +30,9 @@ class ServerSettings:
       max_agents: different values of `agent_id` that the server takes in its life.
       max_responses, max_response_bytes: stored responses, and the bytes that they may take.
       max_sessions: of workers at a time.
+      session_idle_seconds: after which a session of workers that no client looks at is held until
+        one does.
+      show_texts: /v1/engine/cache tells how cached texts begin, those of all clients.
       grace: seconds that running requests have after a SIGTERM.
       allowed_origins: of pages in browsers that may ask the server; none allows none.
       tool_format: the form of calls in answers; None for the one that the chat template tells.
@@ -52,6 +55,8 @@ class ServerSettings:
     max_responses: int = 1024
     max_response_bytes: int = 64 * 2**20
     max_sessions: int = 16
+    session_idle_seconds: float = 900.0
+    show_texts: bool = False
     grace: float = 30.0
     allowed_origins: tuple[str, ...] = ()
     tool_format: str | None = None
@@ -73,6 +78,7 @@ class ServerSettings:
         for name, least in (
             ("body_seconds", 0.01),
             ("request_seconds", 0.01),
+            ("session_idle_seconds", 0.01),
             ("stall_seconds", 0.01),
             ("grace", 0),
         ):

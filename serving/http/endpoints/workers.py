@@ -17,6 +17,7 @@ from jaxshare.serving.http.service import Service, new_id
 from jaxshare.serving.http.sessions.running import RunningSession, describe
 from jaxshare.serving.inputs import default_sampler
 from jaxshare.serving.workers import Workers
+from jaxshare.serving.workers.inspection.probe import attention_shares
 from jaxshare.serving.workers.prompts.presets import FORMATS
 
 router = APIRouter()
@@ -100,7 +101,9 @@ async def create_session(body: SessionFields, request: Request) -> Response:
             code="too_many_sessions",
         )
     identity = new_id("session")
-    running = RunningSession(identity, owner_of(request), make)
+    running = RunningSession(
+        identity, owner_of(request), make, service.settings.session_idle_seconds
+    )
     sessions[identity] = running
     try:
         made = await _result(running.ready, "problem")
@@ -185,6 +188,24 @@ async def finish(identity: str, request: Request) -> Response:
             "extra_passes": found.extra_passes,
         }
     )
+
+
+@router.get("/v1/workers/{identity}/attention", tags=["workers"])
+async def attention(identity: str, request: Request) -> Response:
+    """Measures how each worker's newest token shares its attention between the blocks it sees.
+
+    It takes a forward pass of the session, which goes on as if there had been none.
+    """
+    running = _session(request, identity)
+
+    def measure(workers: Workers) -> dict[str, Any]:
+        return {
+            "object": "workers.attention",
+            "passes": workers.passes,
+            "shares": attention_shares(workers),
+        }
+
+    return json_response(await _result(running.ask(measure)))
 
 
 @router.delete("/v1/workers/{identity}", tags=["workers"])

@@ -3,8 +3,10 @@
 import asyncio
 import concurrent.futures
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -14,7 +16,10 @@ from jaxshare.serving.workers import Workers
 _log = logging.getLogger("jaxshare.http")
 
 RUNNING, WAITING, ENDED, FAILED, CLOSED = "running", "waiting", "ended", "failed", "closed"
-"""States of a session. One that waits has workers that could go on, all of them paused."""
+"""States of a session.
+
+One that waits has workers that could go on, but all of them are paused, or no client looks at it.
+"""
 
 _Command = tuple[Callable[[Workers], Any], concurrent.futures.Future]
 
@@ -29,16 +34,26 @@ class RunningSession:
       identity: of the session, which clients name.
       owner: the hash of the key that made it.
       make: creates the session; in the thread.
+      idle_seconds: after which a session that no client looks at waits for one.
 
     Attributes:
       identity, owner: as given.
       status: one of the states.
       ready: done when the session is made, with its description, or with the error that hinders it.
+      num_sampled: tokens that its workers have sampled so far.
     """
 
-    def __init__(self, identity: str, owner: str, make: Callable[[], Workers]):
+    def __init__(
+        self,
+        identity: str,
+        owner: str,
+        make: Callable[[], Workers],
+        idle_seconds: float = math.inf,
+    ):
         self.identity, self.owner, self.status = identity, owner, RUNNING
         self.ready: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+        self.num_sampled, self._idle_seconds = 0, idle_seconds
+        self._seen = time.monotonic()
         self._make, self._commands = make, queue.SimpleQueue[_Command | None]()
         self._events: list[dict[str, Any]] = []
         self._changed = threading.Lock()
@@ -53,6 +68,7 @@ class RunningSession:
         """Lets the session's thread do something between two dispatches."""
         future: concurrent.futures.Future = concurrent.futures.Future()
         with self._changed:
+            self._seen = time.monotonic()
             if self._is_closing:
                 future.set_exception(ClosedError("the session has been closed"))
             else:
@@ -73,6 +89,7 @@ class RunningSession:
         reader = loop, changed
         with self._changed:
             self._readers.add(reader)
+        self.ask(lambda workers: None)  # wakes one that waits for a client
         try:
             while True:
                 with self._changed:
@@ -88,6 +105,12 @@ class RunningSession:
         finally:
             with self._changed:
                 self._readers.discard(reader)
+                self._seen = time.monotonic()
+
+    def _is_forgotten(self) -> bool:
+        """True if no client has looked at the session for a time."""
+        with self._changed:
+            return not self._readers and time.monotonic() - self._seen > self._idle_seconds
 
     # In the session's thread.
 
@@ -114,8 +137,8 @@ class RunningSession:
                 command[1].set_exception(ClosedError("the session has been closed"))
 
     def _write(self, workers: Workers) -> None:
+        self._tell(RUNNING)
         while True:
-            self._tell(RUNNING)
             for event in workers.stream():
                 self._tell(
                     RUNNING,
@@ -128,10 +151,15 @@ class RunningSession:
                         "ends": event.ends,
                     },
                 )
-                if not self._obey(workers, wait=False):
+                self.num_sampled = sum(workers.drawn.values())
+                forgotten = self._is_forgotten()
+                if forgotten:
+                    self._tell(WAITING, {"type": "waiting", "passes": workers.passes})
+                if not self._obey(workers, wait=forgotten):
                     return self._tell(CLOSED)
             if workers.finish_reason is not None or workers.passes >= workers.budget:
-                self._tell(ENDED, {"type": "end", **describe(workers)})
+                if self.status != ENDED:
+                    self._tell(ENDED, {"type": "end", **describe(workers)})
             elif self.status != WAITING:
                 self._tell(WAITING, {"type": "waiting", "passes": workers.passes})
             if not self._obey(workers, wait=True):
@@ -177,6 +205,12 @@ def describe(workers: Workers) -> dict[str, Any]:
         "passes": workers.passes,
         "budget": workers.budget,
         "finish_reason": None if reason is None else str(reason),
+        "workers": {
+            name: {"state": str(workers.reasons[name]), "sees": [*workers.layout.sees[name]]}
+            for name in workers.names
+        },
+        "blocks": workers.block_lengths,
+        "moves": dict(workers.layout.moves),
         "steps": [
             {
                 "worker": step.worker,
@@ -184,6 +218,7 @@ def describe(workers: Workers) -> dict[str, Any]:
                 "text": step.text,
                 "began": step.began,
                 "ended": step.ended,
+                "asked": step.asked,
                 "answers": step.answer,
             }
             for step in workers.steps
