@@ -1,0 +1,490 @@
+// Workers: a problem, columns that fill as they write, and the history that all of them read.
+
+import { ask, events, isStop, sentence } from "./api.js";
+import { attentionTable } from "./attention.js";
+import { field, following, h, isCalm, number } from "./dom.js";
+
+/** @typedef {{ worker: string, step: number, text: string, ended: number | null, asked: boolean, answers: boolean }} Step */
+/** @typedef {{ state: string, sees: string[] }} WorkerState */
+/**
+ * A session as the server describes it.
+ * @typedef {{ id: string, status: string, names: string[], passes: number, budget: number, finish_reason: string | null,
+ *   workers: Record<string, WorkerState>, blocks: Record<string, number>, moves: Record<string, string>, steps: Step[] }} Session
+ */
+
+const COLOURS = 8;
+
+/** @returns {import("./app.js").View} */
+export function workersView() {
+  const told = h("p", { class: "told", role: "status" });
+  const picker = h("div", { class: "chips", role: "group", "aria-label": "Sessions" });
+  const stage = h("div", { class: "stage" });
+  /** @type {Stage | null} */
+  let shown = null;
+
+  /** @param {string} [message] */
+  function tell(message = "", isError = true) {
+    told.textContent = message;
+    told.classList.toggle("error", isError && message !== "");
+  }
+
+  /** @param {Session | null} session */
+  function open(session) {
+    shown?.close();
+    shown = session && new Stage(session, tell, list, () => open(null));
+    stage.replaceChildren(...(shown ? [shown.element] : []));
+    shown?.toEnd();
+    form.open = !session;
+    list();
+  }
+
+  async function list() {
+    try {
+      const { data } = await ask("/v1/workers");
+      picker.replaceChildren(
+        ...data.map((/** @type {{ id: string, status: string }} */ each, /** @type {number} */ i) =>
+          h(
+            "button",
+            {
+              type: "button",
+              class: "chip",
+              "aria-pressed": shown?.session.id === each.id ? "true" : "false",
+              onclick: async () => {
+                try {
+                  open(await ask(`/v1/workers/${each.id}`));
+                } catch (error) {
+                  tell(sentence(error));
+                }
+              },
+            },
+            `Session ${i + 1}, ${each.status}`,
+          ),
+        ),
+      );
+    } catch (error) {
+      tell(sentence(error));
+    }
+  }
+
+  const form = sessionForm(tell, open);
+  const element = h(
+    "section",
+    { class: "view workers", "aria-labelledby": "workers-title" },
+    h("h1", { id: "workers-title" }, "Workers"),
+    h("p", { class: "lead" }, "Several workers write on one problem at once. Each reads what the others write, token by token, from one shared cache."),
+    form,
+    picker,
+    told,
+    stage,
+  );
+  return { element, show: list, hide: () => {} };
+}
+
+/**
+ * The form that begins a session.
+ * @param {(message?: string, isError?: boolean) => void} tell
+ * @param {(session: Session) => void} open
+ */
+function sessionForm(tell, open) {
+  const problem = h("textarea", { rows: 3, required: true });
+  problem.value = "Solve: 1. 17 + 25 2. 60 - 18 3. 6 * 7 4. 84 / 2";
+  const names = h("input", { value: "Alice, Bob", required: true, spellcheck: "false" });
+  const layout = h("select", {}, ...["combined", "interleaved", "contiguous"].map((name) => h("option", { value: name }, name)));
+  const budget = h("input", { type: "number", min: 1, step: 1, value: 512 });
+  const room = h("input", { type: "number", min: 1, step: 1 });
+  const format = h("input", { spellcheck: "false" });
+  const temperature = h("input", { type: "number", min: 0, step: "any" });
+  const seed = h("input", { type: "number", step: 1 });
+  const askEvery = h("input", { type: "number", min: 0, step: 1 });
+  const kind = h("select", {}, h("option", { value: "box" }, "in a box"), h("option", { value: "code" }, "a program"));
+  const stopOn = h("select", {}, ...[["answer", "at an answer"], ["eos", "when one stops"], ["never", "at the budget"]].map(([value, text]) => h("option", { value }, text)));
+  const begin = h("button", { class: "primary" }, "Begin");
+
+  /** @param {Event} event */
+  async function submit(event) {
+    event.preventDefault();
+    /** @type {Record<string, unknown>} */
+    const body = {
+      problem: problem.value,
+      names: names.value.split(",").map((name) => name.trim()).filter(Boolean),
+      layout: layout.value,
+      kind: kind.value,
+      stop_on: stopOn.value,
+    };
+    const given = { budget: number(budget), max_workers: number(room), temperature: number(temperature), seed: number(seed), ask_every: number(askEvery) };
+    for (const [name, value] of Object.entries(given)) if (value !== null) body[name] = value;
+    if (format.value.trim()) body.format = format.value.trim();
+    begin.disabled = true;
+    tell("The prompt is read …", false);
+    try {
+      open(await ask("/v1/workers", { body }));
+      tell();
+    } catch (error) {
+      tell(sentence(error));
+    } finally {
+      begin.disabled = false;
+    }
+  }
+
+  return h(
+    "details",
+    { class: "panel", open: true },
+    h("summary", {}, "New session"),
+    h(
+      "form",
+      { onsubmit: submit },
+      field("Problem", problem),
+      h(
+        "div",
+        { class: "grid" },
+        field("Names", names, "separated by commas"),
+        field("Layout", layout, "which blocks each worker sees, in which order"),
+        field("Budget", budget, "forward passes"),
+      ),
+      h(
+        "details",
+        { class: "settings" },
+        h("summary", {}, "More settings"),
+        h(
+          "div",
+          { class: "grid" },
+          field("Room for workers", room, "empty: for those named"),
+          field("Format of prompts", format, "such as qwen3; empty: the model's own"),
+          field("Temperature", temperature, "empty: the model's own"),
+          field("Seed", seed, "empty: 0"),
+          field("Ask whether work is redundant", askEvery, "every so many tokens; 0 never"),
+          field("Answer", kind),
+          field("Ends", stopOn),
+        ),
+      ),
+      h("div", { class: "actions" }, begin),
+    ),
+  );
+}
+
+/** What is shown of one session. */
+class Stage {
+  /**
+   * @param {Session} session
+   * @param {(message?: string, isError?: boolean) => void} tell
+   * @param {() => void} changed called where the session's status is another one
+   * @param {() => void} gone
+   */
+  constructor(session, tell, changed, gone) {
+    this.session = session;
+    this.tell = tell;
+    this.changed = changed;
+    this.gone = gone;
+    this.stop = new AbortController();
+    /** @type {Map<string, HTMLElement>} */
+    this.finished = new Map();
+    /** @type {Map<string, { box: HTMLElement, text: HTMLElement, step: number, state: HTMLElement, pause: HTMLButtonElement, raw: string }>} */
+    this.columns = new Map();
+    /** @type {string[]} */
+    this.order = [];
+    this.history = h("div", { class: "history", role: "log", "aria-label": "Finished steps", "aria-live": "polite", tabindex: "0" });
+    this.row = h("div", { class: "columns" });
+    this.bar = h("progress", { "aria-label": "Forward passes of the budget", max: session.budget, value: 0 });
+    this.state = h("p", { class: "state" });
+    this.answer = h("p", { class: "answer", role: "status" });
+    this.answer.hidden = true;
+    this.attention = h("div", { class: "attention" });
+    this.watch = h("input", { type: "checkbox", id: "watch", onchange: () => this.measure() });
+    this.element = this.build();
+    this.apply(session);
+    this.read();
+    this.timer = setInterval(() => this.refresh(), 1000);
+  }
+
+  build() {
+    const words = h("input", { "aria-label": "Words to all workers", placeholder: "Say something to all workers", required: true });
+    const name = h("input", { "aria-label": "Name of the new worker", placeholder: "Name", size: 10, required: true });
+    /** @param {Event} event */
+    const say = async (event) => {
+      event.preventDefault();
+      if (await this.command("say", { text: words.value })) words.value = "";
+    };
+    /** @param {Event} event */
+    const join = async (event) => {
+      event.preventDefault();
+      if (await this.command("add", { name: name.value })) name.value = "";
+    };
+    return h(
+      "div",
+      { class: "session" },
+      h(
+        "div",
+        { class: "panel head" },
+        this.state,
+        this.bar,
+        h(
+          "div",
+          { class: "actions" },
+          h("button", { type: "button", onclick: () => this.finish() }, "Answer as it stands"),
+          h("button", { type: "button", onclick: () => this.all("pause") }, "Pause all"),
+          h("button", { type: "button", onclick: () => this.all("resume") }, "Resume all"),
+          h("button", { type: "button", class: "danger", onclick: () => this.remove() }, "Delete session"),
+        ),
+        this.answer,
+      ),
+      h("h2", {}, Object.keys(this.session.moves).length ? "Shared history" : "Finished steps"),
+      this.history,
+      h("form", { class: "say", onsubmit: say }, words, h("button", {}, "Say")),
+      h("h2", {}, "Being written"),
+      this.row,
+      h("form", { class: "say join", onsubmit: join }, name, h("button", {}, "Add worker")),
+      h("h2", {}, "Who looks at whom"),
+      h("p", { class: "check" }, this.watch, h("label", { for: "watch" }, "Measure attention twice in five seconds; each time takes a forward pass")),
+      this.attention,
+    );
+  }
+
+  close() {
+    this.stop.abort();
+    clearInterval(this.timer);
+    clearInterval(this.measuring);
+  }
+
+  toEnd() {
+    this.history.scrollTop = this.history.scrollHeight;
+  }
+
+  get path() {
+    return `/v1/workers/${this.session.id}`;
+  }
+
+  /** Reads the events of the session as they come. */
+  async read() {
+    try {
+      for await (const event of events(`${this.path}/events`, { signal: this.stop.signal })) {
+        if (event.type === "text") this.write(event);
+        else if (event.type === "end") this.apply({ ...this.session, ...event, status: "ended" });
+        else if (event.type === "error") this.tell(event.message);
+      }
+      await this.refresh();
+    } catch (error) {
+      if (!isStop(error)) this.tell(sentence(error));
+    }
+  }
+
+  async refresh() {
+    if (document.hidden || !this.element.isConnected) return;
+    try {
+      this.apply(await ask(this.path, { signal: this.stop.signal }));
+      if (this.session.status === "ended") clearInterval(this.timer);
+    } catch (error) {
+      if (isStop(error)) return;
+      clearInterval(this.timer);
+      this.tell(sentence(error));
+    }
+  }
+
+  /** @param {string} name */
+  colour(name) {
+    if (!this.order.includes(name)) this.order.push(name);
+    return name in this.session.workers || this.columns.has(name) ? `w${this.order.indexOf(name) % COLOURS}` : "person";
+  }
+
+  /**
+   * Brings all in line with what the server has told.
+   * @param {Session} session
+   */
+  apply(session) {
+    if (session.status !== this.session.status) this.changed();
+    this.session = session;
+    for (const name of session.names) this.column(name);
+    for (const name of [...this.columns.keys()]) {
+      if (!session.names.includes(name)) {
+        this.columns.get(name)?.box.remove();
+        this.columns.delete(name);
+      }
+    }
+    for (const step of session.steps) {
+      if (step.ended !== null) this.file(step.worker, step.step, step.text, step);
+    }
+    for (const [name, { state, pause }] of this.columns) {
+      const now = session.workers[name]?.state ?? "";
+      const text = now === "running" && session.status !== "running" ? session.status : now;
+      if (state.textContent !== text) state.textContent = text;
+      pause.textContent = now === "paused" ? "Resume" : "Pause";
+      pause.disabled = session.finish_reason !== null || (now !== "running" && now !== "paused");
+    }
+    this.progress(session.passes);
+  }
+
+  /** @param {number} passes */
+  progress(passes) {
+    const { status, finish_reason: reason, budget } = this.session;
+    this.bar.value = passes;
+    const end = reason === "answer" ? "with an answer" : reason === "length" || reason === null ? "at its budget" : `(${reason})`;
+    const now = status === "ended" ? `ended ${end}` : status === "waiting" ? "waiting" : status;
+    const text = `${now[0].toUpperCase()}${now.slice(1)} after ${passes} of ${budget} passes`;
+    if (this.state.textContent !== text) this.state.textContent = text;
+  }
+
+  /** @param {string} name */
+  column(name) {
+    const known = this.columns.get(name);
+    if (known) return known;
+    const text = h("div", { class: "words" }), state = h("span", { class: "badge" });
+    const pause = h("button", {
+      type: "button",
+      class: "quiet",
+      "aria-label": `Pause or resume ${name}`,
+      onclick: () => this.command(pause.textContent === "Resume" ? "resume" : "pause", { name }),
+    }, "Pause");
+    const leave = h("button", { type: "button", class: "quiet", "aria-label": `Remove ${name}`, onclick: () => this.command("remove", { name }) }, "Remove");
+    const made = { box: /** @type {HTMLElement} */ (h("section")), text, step: 1, state, pause, raw: "" };
+    this.columns.set(name, made);
+    made.box = h(
+      "section",
+      { class: `column ${this.colour(name)}`, "aria-label": name },
+      h("header", {}, h("h3", {}, name), state, h("span", { class: "spring" }), pause, leave),
+      text,
+    );
+    this.row.append(made.box);
+    return made;
+  }
+
+  /** @param {{ worker: string, step: number, text: string, passes: number, ends: boolean }} event */
+  write(event) {
+    const key = `${event.worker}#${event.step}`;
+    this.progress(Math.max(event.passes, this.session.passes));
+    const column = this.columns.get(event.worker);
+    if (this.finished.has(key) || !column) return;
+    if (column.step !== event.step) {
+      column.step = event.step;
+      column.raw = "";
+    }
+    column.raw += event.text;
+    following(column.text, () => {
+      column.text.textContent = bare(column.raw, event.worker, event.step);
+    });
+    if (event.ends) {
+      this.file(event.worker, event.step, column.raw, null, column.box);
+      column.raw = "";
+      column.text.textContent = "";
+    }
+  }
+
+  /**
+   * Puts a finished step into the history.
+   * @param {string} worker
+   * @param {number} number
+   * @param {string} text
+   * @param {Step | null} step what the server tells of it
+   * @param {HTMLElement} [from] where it comes from
+   */
+  file(worker, number, text, step, from) {
+    const key = `${worker}#${number}`;
+    let card = this.finished.get(key);
+    if (!card) {
+      card = h(
+        "article",
+        { class: `card ${this.colour(worker)}` },
+        h("h3", {}, worker, " ", h("span", { class: "faint" }, `step ${number}`), h("span", { class: "marks" })),
+        h("div", { class: "words" }, bare(text, worker, number).trim()),
+      );
+      this.finished.set(key, card);
+      const added = card;
+      following(this.history, () => this.history.append(added));
+      if (from) fly(card, from);
+    }
+    const marks = /** @type {HTMLElement} */ (card.querySelector(".marks"));
+    if (step && !marks.textContent) {
+      marks.textContent = [step.asked ? "asked whether it is redundant" : "", step.answers ? "answers" : ""].filter(Boolean).join(", ");
+    }
+  }
+
+  /**
+   * Asks the session for something; true if it was done.
+   * @param {string} what
+   * @param {unknown} body
+   */
+  async command(what, body) {
+    try {
+      this.apply(await ask(`${this.path}/${what}`, { body }));
+      this.tell();
+      return true;
+    } catch (error) {
+      this.tell(sentence(error));
+      return false;
+    }
+  }
+
+  /** @param {string} what */
+  async all(what) {
+    for (const name of this.session.names) if (!(await this.command(what, { name }))) return;
+  }
+
+  async finish() {
+    try {
+      const found = await ask(`${this.path}/finish`, { method: "POST" });
+      this.answer.hidden = false;
+      this.answer.replaceChildren(
+        found.value === null ? "No answer" : h("strong", {}, found.value),
+        ` after ${found.passes} passes`,
+        found.extra_passes ? `, guessed in ${found.extra_passes} more` : ", given by the workers",
+      );
+    } catch (error) {
+      this.tell(sentence(error));
+    }
+  }
+
+  async remove() {
+    try {
+      await ask(this.path, { method: "DELETE" });
+      this.tell();
+    } catch (error) {
+      this.tell(sentence(error));
+    }
+    this.gone();
+  }
+
+  /** Measures attention while the box is checked. */
+  measure() {
+    clearInterval(this.measuring);
+    const once = async () => {
+      if (!this.watch.checked || document.hidden || !this.element.isConnected) return;
+      try {
+        const found = await ask(`${this.path}/attention`, { signal: this.stop.signal });
+        this.attention.replaceChildren(attentionTable(found, this.session));
+      } catch (error) {
+        if (!isStop(error)) this.tell(sentence(error));
+        this.watch.checked = false;
+      }
+    };
+    if (!this.watch.checked) return;
+    this.measuring = setInterval(once, 2500);
+    once();
+  }
+}
+
+/**
+ * A step without the header that names its worker.
+ * @param {string} text
+ * @param {string} worker
+ * @param {number} step
+ */
+function bare(text, worker, step) {
+  const name = worker.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+  return text.replace(new RegExp(`^[\\s#*>-]*${name}\\s*[\\[(#]?${step}[\\])]?[*]*(:|\\s*\\n)`), "").trimStart();
+}
+
+/**
+ * Lets a card come from where its step was written.
+ * @param {HTMLElement} card
+ * @param {HTMLElement} from
+ */
+function fly(card, from) {
+  if (isCalm()) return;
+  const start = from.getBoundingClientRect(), end = card.getBoundingClientRect();
+  card.animate(
+    [
+      { transform: `translate(${start.left - end.left}px, ${start.top - end.top}px)`, opacity: 0.4 },
+      { transform: "none", opacity: 1 },
+    ],
+    { duration: 450, easing: "cubic-bezier(.2, .7, .2, 1)" },
+  );
+}
+
