@@ -147,7 +147,7 @@ function runTable(cache) {
           h("td", { class: "n" }, run.uses),
           h("td", {}, run.place === "accelerator" ? `at ${count3(run.offset)}` : run.place || "–"),
           h("td", {}, run.agents.join(", ") || "–"),
-          hasTexts ? h("td", { class: "excerpt" }, run.text ?? "") : null,
+          hasTexts ? h("td", { class: "excerpt" }, (run.text ?? "").replace(/\s+/g, " ")) : null,
         );
       }),
     ),

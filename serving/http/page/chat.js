@@ -47,7 +47,7 @@ export function chatView() {
     const thinking = h("details", { class: "thinking" }, h("summary", {}, "Thinking"), thought);
     thinking.hidden = true;
     const who = role === "user" ? "You" : "Model";
-    following(log, () => log.append(h("article", { class: `message ${role}` }, h("h3", {}, who), thinking, body)));
+    following(log, () => log.append(h("article", { class: `message ${role}` }, h("h3", {}, who), role === "user" ? null : thinking, body)));
     return { body, thinking, thought };
   }
 

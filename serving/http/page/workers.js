@@ -432,6 +432,7 @@ class Stage {
   }
 
   async remove() {
+    this.close();
     try {
       await ask(this.path, { method: "DELETE" });
       this.tell();
@@ -472,19 +473,20 @@ function bare(text, worker, step) {
 }
 
 /**
- * Lets a card come from where its step was written.
+ * Lets a copy of a card come from where its step was written.
  * @param {HTMLElement} card
  * @param {HTMLElement} from
  */
 function fly(card, from) {
-  if (isCalm()) return;
+  if (isCalm() || document.hidden) return;
   const start = from.getBoundingClientRect(), end = card.getBoundingClientRect();
-  card.animate(
-    [
-      { transform: `translate(${start.left - end.left}px, ${start.top - end.top}px)`, opacity: 0.4 },
-      { transform: "none", opacity: 1 },
-    ],
-    { duration: 450, easing: "cubic-bezier(.2, .7, .2, 1)" },
-  );
+  const ghost = /** @type {HTMLElement} */ (card.cloneNode(true));
+  ghost.classList.add("ghost");
+  ghost.setAttribute("aria-hidden", "true");
+  Object.assign(ghost.style, { left: `${end.left}px`, top: `${end.top}px`, width: `${end.width}px` });
+  document.body.append(ghost);
+  const timing = { duration: 500, easing: "cubic-bezier(.2, .7, .2, 1)" };
+  const path = { transform: [`translate(${start.left - end.left}px, ${start.top - end.top}px) scale(${Math.min(start.width / end.width, 1)})`, "none"] };
+  ghost.animate({ ...path, opacity: [0.9, 1] }, timing).finished.then(() => ghost.remove(), () => ghost.remove());
+  card.animate({ opacity: [0, 0, 1] }, timing);
 }
-
