@@ -23,6 +23,7 @@ RUNTIME := .venv/.installed
 SERVE := .venv/.installed-serve
 DEV := .venv/.installed-dev
 AUDIT := .venv/.installed-audit
+PAGE := .venv/.installed-page
 CUDA := .venv/.installed-cuda
 GPU_ENV := .venv-gpu/.installed
 TORCH_ENV := .venv-torch/.installed
@@ -50,7 +51,7 @@ BENCH_OPTIONS_workers := $(if $(HOGWILD),--hogwild '$(HOGWILD)' --hogwild-python
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-all test-gpu lint bench audit drill gpu-compile parity parity-transformers parity-hogwild lm-eval clean
+.PHONY: help demo serve test test-page test-all test-gpu lint bench audit drill gpu-compile parity parity-transformers parity-hogwild lm-eval clean
 # A recipe that fails must not leave a stamp behind.
 .DELETE_ON_ERROR:
 
@@ -68,7 +69,11 @@ test: $(DEV) ## ruff and the quick tests (PYTEST_ARGS='-k rope')
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
-test-all: $(DEV) audit ## ruff and all tests, the slow ones too, and an audit of dependencies
+test-page: $(PAGE) ## the server's page in Chromium (CHROMIUM=PROGRAM), and the types of its programs where npx is
+	@if command -v npx >/dev/null; then npx --yes --package 'typescript@5' tsc --project tests/page/tsconfig.json; else echo "there is no npx, so the types of the page's programs are not checked"; fi
+	$(BIN)/python -m pytest -q -m page tests/page
+
+test-all: $(DEV) $(PAGE) audit ## ruff and all tests, the slow ones too, and an audit of dependencies
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS)
@@ -158,6 +163,11 @@ $(GPU_ENV): pyproject.toml .venv-gpu/bin/python
 $(AUDIT): $(DEV)
 	@echo "installing what audits dependencies into .venv"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,audit]'
+	@touch $@
+
+$(PAGE): $(DEV)
+	@echo "installing what drives a browser into .venv"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,page]'
 	@touch $@
 
 $(CUDA): $(DEV)

@@ -1,4 +1,4 @@
-"""What pages and dashboards see of the engine: one snapshot for all that look at the same time."""
+"""The engine as pages and dashboards see it: one snapshot for all that look at the same time."""
 
 import asyncio
 import collections

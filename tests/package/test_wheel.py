@@ -105,6 +105,8 @@ def test_wheel_holds_every_file_of_the_packages(wheel):
         "jaxshare/py.typed",
         "jaxshare/serving/cli/main.py",
         "jaxshare/models/embedded/config.json",
+        "jaxshare/serving/http/page/index.html",
+        "jaxshare/serving/http/page/app.js",
     } <= names
     assert any(
         name.startswith("jaxshare/models/embedded/") and name.endswith(".safetensors")

@@ -67,7 +67,7 @@
     },
     /** Things that can be used and have no name, and things whose names are of no use. */
     nameless() {
-      const all = [...document.querySelectorAll("button, input, select, textarea, meter, progress, [role='img'], [role='region'], [role='log']")];
+      const all = [...document.querySelectorAll("button, input, select, textarea, progress, [role='meter'], [role='img'], [role='region'], [role='log']")];
       return all
         .filter((each) => isSeen(each) && !each.getAttribute("aria-label") && !each.textContent.trim() && !(each.labels && each.labels.length))
         .map((each) => each.outerHTML.slice(0, 80));

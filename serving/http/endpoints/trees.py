@@ -21,7 +21,7 @@ Words = Annotated[str, Field(max_length=2048)]
 Path = Annotated[list[int], Field(max_length=1024)]
 
 
-class TreeNode(BaseModel):
+class ShownNode(BaseModel):
     """A node of a tree."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -65,12 +65,12 @@ class SearchLogFields(BaseModel):
     format: Literal["jaxshare agents trace 1"]
     runs: list[_SearchRun]
 
-    def nodes(self) -> Iterator[TreeNode]:
+    def nodes(self) -> Iterator[ShownNode]:
         """Yields a node for each run, and for each of its states below it."""
         known = {run.id for run in self.runs}
         for run in self.runs:
             text = run.value if run.error is None else run.error
-            yield TreeNode(
+            yield ShownNode(
                 id=run.id,
                 parent=run.parent if run.parent in known else None,
                 label=run.agent,
@@ -78,7 +78,7 @@ class SearchLogFields(BaseModel):
                 text=_short(text),
             )
             for state in run.states:
-                yield TreeNode(
+                yield ShownNode(
                     id=_state_id(run.id, state.path),
                     parent=run.id if state.parent is None else _state_id(run.id, state.parent),
                     label=f"{state.waits_for}, line {state.line}",
@@ -92,7 +92,7 @@ class TreeFields(Body):
     """The body of POST /v1/trees, which has one of `nodes` and `log`."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
-    nodes: list[TreeNode] | None = None
+    nodes: list[ShownNode] | None = None
     log: SearchLogFields | None = None
 
 
@@ -145,7 +145,7 @@ def _head(name: str, tree: StoredTree) -> dict[str, Any]:
     return {"name": name, "object": "tree", "version": tree.version, "size": len(tree.nodes)}
 
 
-def _in_order(nodes: list[TreeNode]) -> list[dict[str, Any]]:
+def _in_order(nodes: list[ShownNode]) -> list[dict[str, Any]]:
     """The nodes as JSON, parents before their children.
 
     Raises:
@@ -158,7 +158,7 @@ def _in_order(nodes: list[TreeNode]) -> list[dict[str, Any]]:
     by_id = {node.id: node for node in nodes}
     if len(by_id) < len(nodes):
         raise bad_request("two nodes of the tree have the same id; give each its own", "nodes")
-    children: dict[str | None, list[TreeNode]] = {}
+    children: dict[str | None, list[ShownNode]] = {}
     for node in nodes:
         if node.parent is not None and node.parent not in by_id:
             raise bad_request(

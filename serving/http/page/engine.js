@@ -102,7 +102,10 @@ function dots(stats) {
  * @param {number} all
  */
 function meter(name, used, all) {
-  const bar = h("meter", { min: 0, max: Math.max(all, 1), value: used, "aria-label": name });
+  const part = all ? Math.round((100 * used) / all) : 0;
+  const level = h("span", { class: "level" });
+  level.style.width = `${part}%`;
+  const bar = h("div", { class: "gauge", role: "meter", "aria-label": name, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": part }, level);
   return h("div", { class: "meter" }, h("span", {}, name), bar, h("span", { class: "n" }, `${size(used)} of ${size(all)}`));
 }
 
@@ -110,7 +113,7 @@ function meter(name, used, all) {
 function sparkline(values) {
   const top = Math.max(...values, 1), width = 600, height = 90;
   const points = values.map((value, i) => `${((i + KEPT - values.length) / (KEPT - 1)) * width},${height - 4 - (value / top) * (height - 14)}`);
-  const line = points.length > 1 ? points : [`0,${height - 4}`, `${width},${height - 4}`];
+  const line = points.length > 1 ? points : [`${width - 6},${points[0].split(",")[1]}`, points[0]];
   const last = values[values.length - 1] ?? 0;
   return s(
     "svg",

@@ -152,7 +152,7 @@ function sessionForm(tell, open) {
           field("Format of prompts", format, "such as qwen3; empty: the model's own"),
           field("Temperature", temperature, "empty: the model's own"),
           field("Seed", seed, "empty: 0"),
-          field("Ask whether work is redundant", askEvery, "every so many tokens; 0 never"),
+          field("Redundancy question", askEvery, "tokens between two; 0 for none"),
           field("Answer", kind),
           field("Ends", stopOn),
         ),

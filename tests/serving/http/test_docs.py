@@ -1,4 +1,4 @@
-"""docs/server.md names all options, endpoints and fields."""
+"""docs/server.md and docs/page.md name all options, endpoints and fields."""
 
 import argparse
 import re
@@ -11,11 +11,14 @@ from jaxshare.serving.http.endpoints.chat import ChatFields
 from jaxshare.serving.http.endpoints.completions import CompletionFields
 from jaxshare.serving.http.endpoints.responses import ResponseFields
 from jaxshare.serving.http.endpoints.tokens import DetokenizeFields, ScoreFields, TokenizeFields
+from jaxshare.serving.http.endpoints.trees import TreeFields
 from jaxshare.serving.http.endpoints.workers import SayFields, SessionFields, WorkerFields
 from tests.paths import ROOT
 from tests.serving.http.served import ScriptedEngine, served
 
-PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+PAGE = "".join(
+    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("server.md", "page.md")
+)
 BODIES = [
     ChatFields,
     CompletionFields,
@@ -23,6 +26,7 @@ BODIES = [
     TokenizeFields,
     DetokenizeFields,
     ScoreFields,
+    TreeFields,
 ]
 OF_SESSIONS = [SessionFields, SayFields, WorkerFields]
 
@@ -46,4 +50,4 @@ def test_every_endpoint_is_described():
     found = {
         re.sub(r":path|\{(\w+)\}", lambda m: f"{{{m[1]}}}" if m[1] else "", path) for path in paths
     }
-    assert found <= told | {"/v1/responses/{identity}"} and told <= found | {"/openapi.json"}
+    assert found <= told | {"/v1/responses/{identity}"} and told <= found | {"/openapi.json", "/"}

@@ -9,7 +9,7 @@ from tests.serving.http.test_docs import BODIES
 
 PATHS = [
     *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
-    *("/tokenize", "/detokenize", "/v1/score"),
+    *("/tokenize", "/detokenize", "/v1/score", "/v1/trees"),
 ]
 PLAIN = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
@@ -17,6 +17,7 @@ PLAIN = {
     "/v1/responses": {"input": "a", "max_output_tokens": 3},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
+    "/v1/trees": {"name": "a", "nodes": []},
     "/v1/score": {"prefix": "a", "candidates": ["b"]},
 }
 DEEP = json.loads("[" * 400 + "]" * 400)

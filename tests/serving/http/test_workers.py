@@ -10,6 +10,7 @@ from jaxshare import Sampler
 from jaxshare.serving import Workers
 from jaxshare.serving.http.endpoints.workers import SessionFields
 from tests.helpers import one_layer
+from tests.serving.http.served import served, until
 from tests.serving.http.test_values import VALUES
 
 PROBLEM = "Solve: 1. 3 + 4 2. 5 + 6"
@@ -172,3 +173,49 @@ def test_no_value_of_a_field_makes_the_server_fail(live, field):
         assert answer.status_code < 500 or answer.status_code == 503, (value, answer.text)
         if answer.status_code == 200:
             end(live, answer.json()["id"])
+
+
+def test_a_session_that_no_client_looks_at_waits_for_one(engine):
+    with served(engine, session_idle_seconds=0.05) as made:
+        session = begin(made, budget=1500, stop_on="never")
+        running = made.service.sessions[session["id"]]
+        until(lambda: running.status == "waiting")
+        passes = running.num_sampled
+        time.sleep(0.2)
+        assert running.num_sampled == passes < 3000
+        found = events_of(made, session["id"])
+        assert any(event["type"] == "waiting" for event in found)
+        assert found[-1]["type"] == "end" and found[-1]["passes"] == 1500
+        end(made, session["id"])
+
+
+def test_a_session_that_has_ended_tells_so_once_however_often_it_is_asked(live):
+    made = begin(live)
+    found = events_of(live, made["id"])
+    for _ in range(3):
+        told = live.http.get(f"/v1/workers/{made['id']}").json()
+        live.http.post(f"/v1/workers/{made['id']}/finish")
+    assert events_of(live, made["id"]) == found and told["status"] == "ended"
+    end(live, made["id"])
+
+
+def test_what_workers_see_and_how_they_are_is_told(live):
+    made = begin(live, names=["Alice", "Bob"], budget=1500, stop_on="never", layout="contiguous")
+    path = f"/v1/workers/{made['id']}"
+    live.http.post(f"{path}/pause", json={"name": "Bob"})
+    told = live.http.get(path).json()
+    assert {name: each["state"] for name, each in told["workers"].items()} == {
+        "Alice": "running",
+        "Bob": "paused",
+    }
+    with Workers(one_layer(), PROBLEM, layout="contiguous", **SETTINGS) as session:
+        sees = {name: [*session.layout.sees[name]] for name in session.names}
+        blocks = session.block_lengths
+    assert {name: each["sees"] for name, each in told["workers"].items()} == sees
+    assert told["blocks"].keys() == blocks.keys() and told["moves"] == {}
+    written = sum(told["blocks"].values()) - sum(blocks.values())
+    assert written >= told["passes"] - 16
+    shares = live.http.get(f"{path}/attention").json()["shares"]
+    assert shares.keys() == {"Alice"} and [*shares["Alice"]] == sees["Alice"]
+    assert sum(shares["Alice"].values()) == pytest.approx(1, abs=1e-3)
+    end(live, made["id"])
