@@ -153,7 +153,7 @@ function summary(usage, begin, first) {
   if (!usage) return "";
   const now = performance.now();
   const tokens = usage.completion_tokens, cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-  const speed = first && now > first ? `, ${(tokens / ((now - first) / 1000)).toFixed(0)} a second` : "";
+  const speed = first && now - first > 200 ? `, ${(tokens / ((now - first) / 1000)).toFixed(0)} a second` : "";
   const wait = first ? `, the first after ${((first - begin) / 1000).toFixed(2)} s` : "";
   return `${tokens} tokens${speed}${wait}; ${cached} of ${usage.prompt_tokens} tokens of the prompt were cached.`;
 }
