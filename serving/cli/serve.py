@@ -117,6 +117,14 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="most bytes of a request (default 16MiB)",
     )
+    parser.add_argument(
+        "--sessions-folder",
+        metavar="FOLDER",
+        help="that sessions of /v1/workers may be saved to (default: none)",
+    )
+    parser.add_argument(
+        "--sessions-bytes", metavar="SIZE", help="most bytes of these saves (default 16GiB)"
+    )
     for name, text in (
         ("request_seconds", "after which a request ends with what it has"),
         ("grace", "seconds that running requests have after a SIGTERM"),
@@ -158,6 +166,7 @@ def run(options: argparse.Namespace) -> int:
         )
     from jaxshare.serving.http.server import DrainingServer, listen, url_of
     from jaxshare.serving.http.service import Service
+    from jaxshare.serving.http.sessions.saves import make_root
 
     # Errors that do not depend on the model are raised before it is loaded.
     settings = settings_of(options)
@@ -172,6 +181,8 @@ def run(options: argparse.Namespace) -> int:
         for name in ("kv_bytes", "host_kv_bytes", "logits_cache")
         if (size := getattr(options, name)) is not None
     }
+    if settings.sessions_folder is not None:
+        make_root(settings.sessions_folder)
     _log_to_stderr(options.log_level)
     listening = listen(options.host, options.port)
     with listening:
@@ -205,11 +216,12 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
         name: getattr(options, name)
         for name in (
             *("request_seconds", "grace", "max_choices", "max_agents", "max_responses"),
-            *("max_sessions", "session_idle_seconds", "show_texts"),
+            *("max_sessions", "session_idle_seconds", "show_texts", "sessions_folder"),
         )
     }
-    if options.max_body is not None:
-        given["max_body_bytes"] = arguments.parse_bytes(options.max_body, "--max-body")
+    for field, name in (("max_body_bytes", "max_body"), ("sessions_bytes", "sessions_bytes")):
+        if (size := getattr(options, name)) is not None:
+            given[field] = arguments.parse_bytes(size, f"--{name.replace('_', '-')}")
     variable = os.environ.get(KEY_VARIABLE)
     return ServerSettings(
         model_names=tuple(options.served_model_name or (options.model,)),

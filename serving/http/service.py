@@ -21,6 +21,7 @@ from jaxshare.serving.http.generation.running import Running, Wanted, submit
 from jaxshare.serving.http.generation.sampling import sampler_of, stops_of
 from jaxshare.serving.http.metrics import HttpMetrics
 from jaxshare.serving.http.sessions.running import RUNNING, RunningSession
+from jaxshare.serving.http.sessions.saves import SavedSessions
 from jaxshare.serving.http.settings import ServerSettings
 from jaxshare.serving.http.sse import EventStream
 from jaxshare.serving.inputs import default_sampler, encode
@@ -34,7 +35,7 @@ class Service:
       metrics: of the server.
       token_texts: of the model.
       created: the time of its start, in seconds since 1970.
-      sessions: of workers, by their identity.
+      sessions, saves: of workers; the former by their identity.
       is_warm: True when the engine has compiled what requests need.
       is_draining: True when it takes no more requests.
     """
@@ -49,6 +50,7 @@ class Service:
         self._busy = 0
         self._agents: set[str] = set()
         self.sessions: dict[str, RunningSession] = {}
+        self.saves = SavedSessions(settings.sessions_folder, settings.sessions_bytes)
         self._scoring = concurrent.futures.ThreadPoolExecutor(1, "jaxshare-score")
 
     # Life.

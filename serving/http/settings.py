@@ -32,6 +32,8 @@ class ServerSettings:
       max_sessions: of workers at a time.
       session_idle_seconds: after which a session of workers that no client looks at is held until
         one does.
+      sessions_folder: that sessions of workers are saved to; None takes no saves.
+      sessions_bytes: of all saves together.
       show_texts: /v1/engine/cache tells how cached texts begin, those of all clients.
       grace: seconds that running requests have after a SIGTERM.
       allowed_origins: of pages in browsers that may ask the server; none allows none.
@@ -56,6 +58,8 @@ class ServerSettings:
     max_response_bytes: int = 64 * 2**20
     max_sessions: int = 16
     session_idle_seconds: float = 900.0
+    sessions_folder: str | None = None
+    sessions_bytes: int = 16 * 2**30
     show_texts: bool = False
     grace: float = 30.0
     allowed_origins: tuple[str, ...] = ()
@@ -73,6 +77,7 @@ class ServerSettings:
                 ("max_responses", 0, 2**20),
                 ("max_response_bytes", 0, 2**40),
                 ("max_sessions", 0, 2**12),
+                ("sessions_bytes", 0, 2**50),
             )
         }
         for name, least in (

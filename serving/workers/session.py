@@ -226,12 +226,12 @@ class Workers(SessionView):
                     saved = self.passes
             # A session that was restored beyond a budget cannot go back to it.
             if budget is not None and not (budget < self.passes and answers.get(budget)):
-                answers[budget] = self.finish()
+                self.finish(at=budget)
         if save_to:
             self.save(save_to, cache=save_cache, wait=True)
         return self.result({budget: answers[budget] for budget in budgets})
 
-    def finish(self, *, sees: Sequence[str] | None = None) -> Answer:
+    def finish(self, *, sees: Sequence[str] | None = None, at: int | None = None) -> Answer:
         """The answer that the workers have given, or else their best guess now.
 
         For a guess (section 4.1, appendix C) the early-stop prompt is fed to a block of its own,
@@ -241,6 +241,7 @@ class Workers(SessionView):
         Args:
           sees: the blocks to guess from, in order; default `WorkersLayout.overview`. With it, no
             answer is taken from the workers' words.
+          at: a budget of forward passes, as whose answer it stays in `answers`.
 
         Raises:
           ValueError: an unknown block, or blocks that are longer than the context together.
@@ -248,7 +249,10 @@ class Workers(SessionView):
         """
         dispatch.read_unread(self._session)
         with self._session.compiling():
-            return finisher.finish(self._session, sees)
+            found = finisher.finish(self._session, sees)
+        if at is not None:
+            self._session.answers[at] = found
+        return found
 
     def say(self, text: str, name: str = PERSON) -> None:
         """Adds a person's words after the history, as a step of its own.

@@ -325,6 +325,11 @@ class SessionView:
         return cache if lease is None else lease.snapshot(cache)
 
     @property
+    def answers(self) -> dict[int, Answer]:
+        """The answers at budgets of forward passes that have been taken so far."""
+        return dict(self._session.answers)
+
+    @property
     def passes(self) -> int:
         """Forward passes so far."""
         return self._session.passes

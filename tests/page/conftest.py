@@ -38,11 +38,12 @@ def browser():
 
 
 @pytest.fixture(scope="session")
-def live():
+def live(tmp_path_factory):
     """A server of the embedded model."""
+    folder = str(tmp_path_factory.mktemp("sessions"))
     with (
         Engine(load(EMBEDDED), max_rows=8, max_queue=64) as engine,
-        served(engine, show_texts=True) as made,
+        served(engine, show_texts=True, sessions_folder=folder) as made,
     ):
         yield made
 

@@ -146,6 +146,42 @@ def test_workers_write_into_columns_and_their_steps_into_the_history(open_page, 
     assert live.http.get(f"/v1/workers/{identity}").status_code == 404
 
 
+def test_answers_come_at_the_budgets_that_were_asked_for(open_page, live):
+    page = open_page(live, "workers")
+    identity = begin(
+        page, Names="Ann, Ben", Budget="96", Ends="never", **{"Answers at": "32, 64 96"}
+    )
+    page.locator(".answer").nth(2).wait_for()
+    told = live.http.get(f"/v1/workers/{identity}").json()["answers"]
+    assert [each["budget"] for each in told] == [32, 64, 96]
+    shown = page.locator(".answer").all_text_contents()
+    for text, each in zip(shown, told, strict=True):
+        assert text.startswith(f"{each['value'] or 'No answer'} after {each['passes']} passes")
+    assert page.get_by_role("button", name="Pause all").is_disabled()
+    end(page)
+
+
+def test_a_session_is_saved_deleted_and_goes_on(open_page, live):
+    page = open_page(live, "workers")
+    begin(page, Names="Ann, Ben", Budget="96")
+    page.get_by_text(re.compile("^Ended ")).wait_for()
+    words = page.locator(".history").text_content()
+    page.get_by_role("button", name="Save").click()
+    page.get_by_text(re.compile("^Saved after ")).wait_for()
+    end(page)
+    page.get_by_text("Saved sessions").click()
+    page.get_by_role("button", name="Go on").click()
+    page.get_by_text(re.compile("^Ended ")).wait_for()
+    page.wait_for_function(
+        "n => document.querySelector('.history').textContent.length >= n", arg=len(words)
+    )
+    assert page.locator(".history").text_content() == words
+    end(page)
+    page.get_by_role("button", name="Delete save").click()
+    page.get_by_text("Saved sessions").wait_for(state="hidden")
+    assert live.http.get("/v1/workers/saves").json()["data"] == []
+
+
 def test_a_person_speaks_and_a_worker_pauses_joins_and_leaves(open_page, live):
     page = open_page(live, "workers")
     identity = begin(

@@ -1,7 +1,7 @@
 """/v1/workers: sessions of workers that write together, and see each other's words at once."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
@@ -14,11 +14,12 @@ from jaxshare.serving.http.answers import json_response, owner_of, service_of
 from jaxshare.serving.http.errors import ApiError, api_error, bad_request
 from jaxshare.serving.http.generation.fields import Body, Number
 from jaxshare.serving.http.service import Service, new_id
-from jaxshare.serving.http.sessions.running import RunningSession, describe
+from jaxshare.serving.http.sessions.running import RunningSession, answer_json, describe
 from jaxshare.serving.inputs import default_sampler
 from jaxshare.serving.workers import Workers
 from jaxshare.serving.workers.inspection.probe import attention_shares
 from jaxshare.serving.workers.prompts.presets import FORMATS
+from jaxshare.serving.workers.results import check_finish_at
 
 router = APIRouter()
 
@@ -40,6 +41,7 @@ class SessionFields(Body):
     ask_every: Annotated[int, Field(ge=0, le=2**20)] | None = None
     max_workers: Count | None = None
     stop_on: str | None = None
+    finish_at: Annotated[list[Count], Field(max_length=64)] | None = None
     kind: str | None = None
     temperature: Number | None = Field(None, ge=0)
     top_p: Number | None = Field(None, gt=0, le=1)
@@ -93,24 +95,11 @@ async def create_session(body: SessionFields, request: Request) -> Response:
             **given,
         )
 
-    most, sessions = service.settings.max_sessions, service.sessions
-    if len(sessions) >= most:
-        raise ApiError(
-            429,
-            f"the server has {most} sessions, the most that it takes; delete one",
-            code="too_many_sessions",
-        )
-    identity = new_id("session")
-    running = RunningSession(
-        identity, owner_of(request), make, service.settings.session_idle_seconds
-    )
-    sessions[identity] = running
     try:
-        made = await _result(running.ready, "problem")
-    except BaseException:
-        del sessions[identity]
-        raise
-    return json_response(_told(running, made))
+        check_finish_at(body.finish_at or (), body.budget)
+    except ValueError as error:
+        raise api_error(error) from error
+    return await _begin(request, new_id("session"), make, body.finish_at or ())
 
 
 @router.get("/v1/workers", tags=["workers"])
@@ -119,6 +108,37 @@ async def list_sessions(request: Request) -> Response:
     owner = owner_of(request)
     mine = [each for each in service_of(request).sessions.values() if each.owner == owner]
     return json_response({"object": "list", "data": [_head(each) for each in mine]})
+
+
+@router.get("/v1/workers/saves", tags=["workers"])
+async def list_saves(request: Request) -> Response:
+    """Lists the saved sessions of this key, the newest first."""
+    saves, owner = service_of(request).saves, owner_of(request)
+    found = await asyncio.to_thread(saves.list, owner)
+    return json_response({"object": "list", "data": found})
+
+
+@router.post("/v1/workers/saves/{identity}/restore", tags=["workers"])
+async def restore(identity: str, request: Request) -> Response:
+    """Goes on with a saved session, as it would have gone on; it has the identity that it had."""
+    service = service_of(request)
+    service.check_open()
+    _check_gone(service, identity)
+    saved, folder = service.saves.find(identity, owner_of(request))
+
+    def make() -> Workers:
+        return Workers.restore(service.model, folder, engine=service.engine)
+
+    return await _begin(request, identity, make, saved.finish_at)
+
+
+@router.delete("/v1/workers/saves/{identity}", tags=["workers"])
+async def delete_save(identity: str, request: Request) -> Response:
+    """Deletes a save."""
+    service, owner = service_of(request), owner_of(request)
+    _check_gone(service, identity)
+    await asyncio.to_thread(service.saves.delete, identity, owner)
+    return json_response({"id": identity, "object": "workers.save", "deleted": True})
 
 
 @router.get("/v1/workers/{identity}", tags=["workers"])
@@ -178,15 +198,18 @@ async def remove(identity: str, body: WorkerFields, request: Request) -> Respons
 @router.post("/v1/workers/{identity}/finish", tags=["workers"])
 async def finish(identity: str, request: Request) -> Response:
     """Gives the answer of the workers, or their best guess now, and lets them go on."""
-    found = await _result(_session(request, identity).ask(lambda workers: workers.finish()))
+    found = await _result(
+        _session(request, identity).ask(lambda each: answer_json(each.passes, each.finish()))
+    )
+    return json_response({"object": "workers.answer", **found})
+
+
+@router.post("/v1/workers/{identity}/save", tags=["workers"])
+async def save(identity: str, request: Request) -> Response:
+    """Saves a session, in place of its save before; it goes on when that is on the disk."""
+    service, running = service_of(request), _session(request, identity)
     return json_response(
-        {
-            "object": "workers.answer",
-            "value": found.value,
-            "text": found.text,
-            "passes": found.passes,
-            "extra_passes": found.extra_passes,
-        }
+        await _result(running.ask(lambda workers: service.saves.save(running, workers)))
     )
 
 
@@ -215,6 +238,41 @@ async def delete_session(identity: str, request: Request) -> Response:
     service_of(request).sessions.pop(identity, None)
     await asyncio.get_running_loop().run_in_executor(None, running.close)
     return json_response({"id": identity, "object": "workers.session", "deleted": True})
+
+
+async def _begin(
+    request: Request, identity: str, make: Callable[[], Workers], finish_at: Sequence[int]
+) -> Response:
+    """Starts a session, and describes it when its prompt has been read.
+
+    Raises:
+      ApiError: there are as many as may be (429), or it cannot be made.
+    """
+    service = service_of(request)
+    most, sessions = service.settings.max_sessions, service.sessions
+    if len(sessions) >= most:
+        raise ApiError(
+            429,
+            f"the server has {most} sessions, the most that it takes; delete one",
+            code="too_many_sessions",
+        )
+    seconds = service.settings.session_idle_seconds
+    running = RunningSession(identity, owner_of(request), make, seconds, finish_at)
+    sessions[identity] = running
+    try:
+        made = await _result(running.ready, "problem")
+    except BaseException:
+        del sessions[identity]
+        raise
+    return json_response(_told(running, made))
+
+
+def _check_gone(service: Service, identity: str) -> None:
+    """Raises ApiError where a session still is on the server."""
+    if identity in service.sessions:
+        raise bad_request(
+            "this session is on the server; delete it first: that leaves its save", "identity"
+        )
 
 
 def _sampler(service: Service, body: SessionFields) -> Sampler:

@@ -2,14 +2,17 @@
 
 import { ask, events, isStop, sentence } from "./api.js";
 import { attentionTable } from "./attention.js";
-import { field, following, h, isCalm, number } from "./dom.js";
+import { following, h, isCalm, size } from "./dom.js";
+import { savedSessions } from "./saves.js";
+import { sessionForm } from "./session_form.js";
 
 /** @typedef {{ worker: string, step: number, text: string, ended: number | null, asked: boolean, answers: boolean }} Step */
 /** @typedef {{ state: string, sees: string[] }} WorkerState */
+/** @typedef {{ budget: number, value: string | null, passes: number, extra_passes: number }} Answer */
 /**
  * A session as the server describes it.
  * @typedef {{ id: string, status: string, names: string[], passes: number, budget: number, finish_reason: string | null,
- *   workers: Record<string, WorkerState>, blocks: Record<string, number>, moves: Record<string, string>, steps: Step[] }} Session
+ *   workers: Record<string, WorkerState>, blocks: Record<string, number>, moves: Record<string, string>, steps: Step[], answers: Answer[] }} Session
  */
 
 const COLOURS = 8;
@@ -39,6 +42,7 @@ export function workersView() {
   }
 
   async function list() {
+    saves.show();
     try {
       const { data } = await ask("/v1/workers");
       picker.replaceChildren(
@@ -67,99 +71,19 @@ export function workersView() {
   }
 
   const form = sessionForm(tell, open);
+  const saves = savedSessions(tell, open);
   const element = h(
     "section",
     { class: "view workers", "aria-labelledby": "workers-title" },
     h("h1", { id: "workers-title" }, "Workers"),
     h("p", { class: "lead" }, "Several workers write on one problem at once. Each reads what the others write, token by token, from one shared cache."),
     form,
+    saves.element,
     picker,
     told,
     stage,
   );
   return { element, show: list, hide: () => {} };
-}
-
-/**
- * The form that begins a session.
- * @param {(message?: string, isError?: boolean) => void} tell
- * @param {(session: Session) => void} open
- */
-function sessionForm(tell, open) {
-  const problem = h("textarea", { rows: 3, required: true });
-  problem.value = "Solve: 1. 17 + 25 2. 60 - 18 3. 6 * 7 4. 84 / 2";
-  const names = h("input", { value: "Alice, Bob", required: true, spellcheck: "false" });
-  const layout = h("select", {}, ...["combined", "interleaved", "contiguous"].map((name) => h("option", { value: name }, name)));
-  const budget = h("input", { type: "number", min: 1, step: 1, value: 512 });
-  const room = h("input", { type: "number", min: 1, step: 1 });
-  const format = h("input", { spellcheck: "false" });
-  const temperature = h("input", { type: "number", min: 0, step: "any" });
-  const seed = h("input", { type: "number", step: 1 });
-  const askEvery = h("input", { type: "number", min: 0, step: 1 });
-  const kind = h("select", {}, h("option", { value: "box" }, "in a box"), h("option", { value: "code" }, "a program"));
-  const stopOn = h("select", {}, ...[["answer", "at an answer"], ["eos", "when one stops"], ["never", "at the budget"]].map(([value, text]) => h("option", { value }, text)));
-  const begin = h("button", { class: "primary" }, "Begin");
-
-  /** @param {Event} event */
-  async function submit(event) {
-    event.preventDefault();
-    /** @type {Record<string, unknown>} */
-    const body = {
-      problem: problem.value,
-      names: names.value.split(",").map((name) => name.trim()).filter(Boolean),
-      layout: layout.value,
-      kind: kind.value,
-      stop_on: stopOn.value,
-    };
-    const given = { budget: number(budget), max_workers: number(room), temperature: number(temperature), seed: number(seed), ask_every: number(askEvery) };
-    for (const [name, value] of Object.entries(given)) if (value !== null) body[name] = value;
-    if (format.value.trim()) body.format = format.value.trim();
-    begin.disabled = true;
-    tell("The prompt is read …", false);
-    try {
-      open(await ask("/v1/workers", { body }));
-      tell();
-    } catch (error) {
-      tell(sentence(error));
-    } finally {
-      begin.disabled = false;
-    }
-  }
-
-  return h(
-    "details",
-    { class: "panel", open: true },
-    h("summary", {}, "New session"),
-    h(
-      "form",
-      { onsubmit: submit },
-      field("Problem", problem),
-      h(
-        "div",
-        { class: "grid" },
-        field("Names", names, "separated by commas"),
-        field("Layout", layout, "which blocks each worker sees, in which order"),
-        field("Budget", budget, "forward passes"),
-      ),
-      h(
-        "details",
-        { class: "settings" },
-        h("summary", {}, "More settings"),
-        h(
-          "div",
-          { class: "grid" },
-          field("Room for workers", room, "empty: for those named"),
-          field("Format of prompts", format, "such as qwen3; empty: the model's own"),
-          field("Temperature", temperature, "empty: the model's own"),
-          field("Seed", seed, "empty: 0"),
-          field("Redundancy question", askEvery, "tokens between two; 0 for none"),
-          field("Answer", kind),
-          field("Ends", stopOn),
-        ),
-      ),
-      h("div", { class: "actions" }, begin),
-    ),
-  );
 }
 
 /** What is shown of one session. */
@@ -186,10 +110,14 @@ class Stage {
     this.row = h("div", { class: "columns" });
     this.bar = h("progress", { "aria-label": "Forward passes of the budget", max: session.budget, value: 0 });
     this.state = h("p", { class: "state" });
-    this.answer = h("p", { class: "answer", role: "status" });
-    this.answer.hidden = true;
+    this.answers = h("ol", { class: "answers", "aria-label": "Answers", "aria-live": "polite" });
+    /** @type {Map<string, HTMLElement>} */
+    this.known = new Map();
     this.attention = h("div", { class: "attention" });
     this.watch = h("input", { type: "checkbox", id: "watch", onchange: () => this.measure() });
+    this.holds = /** @type {const} */ (["pause", "resume"]).map((what) =>
+      h("button", { type: "button", onclick: () => this.all(what) }, what === "pause" ? "Pause all" : "Resume all"),
+    );
     this.element = this.build();
     this.apply(session);
     this.read();
@@ -221,11 +149,11 @@ class Stage {
           "div",
           { class: "actions" },
           h("button", { type: "button", onclick: () => this.finish() }, "Answer as it stands"),
-          h("button", { type: "button", onclick: () => this.all("pause") }, "Pause all"),
-          h("button", { type: "button", onclick: () => this.all("resume") }, "Resume all"),
+          ...this.holds,
+          h("button", { type: "button", onclick: () => this.save() }, "Save"),
           h("button", { type: "button", class: "danger", onclick: () => this.remove() }, "Delete session"),
         ),
-        this.answer,
+        this.answers,
       ),
       h("h2", {}, Object.keys(this.session.moves).length ? "Shared history" : "Finished steps"),
       this.history,
@@ -258,6 +186,7 @@ class Stage {
     try {
       for await (const event of events(`${this.path}/events`, { signal: this.stop.signal })) {
         if (event.type === "text") this.write(event);
+        else if (event.type === "answer") this.answered(event);
         else if (event.type === "end") this.apply({ ...this.session, ...event, status: "ended" });
         else if (event.type === "error") this.tell(event.message);
       }
@@ -309,7 +238,27 @@ class Stage {
       pause.textContent = now === "paused" ? "Resume" : "Pause";
       pause.disabled = session.finish_reason !== null || (now !== "running" && now !== "paused");
     }
+    for (const each of session.answers) this.answered(each);
+    for (const button of this.holds) button.disabled = session.finish_reason !== null || session.status === "ended";
     this.progress(session.passes);
+  }
+
+  /**
+   * Shows an answer among those at other budgets.
+   * @param {Answer} found
+   */
+  answered(found) {
+    const words = [
+      found.value === null ? "No answer" : h("strong", {}, found.value),
+      ` after ${found.passes} passes`,
+      found.extra_passes ? `, guessed in ${found.extra_passes} more` : ", given by the workers",
+    ];
+    const key = `${found.budget}`, known = this.known.get(key);
+    if (known) return known.replaceChildren(...words);
+    const made = h("li", { class: "answer", "data-budget": found.budget }, ...words);
+    this.known.set(key, made);
+    const next = [...this.answers.children].find((each) => Number(each.getAttribute("data-budget")) > found.budget);
+    this.answers.insertBefore(made, next ?? null);
   }
 
   /** @param {number} passes */
@@ -419,13 +368,17 @@ class Stage {
 
   async finish() {
     try {
-      const found = await ask(`${this.path}/finish`, { method: "POST" });
-      this.answer.hidden = false;
-      this.answer.replaceChildren(
-        found.value === null ? "No answer" : h("strong", {}, found.value),
-        ` after ${found.passes} passes`,
-        found.extra_passes ? `, guessed in ${found.extra_passes} more` : ", given by the workers",
-      );
+      this.answered(await ask(`${this.path}/finish`, { method: "POST" }));
+    } catch (error) {
+      this.tell(sentence(error));
+    }
+  }
+
+  async save() {
+    try {
+      const { passes, bytes } = await ask(`${this.path}/save`, { method: "POST" });
+      this.tell(`Saved after ${passes} passes, in ${size(bytes)}`, false);
+      this.changed();
     } catch (error) {
       this.tell(sentence(error));
     }

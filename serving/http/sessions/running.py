@@ -7,11 +7,12 @@ import math
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from jaxshare.serving.errors import ClosedError
 from jaxshare.serving.workers import Workers
+from jaxshare.serving.workers.results import Answer
 
 _log = logging.getLogger("jaxshare.http")
 
@@ -35,9 +36,10 @@ class RunningSession:
       owner: the hash of the key that made it.
       make: creates the session; in the thread.
       idle_seconds: after which a session that no client looks at waits for one.
+      finish_at: budgets of forward passes at which the answer is taken.
 
     Attributes:
-      identity, owner: as given.
+      identity, owner, finish_at: as given; the budgets in order.
       status: one of the states.
       ready: done when the session is made, with its description, or with the error that hinders it.
       num_sampled: tokens that its workers have sampled so far.
@@ -49,8 +51,10 @@ class RunningSession:
         owner: str,
         make: Callable[[], Workers],
         idle_seconds: float = math.inf,
+        finish_at: Sequence[int] = (),
     ):
         self.identity, self.owner, self.status = identity, owner, RUNNING
+        self.finish_at = tuple(sorted({*finish_at}))
         self.ready: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
         self.num_sampled, self._idle_seconds = 0, idle_seconds
         self._seen = time.monotonic()
@@ -139,7 +143,8 @@ class RunningSession:
     def _write(self, workers: Workers) -> None:
         self._tell(RUNNING)
         while True:
-            for event in workers.stream():
+            budget = self._next_budget(workers)
+            for event in workers.stream(budget):
                 self._tell(
                     RUNNING,
                     {
@@ -157,13 +162,22 @@ class RunningSession:
                     self._tell(WAITING, {"type": "waiting", "passes": workers.passes})
                 if not self._obey(workers, wait=forgotten):
                     return self._tell(CLOSED)
-            if workers.finish_reason is not None or workers.passes >= workers.budget:
+            has_ended = workers.finish_reason is not None or workers.passes >= workers.budget
+            if budget is not None and (has_ended or workers.passes >= budget):
+                found = workers.finish(at=budget)
+                self._tell(RUNNING, {"type": "answer", **answer_json(budget, found)})
+                continue
+            if has_ended:
                 if self.status != ENDED:
                     self._tell(ENDED, {"type": "end", **describe(workers)})
             elif self.status != WAITING:
                 self._tell(WAITING, {"type": "waiting", "passes": workers.passes})
             if not self._obey(workers, wait=True):
                 return self._tell(CLOSED)
+
+    def _next_budget(self, workers: Workers) -> int | None:
+        """The next of the budgets whose answer has not been taken."""
+        return next((each for each in self.finish_at if each not in workers.answers), None)
 
     def _obey(self, workers: Workers, wait: bool) -> bool:
         """Does what clients have asked for; False where the session is to end.
@@ -211,6 +225,7 @@ def describe(workers: Workers) -> dict[str, Any]:
         },
         "blocks": workers.block_lengths,
         "moves": dict(workers.layout.moves),
+        "answers": [answer_json(*each) for each in sorted(workers.answers.items())],
         "steps": [
             {
                 "worker": step.worker,
@@ -223,4 +238,15 @@ def describe(workers: Workers) -> dict[str, Any]:
             }
             for step in workers.steps
         ],
+    }
+
+
+def answer_json(budget: int, found: Answer) -> dict[str, Any]:
+    """An answer at a budget of forward passes as JSON."""
+    return {
+        "budget": budget,
+        "value": found.value,
+        "text": found.text,
+        "passes": found.passes,
+        "extra_passes": found.extra_passes,
     }

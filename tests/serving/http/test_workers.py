@@ -219,3 +219,27 @@ def test_what_workers_see_and_how_they_are_is_told(live):
     assert shares.keys() == {"Alice"} and [*shares["Alice"]] == sees["Alice"]
     assert sum(shares["Alice"].values()) == pytest.approx(1, abs=1e-3)
     end(live, made["id"])
+
+
+def test_answers_at_budgets_are_those_of_a_run_of_the_library(live):
+    made = begin(live, finish_at=[40, 8, 24], stop_on="never")
+    found = events_of(live, made["id"])
+    with Workers(
+        one_layer(), PROBLEM, sampler=Sampler(1.0), stop_on="never", **SETTINGS
+    ) as session:
+        run = session.run(finish_at=[8, 24, 40])
+    expected = [
+        (budget, each.value, each.text, each.passes) for budget, each in run.answers.items()
+    ]
+    told = live.http.get(f"/v1/workers/{made['id']}").json()
+    for answers in (told["answers"], [each for each in found if each["type"] == "answer"]):
+        assert [
+            (each["budget"], each["value"], each["text"], each["passes"]) for each in answers
+        ] == expected
+    steps = [(step["worker"], step["step"], step["text"]) for step in told["steps"]]
+    assert steps == [(step.worker, step.number, step.text) for step in run.steps]
+    end(live, made["id"])
+    refused = live.http.post(
+        "/v1/workers", json={"problem": PROBLEM, **SETTINGS, "finish_at": [49]}
+    )
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "finish_at"
