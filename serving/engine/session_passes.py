@@ -239,6 +239,7 @@ class SessionRows:
             taken,
             cache=dataclasses.replace(old.cache, lengths=table[0], phases=table[1]),
             layout=old.layout,
+            samplers=old.samplers,  # beside rows with more places, these would have as many
             steps=dataclasses.replace(taken.steps, automata=old.steps.automata),
             history=_shaped(taken.history, old.history),
             processing=old.processing

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshare import KVCache, cache_io
+from jaxshare import KVCache, Sampler, cache_io
 from jaxshare.models import EMBEDDED, load, reencode
 from jaxshare.serving import Workers, WorkersLayout, combined
 from jaxshare.serving.checkpoints import CheckpointStore, SavedCheckpoint, SaveError
@@ -122,10 +122,19 @@ def test_workers_that_came_and_went_and_people_that_spoke_are_restored(tmp_path,
 
 
 def test_a_session_moves_between_an_engine_and_memory_of_its_own(tmp_path, whole):
+    rich = Sampler(
+        stop_token_ids=(7, 8, 9),
+        bias={n: -1.0 for n in range(40)},
+        bad_words=((40, 41, 42, 43), (44,)),
+        presence_penalty=0.5,
+    )
     with made(4096) as engine:
         with Workers(engine.model, engine=engine, **start().settings) as session:
+            # in the same passes, as a row with more places than the session's
+            beside = engine.submit("1 + 1", rich, max_new_tokens=AT + 16)
             for _ in session.stream(AT):
                 pass
+            beside.wait()
             session.save(tmp_path / "engine", wait=True)
         alone = Workers.restore(model(), tmp_path / "engine")
         assert written(alone) == written(session)
