@@ -11,6 +11,7 @@ a line, in on stdin, out on stdout.
 The rest is as in `torch_decode`.
 """
 
+import gc
 import importlib.metadata
 import platform
 import threading
@@ -48,6 +49,8 @@ class EngineServer:
         size = _bytes_per_token(self._model) * rows * tokens
         self._engine = Engine(self._model, max_rows=rows, kv_bytes=2 * size)
         self._engine.warm_up()
+        gc.collect()
+        gc.freeze()  # as the command does
         return {"port": self._listen(self._engine) if listen else 0}
 
     def run(self, requests: list[Request]) -> dict[str, Any]:
@@ -92,6 +95,7 @@ class EngineServer:
         if self._engine is not None:
             self._engine.shutdown()
             self._engine = None
+        gc.unfreeze()
 
 
 def _bytes_per_token(model: LoadedModel) -> int:
