@@ -64,6 +64,7 @@ class DrainingServer(uvicorn.Server):
     Attributes:
       service: as given.
       on_start: called when it listens.
+      on_warm: called when the engine is warm, or has failed to be; in another thread.
     """
 
     def __init__(self, service: Service, listening: socket.socket):
@@ -86,6 +87,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self.service, self._listening, self._batches = service, listening, app.state.batches
         self.on_start: Callable[[], None] = lambda: None
+        self.on_warm: Callable[[], None] = lambda: None
         self._deadline: float | None = None
 
     def serve_until_told(self, *, warm_up: bool = True) -> None:
@@ -145,4 +147,5 @@ class DrainingServer(uvicorn.Server):
             _log.exception("the engine could not be warmed up; requests compile what they need")
         else:
             _log.info("the engine is warm after %.1f seconds", seconds)
+        self.on_warm()
         self.service.is_warm = True

@@ -26,6 +26,11 @@ from jaxshare.serving.http.settings import ServerSettings
 from jaxshare.serving.http.sse import EventStream
 from jaxshare.serving.inputs import default_sampler, encode
 
+_SHORT_PROMPT = 1024
+"""Characters or tokens that are encoded in less time than a thread takes to start on them."""
+_FEW_CHOICES = 8
+"""Choices that are submitted in less time."""
+
 
 class Service:
     """The state that the endpoints share.
@@ -132,13 +137,19 @@ class Service:
     async def _in(
         self, threads: concurrent.futures.Executor | None, work: Callable[[], Any], prompt: str
     ) -> Any:
-        try:
+        with _errors_told(prompt):
             return await asyncio.get_running_loop().run_in_executor(threads, work)
-        except Exception as error:
-            told = api_error(error, prompt=prompt)
-            if told.status == 500:
-                raise
-            raise told from error
+
+    async def tokens_of(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
+        """Returns the tokens of prompts as `encode` does; in a thread where that takes long.
+
+        Raises:
+          ApiError: as `encode` does.
+        """
+        if sum(map(len, prompts)) > _SHORT_PROMPT:
+            return await self.in_thread(lambda: [*map(self.encode, prompts)])
+        with _errors_told("prompt"):
+            return [*map(self.encode, prompts)]
 
     def encode(self, prompt: str | Sequence[int], *, first: bool = True) -> list[int]:
         """Returns the tokens of a prompt, checked against the vocabulary.
@@ -259,7 +270,12 @@ class Service:
             )
             return Running(submit(self.engine, wanted), self._running.discard)
 
-        running = await self.in_thread(submit_all, prompt=prompt)
+        # Where the engine is busy, every change of threads waits for the interpreter's lock.
+        if grammar is None and n * len(prompts) <= _FEW_CHOICES:
+            with _errors_told(prompt):
+                running = submit_all()
+        else:
+            running = await self.in_thread(submit_all, prompt=prompt)
         self._running.add(running)
         running.expire_after(self.settings.request_seconds)
         return running
@@ -293,3 +309,19 @@ class Service:
     def _close_sessions(self) -> None:
         for session in [*self.sessions.values()]:
             session.close(wait=False)
+
+
+@contextlib.contextmanager
+def _errors_told(prompt: str) -> Iterator[None]:
+    """Turns errors of the library into what the client is told.
+
+    Args:
+      prompt: the name of the field that has the prompt.
+    """
+    try:
+        yield
+    except Exception as error:
+        told = api_error(error, prompt=prompt)
+        if told.status == 500:
+            raise
+        raise told from error

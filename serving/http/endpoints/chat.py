@@ -183,6 +183,7 @@ async def _events(
     readers = [dialogue.reader() for _ in running.choices]
     cursors = [LogprobCursor() for _ in running.choices]
     done: list[Completion] = []
+    end = b""  # of the stream, which is sent at once
 
     def chunk(
         choice: SampledChoice, delta: dict[str, Any], logprobs: Any, reason: str | None
@@ -201,8 +202,8 @@ async def _events(
         async for choice, found, (_, piece) in deltas(running, readers):
             logprobs = None
             if body.logprobs:
-                end = shown_tokens(piece) if isinstance(piece, Completion) else None
-                told = cursors[choice.index].next(piece, end)
+                shown = shown_tokens(piece) if isinstance(piece, Completion) else None
+                told = cursors[choice.index].next(piece, shown)
                 logprobs = chat_logprobs(service.token_texts, *told) if told[0] else None
             written = [_delta(delta) for delta in found] or ([{}] if logprobs else [])
             for i, delta in enumerate(written):
@@ -210,13 +211,15 @@ async def _events(
             if isinstance(piece, Completion):
                 done.append(piece)
                 reason = _reason(piece, readers[choice.index].answer().calls)
-                yield chunk(choice, {}, None, reason)
+                end = chunk(choice, {}, None, reason)
+                if len(done) < len(running.choices):
+                    yield end
         if with_usage:
             usage = usage_of([(0, each) for each in done])
-            yield sse.event({**head, "choices": [], "usage": usage})
+            end += sse.event({**head, "choices": [], "usage": usage})
     except ApiError as error:
-        yield failed(error)
-    yield sse.DONE
+        end = failed(error)
+    yield end + sse.DONE
 
 
 def _delta(delta: AnswerDelta) -> dict[str, Any]:

@@ -106,10 +106,10 @@ class _CompletionWork:
     async def prepare(self) -> None:
         """Encodes the prompts, and scores them where they are echoed with log-probabilities."""
         self.service.check_open()
-        for prompt in self.fields.prompts():
-            tokens = await self.service.in_thread(self.service.encode, prompt)
-            self.prompts.append(tokens)
-            if self.fields.echo:
+        prompts = self.fields.prompts()
+        self.prompts = await self.service.tokens_of(prompts)
+        if self.fields.echo:
+            for prompt, tokens in zip(prompts, self.prompts, strict=True):
                 self.texts.append(
                     prompt if isinstance(prompt, str) else self.service.decode(tokens)
                 )
@@ -240,6 +240,7 @@ async def _events(work: _CompletionWork, running: Running) -> AsyncGenerator[byt
     cursors = [LogprobCursor() for _ in running.choices]
     sizes = [0 for _ in running.choices]
     done: list[tuple[int, Completion]] = []
+    end = b""  # of the stream, which is sent at once
 
     def chunk(choice: SampledChoice, text: str, logprobs: Any, reason: str | None) -> bytes:
         sizes[choice.index] += len(text)
@@ -259,11 +260,13 @@ async def _events(work: _CompletionWork, running: Running) -> AsyncGenerator[byt
                 logprobs = completion_logprobs(work.service.token_texts, *told, offset)
             if isinstance(piece, Completion):
                 done.append((choice.prompt, piece))
-                yield chunk(choice, "", logprobs, FINISHED[piece.finish_reason])
+                end = chunk(choice, "", logprobs, FINISHED[piece.finish_reason])
+                if len(done) < len(running.choices):
+                    yield end
             else:
                 yield chunk(choice, piece.text, logprobs, None)
         if with_usage:
-            yield sse.event({**work.head, "choices": [], "usage": usage_of(done)})
+            end += sse.event({**work.head, "choices": [], "usage": usage_of(done)})
     except ApiError as error:
-        yield failed(error)
-    yield sse.DONE
+        end = failed(error)
+    yield end + sse.DONE
