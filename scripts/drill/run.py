@@ -22,6 +22,7 @@ from scripts.drill import (
     fuzz,
     kills,
     server,
+    server_soak,
     soak,
     starts,
 )
@@ -29,7 +30,7 @@ from scripts.drill.drill import Drill, Record, throw
 
 _MODULES = (
     *(device, soak, kills, starts, files, disks, fuzz, arguments, fleet),
-    server,
+    *(server, server_soak),
 )
 DRILLS: tuple[Drill, ...] = tuple(drill for module in _MODULES for drill in module.DRILLS)
 
