@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from jaxshare.serving.errors import ClosedError
 from jaxshare.serving.http.app import create_app
 from jaxshare.serving.http.protocol import timed_protocol
-from jaxshare.serving.http.service import Service
 from jaxshare.serving.http.settings import is_loopback
 
 _log = logging.getLogger("jaxshare.http")
@@ -66,10 +67,17 @@ class DrainingServer(uvicorn.Server):
       on_start: called when it listens.
     """
 
-    def __init__(self, service: Service, listening: socket.socket):
+    def __init__(self, service: Any, listening: socket.socket, app: FastAPI | None = None):
+        """Makes a server that does not listen yet.
+
+        Args:
+          service: a `Service`, or a `Front` before several.
+          listening: a socket that is bound.
+          app: what answers; by default all endpoints of `service`.
+        """
         host = listening.getsockname()[0]
         config = uvicorn.Config(
-            create_app(service, is_local=is_loopback(host)),
+            app or create_app(service, is_local=is_loopback(host)),
             http=timed_protocol(service.settings.body_seconds),
             ws="none",
             lifespan="off",  # whose task would be cut off by a second signal
@@ -103,6 +111,10 @@ class DrainingServer(uvicorn.Server):
         self._deadline = self._deadline or time.monotonic() + self.service.settings.grace
         self.service.is_draining = True
 
+    def end(self) -> None:
+        """Ends at once; from any thread."""
+        self.should_exit = True
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Takes a signal."""
         if self._deadline is None:
@@ -130,12 +142,12 @@ class DrainingServer(uvicorn.Server):
 
     def _warm_up(self) -> None:
         try:
-            self.service.token_texts.prepare()
-            seconds = self.service.engine.warm_up()
+            begin = time.monotonic()
+            self.service.warm_up()
         except ClosedError:
             return
         except Exception:
             _log.exception("the engine could not be warmed up; requests compile what they need")
         else:
-            _log.info("the engine is warm after %.1f seconds", seconds)
+            _log.info("the engine is warm after %.1f seconds", time.monotonic() - begin)
         self.service.is_warm = True

@@ -38,6 +38,8 @@ class Service:
       sessions, saves: of workers; the former by their identity.
       is_warm: True when the engine has compiled what requests need.
       is_draining: True when it takes no more requests.
+      replica: the name of this one of several servers, which is in identities of what it holds; ""
+        for a server by itself.
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings):
@@ -46,6 +48,7 @@ class Service:
         self.metrics, self.created = HttpMetrics(), int(time.time())
         self.token_texts = TokenTexts(engine.model.tokenizer, engine.model.config.vocab_size)
         self.is_warm = self.is_draining = False
+        self.replica = ""
         self._running: set[Running] = set()
         self._busy = 0
         self._agents: set[str] = set()
@@ -74,6 +77,16 @@ class Service:
             yield
         finally:
             self._busy -= 1
+
+    def warm_up(self) -> None:
+        """Compiles what requests need.
+
+        Raises:
+          ClosedError: the engine has been shut down.
+          Exception: what the compiler raises.
+        """
+        self.token_texts.prepare()
+        self.engine.warm_up()
 
     def cancel_all(self) -> None:
         """Ends all requests; their clients are told that the server shuts down."""
@@ -294,6 +307,11 @@ class Service:
             session.close(wait=False)
 
 
-def new_id(kind: str) -> str:
-    """Returns an identifier that cannot be guessed, such as `chatcmpl-...`."""
-    return f"{kind}{secrets.token_hex(16)}"
+def new_id(kind: str, replica: str = "") -> str:
+    """Returns an identifier that cannot be guessed, such as `chatcmpl-...`.
+
+    Args:
+      kind: its beginning.
+      replica: that holds what it identifies, see `Service.replica`.
+    """
+    return f"{kind}{replica}{'-' if replica else ''}{secrets.token_hex(16)}"
