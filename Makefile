@@ -38,7 +38,7 @@ LLAMA_ENV := .venv-llama/.installed
 LLAMA := llama-cpp-python==0.3.36
 
 WHAT ?= decode
-BENCHES := agents attention before collaboration decode devices engine grammars kernels llama-cpp logits_cache mixed residency sampling sharing workers
+BENCHES := agents attention before collaboration decode devices engine grammars kernels llama-cpp logits_cache mixed residency sampling serve sharing workers
 BENCH_NEEDS_attention := $(CUDA)
 BENCH_NEEDS_decode := $(TORCH_ENV)
 BENCH_NEEDS_llama-cpp := $(LLAMA_ENV)
@@ -191,7 +191,7 @@ $(TORCH_ENV): scripts/make_torch_env.sh
 
 $(LM_EVAL_ENV): pyproject.toml .venv-lm-eval/bin/python
 	@echo "installing jaxshare and lm_eval into .venv-lm-eval"
-	@.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[lm-eval]'
+	@.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[lm-eval,serve]'
 	@touch $@
 
 $(LM_EVAL_HF_ENV): scripts/make_torch_env.sh

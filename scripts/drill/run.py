@@ -13,10 +13,24 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from scripts.bench import lib
-from scripts.drill import arguments, device, disks, files, fleet, fuzz, kills, soak, starts
+from scripts.drill import (
+    arguments,
+    device,
+    disks,
+    files,
+    fleet,
+    fuzz,
+    kills,
+    server,
+    soak,
+    starts,
+)
 from scripts.drill.drill import Drill, Record, throw
 
-_MODULES = (device, soak, kills, starts, files, disks, fuzz, arguments, fleet)
+_MODULES = (
+    *(device, soak, kills, starts, files, disks, fuzz, arguments, fleet),
+    server,
+)
 DRILLS: tuple[Drill, ...] = tuple(drill for module in _MODULES for drill in module.DRILLS)
 
 

@@ -17,11 +17,12 @@ def check(options: argparse.Namespace) -> None:
     Raises:
       ValueError: one of them, or Ray Serve is not installed.
     """
-    if options.sessions_folder is not None:
-        raise ValueError(
-            "--sessions-folder is given with --ray, but replicas may be on machines that do not "
-            "share a folder; leave out one of the two"
-        )
+    for name in ("sessions_folder", "files_folder"):
+        if getattr(options, name) is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is given with --ray, but replicas may be on machines "
+                "that do not share a folder; leave out one of the two"
+            )
     if options.ray.startswith("ray://"):
         raise ValueError(
             f"the Ray address is {options.ray}, but a server runs on a machine of the cluster; "

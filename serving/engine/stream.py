@@ -3,7 +3,6 @@
 import asyncio
 import bisect
 import collections
-import contextlib
 import dataclasses
 import threading
 import time
@@ -317,10 +316,41 @@ class StreamState:
             self.changed.notify_all()
             waiters, self.waiters = self.waiters, []
         for loop, future in waiters:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: its readers are gone
-                loop.call_soon_threadsafe(_wake, future)
+            _WAKE_UPS.add(loop, future)
 
 
-def _wake(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)
+class _WakeUps:
+    """Wakes readers in their event loops, all of a loop at once.
+
+    To call into a loop takes a system call, in which the engine's thread lets go of the interpreter's
+    lock: once for each reader would be many times in a dispatch.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._due: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+
+    def add(self, loop: asyncio.AbstractEventLoop, future: "asyncio.Future[None]") -> None:
+        """Wakes one reader, now or with those that are being woken. From any thread."""
+        with self._lock:
+            if due := self._due.get(loop):
+                due.append(future)
+                return
+            for other in [other for other in self._due if other.is_closed()]:
+                del self._due[other]
+            self._due[loop] = [future]
+        try:
+            loop.call_soon_threadsafe(self._wake, loop)
+        except RuntimeError:  # the loop is closed: its readers are gone
+            with self._lock:
+                self._due.pop(loop, None)
+
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            due = self._due.pop(loop, [])
+        for future in due:
+            if not future.done():
+                future.set_result(None)
+
+
+_WAKE_UPS = _WakeUps()

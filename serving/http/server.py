@@ -65,6 +65,7 @@ class DrainingServer(uvicorn.Server):
     Attributes:
       service: as given.
       on_start: called when it listens.
+      on_warm: called when the engine is warm, or has failed to be; in another thread.
     """
 
     def __init__(self, service: Any, listening: socket.socket, app: FastAPI | None = None):
@@ -76,8 +77,9 @@ class DrainingServer(uvicorn.Server):
           app: what answers; by default all endpoints of `service`.
         """
         host = listening.getsockname()[0]
+        app = app or create_app(service, is_local=is_loopback(host))
         config = uvicorn.Config(
-            app or create_app(service, is_local=is_loopback(host)),
+            app,
             http=timed_protocol(service.settings.body_seconds),
             ws="none",
             lifespan="off",  # whose task would be cut off by a second signal
@@ -92,7 +94,9 @@ class DrainingServer(uvicorn.Server):
         )
         super().__init__(config)
         self.service, self._listening = service, listening
+        self._batches = getattr(app.state, "batches", None)
         self.on_start: Callable[[], None] = lambda: None
+        self.on_warm: Callable[[], None] = lambda: None
         self._deadline: float | None = None
 
     def serve_until_told(self, *, warm_up: bool = True) -> None:
@@ -125,7 +129,15 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to listen."""
         await super().startup(sockets)
+        if self._batches is not None:
+            self._batches.start()
         self.on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Closes what is open."""
+        if self._batches is not None:
+            await self._batches.stop()
+        await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         """Looks, every tenth of a second, whether the server may end."""
@@ -150,4 +162,5 @@ class DrainingServer(uvicorn.Server):
             _log.exception("the engine could not be warmed up; requests compile what they need")
         else:
             _log.info("the engine is warm after %.1f seconds", time.monotonic() - begin)
+        self.on_warm()
         self.service.is_warm = True

@@ -4,7 +4,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.grammars import GrammarError, compile_grammar
+from jaxshare.serving.http.batches.file_store import FileStore
 from jaxshare.serving.http.errors import ApiError, api_error, bad_request, draining, param_of
 from jaxshare.serving.http.generation.fields import SamplingFields
 from jaxshare.serving.http.generation.grammars import AskedGrammar
@@ -26,12 +26,18 @@ from jaxshare.serving.http.settings import ServerSettings
 from jaxshare.serving.http.sse import EventStream
 from jaxshare.serving.inputs import default_sampler, encode
 
+_SHORT_PROMPT = 1024
+"""Characters or tokens that are encoded in less time than a thread takes to start on them."""
+_FEW_CHOICES = 8
+"""Choices that are submitted in less time."""
+
 
 class Service:
     """The state that the endpoints share.
 
     Attributes:
       engine, model, settings: as given; the model is the engine's.
+      files: of clients, and of batches; None where the server keeps none.
       metrics: of the server.
       token_texts: of the model.
       created: the time of its start, in seconds since 1970.
@@ -42,8 +48,8 @@ class Service:
         for a server by itself.
     """
 
-    def __init__(self, engine: Engine, settings: ServerSettings):
-        self.engine, self.settings = engine, settings
+    def __init__(self, engine: Engine, settings: ServerSettings, files: "FileStore | None" = None):
+        self.engine, self.settings, self.files = engine, settings, files
         self.model: LoadedModel = engine.model
         self.metrics, self.created = HttpMetrics(), int(time.time())
         self.token_texts = TokenTexts(engine.model.tokenizer, engine.model.config.vocab_size)
@@ -144,13 +150,19 @@ class Service:
     async def _in(
         self, threads: concurrent.futures.Executor | None, work: Callable[[], Any], prompt: str
     ) -> Any:
-        try:
+        with _errors_told(prompt):
             return await asyncio.get_running_loop().run_in_executor(threads, work)
-        except Exception as error:
-            told = api_error(error, prompt=prompt)
-            if told.status == 500:
-                raise
-            raise told from error
+
+    async def tokens_of(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
+        """Returns the tokens of prompts as `encode` does; in a thread where that takes long.
+
+        Raises:
+          ApiError: as `encode` does.
+        """
+        if sum(map(len, prompts)) > _SHORT_PROMPT:
+            return await self.in_thread(lambda: [*map(self.encode, prompts)])
+        with _errors_told("prompt"):
+            return [*map(self.encode, prompts)]
 
     def encode(self, prompt: str | Sequence[int], *, first: bool = True) -> list[int]:
         """Returns the tokens of a prompt, checked against the vocabulary.
@@ -271,7 +283,12 @@ class Service:
             )
             return Running(submit(self.engine, wanted), self._running.discard)
 
-        running = await self.in_thread(submit_all, prompt=prompt)
+        # Where the engine is busy, every change of threads waits for the interpreter's lock.
+        if grammar is None and n * len(prompts) <= _FEW_CHOICES:
+            with _errors_told(prompt):
+                running = submit_all()
+        else:
+            running = await self.in_thread(submit_all, prompt=prompt)
         self._running.add(running)
         running.expire_after(self.settings.request_seconds)
         return running
@@ -307,11 +324,17 @@ class Service:
             session.close(wait=False)
 
 
-def new_id(kind: str, replica: str = "") -> str:
-    """Returns an identifier that cannot be guessed, such as `chatcmpl-...`.
+@contextlib.contextmanager
+def _errors_told(prompt: str) -> Iterator[None]:
+    """Turns errors of the library into what the client is told.
 
     Args:
-      kind: its beginning.
-      replica: that holds what it identifies, see `Service.replica`.
+      prompt: the name of the field that has the prompt.
     """
-    return f"{kind}{replica}{'-' if replica else ''}{secrets.token_hex(16)}"
+    try:
+        yield
+    except Exception as error:
+        told = api_error(error, prompt=prompt)
+        if told.status == 500:
+            raise
+        raise told from error

@@ -29,7 +29,8 @@ from jaxshare.serving.http.generation.logprobs import (
 from jaxshare.serving.http.generation.messages import ChatMessage, NamedTool, OfferedTool
 from jaxshare.serving.http.generation.running import FINISHED, Running, SampledChoice, usage_of
 from jaxshare.serving.http.generation.tool_choice import offer_of
-from jaxshare.serving.http.service import Service, new_id
+from jaxshare.serving.http.identities import new_id
+from jaxshare.serving.http.service import Service
 from jaxshare.serving.inputs import MOST_LOGPROBS
 
 _MOST_MESSAGES = 4096
@@ -74,7 +75,15 @@ class ChatFields(SamplingFields):
 @router.post("/v1/chat/completions", tags=["OpenAI"])
 async def create_chat_completion(body: ChatFields, request: Request) -> Response:
     """Samples answers in a dialogue."""
-    service = service_of(request)
+    return await whole(request, complete(service_of(request), body))
+
+
+async def complete(service: Service, body: ChatFields) -> Response:
+    """Answers a request.
+
+    Raises:
+      ApiError: it cannot be served.
+    """
     body.check_fields()
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs is given without logprobs; set it to true", "top_logprobs")
@@ -84,7 +93,7 @@ async def create_chat_completion(body: ChatFields, request: Request) -> Response
         "created": int(time.time()),
         "model": service.check_model(body.model),
     }
-    return await whole(request, _answer(service, body, head))
+    return await _answer(service, body, head)
 
 
 async def dialogue_of(service: Service, body: ChatFields) -> Dialogue:
@@ -174,6 +183,7 @@ async def _events(
     readers = [dialogue.reader() for _ in running.choices]
     cursors = [LogprobCursor() for _ in running.choices]
     done: list[Completion] = []
+    end = b""  # of the stream, which is sent at once
 
     def chunk(
         choice: SampledChoice, delta: dict[str, Any], logprobs: Any, reason: str | None
@@ -192,8 +202,8 @@ async def _events(
         async for choice, found, (_, piece) in deltas(running, readers):
             logprobs = None
             if body.logprobs:
-                end = shown_tokens(piece) if isinstance(piece, Completion) else None
-                told = cursors[choice.index].next(piece, end)
+                shown = shown_tokens(piece) if isinstance(piece, Completion) else None
+                told = cursors[choice.index].next(piece, shown)
                 logprobs = chat_logprobs(service.token_texts, *told) if told[0] else None
             written = [_delta(delta) for delta in found] or ([{}] if logprobs else [])
             for i, delta in enumerate(written):
@@ -201,13 +211,15 @@ async def _events(
             if isinstance(piece, Completion):
                 done.append(piece)
                 reason = _reason(piece, readers[choice.index].answer().calls)
-                yield chunk(choice, {}, None, reason)
+                end = chunk(choice, {}, None, reason)
+                if len(done) < len(running.choices):
+                    yield end
         if with_usage:
             usage = usage_of([(0, each) for each in done])
-            yield sse.event({**head, "choices": [], "usage": usage})
+            end += sse.event({**head, "choices": [], "usage": usage})
     except ApiError as error:
-        yield failed(error)
-    yield sse.DONE
+        end = failed(error)
+    yield end + sse.DONE
 
 
 def _delta(delta: AnswerDelta) -> dict[str, Any]:

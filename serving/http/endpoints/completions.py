@@ -22,7 +22,8 @@ from jaxshare.serving.http.generation.fields import (
 from jaxshare.serving.http.generation.grammars import grammar_of
 from jaxshare.serving.http.generation.logprobs import LogprobCursor, completion_logprobs
 from jaxshare.serving.http.generation.running import FINISHED, Running, SampledChoice, usage_of
-from jaxshare.serving.http.service import Service, new_id
+from jaxshare.serving.http.identities import new_id
+from jaxshare.serving.http.service import Service
 from jaxshare.serving.inputs import MOST_LOGPROBS
 from jaxshare.serving.scoring import TextScore, prompt_logprobs
 
@@ -105,10 +106,10 @@ class _CompletionWork:
     async def prepare(self) -> None:
         """Encodes the prompts, and scores them where they are echoed with log-probabilities."""
         self.service.check_open()
-        for prompt in self.fields.prompts():
-            tokens = await self.service.in_thread(self.service.encode, prompt)
-            self.prompts.append(tokens)
-            if self.fields.echo:
+        prompts = self.fields.prompts()
+        self.prompts = await self.service.tokens_of(prompts)
+        if self.fields.echo:
+            for prompt, tokens in zip(prompts, self.prompts, strict=True):
                 self.texts.append(
                     prompt if isinstance(prompt, str) else self.service.decode(tokens)
                 )
@@ -188,12 +189,16 @@ def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 @router.post("/v1/completions", tags=["OpenAI"])
 async def create_completion(body: CompletionFields, request: Request) -> Response:
     """Samples completions of prompts."""
-    service = service_of(request)
+    return await whole(request, complete(service_of(request), body))
+
+
+async def complete(service: Service, body: CompletionFields) -> Response:
+    """Answers a request.
+
+    Raises:
+      ApiError: it cannot be served.
+    """
     work = _CompletionWork(service, body)
-    return await whole(request, _answer(request, work))
-
-
-async def _answer(request: Request, work: _CompletionWork) -> Response:
     await work.prepare()
     if work.max_tokens == 0:
         choices = [work.choice(i, i, None) for i in range(len(work.prompts))]
@@ -235,6 +240,7 @@ async def _events(work: _CompletionWork, running: Running) -> AsyncGenerator[byt
     cursors = [LogprobCursor() for _ in running.choices]
     sizes = [0 for _ in running.choices]
     done: list[tuple[int, Completion]] = []
+    end = b""  # of the stream, which is sent at once
 
     def chunk(choice: SampledChoice, text: str, logprobs: Any, reason: str | None) -> bytes:
         sizes[choice.index] += len(text)
@@ -254,11 +260,13 @@ async def _events(work: _CompletionWork, running: Running) -> AsyncGenerator[byt
                 logprobs = completion_logprobs(work.service.token_texts, *told, offset)
             if isinstance(piece, Completion):
                 done.append((choice.prompt, piece))
-                yield chunk(choice, "", logprobs, FINISHED[piece.finish_reason])
+                end = chunk(choice, "", logprobs, FINISHED[piece.finish_reason])
+                if len(done) < len(running.choices):
+                    yield end
             else:
                 yield chunk(choice, piece.text, logprobs, None)
         if with_usage:
-            yield sse.event({**work.head, "choices": [], "usage": usage_of(done)})
+            end += sse.event({**work.head, "choices": [], "usage": usage_of(done)})
     except ApiError as error:
-        yield failed(error)
-    yield sse.DONE
+        end = failed(error)
+    yield end + sse.DONE

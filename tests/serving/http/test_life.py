@@ -261,3 +261,34 @@ def test_the_command_serves_and_ends_on_signals(sent, tmp_path):
         # A second signal may find that the server has ended, and the process about to.
         assert process.wait(30) in (0, *(-each for each in sent[1:]))
         assert process.stderr.read() == ""
+
+
+def test_the_end_of_a_stream_is_sent_at_once():
+    """The last choice's reason, the usage and the mark of the end are one piece."""
+    with served(ScriptedEngine(answers=["It rains."])) as made:
+        host = made.http.base_url
+        fields = {"stream": True, "n": 2, "stream_options": {"include_usage": True}}
+        for path, given in (
+            (COMPLETIONS, {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            body = json.dumps({**given, **fields}).encode()
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            head += f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+            with socket.create_connection((host.host, host.port), timeout=30) as client:
+                client.sendall(head.encode() + body)
+                received = b""
+                while part := client.recv(2**16):
+                    received += part
+            pieces = re.findall(rb"\r\n[0-9a-f]+\r\n(data: .*?\n\n)(?=\r\n)", received, re.DOTALL)
+            last = [data for _, data in sse_events(pieces[-1].decode())]
+            assert last[-1] == "[DONE]"
+            reason, usage = map(json.loads, last[:-1])
+            assert reason["choices"][0]["finish_reason"] == "stop" and usage["choices"] == []
+            assert usage["usage"]["completion_tokens"] > 2
+            reasons = [
+                json.loads(data)["choices"][0]["finish_reason"]
+                for piece in pieces[:-1]
+                for _, data in sse_events(piece.decode())
+            ]
+            assert reasons.count("stop") == 1

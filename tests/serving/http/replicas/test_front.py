@@ -199,6 +199,8 @@ def test_the_front_answers_what_needs_no_model(shared):
     assert client.get("/v1/workers").json() == {"object": "list", "data": []}
     refused = client.get("/v1/workers/saves")
     assert refused.status_code == 501 and refused.json()["error"]["code"] == "not_with_replicas"
+    for path in ("/v1/files", "/v1/batches/batch_1"):
+        assert client.get(path).json()["error"]["code"] == "not_with_replicas"
     assert replicas.asked == []
     paths = client.get("/openapi.json").json()["paths"]
     assert "/v1/chat/completions" in paths and replicas.asked
@@ -300,6 +302,7 @@ def test_a_front_whose_replicas_cannot_be_started_ends():
         (["--replicas", "2"], "--replicas is given without --ray"),
         (["--ray", "auto", "--data", "2"], "--data is 2"),
         (["--ray", "auto", "--sessions-folder", "saves"], "--sessions-folder is given with --ray"),
+        (["--ray", "auto", "--files-folder", "files"], "--files-folder is given with --ray"),
         (["--ray", "ray://head:10001"], "a server runs on a machine of the cluster"),
         (["--ray", "nowhere"], "the Ray address is 'nowhere'"),
         (["--ray", "auto", "--replicas", "0"], "replicas is 0"),
