@@ -32,8 +32,8 @@ _REFUSED = ("/v1/files", "/v1/batches", "/v1/workers/saves")
 _HEADERS = {b"content-type", b"content-length", b"accept"}
 
 
-class Replicas(ReplicaAnswers, Protocol):
-    """What a front stands before, such as `RayServeReplicas`.
+class ServedReplicas(ReplicaAnswers, Protocol):
+    """The replicas as a front sees them, such as `RayServeReplicas`.
 
     Attributes:
       num_running: the replicas that run.
@@ -63,7 +63,7 @@ class Front:
       on_failure: called then.
     """
 
-    def __init__(self, replicas: Replicas, settings: ServerSettings):
+    def __init__(self, replicas: ServedReplicas, settings: ServerSettings):
         self._replicas, self.settings = replicas, settings
         self.metrics = HttpMetrics()
         Gauge(

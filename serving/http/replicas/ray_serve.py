@@ -58,6 +58,10 @@ class RayServeReplicas:
         quiet: Any = {"log_level": "ERROR", "enable_access_log": False}
         # The server that asks them has the socket, so that Ray opens none for requests.
         serve.start(proxy_location="Disabled", logging_config=quiet)
+        routing: Any = {
+            "request_router_class": _ROUTER,
+            "request_router_kwargs": {"spread": self._spread},
+        }
         deployment: Any = serve.deployment(ReplicaServer)
         made = deployment.options(
             name=_DEPLOYMENT,
@@ -71,9 +75,7 @@ class RayServeReplicas:
                 "num_cpus": self._resources["CPU"],
                 "num_gpus": self._resources.get("GPU", 0),
             },
-            request_router_config=RequestRouterConfig(
-                request_router_class=_ROUTER, request_router_kwargs={"spread": self._spread}
-            ),
+            request_router_config=RequestRouterConfig(**routing),
             logging_config=quiet,
         )
         self._handle = serve.run(
@@ -126,5 +128,5 @@ class RayServeReplicas:
 
         while not self._ended.wait(_CHECK_SECONDS):
             with contextlib.suppress(Exception):  # a controller that starts again has no answer
-                told = serve.status().applications[self._name].deployments[_DEPLOYMENT]
+                told: Any = serve.status().applications[self._name].deployments[_DEPLOYMENT]
                 self.num_running = told.replica_states.get("RUNNING", 0)

@@ -23,7 +23,7 @@ class ReplicaLostError(Exception):
 
 
 class ReplicaAnswers(Protocol):
-    """What a request is sent to."""
+    """The replicas as a relay sees them."""
 
     def answer(self, request: ForwardedRequest, route: Route) -> AsyncGenerator[list[Message]]:
         """Yields the messages of ASGI of the answer, some at a time.

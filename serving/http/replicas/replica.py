@@ -21,7 +21,7 @@ _log = logging.getLogger("jaxshare.http")
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaPlan:
-    """What every replica is made of, as plain data that can be sent to its node.
+    """The parts of every replica, as plain data that can be sent to its node.
 
     Attributes:
       model: that it loads itself.

@@ -1,4 +1,4 @@
-"""Where a request has to go: the prefix that it begins with, or the replica that holds its state."""
+"""The way of a request: by the prefix that it begins with, or to the replica that holds its state."""
 
 import array
 import dataclasses
@@ -34,7 +34,7 @@ class ForwardedRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """What a router has to know of a request.
+    """The part of a request that a router has to know.
 
     Attributes:
       keys: of its prefix, see `prefix_keys`.
@@ -76,7 +76,7 @@ def holder_of(identity: Any) -> str:
 
 
 def _beginning(body: dict[str, Any]) -> bytes:
-    """What a prompt begins with, in the order in which it is read."""
+    """The beginning of a prompt, in the order in which it is read."""
     prompt = body.get("prompt", body.get("prefix"))
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]
