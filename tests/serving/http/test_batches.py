@@ -132,6 +132,8 @@ def test_lines_that_are_refused_have_the_endpoints_words_in_a_file_of_their_own(
         ({"custom_id": ""}, "missing_custom_id"),
         ({"custom_id": 3}, "missing_custom_id"),
         ({"custom_id": "a" * 1000}, "invalid_custom_id"),
+        ({"custom_id": "\ud800"}, "invalid_custom_id"),
+        ({"custom_id": "a\nb"}, "invalid_custom_id"),
         ({"method": "GET"}, "invalid_method"),
         ({"url": "/v1/chat/completions"}, "invalid_url"),
         ({"url": "/v1/embeddings"}, "invalid_url"),
@@ -208,6 +210,7 @@ def test_uploads_that_cannot_be_kept_leave_nothing(engine, tmp_path):
         for files, data, status in (
             ({"file": ("a", b"1")}, {"purpose": "fine-tune"}, 400),
             ({}, {"purpose": "batch"}, 400),
+            ({"file": ("a", b"")}, {"purpose": "batch"}, 400),
             ({"file": ("a", b"1" * 41_000)}, {"purpose": "batch"}, 413),
             ({"other": ("a", b"1" * 2000)}, {"purpose": "batch"}, 400),
         ):
@@ -342,6 +345,15 @@ def test_uploads_and_lines_that_a_kill_has_cut_off_are_deleted(tmp_path):
     assert [each.identity for each in store.list("")] == [file.id] and store.used == file.bytes
     assert len([*(tmp_path / "files").iterdir()]) == 2
     store.close()
+
+
+def test_lines_wait_behind_requests_of_clients(tmp_path):
+    engine = ScriptedEngine(answers=["Yes."])
+    with opened(engine, tmp_path) as (server, client):
+        lines = [line("a"), line("b", priority=10**12), line("c", priority=-5)]
+        ended(client, start(client, lines))
+        server.http.post(ENDPOINT, json={"prompt": "a"})
+    assert sorted(asked["priority"] for _, asked in engine.asked) == [-1005, -1000, -1000, 0]
 
 
 SERVER = """
