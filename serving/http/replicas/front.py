@@ -102,8 +102,9 @@ class Front:
         try:
             self._replicas.start()
         except Exception as error:
-            self.failure = error
-            self.on_failure()
+            if not self.is_draining:  # else the server ends before they are ready
+                self.failure = error
+                self.on_failure()
             raise ClosedError("the replicas cannot be started") from error
         self._is_started = True
 

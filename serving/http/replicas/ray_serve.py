@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import re
 import secrets
 import threading
 from collections.abc import AsyncGenerator
@@ -20,7 +21,11 @@ _ROUTER = "jaxshare.serving.http.replicas.router.PrefixRouter"
 _DEPLOYMENT = "jaxshare"
 _CHECK_SECONDS = 1.0
 """The time between two looks at how many replicas run."""
-_END_SECONDS = 5.0
+_POLL_SECONDS = 0.2
+_END_SECONDS, _LEAVE_SECONDS = 5.0, 30.0
+_FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
+_ERROR_LINE = re.compile(r"[\w.]*(?:Error|Exception)\b")
+"""The end of what Python tells of an error."""
 _HEALTH_SECONDS, _SILENT_SECONDS = 5.0, 60.0
 
 
@@ -42,7 +47,7 @@ class RayServeReplicas:
         self._count, self._spread, self._resources = pool.replicas, spread, resources
         self._name = f"jaxshare-{secrets.token_hex(4)}"
         self._handle: Any = None
-        self._ended = threading.Event()
+        self._ended, self._is_starting = threading.Event(), threading.Lock()
         self.num_running = 0
 
     def start(self) -> None:
@@ -51,6 +56,17 @@ class RayServeReplicas:
         Raises:
           RuntimeError: they cannot be made.
         """
+        self._is_starting.acquire()
+        try:
+            self._handle = self._run()
+        except RuntimeError as error:
+            raise RuntimeError(self._reason() or str(error)) from error
+        finally:
+            self._is_starting.release()
+        self.num_running = self._count
+        threading.Thread(target=self._count_running, name="jaxshare-replicas", daemon=True).start()
+
+    def _run(self) -> Any:
         from ray import serve
         from ray.serve.config import RequestRouterConfig
 
@@ -78,11 +94,13 @@ class RayServeReplicas:
             request_router_config=RequestRouterConfig(**routing),
             logging_config=quiet,
         )
-        self._handle = serve.run(
-            made.bind(self._plan), name=self._name, route_prefix=None, logging_config=quiet
-        )
-        self.num_running = self._count
-        threading.Thread(target=self._count_running, name="jaxshare-replicas", daemon=True).start()
+        target = serve.RunTarget(made.bind(self._plan), self._name, None, quiet)
+        (handle,) = serve.run_many([target], wait_for_applications_running=False)
+        # A wait that ends with the server: Ray's own does not.
+        while (status := self._status()) != "RUNNING":
+            if status in _FAILED or self._ended.wait(_POLL_SECONDS):
+                raise RuntimeError("they have not become ready")
+        return handle
 
     async def answer(
         self, request: ForwardedRequest, route: Route
@@ -115,13 +133,31 @@ class RayServeReplicas:
         return await self._handle.broadcast(method, *args).results_async()
 
     def close(self) -> None:
-        """Ends the replicas."""
-        self._ended.set()
-        if self._handle is not None:
-            from ray import serve
+        """Ends the replicas, those that start too."""
+        from ray import serve
 
-            with contextlib.suppress(Exception):  # of many kinds, where the cluster itself is gone
-                serve.delete(self._name)
+        self._ended.set()
+        # What still asks Ray when it is left would start a cluster of its own.
+        self._is_starting.acquire(timeout=_LEAVE_SECONDS)
+        with contextlib.suppress(Exception):  # of many kinds, where the cluster itself is gone
+            serve.delete(self._name)
+
+    def _status(self) -> str:
+        """The status of the application; "" while there is none."""
+        from ray import serve
+
+        told: Any = serve.status().applications.get(self._name)
+        return told.status.value if told else ""
+
+    def _reason(self) -> str:
+        """The last error of a replica that could not be made, from what Ray Serve tells; or ""."""
+        from ray import serve
+
+        told: Any = serve.status().applications.get(self._name)
+        messages = [each.message for each in told.deployments.values()] if told else []
+        lines = [line.strip() for text in messages for line in text.splitlines()]
+        errors = [line for line in lines if _ERROR_LINE.match(line)]
+        return errors[-1] if errors else " ".join(" ".join(messages).split())
 
     def _count_running(self) -> None:
         from ray import serve
