@@ -67,7 +67,8 @@ def test_streams_at_once_of_which_a_third_vanish_have_the_library_s_texts(server
     until(lambda: server.service.num_running == 0 and server.service.is_idle)
 
 
-def test_a_wrong_text_is_found():
+def test_a_wrong_text_is_found(monkeypatch):
+    monkeypatch.setattr(http_clients, "expected", lambda *of: "It snows.")
     with (
         served(ScriptedEngine(answers=["It rains."])) as made,
         pytest.raises(AssertionError, match="and the library's is"),
