@@ -186,7 +186,7 @@ $(TORCH_ENV): scripts/make_torch_env.sh
 
 $(LM_EVAL_ENV): pyproject.toml .venv-lm-eval/bin/python
 	@echo "installing jaxshare and lm_eval into .venv-lm-eval"
-	@.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[lm-eval]'
+	@.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[lm-eval,serve]'
 	@touch $@
 
 $(LM_EVAL_HF_ENV): scripts/make_torch_env.sh

@@ -60,7 +60,7 @@ class ServerProcess:
 
     @property
     def said(self) -> str:
-        """What it has said on standard error."""
+        """Returns its standard error so far."""
         return self._said.read_text(encoding="utf-8")
 
     def wait_until_ready(self) -> None:

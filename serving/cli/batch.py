@@ -31,13 +31,13 @@ from jaxshare.serving import jsonl
 from jaxshare.serving.branches.batch_input import Item, read_input
 from jaxshare.serving.branches.data_parallel import branches
 from jaxshare.serving.branches.prompt_tree import Branch
-from jaxshare.serving.cli import arguments, batch_output
-from jaxshare.serving.cli.batch_output import AGAIN, OTHER, Key
+from jaxshare.serving.cli import arguments, batch_output, request_batch
+from jaxshare.serving.cli.batch_output import AGAIN, OTHER, Key, open_existing, same_model
 from jaxshare.serving.cluster import process_mesh, ray_pool
 from jaxshare.serving.cluster.model_spec import ModelSpec
 from jaxshare.serving.cluster.shards import Shards
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.identity import check_identity, identity
+from jaxshare.serving.identity import identity
 from jaxshare.serving.inputs import default_sampler, warn_of_equal_texts
 from jaxshare.serving.locks import OutputLock
 
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help='JSON lines: {"prompt": "..."}, {"messages": [...]} or {"tokens": '
         '[...]}, optionally with an "id", an "n", a "temperature", "top_k", "top_p" and "min_p" of '
-        "its own",
+        "its own; or lines of OpenAI's batch format, answered in that format",
     )
     parser.add_argument(
         "--output",
@@ -110,6 +110,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seed of the whole job; no two completions, nor two seeds, share random "
         "numbers (default 0)",
     )
+    parser.add_argument(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="by which lines of OpenAI's format name the model; may be given several times "
+        "(default: MODEL)",
+    )
     process_mesh.add_arguments(parser)
     ray_pool.add_arguments(parser)
     parser.add_argument(
@@ -125,6 +132,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs `jaxshare batch`, here or on a pool of replicas; see `run_job`."""
     sampling = arguments.sampling_of(options)
+    if request_batch.has_requests(options):
+        return request_batch.run_job(options, sampling)
     if pool := ray_pool.of_options(options):
         return _run_on_replicas(pool, options, sampling)
     mesh = process_mesh.mesh_of(options)
@@ -178,14 +187,14 @@ def run_job(
         files.enter_context(OutputLock.of_file(output, OTHER))
         file, before = None, []
         if os.path.lexists(output):
-            file = files.enter_context(_open_existing(output, options.resume))
+            file = files.enter_context(open_existing(output, options.resume))
             finished, checksums = batch_output.read_finished(job, settings, file)
             if finished:
                 return _report(options, finished, finished["completions"])
             before = batch_output.read_keys(file, output, checksums)
 
         model = load()
-        known = identity(model) if file is None else _same_model(output, job, settings, model)
+        known = identity(model) if file is None else same_model(output, job, settings, model)
         items, bad_lines = _read_items(options, sampling, data, model)
         order = _order(items)
         skip = _skipped(before, order, output)
@@ -243,30 +252,6 @@ def _scores(options: argparse.Namespace) -> dict[str, Any]:
     """The log-probabilities that lines are to have beside that of the completion."""
     given = {"logprobs": options.logprobs, "top_logprobs": options.top_logprobs}
     return {name: value for name, value in given.items() if value}
-
-
-def _same_model(
-    output: Path, job: Path, settings: Mapping[str, Any], model: LoadedModel
-) -> dict[str, Any]:
-    """The identity of the model of a job that goes on, which is saved where it was not.
-
-    Raises:
-      ValueError: the job began with another model of this name.
-    """
-    saved = batch_output.read_model(job)
-    known = check_identity(f"the job of {output}", saved, model, OTHER)
-    if known != saved:
-        batch_output.write_job(job, settings, known)
-    return known
-
-
-def _open_existing(output: Path, resume: bool) -> BinaryIO:
-    if not resume:
-        raise ValueError(
-            f"the output {output} exists; --resume goes on with the job that wrote it, or "
-            "give another --output"
-        )
-    return jsonl.open_alone(output, "r+b", OTHER)
 
 
 _MAX_COMPLETIONS = 2**23

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxshare import FinishReason
+from jaxshare.models import LoadedModel
 from jaxshare.paths import reason
 from jaxshare.serving import checksums, jsonl
+from jaxshare.serving.identity import check_identity
 
 Key = tuple[int, tuple[int, ...], int]
 """A completion: the line of its prompt, the path of its branch in that line's tree, its number."""
@@ -131,6 +133,35 @@ def read_model(job: Path) -> dict[str, Any]:
         raise ValueError(
             f"{job} cannot be read or is damaged ({type(error).__name__}: {error}); {OTHER}"
         ) from error
+
+
+def same_model(
+    output: Path, job: Path, settings: Mapping[str, Any], model: LoadedModel
+) -> dict[str, Any]:
+    """The identity of the model of a job that goes on, which is saved where it was not.
+
+    Raises:
+      ValueError: the job began with another model of this name.
+    """
+    saved = read_model(job)
+    known = check_identity(f"the job of {output}", saved, model, OTHER)
+    if known != saved:
+        write_job(job, settings, known)
+    return known
+
+
+def open_existing(output: Path, resume: bool) -> BinaryIO:
+    """Opens an output that is there, for the job that wrote it.
+
+    Raises:
+      ValueError: the job is not to go on, or another process has the output.
+    """
+    if not resume:
+        raise ValueError(
+            f"the output {output} exists; --resume goes on with the job that wrote it, or "
+            "give another --output"
+        )
+    return jsonl.open_alone(output, "r+b", OTHER)
 
 
 def read_keys(file: BinaryIO, output: Path, known: Collection[str]) -> list[Key]:

@@ -1,6 +1,7 @@
 """The command `jaxshare serve`: a model behind OpenAI's HTTP interface."""
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import importlib.util
@@ -18,7 +19,7 @@ from jaxshare.serving.http.settings import ServerSettings, is_loopback, read_key
 
 KEY_VARIABLE = "JAXSHARE_API_KEY"
 """The environment variable with an API key."""
-_PACKAGES = ("fastapi", "pydantic", "uvicorn")
+_PACKAGES = ("fastapi", "pydantic", "python_multipart", "uvicorn")
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ServerSettings)}
 
 
@@ -119,6 +120,18 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         help="most bytes of a request (default 16MiB)",
     )
     parser.add_argument(
+        "--max-upload", metavar="SIZE", help="most bytes of a file of /v1/files (default 200MiB)"
+    )
+    parser.add_argument(
+        "--files-folder",
+        metavar="FOLDER",
+        help="for /v1/files and /v1/batches, whose batches go on there after a restart (default: "
+        "none)",
+    )
+    parser.add_argument(
+        "--files-bytes", metavar="SIZE", default="4GiB", help="most bytes in it (default 4GiB)"
+    )
+    parser.add_argument(
         "--sessions-folder",
         metavar="FOLDER",
         help="that sessions of /v1/workers may be saved to (default: none)",
@@ -143,6 +156,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         ("max_agents", "most different values of the field `agent_id`"),
         ("max_responses", "most responses of /v1/responses that are stored"),
         ("max_sessions", "most sessions of /v1/workers at a time"),
+        ("batch_lines", "lines of batches that run at a time"),
     ):
         parser.add_argument(
             f"--{name.replace('_', '-')}",
@@ -185,8 +199,11 @@ def run(options: argparse.Namespace) -> int:
     if settings.sessions_folder is not None:
         make_root(settings.sessions_folder)
     _log_to_stderr(options.log_level)
-    listening = listen(options.host, options.port)
-    with listening:
+    with contextlib.ExitStack() as held:
+        listening = held.enter_context(listen(options.host, options.port))
+        files = _files_of(options)
+        if files is not None:
+            held.callback(files.close)
         if not settings.api_keys and not is_loopback(listening.getsockname()[0]):
             _say(
                 "warning: anyone who can reach this machine can use the server, which listens at "
@@ -198,7 +215,7 @@ def run(options: argparse.Namespace) -> int:
         )
         rows = {"max_rows": options.max_rows, "max_queue": options.max_queue}
         with Engine(model, seed=options.seed, **rows, **memory) as engine:
-            server = DrainingServer(Service(engine, settings), listening)
+            server = DrainingServer(Service(engine, settings, files), listening)
             server.on_start = lambda: _say(
                 f"{settings.model_names[0]} is served at {url_of(listening)}/v1, with a page at "
                 f"{url_of(listening)}/"
@@ -206,6 +223,20 @@ def run(options: argparse.Namespace) -> int:
             server.on_warm = _settle
             server.serve_until_told(warm_up=not options.no_warm_up)
     return 0
+
+
+def _files_of(options: argparse.Namespace) -> Any:
+    """The folder of files, or None.
+
+    Raises:
+      ValueError: it cannot be used.
+    """
+    if options.files_folder is None:
+        return None
+    from jaxshare.serving.http.batches.file_store import FileStore
+
+    size = arguments.parse_bytes(options.files_bytes, "--files-bytes")
+    return FileStore(options.files_folder, size)
 
 
 def settings_of(options: argparse.Namespace) -> ServerSettings:
@@ -219,9 +250,14 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
         for name in (
             *("request_seconds", "grace", "max_choices", "max_agents", "max_responses"),
             *("max_sessions", "session_idle_seconds", "show_texts", "sessions_folder"),
+            *("batch_lines", "seed"),
         )
     }
-    for field, name in (("max_body_bytes", "max_body"), ("sessions_bytes", "sessions_bytes")):
+    for field, name in (
+        ("max_body_bytes", "max_body"),
+        ("max_upload_bytes", "max_upload"),
+        ("sessions_bytes", "sessions_bytes"),
+    ):
         if (size := getattr(options, name)) is not None:
             given[field] = arguments.parse_bytes(size, f"--{name.replace('_', '-')}")
     variable = os.environ.get(KEY_VARIABLE)

@@ -12,10 +12,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxshare import __version__
 from jaxshare.serving.http import errors
 from jaxshare.serving.http.auth import ApiKeys, is_open
+from jaxshare.serving.http.batches.running import Batches
 from jaxshare.serving.http.endpoints import (
+    batches,
     chat,
     completions,
     engine,
+    files,
     models,
     page,
     responses,
@@ -34,7 +37,9 @@ _log = logging.getLogger("jaxshare.http")
 
 _GONE = 499
 """The status of requests whose clients have gone before there was one."""
-_PARTS = (page, models, completions, chat, responses, tokens, workers, engine, trees)
+_PARTS = (
+    *(page, models, completions, chat, responses, tokens, workers, engine, trees, files, batches),
+)
 _ROUTERS = tuple(part.router for part in _PARTS)
 _ERROR = {
     "description": "An error in OpenAI's shape",
@@ -78,6 +83,7 @@ def create_app(service: Service, *, is_local: bool = False) -> FastAPI:
     app.state.service = service
     settings = service.settings
     app.state.responses = ResponseStore(settings.max_responses, settings.max_response_bytes)
+    app.state.batches = Batches(service, app.state.responses)
     app.state.observer, app.state.trees = Observer(service), TreeStore()
     errors.add_handlers(app)
     for router in _ROUTERS:
@@ -88,6 +94,7 @@ def create_app(service: Service, *, is_local: bool = False) -> FastAPI:
         max_bytes=settings.max_body_bytes,
         max_held_bytes=settings.max_held_bytes,
         seconds=settings.body_seconds,
+        streamed=files.PATH,
     )
     app.add_middleware(ApiKeys, keys=settings.api_keys)
     if settings.allowed_origins:

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -197,11 +197,18 @@ async def _tell_http(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _tell_invalid(_: Request, error: Exception) -> JSONResponse:
-    """Tells where a body does not fit, without what it has there."""
     assert isinstance(error, RequestValidationError)
-    found = [*error.errors()]
+    return invalid(error.errors()).response()
+
+
+def invalid(found: Sequence[Any]) -> ApiError:
+    """Returns the error that tells where a body does not fit, without what it has there.
+
+    Args:
+      found: errors of pydantic, whose places begin with "body".
+    """
     if any(one.get("type") == "json_invalid" for one in found):
-        return bad_request("the body is no JSON", None, "invalid_json").response()
+        return bad_request("the body is no JSON", None, "invalid_json")
     # Of a field's alternatives, those that fit the longest way are meant.
     first = [one for one in found if _field(one) == _field(found[0])]
     deepest = max((len(_place(one)) for one in first), default=0)
@@ -210,7 +217,7 @@ async def _tell_invalid(_: Request, error: Exception) -> JSONResponse:
     place = ".".join(way[0] for way in itertools.takewhile(lambda way: len({*way}) == 1, ways))
     told = dict.fromkeys(str(one.get("msg", "it is not valid")) for one in meant)
     message = f"{place or 'the body'}: {', or: '.join(told)}"
-    return bad_request(message, place or None, "invalid_value").response()
+    return bad_request(message, place or None, "invalid_value")
 
 
 def _field(error: Mapping[str, Any]) -> str:

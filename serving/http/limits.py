@@ -16,14 +16,18 @@ class BodyLimits:
       max_bytes: of a body.
       max_held_bytes: of all bodies whose requests are not answered yet.
       seconds: in which a body has to be there.
+      streamed: the path of uploads, which are bounded where they are read.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_held_bytes: int, seconds: float):
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, max_held_bytes: int, seconds: float, streamed: str
+    ):
         self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
+        self._streamed = streamed
         self._max_held_bytes, self._held = max_held_bytes, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"] == self._streamed:
             return await self._app(scope, receive, send)
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if not declared.isdigit() or len(declared) > 18 or int(declared) > self._max_bytes:

@@ -69,8 +69,9 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, service: Service, listening: socket.socket):
         host = listening.getsockname()[0]
+        app = create_app(service, is_local=is_loopback(host))
         config = uvicorn.Config(
-            create_app(service, is_local=is_loopback(host)),
+            app,
             http=timed_protocol(service.settings.body_seconds),
             ws="none",
             lifespan="off",  # whose task would be cut off by a second signal
@@ -84,7 +85,7 @@ class DrainingServer(uvicorn.Server):
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         )
         super().__init__(config)
-        self.service, self._listening = service, listening
+        self.service, self._listening, self._batches = service, listening, app.state.batches
         self.on_start: Callable[[], None] = lambda: None
         self.on_warm: Callable[[], None] = lambda: None
         self._deadline: float | None = None
@@ -115,7 +116,13 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to listen."""
         await super().startup(sockets)
+        self._batches.start()
         self.on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Closes what is open."""
+        await self._batches.stop()
+        await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         """Looks, every tenth of a second, whether the server may end."""

@@ -4,7 +4,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.grammars import GrammarError, compile_grammar
+from jaxshare.serving.http.batches.file_store import FileStore
 from jaxshare.serving.http.errors import ApiError, api_error, bad_request, draining, param_of
 from jaxshare.serving.http.generation.fields import SamplingFields
 from jaxshare.serving.http.generation.grammars import AskedGrammar
@@ -37,6 +37,7 @@ class Service:
 
     Attributes:
       engine, model, settings: as given; the model is the engine's.
+      files: of clients, and of batches; None where the server keeps none.
       metrics: of the server.
       token_texts: of the model.
       created: the time of its start, in seconds since 1970.
@@ -45,8 +46,8 @@ class Service:
       is_draining: True when it takes no more requests.
     """
 
-    def __init__(self, engine: Engine, settings: ServerSettings):
-        self.engine, self.settings = engine, settings
+    def __init__(self, engine: Engine, settings: ServerSettings, files: "FileStore | None" = None):
+        self.engine, self.settings, self.files = engine, settings, files
         self.model: LoadedModel = engine.model
         self.metrics, self.created = HttpMetrics(), int(time.time())
         self.token_texts = TokenTexts(engine.model.tokenizer, engine.model.config.vocab_size)
@@ -324,8 +325,3 @@ def _errors_told(prompt: str) -> Iterator[None]:
         if told.status == 500:
             raise
         raise told from error
-
-
-def new_id(kind: str) -> str:
-    """Returns an identifier that cannot be guessed, such as `chatcmpl-...`."""
-    return f"{kind}{secrets.token_hex(16)}"

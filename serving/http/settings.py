@@ -21,7 +21,7 @@ class ServerSettings:
     Attributes:
       model_names: under which the model is served; the first one is in answers.
       api_keys: any of which a request has to bring; none for all requests.
-      max_body_bytes: of a request; max_held_bytes: of all that are not answered yet.
+      max_body_bytes: of a request but an upload, which has max_upload_bytes; max_held_bytes: of all that are not answered yet.
       body_seconds: in which the head of a request has to be there, and then its body.
       max_open: requests that are not answered yet; more get 503.
       request_seconds: after which a request is ended, with what it has then.
@@ -34,6 +34,8 @@ class ServerSettings:
         one does.
       sessions_folder: that sessions of workers are saved to; None takes no saves.
       sessions_bytes: of all saves together.
+      batch_lines: lines of batches that are run at a time.
+      seed: of lines of batches that bring none.
       show_texts: /v1/engine/cache tells how cached texts begin, those of all clients.
       grace: seconds that running requests have after a SIGTERM.
       allowed_origins: of pages in browsers that may ask the server; none allows none.
@@ -47,6 +49,7 @@ class ServerSettings:
     model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     max_body_bytes: int = 16 * 2**20
+    max_upload_bytes: int = 200 * 2**20
     max_held_bytes: int = 256 * 2**20
     body_seconds: float = 60.0
     max_open: int = 4096
@@ -60,6 +63,8 @@ class ServerSettings:
     session_idle_seconds: float = 900.0
     sessions_folder: str | None = None
     sessions_bytes: int = 16 * 2**30
+    batch_lines: int = 16
+    seed: int = 0
     show_texts: bool = False
     grace: float = 30.0
     allowed_origins: tuple[str, ...] = ()
@@ -70,6 +75,7 @@ class ServerSettings:
             name: as_integer(name, getattr(self, name), least, most)
             for name, least, most in (
                 ("max_body_bytes", 1024, INT32_MAX),
+                ("max_upload_bytes", 1024, 2**40),
                 ("max_held_bytes", 1024, 2**40),
                 ("max_open", 1, 2**20),
                 ("max_choices", 1, 2**16),
@@ -78,6 +84,7 @@ class ServerSettings:
                 ("max_response_bytes", 0, 2**40),
                 ("max_sessions", 0, 2**12),
                 ("sessions_bytes", 0, 2**50),
+                ("batch_lines", 1, 2**16),
             )
         }
         for name, least in (

@@ -29,7 +29,8 @@ from jaxshare.serving.http.generation.logprobs import (
 from jaxshare.serving.http.generation.messages import ChatMessage, NamedTool, OfferedTool
 from jaxshare.serving.http.generation.running import FINISHED, Running, SampledChoice, usage_of
 from jaxshare.serving.http.generation.tool_choice import offer_of
-from jaxshare.serving.http.service import Service, new_id
+from jaxshare.serving.http.identities import new_id
+from jaxshare.serving.http.service import Service
 from jaxshare.serving.inputs import MOST_LOGPROBS
 
 _MOST_MESSAGES = 4096
@@ -74,7 +75,15 @@ class ChatFields(SamplingFields):
 @router.post("/v1/chat/completions", tags=["OpenAI"])
 async def create_chat_completion(body: ChatFields, request: Request) -> Response:
     """Samples answers in a dialogue."""
-    service = service_of(request)
+    return await whole(request, complete(service_of(request), body))
+
+
+async def complete(service: Service, body: ChatFields) -> Response:
+    """Answers a request.
+
+    Raises:
+      ApiError: it cannot be served.
+    """
     body.check_fields()
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs is given without logprobs; set it to true", "top_logprobs")
@@ -84,7 +93,7 @@ async def create_chat_completion(body: ChatFields, request: Request) -> Response
         "created": int(time.time()),
         "model": service.check_model(body.model),
     }
-    return await whole(request, _answer(service, body, head))
+    return await _answer(service, body, head)
 
 
 async def dialogue_of(service: Service, body: ChatFields) -> Dialogue:

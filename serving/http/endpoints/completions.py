@@ -22,7 +22,8 @@ from jaxshare.serving.http.generation.fields import (
 from jaxshare.serving.http.generation.grammars import grammar_of
 from jaxshare.serving.http.generation.logprobs import LogprobCursor, completion_logprobs
 from jaxshare.serving.http.generation.running import FINISHED, Running, SampledChoice, usage_of
-from jaxshare.serving.http.service import Service, new_id
+from jaxshare.serving.http.identities import new_id
+from jaxshare.serving.http.service import Service
 from jaxshare.serving.inputs import MOST_LOGPROBS
 from jaxshare.serving.scoring import TextScore, prompt_logprobs
 
@@ -188,12 +189,16 @@ def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 @router.post("/v1/completions", tags=["OpenAI"])
 async def create_completion(body: CompletionFields, request: Request) -> Response:
     """Samples completions of prompts."""
-    service = service_of(request)
+    return await whole(request, complete(service_of(request), body))
+
+
+async def complete(service: Service, body: CompletionFields) -> Response:
+    """Answers a request.
+
+    Raises:
+      ApiError: it cannot be served.
+    """
     work = _CompletionWork(service, body)
-    return await whole(request, _answer(request, work))
-
-
-async def _answer(request: Request, work: _CompletionWork) -> Response:
     await work.prepare()
     if work.max_tokens == 0:
         choices = [work.choice(i, i, None) for i in range(len(work.prompts))]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxshare.serving.http.generation.chat_answers import AnswerDelta
-from jaxshare.serving.http.service import new_id
+from jaxshare.serving.http.identities import new_id
 
 Tell = Callable[[str, dict[str, Any]], None]
 """Takes the name of an event, without `response.`, and its fields."""

@@ -35,7 +35,8 @@ from jaxshare.serving.http.generation.logprobs import LogprobCursor, chat_logpro
 from jaxshare.serving.http.generation.messages import NamedFunction, OfferedFunction
 from jaxshare.serving.http.generation.running import FINISHED, Running
 from jaxshare.serving.http.generation.tool_choice import offer_of
-from jaxshare.serving.http.service import Service, new_id
+from jaxshare.serving.http.identities import new_id
+from jaxshare.serving.http.service import Service
 from jaxshare.serving.inputs import MOST_LOGPROBS
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -210,9 +211,24 @@ def _store_of(request: Request) -> ResponseStore:
 @router.post("/v1/responses", tags=["OpenAI"])
 async def create_response(body: ResponseFields, request: Request) -> Response:
     """Samples an answer, and stores it with its dialogue."""
+    store, owner = _store_of(request), owner_of(request)
+    return await whole(request, complete(service_of(request), store, owner, body))
+
+
+async def complete(
+    service: Service, store: ResponseStore, owner: str, body: ResponseFields
+) -> Response:
+    """Answers a request.
+
+    Raises:
+      ApiError: it cannot be served.
+    """
     body.check_fields()
-    service_of(request).check_model(body.model)
-    return await whole(request, _answer(request, body))
+    service.check_model(body.model)
+    work = await _start(service, store, owner, body)
+    if body.stream:
+        return work.service.stream(work.running, _events(work))
+    return await _answer(work)
 
 
 @router.get("/v1/responses/{identity}", tags=["OpenAI"])
@@ -228,8 +244,9 @@ async def delete_response(identity: str, request: Request) -> Response:
     return json_response({"id": identity, "object": "response", "deleted": True})
 
 
-async def _start(request: Request, fields: ResponseFields) -> _ResponseWork:
-    service, store, owner = service_of(request), _store_of(request), owner_of(request)
+async def _start(
+    service: Service, store: ResponseStore, owner: str, fields: ResponseFields
+) -> _ResponseWork:
     service.check_open()
     earlier = []
     if fields.previous_response_id is not None:
@@ -299,10 +316,7 @@ def _response(service: Service, fields: ResponseFields) -> dict[str, Any]:
     }
 
 
-async def _answer(request: Request, fields: ResponseFields) -> Response:
-    work = await _start(request, fields)
-    if fields.stream:
-        return work.service.stream(work.running, _events(work))
+async def _answer(work: _ResponseWork) -> Response:
     try:
         (completion,) = await work.running.finished()
     finally:

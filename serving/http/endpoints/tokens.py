@@ -14,7 +14,8 @@ from jaxshare.serving.http.generation.dialogues import read_dialogue
 from jaxshare.serving.http.generation.fields import Body, Token
 from jaxshare.serving.http.generation.messages import ChatMessage, OfferedTool
 from jaxshare.serving.http.generation.tool_choice import offer_of
-from jaxshare.serving.http.service import Service, new_id
+from jaxshare.serving.http.identities import new_id
+from jaxshare.serving.http.service import Service
 from jaxshare.serving.inputs import MOST_LOGPROBS
 from jaxshare.serving.scoring import TextScore, score
 

@@ -13,7 +13,8 @@ from jaxshare.serving.http import sse
 from jaxshare.serving.http.answers import json_response, owner_of, service_of
 from jaxshare.serving.http.errors import ApiError, api_error, bad_request
 from jaxshare.serving.http.generation.fields import Body, Number
-from jaxshare.serving.http.service import Service, new_id
+from jaxshare.serving.http.identities import new_id
+from jaxshare.serving.http.service import Service
 from jaxshare.serving.http.sessions.running import RunningSession, answer_json, describe
 from jaxshare.serving.inputs import default_sampler
 from jaxshare.serving.workers import Workers

@@ -15,6 +15,7 @@ from jaxshare.models import Generation, LoadedModel
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamState, TokenChunk
+from jaxshare.serving.http.batches.file_store import FileStore
 from jaxshare.serving.http.server import DrainingServer, listen, url_of
 from jaxshare.serving.http.service import Service
 from jaxshare.serving.http.settings import ServerSettings
@@ -41,10 +42,12 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(engine: Any, *, warm_up: bool = False, **settings: Any) -> Iterator[Served]:
+def served(
+    engine: Any, *, warm_up: bool = False, files: FileStore | None = None, **settings: Any
+) -> Iterator[Served]:
     """Serves an engine in a thread as long as the context lasts."""
     listening = listen("127.0.0.1", 0)
-    service = Service(engine, ServerSettings(**{"model_names": ("tiny",), **settings}))
+    service = Service(engine, ServerSettings(**{"model_names": ("tiny",), **settings}), files)
     server = DrainingServer(service, listening)
     thread = threading.Thread(target=server.serve_until_told, kwargs={"warm_up": warm_up})
     thread.start()

@@ -7,6 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from jaxshare.serving.cli import serve
+from jaxshare.serving.http.endpoints.batches import BatchFields
 from jaxshare.serving.http.endpoints.chat import ChatFields
 from jaxshare.serving.http.endpoints.completions import CompletionFields
 from jaxshare.serving.http.endpoints.responses import ResponseFields
@@ -28,7 +29,7 @@ BODIES = [
     ScoreFields,
     TreeFields,
 ]
-OF_SESSIONS = [SessionFields, SayFields, WorkerFields]
+OF_SESSIONS = [SessionFields, SayFields, WorkerFields, BatchFields]
 
 
 @pytest.mark.parametrize("body", [*BODIES, *OF_SESSIONS])

@@ -1,0 +1,1 @@
+"""Files and batches: requests of a file, answered beside those of clients."""
