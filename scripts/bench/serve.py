@@ -11,14 +11,15 @@
    which the server has answered 64 of them at once. Throughput, and the times of first tokens and
    between pieces.
 
-The server of llama-cpp-python is no side of it: it runs one request at a time, and a streamed one
-ends when another comes. How to read the result is in benchmarks/README.md.
+With --llama-server PROGRAM, llama.cpp's server gets the same mix at the same times, of the model of
+108 M parameters in float32 (the package gguf has to be where --llama-python is). How to read the result is in benchmarks/README.md.
 """
 
 import contextlib
 import dataclasses
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from scripts.bench.lib import (
     table,
     versions,
 )
+from scripts.bench.parts.serve.llama_server import llama_server, write_gguf
 from scripts.bench.parts.serve.loads import (
     MODELS,
     MOST_OUTPUT,
@@ -44,6 +46,7 @@ from scripts.bench.parts.serve.loads import (
     TEMPERATURE,
     Request,
     at_once,
+    load_model,
     mixed,
 )
 from scripts.bench.peer import Worker, WorkerError
@@ -96,8 +99,10 @@ class Bench:
         self._server, self._engine, self._clients = server, engine, clients
         self._seed, self._say = seed, say
 
-    def measure(self, name: str, scale: Scale) -> dict[str, Any]:
-        """Measures one model."""
+    def measure(
+        self, name: str, scale: Scale, llama: tuple[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Measures one model; `llama`: the program of llama.cpp's server, and a Python with gguf."""
         self._say(f"{name}: load")
         for each in (self._server, self._engine):
             each.ask("load", model=name)
@@ -106,7 +111,7 @@ class Bench:
             "model": name,
             **dataclasses.asdict(scale),
             "overhead": overhead,
-            "mix": self._mix(name, scale),
+            "mix": self._mix(name, scale, llama),
         }
 
     def _open(self, rows: int, tokens: int) -> int:
@@ -160,36 +165,51 @@ class Bench:
             "texts": {"compared": len(pairs), "equal": sum(a == b for a, b in pairs)},
         }
 
-    def _mix(self, name: str, scale: Scale) -> dict[str, Any]:
+    def _mix(self, name: str, scale: Scale, llama: tuple[str, str] | None) -> dict[str, Any]:
         self._say(f"{name}: a mix, compile")
         port = self._open(MIX_ROWS, MOST_PROMPT + MOST_OUTPUT)
         rng = np.random.default_rng([self._seed, 1])
 
-        def run(requests: list[Request]) -> dict[str, Any]:
+        def run(requests: list[Request], port: int) -> dict[str, Any]:
             given = {"port": port, "temperature": TEMPERATURE}
             return self._clients.ask("run", requests=requests, **given)
 
         for _ in range(2):  # the first time compiles
-            done = run(mixed(rng, 4 * MIX_ROWS, 1e6, scale.lengths))
+            done = run(mixed(rng, 4 * MIX_ROWS, 1e6, scale.lengths), port)
         rate = _PART * 4 * MIX_ROWS / done["seconds"]
         self._say(f"{name}: a mix")
         requests = mixed(rng, scale.requests, rate, scale.lengths)
-        done = run(requests)
-        sampled = sum(done["tokens"])
-        per_token = [
-            (last - first) / (tokens - 1)
-            for first, last, tokens in zip(done["first"], done["last"], done["tokens"], strict=True)
-        ]
-        return {
+        found = {
             "requests_per_second": rate,
-            "seconds": done["seconds"],
             "prompt_tokens": sum(len(each["prompt"]) for each in requests),
-            "tokens": sampled,
-            "tokens_per_second": sampled / done["seconds"],
-            "first_seconds": percentiles(done["first"]),
-            "piece_seconds": percentiles([gap for gaps in done["gaps"] for gap in gaps]),
-            "token_seconds": percentiles(per_token),
+            **_times(run(requests, port)),
         }
+        if llama is not None:
+            self._say(f"{name}: the mix, llama-server")
+            program, python = llama
+            with tempfile.TemporaryDirectory() as folder:
+                file = write_gguf(python, load_model(name), Path(folder))
+                with llama_server(program, file, MIX_ROWS, MOST_PROMPT + MOST_OUTPUT) as theirs:
+                    run(mixed(rng, MIX_ROWS, 1e6, scale.lengths), theirs)
+                    found["llama_server"] = _times(run(requests, theirs))
+        return found
+
+
+def _times(done: Mapping[str, Any]) -> dict[str, Any]:
+    """The times of a mix."""
+    sampled = sum(done["tokens"])
+    per_token = [
+        (last - first) / max(tokens - 1, 1)
+        for first, last, tokens in zip(done["first"], done["last"], done["tokens"], strict=True)
+    ]
+    return {
+        "seconds": done["seconds"],
+        "tokens": sampled,
+        "tokens_per_second": sampled / done["seconds"],
+        "first_seconds": percentiles(done["first"]),
+        "piece_seconds": percentiles([gap for gaps in done["gaps"] for gap in gaps]),
+        "token_seconds": percentiles(per_token),
+    }
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -247,18 +267,27 @@ def as_text(report: Mapping[str, Any]) -> str:
     header = ("overhead", "tokens/s, HTTP", "engine", "ratio", "of rounds")
     header += ("first, ms, HTTP", "engine", "ratio", "texts equal")
     parts.append(table(header, rows))
+    sides = [
+        (name, result["mix"]["requests_per_second"], times)
+        for result in report["results"]
+        for name, times in (
+            (result["model"], result["mix"]),
+            (f"{result['model']}, llama-server", result["mix"].get("llama_server")),
+        )
+        if times is not None
+    ]
     rows = [
         (
-            result["model"],
-            f"{result['mix']['requests_per_second']:.2f}",
-            f"{result['mix']['tokens_per_second']:.0f}",
+            name,
+            f"{rate:.2f}",
+            f"{times['tokens_per_second']:.0f}",
             *(
-                f"{1e3 * result['mix'][what][p]:.1f}"
+                f"{1e3 * times[what][p]:.1f}"
                 for what in ("first_seconds", "piece_seconds", "token_seconds")
                 for p in ("p50", "p99")
             ),
         )
-        for result in report["results"]
+        for name, rate, times in sides
     ]
     header = ("mix, ms", "requests/s", "tokens/s", "first, p50", "p99")
     header += ("between pieces, p50", "p99", "a token, p50", "p99")
@@ -272,6 +301,8 @@ def parse(arguments: Sequence[str] | None) -> Any:
         "--models", metavar="M,M", help=f"of {','.join(MODELS)} (default both; quick embedded)"
     )
     parser.add_argument("--quick", action="store_true", help="within three minutes on two cores")
+    parser.add_argument("--llama-server", metavar="PROGRAM", help="llama.cpp's server, for the mix")
+    parser.add_argument("--llama-python", metavar="PYTHON", default=".venv-llama/bin/python")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals")
     parser.reporting()
     given = parser.parse_args(arguments)
@@ -296,7 +327,14 @@ def measure_all(options: Any) -> list[dict[str, Any]]:
             each.begin()
         bench = Bench(server, engine, clients, options.seed, say)
         return [
-            bench.measure(name, QUICK if options.quick else SCALES[name]) for name in options.models
+            bench.measure(
+                name,
+                QUICK if options.quick else SCALES[name],
+                (options.llama_server, options.llama_python)
+                if options.llama_server and name == "random"
+                else None,
+            )
+            for name in options.models
         ]
 
 

@@ -310,6 +310,8 @@ def _log_to_stderr(level: str) -> None:
         logger = logging.getLogger(name)
         logger.addHandler(handler)
         logger.setLevel(level.upper())
+    # Which warns of each write to a client that has gone.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
 
 
 def _say(line: str) -> None:

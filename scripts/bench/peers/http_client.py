@@ -102,6 +102,9 @@ def _request(request: dict[str, Any], temperature: float) -> bytes:
     fields = {
         **{name: request[name] for name in ("prompt", "max_tokens", "seed")},
         "temperature": temperature,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -121,8 +124,9 @@ def read(client: Client) -> dict[str, Any]:
     for when, event in events:
         if "error" in event:
             raise RuntimeError(f"the server says {event['error']['message']}")
-        if event["usage"] is not None:
+        if event.get("usage") is not None:
             tokens = event["usage"]["completion_tokens"]
+        if not event["choices"]:
             continue
         (choice,) = event["choices"]
         if choice["finish_reason"] is None:

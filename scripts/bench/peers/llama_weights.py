@@ -1,9 +1,12 @@
-"""A Llama in Hugging Face form as a GGUF file, with the same bfloat16 weights.
+"""A Llama in Hugging Face form as a GGUF file, with the same weights, of bfloat16 or float32.
 
-It has no tokenizer: tokens are numbers.
+    python -m scripts.bench.peers.llama_weights FOLDER FILE
+
+It has the tokenizer of the folder, if there is one (BPE of bytes); else tokens are numbers.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +46,20 @@ def write(folder: Path, file: Path) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    for name, tensor in deserialize((folder / "model.safetensors").read_bytes()):
-        bits = np.frombuffer(tensor["data"], np.uint16).reshape(tensor["shape"])
+    tensors = deserialize((folder / "model.safetensors").read_bytes())
+    is_float32 = tensors[0][1]["dtype"] == "F32"
+    kinds = gguf.LlamaFileType
+    writer.add_file_type(kinds.ALL_F32 if is_float32 else kinds.MOSTLY_BF16)
+    _add_tokenizer(writer, folder / "tokenizer.json", config["vocab_size"])
+    for name, tensor in tensors:
+        kind = np.float32 if is_float32 else np.uint16
+        bits = np.frombuffer(tensor["data"], kind).reshape(tensor["shape"])
         for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if part in name:
                 bits = _paired(bits, config[heads])
-        if bits.ndim == 1:  # llama.cpp has these in float32
+        if is_float32:
+            writer.add_tensor(_renamed(name), bits)
+        elif bits.ndim == 1:  # llama.cpp has these in float32
             writer.add_tensor(_renamed(name), (bits.astype(np.uint32) << 16).view(np.float32))
         else:
             kind = gguf.GGMLQuantizationType.BF16
@@ -59,6 +68,25 @@ def write(folder: Path, file: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_tokenizer(writer: Any, file: Path, vocab_size: int) -> None:
+    """Adds the tokens of a tokenizer of the tokenizers library, and others up to the vocabulary."""
+    import gguf
+
+    if not file.exists():
+        return writer.add_tokenizer_model("no_vocab")
+    found = json.loads(file.read_text(encoding="utf-8"))
+    vocab, merges = found["model"]["vocab"], found["model"]["merges"]
+    special = {each["id"]: each["content"] for each in found["added_tokens"]}
+    texts = {**{number: text for text, number in vocab.items()}, **special}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([texts.get(n, f"<unused{n}>") for n in range(vocab_size)])
+    normal, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
+    writer.add_token_types([control if n in special else normal for n in range(vocab_size)])
+    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in merges])
+    writer.add_eos_token_id(min(special))
 
 
 def _paired(bits: Any, heads: int) -> Any:
@@ -76,3 +104,7 @@ def _renamed(name: str) -> str:
         _, _, number, name = name.split(".", 3)
         layer = f"blk.{number}."
     return f"{layer}{_NAMES[name]}.{kind}"
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), Path(sys.argv[2]))
