@@ -16,7 +16,13 @@ from collections import deque
 from typing import Any
 
 from jaxshare.serving.agents.agent import Agent
-from jaxshare.serving.agents.firings import close_coroutines, outcome, run_to_next_wait
+from jaxshare.serving.agents.courses import begun
+from jaxshare.serving.agents.firings import (
+    close_coroutines,
+    close_courses,
+    outcome,
+    run_to_next_wait,
+)
 from jaxshare.serving.agents.messages import (
     copy_for,
     deadlock_message,
@@ -148,9 +154,9 @@ class Runtime:
     ) -> AgentRun:
         self._check_limits(agent, parent)
         run = AgentRun(self, id, agent, supervisor_for_run(agent.supervisor), parent, line)
-        run.root.frame = agent.program.begin(
-            copy_for(args, run), copy_for(kwargs, run) if kwargs else {}
-        )
+        if parent:
+            args, kwargs = copy_for(args, run), copy_for(kwargs, run) if kwargs else {}
+        begun(run, run.root, args, kwargs)
         self.runs.append(run)
         if parent:
             parent.children.append(run)
@@ -233,6 +239,7 @@ class Runtime:
             run.timer.cancel()
         for task in run.tasks:
             task.cancel()
+        close_courses(run)
         if accepted and run.owner:
             copy_for(accepted.value, run.owner)  # moves the children whose handles it returns
         for child in list(run.owned):
@@ -243,7 +250,7 @@ class Runtime:
         if error is not None and run.parent and not run.cancelled:
             error.add_note(
                 f"in agent {run.agent.name}, spawned by {run.parent.agent.name} in line "
-                f"{run.spawned_in} of {run.parent.agent.program.file}"
+                f"{run.spawned_in} of {run.parent.agent.file}"
             )
         arrival = Arrival(accepted and accepted.value, error)
         for listener in run.listeners:
@@ -294,13 +301,14 @@ class Runtime:
             self._check_deadlock()
 
     def _start_firing(self, run: AgentRun, state: State, new: State) -> None:
+        now = Firing(self, run, new.path, handles=new.spawned)
         if state.waiting is None:
-            self._run_code(run, state, new, None, None)
+            self._run_code(run, state, new, now, None, None)
         elif (arrival := state.arrived) is not None:
-            self._run_code(run, state, new, copy_for(arrival.value, run), arrival.error)
+            self._run_code(run, state, new, now, copy_for(arrival.value, run), arrival.error)
         else:
             task = asyncio.Task(
-                self._await_and_run_code(run, state, new), loop=self._loop, eager_start=True
+                self._await_and_run_code(run, state, new, now), loop=self._loop, eager_start=True
             )
             if not task.done():
                 run.tasks.add(task)
@@ -322,11 +330,13 @@ class Runtime:
         if not self.runs[0].done:
             self._end(self.runs[0], error=error)
 
-    async def _await_and_run_code(self, run: AgentRun, state: State, new: State) -> None:
+    async def _await_and_run_code(
+        self, run: AgentRun, state: State, new: State, now: Firing
+    ) -> None:
         """Fires a state that waits for something outside the agents."""
         value, failure = None, None
         try:
-            value, messages = await outcome(self, run, state, new.path)
+            value, messages = await outcome(self, run, state, now)
             if messages:
                 new.dialogue = (*state.dialogue, *messages)
         except UsedUpError as error:
@@ -343,13 +353,19 @@ class Runtime:
         except BaseException as error:
             failure = error
         if not run.done:
-            self._run_code(run, state, new, value, failure)
+            self._run_code(run, state, new, now, value, failure)
 
     def _run_code(
-        self, run: AgentRun, state: State, new: State, value: Any, error: BaseException | None
+        self,
+        run: AgentRun,
+        state: State,
+        new: State,
+        now: Firing,
+        value: Any,
+        error: BaseException | None,
     ) -> None:
         """Runs the agent's code from a state to the next, and has that judged and committed."""
-        now = run_to_next_wait(self, run, state, new, value, error)
+        run_to_next_wait(run, state, new, now, value, error)
         register_wait(run, new)
         new.times = (new.times[0], self.clock())
         self._judge(run, new, now)

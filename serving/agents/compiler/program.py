@@ -222,16 +222,7 @@ def compiled(function: Callable[..., Any]) -> Program:
       TypeError: it is not an async def.
       RefusedError: it has something that cannot be compiled; the error has the file and the line.
     """
-    if not inspect.isfunction(function) or not (
-        inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
-    ):
-        name = getattr(function, "__qualname__", repr(function))
-        if isinstance(function, Closure):
-            raise TypeError(
-                f"agent {name} is defined in an agent whose variables it uses; give it what it "
-                "needs as arguments"
-            )
-        raise TypeError(f"an agent is a function written with async def, and {name} is not")
+    check_function(function)
     code = function.__code__
     tree = _syntax_tree(function)
     cells = Cells(code.co_freevars, function.__closure__ or ())
@@ -246,6 +237,20 @@ def compiled(function: Callable[..., Any]) -> Program:
         lowered.temporaries,
         frozenset(lowered.outside),
     )
+
+
+def check_function(function: Any) -> None:
+    """Raises a TypeError for what is not an async def."""
+    if not inspect.isfunction(function) or not (
+        inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+    ):
+        name = getattr(function, "__qualname__", repr(function))
+        if isinstance(function, Closure):
+            raise TypeError(
+                f"agent {name} is defined in an agent whose variables it uses; give it what it "
+                "needs as arguments"
+            )
+        raise TypeError(f"an agent is a function written with async def, and {name} is not")
 
 
 def _syntax_tree(function: Callable[..., Any]) -> ast.AsyncFunctionDef:
