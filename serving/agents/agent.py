@@ -136,11 +136,19 @@ def agent(
     )
 
 
+_LOOKS_INSIDE = {
+    *("id", "inspect", "isfunction", "FunctionType", "__code__", "__closure__"),
+    *("__defaults__", "__kwdefaults__"),
+}
+"""Names by which a function can tell its compiled code, or a copy, from its own."""
+
+
 def depends_on_identity(function: Callable[..., Any]) -> bool:
-    """True if a function defines a class, uses `id` or is decorated: a copy would differ."""
+    """True if a function defines a class, looks inside functions or is decorated."""
     return hasattr(function, "__wrapped__") or any(
-        each.opname == "LOAD_BUILD_CLASS" or (each.opname == "LOAD_GLOBAL" and each.argval == "id")
+        each.opname == "LOAD_BUILD_CLASS" or each.argval in _LOOKS_INSIDE
         for each in dis.get_instructions(function.__code__)
+        if isinstance(each.argval, str) or each.opname == "LOAD_BUILD_CLASS"
     )
 
 

@@ -12,7 +12,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import types
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +25,7 @@ from jaxshare.serving.agents.compiler.program import (
 )
 from jaxshare.serving.agents.model_calls import private_copy
 from jaxshare.serving.agents.requests import (
+    REQUESTS,
     CallRun,
     ChildNext,
     ChildResult,
@@ -34,7 +34,7 @@ from jaxshare.serving.agents.requests import (
     Yielded,
     driven,
 )
-from jaxshare.serving.agents.runs import AgentRun, DivergedError, Firing, current_firing
+from jaxshare.serving.agents.runs import AgentRun, DivergedError, Firing, Handle, current_firing
 from jaxshare.serving.agents.states import State
 
 
@@ -51,6 +51,15 @@ class _Pause:
 
     def __await__(self) -> Any:
         yield
+
+
+def is_own_awaitable(request: Any) -> bool:
+    """True for a coroutine, and what else has its own code for being awaited."""
+    return (
+        not isinstance(request, (*REQUESTS, Handle, _Pause))
+        and not asyncio.isfuture(request)
+        and inspect.isawaitable(request)
+    )
 
 
 class Native:
@@ -201,13 +210,13 @@ def keep(run: AgentRun, state: State, course: Course) -> None:
         program = run.agent.program
         assert program is not None
         try:
-            state.frame = snapshot(code.frame, program)
+            state.frame = snapshot(code.frame, program, strict=run.agent.restore is None)
             state.context = course.context.copy()
             return
         except UncopyableError:
             if run.agent.restore == "copy":
                 raise
-    state.is_uncopied, state.seen = True, code.variables
+    state.is_uncopied = True
 
 
 def taken(
@@ -230,6 +239,11 @@ def taken(
         code = Compiled(program, snapshot(state.frame, program))
         return Course(code, state.context.copy()), None
     now.restored = "replay"
+    if run.agent.restore == "copy":
+        raise UncopyableError(
+            f"agent {run.agent.name} waits in line {state.line} in a coroutine, which cannot be "
+            'copied; leave restore="copy" out, or wait in the agent itself'
+        )
     return replayed(run, state, now)
 
 
@@ -259,7 +273,7 @@ def replayed(run: AgentRun, state: State, now: Firing) -> tuple[Course, Reached 
     handles = deque([handle for each in steps for handle in each.spawned])
     course = Course(Native(run.agent.function(*args, **kwargs)), contextvars.copy_context())
     again, at = Firing(now.runtime, run, now.path, replays=handles), None
-    through = isinstance(state.waiting, types.CoroutineType)
+    through = is_own_awaitable(state.waiting)
     sent = [step for step in steps if not _is_passed(step)]
     for step in sent:
         parent = step.parent
@@ -283,7 +297,7 @@ def _is_passed(step: State) -> bool:
     """True if the agent's own code has no wait where the firing that led to a state began."""
     parent = step.parent
     assert parent is not None
-    return step.is_followed or isinstance(parent.waiting, types.CoroutineType)
+    return step.is_followed or is_own_awaitable(parent.waiting)
 
 
 def _copied_error(error: BaseException) -> BaseException:

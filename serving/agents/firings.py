@@ -9,7 +9,15 @@ from collections.abc import Coroutine, Generator
 from typing import Any
 
 from jaxshare.serving.agents.compiler.program import Returned
-from jaxshare.serving.agents.courses import Compiled, Course, Native, Reached, keep, taken
+from jaxshare.serving.agents.courses import (
+    Compiled,
+    Course,
+    Native,
+    Reached,
+    is_own_awaitable,
+    keep,
+    taken,
+)
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.model_calls import (
     UsedUpError,
@@ -58,7 +66,8 @@ def outcome(
 
     The value is a `Follow` if the agent has to wait for something else before its code goes on.
     """
-    if isinstance(state.waiting, types.CoroutineType):
+    is_coroutine = isinstance(state.waiting, types.CoroutineType)
+    if is_coroutine or (is_own_awaitable(state.waiting) and run.agent.restore is None):
         return _run_coroutine(runtime, run, state, now)
     find = _new_outcome if runtime.journal is None else _journaled_outcome
     found = find(runtime, run, state, now.path)
@@ -114,6 +123,10 @@ async def _run_coroutine(runtime: Host, run: AgentRun, state: State, now: Firing
     return value, ()
 
 
+async def _awaited(request: Any) -> Any:
+    return await request
+
+
 @types.coroutine
 def _until_request(state: State, now: Firing) -> Generator[Any, Any, Any]:
     """Runs a coroutine in the firing's task, which awaits what is for asyncio.
@@ -121,7 +134,8 @@ def _until_request(state: State, now: Firing) -> Generator[Any, Any, Any]:
     Returns:
       The coroutine's value, or a `Went` at its first request.
     """
-    course, inner = state.course, Native(state.waiting)
+    course, waiting = state.course, state.waiting
+    inner = Native(waiting if isinstance(waiting, types.CoroutineType) else _awaited(waiting))
     assert course is not None and isinstance(course.code, Compiled)
     part, value, error = Course(inner, course.context), None, None
     while not isinstance(at := part.go(now, value, error), Returned):
@@ -178,7 +192,7 @@ def run_to_next_wait(
     """
     if error is None and isinstance(value, Follow):
         # The agent's code does not go on, so both states can have this frame.
-        new.frame, new.context, new.seen = state.frame, state.context, state.seen
+        new.frame, new.context = state.frame, state.context
         new.is_uncopied, new.is_followed = state.is_uncopied, True
         new.line, new.waiting = state.line, value.request
         new.course, state.course = state.course, None
@@ -196,7 +210,8 @@ def run_to_next_wait(
                 new.is_followed = True
         new.restored = now.restored
         if isinstance(at, Returned):
-            new.finished, new.value, new.seen = True, at.value, course.code.variables
+            new.finished, new.value = True, at.value
+            new.frame = course.code.frame if isinstance(course.code, Compiled) else None
         else:
             new.line, new.waiting = at.line, at.request
             keep(run, new, course)

@@ -26,6 +26,12 @@ class Host(Protocol):
     @property
     def journal(self) -> Any: ...
     @property
+    def max_agents(self) -> int: ...
+    @property
+    def max_depth(self) -> int: ...
+    @property
+    def runs(self) -> "list[AgentRun]": ...
+    @property
     def call_slots(self) -> asyncio.Semaphore | None: ...
     def clock(self) -> float: ...
     def resume(self, run: "AgentRun", value: Any) -> None: ...
@@ -232,6 +238,20 @@ def _calling_line() -> int:
 
 
 _DRIVERS = {program.__file__, program.__file__.replace("compiler/program.py", "courses.py")}
+
+
+def check_limits(runtime: Host, agent: Agent, parent: AgentRun | None) -> None:
+    """Raises an AgentError if a run may not start one more, or not that deep."""
+    if parent and parent.depth + 1 > runtime.max_depth:
+        raise AgentError(
+            f"{parent.agent.name} spawns {agent.name} {runtime.max_depth} agents deep; if that is "
+            "meant, give the runtime a larger `deepest`"
+        )
+    if len(runtime.runs) >= runtime.max_agents:
+        raise AgentError(
+            f"there were {runtime.max_agents} agents already when {agent.name} was to be "
+            "spawned; if that is meant, give the runtime a larger `most_agents`"
+        )
 
 
 def conclusion(

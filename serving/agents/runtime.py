@@ -41,6 +41,7 @@ from jaxshare.serving.agents.runs import (
     Firing,
     Handle,
     Judged,
+    check_limits,
     conclusion,
     numeric_score,
     spawn,
@@ -152,7 +153,7 @@ class Runtime:
         id: str,
         line: int,
     ) -> AgentRun:
-        self._check_limits(agent, parent)
+        check_limits(self, agent, parent)
         run = AgentRun(self, id, agent, supervisor_for_run(agent.supervisor), parent, line)
         if parent:
             args, kwargs = copy_for(args, run), copy_for(kwargs, run) if kwargs else {}
@@ -171,18 +172,6 @@ class Runtime:
             self._end_by_supervisor_error(run, error)
         self._advance(run)
         return run
-
-    def _check_limits(self, agent: Agent, parent: AgentRun | None) -> None:
-        if parent and parent.depth + 1 > self.max_depth:
-            raise AgentError(
-                f"{parent.agent.name} spawns {agent.name} {self.max_depth} agents deep; if that is "
-                "meant, give the runtime a larger `deepest`"
-            )
-        if len(self.runs) >= self.max_agents:
-            raise AgentError(
-                f"there were {self.max_agents} agents already when {agent.name} was to be "
-                "spawned; if that is meant, give the runtime a larger `most_agents`"
-            )
 
     def _advance(self, run: AgentRun) -> None:
         """Fires the states that the supervisor names; ends the run if it is over."""

@@ -45,7 +45,6 @@ class State:
         frame went on), "copy" or "replay"; "" for the first state.
       course: the code that waits here, until a firing has taken it.
       context: its context variables, for copies.
-      seen: its variables, where there is no copy of them.
       is_uncopied: whether its frame cannot be copied.
       is_followed: whether the agent's own code has not gone on in the firing that led here.
       given: the value or the error that the firing gave to the agent, for replays.
@@ -70,7 +69,6 @@ class State:
     restored: str = ""
     course: "Course | None" = dataclasses.field(default=None, repr=False)
     context: contextvars.Context | None = dataclasses.field(default=None, repr=False)
-    seen: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False)
     is_uncopied: bool = False
     is_followed: bool = False
     given: tuple[Any, BaseException | None] = (None, None)
@@ -93,13 +91,15 @@ class State:
 
     @property
     def variables(self) -> Mapping[str, Any]:
-        """A read-only view of the agent's variables."""
+        """A read-only view of the agent's variables.
+
+        There are none once a state has been fired that cannot be copied.
+        """
+        held = self.frame
+        if held is None:
+            held = self.course.code.variables if self.course else {}
         return types.MappingProxyType(
-            {
-                name: value
-                for name, value in (self.frame or self.seen or {}).items()
-                if "." not in name
-            }
+            {name: value for name, value in held.items() if "." not in name}
         )
 
     def __repr__(self) -> str:
