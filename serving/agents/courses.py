@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from jaxshare.argument_checks import shown
 from jaxshare.serving.agents.compiler.frames import Frame, duplicate
 from jaxshare.serving.agents.compiler.program import (
     Program,
@@ -342,7 +343,14 @@ def _check_same(run: AgentRun, state: State, at: Reached) -> None:
     else:
         same = True
     if not same:
-        raise _diverged(run, state, f"it waits in line {at.line} for {now!r}")
+        raise _diverged(run, state, f"it waits in line {at.line} for {_shown(now)}")
+
+
+def _shown(request: Any) -> str:
+    """A request as it is written in an agent."""
+    if isinstance(request, Llm):
+        return f"llm({shown(request.messages[-1].content)})" if request.messages else "llm()"
+    return f"tool({_function_name(request)})" if isinstance(request, Tool) else shown(request)
 
 
 def _function_name(request: Tool) -> str:
@@ -352,6 +360,6 @@ def _function_name(request: Tool) -> str:
 def _diverged(run: AgentRun, step: State, instead: str) -> DivergedError:
     return DivergedError(
         f"agent {run.agent.name} was run again to restore a state, and {instead}; in its record it "
-        f"waits in line {step.line} for {step.waiting!r}. It depends on something that is not "
+        f"waits in line {step.line} for {_shown(step.waiting)}. It depends on something that is not "
         "recorded: make that a tool"
     )

@@ -208,7 +208,6 @@ def run_to_next_wait(
                 at = course.go(now, value, error)
             else:
                 new.is_followed = True
-        new.restored = now.restored
         if isinstance(at, Returned):
             new.finished, new.value = True, at.value
             new.frame = course.code.frame if isinstance(course.code, Compiled) else None
@@ -219,6 +218,8 @@ def run_to_next_wait(
         raise
     except BaseException as raised:
         new.error, new.waiting = raised, None
+    finally:
+        new.restored = now.restored
 
 
 def close_courses(run: AgentRun) -> None:
