@@ -399,7 +399,8 @@ def _object(value: Any, kind: type, memo: dict[Any, Any]) -> Any:
             raise TypeError("it is shared by all copies; define it outside")
         return value
     memo.setdefault(_KEPT, []).append(reduced)
-    make, args, state, items, pairs, set_state = (*reduced, *[None] * (6 - len(reduced)))
+    parts: list[Any] = [*reduced, None, None, None, None]
+    make, args, state, items, pairs, set_state = parts[:6]
     made = make(*[duplicate(each, memo) for each in args])
     made = memo.setdefault(id(value), made)
     if state is not None:
