@@ -5,6 +5,7 @@
 #   .venv-gpu     jaxshare with what compiles for a GPU, which no other target needs
 #   .venv-torch   PyTorch and transformers' models, which jaxshare is measured against and never imports
 #   .venv-lm-eval jaxshare with lm_eval; .venv-lm-eval-hf has lm_eval with PyTorch, which it is compared with
+#   .venv-others  jaxshare with Ray Serve and other people's clients of its server
 #   .venv-llama   llama.cpp, built for this machine from the source in its Python package, which jaxshare is measured against
 #   .venv-hogwild PyTorch and the older transformers that the authors' implementation of Hogwild! Inference needs
 
@@ -32,6 +33,7 @@ HOGWILD_ENV := .venv-hogwild/.installed
 HOGWILD_PYTHON := .venv-hogwild/bin/python
 LM_EVAL_ENV := .venv-lm-eval/.installed
 LM_EVAL_HF_ENV := .venv-lm-eval-hf/.installed
+OTHERS_ENV := .venv-others/.installed
 LLAMA_ENV := .venv-llama/.installed
 LLAMA := llama-cpp-python==0.3.36
 
@@ -51,7 +53,7 @@ BENCH_OPTIONS_workers := $(if $(HOGWILD),--hogwild '$(HOGWILD)' --hogwild-python
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-page test-all test-gpu lint bench audit drill gpu-compile parity parity-transformers parity-hogwild lm-eval clean
+.PHONY: help demo serve test test-page test-others test-all test-gpu lint bench audit drill gpu-compile parity parity-transformers parity-hogwild lm-eval clean
 # A recipe that fails must not leave a stamp behind.
 .DELETE_ON_ERROR:
 
@@ -73,10 +75,13 @@ test-page: $(PAGE) ## the server's page in Chromium (CHROMIUM=PROGRAM), and the 
 	@if command -v npx >/dev/null; then npx --yes --package 'typescript@5' tsc --project tests/page/tsconfig.json; else echo "there is no npx, so the types of the page's programs are not checked"; fi
 	$(BIN)/python -m pytest -q -m page tests/page
 
-test-all: $(DEV) $(PAGE) audit ## ruff and all tests, the slow ones too, and an audit of dependencies
+test-others: $(OTHERS_ENV) ## the server before replicas under Ray Serve, and asked by lm_eval and the OpenAI Agents SDK
+	.venv-others/bin/python -m pytest -q -m others tests/serving/others
+
+test-all: $(DEV) $(PAGE) audit test-others ## ruff and all tests, the slow ones too, and an audit of dependencies
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check --quiet
-	$(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not others" $(PYTEST_ARGS)
 
 # Links stand in for jaxshare/checkout.py, which finds models/ and serving/ where a program runs: pyright runs nothing.
 lint: $(DEV) ## ruff and pyright
@@ -129,7 +134,7 @@ lm-eval: $(LM_EVAL_ENV) $(LM_EVAL_HF_ENV) ## tasks of lm_eval run by jaxshare an
 	.venv-lm-eval/bin/python -m scripts.lm_eval.compare "$$folder"
 
 clean: ## remove what make has made: environments, caches, builds
-	rm -rf .venv .venv-gpu .venv-torch .venv-lm-eval .venv-lm-eval-hf .venv-llama .venv-hogwild build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-gpu .venv-torch .venv-lm-eval .venv-lm-eval-hf .venv-others .venv-llama .venv-hogwild build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
 	find jaxshare models serving tests scripts examples -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/bin/python:
@@ -186,11 +191,20 @@ $(TORCH_ENV): scripts/make_torch_env.sh
 
 $(LM_EVAL_ENV): pyproject.toml .venv-lm-eval/bin/python
 	@echo "installing jaxshare and lm_eval into .venv-lm-eval"
-	@.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[lm-eval]'
+	@.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[lm-eval,serve]'
 	@touch $@
 
 $(LM_EVAL_HF_ENV): scripts/make_torch_env.sh
 	@scripts/make_torch_env.sh .venv-lm-eval-hf '$(TORCH)' 'lm_eval[hf]>=0.4.13,<0.5' 'transformers>=5,<6'
+	@touch $@
+
+.venv-others/bin/python:
+	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \
+	echo "making .venv-others with $$python" && "$$python" -m venv --clear .venv-others
+
+$(OTHERS_ENV): pyproject.toml .venv-others/bin/python
+	@echo "installing jaxshare, Ray Serve and clients of the server into .venv-others"
+	@.venv-others/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[others]'
 	@touch $@
 
 # The package's wheels are built for no machine in particular; its source has llama.cpp, and cmake and a compiler build it for this one.

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 from jaxshare import SamplingParams
 from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.serving import generate
+from scripts.drill.streams import PROMPTS, TEMPERATURE
 
 COMPLETIONS = "/v1/completions"
 PATIENCE = 120
-_PROMPTS = ("1. 17 + 25", "1. 90 - 17\n2. 12 * 7", "1. 47 + 38\n2. 93 - 16\n3. 64 + 19")
-_TEMPERATURE = 0.8
 
 
 class Refused(Exception):
@@ -41,7 +40,7 @@ def model() -> LoadedModel:
 @functools.cache
 def expected(prompt: str, seed: int, tokens: int) -> str:
     """The text of the library, which a server has to give."""
-    sampler = SamplingParams(_TEMPERATURE, ignore_eos=True)
+    sampler = SamplingParams(TEMPERATURE, ignore_eos=True)
     done = generate(model(), prompt, n=1, sampler=sampler, seed=seed, max_new_tokens=tokens)
     return done.completions[0].text
 
@@ -87,10 +86,10 @@ def right(port: int, rng: random.Random) -> int:
 
 def _fields(rng: random.Random) -> dict[str, Any]:
     return {
-        "prompt": rng.choice(_PROMPTS),
+        "prompt": rng.choice(PROMPTS),
         "seed": rng.randrange(4),
         "max_tokens": rng.choice((1, 8, 40)),
-        "temperature": _TEMPERATURE,
+        "temperature": TEMPERATURE,
         "ignore_eos": True,
         "stream": rng.random() < 0.6,
     }
@@ -143,7 +142,7 @@ def _request(body: bytes, more: str = "", length: int | None = None) -> bytes:
 
 
 def _long(stream: bool, n: int = 1) -> bytes:
-    fields = {"prompt": _PROMPTS[0], "max_tokens": 400, "ignore_eos": True, "stream": stream}
+    fields = {"prompt": PROMPTS[0], "max_tokens": 400, "ignore_eos": True, "stream": stream}
     return _request(json.dumps({**fields, "n": n}).encode())
 
 

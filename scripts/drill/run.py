@@ -22,6 +22,7 @@ from scripts.drill import (
     fuzz,
     kills,
     server,
+    server_soak,
     soak,
     starts,
 )
@@ -29,7 +30,7 @@ from scripts.drill.drill import Drill, Record, throw
 
 _MODULES = (
     *(device, soak, kills, starts, files, disks, fuzz, arguments, fleet),
-    server,
+    *(server, server_soak),
 )
 DRILLS: tuple[Drill, ...] = tuple(drill for module in _MODULES for drill in module.DRILLS)
 
@@ -63,14 +64,16 @@ def _table(records: Sequence[Record]) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps jaxshare's log from standard error: hundreds of failures are meant, and logged each."""
-    log = logging.getLogger("jaxshare")
-    level = log.level
-    log.setLevel(logging.CRITICAL + 1)
+    """Keeps logs from standard error: hundreds of failures are meant, and logged each."""
+    logs = [logging.getLogger(name) for name in ("jaxshare", "asyncio")]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
 
 
 def main(given: Sequence[str] | None = None) -> int:

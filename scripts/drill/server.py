@@ -178,9 +178,12 @@ def throw_at_server(rng: random.Random, folder: Path) -> int:
         faults += clients.ended()
         _check_said(server)
     with _serving(port, folder) as server:
-        for _ in range(3):
-            http_clients.right(port, rng)
+        http_clients.right(port, rng)
+        faults += _Clients(server, rng, 8).ended()
         server.check_rest()
+        server.process.send_signal(signal.SIGTERM)
+        code = server.process.wait(_GRACE - 2)  # there is nothing to wait for
+        assert code == 0, f"exit {code} of a server at rest"
         _check_said(server)
     return faults
 

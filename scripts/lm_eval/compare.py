@@ -4,22 +4,29 @@ generated texts, and the time of both.
     python -m scripts.lm_eval.compare FOLDER
 
 Runs where jaxshare and lm_eval are installed, without torch, on a folder that
-scripts/lm_eval/make_expected.py has written. The tasks are run twice, by jaxshare's model in this
-process and by the command line that takes `--model jaxshare`. Exit code 1 where they differ.
+scripts/lm_eval/make_expected.py has written. The tasks are run by jaxshare's model in this process,
+by the command line that takes `--model jaxshare`, and over HTTP: by lm_eval's own model
+`local-completions`, which asks `jaxshare serve`. Exit code 1 where they differ.
 """
 
 import argparse
+import contextlib
+import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxshare.serving.evaluation.lm_eval.model import JaxshareLM
 from scripts.lm_eval.recorded import KINDS, TASKS, evaluate
 
+CONTEXT = 256
+"""The context of the model, which lm_eval does not ask a server for."""
 TOLERANCE = 1e-4
 """Of a log-probability. Sums of many, in float32, have it relative to their size."""
 
@@ -57,6 +64,52 @@ def metrics_of_command(folder: Path) -> dict[str, Any]:
         return json.loads(written.read_text())["results"]
 
 
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serves the model of a folder; gives the address of its server."""
+    command = [sys.executable, "-m", "jaxshare.serving.cli", "serve", str(folder / "model")]
+    command += ["--port", "0", "--served-model-name", "served", "--dtype", "float32"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            found = next(
+                (found for line in process.stderr if (found := re.search(r"at (\S+)/v1", line))),
+                None,
+            )
+            if found is None:
+                raise RuntimeError("the server has not started")
+            yield found[1]
+        finally:
+            process.terminate()
+
+
+def evaluate_over_http(folder: Path) -> dict[str, Any]:
+    """Runs the tasks by lm_eval's client of completions."""
+    from lm_eval.models.openai_completions import (  # pyright: ignore[reportMissingImports]
+        LocalCompletionsAPI,
+    )
+
+    with served(folder) as url:
+        model = LocalCompletionsAPI(
+            base_url=f"{url}/v1/completions",
+            model="served",
+            tokenizer=str(folder / "model"),
+            tokenizer_backend="huggingface",
+            max_length=CONTEXT,
+            add_bos_token=True,
+            num_concurrent=4,
+        )
+        found = evaluate(model, folder)
+    # Of a longer text lm_eval's client makes other windows than `hf` does: they are a token shorter.
+    fits = [_fits(model.tokenizer, request) for request in found["requests"]]
+    return {**found, "requests": [*itertools.compress(found["requests"], fits)], "fits": fits}
+
+
+def _fits(tokenizer: Any, request: dict[str, Any]) -> bool:
+    is_rolling = request["kind"] == "loglikelihood_rolling"
+    return not is_rolling or len(tokenizer.encode(request["arguments"][0])) < CONTEXT
+
+
 def metric_differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """Compares the metrics of tasks; a line for each difference."""
     return [
@@ -77,13 +130,18 @@ def main() -> int:
     first, again = evaluate(model, folder), evaluate(model, folder)
     wrong = differences(expected, first) + differences(expected, again)
     wrong += metric_differences(expected["metrics"], metrics_of_command(folder))
+    over_http = evaluate_over_http(folder)
+    fitting = {"requests": [*itertools.compress(expected["requests"], over_http["fits"])]}
+    wrong += [f"over HTTP: {line}" for line in differences(fitting, over_http)]
     for line in wrong:
         print(line, file=sys.stderr)
     counts = [sum(r["kind"] == kind for r in expected["requests"]) for kind in KINDS]
     print(
         f"{', '.join(f'{n} {kind}' for n, kind in zip(counts, KINDS, strict=True))}: "
         f"{len(wrong)} differences. hf took {expected['seconds']:.2f} s, jaxshare "
-        f"{first['seconds']:.2f} s with compilation and {again['seconds']:.2f} s again."
+        f"{first['seconds']:.2f} s with compilation and {again['seconds']:.2f} s again, "
+        f"lm_eval's local-completions over HTTP {over_http['seconds']:.2f} s "
+        f"for {sum(over_http['fits'])} of them."
     )
     return bool(wrong)
 

@@ -11,9 +11,9 @@ import sys
 from typing import Any
 
 from jaxshare import models
-from jaxshare.argument_checks import as_integer
-from jaxshare.serving.cli import arguments
-from jaxshare.serving.cluster import process_mesh
+from jaxshare.serving.cli import arguments, serve_replicas
+from jaxshare.serving.cluster import process_mesh, ray_pool
+from jaxshare.serving.cluster.model_spec import shortened
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.http.settings import ServerSettings, is_loopback, read_keys
 
@@ -71,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_dtype(parser)
     process_mesh.add_arguments(parser, groups="engines, of which a server has one")
+    ray_pool.add_arguments(parser)
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -185,17 +186,17 @@ def run(options: argparse.Namespace) -> int:
 
     # Errors that do not depend on the model are raised before it is loaded.
     settings = settings_of(options)
-    if options.data != 1:
+    pool = ray_pool.of_options(options)
+    if pool is not None:
+        serve_replicas.check(options)
+    elif options.data != 1:
         raise ValueError(
-            f"--data is {options.data}, but a server has one engine; run a server for each group"
+            f"--data is {options.data}, but a server has one engine; run a server for each group, "
+            "or give --ray and --replicas"
         )
     if not 0 <= options.port < 2**16:
         raise ValueError(f"--port is {options.port}; it must be 0 to 65535")
-    memory: dict[str, Any] = {
-        name: arguments.parse_bytes(size, f"--{name.replace('_', '-')}")
-        for name in ("kv_bytes", "host_kv_bytes", "logits_cache")
-        if (size := getattr(options, name)) is not None
-    }
+    engine = _engine_arguments(options)
     if settings.sessions_folder is not None:
         make_root(settings.sessions_folder)
     _log_to_stderr(options.log_level)
@@ -209,20 +210,43 @@ def run(options: argparse.Namespace) -> int:
                 "warning: anyone who can reach this machine can use the server, which listens at "
                 f"{options.host} without an API key; set ${KEY_VARIABLE} or give --api-key-file"
             )
+
+        def on_start() -> None:
+            url, name = url_of(listening), settings.model_names[0]
+            _say(f"{name} is served at {url}/v1, with a page at {url}/")
+
+        if pool is not None:
+            serve_replicas.run(options, pool, engine, settings, listening, on_start)
+            return 0
         mesh = process_mesh.mesh_of(options)
-        model = _shortened(
+        model = shortened(
             models.load(options.model, dtype=options.dtype, mesh=mesh), options.max_model_len
         )
-        rows = {"max_rows": options.max_rows, "max_queue": options.max_queue}
-        with Engine(model, seed=options.seed, **rows, **memory) as engine:
-            server = DrainingServer(Service(engine, settings, files), listening)
-            server.on_start = lambda: _say(
-                f"{settings.model_names[0]} is served at {url_of(listening)}/v1, with a page at "
-                f"{url_of(listening)}/"
-            )
+        with Engine(model, **engine) as made:
+            server = DrainingServer(Service(made, settings, files), listening)
+            server.on_start = on_start
             server.on_warm = _settle
             server.serve_until_told(warm_up=not options.no_warm_up)
     return 0
+
+
+def _engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `Engine` beside the model.
+
+    Raises:
+      ValueError: a size that is none.
+    """
+    memory: dict[str, Any] = {
+        name: arguments.parse_bytes(size, f"--{name.replace('_', '-')}")
+        for name in ("kv_bytes", "host_kv_bytes", "logits_cache")
+        if (size := getattr(options, name)) is not None
+    }
+    return {
+        "seed": options.seed,
+        "max_rows": options.max_rows,
+        "max_queue": options.max_queue,
+        **memory,
+    }
 
 
 def _files_of(options: argparse.Namespace) -> Any:
@@ -268,14 +292,6 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
         tool_format=options.tool_format,
         **given,
     )
-
-
-def _shortened(model: Any, max_model_len: int | None) -> Any:
-    """The model with a context of so many tokens."""
-    if max_model_len is None:
-        return model
-    most = as_integer("--max-model-len", max_model_len, 2, model.config.max_positions)
-    return dataclasses.replace(model, config=dataclasses.replace(model.config, max_positions=most))
 
 
 def _settle() -> None:

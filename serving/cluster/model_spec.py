@@ -7,8 +7,10 @@ import argparse
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 from jaxshare import models
+from jaxshare.argument_checks import as_integer
 from jaxshare.models import LoadedModel
 from jaxshare.serving.cluster import process_mesh
 
@@ -61,3 +63,20 @@ class ModelSpec:
             )
         mesh = process_mesh.mesh_of(argparse.Namespace(tensor=self.tensor, kv=self.kv))
         return models.load(self.path, dtype=self.dtype, mesh=mesh)
+
+
+def shortened(model: Any, max_model_len: int | None) -> Any:
+    """Returns the model with a context of so many tokens.
+
+    Args:
+      model: a `LoadedModel`.
+      max_model_len: tokens; None for its own context.
+
+    Raises:
+      ValueError: less than 2 tokens, or more than the model has.
+      TypeError: no whole number.
+    """
+    if max_model_len is None:
+        return model
+    most = as_integer("--max-model-len", max_model_len, 2, model.config.max_positions)
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, max_positions=most))

@@ -143,6 +143,7 @@ class RayPool:
     Entering connects; leaving ends the replicas, and the cluster if it was started here.
 
     Attributes:
+      address, devices: as given.
       replicas: the number of replicas; known once connected.
     """
 
@@ -171,7 +172,7 @@ class RayPool:
                 "or local for a cluster here"
             )
         import_ray()
-        self._address, self._requested, self._devices = address, replicas, devices
+        self.address, self._requested, self.devices = address, replicas, devices
         self._on_exit = contextlib.ExitStack()
         self._handles: dict[int, _ReplicaHandle] = {}
         self._spawned = self._failed_starts = 0
@@ -191,7 +192,7 @@ class RayPool:
         with contextlib.ExitStack() as on_exit:
             ray = import_ray()
             if not ray.is_initialized():
-                connect(self._address, on_exit)
+                connect(self.address, on_exit)
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             self._gpus = os.environ.get("JAX_PLATFORMS") != "cpu" and any(
                 node.get("GPU") for node in nodes
@@ -249,7 +250,7 @@ class RayPool:
         Raises:
           ValueError: the nodes have no room for the requested number, even when idle.
         """
-        resources = self._replica_resources()
+        resources = self.replica_resources()
         capacity = sum(
             int(min(node.get(name, 0) // count for name, count in resources.items()))
             for node in nodes
@@ -269,13 +270,13 @@ class RayPool:
             )
         return capacity if self._requested is None else self._requested
 
-    def _replica_resources(self) -> dict[str, int]:
-        """The resources that Ray reserves for a replica."""
-        return {"GPU": self._devices, "CPU": 1} if self._gpus else {"CPU": self._devices}
+    def replica_resources(self) -> dict[str, int]:
+        """Returns what Ray reserves for a replica, such as {"CPU": 1}; known once connected."""
+        return {"GPU": self.devices, "CPU": 1} if self._gpus else {"CPU": self.devices}
 
     def _spawn(self) -> None:
         """Requests one more replica, on any node with room."""
-        resources = self._replica_resources()
+        resources = self.replica_resources()
         # Ray must not restart it: a replica on another node will do, and deaths are counted here.
         actor = (
             import_ray()
@@ -316,7 +317,7 @@ class RayPool:
         """Takes a replica's reply, and requests the next one."""
         if handle.stage == "placing":
             handle.stage, handle.node = "loading", reply
-            handle.reply = handle.actor.load.remote(self._make, self._devices, self._gpus)
+            handle.reply = handle.actor.load.remote(self._make, self.devices, self._gpus)
             return []
         if handle.stage == "loading":
             handle.stage, handle.reply, self._failed_starts = "ready", None, 0

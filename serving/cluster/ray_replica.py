@@ -36,7 +36,7 @@ class ReplicaActor:
             node.
         """
         try:
-            _claim_devices(devices, gpus)
+            claim_devices(devices, gpus)
             self._work = make()
         except (ValueError, OSError, NotImplementedError, ImportError) as error:
             raise ValueError(f"{self.node()} cannot make its replica: {error}") from error
@@ -83,8 +83,12 @@ def _do(
         results.put(error)
 
 
-def _claim_devices(devices: int, gpus: bool) -> None:
-    """Limits JAX to this replica's devices.
+def claim_devices(devices: int, gpus: bool) -> None:
+    """Limits JAX to this replica's devices, before it is used.
+
+    Args:
+      devices: their number.
+      gpus: Ray has assigned GPUs; else CPUs.
 
     Raises:
       ValueError: Ray has assigned GPUs that JAX cannot use.

@@ -32,6 +32,7 @@ from jaxshare.serving.http.limits import BodyLimits, LocalHosts
 from jaxshare.serving.http.metrics import HttpMetrics
 from jaxshare.serving.http.observer import Observer
 from jaxshare.serving.http.service import Service
+from jaxshare.serving.http.settings import ServerSettings
 
 _log = logging.getLogger("jaxshare.http")
 
@@ -40,7 +41,8 @@ _GONE = 499
 _PARTS = (
     *(page, models, completions, chat, responses, tokens, workers, engine, trees, files, batches),
 )
-_ROUTERS = tuple(part.router for part in _PARTS)
+ROUTERS = tuple(part.router for part in _PARTS)
+"""The endpoints of a server."""
 _ERROR = {
     "description": "An error in OpenAI's shape",
     "content": {
@@ -73,6 +75,17 @@ def create_app(service: Service, *, is_local: bool = False) -> FastAPI:
       service: that its endpoints share.
       is_local: it listens on a loopback address, so that requests name this machine.
     """
+    app = create_endpoints(service)
+    guard(app, service.settings, service.metrics, is_local=is_local)
+    return app
+
+
+def create_endpoints(service: Service) -> FastAPI:
+    """Makes the application without what stands before it: keys, limits and counters.
+
+    Args:
+      service: that its endpoints share.
+    """
     app = FastAPI(
         title="jaxshare",
         version=__version__,
@@ -86,8 +99,20 @@ def create_app(service: Service, *, is_local: bool = False) -> FastAPI:
     app.state.batches = Batches(service, app.state.responses)
     app.state.observer, app.state.trees = Observer(service), TreeStore()
     errors.add_handlers(app)
-    for router in _ROUTERS:
+    for router in ROUTERS:
         app.include_router(router)
+    return app
+
+
+def guard(app: FastAPI, settings: ServerSettings, metrics: HttpMetrics, *, is_local: bool) -> None:
+    """Puts keys, limits and counters before an application.
+
+    Args:
+      app: that requests come to.
+      settings: with the keys and the limits.
+      metrics: that count the requests.
+      is_local: see `create_app`.
+    """
     # The last one that is added sees a request first.
     app.add_middleware(
         BodyLimits,
@@ -106,8 +131,7 @@ def create_app(service: Service, *, is_local: bool = False) -> FastAPI:
         )
     if is_local:
         app.add_middleware(LocalHosts)
-    app.add_middleware(_Counted, metrics=service.metrics, most=settings.max_open)
-    return app
+    app.add_middleware(_Counted, metrics=metrics, most=settings.max_open)
 
 
 class _Counted:

@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from jaxshare.serving.errors import ClosedError
 from jaxshare.serving.http.app import create_app
 from jaxshare.serving.http.protocol import timed_protocol
-from jaxshare.serving.http.service import Service
 from jaxshare.serving.http.settings import is_loopback
 
 _log = logging.getLogger("jaxshare.http")
@@ -67,9 +68,16 @@ class DrainingServer(uvicorn.Server):
       on_warm: called when the engine is warm, or has failed to be; in another thread.
     """
 
-    def __init__(self, service: Service, listening: socket.socket):
+    def __init__(self, service: Any, listening: socket.socket, app: FastAPI | None = None):
+        """Makes a server that does not listen yet.
+
+        Args:
+          service: a `Service`, or a `Front` before several.
+          listening: a socket that is bound.
+          app: what answers; by default all endpoints of `service`.
+        """
         host = listening.getsockname()[0]
-        app = create_app(service, is_local=is_loopback(host))
+        app = app or create_app(service, is_local=is_loopback(host))
         config = uvicorn.Config(
             app,
             http=timed_protocol(service.settings.body_seconds),
@@ -85,7 +93,8 @@ class DrainingServer(uvicorn.Server):
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         )
         super().__init__(config)
-        self.service, self._listening, self._batches = service, listening, app.state.batches
+        self.service, self._listening = service, listening
+        self._batches = getattr(app.state, "batches", None)
         self.on_start: Callable[[], None] = lambda: None
         self.on_warm: Callable[[], None] = lambda: None
         self._deadline: float | None = None
@@ -106,6 +115,10 @@ class DrainingServer(uvicorn.Server):
         self._deadline = self._deadline or time.monotonic() + self.service.settings.grace
         self.service.is_draining = True
 
+    def end(self) -> None:
+        """Ends at once; from any thread."""
+        self.should_exit = True
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Takes a signal."""
         if self._deadline is None:
@@ -116,12 +129,14 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to listen."""
         await super().startup(sockets)
-        self._batches.start()
+        if self._batches is not None:
+            self._batches.start()
         self.on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Closes what is open."""
-        await self._batches.stop()
+        if self._batches is not None:
+            await self._batches.stop()
         await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
@@ -139,13 +154,13 @@ class DrainingServer(uvicorn.Server):
 
     def _warm_up(self) -> None:
         try:
-            self.service.token_texts.prepare()
-            seconds = self.service.engine.warm_up()
+            begin = time.monotonic()
+            self.service.warm_up()
         except ClosedError:
             return
         except Exception:
             _log.exception("the engine could not be warmed up; requests compile what they need")
         else:
-            _log.info("the engine is warm after %.1f seconds", seconds)
+            _log.info("the engine is warm after %.1f seconds", time.monotonic() - begin)
         self.on_warm()
         self.service.is_warm = True

@@ -44,6 +44,8 @@ class Service:
       sessions, saves: of workers; the former by their identity.
       is_warm: True when the engine has compiled what requests need.
       is_draining: True when it takes no more requests.
+      replica: the name of this one of several servers, which is in identities of what it holds; ""
+        for a server by itself.
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings, files: "FileStore | None" = None):
@@ -52,6 +54,7 @@ class Service:
         self.metrics, self.created = HttpMetrics(), int(time.time())
         self.token_texts = TokenTexts(engine.model.tokenizer, engine.model.config.vocab_size)
         self.is_warm = self.is_draining = False
+        self.replica = ""
         self._running: set[Running] = set()
         self._busy = 0
         self._agents: set[str] = set()
@@ -80,6 +83,16 @@ class Service:
             yield
         finally:
             self._busy -= 1
+
+    def warm_up(self) -> None:
+        """Compiles what requests need.
+
+        Raises:
+          ClosedError: the engine has been shut down.
+          Exception: what the compiler raises.
+        """
+        self.token_texts.prepare()
+        self.engine.warm_up()
 
     def cancel_all(self) -> None:
         """Ends all requests; their clients are told that the server shuts down."""

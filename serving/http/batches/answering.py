@@ -24,7 +24,7 @@ _FIELDS: dict[str, type[SamplingFields]] = {
     "/v1/responses": responses.ResponseFields,
 }
 _PRIORITY = -1000
-"""Of lines, added to what they ask for: requests of clients that wait come before them."""
+"""Of lines, or lower where they ask for that: requests of clients that wait come before them."""
 _AGAIN_SECONDS = 0.1
 
 
@@ -46,7 +46,7 @@ async def answer(
     """
     try:
         fields = _fields(line)
-        fields.priority = max(fields.priority + _PRIORITY, -INT64_MAX)
+        fields.priority = max(min(fields.priority, 0) + _PRIORITY, -INT64_MAX)
         if fields.seed is None:
             fields.seed = stream_seed(seed, "batch", line.number)
         while True:

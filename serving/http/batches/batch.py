@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxshare.paths import whole_file
-from jaxshare.serving.http.batches.file_store import OUTPUT, FileStore, StoredFile
+from jaxshare.serving.http.batches.file_store import ANSWERS, OUTPUT, FileStore, StoredFile
 from jaxshare.serving.http.batches.lines import LineAnswer
 from jaxshare.serving.http.identities import new_id
 
@@ -127,10 +127,9 @@ class BatchAnswers:
 
     def __init__(self, batch: Batch, files: FileStore):
         self._batch, self._files, self.done = batch, files, set[str]()
-        self._paths = [files.batches / f"{batch.identity}.{kind}" for kind in ("output", "error")]
         self._opened: list[BinaryIO] = []
         try:
-            for path in self._paths:
+            for path in _paths(batch, files):
                 self._opened.append(path.open("a+b", buffering=0))
             batch.completed, batch.failed = map(self._read, self._opened)
         except BaseException:
@@ -182,26 +181,14 @@ class BatchAnswers:
         for file in self._opened:
             file.close()
 
-    def publish(self) -> None:
-        """Brings them to the disk as files of the client, and closes them.
-
-        It may be called again after a kill: the identities of the files are those of the batch.
+    def sync(self) -> None:
+        """Brings the answers to the disk.
 
         Raises:
-          OSError: the disk has failed.
+          OSError: it has failed.
         """
         for file in self._opened:
             os.fsync(file.fileno())
-        self.close()
-        kinds = (("output_file_id", "output"), ("error_file_id", "errors"))
-        for path, (field, kind) in zip(self._paths, kinds, strict=True):
-            identity = getattr(self._batch, field)
-            if identity is None:
-                path.unlink(missing_ok=True)
-                continue
-            name = f"{self._batch.identity}_{kind}.jsonl"
-            facts = StoredFile(identity, self._batch.owner, name, OUTPUT, 0, int(time.time()))
-            self._files.move_in(path, facts)
 
     def name_files(self) -> None:
         """Gives the files that have lines their identities."""
@@ -209,3 +196,27 @@ class BatchAnswers:
             self._batch.output_file_id = new_id("file-")
         if self._batch.failed and not self._batch.error_file_id:
             self._batch.error_file_id = new_id("file-")
+
+
+def publish(batch: Batch, files: FileStore) -> None:
+    """Makes files of the client of the answers of a batch that is FINALIZING.
+
+    It may be called again after a kill, since the batch has the identities of the files. Answers
+    that are files already stay as they are.
+
+    Raises:
+      OSError: the disk has failed.
+    """
+    kinds = (("output_file_id", "output"), ("error_file_id", "errors"))
+    for path, (field, kind) in zip(_paths(batch, files), kinds, strict=True):
+        identity = getattr(batch, field)
+        if identity is None:
+            path.unlink(missing_ok=True)
+            continue
+        name = f"{batch.identity}_{kind}.jsonl"
+        files.move_in(path, StoredFile(identity, batch.owner, name, OUTPUT, 0, int(time.time())))
+
+
+def _paths(batch: Batch, files: FileStore) -> list[Path]:
+    """Where the answers of a batch are until they are files: those of status 200, and others."""
+    return [files.batches / f"{batch.identity}{suffix}" for suffix in ANSWERS]

@@ -24,6 +24,10 @@ _IDENTITY = re.compile(r"file-[0-9a-f]{32}")
 _MOST_NAME = 255
 _OTHER = "give another --files-folder"
 
+_MOST_FILES = 10_000
+"""The most files of all clients."""
+ANSWERS = (".output", ".error")
+"""The suffixes of the answers of a batch that is not complete."""
 INPUT, OUTPUT = "batch", "batch_output"
 """Purposes of files."""
 
@@ -98,7 +102,10 @@ class FileStore:
         """Reads what is there; what an upload has left that was cut off is deleted."""
         self._used = 0
         for path in self.batches.iterdir():
-            self._used += path.stat().st_size
+            if path.suffix in ANSWERS:
+                self._used += path.stat().st_size
+            elif path.suffix != ".json":
+                path.unlink()
         for path in self._folder.iterdir():
             if _IDENTITY.fullmatch(path.name):
                 file = _facts(path)
@@ -145,8 +152,14 @@ class FileStore:
         """Begins a file.
 
         Raises:
-          ApiError: the disk takes no file (507).
+          ApiError: the disk takes no file, or there are as many as there may be (507).
         """
+        if len(self._files) >= _MOST_FILES:
+            raise ApiError(
+                507,
+                f"the server keeps {_MOST_FILES} files, the most that it takes; delete some",
+                code="storage_full",
+            )
         identity = new_id("file-")
         return Upload(self, identity, self._folder / identity)
 
@@ -156,22 +169,41 @@ class FileStore:
         Raises:
           OSError: the disk is full.
         """
-        with whole_file(self._folder / f"{file.identity}.json") as facts:
-            facts.write(json.dumps(dataclasses.asdict(file)))
+        self._write_facts(file)
         with self._changed:
             self._files[file.identity] = file
 
+    def _write_facts(self, file: StoredFile) -> None:
+        with whole_file(self._folder / f"{file.identity}.json") as facts:
+            facts.write(json.dumps(dataclasses.asdict(file)))
+
     def move_in(self, content: Path, file: StoredFile) -> None:
         """Makes a file of what a batch has written; may be called again after a kill.
+
+        The facts come first: content without them would be deleted at the next start.
 
         Raises:
           OSError: the disk has failed.
         """
         target = self._folder / file.identity
-        if content.exists():
+        is_left = content.exists()
+        size = (content if is_left else target).stat().st_size
+        made = dataclasses.replace(file, bytes=size)
+        self._write_facts(made)
+        if is_left:
             os.replace(content, target)
             sync_folder(self._folder)
-        self.add(dataclasses.replace(file, bytes=target.stat().st_size))
+        with self._changed:
+            self._files[made.identity] = made
+
+    def remove_answers(self, identity: str) -> None:
+        """Deletes what is left of the answers of a batch that has ended."""
+        for suffix in ANSWERS:
+            path = self.batches / f"{identity}{suffix}"
+            with contextlib.suppress(OSError):
+                size = path.stat().st_size
+                path.unlink()
+                self.give(size)
 
     def find(self, identity: str, owner: str, param: str = "file_id") -> StoredFile:
         """Returns the facts of a file.
@@ -244,8 +276,10 @@ class Upload:
         """Brings it to the disk, and makes it known.
 
         Raises:
-          ApiError: see `write`.
+          ApiError: it is empty (400), or see `write`.
         """
+        if not self._size:
+            raise bad_request("file is empty", "file")
         made = StoredFile(
             self._identity, owner, filename[:_MOST_NAME], purpose, self._size, int(time.time())
         )

@@ -120,6 +120,8 @@ def read_line(number: int, text: bytes, endpoint: str | None = None) -> BatchLin
             raise refused(f"missing_{name}", f"{name} is missing, or no text", name)
     if len(found["custom_id"]) > _MOST_ID:
         raise refused("invalid_custom_id", f"custom_id has more than {_MOST_ID} characters")
+    if not found["custom_id"].isprintable():
+        raise refused("invalid_custom_id", "custom_id has characters that are not printable")
     if found["method"] != "POST":
         raise refused("invalid_method", "method is not POST", "method")
     url = found["url"]

@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 from jaxshare.serving.http.batches import batch as states
 from jaxshare.serving.http.batches.answering import answer
-from jaxshare.serving.http.batches.batch import Batch, BatchAnswers, read_batch
+from jaxshare.serving.http.batches.batch import Batch, BatchAnswers, publish, read_batch
 from jaxshare.serving.http.batches.file_store import INPUT
 from jaxshare.serving.http.batches.lines import BatchLine, LineAnswer, check_lines, read_line
 from jaxshare.serving.http.endpoints.response_store import ResponseStore
@@ -69,7 +69,9 @@ class Batches:
                 _log.warning("a batch cannot be read and is left out: %s", path.name)
                 continue
             self._batches[found.identity] = found
-            if not found.has_ended:
+            if found.has_ended:
+                self._files.remove_answers(found.identity)
+            else:
                 self._begin(found)
 
     async def stop(self) -> None:
@@ -188,6 +190,7 @@ class Batches:
             with contextlib.suppress(OSError):
                 batch.enter(states.FAILED, folder)
             batch.status = states.FAILED
+            self._files.remove_answers(batch.identity)
         finally:
             timer.cancel()
             self._runs.pop(batch.identity, None)
@@ -216,25 +219,32 @@ class Batches:
         """Runs the lines that have no answer, and makes files of the answers."""
         files = self._files
         assert files is not None
-        answers = await asyncio.to_thread(BatchAnswers, batch, files)
-        try:
-            if batch.status != states.FINALIZING:
-                try:
-                    await self._run_lines(batch, run, answers)
-                    batch.end = run.early_end or states.COMPLETED
-                    if batch.end == states.EXPIRED:
-                        for line in self._lines(batch, answers):
-                            answers.add(LineAnswer(line.custom_id, None, None, _EXPIRED))
-                except (OSError, ApiError) as error:
-                    _log.error("the answers of a batch could not be written: %s", error)
-                    batch.end = states.FAILED
-                    batch.fail("storage_failed", "there is no room for more of its answers")
+        # Where a kill came after this state, answers may be files already: nothing is opened again.
+        if batch.status != states.FINALIZING:
+            answers = await asyncio.to_thread(BatchAnswers, batch, files)
+            try:
+                await self._collect(batch, run, answers)
                 answers.name_files()
+                await asyncio.to_thread(answers.sync)
                 batch.enter(states.FINALIZING, files.batches)
-            await asyncio.to_thread(answers.publish)
-            batch.enter(batch.end, files.batches)
-        finally:
-            answers.close()
+            finally:
+                answers.close()
+        await asyncio.to_thread(publish, batch, files)
+        batch.enter(batch.end, files.batches)
+
+    async def _collect(self, batch: Batch, run: _BatchRun, answers: BatchAnswers) -> None:
+        """Runs lines, and says in which state the batch is to end."""
+        try:
+            await self._run_lines(batch, run, answers)
+            batch.end = run.early_end or states.COMPLETED
+            if batch.end == states.EXPIRED:
+                for line in self._lines(batch, answers):
+                    answers.add(LineAnswer(line.custom_id, None, None, _EXPIRED))
+        except (OSError, ApiError) as error:
+            _log.error("a batch cannot go on: %s", error)
+            batch.end = states.FAILED
+            why = "there is no room for more of its answers, or its file cannot be read"
+            batch.fail("storage_failed", why)
 
     async def _run_lines(self, batch: Batch, run: _BatchRun, answers: BatchAnswers) -> None:
         """Runs lines, as many at a time as may be.

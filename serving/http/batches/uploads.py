@@ -1,5 +1,6 @@
 """Uploads: bodies of multipart/form-data, whose file goes to the disk as it comes."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -114,7 +115,7 @@ async def read_upload(
                 )
             if time.monotonic() - started > seconds + size / _SLOWEST:
                 raise ApiError(408, "the upload is too slow", code="timeout")
-            parser.write(part)
+            await asyncio.to_thread(parser.write, part)  # the disk may be slow
         parser.finalize()
         if form.upload is None:
             raise bad_request("file is missing", "file")
@@ -123,7 +124,7 @@ async def read_upload(
             raise bad_request(
                 f"purpose is {purpose[:64]!r}; the server keeps files for {INPUT!r}", "purpose"
             )
-        return form.upload.complete(form.filename, purpose, owner)
+        return await asyncio.to_thread(form.upload.complete, form.filename, purpose, owner)
     except FormParserError as error:
         raise bad_request("the body is no multipart/form-data that can be read") from error
     finally:

@@ -286,7 +286,7 @@ def _response(service: Service, fields: ResponseFields) -> dict[str, Any]:
     choice = fields.tool_choice
     text = fields.text.model_dump(by_alias=True, exclude_none=True) if fields.text else {}
     return {
-        "id": new_id("resp_"),
+        "id": new_id("resp_", service.replica),
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",

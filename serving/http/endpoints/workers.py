@@ -100,7 +100,7 @@ async def create_session(body: SessionFields, request: Request) -> Response:
         check_finish_at(body.finish_at or (), body.budget)
     except ValueError as error:
         raise api_error(error) from error
-    return await _begin(request, new_id("session"), make, body.finish_at or ())
+    return await _begin(request, new_id("session", service.replica), make, body.finish_at or ())
 
 
 @router.get("/v1/workers", tags=["workers"])

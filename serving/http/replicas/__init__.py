@@ -1,0 +1,1 @@
+"""Several servers behind one: each a replica of the model under Ray Serve."""

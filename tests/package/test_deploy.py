@@ -1,0 +1,220 @@
+"""The images and manifests of deploy/: what they name exists, and what they say agrees."""
+
+import argparse
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jaxshare.serving.cli import serve
+from jaxshare.serving.http.auth import OPEN_PATHS
+from tests.paths import ROOT
+from tests.serving.http.served import ScriptedEngine, served
+
+DEPLOY = ROOT / "deploy"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TARGETS = ("cpu", "cuda13")
+PORT, USER, LAST_SECONDS = 8000, 10001, 5
+"""The last one: seconds in which a server ends after its grace."""
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The instructions of the Dockerfile with their arguments, lines that go on put together."""
+    text = (DEPLOY / "Dockerfile").read_text()
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    whole = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    pairs = [line.split(None, 1) for line in whole.splitlines() if line.strip()]
+    return [(name, rest.strip()) for name, rest in pairs]
+
+
+def stages() -> dict[str, tuple[str, list[tuple[str, str]]]]:
+    """The base of each stage, and its instructions."""
+    arguments, found, name = {}, {}, ""
+    for each, rest in instructions():
+        if each == "FROM":
+            base, name = re.fullmatch(r"(\S+) AS (\S+)", rest).groups()
+            base = re.sub(r"\$\{(\w+)\}", lambda match: arguments[match[1]], base)
+            found[name] = (base, [])
+        elif not name:
+            assert each == "ARG"
+            arguments.update([rest.split("=")])
+        else:
+            found[name][1].append((each, rest))
+    return found
+
+
+def values(stage: str, name: str) -> list[str]:
+    """The arguments of a stage's instructions of one kind."""
+    return [rest for each, rest in stages()[stage][1] if each == name]
+
+
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    """The options of a command, as `jaxshare serve` reads them."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    serve.add_arguments(parser)
+    options = parser.parse_args([each.replace("${MODEL:-embedded}", "tiny") for each in arguments])
+    serve.settings_of(options)
+    return options
+
+
+def compose() -> dict[str, Any]:
+    return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+
+
+def manifest(kind: str) -> dict[str, Any]:
+    documents = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    (found,) = [each for each in documents if each["kind"] == kind]
+    return found
+
+
+def pod() -> dict[str, Any]:
+    return manifest("Deployment")["spec"]["template"]["spec"]
+
+
+def container() -> dict[str, Any]:
+    (found,) = pod()["containers"]
+    return found
+
+
+def commands() -> dict[str, list[str]]:
+    """The arguments of `jaxshare serve` in all files."""
+    found = {f"image {name}": json.loads(values(name, "CMD")[0]) for name in TARGETS}
+    found |= {f"service {name}": each["command"] for name, each in compose()["services"].items()}
+    return {**found, "pod": container()["args"]}
+
+
+@pytest.mark.parametrize("place", [*commands()])
+def test_options_are_those_of_the_command(place):
+    options = parsed(commands()[place])
+    assert (options.host, options.port) == ("0.0.0.0", PORT)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_copied_exists_and_is_all_that_is_built_from(target):
+    copied = {name for rest in values(f"build-{target}", "COPY") for name in rest.split()[:-1]}
+    assert all((ROOT / name).exists() for name in copied)
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {*setuptools["package-dir"].values()}
+    assert copied == {"pyproject.toml", PROJECT["readme"], *PROJECT["license-files"], *folders}
+    kept = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {line[1:] for line in kept if line.startswith("!")} == copied and "*" in kept
+    (source,) = values(target, "COPY")
+    assert source == f"--from=build-{target} /opt/jaxshare /opt/jaxshare"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_extras_are_those_of_the_project(target):
+    (default,) = [each.partition("=")[2] for each in values(f"build-{target}", "ARG")]
+    (install,) = [each for each in values(f"build-{target}", "RUN") if "pip install" in each]
+    extras = re.search(r'"\.\[(.*)\]"', install)[1].replace("${EXTRAS}", default).split(",")
+    assert {*extras} <= {*PROJECT["optional-dependencies"]} and "serve" in extras
+    text = (DEPLOY / "Dockerfile").read_text()
+    others = re.search(r"^# EXTRAS=(\S+) ", text, re.MULTILINE)[1].split(",")
+    assert {*others} <= {*PROJECT["optional-dependencies"]}
+
+
+def test_versions_of_python_are_those_of_the_project():
+    told = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if ":: 3." in each}
+    base = stages()["cpu"][0]
+    assert base == stages()["build-cpu"][0] and re.fullmatch(r"python:(.*)-slim", base)[1] in told
+    base = stages()["cuda13"][0]
+    assert base == stages()["build-cuda13"][0] and base.startswith("nvidia/cuda:13.")
+    for name in ("cuda13", "build-cuda13"):
+        used = set(re.findall(r"python(3\.\d+)", " ".join(values(name, "RUN"))))
+        assert used and used <= told
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_runs_as_a_user_without_rights_and_is_looked_after(target):
+    assert values(target, "USER") == [f"{USER}:{USER}"]
+    (made,) = [each for each in values(target, "RUN") if "useradd" in each]
+    assert f"--uid {USER}" in made
+    assert json.loads(values(target, "ENTRYPOINT")[0]) == ["jaxshare", "serve"]
+    assert PROJECT["scripts"].keys() == {"jaxshare"}
+    assert values(target, "EXPOSE") == [str(PORT)] and values(target, "STOPSIGNAL") == ["SIGTERM"]
+    (check,) = values(target, "HEALTHCHECK")
+    command = json.loads(check.partition("CMD ")[2])
+    url = re.search(r"http://127\.0\.0\.1:(\d+)(/\w+)'", command[2])
+    assert url and int(url[1]) == PORT and url[2] in OPEN_PATHS
+    # The program of the health check runs, against a server of this test.
+    with served(ScriptedEngine()) as made_server:
+        port = made_server.url.rpartition(":")[2]
+        exec(command[2].replace(str(PORT), port), {})
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_service_is_built_here_and_ends_in_time(name):
+    service = compose()["services"][name]
+    build = service["build"]
+    context = (DEPLOY / build["context"]).resolve()
+    assert context == ROOT and (context / build["dockerfile"]) == DEPLOY / "Dockerfile"
+    assert build["target"] == name and service["image"] == f"jaxshare:{name}"
+    (port,) = service["ports"]
+    assert port == f"127.0.0.1:{PORT}:{PORT}"
+    assert serve.KEY_VARIABLE in service["environment"]
+    seconds = int(service["stop_grace_period"].removesuffix("s"))
+    assert seconds >= parsed(service["command"]).grace + LAST_SECONDS
+    assert service["read_only"] and service["cap_drop"] == ["ALL"]
+    assert {each.partition(":")[0] for each in service["volumes"]} == {*compose()["volumes"]}
+
+
+def test_the_manifest_ends_its_server_in_time():
+    spec, made = pod(), container()
+    pause = made["lifecycle"]["preStop"]["sleep"]["seconds"]
+    needed = pause + parsed(made["args"]).grace + LAST_SECONDS
+    assert spec["terminationGracePeriodSeconds"] >= needed
+
+
+def test_the_probes_ask_for_what_is_there():
+    made = container()
+    (port,) = made["ports"]
+    assert port["containerPort"] == PORT
+    probes = {name: each["httpGet"] for name, each in made.items() if name.endswith("Probe")}
+    assert {name: probe["path"] for name, probe in probes.items()} == {
+        "startupProbe": "/health",
+        "livenessProbe": "/health",
+        "readinessProbe": "/ready",
+    }
+    assert {probe["port"] for probe in probes.values()} == {port["name"]}
+    assert {probe["path"] for probe in probes.values()} <= OPEN_PATHS
+    with served(ScriptedEngine(), api_keys=("secret",)) as server:
+        for probe in probes.values():
+            assert server.http.get(probe["path"]).status_code == 200
+
+
+def test_the_service_leads_to_the_pods():
+    deployment, service = manifest("Deployment"), manifest("Service")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"] == labels
+    assert service["spec"]["selector"] == labels
+    (port,) = service["spec"]["ports"]
+    assert port["targetPort"] == container()["ports"][0]["name"]
+
+
+def test_the_pod_has_no_rights_and_all_the_folders_that_it_writes_to():
+    spec, made = pod(), container()
+    assert spec["securityContext"]["runAsNonRoot"]
+    assert spec["securityContext"]["runAsUser"] == spec["securityContext"]["fsGroup"] == USER
+    own = made["securityContext"]
+    assert own["readOnlyRootFilesystem"] and not own["allowPrivilegeEscalation"]
+    assert own["capabilities"] == {"drop": ["ALL"]}
+    mounted = {each["name"]: each["mountPath"] for each in made["volumeMounts"]}
+    assert {*mounted} == {each["name"] for each in spec["volumes"]}
+    homes = [line for line in values("cpu", "ENV") if "HF_HOME" in line]
+    assert f"HF_HOME={mounted['models']}" in shlex.split(homes[0])
+    (home,) = values("cpu", "WORKDIR")
+    assert mounted["cache"] == f"{home}/.cache"
+    (variable,) = made["env"]
+    assert variable["name"] == serve.KEY_VARIABLE
+    assert {*variable["valueFrom"]} == {"secretKeyRef"}
+    assert {*made["resources"]["requests"]} >= {"cpu", "memory"}
+
+
+def test_all_files_are_looked_at():
+    named = {"Dockerfile", "compose.yaml", "kubernetes.yaml"}
+    assert {path.name for path in Path(DEPLOY).iterdir()} == named
