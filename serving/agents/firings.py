@@ -36,7 +36,7 @@ from jaxshare.serving.agents.runs import (
     Firing,
     Host,
 )
-from jaxshare.serving.agents.states import State
+from jaxshare.serving.agents.states import Arrival, State
 from jaxshare.serving.agents.tool_rounds import Follow, follow, is_followed, run_call
 
 Outcome = tuple[Any, tuple[Message, ...]]
@@ -182,14 +182,14 @@ def run_to_next_wait(
     state: State,
     new: State,
     now: Firing,
-    value: Any,
-    error: BaseException | None,
+    came: Arrival,
 ) -> None:
     """Runs the agent's code from a state to its next wait or its end, and fills in `new`.
 
     Args:
-      value, error: what the wait gave; error is raised in the agent unless it is None.
+      came: what the wait gave: a value, or an error that is raised in the agent.
     """
+    value, error = came.value, came.error
     if error is None and isinstance(value, Follow):
         # The agent's code does not go on, so both states can have this frame.
         new.frame, new.context = state.frame, state.context

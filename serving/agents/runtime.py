@@ -292,9 +292,10 @@ class Runtime:
     def _start_firing(self, run: AgentRun, state: State, new: State) -> None:
         now = Firing(self, run, new.path, handles=new.spawned)
         if state.waiting is None:
-            self._run_code(run, state, new, now, None, None)
+            self._run_code(run, state, new, now, Arrival())
         elif (arrival := state.arrived) is not None:
-            self._run_code(run, state, new, now, copy_for(arrival.value, run), arrival.error)
+            arrival = Arrival(copy_for(arrival.value, run), arrival.error)
+            self._run_code(run, state, new, now, arrival)
         else:
             task = asyncio.Task(
                 self._await_and_run_code(run, state, new, now), loop=self._loop, eager_start=True
@@ -342,19 +343,13 @@ class Runtime:
         except BaseException as error:
             failure = error
         if not run.done:
-            self._run_code(run, state, new, now, value, failure)
+            self._run_code(run, state, new, now, Arrival(value, failure))
 
     def _run_code(
-        self,
-        run: AgentRun,
-        state: State,
-        new: State,
-        now: Firing,
-        value: Any,
-        error: BaseException | None,
+        self, run: AgentRun, state: State, new: State, now: Firing, came: Arrival
     ) -> None:
         """Runs the agent's code from a state to the next, and has that judged and committed."""
-        run_to_next_wait(run, state, new, now, value, error)
+        run_to_next_wait(run, state, new, now, came)
         register_wait(run, new)
         new.times = (new.times[0], self.clock())
         self._judge(run, new, now)

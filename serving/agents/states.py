@@ -14,7 +14,6 @@ from jaxshare.serving.agents.requests import ChildNext, ChildResult, Llm, Yielde
 
 if TYPE_CHECKING:
     from jaxshare.serving.agents.compiler.frames import Frame
-    from jaxshare.serving.agents.courses import Course
 
 
 _FROM_AGENTS = frozenset((ChildNext, ChildResult, Yielded))
@@ -43,7 +42,7 @@ class State:
       arrived: the outcome of a wait for another agent, once there.
       restored: how the parent was restored for the firing that led here: "original" (its own
         frame went on), "copy" or "replay"; "" for the first state.
-      course: the code that waits here, until a firing has taken it.
+      course: the code that waits here, a `jaxshare.serving.agents.courses.Course`, until a firing has taken it.
       context: its context variables, for copies.
       is_uncopied: whether its frame cannot be copied.
       is_followed: whether the agent's own code has not gone on in the firing that led here.
@@ -67,7 +66,7 @@ class State:
     frame: "Frame | None" = dataclasses.field(default=None, repr=False)
     arrived: "Arrival | None" = dataclasses.field(default=None, repr=False)
     restored: str = ""
-    course: "Course | None" = dataclasses.field(default=None, repr=False)
+    course: Any = dataclasses.field(default=None, repr=False)
     context: contextvars.Context | None = dataclasses.field(default=None, repr=False)
     is_uncopied: bool = False
     is_followed: bool = False
