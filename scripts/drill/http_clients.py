@@ -37,12 +37,17 @@ def model() -> LoadedModel:
     return load(EMBEDDED)
 
 
-@functools.cache
 def expected(prompt: str, seed: int, tokens: int) -> str:
-    """The text of the library, which a server has to give."""
+    """The text of the library, which a server has to give: so many tokens, 48 at most."""
+    tokenizer: Any = model().tokenizer
+    return tokenizer.decode(_expected(prompt, seed)[:tokens])
+
+
+@functools.cache
+def _expected(prompt: str, seed: int) -> list[int]:
     sampler = SamplingParams(TEMPERATURE, ignore_eos=True)
-    done = generate(model(), prompt, n=1, sampler=sampler, seed=seed, max_new_tokens=tokens)
-    return done.completions[0].text
+    done = generate(model(), prompt, n=1, sampler=sampler, seed=seed, max_new_tokens=48)
+    return [*done.completions[0].tokens]
 
 
 def ask(port: int, method: str, path: str, fields: Any = None) -> Answer:

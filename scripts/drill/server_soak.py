@@ -4,6 +4,7 @@ them than before."""
 import collections
 import functools
 import json
+import logging
 import random
 import statistics
 import sys
@@ -30,6 +31,26 @@ _MOST_GROWTH = 1.02
 """Of the bytes that the allocator has handed out."""
 
 
+class _Causes(logging.Handler):
+    """Keeps the last error that the server or its engine has logged, which clients are not told.
+
+    Attributes:
+      last: its words; "" if there is none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.last = ""
+        for name in ("jaxshare.http", "jaxshare.engine"):
+            log = logging.getLogger(name)
+            log.setLevel(logging.ERROR)
+            log.propagate = False
+            log.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.last = self.format(record)[-300:]
+
+
 class ServerSoak:
     """The server of the part, in a thread, and what the process held after each wave.
 
@@ -38,6 +59,7 @@ class ServerSoak:
     """
 
     def __init__(self) -> None:
+        self._causes = _Causes()
         self._engine = Engine(model(), max_rows=_ROWS, kv_bytes=2**26)
         self._engine.warm_up()
         self._service = Service(self._engine, ServerSettings(model_names=("embedded",)))
@@ -73,7 +95,9 @@ class ServerSoak:
         found = json.loads(finished(clients))
         for prompt, seed, tokens, text in found["texts"]:
             wanted = expected(prompt, seed, tokens)
-            assert text == wanted, f"the text is {text!r}, and the library's is {wanted!r}"
+            assert text == wanted, (
+                f"the text is {text[:80]!r}, not {wanted[:80]!r}; {self._causes.last}"
+            )
         assert found["finished"] and found["vanished"] and not found["refused"], found
         assert found["most"] == _STREAMS, f"{found['most']} streams were open at most"
         self._check_rest()
